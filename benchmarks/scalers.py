@@ -30,7 +30,7 @@ from _traces import FOLDER, Population, Trace, recorded
 
 from plimsoll.formats import FP16
 from plimsoll.scaling import SCALERS, LossScaler, SpectralScaler
-from plimsoll.scaling.spectral.rule import Look, Memory
+from plimsoll.scaling.spectral.rule import MeasuredStep, Memory
 
 BURST = 20
 LIMIT = 41_000  # steps after which a recovery is no longer waited for
@@ -43,7 +43,7 @@ class Spectral:
         self.scale = scaler.get_scale()
         self._rule, self._memory = scaler._rule(), Memory()  # noqa: SLF001
 
-    def update(self, look: Look) -> None:
+    def update(self, look: MeasuredStep) -> None:
         """The scale after a step that looked so."""
         self.scale = 2.0 ** self._rule.next_exponent(self._memory, look, self.scale)
 
@@ -97,16 +97,16 @@ class Replay:
         half = FP16.quantum_exponent - 1 - _exponent(scale)
         return sum(self.below(kind, step, half) for kind in self._below) / int(self._nonzero[step])
 
-    def look(self, step: int, scale: float) -> Look:
+    def look(self, step: int, scale: float) -> MeasuredStep:
         """What the scaler sees of the step: parameters' gradients, as FP16 held them."""
         if self.overflows(step, scale):
-            return Look(overflowed=True)
+            return MeasuredStep(overflowed=True)
         bottom = FP16.quantum_exponent - _exponent(scale)
         lost = self.below("weights", step, bottom - 1)
         nonzero = int(self.trace.weights.counts[step].sum()) - lost
         faint = self.below("weights", step, bottom + 1) - lost
         absmax = float(self.trace.weights.absmax[step]) * scale
-        return Look(overflowed=False, absmax=absmax, nonzero=nonzero, faint=faint)
+        return MeasuredStep(overflowed=False, absmax=absmax, nonzero=nonzero, faint=faint)
 
 
 def _cumulative(population: Population) -> np.ndarray:
@@ -120,7 +120,7 @@ def _exponent(scale: float) -> int:
     return exponent - 1
 
 
-def tell(contender: Contender, look: Look) -> None:
+def tell(contender: Contender, look: MeasuredStep) -> None:
     """Ends a step of the contender, each in its own way."""
     if isinstance(contender, Spectral):
         contender.update(look)
@@ -162,14 +162,14 @@ def run(replay: Replay, contender: Contender, steps: int) -> Outcome:
 def recovery(contender: Contender) -> int:
     """Clean steps after a burst until the scale is where it was, on gradients for which that is the right place."""
     for _ in range(300):
-        tell(contender, Look(overflowed=False, absmax=contender.scale * 2.0**-8, nonzero=1))
+        tell(contender, MeasuredStep(overflowed=False, absmax=contender.scale * 2.0**-8, nonzero=1))
     before = contender.scale
     for _ in range(BURST):
-        tell(contender, Look(overflowed=True))
+        tell(contender, MeasuredStep(overflowed=True))
     for step in range(LIMIT):
         if contender.scale >= before:
             return step
-        tell(contender, Look(overflowed=False, absmax=contender.scale * 2.0**-8, nonzero=1))
+        tell(contender, MeasuredStep(overflowed=False, absmax=contender.scale * 2.0**-8, nonzero=1))
     return LIMIT
 
 

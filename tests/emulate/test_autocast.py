@@ -238,7 +238,7 @@ def test_contexts_nest_and_are_taken_back() -> None:
             assert product() is FP32
         assert product() is FP16
     assert product() is FP32
-    assert not any(thread_frame.current() or key.on for key in (operation_kernels.hearing_some(),))
+    assert not any(thread_frame.current() or key.on for key in (operation_kernels.intercept_some(),))
 
 
 def test_an_exception_takes_it_back() -> None:

@@ -393,7 +393,7 @@ def test_a_backward_inside_of_a_graph_from_outside_is_not_rounded() -> None:
         ({"precision": "fp16", "operations": "all"}, "expected operations with a forward or a backward format"),
         ({"accumulate": "fp16", "operations": "linear"}, "expected operations with a forward or a backward format"),
         ({"accumulate": "mxfp4"}, "expected accumulate to be an element format; got mxfp4"),
-        ({"accumulate": "fp16", "chunk": 0}, "expected chunk to be a whole number of at least 1; got 0"),
+        ({"accumulate": "fp16", "chunk": 0}, "expected chunk to be an integer of at least 1; got chunk=0"),
         ({"forward": W, "chunk": 4}, "expected chunk with an accumulator other than fp32, .*; got chunk=4"),
     ],
 )  # fmt: skip

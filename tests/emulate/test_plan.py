@@ -118,10 +118,10 @@ def test_weights_and_activations_have_their_own_scales_in_every_product(kind: st
 @each(
     ("arguments", "message"),
     [
-        ({"precision": PLAN}, "emulate: expected the model that the plan speaks of; got NoneType. Write emulate"),
+        ({"precision": PLAN}, "emulate: expected the model of the plan; got NoneType. Write emulate"),
         (
             {"precision": "no.toml", "model": nn.Linear(2, 2)},
-            "emulate: expected a plan file; got 'no.toml', which is not",
+            "emulate: expected a plan file; got 'no.toml', which does not",
         ),
         (
             {"precision": PLAN, "model": model(), "forward": "e4m3"},
@@ -139,7 +139,7 @@ def test_weights_and_activations_have_their_own_scales_in_every_product(kind: st
         ({"precision": PLAN, "model": nn.Linear(2, 2)}, "expected each module of the plan to be in the model; got '0'"),
         (
             {"precision": Plan(target="x", formats={"0": "fp16"}, scales={"0": {"gradients": 2.0}}), "model": model()},
-            "expected a plan without loss scales per layer; got one for 0, whose gradients a LayerScaler carries",
+            "expected a plan without loss scales per layer; got one for 0, which needs a LayerScaler",
         ),
         (
             {"precision": Plan(target="x", formats={"0": "bf16"}, scales={"0": {"weights": 2.0}}), "model": model()},

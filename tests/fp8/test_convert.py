@@ -91,7 +91,7 @@ def test_what_is_left_and_why() -> None:
     )
     found = {left.module: left.why for left in fp8.convert(model, "tensor", exclude="kep*").fp8_left}
     assert found.pop("kept") == "excluded"
-    assert found.pop("own") == "its class Own may have a forward of its own"
+    assert found.pop("own") == "its class Own may have another forward"
     assert found.pop("wide") == "its weight is torch.float64"
     assert found.pop("bent").startswith("its class ParametrizedLinear")
     assert found.pop("conv") == "its class Conv1d is no linear layer"

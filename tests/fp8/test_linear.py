@@ -121,7 +121,7 @@ def test_any_shape(kind: dict[str, Any], shape: tuple[int, ...]) -> None:
     else:
         plain = U.linear(x, layer.weight, layer.bias, factors=layer.fp8_recipe.factors)
         assert distance(y, plain) < 0.1
-    assert "made up to 64 by 32" in repr(layer)
+    assert "padded to 64 by 32" in repr(layer)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -351,12 +351,12 @@ def test_what_it_refuses() -> None:
     with pytest.raises(UnsupportedTensorError, match="got weight of torch.float64"):
         drawn().double()(torch.randn(4, 64))
     for wrong, said in (
-        ({"scaling": "mx"}, "expected scaling to be one of unit, tensor; got 'mx'"),
+        ({"scaling": "mx"}, "expected scaling to be 'unit' or 'tensor'; got scaling='mx'"),
         ({"history": 3}, "expected history and margin with scaling='tensor' only; got history=3"),
-        ({"scaling": "tensor", "history": -1}, "expected history to be a number of steps, 0 or more; got -1"),
-        ({"scaling": "tensor", "margin": 1.5}, "expected margin to be a number of binades, 0 or more; got 1.5"),
-        ({"scaling": "tensor", "margin": 33}, "expected a margin of at most 32 binades; got 33"),
-        ({"constraint": "mean"}, "expected constraint to be None or one of"),
+        ({"scaling": "tensor", "history": -1}, "expected history to be an integer of at least 0; got history=-1"),
+        ({"scaling": "tensor", "margin": 1.5}, "expected margin to be an integer from 0 to 32; got margin=1.5"),
+        ({"scaling": "tensor", "margin": 33}, "expected margin to be an integer from 0 to 32; got margin=33"),
+        ({"constraint": "mean"}, "expected constraint to be None, 'gmean'"),
         ({"factors": 3.0}, "expected factors to be Factors with 1 input"),
     ):
         with pytest.raises(ArgumentError, match=said):

@@ -249,8 +249,8 @@ def test_weights_are_cast_once_for_all_micro_batches(name: str, monkeypatch: pyt
     from plimsoll.fp8 import linear
     from plimsoll.precision.levels.fp8_layers import Layers
 
-    cast, calls = counted(linear.hold)
-    monkeypatch.setattr(linear, "hold", cast)
+    cast, calls = counted(linear.to_codes)
+    monkeypatch.setattr(linear, "to_codes", cast)
     found = []
     for held in (False, True):
         if not held:

@@ -148,7 +148,7 @@ def test_apex_names_are_aliases(alias: str, name: str) -> None:
         ("fp16-mastre", "Did you mean fp16-master"),
         ("zzz", "Levels: fp32, tf32, amp-fp16"),
         ("fp8-unit", "expected a unit-scaled model at fp8-unit; got a Net whose linear layers (embed, hidden, head)"),
-        ("missing.toml", "expected a plan file; got 'missing.toml', which is not there"),
+        ("missing.toml", "expected a plan file; got 'missing.toml', which does not exist"),
         (16, "expected a level, a plan file or a schedule of (step, precision); got precision=16"),
     ],
 )

@@ -28,7 +28,7 @@ def test_a_reason_is_for_skipped_steps_and_made_once() -> None:
     assert outcome.reason == outcome.reason == "an overflow"
     assert calls == [1]
     assert StepOutcome(stepped=True, scale=1.0, reason="an overflow").reason is None
-    assert StepOutcome(stepped=False, scale=1.0).reason == "not said"
+    assert StepOutcome(stepped=False, scale=1.0).reason == "unknown"
 
 
 def test_outcomes_are_equal_by_value_and_survive_pickling() -> None:

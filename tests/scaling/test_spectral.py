@@ -14,7 +14,7 @@ import plimsoll
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.scaling import DynamicScaler, SpectralScaler
-from plimsoll.scaling.spectral.rule import Look, Memory
+from plimsoll.scaling.spectral.rule import MeasuredStep, Memory
 from plimsoll.scaling.spectral.window_checks import StepNumbers
 from tests.support.cases import each
 from tests.support.scaling.steps import host_reads_nothing, mlp, scales, take, weight
@@ -88,7 +88,7 @@ def test_it_decides_as_the_rule_does_on_the_spectra_of_its_gradients() -> None:
         scaler.scale(model(data).square().mean() * (2.0**30 if step == 30 else 1e-4)).backward()
         spectrum = sum(plimsoll.measure([p.grad for p in model.parameters()]))
         overflowed = spectrum.nonfinite > 0
-        look = Look(
+        look = MeasuredStep(
             overflowed=overflowed,
             absmax=0.0 if overflowed else spectrum.absmax,
             nonzero=spectrum.nonzero,
@@ -150,7 +150,7 @@ def test_states_are_plain_and_keep_every_setting(tmp_path: Any) -> None:
     again = SpectralScaler("cpu")
     again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert again.state_dict() == scaler.state_dict()
-    assert again._rule() == scaler._rule() and again._looks.every == 7
+    assert again._rule() == scaler._rule() and again._checks.every == 7
     pickled = pickle.loads(pickle.dumps(scaler))
     assert pickled.state_dict() == scaler.state_dict()
     assert train(pickled, *half_and_sgd(), range(20, 30)) == train(scaler, *half_and_sgd(), range(20, 30))
@@ -374,7 +374,7 @@ def test_tensors_that_span_too_far_are_named_once(is_late: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         steps(scaler, optimizer, loss, 5)
-    with pytest.warns(UserWarning, match=r"no scale serves: .* 1 of 2 tensors .* fp16 holds: wide by 9\. Give") as said:
+    with pytest.warns(UserWarning, match=r"no scale fits: .* 1 of 2 tensors .* fp16 has: wide by 9\. Give") as said:
         steps(scaler, optimizer, loss, 50)
     assert len(said) == 1
     assert scaler.window is None and [t.name for t in scaler.report().too_wide] == ["wide"]
@@ -428,7 +428,7 @@ def test_a_report_before_any_step_is_refused() -> None:
         ({"max_scale": 1000.0, "init_scale": 1.0}, r"expected max_scale as a power of two"),
         ({"init_scale": 0.0}, r"expected init_scale from 2\*\*-126"),
         ({"min_scale": 2.0**12}, r"expected min_scale <= init_scale <= max_scale"),
-        ({"format": "fp64"}, r"expected a format of gradients that float32's range holds; got format=fp64"),
+        ({"format": "fp64"}, "expected a signed format within float32's range; got format=fp64"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:

@@ -11,7 +11,17 @@ import pytest
 
 from benchmarks._traces import FOLDER, Trace
 from plimsoll.formats import FP16
-from plimsoll.scaling.spectral.rule import CALM, DROPS, MANY, PROBES, PROOF, REFUSALS, Look, Memory, SpectralRule
+from plimsoll.scaling.spectral.rule import (
+    CALM,
+    DROPS,
+    MANY,
+    PROBES,
+    PROOF,
+    REFUSALS,
+    MeasuredStep,
+    Memory,
+    SpectralRule,
+)
 
 LINE = math.log2(FP16.overflow_threshold)
 RULE = SpectralRule(line=LINE, margin=0.5, lowest=-14, highest=32)
@@ -35,7 +45,7 @@ class Life:
             if overflowed:
                 self.skipped.append(len(self.exponents) - 1)
             seen = 0.0 if level is None or overflowed else 2.0 ** (level + self.exponent)
-            look = Look(overflowed=overflowed, absmax=seen, nonzero=1000, faint=round(1000 * faint))
+            look = MeasuredStep(overflowed=overflowed, absmax=seen, nonzero=1000, faint=round(1000 * faint))
             self.exponent = self.rule.next_exponent(self.memory, look, 2.0**self.exponent)
         return self
 
@@ -229,9 +239,9 @@ def test_a_memory_with_every_field_changed_comes_back() -> None:
 
 def test_a_scale_that_is_no_power_of_two_is_followed_by_one_that_is() -> None:
     memory = Memory()
-    look = Look(overflowed=False, absmax=3.0, nonzero=10)
+    look = MeasuredStep(overflowed=False, absmax=3.0, nonzero=10)
     assert RULE.next_exponent(memory, look, 3 * 1024.0) == math.floor(LINE + 10 - 1 - 0.5)
-    assert RULE.next_exponent(Memory(), Look(overflowed=True), 3 * 1024.0) == 11 - 1
+    assert RULE.next_exponent(Memory(), MeasuredStep(overflowed=True), 3 * 1024.0) == 11 - 1
 
 
 def committed(name: str) -> Path:

@@ -78,7 +78,7 @@ def test_finding_names_the_tensors_that_span_too_far() -> None:
     assert found.window is None
     assert [(t.name, t.excess) for t in found.too_wide] == [("t2", 21), ("t1", 11)]
     assert found.finding == (
-        "no scale serves: the gradients of 2 of 3 tensors span more binades than fp16 holds: t2 by 21, t1 by 11"
+        "no scale fits: the gradients of 2 of 3 tensors span more binades than fp16 has: t2 by 21, t1 by 11"
     )
 
 
@@ -86,7 +86,7 @@ def test_finding_names_the_pair_that_has_no_scale_in_common() -> None:
     found = report(torch.full((10,), 2.0**-30), torch.ones(10), torch.full((10,), 2.0**12))
     assert found.window is None and not found.too_wide
     assert found.finding == (
-        "no single scale serves: in fp16 the gradient of t0 needs at least 2**6, and that of t2 at most 2**3, "
+        "no single scale fits: in fp16 the gradient of t0 needs at least 2**6, and that of t2 at most 2**3, "
         "3 binades less"
     )
 
@@ -95,7 +95,7 @@ def test_joint_window_and_text() -> None:
     found = report(torch.ones(10), torch.full((10,), 2.0**-20), scale=1.0)
     assert found.window == (-4, 15) and found.finding is None
     assert str(found).splitlines() == [
-        "fp16, scale 2**0, scales that serve all 2: 2**-4 to 2**15",
+        "fp16, scale 2**0, scales that fit all 2: 2**-4 to 2**15",
         "  t0: 2**-24 to 2**15",
         "  t1: 2**-4 to 2**35",
     ]

@@ -33,15 +33,6 @@ used = [0.0]  # CPU seconds of all such processes that have ended
 _SHOWN = 15_000  # characters of what a rank that failed has said
 
 
-def python_path(*first: object) -> str:
-    """Return a PYTHONPATH with these folders before the present ones.
-
-    A checkout is tested by itself even if the environment has an editable install of another checkout.
-    """
-    present = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return os.pathsep.join([*map(str, first), *present])
-
-
 def python(
     *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:

@@ -146,7 +146,7 @@ def test_pandas_is_not_imported_by_a_watched_training(tmp_path: Path) -> None:
                 w.log(accuracy=0.5)
                 w.flush()
     """
-    environment = {**os.environ, "PYTHONPATH": processes.python_path(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{processes.PYTHONPATH}"}
     assert processes.python("-c", textwrap.dedent(script), tmp_path / "run", env=environment).returncode == 0
     assert not (tmp_path / "imported").exists()  # pyarrow's own conversion imports it: 50 MB that nobody uses
     assert len(only_run(tmp_path / "run").steps) == 3

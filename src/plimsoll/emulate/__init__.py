@@ -1,4 +1,4 @@
-"""Low precision on hardware that lacks it: `emulate`, and autocast's operation lists as data.
+"""Low precision on hardware without it: `emulate`, and operation lists as data.
 
 The package can be called as its function: ``plimsoll.emulate(...)``.
 """

@@ -1,9 +1,9 @@
 """`Autocast`: operation lists with any low dtype, on any device.
 
-It casts where torch's own autocast does, in front of autograd, and for the same calls, also those that a composite
-operation makes in C++. What differs: the lists are the caller's; a weight's kept cast ends when the weight changes or
-its gradient has come, so that a context may be left open around a whole training loop; and a backward inside the
-context is left alone.
+It casts where torch's own autocast does, in front of autograd, and for the same calls, including those that a composite
+operation makes in C++. Three things differ: the caller chooses the lists. The cached cast of a weight is dropped when
+the weight changes or its gradient is ready, so a context may stay open around a whole training loop. A backward inside
+the context is not changed.
 """
 
 import contextlib
@@ -23,10 +23,19 @@ from plimsoll.kernels.dtypes import SIXTEEN_BIT
 
 
 class Autocast(contextlib.ContextDecorator):
-    """While the context is open on this thread, operations run as the lists say. A decorator too, and re-entrant.
+    """Context in which this thread's operations run in the dtypes of the lists.
 
-    `enabled=False` is a region without casts inside another one; so is `torch.autocast(..., enabled=False)`. With
-    torch's autocast on at the same time it raises `ArgumentError`: two lists would cast one call.
+    It is re-entrant, and a decorator too.
+
+    Args:
+        lists: The operations to cast. Default: those of `torch.autocast("cuda")`.
+        dtype: The low dtype, float16 or bfloat16. Default: float16.
+        enabled: False makes a region without casts inside another context, as `torch.autocast(..., enabled=False)`
+            does. Default: True.
+        cache: Whether a weight that is used twice is cast once. Default: True.
+
+    Raises:
+        ArgumentError: `dtype` is another one, or torch's own autocast is on too, so that two lists would cast one call.
 
     >>> with Autocast():
     ...     y = torch.randn(2, 3) @ torch.randn(3, 2)
@@ -65,14 +74,13 @@ class Autocast(contextlib.ContextDecorator):
 
 @contextlib.contextmanager
 def casting(lists: OperationLists | None, low: torch.dtype, *, cache: bool = True) -> Generator[Frame]:
-    """Activate lists in place of those of outer contexts. None deactivates the outer ones."""
+    """Use these lists instead of those of outer contexts. None: use no lists."""
     around = thread_frame.current() or Frame()
     if lists is None:
         frame = replace(around, lists=OperationLists())
     else:
         thread_frame.refuse_torch_autocast("around")
-        kept = around.cache or CastCache()
-        frame = replace(around, lists=lists, low=low, cache=kept if cache else None)
+        frame = replace(around, lists=lists, low=low, cache=(around.cache or CastCache()) if cache else None)
     with mha_in_python(), frame_entry.entered(frame):
         try:
             yield frame
@@ -88,9 +96,10 @@ _fastpath_before = True
 
 @contextlib.contextmanager
 def mha_in_python() -> Generator[None]:
-    """`nn.MultiheadAttention` by its separate operations: in evaluation it has one whole kernel that no list reaches.
+    """Run `nn.MultiheadAttention` as separate operations, also in evaluation.
 
-    The switch is the process's; other threads take the same slower path while any context is open.
+    There it has one fused kernel, whose inner operations no list could cast. The switch belongs to the process, so
+    other threads take the same slower path while any context is open.
     """
     global _without_fastpath, _fastpath_before  # noqa: PLW0603  (the count of the process's one switch)
     with _lock:

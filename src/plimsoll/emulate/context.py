@@ -18,21 +18,22 @@ from plimsoll.emulate.operations import fp32_operations
 from plimsoll.emulate.operations.convolutions import Convolutions
 from plimsoll.emulate.operations.lstm import lstm
 from plimsoll.emulate.operations.products import Attention, Products
-from plimsoll.emulate.operations.rounded_results import Everywhere, Rounded, within
+from plimsoll.emulate.operations.rounded_results import Rounded, RoundingTracer, within
 from plimsoll.emulate.recipe import Recipe
 from plimsoll.formats import get
 from plimsoll.watch.hooks import torch_hooks
 
-# Operations that are made of products, and never round by themselves.
-_MADE_OF_PRODUCTS = (
-    "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "einsum",
-    "gru", "gru_cell", "inner", "linalg_multi_dot", "linalg_vecdot", "lstm_cell", "rnn_relu", "rnn_relu_cell",
-    "rnn_tanh", "rnn_tanh_cell", "tensordot",
-)  # fmt: skip
+# Composite operations of products: only the products inside round.
+_MADE_OF_PRODUCTS = tuple(
+    """
+    chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d einsum gru gru_cell inner
+    linalg_multi_dot linalg_vecdot lstm_cell rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell tensordot
+""".split()
+)
 
 
 class Emulation(contextlib.ContextDecorator):
-    """Context returned by `emulate`, re-entrant, and a decorator. `operations` counts what ran in it."""
+    """Context returned by `emulate`: re-entrant, and a decorator too."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Emulation(contextlib.ContextDecorator):
 
     @property
     def operations(self) -> Operations:
-        """Number of runs of each operation inside: emulated ones, and those on torch's own 16-bit kernels."""
+        """Number of runs of each operation inside, emulated and native."""
         return self._counts.total()
 
     def __enter__(self) -> "Emulation":
@@ -77,7 +78,7 @@ class Emulation(contextlib.ContextDecorator):
         with contextlib.ExitStack() as stack:
             eager = stack.enter_context(eagerly())
             formats = self._recipe.of_results if self._recipe is not None and self._selected == "all" else {}
-            frame = replace(around, rules=rules, witness=self._witness(), eager=eager, formats=formats)
+            frame = replace(around, rules=rules, tracer=self._tracer(), eager=eager, formats=formats)
             stack.enter_context(mha_in_python())
             stack.enter_context(frame_entry.entered(frame))
             if self._low is not None:
@@ -85,9 +86,9 @@ class Emulation(contextlib.ContextDecorator):
                 stack.enter_context(casting(lists, self._low))
             yield
 
-    def _witness(self) -> thread_frame.OperationTracer:
+    def _tracer(self) -> thread_frame.OperationTracer:
         if self._recipe is not None and self._selected == "all":
-            return Everywhere(self._counts, Rounded(self._recipe))
+            return RoundingTracer(self._counts, Rounded(self._recipe))
         return self._counts
 
 
@@ -100,30 +101,30 @@ torch_hooks.emulated.append(_formats_now)
 
 
 def _rules(low: torch.dtype | None, recipe: Recipe | None, selected: "str | frozenset[str]") -> dict[str, Rule]:
-    found: dict[str, Rule] = {} if low in (None, torch.float32) else fp32_operations.rules()
+    rules: dict[str, Rule] = {} if low in (None, torch.float32) else fp32_operations.rules()
     if recipe is None:
-        return found
+        return rules
     products = _product_rules(recipe)
     rounded = Rounded(recipe)
     if selected == "all":
-        return found | {name: rounded.after(rule) for name, rule in products.items()}
+        return rules | {name: rounded.after(rule) for name, rule in products.items()}
     if isinstance(selected, str):
-        return _without_wholes(found) | products
+        return _without_composites(rules) | products
     for name in selected:
-        found |= _selected_rules(name, products, rounded)
-    return found
+        rules |= _selected_rules(name, products, rounded)
+    return rules
 
 
-def _without_wholes(rules: dict[str, Rule]) -> dict[str, Rule]:
-    """Return the rules, but for operations that are made of products which rules apply to."""
+def _without_composites(rules: dict[str, Rule]) -> dict[str, Rule]:
+    """Return the rules except those for composite operations of products."""
     return {name: rule for name, rule in rules.items() if name not in _MADE_OF_PRODUCTS}
 
 
 def _product_rules(recipe: Recipe) -> dict[str, Rule]:
     products = Products(recipe)
-    found = products.rules() | Convolutions(recipe).rules()
-    found |= {"scaled_dot_product_attention": Attention(products), "lstm": lstm}
-    return {name: thread_frame.in_forward(rule) for name, rule in found.items()}
+    rules = products.rules() | Convolutions(recipe).rules()
+    rules |= {"scaled_dot_product_attention": Attention(products), "lstm": lstm}
+    return {name: thread_frame.in_forward(rule) for name, rule in rules.items()}
 
 
 def _selected_rules(name: str, products: Mapping[str, Rule], rounded: Rounded) -> dict[str, Rule]:
@@ -137,9 +138,11 @@ def _selected_rules(name: str, products: Mapping[str, Rule], rounded: Rounded) -
 
 @contextlib.contextmanager
 def eagerly() -> Generator[bool]:
-    """Compiled code runs eagerly: its kernels were generated without the emulation. Gives whether that was arranged.
+    """Run compiled code eagerly inside, since its kernels lack the emulation.
 
-    Where the compiler is not loaded there is no such code yet, and loading it takes seconds: then frames refuse.
+    Yields:
+        Whether torch's compiler is loaded, so that it could be switched. If it is not, no compiled code exists yet, and
+        loading the compiler would take seconds. Code that is compiled later inside raises instead.
     """
     if "torch._dynamo" not in sys.modules:
         yield False

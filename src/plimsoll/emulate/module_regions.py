@@ -1,9 +1,9 @@
-"""Modules that compute in another format than the rest of their model, where the weights stay as they are.
+"""Modules that compute in another format than their model, with unchanged weights.
 
-A module of a rule enters its format when it is called, and leaves it when it returns, raises, or is recomputed by a
-checkpoint: FP32 switches autocast off and takes FP32 inputs; FP16 and BF16 are autocast with that dtype; any other
-format is emulated at the operands of matrix products, values by the forward format, gradients by the backward one.
-Where what is around it has no autocast, its outputs are FP32 again.
+A module with a rule enters its format when it is called or recomputed by a checkpoint, and leaves it when it returns or
+raises. FP32 switches autocast off and casts inputs to FP32. FP16 and BF16 are autocast with that dtype. Any other
+format is emulated at the operands of matrix products, values in the forward format, gradients in the backward format.
+If the modules around it run without autocast, its outputs are cast to FP32.
 """
 
 import contextlib
@@ -20,28 +20,36 @@ from plimsoll.watch.taps.compiled_taps import inlined_only
 
 
 def named_modules(root: nn.Module, *, twice: bool = True) -> list[tuple[str, nn.Module]]:
-    """Return every module with its qualified name, the root's empty; one with several names each time, or once."""
+    """Return every module with its qualified name, which is empty for the root.
+
+    Args:
+        root: The model.
+        twice: Whether a module with several names appears once for each. Default: True.
+    """
     return cast("list[tuple[str, nn.Module]]", [*root.named_modules(remove_duplicate=not twice)])
 
 
 def callers(root: nn.Module) -> dict[str, str]:
-    """For every module but the root the name of the nearest one around it that has a forward."""
-    found: dict[str, str] = {}
-    callable_ones = {name: has_forward(module) for name, module in named_modules(root)}
-    for name in callable_ones:
+    """Return the name of the nearest enclosing module with a forward, by module.
+
+    The root has none and is left out.
+    """
+    around: dict[str, str] = {}
+    can_be_called = {name: has_forward(module) for name, module in named_modules(root)}
+    for name in can_be_called:
         if name:
-            around = name.rpartition(".")[0]
-            found[name] = around if not around or callable_ones[around] else found[around]
-    return found
+            parent = name.rpartition(".")[0]
+            around[name] = parent if not parent or can_be_called[parent] else around[parent]
+    return around
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether it can be called: lists of modules cannot."""
+    """Return whether the module can be called. A list of modules cannot."""
     return type(module).forward is not nn.Module.forward
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return the same structure with its floating tensors in that dtype."""
+    """Return the same structure with its floating tensors in the dtype."""
 
     def cast(x: Tensor) -> Tensor:
         return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x
@@ -50,17 +58,17 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 Context = contextlib.AbstractContextManager[Any]
-NATIVE = tuple(TRAINING)  # what torch computes in by itself
+NATIVE = tuple(TRAINING)  # formats that torch computes in
 
 
 class Switch:
-    """Whether the regions act."""
+    """Switch of the regions of a model."""
 
     on = False
 
 
 class Regions:
-    """The rules of a model, as hooks; they act while the switch is on."""
+    """Hooks that apply a plan's rules to a model while the switch is on."""
 
     def __init__(
         self,
@@ -78,7 +86,7 @@ class Regions:
         for name, module in named_modules(root, twice=False):
             around = inside[caller[name]] if name else outside
             if inside[name] != around:
-                enter(inside[name])  # a format that cannot be is refused here, and not in the first step
+                enter(inside[name])  # an impossible format raises here, before the first step
                 self._regions.append((module, _Region(self.switch, inside[name], around, enter)))
 
     def attach(self) -> "Regions":
@@ -89,7 +97,7 @@ class Regions:
         return self
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -102,7 +110,7 @@ class _Region:
         self._switch, self._inside, self._around, self._enter = switch, inside, around, enter
         self._open: list[contextlib.ExitStack] = []
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ARG002  (torch's to choose)
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ARG002  (signature of a hook)
         stack = contextlib.ExitStack()
         self._open.append(stack)
         if not self._switch.on:
@@ -112,7 +120,7 @@ class _Region:
             return None
         return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002  (torch's to choose)
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002  (signature of a hook)
         self._open.pop().close()
         if not self._switch.on or _in_16_bits(self._around):
             return None
@@ -122,17 +130,17 @@ class _Region:
 inlined_only(_Region.enter, _Region.leave)
 
 
-def is_native(said: ModulePlan) -> bool:
-    """Return whether torch computes so by itself, in both directions."""
-    return said.forward in NATIVE and said.backward == said.forward
+def is_native(plan: ModulePlan) -> bool:
+    """Return whether torch itself computes in the format, in both directions."""
+    return plan.forward in NATIVE and plan.backward == plan.forward
 
 
-def _in_16_bits(said: ModulePlan) -> bool:
-    return is_native(said) and said.forward != "fp32"
+def _in_16_bits(plan: ModulePlan) -> bool:
+    return is_native(plan) and plan.forward != "fp32"
 
 
 def _effective(root: nn.Module, rules: Mapping[str, ModulePlan], outside: ModulePlan) -> dict[str, ModulePlan]:
-    found: dict[str, ModulePlan] = {}
+    effective: dict[str, ModulePlan] = {}
     for name, _ in named_modules(root, twice=False):
-        found[name] = rules.get(name) or (found[name.rpartition(".")[0]] if name else outside)
-    return found
+        effective[name] = rules.get(name) or (effective[name.rpartition(".")[0]] if name else outside)
+    return effective

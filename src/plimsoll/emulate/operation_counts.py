@@ -1,4 +1,4 @@
-"""Counts of operations inside an emulation: emulated ones, and those on torch's own 16-bit kernels."""
+"""Counts of operations inside an emulation, emulated and native 16-bit ones."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,13 +14,15 @@ from plimsoll.notebook_repr import NotebookRepr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations(NotebookRepr):
-    """Number of runs of each operation, by name, in the forward and in a backward inside the context.
+    """Number of runs of each operation, by name, inside a context.
 
-    - `emulated`: computed as the emulation says.
-    - `native`: computed by the machine's own kernel, with a 16-bit result.
+    It counts the forward and, inside the context, the backward. Operations that only create, move or convert values are
+    in neither mapping, nor are native ones without a 16-bit result. The backward of an emulated operation is emulated
+    too, and is not counted separately.
 
-    What makes, moves or converts values without computing with them is in neither, nor is what has no 16-bit result.
-    The backward of an emulated operation is emulated too, and not counted apart.
+    Attributes:
+        emulated: Runs computed by the emulation.
+        native: Runs computed by a kernel of the machine, with a 16-bit result.
     """
 
     emulated: Mapping[str, int]
@@ -48,7 +50,7 @@ def _by_count(row: tuple[str, int, str]) -> tuple[str, int, str]:
 
 @dataclass(slots=True, eq=False)
 class Counts:
-    """The count of one context; what runs in another inside it is counted there."""
+    """Counts of one context, without those of the contexts inside it."""
 
     by_rule: Counter[str] = field(default_factory=Counter[str])
     by_torch: Counter[str] = field(default_factory=Counter[str])
@@ -57,7 +59,7 @@ class Counts:
         """Count an emulated call."""
         self.by_rule[name_of(op)] += 1
 
-    def native(self, op: Any, arguments: Any, result: Any) -> Any:  # noqa: ARG002  (a witness's signature)
+    def native(self, op: Any, arguments: Any, result: Any) -> Any:  # noqa: ARG002  (signature of OperationTracer)
         """Count a call that ran on a kernel of torch."""
         if _is_16_bits(result):
             self.by_torch[name_of(op)] += 1
@@ -73,25 +75,28 @@ def name_of(op: Any) -> str:
     return op.overloadpacket.__name__
 
 
-_MOVING = frozenset((
-    "_to_copy", "_unsafe_view", "clone", "copy", "copy_", "empty", "empty_like", "empty_strided", "fill", "fill_",
-    "full", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like",
-    "resize_", "select_backward", "slice_backward", "zero", "zero_", "zeros", "zeros_like",
-))  # fmt: skip
+_MOVING = frozenset(
+    """
+    _to_copy _unsafe_view clone copy copy_ empty empty_like empty_strided fill fill_ full full_like new_empty
+    new_empty_strided new_full new_ones new_zeros ones ones_like resize_ select_backward slice_backward zero zero_
+    zeros zeros_like
+""".split()
+)
 _known: dict[Any, bool] = {}
 
 
 def computes(op: Any) -> bool:
-    """Return whether it computes, and is not made of calls that are heard themselves."""
-    found = _known.get(op)
-    if found is None:
+    """Return whether the operation computes, and is not composed of others."""
+    known = _known.get(op)
+    if known is None:
         moves = name_of(op) in _MOVING or op.namespace == "plimsoll" or _gives_views(op)
-        found = _known[op] = not moves and not op.has_kernel_for_dispatch_key(_COMPOSITE)
-    return found
+        known = _known[op] = not moves and not op.has_kernel_for_dispatch_key(_COMPOSITE)
+    return known
 
 
 def _gives_views(op: Any) -> bool:
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in op._schema.returns)  # noqa: SLF001
+    aliases = [value.alias_info for value in op._schema.returns]  # noqa: SLF001
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 _DispatchKey: Any = torch._C.DispatchKey  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]  # noqa: SLF001

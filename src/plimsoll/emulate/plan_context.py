@@ -1,7 +1,6 @@
-"""`emulate` of a plan: while the context is open, the modules that the plan names compute in their formats."""
+"""`emulate` of a plan: the modules that the plan names compute in their formats."""
 
 import contextlib
-import difflib
 import fnmatch
 import os
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from plimsoll import checks
 from plimsoll.emulate.context import Emulation, eagerly
 from plimsoll.emulate.dispatch import frame_entry, thread_frame
 from plimsoll.emulate.dispatch.thread_frame import Frame
@@ -23,26 +23,28 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, ModulePlan, Plan
 from plimsoll.watch.names import clean, unwrapped
 
-ROOT = "model"  # what the root module is called, as in a watch
+ROOT = "model"  # name of the root module, as in a watch
 
-# Where torch keeps its modules that multiply nothing, and whose operations no list casts down.
-_MULTIPLY_NOTHING = frozenset((
-    "activation", "batchnorm", "channelshuffle", "distance", "dropout", "flatten", "fold", "instancenorm", "loss",
-    "normalization", "padding", "pixelshuffle", "pooling", "sparse", "upsampling",
-))  # fmt: skip
+# Submodules of torch.nn.modules whose modules multiply nothing, and whose operations are on no low list.
+_MULTIPLY_NOTHING = frozenset(
+    """
+    activation batchnorm channelshuffle distance dropout flatten fold instancenorm loss normalization padding
+    pixelshuffle pooling sparse upsampling
+""".split()
+)
 
 
 class PlannedEmulation(Emulation):
-    """Context returned by `emulate` for a plan, re-entrant, and a decorator, on one model."""
+    """Context returned by `emulate` for a plan: re-entrant, and a decorator too."""
 
     def __init__(self, plan: Plan, model: nn.Module, enter: Callable[[ModulePlan], Emulation]) -> None:
         root = unwrapped(model)
         rules = rules_of(plan, root, "emulate")
-        layered = next((name for name, said in rules.items() if is_native(said) and said.gradients is not None), None)
+        layered = next((name for name, rule in rules.items() if is_native(rule) and rule.gradients is not None), None)
         if layered is not None:
             raise ArgumentError(
-                f"emulate: expected a plan without loss scales per layer; got one for {layered or ROOT}, whose "
-                "gradients a LayerScaler carries. Give the plan to plimsoll.prepare, which makes one."
+                f"emulate: expected a plan without loss scales per layer; got one for {layered or ROOT}, which needs a "
+                "LayerScaler. Pass the plan to plimsoll.prepare, which makes one."
             )
         self._title = f"{plan.target or 'a plan'} of {type(root).__name__}"
         self._made: dict[ModulePlan, Emulation] = {}
@@ -85,94 +87,101 @@ class PlannedEmulation(Emulation):
             if not self._entered:
                 self._regions.remove()
 
-    def _emulation(self, said: ModulePlan) -> Emulation:
-        if said not in self._made:
-            self._made[said] = self._enter(said)
-        return self._made[said]
+    def _emulation(self, plan: ModulePlan) -> Emulation:
+        if plan not in self._made:
+            self._made[plan] = self._enter(plan)
+        return self._made[plan]
 
 
 class _Local(threading.local):
-    """A thread's switch: on while it has the context open."""
+    """Switch of a thread: on while it has the context open."""
 
     open: tuple[contextlib.ExitStack, ...] = ()
 
     @property
     def on(self) -> bool:
-        """Whether the regions act."""
+        """True while the regions act."""
         return bool(self.open)
 
 
-def plan_of(operation: str, given: "Plan | str | os.PathLike[str]") -> Plan:
-    """Return the plan, or the one in that file."""
-    if isinstance(given, Plan):
-        return given
-    path = Path(given)
+def plan_of(operation: str, plan: "Plan | str | os.PathLike[str]") -> Plan:
+    """Return the plan, or load it from its file.
+
+    Raises:
+        ArgumentError: There is no such file.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    path = Path(plan)
     if not path.is_file():
         raise ArgumentError(
-            f"{operation}: expected a plan file; got {os.fspath(path)!r}, which is not there. Save one."
+            f"{operation}: expected a plan file; got {os.fspath(path)!r}, which does not exist. Save a plan there."
         )
     return Plan.load(path)
 
 
 def rules_of(plan: Plan, root: nn.Module, operation: str) -> dict[str, ModulePlan]:
-    """Return the plan's rule for each module of the model, by its (first) name; the root's is empty.
+    """Return the plan's rule for each module of the model, by its first name.
 
-    Raises `ArgumentError` for names that match none, and for what no module could do.
+    The name of the root is empty.
+
+    Raises:
+        ArgumentError: A name of the plan matches no module, two rules contradict each other, or a module cannot do what
+            its rule asks.
     """
     named = named_modules(root)
     shown = {name: clean(name) or ROOT for name, _ in named}
     for glob in plan.formats:
         check_matches(operation, "plan", glob, shown.values())
     first: dict[int, str] = {}
-    found: dict[str, ModulePlan] = {}
+    rules: dict[str, ModulePlan] = {}
     by: dict[str, str | None] = {}
     for name, module in named:
         mine = first.setdefault(id(module), name)
-        said, rule = plan.module(shown[name]), plan.rule_for(shown[name])
+        module_plan, rule = plan.module(shown[name]), plan.rule_for(shown[name])
         if rule is not None and rule == shown[name]:
             _check_multiplies(operation, module, rule, plan.formats[rule])
-        if said is None or (mine in found and (rule is None or said == found[mine])):
+        if module_plan is None or (mine in rules and (rule is None or module_plan == rules[mine])):
             continue
         if by.get(mine) is not None:
             raise ArgumentError(
                 f"{operation}: expected one format for a module that has two names; got {by[mine]!r} and {rule!r}, "
-                f"which say different things of {shown[mine]}. Name it once."
+                f"which differ for {shown[mine]}. Name it once."
             )
-        _check_scales(operation, shown[name], said)
-        found[mine], by[mine] = said, rule
-    return found
+        _check_scales(operation, shown[name], module_plan)
+        rules[mine], by[mine] = module_plan, rule
+    return rules
 
 
 def check_matches(operation: str, what: str, glob: str, names: Iterable[str]) -> None:
-    """Raise `ArgumentError` for a glob that no module's name matches, with the nearest names."""
+    """Raise `ArgumentError` with the nearest names if the glob matches no name."""
     shown = list(names)
     if glob in shown or any(fnmatch.fnmatchcase(name, glob) for name in shown):
         return
-    near = difflib.get_close_matches(glob, shown, n=3, cutoff=0.4) or shown[:5]
+    near = checks.nearest(glob, shown) or shown[:5]
     raise ArgumentError(
         f"{operation}: expected each module of the {what} to be in the model; got {glob!r}, which matches none. "
         f"Names are like {', '.join(near)}."
     )
 
 
-def check_alone(given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    """Raise for further arguments next to a plan."""
-    strange = [name for name, value in given.items() if value is not usual.get(name)]
+def check_alone(arguments: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+    """Raise `ArgumentError` for further arguments next to a plan."""
+    strange = [name for name, value in arguments.items() if value is not usual.get(name)]
     if strange:
         raise ArgumentError(
-            f"emulate: expected a plan with its model alone; got {', '.join(strange)} too. The plan says which formats "
-            "hold where: write them there."
+            f"emulate: expected a plan with its model alone; got {', '.join(strange)} too. Write formats into the plan."
         )
 
 
 def _check_multiplies(operation: str, module: nn.Module, name: str, fmt: str) -> None:
-    """Raise for a module that is named by itself, and that no format would change."""
+    """Raise `ArgumentError` for a module named by itself that no format changes."""
     place, kind = type(module).__module__.rpartition("."), type(module).__name__
     nothing = place[0] == "torch.nn.modules" and place[2] in _MULTIPLY_NOTHING and kind != "MultiheadAttention"
     if fmt.lower() != "fp32" and nothing:
         raise ArgumentError(
             f"{operation}: expected formats for modules that multiply matrices; got {name!r} = {fmt!r}, a {kind}, "
-            "which multiplies nothing. Take it out of the plan."
+            "which multiplies nothing. Remove it from the plan."
         )
     if kind == "NonDynamicallyQuantizableLinear":
         raise ArgumentError(
@@ -181,10 +190,10 @@ def _check_multiplies(operation: str, module: nn.Module, name: str, fmt: str) ->
         )
 
 
-def _check_scales(operation: str, name: str, said: ModulePlan) -> None:
-    strange = [role for role in ROLES[:2] if role in said.scales]
-    if strange and is_native(said):
+def _check_scales(operation: str, name: str, plan: ModulePlan) -> None:
+    strange = [role for role in ROLES[:2] if role in plan.scales]
+    if strange and is_native(plan):
         raise ArgumentError(
             f"{operation}: expected scales of {' and '.join(strange)} with formats that values are cast to; got "
-            f"{name} in {said.forward}, which it computes in. Only gradients can be scaled there ({', '.join(NATIVE)})."
+            f"{name} in {plan.forward}, which it computes in. Only gradients can be scaled there ({', '.join(NATIVE)})."
         )

@@ -1,4 +1,4 @@
-"""Arithmetic of an emulated format: rounding of operands and gradients, summation of products."""
+"""Arithmetic of an emulated format: rounding of operands, sums of products."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -8,6 +8,7 @@ from typing import Any, cast as cast_type
 import torch
 from torch import Tensor
 
+from plimsoll import checks
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, BlockFormat, Format, Role, get
 from plimsoll.rounding import cast, fake_quantize
@@ -21,46 +22,52 @@ around_sums: list[Callable[[Format, Tensor, Tensor], contextlib.AbstractContextM
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recipe:
-    """The formats of both directions, the arguments of their casts, and the accumulator."""
+    """Formats of both directions, arguments of their casts, and the accumulator."""
 
     forward: AnyFormat | None
     backward: AnyFormat | None
     accumulate: Format | None  # None: the FP32 (or FP64) sums of the machine's own matrix product
     chunk: int
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    scales: Mapping[str, float] = field(default_factory=dict[str, float])  # by role, where they are not one for all
+    scales: Mapping[str, float] = field(default_factory=dict[str, float])  # by role; empty: one for all
 
     def operand(self, x: Tensor, axis: int, role: Role = "activations") -> Tensor:
-        """Return a matmul operand of the forward in the forward format. Blocks run along the summed `axis`."""
+        """Return an operand of a product in the forward format.
+
+        Args:
+            x: The operand.
+            axis: The axis that the product sums over, along which blocks run.
+            role: The role of the operand, which selects its scale. Default: "activations".
+        """
         return self._cast(x, self.forward, axis, role)
 
     def gradient(self, g: Tensor, axis: int) -> Tensor:
-        """Return a matmul's operand of the backward that is a gradient, in the backward format."""
+        """Return the gradient among a product's operands in the backward format."""
         return self._cast(g, self.backward, axis, "gradients")
 
     @property
     def described(self) -> list[str]:
-        """The formats as they are given to `emulate`: "forward=e4m3"."""
+        """The formats as arguments of `emulate`: "forward=e4m3"."""
         formats = {"forward": self.forward, "backward": self.backward, "accumulate": self.accumulate}
         return [f"{name}={fmt.name}" for name, fmt in formats.items() if fmt is not None]
 
     @property
     def of_results(self) -> dict[str, str]:
-        """The formats that `anywhere` rounds to at scale 1, by the collection of a run that is rounded to them."""
+        """The formats of `anywhere` by collection of a run, if they are unscaled."""
         if self.scales or self.arguments.get("scale", 1.0) != 1.0:
             return {}
-        found = {"activations": self.forward, "activation_gradients": self.backward}
-        return {name: fmt.name for name, fmt in found.items() if isinstance(fmt, Format)}
+        formats = {"activations": self.forward, "activation_gradients": self.backward}
+        return {name: fmt.name for name, fmt in formats.items() if isinstance(fmt, Format)}
 
     @property
     def in_blocks(self) -> bool:
-        """Whether operands depend on the axis that is summed over, so that each product rounds them again."""
+        """True if each product rounds its operands again, along its own axis."""
         return isinstance(self.forward, BlockFormat)
 
     def anywhere(self, x: Tensor) -> Tensor:
-        """Return the result of an operation in the forward format, and its gradient in the backward one."""
+        """Return a result in the forward format, with its gradient in the backward one."""
         if (self.forward is None and self.backward is None) or (not x.dim() and self._any_blocks()):
-            return x  # a block format has no meaning for a scalar
+            return x  # a block format does not apply to a scalar
         return fake_quantize(x, forward=self.forward, backward=self.backward, **self.arguments)
 
     def _any_blocks(self) -> bool:
@@ -69,19 +76,19 @@ class Recipe:
     def _cast(self, x: Tensor, fmt: AnyFormat | None, axis: int, role: Role) -> Tensor:
         if fmt is None:
             return x
-        given = dict(self.arguments)
+        arguments = dict(self.arguments)
         if role in self.scales:
-            given["scale"] = self.scales[role]
+            arguments["scale"] = self.scales[role]
         if isinstance(fmt, BlockFormat):
-            return cast(x, fmt, axis=axis, **given)
-        given.pop("scale_rule", None)
-        return cast(x, fmt, **given)
+            return cast(x, fmt, axis=axis, **arguments)
+        arguments.pop("scale_rule", None)
+        return cast(x, fmt, **arguments)
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """``a @ b`` of 2 or 3 dimensions, summed as the accumulator does.
+        """Return ``a @ b`` of 2 or 3 dimensions, summed by the accumulator.
 
-        With an accumulator of a format: the products of `chunk` neighbours along the summed axis are added in FP64,
-        then added to the accumulator in FP64, and the sum is rounded to the format, from the first chunk to the last.
+        With an accumulator of a format, `chunk` neighbouring products along the summed axis are added in FP64. Their
+        sum is added to the accumulator in FP64 and rounded to the format, from the first chunk to the last.
         """
         if self.accumulate is None:
             return a @ b
@@ -102,7 +109,18 @@ class Recipe:
 def recipe(
     forward: object, backward: object, accumulate: object, chunk: int, arguments: Mapping[str, Any]
 ) -> Recipe | None:
-    """Return the recipe, with every argument checked; None where nothing is asked for."""
+    """Return the recipe of checked arguments, or None if they request nothing.
+
+    Args:
+        forward: Format of the forward, or None.
+        backward: Format of the gradients, or None.
+        accumulate: Format of the sums.
+        chunk: Number of products added exactly, at least 1.
+        arguments: Arguments of `plimsoll.cast`, with `scale` also as a mapping by role.
+
+    Raises:
+        ArgumentError: Two arguments contradict each other, or one is out of range.
+    """
     _check_arguments(forward, backward, arguments)
     by_role = isinstance(arguments.get("scale"), Mapping)
     accumulator = get(accumulate)
@@ -111,8 +129,7 @@ def recipe(
             f"emulate: expected accumulate to be an element format; got {accumulator.name}, whose values share scales. "
             "Use fp32, fp16, bf16 or an eXmY."
         )
-    if type(chunk) is not int or chunk < 1:
-        raise ArgumentError(f"emulate: expected chunk to be a whole number of at least 1; got {chunk!r}.")
+    chunk = checks.integer("emulate", "chunk", chunk, low=1, remedy="Use 1, for example.")
     plain = accumulator.name == "fp32"
     if plain and chunk != 1:
         raise ArgumentError(
@@ -162,21 +179,24 @@ def _check_arguments(forward: object, backward: object, arguments: Mapping[str, 
         )
 
 
-def _scales(given: object) -> list[Any]:
-    """Return the scales that are given: one for all casts, or one by each role."""
-    if not isinstance(given, Mapping):
-        return [given]
-    by_role = cast_type("Mapping[Any, Any]", given)
+def _scales(scale: object) -> list[Any]:
+    """Return the scales of all casts: one, or one by role."""
+    if not isinstance(scale, Mapping):
+        return [scale]
+    by_role = cast_type("Mapping[Any, Any]", scale)
     strange = [role for role in by_role if role not in ROLES]
     if strange:
         raise ArgumentError(
-            f"emulate: expected scale as a number, or a mapping by {', '.join(ROLES)}; got {strange[0]!r}. Name these."
+            f"emulate: expected scale as a number, or a mapping by {', '.join(ROLES)}; got {strange[0]!r}. Use these."
         )
     return list(by_role.values())
 
 
 def _seeded(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a seed becomes a generator: each cast draws other noise, in the order of the calls."""
+    """Return the arguments with a generator for their seed.
+
+    Each cast then draws other noise, in the order of the calls.
+    """
     seed = arguments.get("generator")
     if seed is None:
         return {name: value for name, value in arguments.items() if name != "generator"}

@@ -1,4 +1,4 @@
-"""FP8 training of linear layers: 8-bit products, with constant scales on unit-scaled models or scales from the data."""
+"""FP8 training of linear layers, with constant scales or scales from the data."""
 
 from plimsoll import exports
 from plimsoll.fp8.conversion import convert as convert

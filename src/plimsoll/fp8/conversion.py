@@ -86,7 +86,7 @@ def _is_plain(module: nn.Linear) -> bool:
 
 
 def _recipe(name: str, module: nn.Linear, scaling: Scaling, history: int, margin: int) -> Recipe:
-    """Return the recipe of a layer. Raise `StateError` if it follows another one already."""
+    """Return the recipe of a layer, or raise `StateError` if it has another already."""
     if isinstance(module, Linear):
         recipe = Recipe(scaling=scaling, history=history, margin=margin, factors=module.fp8_recipe.factors)
         if recipe != module.fp8_recipe:
@@ -109,6 +109,6 @@ def _refuse_plain(names: Sequence[str]) -> None:
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     raise ArgumentError(
         f"fp8.convert: expected unit-scaled linear layers with scaling='unit'; got torch.nn.Linear as {shown}, whose "
-        "tensors may have any scale. Convert the model with plimsoll.unit.convert first, take scaling='tensor', or "
+        "tensors may have any scale. Convert the model with plimsoll.unit.convert first, use scaling='tensor', or "
         "exclude them."
     )

@@ -1,4 +1,4 @@
-"""Choice of the layers that a conversion takes, with the reason for each that it leaves."""
+"""Choice of the layers to convert, with the reason for each that is left out."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,11 +38,11 @@ class Globs:
     def of(
         cls, operation: str, model: nn.Module, include: str | Sequence[str] | None, exclude: str | Sequence[str] | None
     ) -> "Globs":
-        """Return the globs; `ArgumentError` for one that matches no module."""
+        """Return the globs, or raise `ArgumentError` if one matches no module."""
         globs = cls(include=None if include is None else _listed(include), exclude=_listed(exclude or ()))
         names = [name for name, _ in modules_of(model)]
-        for argument, given in (("include", globs.include or ()), ("exclude", globs.exclude)):
-            for glob in given:
+        for argument, patterns in (("include", globs.include or ()), ("exclude", globs.exclude)):
+            for glob in patterns:
                 if not any(fnmatchcase(name, glob) for name in names):
                     raise ArgumentError(
                         f"{operation}: expected {argument} to match modules of the model; got {glob!r}, which matches "
@@ -52,9 +52,9 @@ class Globs:
 
 
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return every module once, by its name; the root is "model"."""
-    found = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
-    return [(name or "model", module) for name, module in found]
+    """Return every module once, by its name. The root is "model"."""
+    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    return [(name or "model", module) for name, module in modules]
 
 
 def explicit(name: str, globs: Globs) -> bool:
@@ -63,7 +63,10 @@ def explicit(name: str, globs: Globs) -> bool:
 
 
 def why_not(name: str, module: nn.Module, globs: Globs, sharded: bool) -> str | None:
-    """Why a module with a product stays as it is; None for one to convert, "" for one without a product."""
+    """Return the reason to leave a module with a product, or None to convert it.
+
+    "" for a module without a product.
+    """
     if not isinstance(module, nn.Linear):
         return _why_no_layer(module)
     if any(fnmatchcase(name, glob) for glob in globs.exclude):
@@ -71,14 +74,14 @@ def why_not(name: str, module: nn.Module, globs: Globs, sharded: bool) -> str | 
     if globs.include is not None and not any(fnmatchcase(name, glob) for glob in globs.include):
         return "not included"
     if type(module) not in _TAKEN:
-        return f"its class {type(module).__name__} may have a forward of its own"
+        return f"its class {type(module).__name__} may have another forward"
     if globs.include is None and _is_readout(module) and not isinstance(module, Linear):
         return "a readout, whose gradients come straight from the loss; include it by name to convert it"
     return _why_no_weight(module, sharded)
 
 
 def _why_no_layer(module: nn.Module) -> str:
-    """Return a reason for modules that multiply by a matrix of their own, and are no linear layer."""
+    """Return a reason for modules with a matrix that are no linear layer."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return ""
     own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() > 1]
@@ -88,7 +91,7 @@ def _why_no_layer(module: nn.Module) -> str:
 def _why_no_weight(module: nn.Linear, sharded: bool) -> str | None:
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None:
-        return "its weight is no parameter of its own, but computed by a parametrization"
+        return "its weight is computed by a parametrization"
     if hasattr(weight, "placements") and (cast("Any", weight).device_mesh.ndim > 1 or not sharded):
         return "its weight is split for tensor parallelism"
     if weight.dtype not in INPUTS:
@@ -97,7 +100,7 @@ def _why_no_weight(module: nn.Linear, sharded: bool) -> str | None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP2 shards the model: it gathers weights before they are used."""
+    """Return whether FSDP2 shards the model, so that it gathers weights before use."""
     return any(hasattr(module, "set_modules_to_forward_prefetch") for module in model.modules())
 
 

@@ -10,7 +10,7 @@ from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import E4M3
 from plimsoll.fp8 import scales as delayed_scaling
 from plimsoll.fp8.autograd_function import Constants, Fp8Product, Marks
-from plimsoll.fp8.casting import Counting, Held, check_counting, hold
+from plimsoll.fp8.casting import Codes, Counting, check_counting, to_codes
 from plimsoll.fp8.products import is_autocasting
 from plimsoll.fp8.recipe import NO_FACTORS, Recipe, Scaling, checked
 from plimsoll.fp8.scales import DTYPES, FORMATS, ROLES, Role, absmax_of, scale_for
@@ -23,43 +23,46 @@ from plimsoll.unit.functional.products import linear
 from plimsoll.unit.optim.parameter_kinds import tag
 from plimsoll.watch.shadow.replay import active_casts
 
-_PASSING = {"fp8_counting": None, "fp8_cached": None, "fp8_caching": False}  # what no copy and no pickle takes along
+_TRANSIENT = {"fp8_counting": None, "fp8_cached": None, "fp8_caching": False}  # in no copy and no pickle
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` whose products run in FP8: weights and activations in E4M3, gradients in E5M2.
+    """`torch.nn.Linear` with products in FP8.
 
-    Each tensor is cast once, to nearest even, with saturation: no overflow makes an Inf, and an Inf becomes the
-    format's largest value. NaN stays NaN, in outputs and gradients. Products are summed in float32 and rounded once to
-    the result's dtype: that of the input, or autocast's. Gradients have the dtypes of their tensors. FP8 units compute
-    on NVIDIA GPUs from compute capability 8.9 on; elsewhere float32 ones do, from the same codes.
+    Weights and activations are cast to E4M3, gradients to E5M2.
 
-    Sizes that 16 does not divide are made up with zeros. float64 is refused. Parameters and their names are
-    torch.nn.Linear's. It compiles without graph breaks, never waits for the device, works under activation
-    checkpointing, DDP and FSDP2, and differentiates once.
+    Each tensor is cast once, to nearest even, and saturates: an overflow or an Inf becomes the largest value of the
+    format. NaN stays NaN, in outputs and gradients. Products are summed in float32 and rounded once to the dtype of the
+    input, or to autocast's. Gradients have the dtypes of their tensors. NVIDIA GPUs from compute capability 8.9 on
+    multiply by their FP8 units. Other devices multiply the same codes in float32.
 
-    *Scaling.* "unit": all scales are 1, as for tensors of unit scale they may be; the factors of unit scaling go into
-    the products' own scales and so cost nothing. "tensor": each tensor is multiplied by the largest power of two at
-    which its largest magnitude still fits, and the product by its inverse. With `history=0` that magnitude is found
-    first, so that the tensor is read twice; with N it is the largest of the last N steps, and values beyond saturate.
-    A step is a forward with its backward; the first finds its own magnitudes (a compiled layer looks for them in every
-    step, unless one has run uncompiled or a state was loaded: the bits are the same). Each rank has scales of its own,
-    which its own products undo; histories that are saved once for all ranks need `fp8.agree` before.
+    Sizes are padded with zeros to multiples of 16. float64 is refused. Parameters and their names are
+    those of `torch.nn.Linear`. The layer compiles without graph breaks, never waits for the device, works under
+    activation checkpointing, DDP and FSDP2, and can be differentiated once.
+
+    *Scaling.* "unit": all scales are 1, as suits tensors of unit scale. The factors of unit scaling are multiplied into
+    the scales of the products, at no cost. "tensor": each tensor is multiplied by the largest power of two at which its
+    largest magnitude fits, and the product by the inverse. With `history=0` that magnitude is computed first, so the
+    tensor is read twice. With N it is the largest of the last N steps, and larger values saturate. A step is a forward
+    with its backward. The first step computes its own magnitudes. A compiled layer computes them in every step, unless
+    a step ran uncompiled or a state was loaded, with the same bits. Each rank has its own scales, which its products
+    undo. Before histories are saved once for all ranks, call `fp8.agree`.
 
     Args:
-        in_features: size of an input's last dimension.
-        out_features: size of an output's.
-        bias: whether a bias is added.
-        device: where the parameters are made.
-        dtype: theirs.
-        scaling: "unit" or "tensor".
-        constraint: with unit scaling, how the factors of output and input's gradient become one; see
-            `unit.functional.linear`, whose arithmetic this is.
-        factors: factors of one's own, in place of the ideal ones and the constraint; with either scaling.
-        history: with "tensor", 0 for the tensor's own magnitude, N for that of the last N steps.
-        margin: with "tensor", how many binades to leave free above the magnitude.
+        in_features: Size of the last dimension of inputs.
+        out_features: Size of the last dimension of outputs.
+        bias: Whether to add a bias. Default: True.
+        device: Device of the parameters. Default: torch's.
+        dtype: Dtype of the parameters. Default: torch's.
+        scaling: "unit" (default) or "tensor".
+        constraint: With unit scaling, the rule that makes one factor of those of output and input gradient, as in
+            `unit.functional.linear`. Default: "gmean".
+        factors: Factors in place of the ideal ones and the constraint, with either scaling. Default: the ideal ones.
+        history: With "tensor", number of steps whose largest magnitude sets the scale. Default: 0, the tensor itself.
+        margin: With "tensor", binades to leave free above the magnitude, 0 to 32. Default: 0.
 
-    Raises `ArgumentError`.
+    Raises:
+        ArgumentError: An argument is out of range, or does not fit the scaling.
 
     >>> layer = Linear(64, 32)
     >>> layer(torch.randn(8, 64)).shape, layer.casts()["gradients"]
@@ -67,10 +70,10 @@ class Linear(nn.Linear):
     """
 
     fp8_recipe: Recipe
-    fp8_first: bool  # no step has been seen yet
+    fp8_first: bool  # no step so far
     fp8_counting: Counting | None = None
     fp8_caching: bool = False
-    fp8_cached: tuple[Held, int] | None = None
+    fp8_cached: tuple[Codes, int] | None = None
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class Linear(nn.Linear):
         self.reset_parameters()
 
     def take_recipe(self, recipe: Recipe) -> None:
-        """Follow `recipe` from now on; what an earlier one has seen is forgotten."""
+        """Use `recipe` from now on, with empty buffers."""
         self.fp8_recipe, self.fp8_first = recipe, True
         device = self.weight.device
         if recipe.follows_data:
@@ -107,9 +110,10 @@ class Linear(nn.Linear):
             delayed_scaling.add_buffers(self, recipe.history, device)
 
     def casts(self) -> dict[Role, tuple[str, float | Tensor]]:
-        """Casts by role: name of the format, and the scale that values are multiplied by before.
+        """Return the format's name and the scale of each role's cast.
 
-        The scale is a float where it is constant; else a 0-d tensor that follows the data: it holds the last one used.
+        The scale multiplies values before the cast. It is a float if it is constant, otherwise a 0-d tensor with the
+        last one used.
         """
         scales: tuple[float | Tensor, ...] = self.fp8_recipe.scales or (1.0, 1.0, 1.0)
         if self.fp8_recipe.follows_data:
@@ -118,27 +122,33 @@ class Linear(nn.Linear):
         return {role: (FORMATS[role].name, scale) for role, scale in zip(ROLES, scales, strict=True)}
 
     def count_into(self, forward: Tensor | None, backward: Tensor | None, rows: Mapping[Role, int]) -> None:
-        """Count the values of casts from now on: a spectrum of each role in `rows`, without an extra read.
+        """Count the values of later casts as one spectrum per role.
 
-        Activations and weights are counted into rows of the bank `forward`, gradients into one of `backward`, before
-        they are multiplied by their scale. Each cast empties its row first: a row holds the last call's tensor, as it
-        does with a tap of `watch`, and a forward that is repeated in the backward counts the same. A weight that comes
-        from `fp8.cached_weights` is not cast, so its row stays. Banks are `kernels.new_bank`s on the layer's device;
-        two, since compiled code loses counts where forward and backward share one. Empty `rows` end it. Copies and
-        pickles do not count. A compiled layer is compiled anew, and casts by the operator that counts.
+        Casts count the values that they read, before the scale. Each cast empties its row first, so a row has the
+        tensor of the last call, as with a tap of `watch`, and a forward that is repeated in the backward counts the
+        same. A weight from `fp8.cached_weights` is not cast, so its row stays. Copies and pickles do not count. A
+        compiled layer is compiled again.
 
-        Raises `ArgumentError`.
+        Args:
+            forward: Bank for activations and weights, a `kernels.new_bank` on the layer's device.
+            backward: Bank for gradients. It must be another one: compiled code loses counts if both directions share
+                a bank.
+            rows: Row of each counted role. An empty mapping ends the counting.
+
+        Raises:
+            ArgumentError: A role is unknown, or a bank lacks its row.
         """
         self.fp8_counting = check_counting(forward, backward, rows, self.weight.device)
 
     def reset_parameters(self) -> None:
-        """Reinitialize parameters: as torch.nn.Linear, or with unit scaling normal of unit variance and zero bias.
+        """Reinitialize the parameters, and empty the buffers of scaling.
 
-        Buffers of scaling begin anew, too: call this after `to_empty`.
+        With unit scaling the weight is normal with unit variance and the bias zero. Otherwise both are as in
+        torch.nn.Linear. Call this after `to_empty`.
         """
         recipe: Recipe | None = getattr(self, "fp8_recipe", None)
         if recipe is None:
-            return  # torch's constructor calls this before there is one
+            return  # torch's constructor calls this before the recipe is set
         self.take_recipe(recipe)
         if recipe.scaling != "unit":
             super().reset_parameters()
@@ -148,7 +158,10 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        """Return the product of (..., in_features) and the weight, in the input's dtype or autocast's."""
+        """Return the product of the input, (..., in_features), and the weight.
+
+        It has the dtype of the input, or autocast's.
+        """
         if not torch.compiler.is_compiling() and active_casts.reference is not None:
             return linear(input, self.weight, self.bias, factors=self.fp8_recipe.factors)
         dtype = _result_dtype(input, self.in_features, self.weight)
@@ -160,7 +173,7 @@ class Linear(nn.Linear):
                 delayed_scaling.begin_forward(self)
                 if not torch.compiler.is_compiling():  # no side effect where a compiler checkpoints
                     self.fp8_first = False
-            weight = self._hold_weight(training, training and x.requires_grad, first)
+            weight = self._weight_codes(training, training and x.requires_grad, first)
             scale = self._scale(0, x, training, first)
             marks = self._marks()
         factors = recipe.factors
@@ -177,27 +190,27 @@ class Linear(nn.Linear):
             gradient=1.0 if recipe.scales is None else recipe.scales[2],
         )
         bank, row = self._row("activations")
-        found = cast("Tensor", Fp8Product.apply(x, self.weight, self.bias, weight, scale, bank, row, marks, constants))
-        return found.reshape(*input.shape[:-1], self.out_features)
+        y = cast("Tensor", Fp8Product.apply(x, self.weight, self.bias, weight, scale, bank, row, marks, constants))
+        return y.reshape(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """torch's, how tensors are scaled, and the sizes they are made up to."""
+        """Return torch's text, the scaling, and the padded sizes."""
         recipe = self.fp8_recipe
-        said = [super().extra_repr(), f"scaling={recipe.scaling!r}"]
+        parts = [super().extra_repr(), f"scaling={recipe.scaling!r}"]
         if recipe.scaling == "tensor":
-            said += [f"history={recipe.history}", f"margin={recipe.margin}"]
+            parts += [f"history={recipe.history}", f"margin={recipe.margin}"]
         if self.is_padded:
-            said.append(f"made up to {padded(self.in_features)} by {padded(self.out_features)}")
-        return ", ".join(said)
+            parts.append(f"padded to {padded(self.in_features)} by {padded(self.out_features)}")
+        return ", ".join(parts)
 
     @property
     def is_padded(self) -> bool:
-        """Whether a size is not divisible by 16, so that tensors are made up with zeros."""
+        """True if a size is not divisible by 16, so that tensors are padded."""
         return bool(self.in_features % 16 or self.out_features % 16)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all but what passes with this very object: banks that are counted into, and weights in FP8."""
-        return {name: value for name, value in self.__dict__.items() if name not in _PASSING}
+        """Return the state without banks of counts and cached weights."""
+        return {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
         super()._load_from_state_dict(*arguments, **named)
@@ -218,17 +231,17 @@ class Linear(nn.Linear):
         self.get_buffer("fp8_scales")[index].copy_(scale)
         return scale
 
-    def _hold_weight(self, training: bool, both: bool, first: bool) -> Held:
-        """Return the weight in FP8: the cached one, where there is one that has what is needed."""
+    def _weight_codes(self, training: bool, both: bool, first: bool) -> Codes:
+        """Return the codes of the weight, from the cache if it has these layouts."""
         weight = self.weight.detach()
         if self.fp8_cached is not None and not (both and self.fp8_cached[0].columns is None):
             check_unchanged(self.weight, self.fp8_cached[1])
             return self.fp8_cached[0]
         scale = self._scale(1, weight, training, first)
-        held = hold(weight, DTYPES["weights"], scale, "both" if both else "rows", *self._row("weights"))
+        codes = to_codes(weight, DTYPES["weights"], scale, "both" if both else "rows", *self._row("weights"))
         if self.fp8_caching:
-            self.fp8_cached = held, version_of(self.weight)
-        return held
+            self.fp8_cached = codes, version_of(self.weight)
+        return codes
 
     def _row(self, role: Role) -> tuple[Tensor | None, int]:
         return (None, 0) if self.fp8_counting is None else self.fp8_counting.row(role)
@@ -247,7 +260,7 @@ class Linear(nn.Linear):
 
 
 def _result_dtype(x: Tensor, in_features: int, weight: Tensor) -> torch.dtype:
-    """Return the dtype that the product of `x` has; refuses what cannot be multiplied."""
+    """Return the dtype of the product, or raise if FP8 cannot multiply the tensors."""
     if x.dim() == 0 or x.shape[-1] != in_features:
         raise ArgumentError(
             f"fp8.Linear: expected an input of (..., {in_features}); got shape {tuple(x.shape)}. Check the layer "
@@ -257,12 +270,12 @@ def _result_dtype(x: Tensor, in_features: int, weight: Tensor) -> torch.dtype:
         if hasattr(tensor, "placements"):
             raise UnsupportedTensorError(
                 f"fp8.Linear: expected plain tensors; got a DTensor as {name}. Under FSDP2 call the sharded module "
-                "itself; keep tensor parallel layers out of FP8 (exclude=...)."
+                "itself. Exclude tensor parallel layers from FP8 (exclude=...)."
             )
         if tensor.dtype not in INPUTS:
             raise UnsupportedTensorError(
                 f"fp8.Linear: expected float32, bfloat16 or float16; got {name} of {tensor.dtype}, shape "
-                f"{tuple(tensor.shape)}. Use .float(): FP8 holds no more."
+                f"{tuple(tensor.shape)}. Use .float()."
             )
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if is_autocasting(kind) else x.dtype

@@ -1,8 +1,8 @@
-"""Scales that tensors are multiplied by before a cast: powers of two, so that multiplying is exact.
+"""Scales of tensors before a cast: powers of two, which multiply exactly.
 
-A power of two also has an exact inverse, which the product is multiplied by. This costs up to one binade at the top of
-the format, of the 18 (E4M3) or 32 (E5M2) that it has. Delayed scaling takes the scale from the largest magnitudes of
-the last N training steps.
+A power of two also has an exact inverse, by which the product is multiplied. This wastes up to one binade at the top of
+the format, of 18 (E4M3) or 32 (E5M2). Delayed scaling takes the scale from the largest magnitudes of the last N
+training steps.
 """
 
 from collections.abc import Iterable
@@ -21,13 +21,16 @@ DTYPES: dict[Role, torch.dtype] = {role: dtype_of(fmt) for role, fmt in FORMATS.
 
 _BIAS = 127
 _FRACTION = (1 << 23) - 1
-_TOP_FIELD = 255  # of NaN and Inf
+_TOP_FIELD = 255  # exponent field of NaN and Inf
 _LEAST, _MOST = 1, 253  # exponent fields of a normal float32 whose inverse is normal too
 _TOPS = {fmt: int(torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32)) for fmt in (E4M3, E5M2)}
 
 
 def absmax_of(x: Tensor) -> Tensor:
-    """Return the largest magnitude as a 0-d float32; NaN where there is one, 0 where there are no values."""
+    """Return the largest magnitude as a 0-d float32.
+
+    It is NaN if there is a NaN, and 0 for an empty tensor.
+    """
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     lowest, highest = torch.aminmax(x)
@@ -35,11 +38,16 @@ def absmax_of(x: Tensor) -> Tensor:
 
 
 def scale_for(absmax: Tensor, fmt: Format, margin: int) -> Tensor:
-    """Return the largest power of two that leaves `margin` binades above a float32 absmax before `fmt` saturates.
+    """Return the largest power of two at which absmax fits `fmt` with a margin.
 
-    It is 1 where absmax is 0, or is not finite and so says nothing; and always between 2**-126 and 2**126. By integers:
-    a logarithm would round values just below a power of two up to it.
+    It is 1 if absmax is 0 or not finite, and always between 2**-126 and 2**126.
+
+    Args:
+        absmax: Largest magnitude, float32.
+        fmt: Format of the cast.
+        margin: Number of binades to leave free between the scaled absmax and the largest value of the format.
     """
+    # Integer arithmetic: a logarithm rounds values just below a power of two up to it.
     bits = absmax.view(torch.int32)
     field, fraction = bits >> 23, bits & _FRACTION
     top = _TOPS[fmt]
@@ -50,8 +58,8 @@ def scale_for(absmax: Tensor, fmt: Format, margin: int) -> Tensor:
 
 # Delayed scaling: the scale of a step comes from the largest magnitudes of the last N steps.
 #
-# A step is a forward with its backward: the first forward after a backward starts a new one. So micro-batches are steps
-# of their own, several uses of a layer in one forward are one step, and a forward repeated in the backward (activation
+# A step is a forward with its backward: the first forward after a backward starts a new one. So each micro-batch is a
+# step, several uses of a layer in one forward are one step, and a forward repeated in the backward (activation
 # checkpointing) changes nothing, since the largest of the same values is the same.
 #
 # The backward only reads what the forward writes, and vice versa: compiled code would otherwise lose one of the two
@@ -63,7 +71,7 @@ BACKWARD = ("fp8_gradient_history", "fp8_gradient_absmax", "fp8_gradient_step")
 
 
 def add_buffers(module: nn.Module, steps: int, device: torch.device) -> None:
-    """Add the buffers of delayed scaling to a module, which its state keeps. A second call empties them."""
+    """Add the empty buffers of delayed scaling to the state of a module."""
     module.register_buffer("fp8_history", torch.zeros(2, steps, device=device))
     module.register_buffer("fp8_absmax", torch.zeros(2, device=device))
     module.register_buffer("fp8_step", torch.zeros((), dtype=torch.int64, device=device))
@@ -73,47 +81,47 @@ def add_buffers(module: nn.Module, steps: int, device: torch.device) -> None:
 
 
 def begin(history: Tensor, absmax: Tensor, new: Tensor) -> None:
-    """Move the last step's magnitudes into the history where `new` is true, and reset them."""
+    """Move the last step's magnitudes into the history if `new` is true."""
     moved = torch.cat((absmax[:, None], history[:, :-1]), dim=1)
     history.copy_(torch.where(new, moved, history))
     absmax.copy_(torch.where(new, 0.0, absmax))
 
 
-def note(held: Tensor, found: Tensor) -> None:
-    """Note a magnitude of the step that runs, if it is finite."""
-    held.copy_(torch.maximum(held, torch.where(found.isfinite(), found, 0.0)))
+def record(absmax: Tensor, value: Tensor) -> None:
+    """Record a magnitude of the current step in `absmax`, if it is finite."""
+    absmax.copy_(torch.maximum(absmax, torch.where(value.isfinite(), value, 0.0)))
 
 
-def delayed_scale(history: Tensor, absmax: Tensor, found: Tensor | None, fmt: Format, margin: int) -> Tensor:
-    """Return the scale by a row of history. An empty history uses this step's own magnitude."""
+def delayed_scale(history: Tensor, absmax: Tensor, value: Tensor | None, fmt: Format, margin: int) -> Tensor:
+    """Return the scale of a row of history, or of this step if the row is empty."""
     known = history.amax()
-    fallback = absmax if found is None else torch.maximum(absmax, found)
+    fallback = absmax if value is None else torch.maximum(absmax, value)
     return scale_for(torch.where(known > 0, known, fallback), fmt, margin)
 
 
 def gradient_scale(
-    history: Tensor, absmax: Tensor, step: Tensor, forward_step: Tensor, found: Tensor, first: bool, margin: int
+    history: Tensor, absmax: Tensor, step: Tensor, forward_step: Tensor, value: Tensor, first: bool, margin: int
 ) -> Tensor:
-    """Return the gradient's scale in a step, starting the step if necessary. Records the magnitude."""
+    """Record a gradient's magnitude, in a new step if it starts one; return the scale."""
     begin(history, absmax, forward_step > step)
     step.copy_(torch.maximum(step, forward_step))
-    scale = delayed_scale(history[0], absmax[0], found if first else None, E5M2, margin)
-    note(absmax[0], found)
+    scale = delayed_scale(history[0], absmax[0], value if first else None, E5M2, margin)
+    record(absmax[0], value)
     return scale
 
 
 def forward_scale(module: nn.Module, index: int, x: Tensor, training: bool, first: bool, margin: int) -> Tensor:
-    """Return the scale of activations (0) or weights (1); in training their magnitude is noted."""
-    history, noted = module.get_buffer("fp8_history")[index], module.get_buffer("fp8_absmax")[index]
-    found = absmax_of(x) if first or training else None
-    scale = delayed_scale(history, noted, found if first else None, E4M3, margin)
-    if training and found is not None:
-        note(noted, found)
+    """Return the scale of activations (0) or weights (1), recorded in training."""
+    history, absmax = module.get_buffer("fp8_history")[index], module.get_buffer("fp8_absmax")[index]
+    value = absmax_of(x) if first or training else None
+    scale = delayed_scale(history, absmax, value if first else None, E4M3, margin)
+    if training and value is not None:
+        record(absmax, value)
     return scale
 
 
 def begin_forward(module: nn.Module) -> None:
-    """Start the next step if the backward of the last one has come."""
+    """Start the next step if the last one has had its backward."""
     step = module.get_buffer("fp8_step")
     new = module.get_buffer("fp8_gradient_step") == step
     begin(module.get_buffer("fp8_history"), module.get_buffer("fp8_absmax"), new)
@@ -124,19 +132,23 @@ _NAMES = ("fp8_history", "fp8_absmax", "fp8_gradient_history", "fp8_gradient_abs
 
 
 def agree(model: nn.Module, process_group: object = None) -> None:
-    """Give every rank the largest magnitudes of all ranks, in the histories of delayed scaling.
+    """Set the histories of delayed scaling to the largest magnitudes of all ranks.
 
-    Ranks see different batches, so their histories differ, and so do their scales; each rank undoes its own, and
-    nothing else depends on them. Yet a checkpoint that one rank writes for all holds one history alone: call this
-    before, and training resumed equals training not interrupted. One collective for the whole model; none without
-    histories, or where there is no process group. All ranks must call it.
+    Ranks have different batches, so their histories and scales differ. Each rank undoes its own, and nothing else
+    depends on them. But a checkpoint that one rank writes for all has only one history. Call this before, and resumed
+    training equals uninterrupted training. All ranks must call it. It is one collective for the whole model, and none
+    without histories or without a process group.
+
+    Args:
+        model: The model, on each rank.
+        process_group: The group of ranks. Default: all.
     """
     buffers = cast("Iterable[tuple[str, Tensor]]", model.named_buffers())
-    found = [buffer for name, buffer in buffers if name.rpartition(".")[2] in _NAMES]
-    if not found or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    histories = [buffer for name, buffer in buffers if name.rpartition(".")[2] in _NAMES]
+    if not histories or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    together = torch.cat([buffer.flatten() for buffer in found])
-    torch.distributed.all_reduce(together, torch.distributed.ReduceOp.MAX, group=process_group)  # pyright: ignore[reportArgumentType]
-    parts = cast("tuple[Tensor, ...]", together.split([buffer.numel() for buffer in found]))
-    for buffer, part in zip(found, parts, strict=True):
+    flat = torch.cat([buffer.flatten() for buffer in histories])
+    torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group=process_group)  # pyright: ignore[reportArgumentType]
+    parts = cast("tuple[Tensor, ...]", flat.split([buffer.numel() for buffer in histories]))
+    for buffer, part in zip(histories, parts, strict=True):
         buffer.copy_(part.view_as(buffer))

@@ -1,4 +1,4 @@
-"""`cached_weights`: weights are cast once for all micro-batches between two optimizer steps."""
+"""`cached_weights`: one cast of weights for all micro-batches of a step."""
 
 import contextlib
 from collections.abc import Generator
@@ -12,14 +12,18 @@ from plimsoll.errors import StateError
 
 @contextlib.contextmanager
 def cached_weights(model: nn.Module) -> Generator[None]:
-    """Inside the block each `fp8.Linear` of the model casts its weight once, and keeps it in FP8 until the end.
+    """Cast the weight of each `fp8.Linear` of the model once inside the block.
 
-    For gradient accumulation: put the micro-batches into the block, the optimizer's step behind it. Results are the
-    same bits. Kept are the codes in both layouts, two bytes a weight (under FSDP2, of the whole weight and not of a
-    shard). A compiled model keeps them too, and is compiled once more for it.
+    For gradient accumulation: run the micro-batches inside the block and the step of the optimizer after it. Results
+    have the same bits. The cache has the codes in both layouts, two bytes per weight (under FSDP2, of the whole
+    weight). A compiled model has a cache too, and is compiled once more for it.
 
-    Raises `StateError` for a block within a block, and for a weight that is changed in place inside it, as far as torch
-    counts changes: not those made through `.data`, nor any that compiled code would have to see.
+    Args:
+        model: The model.
+
+    Raises:
+        StateError: The block is within another, or a weight is changed in place inside it. Changes through `.data`, or
+            in compiled code, are not seen.
 
     >>> from plimsoll.fp8 import Linear
     >>> layer = Linear(32, 16)
@@ -43,15 +47,16 @@ def cached_weights(model: nn.Module) -> Generator[None]:
 
 
 def version_of(weight: Tensor) -> int:
-    """Return how often the weight was visibly changed in place. Compilers and inference mode hide changes."""
+    """Return the weight's count of in-place changes, or -1 if it has none."""
+    # Compiled code and inference mode have no version counter.
     return -1 if torch.compiler.is_compiling() or weight.is_inference() else weight._version  # noqa: SLF001
 
 
 def check_unchanged(weight: Tensor, version: int) -> None:
-    """Raise `StateError` for a weight that was changed since it had this version."""
+    """Raise `StateError` if the weight was changed since this version."""
     now = version_of(weight)
     if now != version and -1 not in (now, version):
         raise StateError(
-            "fp8.cached_weights: expected weights that stay as they are inside the block; got one that was changed in "
+            "fp8.cached_weights: expected weights that do not change inside the block; got one that was changed in "
             "place since it was cast. End the block before the optimizer's step."
         )

@@ -1,4 +1,4 @@
-"""Loss scalers: they multiply the loss so that small gradients do not underflow, and react to overflow."""
+"""Loss scalers, which keep small gradients from underflow and react to overflow."""
 
 from plimsoll import exports
 from plimsoll.scaling.base import SCALERS as SCALERS, LossScaler as LossScaler

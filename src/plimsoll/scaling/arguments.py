@@ -59,7 +59,7 @@ def check_interval(operation: str, name: str, value: object) -> int:
 
 
 def _number(value: object) -> float | None:
-    """Return a real number as a float, also from a one-element tensor; None for text, NaN and other objects."""
+    """Return a real number or one-element tensor as a float, or None."""
     plain: Any = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     try:
         number = float(plain)

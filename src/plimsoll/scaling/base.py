@@ -25,7 +25,7 @@ FLOOR = 2.0**-14  # where gradients of 1 are still normal numbers of float16
 
 _by_name: "dict[str, type[LossScaler]]" = {}
 SCALERS: "Mapping[str, type[LossScaler]]" = MappingProxyType(_by_name)
-"""The classes of scalers by name: those of Plimsoll, and those of other packages once they are imported."""
+"""Classes of scalers by name: those of Plimsoll, and of other packages once imported."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -68,20 +68,20 @@ class LossScaler(SavedScaler, ABC):
     """Whether an overflow lowers the scale, so that a repeated batch may succeed."""
 
     scales_layers: ClassVar[bool] = False
-    """Whether layers have scales of their own: the scaler then has `scales` and `look_again` like `LayerScaler`."""
+    """Whether layers have separate scales. The scaler then has `scales` and `look_again` like `LayerScaler`."""
 
     set_scale_refusal: ClassVar[str | None] = None
-    """Reason why a scale that a caller sets has no lasting effect. None: it has."""
+    """Reason why a scale that a caller sets has no lasting effect, or None."""
 
     def __init_subclass__(cls, *, name: str | None = None, **more: Any) -> None:
         super().__init_subclass__(**more)
         if name is None:
             return
         known = _by_name.get(name)
-        # A notebook cell that runs again defines the same class again: that one takes the place of the first.
+        # A notebook cell that runs again defines the same class again, which replaces the first.
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ArgumentError(
-                f"LossScaler: expected a name that no other scaler has; got name={name!r}, which is that of "
+                f"LossScaler: expected a name that no other scaler has; got name={name!r}, the name of "
                 f"{known.__module__}.{known.__qualname__}. Choose another."
             )
         _by_name[name] = cls
@@ -232,11 +232,11 @@ class LossScaler(SavedScaler, ABC):
 
     @_eager
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, in place, once between two updates.
+        """Divide the optimizer's gradients by the scale, in place.
 
-        Call it before code that needs true gradients, such as clipping. `step` calls it if you have not. Changes of
-        the gradients after it are not checked again. Does not wait for the device. The method `collect_gradients` of
-        an optimizer (`plimsoll.MasterWeights`) is called first.
+        This is possible once between two updates. Call it before code that needs true gradients, such as clipping.
+        `step` calls it if you have not. Changes of the gradients after it are not checked again. Does not wait for the
+        device. The method `collect_gradients` of an optimizer (`plimsoll.MasterWeights`) is called first.
 
         Numerics: the product is computed in float32 or wider, and rounded once to the gradient's dtype. It is exact if
         the scale is a power of two and nothing leaves the dtype's range. If a gradient is not finite before or after,
@@ -255,9 +255,9 @@ class LossScaler(SavedScaler, ABC):
         if hasattr(optimizer, "collect_gradients"):
             cast("Any", optimizer).collect_gradients()
         gradients = gather(optimizer)
-        found = torch.zeros((), dtype=torch.float32, device=scale.device)
-        per_device = self._unscale(optimizer, gradients, _inverse(scale), found)
-        state["found_inf_per_device"] = agree(per_device, found, gradients.groups, self._process_group)
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        per_device = self._unscale(optimizer, gradients, _inverse(scale), found_inf)
+        state["found_inf_per_device"] = agree(per_device, found_inf, gradients.groups, self._process_group)
         state["stage"] = OptState.UNSCALED
         if per_device:
             self._observe(optimizer, combined(per_device.values(), scale.device))
@@ -278,15 +278,15 @@ class LossScaler(SavedScaler, ABC):
         return state
 
     def _unscale(
-        self, optimizer: Any, gradients: Gradients, inverse: Tensor, found: Tensor
+        self, optimizer: Any, gradients: Gradients, inverse: Tensor, found_inf: Tensor
     ) -> dict[torch.device, Tensor]:
-        """Multiply all gradients; return for each device whether one was or became non-finite."""
+        """Multiply all gradients. Return flags of non-finite ones by device."""
         per_device: dict[torch.device, Tensor] = {}
         for device, these in gradients.by_device.items():
             bank, rows = self._bank(optimizer, these)
-            per_device[device] = found.to(device, copy=True, non_blocking=True)
+            per_device[device] = found_inf.to(device, copy=True, non_blocking=True)
             factor = inverse.to(device, non_blocking=True)
-            with torch.no_grad():  # gradients that a graph was made of are written to all the same
+            with torch.no_grad():  # gradients with a graph are written to as well
                 kernels.unscale_into([gradient.values for gradient in these], factor, per_device[device], bank, rows)
         return per_device
 
@@ -297,8 +297,7 @@ class LossScaler(SavedScaler, ABC):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        one, found = torch.ones_like(scale), torch.zeros_like(scale)
-        found_infs = self._unscale_grads_(optimizer, one, found, True)
+        found_infs = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         return cast("dict[str, Any]", found_infs)
 
@@ -306,11 +305,11 @@ class LossScaler(SavedScaler, ABC):
 
     @_eager
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step the optimizer if every gradient is finite; unscale the gradients first if needed.
+        """Step the optimizer if every gradient is finite.
 
-        Optimizers that skip by themselves (torch's with ``fused=True``) are always called, with the result of the
-        check, and the host does not wait. For other optimizers the host waits for the check, as with GradScaler.
-        Sync-free mode refuses them.
+        Gradients are unscaled first if needed. Optimizers that skip by themselves (torch's with ``fused=True``) are
+        always called, with the result of the check, and the host does not wait. For other optimizers the host waits for
+        the check, as with GradScaler. Sync-free mode refuses them.
 
         Args:
             optimizer: The optimizer.
@@ -341,10 +340,10 @@ class LossScaler(SavedScaler, ABC):
                 "Call scaler.scale(loss).backward() before it."
             )
         if steps_on_device(optimizer):
-            found = combined(state["found_inf_per_device"].values(), scale.device)
-            known = bool(found.item()) if found.device.type == "cpu" and not self._sync_free else None
-            result = step_fused(optimizer, found, args, kwargs, skipped=known)
-            self._record(optimizer, found == 0 if known is None else not known)
+            found_inf = combined(state["found_inf_per_device"].values(), scale.device)
+            skipped = bool(found_inf.item()) if found_inf.device.type == "cpu" and not self._sync_free else None
+            result = step_fused(optimizer, found_inf, args, kwargs, skipped=skipped)
+            self._record(optimizer, found_inf == 0 if skipped is None else not skipped)
         else:
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
@@ -354,28 +353,28 @@ class LossScaler(SavedScaler, ABC):
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
         """Wait for the check, then step or skip."""
-        found = any(found.item() for found in optimizer_state["found_inf_per_device"].values())
-        result = None if found else cast("Any", optimizer).step(*args, **kwargs)
-        self._record(optimizer, not found)
+        skipped = any(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
+        result = None if skipped else cast("Any", optimizer).step(*args, **kwargs)
+        self._record(optimizer, not skipped)
         return cast("float | None", result)
 
     def _step_with_scaler(self, optimizer: Any, state: dict[str, Any], args: Any, kwargs: Any) -> float | None:
         warnings.warn(
-            f"step: {type(optimizer).__name__}.step takes the scaler as its argument `grad_scaler`, an agreement that "
-            "torch is giving up: read the attributes `grad_scale` and `found_inf` that a scaler sets instead.",
+            f"step: {type(optimizer).__name__}.step takes the scaler as its argument `grad_scaler`, which torch has "
+            "deprecated: read the attributes `grad_scale` and `found_inf` that a scaler sets instead.",
             FutureWarning,
             stacklevel=3,
         )
         result = optimizer.step(*args, **kwargs, grad_scaler=self)
-        founds = state["found_inf_per_device"].values()
-        self._record(optimizer, combined(founds, cast("Tensor", self._scale).device) == 0 if founds else True)
+        flags = state["found_inf_per_device"].values()
+        self._record(optimizer, combined(flags, cast("Tensor", self._scale).device) == 0 if flags else True)
         state["stage"] = OptState.STEPPED
         return result
 
     def _record(self, optimizer: Any, stepped: bool | Tensor) -> None:
         scale = cast("Tensor", self._scale)
         reason = f"non-finite gradients in {type(optimizer).__name__}"
-        if stepped is False:  # the host has waited already: it may look closer
+        if stepped is False:  # the host has waited already, so it may read the gradients
             reason = blame(optimizer, self._losses) + self._at_floor(scale.item())
         norm = self._grad_norm(optimizer)
         self._note(optimizer, StepOutcome(stepped=stepped, scale=scale, reason=reason, grad_norm=norm))
@@ -388,7 +387,9 @@ class LossScaler(SavedScaler, ABC):
 
     @_eager
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """End the iteration: compute the next scale, or set it to `new_scale`. Does not wait for the device.
+        """End the iteration with the next scale, or with `new_scale`.
+
+        Does not wait for the device.
 
         Args:
             new_scale: A number within the scaler's bounds. Or a one-element tensor on the scaler's device, which is
@@ -417,11 +418,11 @@ class LossScaler(SavedScaler, ABC):
 
     @property
     def scale_bounds(self) -> tuple[float, float]:
-        """The smallest and the largest scale that the scaler may have."""
+        """Smallest and largest scale that the scaler may have."""
         return self._min_scale, self._max_scale
 
     def set_scale(self, scale: float) -> None:
-        """Set the scale between two iterations, from outside of the training loop, as a guard does.
+        """Set the scale between two iterations from outside, as a guard does.
 
         The effect is that of `update(scale)`, but a watch does not record the end of a step. `set_scale_refusal` gives
         the reason if the scaler's rule replaces the scale at once.

@@ -1,18 +1,18 @@
-"""Dynamic loss scale: lowered on overflow, raised after `growth_interval` steps without one."""
+"""Dynamic loss scale, lowered on overflow and raised after clean steps."""
 
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from plimsoll.errors import ArgumentError
+from plimsoll import checks
 from plimsoll.scaling import arguments
 from plimsoll.scaling.base import FLOOR, LossScaler
 from plimsoll.scaling.state.growth_rule import Hysteresis, Rule, RuleState, advance
 
 
 class DynamicScaler(LossScaler, name="dynamic"):
-    """Rule of `torch.amp.GradScaler` with a floor, a ceiling, hysteresis, and fast regrowth after a burst.
+    """Rule of `torch.amp.GradScaler` with bounds, hysteresis and fast regrowth.
 
     A step with a non-finite gradient is skipped, and the scale is multiplied by `backoff_factor`. After
     `growth_interval` clean steps in a row it is multiplied by `growth_factor`. The first six arguments are those of
@@ -67,9 +67,14 @@ class DynamicScaler(LossScaler, name="dynamic"):
     ) -> None:
         name = type(self).__name__
         super().__init__(
-            device, init_scale, enabled=enabled, min_scale=min_scale, max_scale=max_scale,
-            process_group=process_group, sync_free=sync_free,
-        )  # fmt: skip
+            device,
+            init_scale,
+            enabled=enabled,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            process_group=process_group,
+            sync_free=sync_free,
+        )
         self._growth_factor = arguments.check_growth(name, growth_factor)
         self._backoff_factor = arguments.check_backoff(name, backoff_factor)
         self._growth_interval = arguments.check_interval(name, "growth_interval", growth_interval)
@@ -82,10 +87,8 @@ class DynamicScaler(LossScaler, name="dynamic"):
 
     def _start(self, device: torch.device) -> None:
         self._memory = torch.zeros(3, dtype=torch.float32, device=device)
-        for place, value in enumerate(
-            self._init_memory
-        ):  # a number is filled in without waiting; a list would be copied
-            self._memory[place].fill_(value)
+        for place, value in enumerate(self._init_memory):
+            self._memory[place].fill_(value)  # a number is filled in without waiting, while a list would be copied
 
     def _scale_set(self) -> None:
         scale, memory = cast("Tensor", self._scale), cast("Tensor", self._memory)
@@ -160,12 +163,8 @@ def _select(condition: bool, there: Any, here: Any) -> Any:
     return there if condition else here
 
 
-def _hysteresis(name: str, given: object) -> Hysteresis:
-    if isinstance(given, Hysteresis):
-        return given
-    if type(given) is not int or given < 1:
-        raise ArgumentError(
-            f"{name}: expected hysteresis as a number of overflows, 1 or more, or a Hysteresis; got {given!r}. Use 1 "
-            "to lower the scale at every overflow."
-        )
-    return Hysteresis(overflows=given)
+def _hysteresis(name: str, hysteresis: int | Hysteresis) -> Hysteresis:
+    if isinstance(hysteresis, Hysteresis):
+        return hysteresis
+    remedy = "Use 1 to lower the scale at every overflow, or a Hysteresis."
+    return Hysteresis(overflows=checks.integer(name, "hysteresis", hysteresis, low=1, remedy=remedy))

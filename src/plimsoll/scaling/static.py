@@ -1,4 +1,4 @@
-"""A constant loss scale."""
+"""Constant loss scale."""
 
 from typing import Any, NoReturn
 
@@ -11,7 +11,7 @@ from plimsoll.scaling.state.persistence import SavedState
 
 
 class StaticScaler(LossScaler, name="static"):
-    """Constant loss scale. Steps with non-finite gradients are skipped, as with every scaler.
+    """Constant loss scale. Steps with non-finite gradients are skipped.
 
     The scale does not follow the gradients, so a scale that is too large skips every step. `update` accepts no other
     scale. The saved state is that of a GradScaler with factors of 1. Loading a state takes its scale.
@@ -33,7 +33,7 @@ class StaticScaler(LossScaler, name="static"):
     """
 
     lowers_scale = False
-    set_scale_refusal = "a StaticScaler's scale stays; use DynamicScaler"
+    set_scale_refusal = "a StaticScaler's scale is constant; use DynamicScaler"
 
     def __init__(
         self,
@@ -45,10 +45,8 @@ class StaticScaler(LossScaler, name="static"):
         sync_free: bool = False,
     ) -> None:
         scale = arguments.check_scale("StaticScaler", "scale", scale)
-        super().__init__(
-            device, scale, enabled=enabled, min_scale=scale, max_scale=scale,
-            process_group=process_group, sync_free=sync_free,
-        )  # fmt: skip
+        bounds = {"min_scale": scale, "max_scale": scale}
+        super().__init__(device, scale, enabled=enabled, process_group=process_group, sync_free=sync_free, **bounds)
         self._growth_factor = self._backoff_factor = 1.0
         self._growth_interval = 1
 

@@ -1,4 +1,4 @@
-"""Outcome of a training step. Its values wait for the device only when they are read."""
+"""Outcome of a training step, read without waiting until it is needed."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -17,11 +17,11 @@ class _Facts(NamedTuple):
 
 
 class StepOutcome:
-    """Whether a step changed the weights, and if not, why.
+    """Outcome of a step: whether it changed the weights, and if not, the reason.
 
-    Numbers may be one-element tensors on any device: they are copied when the outcome is made, without waiting, and
-    brought to the host when a property is first read, which waits for the device. Two outcomes are equal if their
-    values are; comparing, hashing, printing and pickling read them all.
+    Numbers may be one-element tensors on any device. They are copied without waiting, and brought to the host when a
+    property is first read, which waits for the device. Two outcomes are equal if their values are. Comparing, hashing,
+    printing and pickling read all values.
 
     >>> StepOutcome(stepped=False, reason="non-finite gradients", scale=65536.0)
     StepOutcome(stepped=False, reason='non-finite gradients', scale=65536.0, grad_norm=None, retries=0)
@@ -38,7 +38,7 @@ class StepOutcome:
         grad_norm: float | Tensor | None = None,
         retries: int = 0,
     ) -> None:
-        """`reason` says why the step was skipped, if it was; a function is called when the reason is first read."""
+        """Take the values. A function as `reason` is called when the reason is first read."""
         self._stepped = _copied(stepped)
         self._reason = reason
         self._scale = _copied(scale)
@@ -47,45 +47,45 @@ class StepOutcome:
 
     @property
     def stepped(self) -> bool:
-        """Whether the optimizer changed the weights."""
+        """True if the optimizer changed the weights."""
         if isinstance(self._stepped, Tensor):
             self._stepped = bool(self._stepped.item())
         return self._stepped
 
     @property
     def reason(self) -> str | None:
-        """Why the step was skipped; None where it was not."""
+        """Reason of a skipped step, or None."""
         if self.stepped:
             self._reason = None
         elif not isinstance(self._reason, str):
-            self._reason = "not said" if self._reason is None else self._reason()
+            self._reason = "unknown" if self._reason is None else self._reason()
         return self._reason
 
     @property
     def scale(self) -> float:
-        """The scale that the step's gradients carried."""
+        """Scale of the step's gradients."""
         if isinstance(self._scale, Tensor):
             self._scale = float(self._scale.item())
         return self._scale
 
     @property
     def grad_norm(self) -> float | None:
-        """The 2-norm of the unscaled gradients, where something computed it; None where nothing did."""
+        """2-norm of the unscaled gradients, or None if nothing computed it."""
         if isinstance(self._grad_norm, Tensor):
             self._grad_norm = float(self._grad_norm.item())
         return self._grad_norm
 
     @property
     def retries(self) -> int:
-        """Number of times that the batch was repeated at a lower scale before this outcome."""
+        """Number of times that the batch was repeated before this outcome."""
         return self._retries
 
     def after_retries(self, retries: int) -> "StepOutcome":
-        """The same outcome, of a batch that was repeated so many times; reads nothing."""
+        """Return the outcome with a number of repetitions. Reads nothing."""
         return self._with(retries=retries)
 
     def with_grad_norm(self, norm: float | Tensor) -> "StepOutcome":
-        """The same outcome, with the gradients' norm that something else computed (clipping, say); reads nothing."""
+        """Return the outcome with a norm from elsewhere, such as clipping. Reads nothing."""
         return self._with(grad_norm=norm)
 
     def _with(self, **changed: Any) -> "StepOutcome":
@@ -113,5 +113,5 @@ def _restored(facts: dict[str, object]) -> StepOutcome:
 
 
 def _copied(value: Any) -> Any:
-    """A tensor's value as it is now: what was given may be written to later."""
+    """Return a copy of a tensor, which the caller may write to later."""
     return value.detach().clone() if isinstance(value, Tensor) else value

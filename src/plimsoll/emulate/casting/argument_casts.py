@@ -1,4 +1,4 @@
-"""Casting an operation's arguments as a list demands, and keeping the casts of weights."""
+"""Casts of an operation's arguments to the dtype of its list, and their cache."""
 
 import weakref
 from collections.abc import Callable
@@ -14,50 +14,51 @@ _CASTABLE = frozenset(TRAINING.values())
 
 
 class CastCache:
-    """The casts of the weights that a forward used, so that one used twice is cast once.
+    """Cache of the casts of weights, so that a weight used twice is cast once.
 
-    Only of leaves that a gradient is wanted for, and only while one is recorded. An entry ends when its weight changes,
-    or when a gradient has come back to it: what comes after is another forward.
+    It holds only casts of leaves that require a gradient, and only while autograd records. An entry is dropped when its
+    weight changes or a gradient reaches it, since the next use belongs to another forward.
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, torch.dtype], tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._casts: dict[tuple[int, torch.dtype], tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`x` in the dtype: the one that is held, where it still stands for x."""
+        """Return `x` in the dtype, from the cache if `x` is unchanged."""
         key = (id(x), dtype)
-        found = self._held.get(key)
-        if found is not None and found[0]() is x and found[1] == x._version:  # noqa: SLF001
-            return found[2]
+        entry = self._casts.get(key)
+        if entry is not None and entry[0]() is x and entry[1] == x._version:  # noqa: SLF001
+            return entry[2]
         result = x.to(dtype)
-        self._held[key] = (weakref.ref(x), x._version, result)  # noqa: SLF001
+        self._casts[key] = (weakref.ref(x), x._version, result)  # noqa: SLF001
         if result.requires_grad:
             result.register_hook(_forgetting(weakref.ref(self), key))
         return result
 
     def clear(self) -> None:
-        """Hold nothing any more."""
-        self._held.clear()
+        """Drop all entries."""
+        self._casts.clear()
 
     def forget(self, key: tuple[int, torch.dtype]) -> None:
-        """The entry's forward is over."""
-        self._held.pop(key, None)
+        """Drop an entry, if it exists."""
+        self._casts.pop(key, None)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._casts)
 
 
 def _forgetting(cache: "weakref.ref[CastCache]", key: tuple[int, torch.dtype]) -> Callable[[Tensor], None]:
+    # A weak reference: the hook stays on the graph, which may outlive the context and its cache.
     def forget(_: Tensor) -> None:
-        held = cache()
-        if held is not None:
-            held.forget(key)
+        owner = cache()
+        if owner is not None:
+            owner.forget(key)
 
     return forget
 
 
 def castable(x: object) -> bool:
-    """Return whether lists apply to it: a floating tensor of 16 or 32 bits."""
+    """Return whether `x` is a floating tensor of 16 or 32 bits, as lists cast."""
     return isinstance(x, Tensor) and x.dtype in _CASTABLE
 
 
@@ -68,7 +69,7 @@ def cast(x: Any, dtype: torch.dtype, cache: CastCache | None) -> Any:
             return x
         return cache.cast(x, dtype) if cache is not None and _may_keep(x) else x.to(dtype)
     if isinstance(x, list | tuple):
-        return [cast(one, dtype, cache) for one in typed("list[Any]", x)]
+        return [cast(item, dtype, cache) for item in typed("list[Any]", x)]
     return x
 
 
@@ -77,16 +78,16 @@ def _may_keep(x: Tensor) -> bool:
 
 
 def promoted(low: torch.dtype, arguments: Any) -> torch.dtype:
-    """Return the dtype of a promoting operation: the low dtype if all arguments are of it, else FP32."""
+    """Return the low dtype if all castable arguments have it, else FP32."""
     return torch.float32 if any(x.dtype is not low for x in tensors(arguments)) else low
 
 
 def tensors(arguments: Any) -> list[Tensor]:
     """Return the castable tensors among the arguments."""
-    found = list[Tensor]()
+    castables = list[Tensor]()
     for x in arguments:
         if isinstance(x, list | tuple):
-            found.extend(one for one in typed("list[Any]", x) if castable(one))
+            castables.extend(item for item in typed("list[Any]", x) if castable(item))
         elif castable(x):
-            found.append(x)
-    return found
+            castables.append(x)
+    return castables

@@ -1,11 +1,10 @@
-"""The operation lists of autocast as data: which operations run low, which high, which promote, which are refused.
+"""Operation lists of autocast as data: low, high, promote and banned.
 
-An operation is named as torch's dispatcher names it, without its namespace: "linear", "softmax", "scatter_add". A list
-holds for every functional form of the operation (`torch.matmul`, `Tensor.matmul`, ``a @ b``); forms that write in place
-or into ``out=`` run in the dtypes they are given, as under torch's own autocast.
+An operation has the name of torch's dispatcher, without its namespace: "linear", "softmax", "scatter_add". A list holds
+for every functional form of the operation (`torch.matmul`, `Tensor.matmul`, ``a @ b``). Forms that write in place or
+into ``out=`` run in the dtypes of their arguments, as under torch's own autocast.
 """
 
-import difflib
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -13,29 +12,38 @@ from typing import Any, Literal
 
 import torch
 
+from plimsoll import checks
 from plimsoll.errors import ArgumentError
 
 Category = Literal["low", "high", "promote", "banned"]
 CATEGORIES: tuple[Category, ...] = ("low", "high", "promote", "banned")
 
-# What Python calls otherwise than the dispatcher does.
+# Operations whose name in Python differs from the dispatcher's.
 _OTHER_NAMES = {
-    "__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow", "__rpow__": "pow", "grid_sample": "grid_sampler",
+    "__matmul__": "matmul",
+    "__rmatmul__": "matmul",
+    "__pow__": "pow",
+    "__rpow__": "pow",
+    "grid_sample": "grid_sampler",
     "cross_entropy": "cross_entropy_loss",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationLists:
-    """Four lists of operations; one that is on none of them runs in the dtypes that it is given.
+    """Four lists of operations with the dtype of their floating inputs.
 
-    - `low`: floating inputs are cast to the low dtype first.
-    - `high`: they are cast to FP32 first, unless the call itself names its `dtype`.
-    - `promote`: they are cast to FP32 if any of them is FP32, and to the low dtype otherwise.
-    - `banned`: the operation is refused, since its result in low precision is not to be trusted.
+    An operation on none of them runs in the dtypes of its arguments. FP64 is never cast. Lists do not change: each
+    method returns new ones.
 
-    FP64 is left alone throughout. Lists do not change: each method returns new ones. Raises `ArgumentError` for a name
-    that is no operation of torch, with the nearest ones, and for one on two lists.
+    Args:
+        low: Operations whose floating inputs are cast to the low dtype.
+        high: Operations whose inputs are cast to FP32, unless the call itself passes `dtype`.
+        promote: Operations whose inputs are cast to FP32 if any of them is FP32, otherwise to the low dtype.
+        banned: Operations that raise, since their result in low precision is too inaccurate.
+
+    Raises:
+        ArgumentError: A name is no operation of torch (the message has the nearest ones), or is on two lists.
 
     >>> lists = CUDA.with_high("gelu").without("prelu")
     >>> lists.of("gelu"), lists.of("prelu"), lists.of("softmax"), lists.of("relu")
@@ -49,8 +57,8 @@ class OperationLists:
 
     def __post_init__(self) -> None:
         seen: dict[str, str] = {}
-        for category, given in self._given():
-            names = frozenset(operation_name(one, "OperationLists") for one in given)
+        for category, listed in self._given():
+            names = frozenset(operation_name(operation, "OperationLists") for operation in listed)
             object.__setattr__(self, category, names)
             for name in sorted(names):
                 if name in seen:
@@ -62,48 +70,56 @@ class OperationLists:
 
     def _given(self) -> Iterator[tuple[str, Iterable[object]]]:
         for field in fields(self):
-            given = getattr(self, field.name)
-            yield field.name, (given,) if isinstance(given, str) else given
+            listed = getattr(self, field.name)
+            yield field.name, (listed,) if isinstance(listed, str) else listed
 
     def of(self, operation: object) -> Category | None:
-        """Return the list that the operation is on: "low", "high", "promote", "banned", or None."""
+        """Return "low", "high", "promote", "banned", or None: the operation's list."""
         name = operation_name(operation, "OperationLists.of")
         return next((category for category in CATEGORIES if name in getattr(self, category)), None)
 
     def with_low(self, *operations: object) -> "OperationLists":
-        """These lists with the operations on `low`, and on no other."""
+        """Return these lists with the operations on `low`, and on no other."""
         return self._with("low", operations)
 
     def with_high(self, *operations: object) -> "OperationLists":
-        """These lists with the operations on `high`, and on no other."""
+        """Return these lists with the operations on `high`, and on no other."""
         return self._with("high", operations)
 
     def with_promote(self, *operations: object) -> "OperationLists":
-        """These lists with the operations on `promote`, and on no other."""
+        """Return these lists with the operations on `promote`, and on no other."""
         return self._with("promote", operations)
 
     def with_banned(self, *operations: object) -> "OperationLists":
-        """These lists with the operations on `banned`, and on no other."""
+        """Return these lists with the operations on `banned`, and on no other."""
         return self._with("banned", operations)
 
     def without(self, *operations: object) -> "OperationLists":
-        """These lists with the operations on none: they run in the dtypes that they are given."""
+        """Return these lists with the operations on none of them."""
         return self._with(None, operations)
 
     def rows(self) -> list[tuple[str, Category]]:
-        """Return each operation and its list, sorted by list and name: what a table shows."""
+        """Return pairs of operation and list, sorted by list, then by name."""
         return [(name, category) for category in CATEGORIES for name in sorted(getattr(self, category))]
 
     def _with(self, category: Category | None, operations: Iterable[object]) -> "OperationLists":
-        names = {operation_name(one, f"OperationLists.with_{category}") for one in operations}
-        lists: dict[str, Any] = {one: getattr(self, one) - names for one in CATEGORIES}
+        method = "without" if category is None else f"with_{category}"
+        names = {operation_name(operation, f"OperationLists.{method}") for operation in operations}
+        lists: dict[str, Any] = {name: getattr(self, name) - names for name in CATEGORIES}
         if category is not None:
             lists[category] |= names
         return replace(self, **lists)
 
 
 def operation_name(operation: object, asker: str) -> str:
-    """Return the dispatcher's name of an operation given by name, as a torch function, or as a method of Tensor.
+    """Return the dispatcher's name of an operation.
+
+    Args:
+        operation: A name, a torch function, or a method of Tensor.
+        asker: Name of the public function, for the message.
+
+    Raises:
+        ArgumentError: torch has no such operation. The message has the nearest names.
 
     >>> operation_name(torch.nn.functional.grid_sample, "example"), operation_name("aten::mm", "example")
     ('grid_sampler', 'mm')
@@ -113,7 +129,7 @@ def operation_name(operation: object, asker: str) -> str:
     name = _OTHER_NAMES.get(name, name)
     if name in _known():
         return name
-    near = difflib.get_close_matches(name, _known(), n=3)
+    near = checks.nearest(name, _known())
     advice = f"Did you mean {', '.join(near)}?" if near else "Names are those of torch.ops.aten."
     raise ArgumentError(f"{asker}: expected an operation of torch; got {operation!r}. {advice}")
 
@@ -126,31 +142,33 @@ def _known() -> frozenset[str]:
     return frozenset(name for name in names if not name.endswith("_") or name.endswith("__"))
 
 
-# Facts of torch 2.13, aten/src/ATen/autocast_mode.h and autocast_mode.cpp: what its autocast does on CUDA.
-# The recurrent layers are not on its list by name: on CUDA they become `_cudnn_rnn`, which it casts by a rule apart.
+# From torch 2.13, aten/src/ATen/autocast_mode.h and autocast_mode.cpp: the lists of its autocast on CUDA. torch has the
+# recurrent layers on no list: on CUDA they become `_cudnn_rnn`, which has a cast rule of its own.
 CUDA = OperationLists(
-    low=frozenset((
-        "_convolution", "_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell",
-        "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_tbc",
-        "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "einsum", "gru", "gru_cell",
-        "linalg_multi_dot", "linalg_vecdot", "linear", "lstm", "lstm_cell", "matmul", "mm", "mv", "prelu", "rnn_relu",
-        "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "scaled_dot_product_attention",
-    )),
-    high=frozenset((
-        "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
-        "_upsample_nearest_exact3d", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh",
-        "cosine_embedding_loss", "cosine_similarity", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1",
-        "frobenius_norm", "group_norm", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "layer_norm",
-        "linalg_matrix_norm", "linalg_vector_norm", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp",
-        "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "native_layer_norm",
-        "nll_loss", "nll_loss2d", "norm", "nuclear_norm", "pdist", "poisson_nll_loss", "pow", "prod", "reciprocal",
-        "renorm", "rms_norm", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax", "softplus", "sum",
-        "tan", "triplet_margin_loss", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d",
-        "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
-    )),
-    promote=frozenset((
-        "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add",
-        "tensordot", "vdot",
-    )),
+    low=frozenset(
+        """
+        _convolution _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv
+        addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
+        convolution einsum gru gru_cell linalg_multi_dot linalg_vecdot linear lstm lstm_cell matmul mm mv prelu rnn_relu
+        rnn_relu_cell rnn_tanh rnn_tanh_cell scaled_dot_product_attention
+    """.split()
+    ),
+    high=frozenset(
+        """
+        _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
+        cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm group_norm hinge_embedding_loss huber_loss
+        kl_div l1_loss layer_norm linalg_matrix_norm linalg_vector_norm log log10 log1p log2 log_softmax logsumexp
+        margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d norm
+        nuclear_norm pdist poisson_nll_loss pow prod reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss
+        soft_margin_loss softmax softplus sum tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d
+        upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
+    """.split()
+    ),
+    promote=frozenset(
+        """
+    addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
+""".split()
+    ),
     banned=frozenset(("binary_cross_entropy",)),
-)  # fmt: skip
+)

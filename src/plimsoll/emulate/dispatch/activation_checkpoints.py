@@ -1,9 +1,8 @@
-"""Activation checkpointing: what is recomputed in the backward runs under the contexts that it first ran under.
+"""Recomputation of activation checkpoints under the contexts of their forward.
 
-torch saves its own autocast's state with a checkpoint, and nobody else's. So while any context is open, the two
-functions through which `torch.utils.checkpoint.checkpoint` goes are given a function that brings its frame along. A
-checkpoint made inside recomputes rightly whenever its backward comes, also after the context has ended and the patch is
-gone.
+torch saves the state of its own autocast with a checkpoint, and no other state. So while any context is open, the two
+functions that `torch.utils.checkpoint.checkpoint` calls are patched to run the user's function under its frame. A
+checkpoint made inside recomputes correctly even if its backward runs after the context has ended and the patch is gone.
 """
 
 import functools
@@ -24,7 +23,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def patch(remember: Remember) -> None:
-    """Count one context more; the first installs the patch."""
+    """Count one more open context. The first installs the patch."""
     global _open  # noqa: PLW0603  (the count of the process's one patch)
     with _lock:
         if not _open:
@@ -35,7 +34,7 @@ def patch(remember: Remember) -> None:
 
 
 def unpatch() -> None:
-    """Count one context less; the last takes the patch back."""
+    """Count one open context less. The last removes the patch."""
     global _open  # noqa: PLW0603
     with _lock:
         _open -= 1
@@ -64,7 +63,7 @@ def _replace(owner: Any, name: str, ours: Any) -> Callable[[], None]:
     setattr(owner, name, ours)
 
     def undo() -> None:
-        if owner.__dict__.get(name) is ours:  # unless someone has wrapped ours since
+        if owner.__dict__.get(name) is ours:  # other code may have wrapped our function since
             setattr(owner, name, original)
 
     return undo

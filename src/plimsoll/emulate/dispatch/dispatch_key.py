@@ -1,13 +1,13 @@
-"""Interception of torch's operations by a dispatch key that no backend uses, per thread.
+"""Interception of torch's operations per thread, by an unused dispatch key.
 
-torch runs an operation by the highest dispatch key that is set for the call. Its own autocast is such a key, above
-autograd, and off for a thread until that thread turns it on; each backend has one, also backends that no build of torch
-holds any more. Kernels of ours are registered under one of those. While the key is off, which it is for every thread
-outside a context, they are never reached and cost nothing; while it is on, they are reached from Python, from C++ (the
-inner calls of a composite operation), from methods, from operators, all the same, for tensors of any device, and what
-they call is recorded by autograd.
+torch selects the kernel of an operation by the highest dispatch key that is set for the call. Its own autocast is such
+a key, above autograd, and off for a thread until that thread turns it on. Each backend has one, including backends that
+torch no longer builds, and Plimsoll registers its kernels under one of those. While the key is off, as on every thread
+outside a context, the kernels are never reached and cost nothing. While it is on, they are reached from Python, from
+C++ (the inner calls of a composite operation), from methods and from operators, for tensors of any device, and autograd
+records their calls.
 
-A key hears the operations that it was told of (`hear`); one made with `everything=` hears all others too.
+A key intercepts the operations passed to `intercept`. A key made with `everything=` intercepts all others too.
 """
 
 import functools
@@ -24,15 +24,16 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 # Autocast keys of backends that torch itself has no kernels for. IPU: the backend is gone; HPU, PrivateUse1: plugins.
 _UNUSED = {"AutocastIPU": "ipu", "AutocastHPU": "hpu", "AutocastPrivateUse1": "privateuseone"}
 
-# Not even a key that hears everything hears these: they compute nothing, and are called most. `detach` must not be
-# heard: a Parameter is made of its result, which may not have been seen by Python before.
-_UNHEARD = (
-    "_reshape_alias", "alias", "as_strided", "chunk", "contiguous", "detach", "detach_", "diagonal", "expand",
-    "expand_as", "flatten", "is_nonzero", "is_same_size", "item", "lift_fresh", "movedim", "narrow", "permute",
-    "requires_grad_", "reshape", "select", "size", "slice", "split", "split_with_sizes", "squeeze", "stride",
-    "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsafe_chunk",
-    "unsqueeze", "view", "view_as",
-)  # fmt: skip
+# Operations that even a key for everything leaves alone. They compute nothing, and are the most frequent calls. torch
+# makes a Parameter of the result of `detach`, which must not have a Python object yet.
+_NOT_INTERCEPTED = tuple(
+    """
+    _reshape_alias alias as_strided chunk contiguous detach detach_ diagonal expand expand_as flatten is_nonzero
+    is_same_size item lift_fresh movedim narrow permute requires_grad_ reshape select size slice split
+    split_with_sizes squeeze stride swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsafe_chunk
+    unsqueeze view view_as
+""".split()
+)
 
 _lock = threading.Lock()
 _taken: set[str] = set()
@@ -42,36 +43,44 @@ class Key:
     """One dispatch key with our kernels."""
 
     def __init__(self, everything: Callable[..., Any] | None = None) -> None:
-        """`everything(key, keys, op, *args, **kwargs)` is called for the operations that `hear` does not name."""
+        """Take a dispatch key that no backend uses.
+
+        Args:
+            everything: Called as `everything(key, keys, op, *args, **kwargs)` for the operations that were not passed
+                to `intercept`. Default: torch runs them.
+        """
         self.name = _free_name()
-        self.device = _UNUSED[self.name]  # the backend whose key it is
+        self.device = _UNUSED[self.name]  # the backend of the key
         self._key = getattr(_C.DispatchKey, self.name)
         self._below = _C._dispatch_keyset_full_after(self._key)  # noqa: SLF001
-        self._heard: set[str] = set()
+        self._intercepted: set[str] = set()
         self._library = torch.library.Library("aten", "IMPL")
         self._fallback = torch.library.Library("_", "IMPL")
         if everything is None:
             self._fallback.fallback(torch.library.fallthrough_kernel, self.name)
         else:
             self._fallback.fallback(functools.partial(everything, self), self.name, with_keyset=True)
-            self._leave_unheard()
-
-    def _leave_unheard(self) -> None:
-        for name in _UNHEARD:
-            packet = getattr(torch.ops.aten, name)
-            for op in (getattr(packet, overload) for overload in packet.overloads()):
-                if any("Tensor" in str(one.type) for one in op._schema.arguments):  # noqa: SLF001
+            for name in _NOT_INTERCEPTED:
+                for op in filter(takes_tensor, all_overloads(name)):
                     self._library.impl(op, torch.library.fallthrough_kernel, self.name)
 
-    def hear(self, op: Any, kernel: Callable[..., Any]) -> None:
-        """Send calls of the overload `op` to ``kernel(keys, *args, **kwargs)`` wherever the key is on."""
+    def intercept(self, op: Any, kernel: Callable[..., Any]) -> None:
+        """Run `kernel(keys, *args, **kwargs)` for calls of the overload `op`."""
         with _lock:
-            if str(op) not in self._heard:
-                self._heard.add(str(op))
+            if str(op) not in self._intercepted:
+                self._intercepted.add(str(op))
                 self._library.impl(op, kernel, self.name, with_keyset=True)
 
     def below(self, keys: Any, op: Any, args: Any, kwargs: Any, *, whole: bool = False) -> Any:
-        """Return the operation as without the key. Its inner calls are intercepted again, unless it is `whole`."""
+        """Return the result that the operation has without the key.
+
+        Args:
+            keys: The dispatch keys of the call.
+            op: The overload.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            whole: Whether the calls that the operation makes are left alone too. Default: they are intercepted.
+        """
         numbers = _has_number(op, args)
         if not (whole or numbers):
             return op.redispatch(keys & self._below, *args, **kwargs)
@@ -84,7 +93,7 @@ class Key:
 
     @property
     def on(self) -> bool:
-        """Whether this thread's calls are heard."""
+        """True while this thread's calls are intercepted."""
         return bool(_C._dispatch_tls_is_dispatch_key_included(self._key))  # noqa: SLF001
 
     def include(self, on: bool) -> None:
@@ -92,9 +101,21 @@ class Key:
         _C._dispatch_tls_set_dispatch_key_included(self._key, on)  # noqa: SLF001
 
     def set(self, on: bool) -> None:
-        """Open or closes the key for this thread: autocast keys are also excluded where no context is."""
+        """Open or close the key for this thread."""
+        # Outside of a context, torch excludes autocast keys besides not including them.
         _C._dispatch_tls_set_dispatch_key_excluded(self._key, not on)  # noqa: SLF001
         _C._dispatch_tls_set_dispatch_key_included(self._key, on)  # noqa: SLF001
+
+
+def all_overloads(name: str) -> list[Any]:
+    """Return all overloads of an operation."""
+    packet = getattr(torch.ops.aten, name)
+    return [getattr(packet, overload) for overload in packet.overloads()]
+
+
+def takes_tensor(op: Any) -> bool:
+    """Return whether an argument of the overload is a tensor."""
+    return any("Tensor" in str(argument.type) for argument in op._schema.arguments)  # noqa: SLF001
 
 
 _places: dict[Any, tuple[int, ...]] = {}
@@ -104,22 +125,23 @@ def _has_number(op: Any, args: Any) -> bool:
     places = _places.get(op)
     if places is None:
         arguments = enumerate(op._schema.arguments)  # noqa: SLF001
-        places = _places[op] = tuple(index for index, one in arguments if str(one.type) == "Tensor")
+        places = _places[op] = tuple(index for index, argument in arguments if str(argument.type) == "Tensor")
     return any(index < len(args) and isinstance(args[index], int | float | complex) for index in places)
 
 
 def _with_numbers(op: Any, args: Any, kwargs: Any) -> Any:
-    """Return a call with a number in place of a tensor (``x * 2``): promotion treats such a tensor as a number.
+    """Return the result of a call with a number for a tensor, as in ``x * 2``.
 
-    A call from Python creates such a tensor again, for those operations that users may call so. Others get it only from
-    C++: they receive a 0-d tensor, which does not promote tensors with dimensions either.
+    Type promotion treats a tensor made of such a number as the number. The call from Python makes such a tensor again,
+    for the operations that users may call so. Other operations get numbers only from C++. They receive a 0-d tensor,
+    which does not promote tensors with dimensions either.
     """
     try:
         return op(*args, **kwargs)
     except RuntimeError as error:
         if "Unable to cast" not in str(error):
             raise
-    args = [_as_tensor(one) if index in _places[op] else one for index, one in enumerate(args)]
+    args = [_as_tensor(value) if index in _places[op] else value for index, value in enumerate(args)]
     return op(*args, **kwargs)
 
 

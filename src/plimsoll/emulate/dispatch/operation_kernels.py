@@ -1,7 +1,7 @@
-"""The kernels that run in the place of torch's operations: each asks the thread's frame what to do.
+"""Kernels that run in place of torch's operations, as the thread's frame requires.
 
-Under one dispatch key only the operations are heard that some frame had on a list or a rule for; under another, all
-are. A frame with a witness needs the second.
+One dispatch key intercepts only the operations that some frame had on a list or a rule for. Another intercepts all, as
+a frame with a tracer needs.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import torch
 
 from plimsoll.emulate.casting.argument_casts import cast, promoted
 from plimsoll.emulate.casting.operation_lists import Category, OperationLists
-from plimsoll.emulate.dispatch.dispatch_key import Key
+from plimsoll.emulate.dispatch.dispatch_key import Key, all_overloads, takes_tensor
 from plimsoll.emulate.dispatch.thread_frame import Frame, Rule, categories_of, local
 from plimsoll.emulate.operation_counts import computes
 from plimsoll.errors import ArgumentError
@@ -24,18 +24,18 @@ from plimsoll.watch.shadow.replay import active_casts
 
 def key_of(frame: Frame) -> Key:
     """Return the dispatch key that the frame needs."""
-    return hearing_some() if frame.witness is None else hearing_all()
+    return intercept_some() if frame.tracer is None else intercept_all()
 
 
 @functools.cache
-def hearing_some() -> Key:
-    """Return the key under which only operations on a list or with a rule are heard."""
+def intercept_some() -> Key:
+    """Return the key that intercepts only operations on a list or with a rule."""
     return Key()
 
 
 @functools.cache
-def hearing_all() -> Key:
-    """Return the key under which every operation is."""
+def intercept_all() -> Key:
+    """Return the key that intercepts every operation."""
     return Key(_everything)
 
 
@@ -44,44 +44,46 @@ def _everything(key: Key, keys: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def hear(key: Key, lists: OperationLists, rules: tuple[str, ...]) -> None:
+def intercept(key: Key, lists: OperationLists, rules: tuple[str, ...]) -> None:
     """Make the key intercept the operations that are on a list or have a rule."""
     for name in {*categories_of(lists), *rules}:
         for op in overloads(name):
-            key.hear(op, functools.partial(_kernel, key, name, op, _place_of_dtype(op)))
+            key.intercept(op, functools.partial(_kernel, key, name, op, _place_of_dtype(op)))
 
 
 @functools.cache
 def overloads(name: str) -> tuple[Any, ...]:
-    """Return the overloads of an operation that take a tensor and have no ``out=``; or the one of the name "mm.out"."""
+    """Return an operation's overloads with a tensor and no ``out=``, or one overload.
+
+    Args:
+        name: An operation ("mm") for those overloads, or one overload ("mm.out").
+    """
     name, _, overload = name.partition(".")
-    packet = getattr(torch.ops.aten, name)
     if overload:
-        return (getattr(packet, overload),)
-    found = [getattr(packet, overload) for overload in packet.overloads()]
-    return tuple(op for op in found if _takes_tensor(op) and not any(one.is_out for one in op._schema.arguments))  # noqa: SLF001
+        return (getattr(getattr(torch.ops.aten, name), overload),)
+    return tuple(op for op in all_overloads(name) if takes_tensor(op) and not _has_out(op))
 
 
-def _takes_tensor(op: Any) -> bool:
-    return any("Tensor" in str(one.type) for one in op._schema.arguments)  # noqa: SLF001
+def _has_out(op: Any) -> bool:
+    return any(argument.is_out for argument in op._schema.arguments)  # noqa: SLF001
 
 
 def _place_of_dtype(op: Any) -> int | None:
-    names = [one.name for one in op._schema.arguments]  # noqa: SLF001
+    names = [argument.name for argument in op._schema.arguments]  # noqa: SLF001
     return names.index("dtype") if "dtype" in names else None
 
 
 def _kernel(key: Key, name: str, op: Any, dtype_at: int | None, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the kernel that runs in place of an intercepted operation."""
+    """Run an intercepted operation as the thread's frame requires."""
     frame = local.frame
-    if frame is None or local.silent or active_casts.reference is not None:
+    if frame is None or local.bypassed or active_casts.reference is not None:
         return key.below(keys, op, args, kwargs)
     if not frame.eager:
         _refuse_compiling()
     category = frame.categories.get(name)
     rule = frame.rules.get(name)
     key.include(False)
-    local.silent = True
+    local.bypassed = True
     try:
         if category is not None and frame.casts_now():
             if category == "banned":
@@ -90,7 +92,7 @@ def _kernel(key: Key, name: str, op: Any, dtype_at: int | None, keys: Any, *args
             return _run(frame, key, keys, op, rule, args, kwargs, listed=True)
         return _run(frame, key, keys, op, rule, args, kwargs, listed=False)
     finally:
-        local.silent = False
+        local.bypassed = False
         key.include(True)
 
 
@@ -98,60 +100,66 @@ def _run(frame: Frame, key: Key, keys: Any, op: Any, rule: Rule | None, args: An
     if rule is not None:
         result = rule(op, args, kwargs)
         if result is not NotImplemented:
-            if frame.witness is not None:
-                frame.witness.ruled(op)
+            if frame.tracer is not None:
+                frame.tracer.ruled(op)
             return result
     elif listed and not frame.rules:
-        return op(*args, **kwargs)  # as under torch's autocast, the lists are for the outermost call alone
+        return op(*args, **kwargs)  # lists apply only to the outermost call, as under torch's autocast
     key.include(True)
-    local.frame, local.silent = frame.without_lists if listed else frame, False
+    local.frame, local.bypassed = frame.without_lists if listed else frame, False
     try:
         return _below(frame, key, keys, op, args, kwargs)
     finally:
-        local.frame, local.silent = frame, True
+        local.frame, local.bypassed = frame, True
 
 
 def _below(frame: Frame | None, key: Key, keys: Any, op: Any, args: Any, kwargs: Any) -> Any:
-    if (
-        frame is None or frame.witness is None or local.silent or active_casts.reference is not None
-    ):  # no frame: one of autograd's own threads
+    # Autograd's own threads have no frame.
+    if frame is None or frame.tracer is None or local.bypassed or active_casts.reference is not None:
         return key.below(keys, op, args, kwargs)
     if not frame.eager:
         _refuse_compiling()
     if not computes(op):
         return key.below(keys, op, args, kwargs)
     result = key.below(keys, op, args, kwargs, whole=True)
-    with unheard():
-        return frame.witness.native(op, args, result)
+    with bypass():
+        return frame.tracer.native(op, args, result)
 
 
-def aloud(op: Any, args: Any, kwargs: Any, rules: Mapping[str, Rule] | None = None) -> Any:
-    """From within a rule: the operation, heard in its turn; by other rules, if any are given."""
+def run_intercepted(op: Any, args: Any, kwargs: Any, rules: Mapping[str, Rule] | None = None) -> Any:
+    """Run an operation within a rule so that its own calls are intercepted.
+
+    Args:
+        op: The operation.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        rules: The rules for its calls. Default: those of the frame.
+    """
     frame = local.frame
     assert frame is not None
     inner = frame.without_lists or frame
     inner = inner if rules is None else replace(inner, rules=rules)
     key_of(frame).include(True)
-    local.frame, local.silent = inner, False
+    local.frame, local.bypassed = inner, False
     try:
         return op(*args, **kwargs)
     finally:
-        local.frame, local.silent = frame, True
+        local.frame, local.bypassed = frame, True
         key_of(frame).include(False)
 
 
 @contextlib.contextmanager
-def unheard() -> Generator[None]:
-    """Nothing is heard, as within a rule."""
-    frame, silent = local.frame, local.silent
+def bypass() -> Generator[None]:
+    """Intercept nothing inside, as within a rule."""
+    frame, bypassed = local.frame, local.bypassed
     assert frame is not None
     key_of(frame).include(False)
-    local.silent = True
+    local.bypassed = True
     try:
         yield
     finally:
-        local.silent = silent
-        key_of(frame).include(not silent)
+        local.bypassed = bypassed
+        key_of(frame).include(not bypassed)
 
 
 def _guards() -> Any:
@@ -176,8 +184,8 @@ def _cast(category: Category, frame: Frame, dtype_at: int | None, args: Any, kwa
         dtype = torch.float32
     else:
         dtype = frame.low if category == "low" else promoted(frame.low, (*args, *kwargs.values()))
-    args = tuple(cast(one, dtype, frame.cache) for one in args)
-    return args, {name: cast(one, dtype, frame.cache) for name, one in kwargs.items()}
+    args = tuple(cast(value, dtype, frame.cache) for value in args)
+    return args, {name: cast(value, dtype, frame.cache) for name, value in kwargs.items()}
 
 
 def _refuse(name: str, frame: Frame) -> None:

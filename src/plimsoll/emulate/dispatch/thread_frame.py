@@ -1,8 +1,8 @@
 """State of a thread: the innermost context's `Frame`.
 
-A frame has lists (what to cast before an operation) and rules (what to run in the operation's place). Lists belong to
-the forward: in a backward they do nothing, unless the frame itself was entered in that backward, as a checkpoint's
-recomputation does. Rules hold in both.
+A frame has lists (casts before an operation) and rules (functions that run in the operation's place). Lists apply to
+the forward. In a backward they do nothing, unless the frame itself was entered in that backward, as the recomputation
+of a checkpoint does. Rules apply to both.
 """
 
 import functools
@@ -22,8 +22,8 @@ from plimsoll.errors import ArgumentError
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 graph_task: Callable[[], int] = _C._current_graph_task_id  # noqa: SLF001
 
-# (operation, arguments, keyword arguments) -> result, or NotImplemented for a call that is not the rule's. While it
-# runs, nothing is heard.
+# (operation, arguments, keyword arguments) -> result, or NotImplemented for a call that the rule does not cover. Its
+# own calls are not intercepted.
 Rule = Callable[[Any, Any, Any], Any]
 
 NO_LISTS = OperationLists()
@@ -33,11 +33,11 @@ class OperationTracer(Protocol):
     """Protocol of an observer of every operation."""
 
     def ruled(self, op: Any) -> None:
-        """A rule has stood in for an operation."""
+        """Record a call that a rule computed."""
         ...
 
     def native(self, op: Any, arguments: Any, result: Any) -> Any:
-        """Torch has run an operation; gives the result to return."""
+        """Record a call that torch computed, and return its final result."""
         ...
 
 
@@ -49,31 +49,32 @@ class Frame:
     low: torch.dtype = torch.float16
     cache: CastCache | None = None
     rules: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
-    witness: OperationTracer | None = None  # hears of every operation
-    eager: bool = True  # False: compiled code must not run in it, and nothing keeps it from that
-    formats: Mapping[str, str] = field(default_factory=dict[str, str])  # of all results, by a run's collection
-    task: int = -1  # the backward that it was entered in, or none
-    nesting: int = 0  # of torch's autocast contexts, when it was entered
+    tracer: OperationTracer | None = None
+    eager: bool = True  # False: the compiler was not loaded, so compiled code would escape the frame and must raise
+    formats: Mapping[str, str] = field(default_factory=dict[str, str])  # of all results, by collection of a run
+    task: int = -1  # id of the backward in which it was entered; -1: none
+    nesting: int = 0  # number of open autocast contexts of torch when it was entered
     categories: Mapping[str, Category] = field(default_factory=dict[str, "Category"])
     without_lists: "Frame | None" = None
-    again: AbstractContextManager[Any] | None = None  # entered too, where a checkpoint runs what it has seen once more
+    again: AbstractContextManager[Any] | None = None  # a checkpoint's recomputation enters it too
 
     def casts_now(self) -> bool:
-        """Return whether the lists hold for the call at hand."""
+        """Return whether the lists apply to the current call."""
         if graph_task() != self.task:
             return False
         torch.autocast_increment_nesting()
         if torch.autocast_decrement_nesting() == self.nesting:
             return True
         refuse_torch_autocast("inside")
-        return False  # torch.autocast(enabled=False) asks for no casts here
+        return False  # torch.autocast(enabled=False): a region without casts
 
 
 class Local(threading.local):
-    """A thread's frame."""
+    """Frame of a thread."""
 
     frame: Frame | None = None
-    silent: bool = False  # the keys alone do not tell: torch.func sets them again for the calls that it takes apart
+    # The state of the keys does not show it: torch.func sets them again for the calls that it splits up.
+    bypassed: bool = False
 
 
 local = Local()
@@ -91,7 +92,7 @@ def categories_of(lists: OperationLists) -> Mapping[str, Category]:
 
 
 def nesting() -> int:
-    """Return how many of torch's autocast contexts are open on this thread."""
+    """Return the number of torch's autocast contexts that this thread has open."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
@@ -102,19 +103,23 @@ def refuse_torch_autocast(where: str) -> None:
         if torch.is_autocast_enabled(device):
             raise ArgumentError(
                 f"autocast: expected torch.autocast to be off {where} a context that casts by its own lists; got "
-                f"torch.autocast({device!r}) on. Take one of the two away."
+                f"torch.autocast({device!r}) on. Remove one of the two."
             )
 
 
 def in_backward() -> bool:
-    """Return whether the call at hand is part of a backward; what a checkpoint recomputes in one is a forward."""
+    """Return whether the current call belongs to a backward.
+
+    The recomputation of a checkpoint within a backward is a forward.
+    """
     frame = local.frame
     return frame is not None and graph_task() != frame.task
 
 
 def in_forward(rule: Rule) -> Rule:
-    """Return the rule for the forward only. A backward's calls are formulas, whose operands have other roles."""
+    """Return the rule, restricted to the forward."""
 
+    # A backward calls autograd's formulas, in which the operands of a product have other roles.
     def ruled(op: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented if in_backward() else rule(op, args, kwargs)
 

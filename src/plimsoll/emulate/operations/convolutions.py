@@ -1,11 +1,11 @@
-"""Convolutions with rounded operands, in any number of dimensions, plain and transposed, with groups.
+"""Convolutions with rounded operands, plain or transposed, with groups.
 
-Three linear maps make up a convolution and its backward: `correlate` (x, w -> y), its adjoint `spread` (y, w -> x), and
-`weigh` (x, y -> w). A transposed convolution is the same with the first two exchanged. With the machine's own sums
-torch computes them; with an accumulator of a format each is a matrix product over unfolded windows:
+A convolution in any number of dimensions and its backward consist of three linear maps: `correlate` (x, w -> y), its
+adjoint `spread` (y, w -> x), and `weigh` (x, y -> w). A transposed convolution exchanges the first two. Without an
+accumulator torch computes them. With one, each is a matrix product over unfolded windows:
 
 - correlate sums over channels, then window, of one output;
-- spread is the correlation of y, zeros put between its values where the stride skips, with the mirrored window;
+- spread correlates y, with zeros between its values where the stride skips, with the mirrored window;
 - weigh sums over the batch, then the positions.
 """
 
@@ -37,7 +37,7 @@ class Geometry:
     groups: int
 
     def correlate(self, x: Tensor, w: Tensor, multiply: Multiply) -> Tensor:
-        """From x (N, C, ...) and w (O, C/groups, ...): (N, O, ...)."""
+        """Return y (N, O, ...) from x (N, C, ...) and w (O, C/groups, ...)."""
         windows = self._windows(_padded(x, self.padding), w.shape[2:])
         spatial = windows.shape[2 : 2 + len(self.stride)]
         columns = self._columns(windows, x.shape[0])  # (N * groups, C/groups * window, positions)
@@ -45,11 +45,14 @@ class Geometry:
         return multiply(rows, columns).reshape(x.shape[0], w.shape[0], *spatial)
 
     def spread(self, y: Tensor, w: Tensor, size: Sequence[int], multiply: Multiply) -> Tensor:
-        """From y (N, O, ...) and w (O, C/groups, ...): (N, C, *size); the adjoint of `correlate` in x."""
-        inner = [(one - 1) * s + 1 for one, s in zip(y.shape[2:], self.stride, strict=True)]
+        """Return x (N, C, *size) from y (N, O, ...) and w (O, C/groups, ...).
+
+        It is the adjoint of `correlate` in x.
+        """
+        inner = [(n - 1) * s + 1 for n, s in zip(y.shape[2:], self.stride, strict=True)]
         sparse = y.new_zeros((*y.shape[:2], *inner))
         sparse[(..., *(slice(None, None, s) for s in self.stride))] = y
-        # As many zeros around as make each of `size` values the first of a window of the mirrored correlation.
+        # With this many zeros around y, each of the `size` values starts one window of the mirrored correlation.
         reach = [d * (k - 1) for d, k in zip(self.dilation, w.shape[2:], strict=True)]
         before = [r - p for r, p in zip(reach, self.padding, strict=True)]
         after = [n + r - i - b for n, r, i, b in zip(size, reach, inner, before, strict=True)]
@@ -61,7 +64,10 @@ class Geometry:
         return still.correlate(sparse, mirrored, multiply)
 
     def weigh(self, x: Tensor, y: Tensor, window: Sequence[int], multiply: Multiply) -> Tensor:
-        """From x (N, C, ...) and y (N, O, ...): (O, C/groups, *window); the adjoint of `correlate` in w."""
+        """Return w (O, C/groups, *window) from x (N, C, ...) and y (N, O, ...).
+
+        It is the adjoint of `correlate` in w.
+        """
         windows = self._windows(_padded(x, self.padding), window)
         windows = windows[(slice(None), slice(None), *(slice(0, n) for n in y.shape[2:]))]
         columns = typed("Any", self._columns(windows, x.shape[0])).unflatten(0, (x.shape[0], self.groups))
@@ -70,7 +76,7 @@ class Geometry:
         return multiply(rows, columns).reshape(y.shape[1], x.shape[1] // self.groups, *window)
 
     def _windows(self, x: Tensor, window: Sequence[int]) -> Tensor:
-        """(N, C, positions..., window...): a view of x."""
+        """Return a view of x with the shape (N, C, positions..., window...)."""
         reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, window, strict=True)]
         counts = [(n - r) // s + 1 for n, r, s in zip(x.shape[2:], reach, self.stride, strict=True)]
         steps = [n * s for n, s in zip(x.stride()[2:], self.stride, strict=True)]
@@ -88,7 +94,7 @@ class Geometry:
 
 def _padded(x: Tensor, before: Sequence[int], after: Sequence[int] | None = None) -> Tensor:
     pairs = list(zip(before, before if after is None else after, strict=True))
-    return torch.nn.functional.pad(x, [one for pair in reversed(pairs) for one in pair])
+    return torch.nn.functional.pad(x, [size for pair in reversed(pairs) for size in pair])
 
 
 class _Convolution(torch.autograd.Function):
@@ -98,18 +104,18 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, geometry: Geometry, transposed: bool, extra: tuple[int, ...], recipe: Recipe
     ) -> Tensor:
-        # The channels that the sum runs over: of w, those of its first axis if transposed, else those of its second.
-        held_x = _by_group(recipe.operand, x, geometry.groups)
+        # The sum runs over the channels: of w, those of the first axis if transposed, otherwise those of the second.
+        cast_x = _by_group(recipe.operand, x, geometry.groups)
         weight = functools.partial(recipe.operand, role="weights")
-        held_w = _by_group(weight, w, geometry.groups, axis=0) if transposed else weight(w, 1)
-        ctx.save_for_backward(*((x, w) if recipe.in_blocks else (held_x, held_w)))
+        cast_w = _by_group(weight, w, geometry.groups, axis=0) if transposed else weight(w, 1)
+        ctx.save_for_backward(*((x, w) if recipe.in_blocks else (cast_x, cast_w)))
         ctx.geometry, ctx.transposed, ctx.extra, ctx.recipe = geometry, transposed, extra, recipe
         if recipe.accumulate is None:
             rest = (geometry.stride, geometry.padding, geometry.dilation, transposed, extra, geometry.groups)
-            return torch.convolution(held_x, held_w, None, *rest)
+            return torch.convolution(cast_x, cast_w, None, *rest)
         if transposed:
-            return geometry.spread(held_x, held_w, _transposed_size(x, w, geometry, extra), recipe.multiply)
-        return geometry.correlate(held_x, held_w, recipe.multiply)
+            return geometry.spread(cast_x, cast_w, _transposed_size(x, w, geometry, extra), recipe.multiply)
+        return geometry.correlate(cast_x, cast_w, recipe.multiply)
 
     @staticmethod
     @once_differentiable
@@ -135,7 +141,7 @@ def _grad_x(ctx: Any, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
 
 def _grad_w(ctx: Any, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
     geometry, recipe = ctx.geometry, ctx.recipe
-    g = recipe.gradient(g, 0)  # summed over the batch and the positions: blocks run along the batch
+    g = recipe.gradient(g, 0)  # the sum runs over batch and positions, so blocks run along the batch
     x = recipe.operand(x, 0) if recipe.in_blocks else x
     if recipe.accumulate is None:
         return _native_backward(ctx, g, x, w, 1)
@@ -154,11 +160,11 @@ def _transposed_size(x: Tensor, w: Tensor, geometry: Geometry, extra: Sequence[i
     return [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, s, p, d, k, e in parts]
 
 
-def _by_group(held: Any, x: Tensor, groups: int, axis: int = 1) -> Tensor:
-    """Rounded along a channel axis, no block of which reaches over into another group."""
+def _by_group(rounded: Any, x: Tensor, groups: int, axis: int = 1) -> Tensor:
+    """Return x rounded along a channel axis, with no block across two groups."""
     if groups == 1:
-        return held(x, axis)
-    return held(x.unflatten(axis, (groups, -1)), axis + 1).flatten(axis, axis + 1)
+        return rounded(x, axis)
+    return rounded(x.unflatten(axis, (groups, -1)), axis + 1).flatten(axis, axis + 1)
 
 
 class Convolutions:
@@ -168,10 +174,11 @@ class Convolutions:
         self._recipe = recipe
 
     def rules(self) -> dict[str, thread_frame.Rule]:
-        """Name to rule. conv2d and the like are made of `convolution`, and heard there."""
+        """Return the rules by name."""
+        # conv2d and the like call `convolution`, which is intercepted.
         return {"convolution": self._convolution, "_convolution": self._convolution, "conv_tbc": self._conv_tbc}
 
-    def _convolution(self, op: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002  (a rule's signature)
+    def _convolution(self, op: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002  (signature of a rule)
         x, w, bias, stride, padding, dilation, transposed, extra, groups = args[:9]
         dtype = common_dtype((x, w), {}) if bias is None else common_dtype((x, w, bias), {})
         if dtype is None or kwargs:

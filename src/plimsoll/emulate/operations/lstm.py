@@ -1,7 +1,7 @@
-"""The LSTM as separate operations, each of which is heard.
+"""The LSTM as separate operations, which can be intercepted.
 
-On a CPU torch runs an LSTM's layer as one kernel, in the dtypes that it has one for: no list and no rule would reach
-into it. GRU and RNN are made of separate operations already.
+On a CPU torch runs a layer of an LSTM as one kernel, so lists and rules cannot affect the operations inside. GRU and
+RNN consist of separate operations already.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,15 @@ State = tuple[Tensor, Tensor]
 
 
 def lstm(op: Any, args: Any, kwargs: Any) -> Any:
-    """Return the rule for `lstm`, over padded or over packed sequences; those with projections are separate already."""
+    """Run `lstm` as separate operations, for padded or packed sequences."""
+    # An LSTM with projections has another number of weights: torch itself runs it as separate operations.
     packed = op._overloadname == "data"  # noqa: SLF001
     weights, biased = args[3:5] if packed else args[2:4]
     layers, both_ways = args[5 if packed else 4], args[8 if packed else 7]
-    each = 4 if biased else 2
-    if kwargs or len(weights) != layers * (2 if both_ways else 1) * each:
+    per_direction = 4 if biased else 2
+    if kwargs or len(weights) != layers * (2 if both_ways else 1) * per_direction:
         return NotImplemented
-    return operation_kernels.aloud(_packed if packed else _padded, args, {})
+    return operation_kernels.run_intercepted(_packed if packed else _padded, args, {})
 
 
 def _padded(
@@ -61,14 +62,14 @@ def _layers(
     training: bool,
     both_ways: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    directions, each = 2 if both_ways else 1, 4 if biased else 2
+    directions, count = 2 if both_ways else 1, 4 if biased else 2
     last = list[State]()
     for layer in range(layers):
         outputs = list[Tensor]()
         for index in range(layer * directions, (layer + 1) * directions):
             start = (state[0][index], state[1][index])
             way = _backwards if index % directions else _forwards
-            y, end = way(x, sizes, start, *weights[index * each : (index + 1) * each])
+            y, end = way(x, sizes, start, *weights[index * count : (index + 1) * count])
             outputs.append(y)
             last.append(end)
         x = torch.cat(outputs, 1) if both_ways else outputs[0]
@@ -78,9 +79,12 @@ def _layers(
 
 
 def _forwards(x: Tensor, sizes: list[int], start: State, w: Tensor, u: Tensor, *b: Tensor) -> tuple[Tensor, State]:
-    """Over sequences sorted by falling length, `sizes` of which are left at each step."""
+    """Run forwards over sequences sorted by falling length.
+
+    `sizes` has the number of sequences that are left at each step.
+    """
     steps: Sequence[Tensor] = typed("Any", F.linear(x, w, b[0] if b else None)).split(sizes)
-    h, c = (one[: sizes[0]] for one in start)
+    h, c = (state[: sizes[0]] for state in start)
     outputs, ended = list[Tensor](), list[State]()
     for gates in steps:
         if len(gates) < len(h):
@@ -92,12 +96,12 @@ def _forwards(x: Tensor, sizes: list[int], start: State, w: Tensor, u: Tensor, *
 
 
 def _backwards(x: Tensor, sizes: list[int], start: State, w: Tensor, u: Tensor, *b: Tensor) -> tuple[Tensor, State]:
-    """Likewise from the last step to the first: shorter sequences join as they begin."""
+    """Run from the last step to the first. A shorter sequence joins at its end."""
     steps: Sequence[Tensor] = typed("Any", F.linear(x, w, b[0] if b else None)).split(sizes)
-    h, c = (one[: sizes[-1]] for one in start)
+    h, c = (state[: sizes[-1]] for state in start)
     outputs = list[Tensor]()
     for gates in reversed(steps):
-        h, c = (torch.cat((now, one[len(now) : len(gates)])) for now, one in zip((h, c), start, strict=True))
+        h, c = (torch.cat((now, first[len(now) : len(gates)])) for now, first in zip((h, c), start, strict=True))
         h, c = _cell(gates, h, c, u, *b[1:])
         outputs.append(h)
     return torch.cat(outputs[::-1]), (h, c)

@@ -1,11 +1,11 @@
-"""Products with rounded operands: y = Q(a) Q(b), and backward da = G(dy) Q(b)^T, db = Q(a)^T G(dy).
+"""Products with rounded operands.
 
-Q rounds to the forward format, G to the backward format; the sums are those of the recipe. With block formats each of
-the three products has its own blocks, along the axis that it sums over, of the unrounded operand, since a block of one
-axis is no block of another. Biases, and what addmm and the like add, are no operands of a product: they are added
-afterwards, and the gradient that they get is unrounded.
+Forward y = Q(a) Q(b), backward da = G(dy) Q(b)^T and db = Q(a)^T G(dy). Q rounds to the forward format, G to the
+backward format, and the recipe sums. With block formats, each of the three products rounds the unrounded operand in its
+own blocks, along the axis that it sums over, since blocks of one axis are not blocks of another. Biases, and the added
+tensor of addmm and the like, are not operands: they are added afterwards, and their gradient is unrounded.
 
-A 16-bit operand is widened (exact), and the result rounded to its dtype once.
+A 16-bit operand is widened (exact), and the result is rounded to its dtype once.
 """
 
 import math
@@ -25,14 +25,14 @@ _OF_LAYER: tuple[Role, Role] = ("activations", "weights")
 
 
 class _Product(torch.autograd.Function):
-    """a (batch x) M x K times b (batch x) K x N."""
+    """Product of a, (batch x) M x K, and b, (batch x) K x N."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, recipe: Recipe, roles: tuple[Role, Role]) -> Tensor:
-        held_a, held_b = recipe.operand(a, -1, roles[0]), recipe.operand(b, -2, roles[1])
+        cast_a, cast_b = recipe.operand(a, -1, roles[0]), recipe.operand(b, -2, roles[1])
         ctx.recipe, ctx.roles = recipe, roles
-        ctx.save_for_backward(*((a, b) if recipe.in_blocks else (held_a, held_b)))
-        return recipe.multiply(held_a, held_b)
+        ctx.save_for_backward(*((a, b) if recipe.in_blocks else (cast_a, cast_b)))
+        return recipe.multiply(cast_a, cast_b)
 
     @staticmethod
     @once_differentiable
@@ -41,31 +41,36 @@ class _Product(torch.autograd.Function):
         recipe: Recipe = ctx.recipe
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            held = recipe.operand(b, -1, ctx.roles[1]) if recipe.in_blocks else b
-            grad_a = recipe.multiply(recipe.gradient(g, -1), held.mT)
+            cast_b = recipe.operand(b, -1, ctx.roles[1]) if recipe.in_blocks else b
+            grad_a = recipe.multiply(recipe.gradient(g, -1), cast_b.mT)
         if ctx.needs_input_grad[1]:
-            held = recipe.operand(a, -2, ctx.roles[0]) if recipe.in_blocks else a
-            grad_b = recipe.multiply(held.mT, recipe.gradient(g, -2))
+            cast_a = recipe.operand(a, -2, ctx.roles[0]) if recipe.in_blocks else a
+            grad_b = recipe.multiply(cast_a.mT, recipe.gradient(g, -2))
         return grad_a, grad_b, None, None
 
 
 class Products:
-    """torch's products by one recipe: a rule for each."""
+    """Rules for torch's products by one recipe."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
     def rules(self) -> dict[str, thread_frame.Rule]:
-        """Name to rule."""
-        forms = {
-            "mm": self._matmul, "bmm": self._matmul, "mv": self._matmul, "dot": self._matmul, "vdot": self._matmul,
-            "matmul": self._matmul, "linear": self._linear, "addmm": self._add, "baddbmm": self._add,
-            "addmv": self._add, "addbmm": self._add_batches, "addr": self._add_outer, "bilinear": self._bilinear,
-        }  # fmt: skip
+        """Return the rules by name."""
+        forms = dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "matmul"), self._matmul)
+        forms |= dict.fromkeys(("addmm", "baddbmm", "addmv"), self._add)
+        forms |= {"addbmm": self._add_batches, "addr": self._add_outer}
+        forms |= {"linear": self._linear, "bilinear": self._bilinear}
         return {name: _rule(form) for name, form in forms.items()}
 
     def matmul(self, a: Tensor, b: Tensor, roles: tuple[Role, Role] | None = None) -> Tensor:
-        """``torch.matmul`` of wide operands; without `roles` a parameter, or a view of one, is a weight."""
+        """Return `torch.matmul` of wide operands, rounded by the recipe.
+
+        Args:
+            a: First operand.
+            b: Second operand.
+            roles: The roles of both. Default: a parameter, or a view of one, is a weight, all else an activation.
+        """
         roles = (_role(a), _role(b)) if roles is None else roles
         a_row, b_column = a.dim() == 1, b.dim() == 1
         a, b = (a[None] if a_row else a), (b[:, None] if b_column else b)
@@ -111,7 +116,7 @@ class Products:
 
 
 def _role(x: Tensor) -> Role:
-    base = x._base  # noqa: SLF001  (torch tells it nowhere else)
+    base = x._base  # noqa: SLF001  (torch has no public name for it)
     return "weights" if isinstance(x if base is None else base, torch.nn.Parameter) else "activations"
 
 
@@ -123,7 +128,7 @@ def _sum(added: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
 
 
 def _rule(form: Any) -> thread_frame.Rule:
-    """Return the rule that computes `form` on FP32 tensors and rounds once. Torch rejects mixed dtypes itself."""
+    """Return the rule that computes `form` on FP32 tensors and rounds once."""
 
     def rule(op: Any, args: Any, kwargs: Any) -> Any:
         dtype = common_dtype(args, kwargs)
@@ -135,7 +140,10 @@ def _rule(form: Any) -> thread_frame.Rule:
 
 
 def common_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
-    """Return the one floating dtype of all tensors, if it is one and there are only dense ones."""
+    """Return the floating dtype that all tensors have, or None.
+
+    None also for tensors that are not dense. torch itself raises for mixed dtypes.
+    """
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) != 1 or not dtypes <= set(FLOATING) or any(x.layout is not torch.strided for x in tensors):
@@ -144,22 +152,25 @@ def common_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 class Attention:
-    """The rule for `scaled_dot_product_attention`: softmax and mask in FP32, both products by the recipe."""
+    """Rule for `scaled_dot_product_attention`.
+
+    Softmax and mask are computed in FP32, both products by the recipe.
+    """
 
     def __init__(self, products: Products) -> None:
         self._products = products
 
-    def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002  (a rule's signature)
-        """Stand in for the operation."""
+    def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002  (signature of a rule)
+        """Run the operation."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        q, k, v, mask = (given.get(name) for name in names[:4])
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        q, k, v, mask = (arguments.get(name) for name in names[:4])
         dtype = common_dtype((q, k, v), {})
         if dtype is None:
             return NotImplemented
         if dtype.itemsize == 2:
             q, k, v, mask = widen((q, k, v, mask))
-        rest = {name: given[name] for name in names[4:] if name in given}
+        rest = {name: arguments[name] for name in names[4:] if name in arguments}
         y = self._attend(q, k, v, mask, **rest)
         return narrow(y, dtype) if dtype.itemsize == 2 else y
 
@@ -181,6 +192,7 @@ class Attention:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
-        nothing = (scores == -torch.inf).all(-1, keepdim=True)  # rows that attend to nothing have a result of 0
+        # A row whose mask excludes every key has the result 0, as in torch. Softmax would give NaN.
+        nothing = (scores == -torch.inf).all(-1, keepdim=True)
         weights = torch.softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0)
         return self._products.matmul(torch.dropout(weights, dropout_p, train=dropout_p > 0), v)

@@ -1,4 +1,4 @@
-"""Operations whose results are rounded to a format: those that a user selects, or all."""
+"""Operations whose results are rounded to a format, selected ones or all."""
 
 from collections.abc import Mapping
 from typing import Any, cast as typed
@@ -11,17 +11,17 @@ from plimsoll.emulate.recipe import Recipe
 
 
 class Rounded:
-    """Rules that round what an operation gives, and the gradient that comes back to it."""
+    """Rules that round an operation's result, and the gradient that returns to it."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
     def alone(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Return the rule for an operation that runs as torch runs it."""
+        """Run an operation as torch does, and round its result."""
         return self.result(op(*args, **kwargs), args)
 
     def after(self, rule: thread_frame.Rule) -> thread_frame.Rule:
-        """Return the rule, its result rounded too."""
+        """Return the rule, with its result rounded."""
 
         def rounded(op: Any, args: Any, kwargs: Any) -> Any:
             result = rule(op, args, kwargs)
@@ -30,29 +30,32 @@ class Rounded:
         return rounded
 
     def result(self, result: Any, args: Any) -> Any:
-        """Return a result with every floating tensor in it rounded; one that was written in place, in its place."""
+        """Return a result with its floating tensors rounded.
+
+        A tensor that the operation wrote in place is also rounded in place.
+        """
         if isinstance(result, Tensor):
             if not result.is_floating_point() or not result.numel():
                 return result
             rounded = self._recipe.anywhere(result)
-            return result.copy_(rounded) if any(result is one for one in args) else rounded
+            return result.copy_(rounded) if any(result is x for x in args) else rounded
         if isinstance(result, tuple | list):
-            return tuple(self.result(one, args) for one in typed("list[Any]", result))
+            return tuple(self.result(item, args) for item in typed("list[Any]", result))
         return result
 
 
-class Everywhere:
-    """A witness that rounds the result of every operation on floating tensors, in the forward."""
+class RoundingTracer:
+    """Tracer that rounds the results of all floating operations in the forward."""
 
     def __init__(self, counts: Counts, rounded: Rounded) -> None:
         self._counts, self._rounded = counts, rounded
 
     def ruled(self, op: Any) -> None:
-        """Count a call that a rule has stood in for."""
+        """Count a call that a rule computed."""
         self._counts.ruled(op)
 
     def native(self, op: Any, arguments: Any, result: Any) -> Any:
-        """Round what torch has computed."""
+        """Round a result that torch computed."""
         if thread_frame.in_backward() or not any(map(_floating, arguments)):
             return self._counts.native(op, arguments, result)
         self._counts.ruled(op)
@@ -60,10 +63,10 @@ class Everywhere:
 
 
 def within(rules: Mapping[str, thread_frame.Rule]) -> thread_frame.Rule:
-    """Return the rule for an operation that is made of others, to which these rules apply."""
+    """Return the rule for a composite operation, whose inner calls have the rules."""
 
     def run(op: Any, args: Any, kwargs: Any) -> Any:
-        return operation_kernels.aloud(op, args, kwargs, rules)
+        return operation_kernels.run_intercepted(op, args, kwargs, rules)
 
     return run
 

@@ -99,7 +99,7 @@ class Observation:
     def _is_emulated(self) -> bool:
         if self._backward:
             return self._forward is not None and self._forward.emulated
-        return thread_frame.current() is not None and thread_frame.local.silent
+        return thread_frame.current() is not None and thread_frame.local.bypassed
 
     def _is_internal(self) -> bool:
         """Whether it is a cast that an emulation makes around an operation of its own, and no cast of the step."""

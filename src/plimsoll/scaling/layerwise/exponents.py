@@ -1,6 +1,6 @@
-"""Exponents of a layer scaler: the recent gradients of each unit, and the two rules.
+"""Exponents of a layer scaler: recent gradients of each unit, and two rules.
 
-Exponents here are whole ones, the loss scale's included: when that changes, the layers' stay what they are.
+Exponents here include the loss scale's. So they do not change with the loss scale.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from plimsoll.errors import ArgumentError, StateError
+from plimsoll.errors import StateError
 from plimsoll.formats import Format
 from plimsoll.scaling.layerwise.gradient_meter import Place
 from plimsoll.scaling.layerwise.scaled_modules import Layers
@@ -32,7 +32,7 @@ LOWEST, HIGHEST = -24, 100
 
 
 def top_of(spectra: Iterable[Spectrum]) -> int | None:
-    """The binade of the largest finite value; None without nonzero ones."""
+    """Return the binade of the largest finite value, or None if all are zero."""
     largest = max((s.absmax for s in spectra if s.nonzero), default=0.0)
     return math.frexp(largest)[1] - 1 if largest else None
 
@@ -40,72 +40,81 @@ def top_of(spectra: Iterable[Spectrum]) -> int | None:
 def by_spectra(
     tops: Sequence[int | None], start: int, present: Sequence[int], *, fmt: Format, margin: int, slack: int
 ) -> list[int]:
-    """The highest exponents that leave `margin` binades above each unit's largest value, of binade ``tops[i]``.
+    """Return the highest exponents with `margin` binades above the largest values.
 
-    Up to `slack` binades lower will do, for less work: first the neighbour's exponent, as between equal ones nothing is
-    done; then the present one. A unit of which nothing is known (all was flushed, say) takes its neighbour's, from
-    which the next step sees further.
+    Up to `slack` binades less are accepted to save work: first the neighbour's exponent, because equal exponents need
+    no shift, then the present one. A unit without data (all of its gradients underflowed, for example) takes its
+    neighbour's exponent, at which the next step measures more.
+
+    Args:
+        tops: Binade of each unit's largest gradient, from the loss on, or None.
+        start: Exponent of the loss scale.
+        present: Present exponent of each unit.
+        fmt: Format of the gradients.
+        margin: Free binades below the format's overflow.
+        slack: Binades by which an exponent may be lower than possible.
     """
     chosen: list[int] = []
     neighbour = start
     for top, now in zip(tops, present, strict=True):
         if top is not None:
             target = clamped(fmt.max_exponent - margin - top)
-            will_do = (e for e in (neighbour, now) if target - slack <= e <= target)
-            neighbour = next(will_do, target)
+            accepted = (e for e in (neighbour, now) if target - slack <= e <= target)
+            neighbour = next(accepted, target)
         chosen.append(neighbour)
     return chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Input of the published rule for one unit: output gradient, weight, and number of products."""
+    """Input of the published rule for one unit."""
 
     gradient: Spectrum | None
-    weight: Spectrum | None  # None where the unit has no matrix
-    fan: int = 1  # products added up in each value of the input's gradient
+    weight: Spectrum | None  # None if the unit has no matrix
+    fan: int = 1  # number of products in each value of the input's gradient
 
 
 def by_moments(units: Sequence[Moments], start: int, *, fmt: Format) -> list[int]:
-    """The published rule: each unit multiplies what comes to it by a power of two from 1 to 16, 1,024 in all.
+    """Return the exponents of the published rule.
 
-    Gradient and weight are taken for independent, their product's sum over `fan` for normal with half of its terms zero
-    (ReLU). The factor is the least that leaves a share of 0.001 of that distribution below the format's smallest value,
-    and not so large that `fan` times the largest product would exceed its largest.
+    Its factors are from 1 to 16 per unit, and at most 1,024 in all. The rule takes gradient and weight as independent,
+    and the sum of their `fan` products as normal with half of the terms zero (ReLU). The factor is the smallest that
+    leaves a share of 0.001 of that distribution below the format's smallest value. It is reduced if `fan` times the
+    largest product would exceed the largest value.
     """
     chosen: list[int] = []
     present = start
     for unit in units:
         room = TOTAL_BOUND / 2.0 ** (present - start)
         alpha = min(_alpha(unit, 2.0**present, fmt), room, LAYER_BOUND)
-        # Below 1 only to avoid an overflow; the published code floors the logarithm there too.
+        # Below 1 only to avoid an overflow. The published code floors the logarithm there too.
         present = clamped(present + math.floor(math.log2(alpha)))
         chosen.append(present)
     return chosen
 
 
-def _alpha(unit: Moments, carried: float, fmt: Format) -> float:
+def _alpha(unit: Moments, scale: float, fmt: Format) -> float:
     gradient, weight = unit.gradient, unit.weight
     if gradient is None or weight is None or not gradient.nonzero or not weight.nonzero:
         return 1.0
     variance = (gradient.std**2 + gradient.mean**2) * (weight.std**2 + weight.mean**2)
-    deviation = math.sqrt(0.5 * unit.fan * variance) * carried
-    largest = gradient.absmax * weight.absmax * unit.fan * carried
+    deviation = math.sqrt(0.5 * unit.fan * variance) * scale
+    largest = gradient.absmax * weight.absmax * unit.fan * scale
     rescues = fmt.smallest_subnormal / (_QUANTILE * deviation) if deviation else 1.0
     return min(max(rescues, 1.0), fmt.max / largest)
 
 
 def clamped(exponent: int) -> int:
-    """The nearest exponent that a unit may have."""
+    """Return the nearest exponent that a unit may have."""
     return min(max(exponent, LOWEST), HIGHEST)
 
 
 RuleName = Literal["spectra", "zhao"]
-_JUMP = 2  # a change by more binades than this asks to look again in the next step
+_JUMP = 2  # a change by more binades than this needs a measurement in the next step
 
 
 class LayerExponents:
-    """The exponents of all units, from what their gradients held in the last few samples."""
+    """Exponents of all units, from the gradients of the last samples."""
 
     def __init__(
         self, layers: Layers, *, rule: RuleName, fmt: Format, margin: int, slack: int, history: int, start: int
@@ -114,39 +123,34 @@ class LayerExponents:
         self.margin, self.slack = margin, slack
         self.whole = [start] * len(layers.names)
         self.tops: list[deque[int]] = [deque(maxlen=history) for _ in layers.names]
-        self.seen: list[Spectrum | None] = [None] * len(layers.names)  # true gradients of the latest sample
+        self.latest: list[Spectrum | None] = [None] * len(layers.names)  # true gradients of the latest sample
         self._outputs: list[Spectrum | None] = [None] * len(layers.names)
 
     def sample(self, spectra: Sequence[Mapping[Place, Spectrum]]) -> None:
-        """Takes what a sampled step without overflow has measured."""
+        """Add the spectra of a sampled step without overflow."""
         for unit in self.layers.from_the_loss():
             shift = -self.whole[unit]
-            found = spectra[unit]
-            top = top_of(found.values())
+            by_place = spectra[unit]
+            top = top_of(by_place.values())
             if top is not None:
                 self.tops[unit].append(top + shift)
-            self.seen[unit] = sum(found.values(), Spectrum.empty()).scaled(shift)
-            self._outputs[unit] = found["outputs"].scaled(shift)
+            self.latest[unit] = sum(by_place.values(), Spectrum.empty()).scaled(shift)
+            self._outputs[unit] = by_place["outputs"].scaled(shift)
 
     def overflowed(self, units: set[int]) -> None:
-        """Notes that these units' gradients have reached the format's end, as one sample that will be forgotten too."""
+        """Add a sample in which these units' gradients reach the format's end."""
         for unit in units:
             self.tops[unit].append(self.fmt.max_exponent + 1 - self.whole[unit])
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drops what is remembered of these units; raises `ArgumentError` for a name that none has."""
+        """Drop the samples of these units, or raise an error for an unknown name."""
         wanted = list(names)
-        strange = sorted(set(wanted) - set(self.layers.names))
-        if strange:
-            raise ArgumentError(
-                f"look_again: expected modules that have a scale; got {', '.join(strange[:4])}. "
-                f"There are {', '.join(self.layers.names[:6])}."
-            )
+        self.layers.check_names("look_again", wanted)
         for name in wanted:
             self.tops[self.layers.names.index(name)].clear()
 
     def choose(self, start: int) -> bool:
-        """Sets the exponents anew, from the loss scale's; whether one has changed so much that more may be seen now."""
+        """Set all exponents. Return whether one changed so much that a sample is needed."""
         order = self.layers.from_the_loss()
         chosen = self._by_rule(order, start)
         jumped = any(abs(new - self.whole[unit]) > _JUMP for unit, new in zip(order, chosen, strict=True))
@@ -169,7 +173,7 @@ class LayerExponents:
         return Moments(gradient=self._outputs[unit], weight=measure(weight.detach()), fan=fan)
 
     def save(self) -> dict[str, Any]:
-        """Plain values, by the units' names."""
+        """Return the state as plain values, by the units' names."""
         names = self.layers.names
         return {
             "exponents": dict(zip(names, self.whole, strict=True)),
@@ -179,7 +183,7 @@ class LayerExponents:
         }
 
     def check(self, saved: dict[str, Any] | None) -> None:
-        """Raises `StateError` for the state of a model with other units."""
+        """Raise `StateError` for the state of a model with other units."""
         names = set(self.layers.names)
         theirs: set[str] = names if saved is None else set(saved["exponents"])
         differing = sorted(theirs ^ names)
@@ -192,7 +196,7 @@ class LayerExponents:
             )
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Takes what `save` gave for a model with the same units."""
+        """Load the result of `save` for a model with the same units."""
         names = self.layers.names
         self.whole = [int(saved["exponents"][name]) for name in names]
         self.tops = [deque(saved["tops"][name], maxlen=t.maxlen) for name, t in zip(names, self.tops, strict=True)]
@@ -201,6 +205,6 @@ class LayerExponents:
 
 
 def _matrix(module: nn.Module) -> Tensor | None:
-    """The weight that the input's gradient is multiplied by, if it is one with rows and columns."""
+    """Return the weight that multiplies the input's gradient, if it is a matrix."""
     weight = cast("Any", getattr(module, "weight", None))
     return weight if isinstance(weight, Tensor) and weight.ndim >= 2 and not isinstance(module, nn.Embedding) else None

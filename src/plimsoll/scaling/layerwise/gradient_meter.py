@@ -1,4 +1,4 @@
-"""The spectra of the gradients that a layer scaler chooses by: a row for each unit and place, only in sampled steps."""
+"""Spectra of the gradients of each unit and place, in sampled steps."""
 
 import functools
 import threading
@@ -17,7 +17,7 @@ PLACES: tuple[Place, ...] = ("outputs", "inputs", "weights")
 
 
 class Meter:
-    """Measures gradients as they pass, one bank on each device; reading it waits for the devices."""
+    """Meter of gradients, with a bank on each device. Reading it waits for them."""
 
     def __init__(self, units: int, fmt: str) -> None:
         self.rows, self.fmt = len(PLACES) * units, fmt
@@ -26,7 +26,7 @@ class Meter:
         self._lock = threading.Lock()  # the engine has a thread for each device
 
     def tap(self, unit: int, place: Place) -> Callable[[Tensor], None]:
-        """Return a hook that measures a gradient into the row of that unit and place in sampled steps."""
+        """Return a hook that measures a gradient of a unit and place in sampled steps."""
         return functools.partial(self._take, len(PLACES) * unit + PLACES.index(place))
 
     def _take(self, row: int, g: Tensor) -> None:
@@ -42,7 +42,7 @@ class Meter:
             kernels.measure_into([plain], bank, [row])
 
     def read(self) -> list[dict[Place, Spectrum]]:
-        """Return the spectra of each unit's gradients since the last reading, with scales; empty the rows."""
+        """Return the spectra of each unit's scaled gradients, and empty the rows."""
         banks = [bank.cpu().numpy().copy() for bank in self._banks.values()]
         self.drop()
         merged = [sum((self._spectrum(bank[row]) for bank in banks), Spectrum.empty()) for row in range(self.rows)]
@@ -55,6 +55,6 @@ class Meter:
         return Spectrum.from_row(row, Source(self.fmt))
 
     def drop(self) -> None:
-        """Forgets what was measured since the last reading."""
+        """Drop all measurements since the last reading."""
         for bank in self._banks.values():
             bank.zero_()

@@ -1,7 +1,7 @@
-"""The hooks on a model's modules: where a scaled forward begins and ends, and whose code runs in between.
+"""Hooks on a model's modules: the start and end of a scaled forward, and of units.
 
-The outermost module that is called begins the forward, whichever it is: outside of it every gradient carries the loss
-scale alone, so what it returns is brought to that. Copies and pickles of the model have no hooks.
+The outermost called module starts the forward, whichever it is. Outside of it every gradient has the loss scale alone,
+so its outputs are shifted to that. Copies and pickles of the model have no hooks.
 """
 
 import threading
@@ -17,6 +17,7 @@ from plimsoll.scaling.layerwise import scaled_forward
 from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, OutputShift, ScaleChange, Shift, mark, marked
 from plimsoll.scaling.layerwise.forward_mode import ForwardMode, refuse_compiled, tensors_in
 from plimsoll.scaling.layerwise.scaled_modules import Layers, refuse_sharded
+from plimsoll.watch.hooks.autograd_graph import backward_running
 from plimsoll.watch.taps.module_taps import ModuleHook
 
 _frames = threading.local()
@@ -24,23 +25,23 @@ _frames = threading.local()
 
 @dataclass(slots=True)
 class _Frame:
-    """A module's call that has begun in this thread."""
+    """Call of a module that has started in this thread."""
 
     module: nn.Module
-    mode: ForwardMode | None = None  # None: its operations are not looked at
-    begins: bool = False  # whether the mode is this call's own
+    mode: ForwardMode | None = None  # None: its operations are ignored
+    begins: bool = False  # whether this call created the mode
 
 
 class Before(ModuleHook):
-    """Before a module's forward."""
+    """Hook before a module's forward."""
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module is about to be called."""
+        """Start a frame, and a scaled forward if this call is the outermost."""
         layers, mode = self.layers, scaled_forward.present()
-        _stack().append(frame := _Frame(module))  # first, for what follows after a raise too
+        _stack().append(frame := _Frame(module))  # first, so that `After` finds it if an error follows
         if not layers.on or (mode is not None and mode.layers is not layers):
             return
         refuse_compiled()
@@ -49,7 +50,7 @@ class Before(ModuleHook):
             if mode is not None:
                 self._unrecorded(module, mode)
             return
-        again = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # type: ignore[attr-defined]
+        again = backward_running() != -1
         if mode is None:
             if again:
                 _refuse_unknown_rerun(layers, module, args, kwargs)
@@ -63,7 +64,7 @@ class Before(ModuleHook):
             layers.called(unit)
 
     def _unrecorded(self, module: nn.Module, mode: ForwardMode) -> None:
-        """A call without gradients within a forward with gradients: a checkpoint's, or one that needs none."""
+        """Note a call without gradients, as of a checkpoint, in a forward with gradients."""
         if not mode.known_reruns:
             self.layers.quiet.add(id(module))
         elif id(module) in self.layers.number:
@@ -71,13 +72,13 @@ class Before(ModuleHook):
 
 
 class After(ModuleHook):
-    """After it, also where it has raised."""
+    """Hook after a module's forward, which also runs after an error."""
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG002
-        """A module has been called; returns its output, scaled where it leaves the layer."""
+        """End the frame. Return the output of the outermost call at the loss scale."""
         stack = _stack()
         if not stack or stack[-1].module is not module:
             return None  # another hook raised before ours ran
@@ -86,13 +87,13 @@ class After(ModuleHook):
             return None
         frame.mode.units.pop()
         if self.layers.meter.measuring and id(module) in self.layers.number:
-            self._see(output, self.layers.number[id(module)])
+            self._measure(output, self.layers.number[id(module)])
         if not frame.begins:
             return None
         scaled_forward.leave(frame.mode)
-        return None if output is None or self.layers.plain else left(output, frame.mode)
+        return None if output is None or self.layers.plain else at_loss_scale(output, frame.mode)
 
-    def _see(self, output: Any, unit: int) -> None:
+    def _measure(self, output: Any, unit: int) -> None:
         tap = self.layers.meter.tap(unit, "outputs")
         for x in tensors_in(output):
             known = marked(x) if x.requires_grad and not x.is_leaf else None
@@ -100,7 +101,7 @@ class After(ModuleHook):
                 x.register_hook(tap)
 
 
-def left(output: Any, mode: ForwardMode) -> Any:
+def at_loss_scale(output: Any, mode: ForwardMode) -> Any:
     """Return the output of a model, shifted to the loss scale alone."""
     aliases: dict[int, Tensor] = {}
     outputs: list[Any] = list(tensors_in(output))

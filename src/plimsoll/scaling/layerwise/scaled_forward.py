@@ -1,12 +1,12 @@
-"""A scaled forward: the mode that sees its operations, and the patch for what torch does not show to modes.
+"""Scaled forward: its torch-function mode, and the patch for autograd functions.
 
-A TorchFunctionMode sees every operation but custom autograd functions. So while a scaled forward runs, the method
-`torch.autograd.Function.apply` is ours, and makes of each one more operation.
+A TorchFunctionMode receives every operation but custom autograd functions. So while a scaled forward runs, the method
+`torch.autograd.Function.apply` is replaced, and each such function becomes one operation.
 
-One of them is the reentrant ``torch.utils.checkpoint``: it runs a function without gradients, and again in the backward
-on detached inputs, with a backward of its own in between. It is given a function that, when it runs again, begins and
-ends at the exponent that it had in the forward. The other kind of checkpoint recomputes only what was saved for the
-backward; a `Shift` saves nothing, so nothing need be done.
+One of them is the reentrant ``torch.utils.checkpoint``. It runs a function without gradients, and again in the backward
+on detached inputs, with a separate backward for it. It receives a function whose second run starts and ends at the
+exponent of the forward. The other kind of checkpoint recomputes only the tensors saved for the backward. A `Shift`
+saves none, so nothing is needed there.
 """
 
 import functools
@@ -30,22 +30,22 @@ _forwards = 0
 
 
 def present() -> ForwardMode | None:
-    """The mode of the scaled forward that runs in this thread."""
+    """Return the mode of the scaled forward that runs in this thread, or None."""
     return getattr(_active, "mode", None)
 
 
-def carried(x: Tensor) -> float:
-    """The layer's part of what a tensor's gradient is multiplied by; a watch asks, in the forward."""
+def layer_factor(x: Tensor) -> float:
+    """Return the layer's factor of a tensor's gradient, for watches."""
     mode = present()
     return 1.0 if mode is None or not x.requires_grad else 2.0 ** mode.exponent_of(x)
 
 
-torch_hooks.gradient_factor_providers.append(carried)
+torch_hooks.gradient_factor_providers.append(layer_factor)
 
 
 def enter(mode: ForwardMode) -> None:
-    """Begins a scaled forward."""
-    global _forwards  # noqa: PLW0603  (the count of the process's one patch)
+    """Start a scaled forward."""
+    global _forwards  # noqa: PLW0603  (the process has one patch, and this is its count)
     with _lock:
         if not _forwards:
             _undo.append(_patch())
@@ -56,7 +56,7 @@ def enter(mode: ForwardMode) -> None:
 
 
 def leave(mode: ForwardMode) -> None:
-    """Ends it; with the last one, torch is as it was."""
+    """End a scaled forward. The last one restores torch."""
     global _forwards  # noqa: PLW0603
     mode.__exit__(None, None, None)
     _active.mode = mode.outer
@@ -83,7 +83,7 @@ def _patch() -> Callable[[], None]:
     _function.apply = ours
 
     def undo() -> None:
-        if _function.__dict__.get("apply") is ours:  # unless someone has wrapped ours since
+        if _function.__dict__.get("apply") is ours:  # unless another library has wrapped ours since
             _function.apply = before
 
     return undo
@@ -92,8 +92,8 @@ def _patch() -> Callable[[], None]:
 def _checkpoint(mode: ForwardMode, run: Callable[..., Any], function: Any, preserve: Any, *args: Any) -> Any:
     inputs = [x for x in tensors_in(args) if x.requires_grad]
     exponent = min((mode.exponent_of(x) for x in inputs if not x.is_leaf), default=mode.last)
-    given = replaced(args, lambda x: mode.bring(x, exponent) if x.requires_grad else x)
-    result = run(_Rerun(function, mode, exponent), preserve, *given)
+    shifted_args = replaced(args, lambda x: mode.bring(x, exponent) if x.requires_grad else x)
+    result = run(_Rerun(function, mode, exponent), preserve, *shifted_args)
     for x in tensors_in(result):
         if x.requires_grad and not x.is_leaf:
             mark(x, exponent)
@@ -101,7 +101,7 @@ def _checkpoint(mode: ForwardMode, run: Callable[..., Any], function: Any, prese
 
 
 class _Rerun:
-    """The checkpointed function, which begins and ends at one exponent when it runs again in the backward."""
+    """Checkpointed function, whose second run keeps the first one's exponent."""
 
     def __init__(self, function: Callable[..., Any], mode: ForwardMode, exponent: int) -> None:
         self.function, self.layers, self.exponent = function, mode.layers, exponent
@@ -110,11 +110,11 @@ class _Rerun:
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._unrecorded(args)
-        given = replaced(args, lambda x: _at(x, self.exponent) if x.requires_grad else x)
+        inputs = replaced(args, lambda x: _at(x, self.exponent) if x.requires_grad else x)
         mode = ForwardMode(self.layers, self.units, self.exponent)
         enter(mode)
         try:
-            result = self.function(*given)
+            result = self.function(*inputs)
         finally:
             leave(mode)
         return replaced(result, lambda x: mode.bring(x, self.exponent) if x.requires_grad and not x.is_leaf else x)
@@ -131,7 +131,7 @@ class _Rerun:
 
 
 def _at(x: Tensor, exponent: int) -> Tensor:
-    """A detached input as a tensor that has the exponent: an alias, as leaves have none."""
+    """Return an alias of a detached input with an exponent. Leaves have none."""
     alias = shifted(x, ScaleChange(exponent, 0, OUTSIDE))
     mark(alias, exponent)
     return alias

@@ -1,4 +1,4 @@
-"""Modules that have a scale of their own, and the state of each."""
+"""Modules with separate scales, and their state."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -12,13 +12,13 @@ from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.scaling.layerwise.gradient_meter import Meter
 
-WIDENS = hasattr(torch.Tensor, "grad_dtype")  # torch 2.10: a gradient's dtype may be another than its tensor's
+WIDENS = hasattr(torch.Tensor, "grad_dtype")  # from torch 2.10 on a gradient may have another dtype than its tensor
 
 Chooses = Callable[[str, nn.Module], bool]
 
 
 class Layers:
-    """The units of one model: their names, their exponents, and when they were last called."""
+    """Units of one model: their names, exponents and order of calls."""
 
     def __init__(self, model: nn.Module, fmt: str, units: Chooses | None) -> None:
         self.model = model
@@ -27,71 +27,82 @@ class Layers:
         chosen = {name: module for name, module in named if chooses(name, module)}
         if not chosen:
             raise ArgumentError(
-                f"LayerScaler: expected a model with modules to scale; got {type(model).__name__}, of which none was "
+                f"LayerScaler: expected a model with modules to scale; got {type(model).__name__}, of which none is "
                 "chosen. Choose some with units=lambda name, module: ..., or use DynamicScaler."
             )
         self.names: tuple[str, ...] = tuple(name or "model" for name in chosen)
         self.modules: tuple[nn.Module, ...] = tuple(chosen.values())
         self.number = {id(module): index for index, module in enumerate(self.modules)}
         self.exponents = [0] * len(self.names)
-        self.meter = Meter(len(self.names) + 1, fmt)  # and one for what the model returns
+        self.meter = Meter(len(self.names) + 1, fmt)  # one more for the model's output
         self.on = True
         self.quiet: set[int] = set()  # modules that ran without gradients within a forward with gradients
         self._calls, self._clock = [0] * len(self.names), 0
 
     @property
     def loss(self) -> int:
-        """The number that stands for what the model returns."""
+        """Number of the unit that stands for the model's output."""
         return len(self.names)
 
     @property
     def plain(self) -> bool:
-        """Whether nothing needs to be done: all scales are the loss scale, and this step is not sampled."""
+        """True if nothing is to be done: no layer has a scale, and no sample is due."""
         return not self.meter.measuring and not any(self.exponents)
 
     def called(self, unit: int) -> None:
-        """Notes that a unit's forward begins."""
+        """Note that a unit's forward starts."""
         self._clock += 1
         self._calls[unit] = self._clock
 
     def from_the_loss(self) -> list[int]:
-        """The units in the order in which a backward comes to them; without those never called."""
+        """Return the units in the order of a backward, without those never called."""
         called = [unit for unit, when in enumerate(self._calls) if when]
         return sorted(called, key=lambda unit: -self._calls[unit])
 
     def set_order(self, units: list[int]) -> None:
-        """Restores that order."""
+        """Restore that order."""
         self._clock = len(units)
         self._calls = [0] * len(self.names)
         for place, unit in enumerate(units):
             self._calls[unit] = self._clock - place
 
     def name_of(self, unit: int) -> str:
-        """The unit's name, for messages."""
+        """Return the unit's name, for messages."""
         return self.names[unit] if 0 <= unit < len(self.names) else "outside of any module with a scale"
 
+    def named(self, units: dict[int, int]) -> str:
+        """Return scales by exponent with their units, for messages."""
+        return ", ".join(f"2**{exponent} ({self.name_of(unit)})" for exponent, unit in units.items())
 
-def is_unit(name: str, module: nn.Module) -> bool:  # noqa: ARG001  (what a user's own choice is given)
-    """Whether a module has a scale by default: it has parameters and no modules in it, or is an attention."""
+    def check_names(self, operation: str, names: Iterable[str]) -> None:
+        """Raise `ArgumentError` for names of modules without a scale."""
+        unknown = sorted(set(names) - set(self.names))
+        if unknown:
+            raise ArgumentError(
+                f"{operation}: expected modules that have a scale; got {', '.join(unknown[:4])}. There are "
+                f"{', '.join(self.names[:6])}."
+            )
+
+
+def is_unit(name: str, module: nn.Module) -> bool:  # noqa: ARG001  (a custom choice gets the name too)
+    """Return whether a module has a scale by default: leaves, and attention."""
     own = any(True for _ in module.parameters(recurse=False))
     inner = [child for child, _ in module.named_children() if child != "parametrizations"]
     return (own or parametrize.is_parametrized(module)) and (isinstance(module, nn.MultiheadAttention) or not inner)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel, or the model itself."""
+    """Return the model inside of DistributedDataParallel, or the model itself."""
     parallel: Any = getattr(sys.modules.get("torch.nn.parallel"), "DistributedDataParallel", None)
     return cast("nn.Module", model.module) if parallel is not None and isinstance(model, parallel) else model
 
 
 def refuse_unsupported(model: Any) -> None:
-    """Raises for a model that cannot have layer scales."""
+    """Raise for a model that cannot have layer scales."""
     for name, module in model.named_modules():
         refuse_sharded(module)
-        compiled = (
-            type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-        )
-        if compiled:
+        own_compile = getattr(module, "_compiled_call_impl", None)
+        if type(module).__name__ == "OptimizedModule" or own_compile is not None:
             raise ArgumentError(
                 f"LayerScaler: expected a model that runs eagerly; got {name or 'model'}, compiled by torch.compile, "
                 "which would freeze the layer scales of one step. Give the model uncompiled, or use SpectralScaler."
@@ -99,13 +110,13 @@ def refuse_unsupported(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh"):
             raise UnsupportedTensorError(
-                f"LayerScaler: expected plain parameters; got {name}, a DTensor, as fully_shard and tensor parallelism "
-                "make. Use SpectralScaler or DynamicScaler there; DistributedDataParallel is supported."
+                f"LayerScaler: expected plain parameters; got {name}, a DTensor of fully_shard or tensor parallelism. "
+                "Use SpectralScaler or DynamicScaler there; DistributedDataParallel is supported."
             )
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """Raises for a module that fully_shard has taken: it reduces gradients in the parameters' dtype."""
+    """Raise for a module under fully_shard, which reduces gradients in 16 bits."""
     if hasattr(type(module), "set_reshard_after_backward"):
         raise UnsupportedTensorError(
             f"LayerScaler: expected a model without fully_shard; got {type(module).__name__}, whose gradients are "
@@ -119,7 +130,8 @@ def keep_gradients_wide(model: nn.Module, *, wrapped: bool) -> None:
 
     A weight's gradient without its layer's scale may underflow in float16.
 
-    Raises `UnsupportedTensorError` where torch cannot.
+    Raises:
+        UnsupportedTensorError: Torch does not support it.
     """
     for name, parameter in model.named_parameters():
         if parameter.dtype is not torch.float16 or not parameter.is_leaf:
@@ -136,18 +148,18 @@ def keep_gradients_wide(model: nn.Module, *, wrapped: bool) -> None:
 
 
 def set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
-    """Set the dtype of a parameter's gradients, of the current one too."""
-    present, given = parameter.grad, cast("Any", parameter)
-    if given.grad_dtype is not dtype:
-        given.grad = None
-        given.grad_dtype = dtype
-        given.grad = None if present is None else present.to(dtype)
+    """Set the dtype of a parameter's gradients, with that of the current one."""
+    present, untyped = parameter.grad, cast("Any", parameter)
+    if untyped.grad_dtype is not dtype:
+        untyped.grad = None
+        untyped.grad_dtype = dtype
+        untyped.grad = None if present is None else present.to(dtype)
 
 
 def broken_units(layers: Layers) -> set[int]:
-    """The units with a non-finite gradient; reads all of their parameters', so it is for steps known to be skipped.
+    """Return the units with a non-finite gradient. Waits for the device.
 
-    A unit without gradients of its own (frozen, say) is taken to be as the next one nearer to the loss.
+    A unit without gradients (a frozen one, for example) counts like the next one towards the loss.
     """
     order = layers.from_the_loss()
     counts: dict[torch.device, Tensor] = {}
@@ -159,9 +171,8 @@ def broken_units(layers: Layers) -> set[int]:
                 counts[values.device] = kernels.new_counts(len(layers.names), values.device)
             kernels.count_nonfinite_into([values], counts[values.device], unit)
     totals = [0] * len(layers.names)
-    for these in counts.values():
-        found = cast("list[int]", these.tolist())
-        totals = [a + b for a, b in zip(totals, found, strict=True)]
+    for on_device in counts.values():
+        totals = [a + b for a, b in zip(totals, cast("list[int]", on_device.tolist()), strict=True)]
     broken: set[int] = set()
     beyond = False
     for unit in order:

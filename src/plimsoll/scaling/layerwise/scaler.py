@@ -1,4 +1,4 @@
-"""`LayerScaler`: a power-of-two scale for each layer's backward, beside the loss scale."""
+"""`LayerScaler`: a power-of-two scale for each layer besides the loss scale."""
 
 import contextlib
 import math
@@ -33,41 +33,51 @@ _RULES = ("spectra", "zhao")
 
 
 class LayerScaler(LossScaler, name="layer"):
-    """A loss scaler that also gives each layer's backward a power of two of its own.
+    """Loss scaler with an additional power of two for each layer's backward.
 
-    One loss scale moves all gradients alike. Where they span more binades than the format has, from layer to layer, no
-    single scale serves: `SpectralScaler` says so. Here the gradient inside each module is carried at that module's own
-    scale; from module to module it is multiplied by the ratio, before anything is lost; where branches meet, they are
-    brought to one scale; and in a weight's gradient the scale is undone in float32, at each use, so that a tied weight
-    is right. What leaves the model carries the loss scale alone.
+    One loss scale moves all gradients alike. If the gradients of all layers together span more binades than the format
+    has, no single scale fits them, and `SpectralScaler` warns. Here the gradients inside each module have the module's
+    own scale. Between modules they are multiplied by the ratio, before they underflow. Where branches meet, they get
+    one scale. In a weight's gradient the scale is removed in float32, at each use, so that tied weights are right.
+    Gradients outside of the model have the loss scale alone.
 
-    Numerics. Factors are powers of two. Where nothing is rounded to zero or overflows, gradients are the same to the
-    bit, whatever the factors are (`tests/scaling/test_layers_exact.py`; several uses of a tensor within one operation
-    may be added up before its others). A float16 parameter gets float32 gradients, as its true gradient may be too
-    small for float16; where the optimizer is not a `MasterWeights`, `unscale_` rounds them to float16 in the end.
+    Numerics. Factors are powers of two. If no value underflows or overflows, gradients are the same bit for bit with
+    any factors (`tests/scaling/test_layers_exact.py`), except that several uses of a tensor in one operation may be
+    added before its other uses. A float16 parameter gets float32 gradients, because its true gradient may be too small
+    for float16. `unscale_` rounds them to float16 unless the optimizer is a `MasterWeights`.
 
     The factors are host numbers, chosen in `update`, which waits for the device. With the rule ``"spectra"`` the
-    largest gradient of each module, over the last samples, lies `margin_binades` below the format's end; an overflow
-    lowers the modules whose gradients broke, not the others. With ``"zhao"`` they follow the published rule
+    largest gradient of each module over the last samples is `margin_binades` below the format's end. An overflow lowers
+    only the modules with non-finite gradients. With ``"zhao"`` they follow the published rule
     (`docs/design/layer-scaling.md`), and an overflow lowers the loss scale.
 
-    What torch does not support here is refused: torch.compile, fully_shard, tensor parallelism, torch.func transforms,
-    second derivatives (run such a forward under `suspended`). A tensor that leaves the model other than as its output
-    (stored on a module, say) is refused by `scale`; `release` it inside of forward.
+    Torch does not support these here, and they are refused: torch.compile, fully_shard, tensor parallelism, torch.func
+    transforms, second derivatives (run such a forward under `suspended`). `scale` refuses a tensor that leaves the
+    model otherwise than as its output, for example as an attribute: `release` it inside of forward.
 
     Args:
-        model: whose modules are scaled: those with parameters of their own and no modules in them. In
-            DistributedDataParallel, give it the wrapped model or the inner one.
-        rule: ``"spectra"`` or ``"zhao"``.
-        fmt: the element format that gradients pass through in the backward.
-        init_scale: the loss scale, to which it also returns after it was lowered, by `growth_factor` each
-            `growth_interval` clean steps.
-        device: of the loss; by default the device of the model's first parameter.
-        every: after how many steps the gradients are measured again. While factors move, they are in every step.
-        margin_binades: how many powers of two are left above the largest gradient.
-        slack_binades: by how much a factor may be lower than it could be, so that neighbours share one.
-        history: over how many samples the largest gradient is taken.
-        units: which modules have a scale, as ``units(name, module)``.
+        model: Model whose modules are scaled, by default those with parameters and without inner modules. Under
+            DistributedDataParallel, the wrapped model or the inner one.
+        rule: ``"spectra"`` or ``"zhao"``. Default: ``"spectra"``.
+        fmt: Element format of the gradients in the backward. Default: ``"fp16"``.
+        init_scale: Loss scale. After an overflow it returns to it. Default: 2**16.
+        device: Type of the device of the loss. Default: that of the model's first parameter.
+        every: Number of steps from one measurement of the gradients to the next. While factors change, every step is
+            measured. Default: 10.
+        margin_binades: Binades above the largest gradient. Default: 2.
+        slack_binades: Binades by which a factor may be lower than possible, so that neighbours share one. Default: 4.
+        history: Number of samples over which the largest gradient is taken. Default: 8.
+        growth_factor: Factor by which the loss scale returns to `init_scale`. Default: 2.
+        backoff_factor: Factor by which an overflow lowers the loss scale. Default: 0.5.
+        growth_interval: Number of clean steps before the loss scale grows. Default: 10.
+        min_scale: Smallest loss scale. Default: 2**-14.
+        units: Choice of the modules with a scale, as ``units(name, module)``. Default: leaf modules with parameters.
+        enabled: Whether anything is scaled. Default: yes.
+        process_group: Ranks that skip together.
+
+    Raises:
+        ArgumentError: An argument is out of range, or the model cannot have layer scales.
+        UnsupportedTensorError: Parameters are sharded, or torch cannot widen their gradients.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     >>> scaler = LayerScaler(model)
@@ -111,15 +121,19 @@ class LayerScaler(LossScaler, name="layer"):
         self.set_backoff_factor(backoff_factor)
         self.set_growth_interval(growth_interval)
         self._every = arguments.check_interval("LayerScaler", "every", every)
-        found = get_element(fmt, "LayerScaler")
+        element = get_element(fmt, "LayerScaler")
         inner = unwrapped(model)
-        self._layers = Layers(inner, found.name, units)
+        self._layers = Layers(inner, element.name, units)
         self._now = init_scale  # the loss scale, on the host
         self._choice = LayerExponents(
-            self._layers, rule=rule, fmt=found, margin=_binades("margin_binades", margin_binades),
+            self._layers,
+            rule=rule,
+            fmt=element,
+            margin=_binades("margin_binades", margin_binades),
             slack=_binades("slack_binades", slack_binades),
-            history=arguments.check_interval("LayerScaler", "history", history), start=self._exponent,
-        )  # fmt: skip
+            history=arguments.check_interval("LayerScaler", "history", history),
+            start=self._exponent,
+        )
         self._steps = self._clean = 0
         self._broken: set[int] = set()
         self._lowered = False
@@ -136,64 +150,77 @@ class LayerScaler(LossScaler, name="layer"):
 
     @property
     def scales(self) -> dict[str, float]:
-        """The factor of each module, beside the loss scale: its gradients carry both."""
+        """Factor of each module. Its gradients have this factor and the loss scale."""
         return {name: math.ldexp(1.0, e) for name, e in zip(self._layers.names, self._layers.exponents, strict=True)}
 
     @property
     def layers_lowered(self) -> bool:
-        """Whether the last step overflowed and modules' scales were lowered for it: the batch may do at these."""
+        """True if the last step's overflow lowered modules' scales.
+
+        The batch may succeed if it is repeated.
+        """
         return self._lowered
 
     @property
     def spectra(self) -> dict[str, Spectrum]:
-        """Spectra of each module's true gradients in the latest sample, without modules that did not run yet."""
-        return {name: s for name, s in zip(self._layers.names, self._choice.seen, strict=True) if s is not None}
+        """Spectra of the modules' true gradients in the latest sample."""
+        return {name: s for name, s in zip(self._layers.names, self._choice.latest, strict=True) if s is not None}
 
     def release(self, x: Tensor) -> Tensor:
-        """The same tensor with the loss scale alone, for one that leaves the model other than as its output.
+        """Return a tensor at the loss scale alone, to leave the model on another way.
 
         Call it where the tensor is stored: ``self.auxiliary_loss = scaler.release(loss)``.
+
+        Raises:
+            StateError: Gradients of several scales meet behind the tensor.
         """
         if not self._enabled or not x.requires_grad or x.is_leaf:
             return x
-        found = behind(x)
-        if len(found) > 1:
+        units = behind(x)
+        if len(units) > 1:
             raise StateError(
-                f"release: expected a tensor made within one scaled forward; got one behind which the scales "
-                f"{self._named(found)} meet. Release the tensors that it was made of."
+                f"release: expected a tensor of one scaled forward; got one behind which the scales "
+                f"{self._layers.named(units)} meet. Release the tensors that it was computed from."
             )
-        alias = cast("Tensor", OutputShift.apply(x, ScaleChange(0, next(iter(found), 0), OUTSIDE)))
+        alias = cast("Tensor", OutputShift.apply(x, ScaleChange(0, next(iter(units), 0), OUTSIDE)))
         mark(alias, 0)
         return alias
 
     def look_again(self, names: Iterable[str] | None = None) -> None:
-        """Forgets what the gradients of these modules were (None: of all), and measures in the next step.
+        """Drop the samples of these modules, and measure in the next step.
 
-        Their scales follow then from what they are now, and not from the largest of the last samples: for a layer whose
-        gradients have shrunk at once. Call it between two steps.
+        Their scales then follow from the next sample and not from the largest of the last ones. Use it if gradients of
+        a layer have shrunk at once. Call it between two steps.
+
+        Args:
+            names: Names of modules. Default: all.
+
+        Raises:
+            ArgumentError: A module has no scale.
         """
         self._choice.forget(self._layers.names if names is None else names)
         self._layers.meter.drop()
         self._layers.meter.measuring = self._enabled
 
     def begin_with(self, scales: Mapping[str, float]) -> None:
-        """Gives modules scales to begin with, powers of two, the loss scale included: what a recorded run has shown.
+        """Set initial scales of modules, for example those of a recorded run.
 
-        They follow the gradients from the first step on. Raises `ArgumentError` for a module that has no scale here.
+        They follow the gradients from the first step on.
+
+        Args:
+            scales: Powers of two by module, with the loss scale included.
+
+        Raises:
+            ArgumentError: A module has no scale.
         """
-        strange = sorted(set(scales) - set(self._layers.names))
-        if strange:
-            raise ArgumentError(
-                f"LayerScaler.begin_with: expected modules that have a scale; got {', '.join(strange[:4])}. There are "
-                f"{', '.join(self._layers.names[:6])}."
-            )
+        self._layers.check_names("LayerScaler.begin_with", scales)
         for name, scale in scales.items():
             self._choice.whole[self._layers.names.index(name)] = clamped(math.frexp(scale)[1] - 1)
         self._end(due=True)
 
     @contextlib.contextmanager
     def suspended(self) -> Generator[None]:
-        """While it is open, forwards use the loss scale alone: for second derivatives, and for what else is refused."""
+        """Let forwards use the loss scale alone, for second derivatives and the like."""
         before, self._layers.on = self._layers.on, False
         try:
             yield
@@ -201,7 +228,7 @@ class LayerScaler(LossScaler, name="layer"):
             self._layers.on = before
 
     def close(self) -> None:
-        """Takes the hooks off the model, and lets float16 parameters have float16 gradients again."""
+        """Remove the hooks, and give float16 parameters float16 gradients again."""
         while self._handles:
             self._handles.pop().remove()
         for parameter in self._halves():
@@ -219,7 +246,8 @@ class LayerScaler(LossScaler, name="layer"):
         self._now = self._init_scale
 
     def _observe(self, optimizer: Any, found_inf: Tensor) -> None:
-        if found_inf.item() and all(bool(loss.isfinite().all()) for loss in self._losses):  # else no scale is to blame
+        # A loss that is not finite itself has nothing to do with the scales.
+        if found_inf.item() and all(bool(loss.isfinite().all()) for loss in self._losses):
             self._broken |= broken_units(self._layers)
         if not hasattr(optimizer, "collect_gradients"):
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -245,7 +273,8 @@ class LayerScaler(LossScaler, name="layer"):
     def _next_loss_scale(self, overflowed: bool) -> float:
         self._clean = 0 if overflowed else self._clean + 1
         if overflowed:
-            # All broken, or none: it happened between the loss and the model's output, where the loss scale is alone.
+            # If all units or none are affected, the overflow is between the loss and the model's output, where only the
+            # loss scale applies.
             lowers = self._choice.rule == "zhao" or len(self._broken) in (0, len(self._layers.from_the_loss()))
             return max(self._now * self._backoff_factor, self._min_scale) if lowers else self._now
         if self._clean % self._growth_interval == 0:
@@ -265,14 +294,15 @@ class LayerScaler(LossScaler, name="layer"):
             set_gradient_dtype(parameter, torch.float32)
 
     def _save(self) -> dict[str, Any]:
-        return {
-            "layers": {
-                **self._choice.save(), "steps": self._steps, "clean": self._clean, "due": self._layers.meter.measuring,
-            }
-        }  # fmt: skip
+        due = self._layers.meter.measuring
+        return {"layers": {**self._choice.save(), "steps": self._steps, "clean": self._clean, "due": due}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave, or another scaler's, which has no layers; raises before anything is changed."""
+        """Load the result of `state_dict`, or that of another scaler, without layers.
+
+        Raises:
+            StateError: The state is that of a model with other modules. Nothing has changed then.
+        """
         if self._enabled and state_dict:
             self._choice.check(read_state(state_dict).extra.get("layers"))
         super().load_state_dict(state_dict)
@@ -286,15 +316,15 @@ class LayerScaler(LossScaler, name="layer"):
 
     def __getstate__(self) -> dict[str, Any]:
         raise StateError(
-            "LayerScaler: expected state_dict() to be saved; got a request to copy or pickle the scaler, which is tied "
-            "to its model by hooks. Make a LayerScaler of the other model, and load the state into it."
+            "LayerScaler: expected state_dict() to be saved; got a request to copy or pickle the scaler, which has "
+            "hooks on its model. Create a LayerScaler of the other model, and load the state into it."
         )
 
     # -- private -------------------------------------------------------------------------------------------------------
 
     @property
     def _exponent(self) -> int:
-        """The loss scale's binade."""
+        """Binade of the loss scale."""
         return math.frexp(self._now)[1] - 1
 
     def _halves(self) -> list[nn.Parameter]:
@@ -319,16 +349,13 @@ class LayerScaler(LossScaler, name="layer"):
     def _refuse_leaked(self, x: Tensor) -> None:
         if not x.requires_grad or x.is_leaf:
             return
-        found = {exponent: unit for exponent, unit in behind(x).items() if exponent}
-        if found:
+        units = {exponent: unit for exponent, unit in behind(x).items() if exponent}
+        if units:
             raise StateError(
-                f"scale: expected a loss made of what the model returns; got one with a tensor that left it otherwise, "
-                f"whose gradient would have to carry {self._named(found)} too. Return it from forward, or store "
-                "scaler.release(tensor) in its place."
+                f"scale: expected a loss computed from the model's output; got one with a tensor that left the model "
+                f"otherwise, whose gradient would need the scale {self._layers.named(units)} too. Return it from "
+                "forward, or store scaler.release(tensor) in its place."
             )
-
-    def _named(self, found: dict[int, int]) -> str:
-        return ", ".join(f"2**{exponent} ({self._layers.name_of(unit)})" for exponent, unit in found.items())
 
 
 def _binades(name: str, value: object) -> int:

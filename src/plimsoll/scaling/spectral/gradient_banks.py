@@ -1,9 +1,9 @@
-"""Banks that the unscale pass fills, and the few numbers of them that the rule needs.
+"""Banks that the unscale pass fills, and the numbers that the rule needs of them.
 
 The summary of a bank is five int64 words on the bank's device: the key of the largest magnitude, whether a gradient is
-float16, whether a loss is, the number of nonzero finite values, and how many of these are faint. Two summaries join as
-spectra do: the larger of the first three, the sums of the others. All that a rank's next scale follows from is among
-them, so that ranks which have joined theirs go to the same scale.
+float16, whether a loss is, the number of nonzero finite values, and the number of faint ones among them. Two summaries
+join like spectra: the larger of the first three, the sums of the others. A rank's next scale depends on nothing else,
+so ranks that have joined their summaries choose the same scale.
 """
 
 import sys
@@ -18,31 +18,31 @@ from torch import Tensor
 from plimsoll import kernels, row_layout
 from plimsoll.formats import Format
 from plimsoll.kernels.device_value import DeviceValue
-from plimsoll.scaling.spectral.rule import Look
+from plimsoll.scaling.spectral.rule import MeasuredStep
 from plimsoll.scaling.spectral.scale_windows import ScaleReport, scale_report
-from plimsoll.scaling.step.gradients import Gradient
+from plimsoll.scaling.step.gradients import Gradient, all_reduce
 
 _LARGEST = slice(row_layout.POSITIVE, row_layout.NEGATIVE + 1)
 _COUNTS = slice(row_layout.HISTOGRAM, row_layout.HISTOGRAM + row_layout.BINADES)
 _NONFINITE = slice(row_layout.NANS, row_layout.NEG_INFS + 1)
-_WORDS, _LARGER = 5, 3  # of a summary; the first so many join by their maximum
+_WORDS, _LARGER = 5, 3  # words of a summary, and how many of the first join by their maximum
 
 
 @dataclass(slots=True)
 class OptimizerBanks:
-    """The banks of one optimizer's gradients, by device, and where in it their parameters stand.
+    """Banks of one optimizer's gradients by device, with parameters' places.
 
-    Banks stay from step to step. What was measured in the present one is told by `places`: a step without gradients has
-    none, though its banks still hold those of a step before.
+    Banks are reused from step to step. `places` lists the gradients of the present step only, while a bank may still
+    contain those of an earlier one.
     """
 
     banks: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor])
     places: dict[torch.device, list[tuple[int, int]]] = field(default_factory=dict[torch.device, list[tuple[int, int]]])
-    groups: dict[int, Any] = field(default_factory=dict[int, Any])  # of the meshes over which gradients are spread
-    _read: bool = True  # what was measured was summed up: what comes next is another step's
+    groups: dict[int, Any] = field(default_factory=dict[int, Any])  # of the meshes of sharded gradients
+    _read: bool = True  # the step was summed up, so that the next gradients are those of another
 
     def prepare(self, gradients: Sequence[Gradient]) -> Tensor:
-        """A bank with a row for each of one device's gradients, the same as in the step before if it fits."""
+        """Return a bank with a row for each of one device's gradients."""
         self._begin()
         device = gradients[0].values.device
         bank = self.banks.get(device)
@@ -53,10 +53,13 @@ class OptimizerBanks:
         return bank
 
     def summary(self, faint_rows: int, flags: tuple[bool, bool], device: torch.device) -> Tensor:
-        """The summary of this rank's gradients of the step, on `device`; without any, of nothing but the flags."""
+        """Return the summary of this rank's gradients of the step, on `device`.
+
+        Without gradients it contains only the flags.
+        """
         self._begin()
         self._read = True
-        parts = [summarise(self.banks[place], faint_rows).to(device, non_blocking=True) for place in self.places]
+        parts = [summarize(self.banks[place], faint_rows).to(device, non_blocking=True) for place in self.places]
         return join([no_summary(device, flags), *parts])
 
     def _begin(self) -> None:
@@ -66,7 +69,7 @@ class OptimizerBanks:
             self._read = False
 
     def norm(self, scale: Tensor) -> Tensor:
-        """The 2-norm of the gradients with the scale undone; Inf if one is not finite."""
+        """Return the 2-norm of the unscaled gradients, or Inf if one is not finite."""
         square = torch.zeros((), dtype=torch.float64, device=scale.device)
         broken = torch.zeros((), dtype=torch.int64, device=scale.device)
         for bank in self._measured():
@@ -75,7 +78,7 @@ class OptimizerBanks:
         return torch.where(broken > 0, torch.inf, square.sqrt() / scale.double())
 
     def keep(self, optimizer: Any, scale: Tensor) -> "KeptBanks":
-        """A copy on its way to the host, with the parameters' names: what the next step measures leaves it alone."""
+        """Return a copy on its way to the host, with the parameters' names."""
         return KeptBanks(
             [DeviceValue(bank) for bank in self._measured()],
             [parameter_name(optimizer, *place) for places in self.places.values() for place in places],
@@ -88,18 +91,21 @@ class OptimizerBanks:
 
 @dataclass(frozen=True, slots=True)
 class KeptBanks:
-    """The banks of one optimizer as they were at one step."""
+    """Banks of one optimizer at one step."""
 
     banks: list[DeviceValue]
     names: list[str]
     scale: DeviceValue
 
     def ready(self) -> bool:
-        """Whether `report` would come back at once."""
+        """Return whether `report` returns without waiting."""
         return self.scale.ready() and all(bank.ready() for bank in self.banks)
 
     def report(self, fmt: Format) -> ScaleReport | None:
-        """The windows of all tensors; None where a gradient is not finite. Waits for what is still on its way."""
+        """Return the usable ranges of all tensors, or None if a gradient is not finite.
+
+        Waits for copies that are still on their way.
+        """
         rows = np.concatenate([bank.tensor().numpy() for bank in self.banks])
         if rows[:, _NONFINITE].any():
             return None
@@ -107,16 +113,16 @@ class KeptBanks:
 
 
 def no_summary(device: torch.device, flags: tuple[bool, bool] = (False, False)) -> Tensor:
-    """The summary of no gradients; `flags` tell whether a gradient was float16, and whether a loss was."""
-    found = torch.zeros(_WORDS, dtype=torch.int64, device=device)
+    """Return the summary of no gradients: whether a gradient and a loss are float16."""
+    summary = torch.zeros(_WORDS, dtype=torch.int64, device=device)
     for place, flag in enumerate(flags, start=1):
         if flag:
-            found[place].fill_(1)  # a number is filled in without waiting; a list would be copied
-    return found
+            summary[place].fill_(1)  # a number is filled in without waiting, while a list would be copied
+    return summary
 
 
-def summarise(bank: Tensor, faint_rows: int) -> Tensor:
-    """The summary of a bank; values of the first `faint_rows` binades are faint. Waits for nothing."""
+def summarize(bank: Tensor, faint_rows: int) -> Tensor:
+    """Return the summary of a bank, in which the first `faint_rows` binades are faint."""
     counts = bank[:, _COUNTS].sum(dim=0)
     largest = bank[:, _LARGEST].amax()
     unknown = torch.zeros_like(largest)
@@ -124,38 +130,39 @@ def summarise(bank: Tensor, faint_rows: int) -> Tensor:
 
 
 def join(summaries: Iterable[Tensor]) -> Tensor:
-    """The summary of all together."""
+    """Return the joint summary."""
     stacked = torch.stack(list(summaries))
     return torch.cat([stacked[:, :_LARGER].amax(dim=0), stacked[:, _LARGER:].sum(dim=0)])
 
 
 def join_ranks(summary: Tensor, groups: Iterable[Any]) -> Tensor:
-    """The summary of the gradients of all ranks of the groups; written to `summary`."""
+    """Join a summary over the ranks of all groups, in place, and return it."""
     for group in groups:
-        distributed = sys.modules["torch.distributed"]  # there is no group without it
-        distributed.all_reduce(summary[:_LARGER], op=distributed.ReduceOp.MAX, group=group)
-        distributed.all_reduce(summary[_LARGER:], op=distributed.ReduceOp.SUM, group=group)
+        all_reduce(summary[:_LARGER], "MAX", group)
+        all_reduce(summary[_LARGER:], "SUM", group)
     return summary
 
 
 def least(scale: Tensor, groups: Iterable[Any]) -> Tensor:
-    """The smallest of the ranks' scales; written to `scale`."""
+    """Set a scale to the smallest of all ranks' scales, and return it."""
     for group in groups:
-        distributed = sys.modules["torch.distributed"]
-        distributed.all_reduce(scale, op=distributed.ReduceOp.MIN, group=group)
+        all_reduce(scale, "MIN", group)
     return scale
 
 
 def numbers_of(summary: Tensor) -> Tensor:
-    """A summary's words as numbers: the largest magnitude itself and not its key."""
+    """Return a summary's words as numbers, with the largest magnitude for its key."""
     return torch.cat([summary[:1].view(torch.float64), summary[1:].double()])
 
 
-def look(numbers: Sequence[float], *, overflowed: bool) -> tuple[Look, bool, bool]:
-    """The rule's view of a summary's numbers, whether a gradient was float16, and whether a loss was."""
+def measured_step(numbers: Sequence[float], *, overflowed: bool) -> tuple[MeasuredStep, bool, bool]:
+    """Return a summary's numbers for the rule, with two flags of float16.
+
+    The flags are those of gradients and of losses.
+    """
     absmax, half_gradient, half_loss, nonzero, faint = numbers
-    seen = Look(overflowed=overflowed, absmax=absmax, nonzero=int(nonzero), faint=int(faint))
-    return seen, half_gradient > 0, half_loss > 0
+    step = MeasuredStep(overflowed=overflowed, absmax=absmax, nonzero=int(nonzero), faint=int(faint))
+    return step, half_gradient > 0, half_loss > 0
 
 
 def parameter_name(optimizer: Any, group: int, index: int) -> str:
@@ -165,12 +172,8 @@ def parameter_name(optimizer: Any, group: int, index: int) -> str:
 
 
 def _meshes(gradients: Iterable[Gradient]) -> dict[int, Any]:
-    """The process groups of DTensor gradients."""
+    """Return the process groups of DTensor gradients, by their ids."""
     if "torch.distributed.tensor" not in sys.modules:
         return {}
-    found: dict[int, Any] = {}
-    for gradient in gradients:
-        mesh = getattr(cast("Any", gradient.parameter).grad, "device_mesh", None)
-        for group in mesh.get_all_groups() if mesh is not None else ():
-            found[id(group)] = group
-    return found
+    meshes = (getattr(cast("Any", gradient.parameter).grad, "device_mesh", None) for gradient in gradients)
+    return {id(group): group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()}

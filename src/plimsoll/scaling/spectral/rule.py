@@ -1,23 +1,22 @@
-"""Rule of the spectral scaler: from measured gradients to the next power-of-two scale.
+"""Rule of the spectral scaler, from measured gradients to the next scale.
 
-All is counted in binades. A gradient's *level* is the exponent of the largest one with the scale undone; the *line* is
-how far up the format lets scaled gradients reach. The scale is the highest power of two at which
+All numbers are in binades. The *level* of a step is the exponent of its largest unscaled gradient. The *line* is the
+exponent at which the format overflows. The scale is the highest power of two at which
 
-    level expected next + what such forecasts usually miss by + margin + reserve
+    expected next level + usual error of such forecasts + margin + reserve
 
-stays below the line. Levels come from clean steps only, so that a non-finite step leaves no trace in the statistics.
+is below the line. Levels come from clean steps only, so that a non-finite step leaves no trace in the statistics.
 
-- **Below.** Where more than `TOLERANCE` of the values lie in the format's lowest binade, or below it, about as many are
-  being lost: the rule is bolder then, with half the margin, and covers fewer of the jumps.
-- **Overflow** lowers the scale at once, by 1 binade, and by 4 and 12 if the next steps overflow too: the way out of a
-  run of hard batches takes three steps and not one a binade. After `CALM` clean steps the scale climbs back, a binade
-  a step.
-- **What is not seen.** Overflow happens to any gradient of the backward pass; the parameters' gradients, which are
-  measured, may lie below those of the activations. How far is learned, as the *reserve*: where the way back up meets
-  overflow `REFUSALS` times, the scale that failed is the limit from there on, held as a distance from the level seen,
-  so that it follows the gradients when they drift. `MANY` single overflows within `SPELL` steps take one binade more.
-  The reserve is given back binade by binade, every `probe` clean steps; each time that meets overflow within `PROOF`
-  steps it is taken again, and the next try waits twice as long.
+- **Underflow.** If more than `TOLERANCE` of the values are in the format's lowest binade or below, about as many
+  underflow. The rule then takes half the margin, and covers fewer of the jumps.
+- **Overflow** lowers the scale at once by 1 binade, and by 4 and 12 if the next steps overflow too. So a run of hard
+  batches costs three steps and not one per binade. After `CALM` clean steps the scale climbs back, a binade a step.
+- **Activations.** Overflow can happen to any gradient of the backward pass, but only those of parameters are measured,
+  and those of activations may be larger. The rule learns the distance as the *reserve*. If the climb back overflows
+  `REFUSALS` times, the failed scale becomes the limit. It is stored as a distance from the measured level, so that it
+  follows gradients that drift. `MANY` single overflows within `NEAR_STEPS` steps add one binade. The reserve is reduced
+  by a binade every `probe` clean steps. If an overflow follows within `PROOF` steps, the binade is added again, and the
+  next attempt waits twice as long.
 """
 
 import math
@@ -27,23 +26,27 @@ from typing import Any
 
 from plimsoll.scaling.spectral.trend import Trend
 
-TOLERANCE = 1e-3  # of the nonzero values, in the lowest binade or below
-SHARE, BOLD_SHARE = 0.98, 0.95  # of forecasts that are covered
-DROPS = (1, 4, 12)  # binades, for overflows in a row; the last for all that follow
+TOLERANCE = 1e-3  # share of the nonzero values that may be in the lowest binade or below
+SHARE, BOLD_SHARE = 0.98, 0.95  # shares of forecast errors that are covered
+DROPS = (1, 4, 12)  # binades for overflows in a row, the last for all that follow
 CALM = 10  # clean steps before the scale climbs back
 LONGEST_CALM = 2000
 REFUSALS = 3
-MANY, SPELL = 4, 1000
+MANY, NEAR_STEPS = 4, 1000
 PROOF = 100
-PROBES = (100, 1000, 16_000)  # clean steps before a binade of reserve is tried: learned by a refusal; by many; at most
+# Clean steps before a binade of reserve is tried: if it is due to a refusal, to many single overflows, and at most.
+PROBES = (100, 1000, 16_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """Measurement of one step's gradients, with the scale in them.
+class MeasuredStep:
+    """Measurement of one step's scaled gradients.
 
-    `absmax` is the largest finite magnitude; `nonzero` counts finite nonzero values, and `faint` those among them that
-    lie in the format's lowest binade or below.
+    Attributes:
+        overflowed: Whether a gradient is not finite.
+        absmax: Largest finite magnitude.
+        nonzero: Number of finite nonzero values.
+        faint: Number of those in the format's lowest binade or below.
     """
 
     overflowed: bool
@@ -59,58 +62,65 @@ class Memory:
     trend: Trend = field(default_factory=Trend)
     step: int = 0
     overflows: int = 0  # in a row, up to now
-    cap: int | None = None  # exponent that the scale climbs from after overflow; None: it is free
+    cap: int | None = None  # exponent that the scale climbs from after an overflow, None if it is free
     calm: int = CALM  # clean steps that the next climb waits for
-    waits: int = 0  # clean steps that this one still does
+    waits: int = 0  # clean steps that this climb still waits for
     free: int = PROOF  # clean steps since the scale is free, or since the last probe
-    refusals: int = 0  # climbs in a row that met overflow
+    refusals: int = 0  # climbs in a row that overflowed
     reserve: int = 0
     probe: int = PROBES[0]
     settled: int = 0  # clean steps since the reserve changed
     singles: list[int] = field(default_factory=list[int])  # steps of the latest single overflows
-    probing: bool = False  # whether the last change of the reserve gave a binade back
-    surprise: bool = False  # whether the latest run of overflows came neither on the way up nor soon after
-    faint: bool = False  # whether too many values are about to be lost
+    probing: bool = False  # whether the last change of the reserve reduced it
+    surprise: bool = False  # whether the latest run of overflows came neither during a climb nor soon after
+    faint: bool = False  # whether too many values are about to underflow
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain numbers, that `from_dict` makes an equal memory of."""
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        """Return plain numbers, from which `from_dict` restores an equal memory."""
+        plain = {item.name: getattr(self, item.name) for item in fields(self)}
         return {**plain, "trend": self.trend.to_dict(), "singles": list(self.singles)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "Memory":
-        """The memory that `to_dict` wrote."""
+        """Return the memory that `to_dict` wrote."""
         plain: dict[str, Any] = {**saved, "trend": Trend.from_dict(saved["trend"]), "singles": list(saved["singles"])}
         return cls(**plain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpectralRule:
-    """The numbers that the rule works by: `line` is the exponent (a fraction) at which the format overflows."""
+    """Settings of the rule, in binades.
+
+    Attributes:
+        line: Exponent at which the format overflows, a fraction.
+        margin: Binades between the largest expected gradient and the line.
+        lowest: Exponent of the smallest scale.
+        highest: Exponent of the largest scale.
+    """
 
     line: float
     margin: float
-    lowest: int  # exponent of the smallest scale
+    lowest: int
     highest: int
 
-    def next_exponent(self, memory: Memory, look: Look, scale: float) -> int:
-        """The exponent of the next scale, after a step whose gradients carried `scale`; the memory takes it in."""
+    def next_exponent(self, memory: Memory, step: MeasuredStep, scale: float) -> int:
+        """Return the exponent of the scale after a step at `scale`, and update the memory."""
         memory.step += 1
         exponent = math.frexp(scale)[1] - 1
-        found = self._after_overflow(memory, exponent) if look.overflowed else self._after_clean(memory, look, scale)
-        return min(max(found, self.lowest), self.highest)
+        chosen = self._after_overflow(memory, exponent) if step.overflowed else self._after_clean(memory, step, scale)
+        return min(max(chosen, self.lowest), self.highest)
 
     def drop(self, memory: Memory) -> int:
-        """By how many binades an overflow in the next step would lower the scale."""
+        """Return the binades by which an overflow in the next step lowers the scale."""
         return DROPS[min(memory.overflows, len(DROPS) - 1)]
 
     def open_exponent(self, memory: Memory) -> int | None:
-        """The highest exponent that keeps the margin and the reserve, by the trend; None before the first level."""
+        """Return the highest exponent with margin and reserve, or None at first."""
         level, latest = memory.trend.forecast, memory.trend.latest
         if level is None or latest is None:
             return None
         if memory.cap is not None:
-            level = max(level, latest)  # hard batches that are going on show first there
+            level = max(level, latest)  # ongoing hard batches appear there first
         share, margin = (BOLD_SHARE, self.margin / 2) if memory.faint else (SHARE, self.margin)
         usual = memory.trend.usual_error(share)
         return math.floor(self.line - level - usual - margin - memory.reserve)
@@ -126,7 +136,7 @@ class SpectralRule:
         return lowered
 
     def _blame(self, memory: Memory, exponent: int) -> None:
-        """The first of a run of overflows: was it met on the way up, after a probe, or out of nothing?"""
+        """Assign the first overflow of a run to a climb, a probe, or neither."""
         memory.surprise = memory.cap is None and (memory.probing or memory.free >= PROOF)
         if memory.probing and memory.free < PROOF:
             memory.reserve, memory.probe = memory.reserve + 1, min(2 * memory.probe, PROBES[-1])
@@ -138,7 +148,7 @@ class SpectralRule:
                 self._learn(memory, exponent)
 
     def _learn(self, memory: Memory, exponent: int) -> None:
-        """The scale that failed becomes the limit, as a distance from what is seen."""
+        """Set the limit to the failed scale, as a distance from the measured level."""
         limit = self.open_exponent(memory)
         if limit is not None and limit >= exponent:
             memory.reserve += limit - exponent + 1
@@ -147,23 +157,23 @@ class SpectralRule:
 
     # -- clean steps ---------------------------------------------------------------------------------------------------
 
-    def _after_clean(self, memory: Memory, look: Look, scale: float) -> int:
+    def _after_clean(self, memory: Memory, step: MeasuredStep, scale: float) -> int:
         if memory.overflows == 1 and memory.surprise:
             self._count_single(memory)
         memory.overflows = 0
         memory.free += 1
-        self._give_back(memory)
-        if look.absmax > 0:
-            # What a run of hard batches shows says nothing about how far forecasts are off at other times.
-            memory.trend.add(math.log2(look.absmax) - math.log2(scale), learn=memory.cap is None)
-            memory.faint = look.faint > TOLERANCE * look.nonzero
+        self._reduce_reserve(memory)
+        if step.absmax > 0:
+            # Errors of forecasts during hard batches are not those of other times.
+            memory.trend.add(math.log2(step.absmax) - math.log2(scale), learn=memory.cap is None)
+            memory.faint = step.faint > TOLERANCE * step.nonzero
         target = self.open_exponent(memory)
         if memory.cap is not None:
             return self._climb(memory, target)
         return math.frexp(scale)[1] - 1 if target is None else target
 
     def _climb(self, memory: Memory, target: int | None) -> int:
-        """The way back after overflow: stays, then a binade a step up to where the trend would have it."""
+        """Return the exponent after an overflow: it waits, then climbs to the target."""
         cap = memory.cap or 0
         if memory.waits:
             memory.waits -= 1
@@ -176,15 +186,15 @@ class SpectralRule:
         return target
 
     def _count_single(self, memory: Memory) -> None:
-        """Overflows one at a time are jumps larger than what is covered: many of them ask for more room."""
+        """Count a single overflow. Many of them increase the reserve."""
         memory.singles = [*memory.singles, memory.step][-MANY:]
-        if len(memory.singles) == MANY and memory.step - memory.singles[0] <= SPELL:
+        if len(memory.singles) == MANY and memory.step - memory.singles[0] <= NEAR_STEPS:
             memory.reserve += 1
             memory.singles.clear()
             memory.probe = min(max(2 * memory.probe, PROBES[1]), PROBES[-1])
             memory.settled, memory.probing = 0, False
 
-    def _give_back(self, memory: Memory) -> None:
+    def _reduce_reserve(self, memory: Memory) -> None:
         if memory.cap is None and memory.free == PROOF:
             memory.calm, memory.refusals, memory.probing = CALM, 0, False
         if not memory.reserve:

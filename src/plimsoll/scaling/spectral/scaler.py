@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from plimsoll import row_layout
+from plimsoll import checks, row_layout
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.formats import FP16, FP32, Format, get_element
 from plimsoll.kernels.device_value import DeviceValue
@@ -20,7 +20,7 @@ from plimsoll.scaling.spectral.gradient_banks import (
     join,
     join_ranks,
     least,
-    look,
+    measured_step,
     no_summary,
     numbers_of,
 )
@@ -82,7 +82,7 @@ class SpectralScaler(LossScaler, name="spectral"):
         device: str = "cuda",
         init_scale: float = 2.0**10,
         *,
-        format: object = "fp16",  # noqa: A002  (what it is everywhere else)
+        format: object = "fp16",  # noqa: A002  (the name in other functions)
         margin: float = 0.5,
         inspect_every: int = 100,
         enabled: bool = True,
@@ -93,49 +93,55 @@ class SpectralScaler(LossScaler, name="spectral"):
     ) -> None:
         name = type(self).__name__
         super().__init__(
-            device, init_scale, enabled=enabled, min_scale=min_scale, max_scale=max_scale,
-            process_group=process_group, sync_free=sync_free,
-        )  # fmt: skip
+            device,
+            init_scale,
+            enabled=enabled,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            process_group=process_group,
+            sync_free=sync_free,
+        )
         for word, value in (("init_scale", init_scale), ("min_scale", min_scale), ("max_scale", max_scale)):
             _check_power(name, word, value)
         self._format = _check_format(name, format)
-        self._margin = _check_margin(name, margin)
+        remedy = "Use 0.5, or 2 if overflows are costly."
+        self._margin = checks.number(name, "margin", margin, at_least=0, at_most=MOST_MARGIN, remedy=remedy)
         self._memory = Memory()
-        self._looks = WindowChecks(arguments.check_interval(name, "inspect_every", inspect_every))
+        self._checks = WindowChecks(arguments.check_interval(name, "inspect_every", inspect_every))
         self._banks: weakref.WeakKeyDictionary[Any, OptimizerBanks] = weakref.WeakKeyDictionary()
-        self._seen: list[Tensor] = []
-        self._groups: dict[int, Any] = {}  # over which ranks have joined what they saw in this iteration
+        self._summaries: list[Tensor] = []
+        self._groups: dict[int, Any] = {}  # of the ranks that have joined their summaries of this iteration
         self._halves = False  # whether a gradient was float16, here or on another rank
         self._late = self._device != "cpu"
         self._waiting: deque[StepNumbers] = deque()
-        self._plan: float | None = None  # the scale that follows from the latest of these that was read
-        self._overflows: Tensor | None = None  # in all, on the scale's device
-        self._known_overflows = 0  # those among them that the memory knows of
+        self._plan: float | None = None  # scale after the latest of these that was read
+        self._overflows: Tensor | None = None  # number of all overflows, on the scale's device
+        self._known_overflows = 0  # number of those that are in the memory
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def report(self) -> ScaleReport:
-        """Return the usable range of scales of each tensor, from the latest check. Waits for the device.
+        """Return each tensor's usable range of scales at the latest check.
 
-        Each rank reports its own gradients, and its shards of those that are sharded.
+        Waits for the device. Each rank reports its own gradients, and its shards of those that are sharded.
 
         Raises:
             NotRecordedError: There was no step with finite gradients yet.
         """
-        found = self._looks.latest(self._narrowest())
-        if found is not None:
-            return found
+        report = self._checks.latest(self._narrowest())
+        if report is not None:
+            return report
         raise NotRecordedError(
-            f"report: expected a step with finite gradients before; got none that was looked at. {type(self).__name__} "
-            f"looks at the first step and at every {self._looks.every}th: train for longer."
+            f"report: expected a step with finite gradients before; got none that was checked. {type(self).__name__} "
+            f"checks the first step and every {self._checks.every}th: train for longer."
         )
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """Lowest and highest exponent of the scales that fit all tensors; None if no scale does."""
+        """Lowest and highest exponent of the scales that fit all tensors, or None."""
         return self.report().window
 
-    # -- what the unscale pass measures --------------------------------------------------------------------------------
+    # -- measurements of the unscale pass ------------------------------------------------------------------------------
 
     def _bank(self, optimizer: Any, gradients: Sequence[Gradient]) -> tuple[Tensor | None, Sequence[int]]:
         self._halves |= any(gradient.values.dtype is torch.float16 for gradient in gradients)
@@ -144,14 +150,14 @@ class SpectralScaler(LossScaler, name="spectral"):
     def _observe(self, optimizer: Any, found_inf: Tensor) -> None:
         faint_rows = max(self._narrowest().quantum_exponent + 1 - row_layout.LOWEST_BINADE, 0)
         banks = self._banks_of(optimizer)
-        seen = banks.summary(faint_rows, self._flags(), found_inf.device)
-        self._looks.offer(optimizer, banks)
+        summary = banks.summary(faint_rows, self._flags(), found_inf.device)
+        self._checks.offer(optimizer, banks)
         groups = dict(banks.groups) if self._process_group is None else {0: self._process_group, **banks.groups}
         self._groups.update(groups)
-        self._seen.append(join_ranks(seen, groups.values()))
+        self._summaries.append(join_ranks(summary, groups.values()))
 
     def _flags(self) -> tuple[bool, bool]:
-        """Whether a gradient of this rank was float16, and whether a loss of this iteration is."""
+        """Return whether a gradient of this rank, and a loss, is float16."""
         return self._halves, any(loss.dtype is torch.float16 for loss in self._losses)
 
     def _banks_of(self, optimizer: Any) -> OptimizerBanks:
@@ -163,7 +169,7 @@ class SpectralScaler(LossScaler, name="spectral"):
             return None
         return banks.norm(cast("Tensor", self._scale))
 
-    # -- what follows --------------------------------------------------------------------------------------------------
+    # -- next scale ----------------------------------------------------------------------------------------------------
 
     def _start(self, device: torch.device) -> None:
         self._overflows = torch.full((), self._all_overflows(), dtype=torch.float64, device=device)
@@ -174,41 +180,41 @@ class SpectralScaler(LossScaler, name="spectral"):
 
     def _next_scale(self, found_inf: Tensor) -> float | Tensor:
         scale = cast("Tensor", self._scale)
-        self._looks.step(scale, self._narrowest())
-        seen = numbers_of(join(self._seen) if self._seen else no_summary(scale.device, self._flags()))
+        self._checks.step(scale, self._narrowest())
+        numbers = numbers_of(join(self._summaries) if self._summaries else no_summary(scale.device, self._flags()))
         groups = list(self._groups.values())
-        self._seen.clear()
+        self._summaries.clear()
         self._groups.clear()
         if not self._late:
-            return self._advance(cast("list[float]", seen.tolist()), scale.item(), overflowed=found_inf.item() > 0)
-        following = self._next_scale_late(seen, scale, found_inf)
-        # Without waiting ranks may know of different steps by now: none goes higher than all of them would.
+            return self._advance(cast("list[float]", numbers.tolist()), scale.item(), overflowed=found_inf.item() > 0)
+        following = self._next_scale_late(numbers, scale, found_inf)
+        # Without waiting, ranks may have read different steps by now. None goes higher than all of them would.
         return least(following, groups) if self._sync_free else following
 
-    def _next_scale_late(self, seen: Tensor, scale: Tensor, found_inf: Tensor) -> Tensor:
-        """Lowered on the device if this step overflowed; else what follows from the steps before, as far as known.
+    def _next_scale_late(self, numbers: Tensor, scale: Tensor, found_inf: Tensor) -> Tensor:
+        """Return a lower scale if this step overflowed, or else the plan of earlier steps.
 
-        A plan that does not know of the latest overflow would undo what was done about it, and is dropped.
+        A plan without the latest overflow would undo its back-off, and is dropped.
         """
         overflows = cast("Tensor", self._overflows)
         self._catch_up()
-        held = scale if self._plan is None else torch.where(overflows == self._known_overflows, self._plan, scale)
+        planned = scale if self._plan is None else torch.where(overflows == self._known_overflows, self._plan, scale)
         lowered = scale * 2.0 ** -self._rule().drop(self._memory)
         overflows += found_inf > 0
-        parts = [scale.reshape(1), overflows.reshape(1), found_inf.reshape(1), seen]
+        parts = [scale.reshape(1), overflows.reshape(1), found_inf.reshape(1), numbers]
         self._waiting.append(StepNumbers(DeviceValue(torch.cat([part.double() for part in parts]))))
-        return torch.where(found_inf > 0, lowered, held)
+        return torch.where(found_inf > 0, lowered, planned)
 
     def _catch_up(self) -> None:
-        """Reads what has come of the steps before, and plans the scale that follows from it."""
+        """Read the numbers of earlier steps that have arrived, and plan the next scale."""
         while self._waiting and (not self._sync_free or self._waiting[0].ready()):
-            scale, overflows, found, *seen = self._waiting.popleft().numbers()
-            self._plan, self._known_overflows = self._advance(seen, scale, overflowed=found > 0), int(overflows)
+            scale, overflows, found_inf, *numbers = self._waiting.popleft().numbers()
+            self._plan, self._known_overflows = self._advance(numbers, scale, overflowed=found_inf > 0), int(overflows)
 
     def _advance(self, numbers: list[float], scale: float, *, overflowed: bool) -> float:
-        seen, half_gradient, half_loss = look(numbers, overflowed=overflowed)
+        step, half_gradient, half_loss = measured_step(numbers, overflowed=overflowed)
         self._halves |= half_gradient
-        return 2.0 ** self._rule(half_loss=half_loss).next_exponent(self._memory, seen, scale)
+        return 2.0 ** self._rule(half_loss=half_loss).next_exponent(self._memory, step, scale)
 
     def _rule(self, *, half_loss: bool = False) -> SpectralRule:
         # The first gradient of the backward pass is the scale itself, in the loss's dtype.
@@ -224,9 +230,9 @@ class SpectralScaler(LossScaler, name="spectral"):
         return FP16 if self._halves and self._format.max > FP16.max else self._format
 
     def _scale_set(self) -> None:
-        self._seen.clear()  # the next step's gradients carry another scale than these
+        self._summaries.clear()  # the next step's gradients have another scale than these
         self._groups.clear()
-        self._looks.drop()
+        self._checks.drop()
         self._plan = None
         self._memory.cap, self._memory.overflows = None, 0
 
@@ -236,11 +242,11 @@ class SpectralScaler(LossScaler, name="spectral"):
         return {
             "format": self._format.name,
             "margin": self._margin,
-            "inspect_every": self._looks.every,
+            "inspect_every": self._checks.every,
             "halves": self._halves,
             "memory": self._memory.to_dict(),
-            "looks": self._looks.to_dict(),
-            "waiting": [facts.numbers() for facts in self._waiting],
+            "looks": self._checks.to_dict(),
+            "waiting": [step.numbers() for step in self._waiting],
             "known_overflows": self._known_overflows,
         }
 
@@ -249,33 +255,33 @@ class SpectralScaler(LossScaler, name="spectral"):
         if "memory" in extra:
             self._format, self._margin = get_element(extra["format"], "load_state_dict"), extra["margin"]
             self._halves, self._memory = extra["halves"], Memory.from_dict(extra["memory"])
-            self._looks = WindowChecks.from_dict(extra["inspect_every"], extra["looks"])
+            self._checks = WindowChecks.from_dict(extra["inspect_every"], extra["looks"])
             self._waiting.extend(StepNumbers(list(numbers)) for numbers in extra["waiting"])
             self._known_overflows = extra["known_overflows"]
         if self._overflows is not None:
             self._overflows.fill_(self._all_overflows())
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = dict.fromkeys(("_banks", "_seen", "_waiting", "_looks"))  # tensors, or saved as plain numbers
-        return super().__getstate__() | left_out | {"_inspect_every": self._looks.every}
+        omitted = dict.fromkeys(("_banks", "_summaries", "_waiting", "_checks"))  # tensors, or saved as plain numbers
+        return super().__getstate__() | omitted | {"_inspect_every": self._checks.every}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._banks, self._seen, self._waiting = weakref.WeakKeyDictionary(), [], deque()
-        self._looks = WindowChecks(state["_inspect_every"])
+        self._banks, self._summaries, self._waiting = weakref.WeakKeyDictionary(), [], deque()
+        self._checks = WindowChecks(state["_inspect_every"])
         super().__setstate__({name: value for name, value in state.items() if name not in self.__dict__})
 
-    # -- what it has not -----------------------------------------------------------------------------------------------
+    # -- settings of other scalers -------------------------------------------------------------------------------------
 
     def set_growth_factor(self, new_factor: float) -> NoReturn:
-        """Raises `ArgumentError`: the scale goes where the gradients are, by no factor."""
+        """Raise `ArgumentError`: the scale follows the gradients and has no factor."""
         _refuse("set_growth_factor", new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> NoReturn:
-        """Raises `ArgumentError`: overflow lowers the scale by the rule's own binades."""
+        """Raise `ArgumentError`: an overflow lowers the scale by the rule's binades."""
         _refuse("set_backoff_factor", new_factor)
 
     def set_growth_interval(self, new_interval: int) -> NoReturn:
-        """Raises `ArgumentError`: the scale waits for no interval to grow."""
+        """Raise `ArgumentError`: the scale waits for no interval to grow."""
         _refuse("set_growth_interval", new_interval)
 
 
@@ -294,20 +300,11 @@ def _check_power(name: str, word: str, value: float) -> None:
         )
 
 
-def _check_format(name: str, given: object) -> Format:
-    fmt = get_element(given, name)
+def _check_format(name: str, format: object) -> Format:  # noqa: A002
+    fmt = get_element(format, name)
     if fmt.max > FP32.max or not fmt.signed:
         raise ArgumentError(
-            f"{name}: expected a format of gradients that float32's range holds; got format={fmt.name}. Use 'fp16', "
-            "what the backward pass computes in under autocast."
+            f"{name}: expected a signed format within float32's range; got format={fmt.name}. Use 'fp16', the backward "
+            "pass's format under autocast."
         )
     return fmt
-
-
-def _check_margin(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_MARGIN:
-        raise ArgumentError(
-            f"{name}: expected a margin of 0 to {MOST_MARGIN:g} binades; got {value!r}. Use 0.5; 2 where an overflow "
-            "is dear."
-        )
-    return float(value)

@@ -1,11 +1,10 @@
 """One-step forecast of a noisy series, with its typical error.
 
-The forecast is a straight line through the last values: its slope is the median of the slopes between all pairs (Theil
-1950, Sen 1968), its height the median of what is left. A quarter of the values may be anything at all without moving it
-far. Where the line falls it is not followed below the median of the values: what shrinks may stop to, and an
-expectation that is too high does less harm here than one that is too low. What the values do around the line is not
-assumed to be of any kind: each forecast is compared with what came, and a quantile of these errors says what the next
-forecast is to be trusted with.
+The forecast is a straight line through the last values. Its slope is the median of the slopes between all pairs (Theil
+1950, Sen 1968), its height the median of the residuals. A quarter of the values may be arbitrary without a large
+effect. A falling line is not followed below the median of the values: a decrease may stop, and a forecast that is too
+high does less harm here than one that is too low. No distribution around the line is assumed. Each forecast is compared
+with the value that follows, and a quantile of these errors is the usual error of the next one.
 """
 
 import functools
@@ -16,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-VALUES = 32  # that the line goes through: pairs grow with the square, and older steps say less
-ERRORS = 256  # that are remembered: a jump is covered for as many steps
-UNKNOWN = 1.0  # what a forecast may be off by when nothing is known; less and less of it is added
-FEW = 32  # up to so many errors
+VALUES = 32  # values of the line: the number of pairs grows with the square, and older steps matter less
+ERRORS = 256  # errors that are remembered, so that a jump is covered for as many steps
+UNKNOWN = 1.0  # error of a forecast without data, of which less is added with each error,
+FEW = 32  # and none from this number of errors on
 
 
 class Trend:
-    """A bounded history of values, the forecast of the next, and the errors of the forecasts before it.
+    """Bounded history of values, with a forecast and the errors of earlier ones.
 
     >>> trend = Trend()
     >>> for value in [1.0, 2.0, 3.0, 90.0, 5.0, 6.0]:
@@ -45,7 +44,7 @@ class Trend:
         return len(self._values)
 
     def add(self, value: float, *, learn: bool = True) -> None:
-        """Takes the next value, a finite one; without `learn`, what the forecast missed it by is not remembered."""
+        """Add a finite value, and with `learn` the error of its forecast."""
         if learn and self.forecast is not None:
             self._errors.append(value - self.forecast)
         self._values.append(value)
@@ -53,11 +52,11 @@ class Trend:
 
     @property
     def latest(self) -> float | None:
-        """The median of the last three values, which is where a sudden change shows first; None without values."""
+        """Median of the last three values, or None. A sudden change appears here first."""
         return _median(np.array(list(self._values)[-3:])) if self._values else None
 
     def usual_error(self, share: float) -> float:
-        """Return the largest excess over the forecast in that share of the remembered steps.
+        """Return the largest excess over the forecast in a share of past steps.
 
         While few steps are remembered, part of `UNKNOWN` is added.
         """
@@ -65,17 +64,18 @@ class Trend:
         return unknown + (_quantile(np.sort(list(self._errors)), share) if self._errors else 0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """The history as plain numbers, that `from_dict` makes an equal trend of."""
+        """Return plain numbers, from which `from_dict` restores an equal trend."""
         return {"values": list(self._values), "errors": list(self._errors)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "Trend":
-        """The trend that `to_dict` wrote."""
+        """Return the trend that `to_dict` wrote."""
         return cls(saved["values"], saved["errors"])
 
 
 def _next(series: Iterable[float]) -> float:
-    """The line's value one step after the last: scipy's theilslopes in a tenth of the time."""
+    """Return the line's value one step after the last."""
+    # As scipy's theilslopes, in a tenth of the time.
     values = np.array(list(series))
     if len(values) == 1:
         return float(values[0])
@@ -90,7 +90,8 @@ def _median(values: NDArray[np.floating[Any]]) -> float:
 
 
 def _quantile(ordered: NDArray[np.floating[Any]], share: float) -> float:
-    """As numpy's of ascending values, in a tenth of the time that numpy takes for so few."""
+    """Return a quantile of ascending values."""
+    # As numpy.quantile, in a tenth of the time for so few values.
     place = share * (len(ordered) - 1)
     below = int(place)
     above = min(below + 1, len(ordered) - 1)

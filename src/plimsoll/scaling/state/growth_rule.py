@@ -1,11 +1,11 @@
-"""Rule of the dynamic scaler: one function of its state, for Python numbers and for tensors.
+"""Rule of the dynamic scaler: a function of its state, in numbers or tensors.
 
 On the host the rule costs a few comparisons. On a device it is a few kernels and waits for nothing. Only `select`
 differs: ``a if condition else b`` on the host, `torch.where` on a device.
 
-A scale is *proven* after as many clean steps as regrowth waits. An overflow at a proven scale is taken for a burst: the
-scale regrows to its old value. An overflow soon after a growth shows the new limit: the scale regrows to below the
-limit only, and grows further by the growth interval.
+A scale is *proven* after as many clean steps as regrowth waits. An overflow at a proven scale counts as a burst, after
+which the scale regrows to its old value. An overflow soon after a growth shows the new limit: the scale regrows only to
+below the limit, and grows further by the growth interval.
 """
 
 from collections.abc import Callable
@@ -40,9 +40,8 @@ class Hysteresis:
     kind: Kind = "consecutive"
 
     def __post_init__(self) -> None:
-        checks.integer(
-            "Hysteresis", "overflows", self.overflows, low=1, remedy="Use 1 to lower the scale at every overflow."
-        )
+        remedy = "Use 1 to lower the scale at every overflow."
+        checks.integer("Hysteresis", "overflows", self.overflows, low=1, remedy=remedy)
         checks.one_of("Hysteresis", "kind", self.kind, get_args(Kind))
 
 
@@ -57,8 +56,8 @@ class RuleState(NamedTuple):
     scale: Number
     clean: Number  # steps without overflow since the last overflow or growth
     overflows: Number  # counted by the hysteresis
-    ceiling: Number  # what the scale regrows to; never below the scale
-    unproven: Number  # whether the scale has grown and not held since
+    ceiling: Number  # scale to regrow to, never below the scale
+    unproven: Number  # whether the scale has grown, and not been proven since
 
 
 class Rule(NamedTuple):

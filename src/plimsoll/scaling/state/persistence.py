@@ -1,4 +1,4 @@
-"""State of a scaler: getters, setters, `state_dict` and pickling, as in `GradScaler`."""
+"""State of a scaler: accessors, `state_dict` and pickling, as in GradScaler."""
 
 import warnings
 from collections import defaultdict, deque
@@ -21,19 +21,19 @@ _ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_gro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """A scaler's state as plain values."""
+    """State of a scaler as plain values."""
 
     scale: float
     growth_factor: float
     backoff_factor: float
     growth_interval: int
     growth_tracker: int
-    kind: str | None  # the class that wrote it; None for a GradScaler's
+    kind: str | None  # class that wrote it, None for a GradScaler
     extra: dict[str, Any]
 
 
 def write_state(state: SavedState) -> dict[str, Any]:
-    """A dictionary of plain values, which `torch.amp.GradScaler.load_state_dict` takes too."""
+    """Return a dictionary of plain values, which GradScaler loads too."""
     return {
         "scale": state.scale,
         "growth_factor": state.growth_factor,
@@ -66,7 +66,7 @@ def read_state(saved: dict[str, Any]) -> SavedState:
     if missing:
         raise StateError(
             f"load_state_dict: expected the entries of a scaler's state; got {sorted(map(str, saved))}, without "
-            f"{missing}. Nothing was changed. Give what state_dict() returned."
+            f"{missing}. Nothing was changed. Give a result of state_dict()."
         )
     return SavedState(
         scale=float(saved["scale"]),
@@ -79,7 +79,7 @@ def read_state(saved: dict[str, Any]) -> SavedState:
     )
 
 
-LOSSES = 16  # so many of an iteration's losses are looked at when its step is skipped
+LOSSES = 16  # number of an iteration's losses that are checked when its step is skipped
 
 
 def fresh_state() -> dict[str, Any]:
@@ -88,7 +88,7 @@ def fresh_state() -> dict[str, Any]:
 
 
 class SavedScaler(torch.amp.GradScaler):
-    """The settings and the state of a scaler; `LossScaler` adds what it does with them."""
+    """Settings and state of a scaler, the part of `LossScaler` that is saved."""
 
     _device: str
     _enabled: bool
@@ -110,11 +110,11 @@ class SavedScaler(torch.amp.GradScaler):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def _save(self) -> dict[str, Any]:
-        """Return plain values to be saved beside the bounds and the entries of GradScaler."""
+        """Return plain values to be saved with the bounds and the entries of GradScaler."""
         return {}
 
     def _load(self, extra: dict[str, Any]) -> None:
-        """Takes what `_save` gave, empty if another kind or a GradScaler wrote the state; the scale is set already."""
+        """Load the result of `_save`, empty from another kind. The scale is set before."""
 
     # -- settings ------------------------------------------------------------------------------------------------------
 
@@ -171,10 +171,11 @@ class SavedScaler(torch.amp.GradScaler):
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values, which `torch.load` reads with ``weights_only``.
+        """Return the state as plain values.
 
-        It has the entries of a GradScaler's state, which GradScaler loads, and ``"plimsoll"`` with the bounds and the
-        position within a burst. It is empty if nothing is scaled. Call it after `update`. Waits for the device.
+        `torch.load` reads them with ``weights_only``. It has the entries of a GradScaler's state, which GradScaler
+        loads, and ``"plimsoll"`` with the bounds and the position within a burst. It is empty if nothing is scaled.
+        Call it after `update`. Waits for the device.
         """
         if not self._enabled:
             return {}
@@ -191,7 +192,7 @@ class SavedScaler(torch.amp.GradScaler):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that any scaler of Plimsoll, or a GradScaler, has saved: all of it, settings too, or nothing.
+        """Load the state of any scaler of Plimsoll, or of a GradScaler, with its settings.
 
         A scale outside of the bounds is clamped with a warning: 0 (to which GradScaler's may fall) and NaN become
         `min_scale`, Inf becomes `max_scale`. From a state of another kind of scaler only the common part is loaded,
@@ -210,15 +211,15 @@ class SavedScaler(torch.amp.GradScaler):
         low, high = extra.pop("min_scale", self._min_scale), extra.pop("max_scale", self._max_scale)
         scale = min(max(low, saved.scale), high)  # in this order NaN becomes the lower bound
         if scale != saved.scale:
-            self._warn(f"a scale of {saved.scale:g} lies outside of {low:g} to {high:g}; it is now {scale:g}")
+            self._warn(f"a scale of {saved.scale:g} is outside of {low:g} to {high:g}; it is now {scale:g}")
         if saved.kind not in (None, type(self).__name__):
-            self._warn(f"a {saved.kind} wrote the state; of it only what all scalers have is taken")
+            self._warn(f"a {saved.kind} wrote the state; only the common part of all scalers is loaded")
             extra = {}
         self._take(saved, scale, low, high)
         self._load(extra)
 
-    def _warn(self, what: str) -> None:
-        warnings.warn(f"load_state_dict of {type(self).__name__}: {what}.", stacklevel=3)
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"load_state_dict of {type(self).__name__}: {message}.", stacklevel=3)
 
     def _take(self, saved: SavedState, scale: float, low: float, high: float) -> None:
         self._min_scale, self._max_scale = low, high
@@ -237,7 +238,7 @@ class SavedScaler(torch.amp.GradScaler):
                 f"pickle: expected a scaler without process group; got a {type(self).__name__} with one, which belongs "
                 "to this process. Save state_dict()."
             )
-        # Tensors are made again where they are first needed, from plain values.
+        # Tensors are created again from plain values at their first use.
         state = {name: None if isinstance(value, Tensor) else value for name, value in self.__dict__.items()}
         state |= {"_outcomes": {}, "_losses": deque(maxlen=LOSSES)}
         if self._enabled:
@@ -252,6 +253,6 @@ class SavedScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        kept = cast("dict[str, Any] | None", self.__dict__.pop("_kept", None))
-        if kept is not None:
-            self._load(kept)
+        extra = cast("dict[str, Any] | None", self.__dict__.pop("_kept", None))
+        if extra is not None:
+            self._load(extra)

@@ -1,4 +1,4 @@
-"""Gradients of an optimizer as plain tensors, the agreement of ranks about them, and the reason of a skip."""
+"""Gradients of an optimizer, the agreement of ranks, and the reason of a skip."""
 
 import math
 import sys
@@ -15,9 +15,9 @@ from plimsoll.errors import UnsupportedTensorError
 _STRIDED = torch.strided
 
 
-@dataclass(slots=True)
+@dataclass(slots=True)  # not frozen, since thousands are created in a step
 class Gradient:
-    """One parameter's gradient; not frozen, as thousands are made in a step."""
+    """Gradient of one parameter."""
 
     group: int  # of the optimizer's parameter groups
     index: int  # within the group
@@ -26,15 +26,15 @@ class Gradient:
 
 
 class Gradients(NamedTuple):
-    """All gradients of an optimizer, and over which ranks they are spread."""
+    """All gradients of an optimizer, and the ranks that share them."""
 
     by_device: dict[torch.device, list[Gradient]]
     groups: dict[int, Any]  # process groups of DTensors' meshes, by their id
 
 
 def gather(optimizer: Any, *, half: bool = True) -> Gradients:
-    """The gradients that are there; without `half`, float16 ones are refused as `torch.amp.GradScaler` refuses them."""
-    found: dict[torch.device, list[Gradient]] = {}
+    """Return all gradients. Without `half`, float16 ones are an error."""
+    by_device: dict[torch.device, list[Gradient]] = {}
     meshes: dict[int, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -44,9 +44,9 @@ def gather(optimizer: Any, *, half: bool = True) -> Gradients:
             if type(values) is not Tensor or values.layout is not _STRIDED or values.is_complex():
                 values = _values(parameter, meshes)
             if not half and values.dtype is torch.float16:
-                raise ValueError("Attempting to unscale FP16 gradients.")  # as torch says it
-            found.setdefault(values.device, []).append(Gradient(number, index, parameter, values))
-    return Gradients(found, meshes)
+                raise ValueError("Attempting to unscale FP16 gradients.")  # torch's own message
+            by_device.setdefault(values.device, []).append(Gradient(number, index, parameter, values))
+    return Gradients(by_device, meshes)
 
 
 def _values(parameter: Tensor, meshes: dict[int, Any]) -> Tensor:
@@ -69,51 +69,50 @@ def _values(parameter: Tensor, meshes: dict[int, Any]) -> Tensor:
 
 
 def _stored(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """A sparse gradient's values, which share memory with it.
-
-    In float16 the sum of several values of one index may overflow: they are added up first, as the check must see it.
-    """
+    """Return a sparse gradient's values, which share memory with it."""
+    # In float16 the sum of several values of one index may overflow, so they are added before the check.
     if gradient.dtype is torch.float16 and not gradient.is_coalesced():
         gradient = parameter.grad = gradient.coalesce()
     return gradient._values()  # type: ignore[attr-defined]  # noqa: SLF001  (values() refuses what is not coalesced)
 
 
 def agree(
-    per_device: dict[torch.device, Tensor], found: Tensor, meshes: dict[int, Any], process_group: Any
+    per_device: dict[torch.device, Tensor], found_inf: Tensor, meshes: dict[int, Any], process_group: Any
 ) -> dict[torch.device, Tensor]:
-    """The same dictionary, after the largest of all ranks' findings was written to each of its tensors.
+    """Write the largest flag of all ranks to each tensor of a dictionary.
 
-    Ranks are those of `process_group` and of the meshes over which gradients are spread. A rank without gradients takes
-    part with `found`, zero on the scale's device. Without groups nothing is communicated.
+    Ranks are those of `process_group` and of the meshes of sharded gradients. A rank without gradients takes part with
+    `found_inf`, which is zero, on the scale's device. Without groups nothing is communicated.
     """
     groups = [group for group in (process_group, *meshes.values()) if group is not None]
     if not groups:
         return per_device
-    common = combined(per_device.values(), found.device) if per_device else found
+    common = combined(per_device.values(), found_inf.device) if per_device else found_inf
     for group in groups:
-        _reduce(common, group)
+        all_reduce(common, "MAX", group)
     if not per_device:
         per_device[common.device] = common
-    for one in per_device.values():
-        one.copy_(common, non_blocking=one.device.type != "cpu")
+    for flag in per_device.values():
+        flag.copy_(common, non_blocking=flag.device.type != "cpu")
     return per_device
 
 
-def combined(founds: Any, device: torch.device) -> Tensor:
-    """One tensor of no dimension: 1 if any of those given is above 0, else 0; none of them is written to."""
-    first, *others = [found.to(device, non_blocking=device.type != "cpu").reshape(()) for found in founds]
+def combined(flags: Any, device: torch.device) -> Tensor:
+    """Return the largest of several flags, as a new 0-d tensor on a device."""
+    first, *others = [flag.to(device, non_blocking=device.type != "cpu").reshape(()) for flag in flags]
     if not others:
         return first.clone()
     return torch.stack([first, *others]).amax()
 
 
-def _reduce(found: Tensor, group: Any) -> None:
+def all_reduce(x: Tensor, operation: str, group: Any) -> None:
+    """Reduce a tensor in place over a group's ranks, by "MAX", "MIN" or "SUM"."""
     distributed = sys.modules["torch.distributed"]  # there is no group without it
-    distributed.all_reduce(found, op=distributed.ReduceOp.MAX, group=group)
+    distributed.all_reduce(x, op=getattr(distributed.ReduceOp, operation), group=group)
 
 
 def blame(optimizer: Any, losses: Iterable[Tensor]) -> str:
-    """One sentence; reads the gradients, and waits for them, so it is for steps that are known to be skipped."""
+    """Return the reason of a skipped step in one sentence. Waits for the gradients."""
     counts = [(gradient, _nonfinite(gradient.values)) for gradient in _all(optimizer)]
     bad = [(gradient, count) for gradient, count in counts if count]
     name = type(optimizer).__name__

@@ -1,4 +1,4 @@
-"""Step of an optimizer under a scaler: the checks before it, and optimizers that skip by themselves."""
+"""Step of an optimizer under a scaler, and the checks before it."""
 
 import inspect
 from typing import Any, cast
@@ -10,7 +10,7 @@ from plimsoll.errors import ArgumentError, StateError
 
 
 def check_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, sync_free: bool) -> None:
-    """Raises for a step that calls a closure, and in sync-free mode for an optimizer that cannot skip by itself."""
+    """Raise for a step with a closure, or one that cannot skip in sync-free mode."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise StateError(
             "step: expected an optimizer that steps once for each backward; got LBFGS, which evaluates the loss "
@@ -24,42 +24,42 @@ def check_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         )
     if sync_free and not steps_on_device(optimizer):
         raise ArgumentError(
-            f"step: expected an optimizer that skips a step on the device, as sync_free=True asks; got "
-            f"{type(optimizer).__name__}, which steps whenever it is called, so that the host has to wait for the "
-            "check. Make it with fused=True (Adam, AdamW, SGD, and Adagrad of a newer torch than 2.9), or leave "
-            "sync_free out."
+            "step: expected an optimizer that skips a step on the device with sync_free=True; got "
+            f"{type(optimizer).__name__}, which steps at every call, so that the host has to wait for the check. "
+            "Create it with fused=True (Adam, AdamW, SGD, and Adagrad of a newer torch than 2.9), or leave sync_free "
+            "out."
         )
 
 
 def steps_on_device(optimizer: Any) -> bool:
-    """Whether the optimizer's step reads `found_inf` itself, as torch's fused ones do."""
+    """Return whether the optimizer's step reads `found_inf`, as torch's fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def takes_scaler(optimizer: Any) -> bool:
-    """Whether the optimizer's step has the argument `grad_scaler`: torch's older agreement with custom optimizers."""
+    """Return whether the optimizer's step has torch's older argument `grad_scaler`."""
     return steps_on_device(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def step_fused(
-    optimizer: Any, found: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, skipped: bool | None
+    optimizer: Any, found_inf: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, skipped: bool | None
 ) -> float | None:
-    """Calls the optimizer's step with `found_inf` and `grad_scale` set on it, as torch's fused optimizers read them.
+    """Run the step with `found_inf` and `grad_scale` set on a fused optimizer.
 
-    Gradients are unscaled already, where non-finite products are seen; a fused kernel's own division is not checked.
-    `grad_scale` is therefore what the user has set, if anything; else None for torch's optimizers and Plimsoll's, which
-    saves a pass, and 1 for others, which may expect a tensor. `skipped` is None where only the device knows.
+    Gradients are unscaled and checked before, because a fused kernel's own division is not checked. So `grad_scale` is
+    the user's, or else None for optimizers of torch and Plimsoll, which saves a pass, and 1 for others, which may
+    expect a tensor. `skipped` is None if only the device knows.
     """
-    given = getattr(optimizer, "grad_scale", None)
-    if given is None and not _takes_none(optimizer):
-        given = _one(found)
-    optimizer.grad_scale, optimizer.found_inf = given, found
-    unborn = _without_momentum(optimizer)
+    grad_scale = getattr(optimizer, "grad_scale", None)
+    if grad_scale is None and not _takes_none(optimizer):
+        grad_scale = _unit_scale(found_inf)
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    fresh = _without_momentum(optimizer)
     try:
         result = optimizer.step(*args, **kwargs)
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-    _forget_if_skipped(optimizer, unborn, found, skipped)
+    _drop_if_skipped(optimizer, fresh, found_inf, skipped)
     return cast("float | None", result)
 
 
@@ -67,14 +67,14 @@ def _takes_none(optimizer: Any) -> bool:
     return type(optimizer).__module__.startswith(("torch.", "plimsoll."))
 
 
-def _one(found: Tensor) -> Tensor:
-    one: Any = torch.ones_like(found)
-    one.plimsoll_unscaled = True  # a watch reads it: these gradients do not carry the scale
-    return one
+def _unit_scale(found_inf: Tensor) -> Tensor:
+    scale: Any = torch.ones_like(found_inf)
+    scale.plimsoll_unscaled = True  # read by a watch: these gradients are unscaled
+    return scale
 
 
 def _without_momentum(optimizer: Any) -> list[Tensor]:
-    """The parameters whose momentum torch's fused SGD is about to make; without a value, if it then skips."""
+    """Return the parameters whose momentum a fused SGD will create in this step."""
     if not isinstance(optimizer, torch.optim.SGD):
         return []
     moving = (group for group in optimizer.param_groups if group["momentum"])
@@ -86,14 +86,15 @@ def _without_momentum(optimizer: Any) -> list[Tensor]:
     ]
 
 
-def _forget_if_skipped(optimizer: Any, parameters: list[Tensor], found: Tensor, skipped: bool | None) -> None:
-    """Forgets what was made in a step that was skipped; where that is not known, fills it with zeros on the device.
+def _drop_if_skipped(optimizer: Any, parameters: list[Tensor], found_inf: Tensor, skipped: bool | None) -> None:
+    """Drop the momentum that a skipped step created, which has no values.
 
-    The next step's momentum is then its gradient, as a first one's is, times ``1 - dampening``.
+    If only the device knows about the skip, it is set to zero there. The next step's momentum is then its gradient
+    times ``1 - dampening``, as in a first step.
     """
     for parameter in parameters:
         state = optimizer.state[parameter]
         if skipped:
             state.pop("momentum_buffer", None)
         elif skipped is None and (buffer := state.get("momentum_buffer")) is not None:
-            buffer.copy_(torch.where(found.to(buffer.device, non_blocking=True) > 0, 0.0, buffer))
+            buffer.copy_(torch.where(found_inf.to(buffer.device, non_blocking=True) > 0, 0.0, buffer))

@@ -56,7 +56,7 @@ def train(
 
 def reported(scaler: SpectralScaler) -> list[Any] | None:
     """The latest look at a rank's only tensor; None where there never was one."""
-    if scaler._looks.latest(scaler._narrowest()) is None:
+    if scaler._checks.latest(scaler._narrowest()) is None:
         return None
     found = scaler.report()
     return [found.scale, [[window.name, window.low, window.high] for window in found.tensors]]
