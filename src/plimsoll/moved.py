@@ -7,6 +7,7 @@ import importlib
 import importlib.machinery
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 MOVED = {
     "diagnosis._divergence": "diagnosis.comparison.divergence",
@@ -104,7 +105,8 @@ class Finder:
         """Finds the modules of the table."""
         if fullname.removeprefix("plimsoll.") not in MOVED:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)  # some had modules below them
+        loader: Any = self  # which is one by its methods
+        return importlib.machinery.ModuleSpec(fullname, loader, is_package=True)  # some had modules below them
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         """Leave the creation of the module to Python."""
