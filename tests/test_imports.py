@@ -10,7 +10,7 @@ import plimsoll.spectrum
 from tests.support.cases import each
 from tests.support.diagnosis.stories import SOUND
 
-_HEAVY = {"torch", "numba", "triton", "pyarrow", "scipy", "typer", "rich", "plotly", "fastapi"}
+_HEAVY = {"torch", "numba", "triton", "pyarrow", "scipy", "typer", "rich", "plotly", "fastapi", "pandas"}
 
 
 def loaded_by(code: str) -> set[str]:
@@ -62,7 +62,7 @@ READING = (
 
 @each("module", READING)
 def test_reading_needs_no_torch(module: str) -> None:
-    assert not loaded_by(f"import {module}") & {"torch", "numba", "triton", "scipy", "plotly", "fastapi"}
+    assert not loaded_by(f"import {module}") & {"torch", "numba", "triton", "scipy", "plotly", "fastapi", "pandas"}
 
 
 COMMANDS = (
@@ -81,7 +81,7 @@ def test_commands_that_read_import_no_torch(
     arguments = [str(tmp_path / "run") if word == "RUN" else word for word in command.split()]
     code = f"import sys\nfrom plimsoll.cli import app\napp({arguments!r}, standalone_mode=False)"
     loaded = loaded_by(code)
-    assert not loaded & ({"torch", "numba", "triton", "scipy", "plotly", "fastapi"} | unneeded)
+    assert not loaded & ({"torch", "numba", "triton", "scipy", "plotly", "fastapi", "pandas"} | unneeded)
     assert "pyarrow" in loaded or "--rules" in command
 
 
@@ -92,7 +92,7 @@ def test_what_if_and_the_page_need_no_torch(tmp_path: Path) -> None:
         f"app(['whatif', {str(tmp_path / 'run')!r}, '--format', 'fp16'], standalone_mode=False)\n"
         f"app(['report', {str(tmp_path / 'run')!r}, '-o', {str(tmp_path / 'r.html')!r}], standalone_mode=False)\n"
     )
-    assert not loaded_by(code) & {"torch", "numba", "triton", "fastapi"}
+    assert not loaded_by(code) & {"torch", "numba", "triton", "fastapi", "pandas"}
 
 
 def test_measuring_is_loaded_when_it_is_asked_for() -> None:

@@ -1,7 +1,8 @@
 """Functions of a higher package that show an object of a lower one, found by name.
 
-A run shows itself in a notebook, an audit draws its figure, and a guard writes a report before it stops training. Their
-packages lie below the reports and cannot import them. So `pyproject.toml` declares the functions as entry points.
+A run shows itself in a notebook, a spectrum and an audit draw their figures, a guard writes a report before it stops
+training, and a watch ends with the verdict. Their packages lie below the reports and cannot import them. So
+`pyproject.toml` declares the functions as entry points.
 """
 
 import functools
@@ -16,7 +17,7 @@ GROUP = "plimsoll.display"
 
 @functools.cache  # reading the metadata of all installed packages takes milliseconds
 def function(name: str) -> Callable[..., Any]:
-    """Return the function that shows objects of one kind: "run", "audit" or "report".
+    """Return a function by its name among the entry points of pyproject.toml, such as "run" or "histogram".
 
     Raises:
         StateError: Plimsoll is not installed, or the installation is older than the source.

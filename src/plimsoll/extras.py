@@ -14,6 +14,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "lightning": ("lightning>=2.3",),
     "transformers": ("transformers[torch]>=4.44",),
     "sql": ("duckdb>=1.0",),
+    "pandas": ("pandas>=2.0",),
 }
 
 

@@ -7,10 +7,7 @@ import importlib
 import importlib.machinery
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
-
-if TYPE_CHECKING:
-    from importlib.abc import Loader
+from typing import Any
 
 MOVED = {
     "diagnosis._divergence": "diagnosis.comparison.divergence",
@@ -108,7 +105,7 @@ class Finder:
         """Finds the modules of the table."""
         if fullname.removeprefix("plimsoll.") not in MOVED:
             return None
-        loader = cast("Loader", self)
+        loader: Any = self  # which is one by its methods
         return importlib.machinery.ModuleSpec(fullname, loader, is_package=True)  # some had modules below them
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:

@@ -124,10 +124,19 @@ def test_numbers_of_ones_own(tmp_path: Path) -> None:
             w.log(norm=torch.ones(3))
         with pytest.raises(pl.ArgumentError, match=r"got text='good'"):
             w.log(text="good")
+        with pytest.raises(pl.ArgumentError, match=r"expected each name once; got accuracy twice"):
+            w.log({"accuracy": 1.0, "val/loss": 1.0}, accuracy=1.0)
+        for wrong in ([("a", 1.0)], {1: 1.0}, 0.5):
+            with pytest.raises(pl.ArgumentError, match=r"expected a mapping of names to numbers; got"):
+                w.log(wrong)
+        w.log({"val/loss": torch.tensor(0.25), "named": 2}, alone=3)
+        w.log({})
     run = only_run(tmp_path / "run")
     steps, values = run.scalars("accuracy")
     assert list(steps) == [0, 1, 2] and list(values) == [0.0, 0.5, 1.0]
     assert list(run.scalars("norm")[1]) == [0.0, 1.0, 2.0]
+    logged = {name: run.scalars(name)[1].tolist() for name in ("val/loss", "named", "alone")}
+    assert logged == {"val/loss": [0.25], "named": [2.0], "alone": [3.0]}
 
 
 def test_the_loss_of_every_step_is_recorded(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`Finding`: what a rule says about a run."""
+"""`Finding`: the result of a rule."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,13 @@ Action = Literal["lower_scale", "raise_scale", "layer_scale", "to_bf16", "clamp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """One layer of a finding: its name, since which step, and the number that the rule judged it by."""
+    """One location of a finding.
+
+    Attributes:
+        name: The tensor or layer.
+        since_step: The first step at which the finding held there.
+        value: The number by which the rule judged it.
+    """
 
     name: str
     since_step: int
@@ -26,14 +32,21 @@ class Spot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding(NotebookRepr):
-    """What a rule found in a run.
+    """Result of a rule: a problem of a run, with its place, its numbers and the advice.
 
-    - `rule`: its id; `severity`: "info", "warning" or "alarm".
-    - `since_step`: the first step at which it held; `until_step`: the last.
-    - `collection` and `where`: which series, the worst first; no names where the whole run is meant. `spots` says of
-      each since when and how much.
-    - `evidence`: the numbers behind it. `meaning`: one sentence. `advice`: what to do; `actions`: what of that a guard
-      could do by itself. `figure`: the name of the figure that shows it.
+    Attributes:
+        rule: The rule's id.
+        severity: "info", "warning" or "alarm".
+        since_step: The first step at which it held.
+        until_step: The last one.
+        collection: The collection of the locations. None: none.
+        where: The locations, the worst first. Empty if the whole run is meant.
+        spots: The locations with the first step and the number of each.
+        evidence: The numbers behind it, by name.
+        meaning: One sentence on what it means.
+        advice: What to do.
+        actions: What of that a guard may do by itself.
+        figure: Name of the figure that shows it.
     """
 
     rule: str
@@ -50,7 +63,7 @@ class Finding(NotebookRepr):
     figure: str
 
     def to_dict(self) -> dict[str, object]:
-        """The finding as JSON-able data; a number that JSON has no form for is its name ("nan", "inf")."""
+        """Return JSON-able data. A number that JSON cannot hold is its name ("nan", "inf")."""
         return {
             "rule": self.rule,
             "severity": self.severity,
@@ -67,11 +80,11 @@ class Finding(NotebookRepr):
         }
 
     def __str__(self) -> str:
-        """One line: severity, rule, since when, where, and what it means."""
+        """Return one line: severity, rule, first step, locations and meaning."""
         place = f" in {grouped(self.where)}" if self.where else ""
         return f"{self.severity}: {self.rule} since step {self.since_step:,}{place}: {self.meaning}"
 
 
 def plain(value: float | int | str) -> float | int | str:
-    """The value, as JSON can hold it."""
+    """Return a value as JSON can hold it."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

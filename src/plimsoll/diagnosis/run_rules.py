@@ -1,4 +1,4 @@
-"""Running the rules on a run: selection, thresholds, and findings that another finding explains."""
+"""Runs the rules on a run: selection, thresholds, and findings that others explain."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,10 @@ def _with_causes(selected: Sequence[Rule]) -> list[Rule]:
 
 
 def _rules_for(names: "set[str]") -> Mapping[str, Rule]:
-    """Return the rules among which these names are looked up. Own ones need no look-up of packages."""
+    """Return the rules to look these names up in.
+
+    Entry points of packages are read only for names that are not Plimsoll's own.
+    """
     return OWN if names <= OWN.keys() else known_rules()
 
 
@@ -126,7 +129,7 @@ def _no_such(expected: str, value: str, known: Sequence[str]) -> ArgumentError:
 
 
 def unexplained(findings: Sequence[Finding], rules: Mapping[str, Rule]) -> list[Finding]:
-    """Return the findings without those, and without the locations, that another finding explains.
+    """Return the findings without those, and without the locations, that others explain.
 
     Args:
         findings: All findings of a run.
@@ -147,7 +150,7 @@ def unexplained(findings: Sequence[Finding], rules: Mapping[str, Rule]) -> list[
 
 
 def _precedes(cause: Finding, effect: Finding) -> bool:
-    """Return whether a cause began no later and held when the effect began. Notes are no causes."""
+    """Return whether a cause was there when the effect began. Notes are no causes."""
     return cause.severity != "info" and cause.since_step <= effect.since_step <= cause.until_step
 
 

@@ -1,7 +1,7 @@
-"""`View`: a run as matrices of layers by steps, each read when a rule first asks for it, and only up to one step.
+"""`View`: a run as matrices of layers by steps, read on demand, up to one step.
 
-What comes after `until` is not there for anyone who asks the view. So whatever is found in the view of a run's
-beginning is what would have been found when the run had come so far.
+A view ends at its step `until`. So the findings in a view of a run's beginning are those that the run had when it ended
+there.
 """
 
 import math
@@ -28,14 +28,20 @@ _SUCCESS = ("SystemExit: 0", "SystemExit: None", "SystemExit: ", "GeneratorExit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """The early end of a run: its step and, of an exception or a signal, the name and text."""
+    """Early end of a run.
+
+    Attributes:
+        how: The kind of end.
+        step: Its step.
+        message: Name and text of the exception or signal.
+    """
 
     how: Literal["exception", "interrupt", "signal", "killed"]
     step: int
     message: str
 
     def __str__(self) -> str:
-        """As it goes on from a run's name.
+        """Return the words that follow a run's name.
 
         >>> print(Ending(how="exception", step=40, message="KeyError: 'lost'"))
         ended by an exception at step 40: KeyError: 'lost'
@@ -47,7 +53,15 @@ class Ending:
 
 
 class View:
-    """A run, up to and with step `until` (None: all there is)."""
+    """A run up to a step.
+
+    Args:
+        run: The run.
+        until: The last step of the view. Default: all.
+
+    Raises:
+        ArgumentError: `until` is negative.
+    """
 
     def __init__(self, run: Run, until: int | None = None) -> None:
         if until is not None and until < 0:
@@ -62,13 +76,16 @@ class View:
         self._scalars: dict[str, tuple[Ints, Floats]] = {}
 
     def cells(self, collection: str) -> Cells | None:
-        """The spectra of a collection; None where there are none."""
+        """Return the spectra of a collection. None if it was not recorded."""
         if collection not in self._cells:
             self._cells[collection] = self.as_emulated(collection, read(self.run, collection, self.until))
         return self._cells[collection]
 
     def as_emulated(self, collection: str, cells: Cells | None) -> Cells | None:
-        """The cells, with the formats of an emulation in place of FP32 where one has rounded their values."""
+        """Return the cells with the formats of an emulation in place of FP32.
+
+        An emulation rounds values that PyTorch holds in FP32.
+        """
         if cells is not None:
             for steps, formats in self.emulations:
                 if collection in formats:
@@ -77,7 +94,7 @@ class View:
 
     @cached_property
     def emulations(self) -> Sequence[tuple[range, Mapping[str, str]]]:
-        """The steps in which an emulation rounded all results, and its formats by collection."""
+        """Step ranges in which an emulation rounded all results, with its formats by collection."""
         changes = [event for event in self.events if event.kind == "emulation"]
         steps = [*(event.step for event in changes), sys.maxsize]
         found: list[tuple[range, Mapping[str, str]]] = []
@@ -89,7 +106,10 @@ class View:
         return found
 
     def only(self, collection: str, name: str) -> "View":
-        """The view of one layer of a collection, which reads no other: only what this view has not read already."""
+        """Return the view of one layer of a collection.
+
+        It reads only the rows of that layer that this view has not read already.
+        """
         result = View(self.run, self.until)
         result._scalars = self._scalars
         result.__dict__["casts"] = self.casts
@@ -105,7 +125,7 @@ class View:
         return result
 
     def scalar(self, name: str) -> tuple[Ints, Floats]:
-        """The steps and values of a scalar; none where it was not recorded."""
+        """Return the steps and values of a scalar. Both are empty if it was not recorded."""
         if name not in self._scalars:
             steps, values = (np.empty(0, dtype=np.int64), np.empty(0))
             if name in self.run.scalar_names:
@@ -116,29 +136,29 @@ class View:
 
     @cached_property
     def losses(self) -> Mapping[str, tuple[Ints, Floats]]:
-        """The losses of the run by name: `loss`, then those of its other optimizers, as `loss:actor`."""
+        """Losses by name: `loss`, then those of other optimizers, such as `loss:actor`."""
         others = sorted(name for name in self.run.scalar_names if name.startswith("loss:"))
         return {name: self.scalar(name) for name in ("loss", *others)}
 
     @cached_property
     def events(self) -> Sequence[Event]:
-        """What happened."""
+        """Events by step."""
         return [e for e in self.run.events() if self.until is None or e.step <= self.until]
 
     @cached_property
     def casts(self) -> Sequence[Cast]:
-        """What modules cast, as far as it had begun."""
+        """Casts of modules that had started by the view's end."""
         return [c for c in self.run.casts() if self.until is None or c.since_step <= self.until]
 
     @cached_property
     def last_step(self) -> int:
-        """The last step that anything was recorded at; -1 for an empty run."""
+        """The last recorded step. -1: the run is empty."""
         steps = (*self.run.scalar_steps, *self.run.steps)
         return max((step for step in steps if self.until is None or step <= self.until), default=-1)
 
     @cached_property
     def ending(self) -> Ending | None:
-        """The last early end that the run records; None for a run that ended in order, or goes on."""
+        """The last recorded early end. None if the run ended properly or still goes on."""
         told = [e for e in self.events if e.kind == "trigger" and e.details.get("reason") in ("exception", "signal")]
         told = [e for e in told if e.message not in _SUCCESS]
         if told:
@@ -152,12 +172,12 @@ class View:
 
     @cached_property
     def scaled(self) -> bool:
-        """Whether the loss was scaled at any time."""
+        """Whether the loss was scaled at any step."""
         values = self.scalar("scale")[1]
         return bool((values[np.isfinite(values)] != 1.0).any())
 
     def scale_at(self, steps: Ints) -> Floats:
-        """The loss scale at each step: the last one recorded by then; 1 where there is none."""
+        """Return the loss scale at each step: the last one recorded by then, or 1."""
         known, values = self.scalar("scale")
         if not len(known):
             return np.ones(len(steps))
@@ -166,7 +186,10 @@ class View:
         return np.where(np.isfinite(found) & (found > 0), found, 1.0)
 
     def solved(self, steps: Ints) -> NDArray[np.bool_]:
-        """Whether the loss is zero at a step, or next to nothing of what it began with: its gradients are too, then."""
+        """Return whether the loss is zero, or next to nothing, at each step.
+
+        Its gradients are next to nothing then too, which is no underflow.
+        """
         known, loss = self.scalar("loss")
         finite = np.isfinite(loss)
         known, loss = known[finite], loss[finite]
@@ -177,7 +200,7 @@ class View:
         return (known[place] == steps) & nothing
 
     def narrow(self, collection: str) -> Narrow | None:
-        """What narrow formats did to a collection; None where it was not recorded."""
+        """Return the effect of narrow formats on a collection. None if it was not recorded."""
         cells = self.cells(collection)
         if cells is None:
             return None
@@ -186,7 +209,7 @@ class View:
         return self._narrow[collection]
 
     def in_blocks(self, collection: str) -> tuple[BlockCells, Narrow] | None:
-        """The spectra of a collection with their block records; None where there are none."""
+        """Return the spectra of a collection with their block records. None if it has none."""
         if collection not in self._blocks:
             found = read_blocks(self.run, collection, self.until)
             self._blocks[collection] = None
@@ -195,7 +218,7 @@ class View:
         return self._blocks[collection]
 
     def formats(self, collection: str) -> Mapping[str, Format]:
-        """The format of each layer of a collection: the narrowest that it was recorded in."""
+        """Return the narrowest format in which each layer of a collection was recorded."""
         cells = self.cells(collection)
         if cells is None:
             return {}
@@ -208,10 +231,10 @@ class View:
         return found
 
     def _held(self, cells: Cells) -> Floats:
-        """The scale at which each row's format held its values.
+        """Return the scale at which each row's format contained its values.
 
-        Parameters' gradients that were unscaled since are stored at scale 1. Those of FP32 parameters came through
-        their narrow format before that, at the loss scale; those of narrow parameters are flushed by unscaling too.
+        Parameter gradients that were unscaled since are stored at scale 1. Those of FP32 parameters passed their narrow
+        format before that, at the loss scale. Those of narrow parameters underflow at the unscaling too.
         """
         if cells.collection != "gradients" or not self.scaled:
             return cells.scale
@@ -230,11 +253,11 @@ def _is_format(name: object) -> bool:
 
 
 def _is_wide(fmt: Format | None) -> bool:
-    """Whether a parameter is held in FP32 or wider; taken to be so where its weight was not recorded."""
+    """Return whether a parameter is FP32 or wider. True if its weight was not recorded."""
     return fmt is None or fmt.bits > _NARROWER_THAN_FP32
 
 
 def log2(x: Floats) -> Floats:
-    """The logarithm of positive numbers; NaN of others."""
+    """Return the logarithm of positive numbers, and NaN for others."""
     with np.errstate(all="ignore"):
         return np.where(x > 0, np.log2(x), math.nan)

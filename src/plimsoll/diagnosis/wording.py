@@ -1,4 +1,4 @@
-"""Names that all surfaces give to the same thing: collections, layers, how many of them."""
+"""Words that all surfaces use for collections, layers and their numbers."""
 
 from collections.abc import Sequence
 
@@ -48,9 +48,9 @@ def how_many(finding: Finding) -> str:
 
 
 def located(finding: Finding, most: int = 3) -> str:
-    """Return where a finding is: one location by its name, several by their number and the worst.
+    """Return the location of a finding: its name, or of several the number and the worst.
 
-    The names end with "..." where there are more: how many there are is said once.
+    Names that are left out are "...". Their number is given only once.
     """
     names = [layer_name(name) for name in finding.where] if finding.collection == "gradients" else finding.where
     if not names:

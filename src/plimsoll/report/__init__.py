@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from plimsoll.report.figures.before_after import before_after
     from plimsoll.report.figures.code_usage import code_usage
     from plimsoll.report.figures.heatmap import heatmap
+    from plimsoll.report.figures.histogram import histogram
     from plimsoll.report.figures.loss_and_scale import loss_and_scale
     from plimsoll.report.figures.record import record
     from plimsoll.report.figures.scale_curve import scale_curve
@@ -40,6 +41,7 @@ __all__ = [
     "code_usage",
     "figure_for",
     "heatmap",
+    "histogram",
     "html",
     "loss_and_scale",
     "markdown",

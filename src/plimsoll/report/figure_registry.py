@@ -11,6 +11,7 @@ from plimsoll.diagnosis.rules.registry import guarded, rule_of
 from plimsoll.errors import ArgumentError
 from plimsoll.report.drawing.plotly_parts import Source, view_of
 from plimsoll.report.figure_declaration import DECLARED, Declared, Figures
+from plimsoll.tensor_collections import COLLECTIONS
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
@@ -25,6 +26,37 @@ FIGURES: Mapping[str, Callable[..., "Figure"]] = Figures()
 def figures_of(runs: int) -> dict[str, Declared]:
     """Return the declared figures of one run or of two, by name in alphabetical order."""
     return {name: DECLARED[name] for name in FIGURES if runs in DECLARED[name].runs}
+
+
+def plot(run: Source, collection: str | None = None, name: str | None = None, **arguments: Any) -> "Figure":
+    """Return the figure that fits: of one tensor, of a collection, or of the run.
+
+    Args:
+        run: The run.
+        collection: Name of a collection, for a heat map of its layers, or with a name for a spectrogram. Default: none,
+            for loss and loss scale.
+        name: Name of a tensor. Default: none.
+        arguments: Arguments of that figure: `spectrogram`, `heatmap` or `loss_and_scale`.
+
+    Raises:
+        ArgumentError: A name is given without its collection.
+    """
+    if collection is None and name is not None:
+        raise ArgumentError(
+            f"Run.plot: expected the collection of the tensor; got name={name!r} alone. Write "
+            f'run.plot("gradients", {name!r}), for example.'
+        )
+    if collection is None:
+        return FIGURES["loss_and_scale"](run, **arguments)
+    if name is None:
+        return FIGURES["heatmap"](run, collection=collection, **{**_statistic_of(collection), **arguments})
+    return FIGURES["spectrogram"](run, collection, name, **arguments)
+
+
+def _statistic_of(collection: str) -> dict[str, str]:
+    """Return the first statistic that the report's heat maps show of a collection, if there is any."""
+    known = next((c for c in COLLECTIONS if c.name == collection), None)
+    return {"statistic": known.heatmaps[0]} if known is not None and known.heatmaps else {}
 
 
 def expected_height(view: View, finding: Finding) -> int:

@@ -7,12 +7,14 @@ step the parts were measured. Counts and extremes merge exactly; the four sums a
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll import row_layout
+from plimsoll import display, row_layout
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Format
 from plimsoll.spectrum import merging, serialization
@@ -163,6 +165,18 @@ class Spectrum(SpectrumRecord):
         by. Raises `ArgumentError` where values beyond that range would have to come back into it.
         """
         return merging.scaled(self, shift)
+
+    def plot(self, formats: Sequence[object] | None = None, *, shift: int = 0) -> Any:
+        """Return a Plotly figure of the values by power of two, with the limits of formats as lines.
+
+        Args:
+            formats: Formats whose limits are drawn. Default: the one that the values passed through, or FP16's.
+            shift: The lines lie as for values times ``2**shift``. Default: 0.
+
+        Raises:
+            MissingExtraError: Plotly is not installed.
+        """
+        return display.function("histogram")(self, formats, shift=shift)
 
     def to_dict(self) -> dict[str, object]:
         """The spectrum as JSON-able data that `from_dict` turns into an equal one, floats bit for bit.

@@ -224,16 +224,22 @@ class Watch:
         """The part of the watch that companions such as `Guard` may use."""
         return WatchAccess(self._core, self._steps)
 
-    def log(self, **scalars: Any) -> None:
+    def log(self, named: Mapping[str, Any] | None = None, /, **scalars: Any) -> None:
         """Record scalars of the current step. Does not wait for a device.
 
         Args:
+            named: Scalars by name, for names that are no Python names: ``log({"val/loss": 0.5})``. Default: none.
             scalars: Python numbers, or one-element tensors on any device.
 
         Raises:
-            ArgumentError: A value is no number, or the watch is closed.
+            ArgumentError: A value is no number, a name is given twice, or the watch is closed.
         """
-        values = {name: _loggable(name, value) for name, value in scalars.items()}
+        from_mapping = _named_scalars(named)
+        if twice := sorted({name for name, _ in from_mapping} & set(scalars)):
+            raise ArgumentError(
+                f"Watch.log: expected each name once; got {', '.join(twice)} twice. Leave it out of one of the two."
+            )
+        values = {name: _loggable(name, value) for name, value in (*from_mapping, *scalars.items())}
         if not self._is_open("log"):
             return
         step = self._core.step
@@ -422,6 +428,18 @@ def _describe(core: WatchSession, root: nn.Module) -> None:
         ranks=core.ranks.as_json(),
         lost_after=None,  # a rank that was lost in a session before is back
     )
+
+
+def _named_scalars(named: object) -> list[tuple[str, Any]]:
+    """Return the items of a mapping of scalars by name."""
+    if named is None:
+        return []
+    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in cast("Mapping[Any, Any]", named)):
+        raise ArgumentError(
+            f"Watch.log: expected a mapping of names to numbers; got {named!r}. Write log(loss=0.5) or "
+            'log({"val/loss": 0.5}).'
+        )
+    return list(cast("Mapping[str, Any]", named).items())
 
 
 def _loggable(name: str, value: Any) -> "float | DeviceValue":

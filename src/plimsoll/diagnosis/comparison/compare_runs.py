@@ -1,4 +1,4 @@
-"""`diff`: the first step and tensor where two runs part by more than rounding (see `divergence_search`)."""
+"""`diff`: the first step and tensor where two runs diverge (see `divergence_search`)."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,15 +26,24 @@ def diff(
     formats: Sequence[object] = (),
     until: int | None = None,
 ) -> Divergence:
-    """Where two runs part: FP32 and FP16, before and after an upgrade, one process and many.
+    """Return the first step and tensor where two runs differ by more than rounding.
 
-    Steps are aligned by their numbers and series by their names; give both runs the same data in the same order.
+    For example a run in FP32 and one in FP16, before and after an upgrade, in one process and in many. Steps are
+    aligned by number and series by name, so give both runs the same data in the same order.
 
-    - `tolerance`: the share of a tensor's values that may be zero in one run only before that counts (T6: 5 %).
-    - `formats`: further formats that were computed in, where tensors do not show it (emulated ones, TF32).
-    - `until`: compare up to and with this step.
+    Args:
+        run_a: The run to go by, or its folder.
+        run_b: The run to compare with it.
+        tolerance: Share of a tensor's values that may be zero in one run only (T6). Default: 0.05.
+        formats: Further formats that were computed in and that no tensor shows: emulated ones, TF32. Default: none.
+        until: The last step to compare. Default: all.
 
-    Raises `ArgumentError` where the runs have no series or no step in common, and `RunError` for a folder that is none.
+    Returns:
+        The divergence. Its `first` is None if the runs do not diverge.
+
+    Raises:
+        ArgumentError: The runs have no series or no step in common.
+        RunError: A folder has no run.
     """
     if not 0 <= tolerance <= 1:
         raise ArgumentError(f"diff: expected tolerance from 0 to 1; got {tolerance!r}. It is a share of values.")
@@ -74,7 +83,7 @@ def _view(run: "Run | View | str | os.PathLike[str]", until: int | None) -> View
 
 
 def _losses(views: tuple[View, View]) -> tuple[Ints, Floats, Floats]:
-    """The steps at which both have a loss, and the losses."""
+    """Return the steps at which both runs have a loss, and both losses."""
     (steps_a, a), (steps_b, b) = (view.scalar("loss") for view in views)
     steps, at_a, at_b = np.intersect1d(steps_a, steps_b, return_indices=True)
     return steps, a[at_a], b[at_b]
@@ -97,7 +106,7 @@ def _only(view: View, other: View) -> tuple[str, ...]:
 
 
 def _changed(views: tuple[View, View]) -> Iterator[tuple[str, str, str]]:
-    """Settings and versions in which the runs differ."""
+    """Return the settings and versions in which the runs differ."""
     for title in ("versions", "settings"):
         a, b = (cast("Mapping[str, Any]", view.run.manifest.get(title) or {}) for view in views)
         for name in sorted({*a, *b}):

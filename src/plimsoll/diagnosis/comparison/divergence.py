@@ -38,12 +38,12 @@ class Parting(NotebookRepr):
     reason: str
 
     def __str__(self) -> str:
-        """One line: the step, the tensor and how it parts."""
+        """Return one line: the step, the tensor and how it diverges."""
         place = f"{collection_words(self.collection)} {shown(self.name)}".rstrip()
         return f"step {self.step:,}, {place}: {self.reason}"
 
     def to_dict(self) -> dict[str, object]:
-        """The parting as JSON-able data."""
+        """Return JSON-able data."""
         facts = {"kind": self.kind, "step": self.step, "collection": self.collection, "name": self.name}
         numbers = {"a": self.a, "b": self.b, "distance": self.distance, "allowed": self.allowed}
         return {**facts, **{name: plain(value) for name, value in numbers.items()}, "reason": self.reason}
@@ -52,15 +52,21 @@ class Parting(NotebookRepr):
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, kw_only=True)
 class Divergence(NotebookRepr):
-    """What `diff` found.
+    """Answer of `diff`: the place where two runs diverge.
 
-    - `first`: the first tensor, in the order of computation, that parts; None if nothing does. `partings`: all of that
-      step that nothing before them explains.
-    - `compared`: how many steps and series both runs have; `until_step`: up to which step values were comparable (None:
-      none were compared). Chance parts any two trainings in time, so that from then on only zeros, NaN and skips count.
-    - `drift`: by step, how far apart the runs were before anything parted.
-    - `only_a`, `only_b`: series that one of them has; `changed`: settings and versions in which they differ.
-    - `notes`: sentences on what was not compared, and why.
+    Attributes:
+        a: Path of the first run.
+        b: Path of the second run.
+        first: The first tensor that diverges, in the order of computation. None if none does.
+        partings: All tensors of that step that nothing before them explains.
+        compared: Number of steps and series that both runs have.
+        until_step: The last step at which values were comparable. None: none were. Chance moves any two trainings apart
+            in time. From then on only zeros, NaN and skipped steps count.
+        drift: Distance of the runs before anything diverged, by step.
+        only_a: Series that only the first run has.
+        only_b: Series that only the second run has.
+        changed: Settings and versions in which the runs differ.
+        notes: Sentences on what was not compared, and why.
     """
 
     a: str
@@ -77,7 +83,7 @@ class Divergence(NotebookRepr):
 
     @property
     def sentence(self) -> str:
-        """Where the runs part, in one sentence."""
+        """The answer in one sentence."""
         if self.first is not None:
             others = len(self.partings) - 1
             more = f" ({others} more at that step)" if others else ""
@@ -94,7 +100,7 @@ class Divergence(NotebookRepr):
         return f"{told}; at the end they are {number(last)} apart."
 
     def to_dict(self) -> dict[str, object]:
-        """All of it as JSON-able data."""
+        """Return all of it as JSON-able data."""
         return {
             "a": self.a,
             "b": self.b,
@@ -112,7 +118,12 @@ class Divergence(NotebookRepr):
         }
 
     def table(self, most: int = 20, width: int | None = None) -> "Table":
-        """A table for the terminal: what parts at the first step, in the order of computation."""
+        """Return a table for the terminal: what diverges at the first step.
+
+        Args:
+            most: Largest number of rows. Default: 20.
+            width: Width in columns. Default: that of the content.
+        """
         from rich import box
         from rich.table import Table
 
@@ -133,5 +144,5 @@ class Divergence(NotebookRepr):
         return table
 
     def __str__(self) -> str:
-        """The sentence."""
+        """Return the sentence."""
         return self.sentence

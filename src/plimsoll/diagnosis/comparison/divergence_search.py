@@ -1,22 +1,21 @@
-"""How `diff` finds the first step and tensor where two runs part: by what rounding explains, and chance after it.
+"""The search behind `diff`: bounds of rounding error first, then of chance.
 
-Two trainings that differ in nothing but rounding drift apart all the same, slowly at first and then by chance. So a
-difference counts only if it is larger than
+Two trainings that differ only in rounding drift apart too, slowly at first and then by chance. So a difference counts
+only if it is larger than both of these.
 
-1. what rounding makes of equal inputs: three units in the last place of the narrowest format in either run, times the
-   square root of the place in the order of computation (errors of one operation after the other add up at random);
-2. what it can have inherited: `_AMPLIFIED` times the largest difference of anything that was computed before it, at
-   this step or an earlier one (and by as many steps as lie between samples), as far as that was explained in turn;
-   weights, no more than their updates can have moved them.
+1. Rounding of equal inputs: three units in the last place of the narrowest format in either run, times the square root
+   of the place in the order of computation. Errors of consecutive operations add up at random.
+2. Inheritance: `_AMPLIFIED` times the largest explained difference of anything computed before it, at this step or an
+   earlier one, times the number of steps between samples. Weights can move no further apart than their updates.
 
-The order of a step is weights, activations as they were computed, loss, their gradients as they were computed,
-parameters' gradients, the scaler's verdict, updates, optimizer state. Zeros that a narrow format made (its range, not
-its rounding), NaN, infinities and skipped steps count always.
+The order within a step is weights, activations as they were computed, loss, their gradients as they were computed,
+parameter gradients, the scaler's verdict, updates, optimizer state. NaN, infinities, skipped steps, and zeros that come
+from the range of a narrow format always count.
 
-Steps skipped in a first search for a loss scale are no parting, and their backward passes are not compared. From the
-first step that one run alone skipped to the last nothing is compared but the first one's forward pass. At the next
-sample one run is some steps behind: its weights may be as far off as their updates moved them, and how far the forward
-pass is apart then is where the comparison goes on from.
+Steps that are skipped in a first search for a loss scale are no divergence, and their backward passes are not compared.
+From the first step that only one run skipped to the last one, only the first forward pass is compared. At the next
+sample one run is some steps behind. Its weights may be as far apart as their updates moved them, and the comparison
+continues from the distance of the forward pass there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -83,7 +82,7 @@ class Search:
         self.loss_places = {s: i for i, s in enumerate(losses[0].tolist())}
 
     def first(self) -> list[Parting]:
-        """All that parts at the first step at which anything does, in the order of computation."""
+        """Return all that diverges at the first step where anything does, in order."""
         sampled = None
         skips = sorted((self.skips[0] ^ self.skips[1]).difference(self.searched))
         behind = bool(self.searched)
@@ -110,7 +109,7 @@ class Search:
         return any(step in places for places in self.places.values())
 
     def _note_updates(self, step: int) -> None:
-        """Notes how far the step moved each parameter, in the run that took it."""
+        """Note how far the step moved each parameter, in the run that took it."""
         at = self.places.get("updates", {}).get(step)
         if at is not None:
             pair = self.pairs["updates"]
@@ -178,7 +177,10 @@ class Search:
             self.moved[pair.owners] += since * self.update[pair.owners]
 
     def _reachable(self, pair: Pair, at: int, since: int) -> Floats:
-        """How far apart the updates since the last sample can have brought weights, by the size of their group."""
+        """Return how far updates since the last sample can have moved weights apart.
+
+        The distances are relative to the size of their group.
+        """
         size = np.fmax(pair.a.rms[:, at], pair.b.rms[:, at])
         with np.errstate(all="ignore"):
             group = np.where(pair.raw[:, at] > 0, size * pair.raw[:, at] / pair.apart[:, at], size)
@@ -187,7 +189,10 @@ class Search:
         return np.where(np.isfinite(found), found, np.inf) + _UNITS * self.rounding * few(pair.a.count[:, at])
 
     def _by_luck(self, pair: Pair, at: int) -> Floats:
-        """How far apart, by own size, chance may take each layer: noise, and single values that change their sign."""
+        """Return how far apart, relative to its own size, chance may take each layer.
+
+        That is noise, and single values that change their sign.
+        """
         share = self.chance[pair.owners]
         if pair.collection in UPDATE:
             return 2 * np.maximum(share, 1 / np.maximum(pair.a.count[:, at], 1.0))
@@ -197,7 +202,7 @@ class Search:
         return 2 * share
 
     def _suspect(self, pair: Pair, at: int) -> NDArray[np.bool_]:
-        """The layers whose non-finite values, sizes or zeros may part."""
+        """Return the layers whose non-finite values, sizes or zeros may diverge."""
         a, b = pair.a, pair.b
         bad = (a.nonfinite[:, at] > 0) != (b.nonfinite[:, at] > 0)
         zeros = np.abs(a.zeros[:, at] - b.zeros[:, at]) > self.tolerance
@@ -205,7 +210,7 @@ class Search:
         return there & (bad | zeros | (a.count[:, at] != b.count[:, at]))
 
     def _parting(self, pair: Pair, layer: int, at: int, allowed: float, parts: bool) -> Parting | None:
-        """What parts in one cell, if anything does: the gravest kind."""
+        """Return the most severe divergence of one cell, if there is any."""
         a, b = pair.a, pair.b
         step, name = int(pair.steps[at]), pair.names[layer]
 
@@ -239,7 +244,7 @@ class Search:
         return None
 
     def _other_model(self, collection: str, name: str) -> str:
-        """Where to look first, for the input of one of a script's models."""
+        """Return advice for the input of one of a script's models."""
         root = f"{self.views[0].run.manifest.get('root', _ROOT)}:input"
         if collection != "activations" or not name.startswith(root):
             return ""
@@ -248,7 +253,10 @@ class Search:
         return "; it is the model's input, which another model of the script may have computed: compare that run first"
 
     def _why_zero(self, collection: str, name: str, step: int, a: float, b: float) -> tuple[Kind, str]:
-        """Whether the range of the format of the one with more zeros explains them by what the other one holds."""
+        """Return whether a format's range explains the zeros that only one run has.
+
+        The values of the other run are held against that format.
+        """
         more, which, fewer = (1, "B", 0) if b > a else (0, "A", 1)
         told = f"{percent(max(a, b))} of its values are zero in {which}, {percent(min(a, b))} in {'AB'[fewer]}"
         narrow = self.views[more].narrow(collection)
@@ -295,7 +303,7 @@ class Search:
 
 
 def _given(views: tuple[View, View], names: Sequence[str]) -> Floats:
-    """Of the model's inputs, what rounding to the formats that hold them allows; NaN of all that is computed."""
+    """Return the rounding error allowed for the model's inputs. NaN for computed tensors."""
     if any(has_several(view.run.path) for view in views):  # another model of the script may have computed them
         return np.full(len(names), np.nan)
     formats = [view.formats("activations") for view in views]

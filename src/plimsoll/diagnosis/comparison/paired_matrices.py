@@ -1,4 +1,4 @@
-"""Two runs' matrices of one collection, side by side: the same layers at the same steps, and how far they are apart."""
+"""Matrices of two runs for one collection: the same layers and steps, and distances."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _NOISE = 4.0  # units of rounding, of the largest tensor around: what is smaller
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Side:
-    """One run's numbers, layers x steps; NaN where it has none."""
+    """Numbers of one run, layers by steps. NaN where it has none."""
 
     count: Floats
     rms: Floats
@@ -26,7 +26,7 @@ class Side:
 
     @classmethod
     def of(cls, cells: Cells, layers: Ints, places: Ints) -> "Side":
-        """The numbers of these layers at these steps, scales undone."""
+        """Return the numbers of these layers at these steps, scales undone."""
         chosen = np.ix_(layers, places)
         with np.errstate(all="ignore"):
             absmean = cells.total(cells.column("abssum") / cells.scale) / cells.finite
@@ -43,12 +43,15 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pair:
-    """One collection of both runs, in the layers and steps that both have; layers in run a's order of computation.
+    """One collection of both runs, in the layers and steps that both have.
 
-    `raw` is how far apart a layer's statistics are, by its own size; `apart` by the size of the largest tensor of the
-    same group (its module, or the module around that). Where a layer is but rounding noise, as the gradient of a key's
-    bias is, only the second one means anything. `chance` is the share of such values, in either run: what Adam makes of
-    them is as large as what it makes of any others.
+    Layers are in the order in which run A computed them.
+
+    Attributes:
+        raw: Distance of a layer's statistics, relative to its own size.
+        apart: The same relative to the largest tensor of its group: its module, or the module around that. Where a
+            layer is only rounding noise, such as the gradient of a key's bias, only this one is meaningful.
+        chance: Share of values that are only noise, in either run. Adam makes updates of them that are as large as any.
     """
 
     collection: str
@@ -63,7 +66,7 @@ class Pair:
 
     @classmethod
     def of(cls, collection: str, views: tuple[View, View], owners: dict[str, int], rounding: float) -> "Pair | None":
-        """The pair; None where the runs have nothing of it in common."""
+        """Return the pair. None if the runs have nothing of it in common."""
         cells = [view.cells(collection) for view in views]
         if cells[0] is None or cells[1] is None:
             return None
@@ -88,7 +91,7 @@ class Pair:
 
 
 def _distances(a: Side, b: Side, groups: Ints) -> tuple[Floats, Floats]:
-    """By own size, and by the group's; NaN where either run has nothing finite."""
+    """Return distances relative to own size and to the group's. NaN without finite values."""
     with np.errstate(all="ignore"):
         size = np.fmax(a.rms, b.rms)
         gaps = (np.abs(getattr(a, n) - getattr(b, n)) for n in ("rms", "absmean", "mean"))
@@ -97,7 +100,9 @@ def _distances(a: Side, b: Side, groups: Ints) -> tuple[Floats, Floats]:
 
 
 def few(count: Floats) -> Floats:
-    """By how much rounding weighs more in the statistics of few values, where errors do not cancel.
+    """Return how much more rounding weighs in statistics of few values.
+
+    Errors of few values do not cancel.
 
     >>> few(np.array([1.0, 16.0, 1e6])).round(2).tolist()
     [9.0, 3.0, 1.01]
@@ -106,14 +111,14 @@ def few(count: Floats) -> Floats:
 
 
 def _largest(size: Floats, groups: Ints) -> Floats:
-    """Of each layer, the size of the largest of its group."""
+    """Return for each layer the size of the largest layer of its group."""
     found = np.zeros((int(groups.max(initial=0)) + 1, size.shape[1]))
     np.maximum.at(found, groups, np.nan_to_num(size))
     return found[groups]
 
 
 def _small(cells: Cells, layers: Ints, places: Ints, limit: Floats) -> Floats:
-    """The share of each cell's values that are nonzero and lie below the binade of a limit."""
+    """Return the share of each cell's values that are nonzero and below a limit's binade."""
     whole = np.zeros(cells.shape)
     whole[np.ix_(layers, places)] = limit
     of_row = whole[cells.layer, cells.at] * cells.scale
@@ -129,7 +134,10 @@ def _ratio(gap: Floats, size: Floats) -> Floats:
 
 
 def _groups(collection: str, names: Sequence[str]) -> Ints:
-    """The number of each name's group: the module around its module, or the module itself at the top."""
+    """Return the number of each name's group: the module around its module.
+
+    At the top it is the module itself.
+    """
     found: dict[str, int] = {}
     places = [found.setdefault(_group(collection, name), len(found)) for name in names]
     return np.array(places, dtype=np.int64)
@@ -142,7 +150,7 @@ def _group(collection: str, name: str) -> str:
 
 
 def _owner(collection: str, name: str) -> str:
-    """The module whose input or output it is; or the parameter that it is the weight, gradient, update or state of."""
+    """Return the module of an input or output, or the parameter of other series."""
     return name.rpartition(":")[0] if _of_modules(collection) else name.split(":", maxsplit=1)[0]
 
 

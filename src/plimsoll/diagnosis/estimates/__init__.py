@@ -1,1 +1,1 @@
-"""What a format, a scale or rounding does to recorded values, for whole collections at once."""
+"""Effects of a format, a scale or rounding on recorded values, for whole collections."""

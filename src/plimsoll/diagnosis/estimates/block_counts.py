@@ -1,11 +1,11 @@
-"""How many values of each row a block format would lose, hold with fewer bits, or overflow: `Spectrum.fit` on columns.
+"""Losses of a block format in each row of a collection: `Spectrum.fit` on columns.
 
-The arithmetic of `spectrum.fit`'s `block_fit` and `tensor_scale_fit`, for all rows of a collection at once; tests
-compare the two. What becomes of a value follows from its depth but for a few blocks, so nearly all of it is the rows'
-depths, as a sparse matrix, times a few vectors that depend on the format alone.
+The arithmetic is that of `block_fit` and `tensor_scale_fit` in `spectrum.fit`, for all rows of a collection at once.
+Tests compare the two. Except in a few blocks, a value's fate follows from its depth. So nearly all of it is the rows'
+depths, as a sparse matrix, times a few vectors that depend on the format only.
 
-Values recorded under a scale that is no power of two are deeper or less deep by one than recorded, or neither: of them
-the bounds hold for all three.
+Under a scale that is no power of two, a value's depth may be one more or one less than recorded. The bounds of such
+values include all three cases.
 """
 
 import functools
@@ -42,7 +42,12 @@ _SLACK = 2.0**-20  # as in `tensor_scale_fit`
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockFit:
-    """What becomes of each row's nonzero finite values; `noise` and `signal` are sums of squares of the true values."""
+    """Counts of each row's nonzero finite values by their fate in a block format.
+
+    Attributes:
+        noise: Sum of squared errors of the true values.
+        signal: Sum of squares of the true values.
+    """
 
     lost: Tallies
     subnormal: Tallies
@@ -58,7 +63,7 @@ class BlockTallies:
     blocks: BlockCells
 
     def fit(self, fmt: BlockFormat, shift: int) -> BlockFit:
-        """What the format makes of the true values times ``2**shift`` (`Spectrum.fit`), row by row."""
+        """Return the effect of a format on the true values times ``2**shift``, row by row."""
         found = self._with_tensor_scale(fmt, shift) if fmt.scale.signed else self._with_powers_of_two(fmt, shift)
         lost, subnormal, overflow, noise = found
         poisoned = self.blocks.poisoned
@@ -84,32 +89,35 @@ class BlockTallies:
 
     @cached_property
     def _scale(self) -> tuple[Ints, NDArray[np.bool_]]:
-        """The power of two in each row's scale, rounded down, and whether there is more to it."""
+        """Power of two in each row's scale, rounded down, and whether the scale is more than it."""
         fraction, exponent = np.frexp(self.blocks.cells.scale)
         return (exponent - 1).astype(np.int64), fraction != 0.5
 
     @cached_property
     def _ends(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """The rows with values below, and with values beyond the binades that are counted (float64 ones)."""
+        """Rows with values below, and with values beyond the counted binades (float64 ones)."""
         column = self.blocks.cells.column
         return column("absmin") < LOWEST, column("absmax") >= BEYOND
 
     @cached_property
     def _misplaced(self) -> Floats:
-        """How many values of each row may lie deeper than recorded: those in the end binades."""
+        """Number of values that may lie deeper than recorded, by row: those in the end binades."""
         cells, (low, high) = self.blocks.cells, self._ends
         lowest = cells.below_binade(np.full(len(cells), row_layout.LOWEST_BINADE + 1))
         return np.where(low, lowest, 0) + np.where(high, self._maxima_from(_HIGHEST) * self.blocks.length, 0.0)
 
     @cached_property
     def _grid(self) -> Ints:
-        """The mantissa bits of each row's values after a scale that differs from block to block, if all are normal."""
+        """Mantissa bits of each row's values if all are normal.
+
+        The scale differs from block to block.
+        """
         bits, quantum, on_grid = self._populations.grids
         smallest = np.ldexp(1.0, np.maximum(quantum + bits, -1074).astype(np.int32))
         return np.where(on_grid & (self.blocks.cells.column("absmin") >= smallest), bits, _NO_GRID)
 
     def _maxima_from(self, binade: "int | Ints") -> Floats:
-        """How many blocks of each row have their maximum in a binade or above."""
+        """Return how many blocks of each row have their maximum in a binade or above."""
         start = np.broadcast_to(np.asarray(binade, dtype=np.int64), len(self.blocks.length))
         return self.blocks.blocks - self.blocks.maxima_below(start)
 
@@ -140,7 +148,7 @@ class BlockTallies:
         return lost, _within(subnormal.low, subnormal.high, estimate), overflow, noise
 
     def _overflowing(self, element: Format) -> Floats:
-        """The estimate of `plimsoll.spectrum.fit.block_overflow`."""
+        """Return the estimate of `plimsoll.spectrum.fit.block_overflow`."""
         blocks = self.blocks
         return overflowing(
             element,
@@ -154,7 +162,10 @@ class BlockTallies:
         )
 
     def _at_least(self, number: Tallies, beside: Tallies, where: NDArray[np.bool_]) -> Tallies:
-        """A number by depths, given the number (poisoned values included) at the end of the scale's format."""
+        """Return a number by depths with the values at the end of the scale's format added.
+
+        That number includes values of blocks with NaN or Inf.
+        """
         poisoned, total = self.blocks.poisoned, self.blocks.values
         low = np.where(where, np.maximum(number.low, beside.low - poisoned), number.low)
         high = np.where(where, np.minimum(number.high + beside.high, total), number.high)
@@ -162,7 +173,7 @@ class BlockTallies:
         return _within(low, high, estimate)
 
     def _landed(self, element: Format) -> tuple[Tallies, Tallies, Tallies, Floats]:
-        """By depths: what is lost, what is below the normal numbers, what does not overflow, and noise over signal."""
+        """Sums by depth: lost, below the normal numbers, not overflowing, noise over signal."""
         sums, odd = np.zeros((len(self.blocks.length), 11)), self._scale[1]
         grid = np.where(odd, _NO_GRID, self._grid)
         key = grid * 2 + odd
@@ -174,7 +185,10 @@ class BlockTallies:
         return tallies[0], tallies[1], tallies[2], _ratio(sums[:, 10], sums[:, 9])
 
     def _beyond_scales(self, fmt: BlockFormat, shift: int) -> tuple[Floats, Floats]:
-        """At most how many values are in blocks whose scale is below, or above, the scale's format."""
+        """Return upper bounds of the values in blocks whose scale is outside the scale's format.
+
+        The first is of scales below it, the second of those above it.
+        """
         (power, odd), (low, high), total = self._scale, self._ends, self.blocks.values
         rise = fmt.element.max_exponent - shift + power
         first = fmt.scale.min_exponent + rise + odd
@@ -210,13 +224,16 @@ class BlockTallies:
         return lost, subnormal, overflow, np.where(large, np.maximum(ratio, at_end), ratio)
 
     def _stored(self, value: float, shift: int) -> Floats:
-        """A magnitude before it is shifted, as each row's values are stored."""
+        """Return a magnitude before the shift, as each row's values are stored."""
         with np.errstate(all="ignore"):
             found = np.ldexp(value, -int(np.clip(shift, -2200, 2200))) * self.blocks.cells.scale
         return np.minimum(found, _BEYOND_ALL)
 
     def _small_scales(self, fmt: BlockFormat, shift: int) -> tuple[Floats, Floats, Floats]:
-        """Values in blocks whose scale is coarse or zero, blocks whose scale surely is zero, and their part."""
+        """Return the values in blocks with a coarse or zero scale.
+
+        The other two results are the blocks whose scale is zero for certain, and their share.
+        """
         blocks, cells, (low, high) = self.blocks, self.blocks.cells, self._ends
         absmax = np.nan_to_num(cells.column("absmax"))
         with np.errstate(all="ignore"):
@@ -242,10 +259,17 @@ class BlockTallies:
 
 @functools.lru_cache(maxsize=64)
 def _by_depth(element: Format, bits: int, odd: bool) -> Floats:
-    """What becomes of one value at each depth, by the very arithmetic of `Spectrum.fit` on a population of that one.
+    """Return the fate of one value at each depth.
 
-    Columns: lost, below the normal numbers, not overflowing (each low, high, estimate); its energy, and its noise.
-    `bits`: of the grid that the values are on; `odd`: the depth may be off by one.
+    The arithmetic is that of `Spectrum.fit` on a population of one value.
+
+    Args:
+        element: The element format.
+        bits: Mantissa bits of the grid that the values are on.
+        odd: Whether the depth may be off by one.
+
+    Returns:
+        Columns: lost, below the normal numbers, not overflowing (each low, high, estimate), energy, and noise.
     """
     top = element.max_exponent
     lowest = top - (row_layout.BINADES - 1)
@@ -273,7 +297,10 @@ def _by_depth(element: Format, bits: int, odd: bool) -> Floats:
 
 
 def _mean_square(bits: int) -> float:
-    """Of the values of a binade, over its start's square: spread evenly, or over the numbers of a grid."""
+    """Return the mean square of a binade's values over the square of its start.
+
+    They are spread evenly, or over the numbers of a grid.
+    """
     if bits == _NO_GRID:
         return 7 / 3
     places = 2.0**bits
@@ -281,7 +308,7 @@ def _mean_square(bits: int) -> float:
 
 
 def _off_by_one(found: Floats) -> Floats:
-    """The same where a depth may be one more or one less: bounds that hold for all three."""
+    """Return bounds that hold if a depth is as recorded, one more or one less."""
     padded = np.pad(found, ((1, 1), (0, 0)), mode="edge")
     around = np.stack([padded[:-2], padded[1:-1], padded[2:]])
     result = found.copy()
@@ -296,7 +323,7 @@ def _within(low: Floats, high: Floats, estimate: Floats) -> Tallies:
 
 
 def _widened(number: Tallies, total: Floats, *, fewer: "Floats | int" = 0, more: "Floats | int" = 0) -> Tallies:
-    """The number where so many may be fewer, and so many more."""
+    """Return the number with bounds for so many fewer and so many more."""
     low, high = np.maximum(number.low - fewer, 0), np.minimum(number.high + more, total)
     return Tallies(low=low, high=high, estimate=number.estimate)
 
@@ -306,13 +333,13 @@ def _none(total: Floats) -> Tallies:
 
 
 def _ratio(noise: Floats, energy: Floats) -> Floats:
-    """Noise over signal; 0 where there is no signal."""
+    """Return noise over signal, 0 without signal."""
     with np.errstate(all="ignore"):
         return np.where(energy > 0, noise / energy, 0.0)
 
 
 def _above(limit: Floats) -> Ints:
-    """The first binade that does not begin below a limit; one below all of them for 0."""
+    """Return the first binade that starts at or above a limit. For 0, one below all."""
     fraction, exponent = np.frexp(limit)
     found = exponent.astype(np.int64) - (fraction == 0.5)
     return np.where(limit > 0, found, row_layout.LOWEST_BINADE)

@@ -1,8 +1,8 @@
-"""What modules cast to a narrow format, as the cast sees it: recorded values times the cast's scale.
+"""Values that modules cast to a narrow format, at the scale of the cast.
 
-A cast multiplies what is in memory, a loss scale included; so of a stored value only the cast's own scale counts. In
-these cells `scale` is what stored values carry beyond those that are cast, the cast's scale to the power of -1: then
-everything that is asked of cells, at shift 0, is asked of the values that the format gets.
+A cast multiplies the values in memory, a loss scale included. So only the cast's own scale counts for a stored value.
+In these cells `scale` is the cast's scale to the power of -1. Then any question about these cells, at shift 0, is about
+the values that the format receives.
 """
 
 from dataclasses import dataclass, replace
@@ -48,31 +48,32 @@ class CastCells:
 
     @cached_property
     def coarse(self) -> Floats:
-        """Of each cell's nonzero values the part that rounds to zero, or keeps fewer digits than the format has."""
+        """Share of each cell's nonzero values that become zero or lose digits."""
         lost = self.values.lost(self.format, 0)
         return self._share(lost.estimate + self.values.subnormal(self.format, 0, lost).estimate)
 
     @cached_property
     def room(self) -> Floats:
-        """By how many binades each cell's values could lie higher before the largest saturates; NaN without any."""
+        """Binades that each cell's values could rise before the largest saturates. NaN: none."""
         there = self.cells.nonzero > 0
         return -self.cells.highest(np.where(there, -self.values.highest_shift(self.format).astype(np.float64), np.nan))
 
     @cached_property
     def sizes(self) -> Floats:
-        """The binade of each cell's root mean square as it is cast; NaN where all is zero."""
+        """Binade of each cell's root mean square at the cast. NaN where all is zero."""
         with np.errstate(all="ignore"):
             return np.where(self.cells.rms > 0, np.log2(self.cells.rms), np.nan)
 
     def scale_at(self, layer: int, place: int) -> float:
-        """The scale of a layer's cast at one of the steps."""
+        """Return the scale of a layer's cast at one of the steps."""
         rows = self._rows(layer, place, place)
         return float(1.0 / self.cells.scale[rows[-1]]) if len(rows) else float("nan")
 
     def serving(self, layer: int, first: int, last: int, tolerance: float) -> float | None:
-        """The highest scale, one binade below saturation, that would have served a layer from a step to another.
+        """Return the highest scale that works for a layer in a step range.
 
-        A power of two times the last one used; None where it would flush `tolerance` of the values or more.
+        It leaves one binade below saturation, and is a power of two times the last one used. None if `tolerance` of the
+        values or more would underflow at it.
         """
         rows = self._rows(layer, first, last)
         rows = rows[self.cells.nonzero[rows] > 0]
@@ -98,7 +99,13 @@ class CastCells:
 
 
 def cast_cells(view: View, collection: str, *, constant: bool = False) -> list[CastCells]:
-    """What of a collection is cast, by format; with `constant` only what is cast at scales that do not move."""
+    """Return the cast values of a collection by format.
+
+    Args:
+        view: The run.
+        collection: Name of the collection.
+        constant: Whether to return only casts whose scale does not change.
+    """
     cells = view.cells(collection)
     chosen = [c for c in view.casts if c.collection == collection and (c.constant or not constant)]
     if cells is None:

@@ -1,7 +1,7 @@
-"""How many values of each row a format would lose, hold with fewer bits, or overflow: `Spectrum.fit` on columns.
+"""Losses of an element format in each row of a collection: `Spectrum.fit` on columns.
 
-The same arithmetic as `spectrum.fit`'s `population` and `element_fit`, for all rows of a collection at once; tests
-compare the two. Magnitudes are ordinals there and here: the binade's exponent times 2^53, plus the position in it.
+The arithmetic is that of `population` and `element_fit` in `spectrum.fit`, for all rows of a collection at once. Tests
+compare the two. Magnitudes are ordinals: the binade's exponent times 2^53, plus the position in the binade.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ class Tallies:
     estimate: Floats
 
     def out_of(self, total: Ints) -> "Tallies":
-        """The numbers of the others."""
+        """Return the numbers of the other values."""
         return Tallies(low=total - self.high, high=total - self.low, estimate=total - self.estimate)
 
     def minus(self, other: "Tallies", total: NDArray[Any]) -> "Tallies":
-        """The numbers in this and not in the other, which is a part of it."""
+        """Return the numbers in this and not in the other, which is a part of it."""
         low = np.maximum(self.low - other.high, 0)
         high = np.clip(self.high - other.low, 0, total)
         return Tallies(low=low, high=high, estimate=np.clip(self.estimate - other.estimate, low, high))
@@ -43,7 +43,7 @@ class Tallies:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Populations:
-    """The nonzero finite values of each row, with what is known of where in a binade they lie."""
+    """Nonzero finite values of each row, and their known places in the binades."""
 
     cells: Cells
 
@@ -59,7 +59,7 @@ class Populations:
 
     @cached_property
     def grids(self) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-        """The mantissa bits and quantum exponent of each row's grid, and whether the row is on it."""
+        """Mantissa bits and quantum exponent of each row's grid, and whether the row is on it."""
         known = [get_element(name, "diagnose") for name in self.cells.formats]
         bits = np.array([fmt.mantissa_bits for fmt in known], dtype=np.int64)[self.cells.format]
         quantum = np.array([fmt.quantum_exponent for fmt in known], dtype=np.int64)[self.cells.format]
@@ -69,12 +69,18 @@ class Populations:
         return bits, quantum, on_grid
 
     def points(self, point: int, shift: int | Ints, scale: float | None = None) -> Ints:
-        """An ordinal of the true values times ``2**shift`` as one of each row's stored values; of any at a scale."""
+        """Return an ordinal of the true values times ``2**shift`` as a stored value of each row.
+
+        With `scale` it is one of any values at that scale.
+        """
         binade, inside = self._moved(point, shift, scale)
         return np.clip(binade, -_END, _END) * BINADE + inside
 
     def _moved(self, point: int, shift: int | Ints, scale: float | None = None) -> tuple[Ints, Ints]:
-        """As `points`, the binade and the position in it, which are no int64 together for formats as wide as FP64."""
+        """Return `points` as binade and position.
+
+        For formats as wide as FP64 the two do not fit into one int64.
+        """
         fraction, exponent = np.frexp(self.cells.scale if scale is None else np.array([scale]))
         whole, position = divmod(point, BINADE)
         binade = whole + (exponent - 1).astype(np.int64) - np.asarray(shift, dtype=np.int64)
@@ -88,7 +94,10 @@ class Populations:
         return binade, inside
 
     def below(self, point: Ints, *, inclusive: bool) -> Tallies:
-        """How many magnitudes of each row are below the ordinal, or at it if `inclusive` (`Population.below`)."""
+        """Return how many magnitudes of each row are below an ordinal (`Population.below`).
+
+        With `inclusive`, those at it count too.
+        """
         nonzero, limit = self.cells.nonzero, point + inclusive
         all_of_it = self.last < limit
         known = np.where(all_of_it, nonzero, 0).astype(np.float64)
@@ -100,7 +109,10 @@ class Populations:
         return found
 
     def _divided(self, rows: Ints, point: Ints, limit: Ints) -> tuple[Floats, Floats, Floats]:
-        """At least, at most and about how many of some rows' magnitudes are below a limit that lies among them."""
+        """Return how many magnitudes of some rows are below a limit that lies among them.
+
+        Three numbers: at least, at most, about.
+        """
         cells, first, last = self.cells, self.first[rows], self.last[rows]
         index = np.clip(limit // BINADE, row_layout.LOWEST_BINADE, row_layout.LOWEST_BINADE + row_layout.BINADES - 1)
         place, begin, length = index - cells.lowest[rows], cells.start[rows], cells.length[rows]
@@ -123,7 +135,10 @@ class Populations:
     def _fraction(
         self, rows: Ints, start: Ints, stop: Ints, point: Ints, limit: Ints
     ) -> tuple[Floats, NDArray[np.bool_]]:
-        """The part of the values from `start` to `stop` below `limit`; whether that is exact, being none or all."""
+        """Return the share of the values from `start` to `stop` below `limit`.
+
+        The second result is whether that is exact, because it is none or all.
+        """
         bits, quantum, on_grid = (each[rows] for each in self.grids)
         binade = start // BINADE
         one_binade = stop // BINADE == binade
@@ -142,11 +157,11 @@ class Populations:
     # -- against a format
 
     def lost(self, fmt: Format, shift: int | Ints) -> Tallies:
-        """How many values round to zero."""
+        """Return how many values round to zero."""
         return self.below(self.points(lost_point(fmt), shift), inclusive=True)
 
     def subnormal(self, fmt: Format, shift: int | Ints, lost: Tallies) -> Tallies:
-        """How many values are held with less than full precision, and not lost."""
+        """Return how many values lose precision without becoming zero."""
         if not fmt.has_subnormals:
             nothing = np.zeros(len(self.cells))
             return Tallies(low=nothing, high=nothing, estimate=nothing)
@@ -154,26 +169,34 @@ class Populations:
         return small.minus(lost, self.cells.nonzero)
 
     def overflow(self, fmt: Format, shift: int | Ints) -> Tallies:
-        """How many values would exceed the format's largest one."""
+        """Return how many values would exceed the format's largest one."""
         point = self.points(overflow_point(fmt), shift)
         return self.below(point, inclusive=not fmt.overflow_at_threshold).out_of(self.cells.nonzero)
 
     def highest_shift(self, fmt: Format) -> Ints:
-        """The highest shift at which nothing of a row overflows; `_SHIFTS` for a row of zeros."""
+        """Return the highest shift at which nothing of a row overflows.
+
+        `_SHIFTS` for a row of zeros.
+        """
         binade, inside = self._moved(overflow_point(fmt) - fmt.overflow_at_threshold, 0)  # the largest that is held
         room = binade - self.last // BINADE - (inside < self.last % BINADE)
         return np.where(self.cells.nonzero > 0, room, _SHIFTS)
 
     def lowest_shift(self, fmt: Format, tolerance: float) -> Ints:
-        """The lowest shift at which surely less than `tolerance` of a row's nonzero values is lost."""
+        """Return the lowest shift at which a row loses less than `tolerance` for certain."""
         return self.lowest_shift_of_groups(fmt, tolerance, np.arange(len(self.cells)), len(self.cells))
 
     def lowest_shift_of_groups(
         self, fmt: Format, tolerance: float, group: Ints, groups: int, hidden: Callable[[Ints], Floats] | None = None
     ) -> Ints:
-        """The same of groups of rows together, `group` being the number of each row's; by bisection.
+        """Return `lowest_shift` for groups of rows together, by bisection.
 
-        `hidden` says how many values beside those recorded would be lost at a shift of each row.
+        Args:
+            fmt: The format.
+            tolerance: Share of the nonzero values that may be lost.
+            group: Number of each row's group.
+            groups: Number of groups.
+            hidden: Returns how many values in addition to those recorded would be lost at a shift of each row.
         """
         none = np.full(groups, -_SHIFTS, dtype=np.int64)
         all_of = self.cells.nonzero + (0 if hidden is None else hidden(none[group]))
@@ -188,7 +211,10 @@ class Populations:
 
 
 def ordinals(x: Floats) -> Ints:
-    """The ordinals of positive floats; the end of all for NaN, Inf and what float64 holds as a subnormal."""
+    """Return the ordinals of positive floats.
+
+    NaN, Inf and subnormal numbers of float64 get the end of all.
+    """
     finite = np.isfinite(x) & (x > 0)
     fraction, exponent = np.frexp(np.where(finite, x, 1.0))
     result = np.clip(exponent.astype(np.int64) - 2, -1000, 1000) * BINADE + (fraction * 2 * BINADE).astype(np.int64)
@@ -203,7 +229,10 @@ def _on_grid(x: Floats, bits: Ints, quantum: Ints) -> NDArray[np.bool_]:
 
 
 def _over_binades(start: Ints, stop: Ints, point: Ints) -> Floats:
-    """The part below a point where an end binade holds everything beyond it too: by magnitude, not by ordinal."""
+    """Return the share below a point where an end binade holds everything beyond it too.
+
+    It is computed by magnitude and not by ordinal.
+    """
     unit = stop // BINADE
 
     def magnitude(position: Ints) -> Floats:
@@ -215,7 +244,7 @@ def _over_binades(start: Ints, stop: Ints, point: Ints) -> Floats:
 
 
 def _extent(index: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """The ordinals between which the values of one binade of each row lie, both ends included."""
+    """Return the first and last ordinal of the values of one binade, by row."""
     start = index * BINADE
     stop = start + BINADE - 1
     bottom = index == row_layout.LOWEST_BINADE

@@ -1,16 +1,16 @@
-"""What narrow formats did to the values that were recorded: an estimate of underflow that happened, cell by cell.
+"""Estimate of the underflow that happened in narrow formats, cell by cell.
 
-An FP16 gradient has zeros for what FP16 could not hold, and zeros that are zero in any precision (ReLU, unused rows,
-masks). Three things tell them apart, the best first:
+An FP16 gradient has zeros from underflow, and zeros that are zero in any precision (ReLU, unused rows, masks). Three
+sources distinguish them, the best first:
 
-1. a shadow step's counts, which are exact;
-2. the tail of what is left. Values that a format flushes have neighbours that it just holds: near the floor q (the
-   smallest value) magnitudes spread as x^(a-1), and the counts of [q, 4q) and [4q, 16q) give a, hence the number below
-   q/2. Structural zeros have no such neighbours. a = 1 is an even spread, what any smooth distribution has near zero;
-   the counts are weighted with a few values of such a spread, so that single values prove nothing;
-3. where nothing is left at all, what the layer last held, at the scale of now.
+1. The counts of a shadow step, which are exact.
+2. The tail of the remaining values. Values that underflow have neighbours that just do not: near the floor q (the
+   smallest value) magnitudes spread as x^(a-1). The counts of [q, 4q) and [4q, 16q) give a, and hence the number below
+   q/2. Structural zeros have no such neighbours. a = 1 is an even spread, as of any smooth distribution near zero. The
+   counts are weighted with a few values of such a spread, so that single values prove nothing.
+3. If no value remains, the last spectrum of the layer, at the present scale.
 
-The fraction is of what would be nonzero: lost / (lost + nonzero).
+The fraction is of the values that would be nonzero: lost / (lost + nonzero).
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,12 @@ _BELOW = 0.5**_EXPONENTS / (3.5**_EXPONENTS - 0.5**_EXPONENTS)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Narrow:
-    """What formats narrower than FP32 did to one collection.
+    """Effect of formats narrower than FP32 on one collection.
 
-    `held`: of each row, the scale at which its format held the values (a loss scale; gradients that were unscaled since
-    are stored at scale 1 and were held at the loss scale).
+    Attributes:
+        cells: The cells.
+        held: Of each row, the scale at which its format contained the values. It is a loss scale. Gradients that were
+            unscaled since are stored at scale 1 and were contained at the loss scale.
     """
 
     cells: Cells
@@ -56,7 +58,10 @@ class Narrow:
 
     @cached_property
     def lost(self) -> Floats:
-        """About how many values of each row underflowed; NaN where nothing can be told, 0 in formats that lose none."""
+        """Estimate of the values that underflowed, by row.
+
+        NaN where it cannot be estimated, 0 in formats that lose none.
+        """
         cells = self.cells
         low, _ = self._tail
         below = np.interp(self._ratio, _RATIOS, _BELOW)
@@ -68,27 +73,31 @@ class Narrow:
         return np.where(self.censors, np.where(unknown, np.nan, found), 0.0)
 
     def hidden(self, fmt: Format, shift: NDArray[np.int64]) -> Floats:
-        """About how many of the values that underflowed a format would lose too, at a shift of the true values.
+        """Return how many of the values that underflowed a format would lose too, by row.
 
-        All at the shift that puts its floor where that of the rows' own format was, and below; above it they come back
-        as their spread says, and at least as an even spread does: what is left near the floor of a tensor that is
-        almost gone says too little.
+        It is all of them at the shift that puts its floor where that of the row's own format was, and below. Above it
+        they come back by the estimated spread, and at least by an even spread: the values left near the floor of a
+        tensor that has almost vanished are too few.
+
+        Args:
+            fmt: The format.
+            shift: Shift of the true values.
         """
         higher = np.maximum(shift - self.floor_shift(fmt), 0.0)
         spread = np.maximum(np.interp(self._ratio, _RATIOS, _EXPONENTS), 1.0)
         return np.nan_to_num(self.lost) * 2.0 ** (-spread * higher)
 
     def floor_shift(self, fmt: Format) -> Floats:
-        """Of each row, the shift at which a format flushes what the row's own format has flushed."""
+        """Return the shift at which a format loses what each row's own format has lost."""
         own = np.array([known.quantum_exponent for known in self.known])[self.cells.format]
         return np.log2(self.held) + fmt.quantum_exponent - own
 
     @cached_property
     def lost_of_cell(self) -> Floats:
-        """About how many values of each cell underflowed; NaN where nothing was recorded.
+        """Estimate of the values that underflowed, by cell. NaN where nothing was recorded.
 
-        Of a cell of zeros only: all, if what the layer last held would be flushed at the scale of now (more than half
-        of it), and none otherwise.
+        For a cell of zeros only it is all, if more than half of the layer's last values would underflow at the present
+        scale, and none otherwise.
         """
         cells = self.cells
         found = np.where(self.vanished, self._of_what_was * cells.total_of("zeros"), cells.total(self.lost))
@@ -96,12 +105,15 @@ class Narrow:
 
     @cached_property
     def fraction(self) -> Floats:
-        """Of each cell's values that would be nonzero, the part that underflowed; NaN where nothing was recorded."""
+        """Underflow rate of each cell: the lost share of the values that would be nonzero.
+
+        NaN where nothing was recorded.
+        """
         return share(self.lost_of_cell, self.cells.total(self.cells.nonzero))
 
     @cached_property
     def vanished(self) -> NDArray[np.bool_]:
-        """The cells of narrow formats in which nothing is left, and no shadow step says why."""
+        """Cells of narrow formats that are all zero, without the counts of a shadow step."""
         zeros, nonzero = self.cells.total_of("zeros"), self.cells.total(self.cells.nonzero)
         narrow = self.cells.total(self.censors.astype(np.int64)) > 0
         told = ~np.isnan(self.cells.total_of("underflowed"))
@@ -109,7 +121,10 @@ class Narrow:
 
     @cached_property
     def _of_what_was(self) -> Floats:
-        """For cells of zeros only: 1 where the layer's last spectrum would be flushed at the scale of now, else 0."""
+        """For cells of zeros: 1 if the layer's last values would underflow at the present scale.
+
+        0 for other cells.
+        """
         cells, result = self.cells, np.zeros(self.cells.shape)
         if not self.vanished.any():
             return result
@@ -125,7 +140,10 @@ class Narrow:
         return result
 
     def _would_be_lost(self, then: NDArray[np.int64], now: NDArray[np.int64]) -> Floats:
-        """The part of the values of rows `then`, and of those they had lost, that is flushed at the scale of `now`."""
+        """Return the share of the values of rows `then` that underflows at the scale of `now`.
+
+        The values that those rows had lost count too.
+        """
         population = Populations(cells=self.cells)
         change = np.zeros(len(self.cells), dtype=np.int64)
         result = np.empty(len(then))
@@ -141,7 +159,7 @@ class Narrow:
 
     @cached_property
     def _lift(self) -> NDArray[np.int64]:
-        """By how many binades the values lay higher when the format held them than they are stored."""
+        """Binades by which values lay higher in their format than they are stored."""
         return np.round(np.log2(self.held / self.cells.scale)).astype(np.int64)
 
     @cached_property
@@ -158,6 +176,6 @@ class Narrow:
 
 
 def share(lost: Floats, nonzero: Floats) -> Floats:
-    """The part of the values that would be nonzero; 0 where there are none."""
+    """Return the lost share of the values that would be nonzero, 0 where there are none."""
     with np.errstate(all="ignore"):
         return np.where(lost + nonzero == 0, 0.0, lost / (lost + nonzero))

@@ -17,14 +17,14 @@ from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Modules:
-    """The modules of a collection of parameters: their names, and the place of each layer's module among them."""
+    """Modules of a collection of parameters, and the place of each layer's module."""
 
     names: tuple[str, ...]
     of_layer: Ints
 
     @classmethod
     def of(cls, cells: Cells) -> "Modules":
-        """The modules of the layers' names."""
+        """Return the modules of the layers' names."""
         owners = [name.rpartition(".")[0] or name for name in cells.names]
         if "weight" in cells.names:  # a model that is one layer: its bias belongs to its weight
             owners = ["weight" if name == "bias" else name for name in owners]
@@ -34,11 +34,11 @@ class Modules:
 
     @classmethod
     def apart(cls, cells: Cells) -> "Modules":
-        """Each layer by itself: of collections that hold one tensor of a module each."""
+        """Return each layer by itself, for collections with one tensor of a module."""
         return cls(names=cells.names, of_layer=np.arange(len(cells.names)))
 
     def total(self, by_layer: Floats) -> Floats:
-        """The sum over each module's layers; NaN where none of them has a number."""
+        """Return the sum over each module's layers. NaN where none of them has a number."""
         known = ~np.isnan(by_layer)
         result = np.zeros((len(self.names), by_layer.shape[1]))
         there = np.zeros(result.shape, dtype=bool)
@@ -47,11 +47,16 @@ class Modules:
         return np.where(there, result, np.nan)
 
     def underflow(self, narrow: Narrow) -> Floats:
-        """Of the values of each module that would be nonzero, the part that underflowed."""
+        """Return the underflow rate of each module."""
         return share(self.total(narrow.lost_of_cell), self.total(narrow.cells.total(narrow.cells.nonzero)))
 
     def main_layers(self, cells: Cells, among: NDArray[np.bool_] | None = None) -> Sequence[str]:
-        """For each module, the name of its largest parameter (of those in `among`), which stands for it."""
+        """Return for each module the name of its largest parameter, which stands for it.
+
+        Args:
+            cells: The cells.
+            among: Layers to choose from. Default: all.
+        """
         sizes = np.nanmax(cells.total_of("count"), axis=1)
         sizes = sizes if among is None else np.where(among, sizes, -1)
         best: dict[int, int] = {}

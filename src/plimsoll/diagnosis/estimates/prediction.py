@@ -1,4 +1,4 @@
-"""`Prediction`: what a format would make of every cell of a collection, as numbers of values."""
+"""`Prediction`: the effect of a format on every cell of a collection, as counts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +12,14 @@ Tally = tuple[Floats, Floats, Floats]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prediction:
-    """Numbers of values by cell, layers x steps: at least, at most, about; NaN where nothing was recorded.
+    """Numbers of values by cell (layers by steps): at least, at most, about.
 
-    `hidden` are zeros that a narrow format may have made of values; `noise` and `signal` are sums of squares.
+    NaN where nothing was recorded.
+
+    Attributes:
+        hidden: Zeros that a narrow format may have made of values.
+        noise: Sum of squared errors.
+        signal: Sum of squares.
     """
 
     nonzero: Floats
@@ -26,7 +31,7 @@ class Prediction:
     signal: Floats
 
     def each(self, change: Callable[[Floats], Floats]) -> "Prediction":
-        """The prediction with each of its numbers changed in one way."""
+        """Return the prediction with each of its numbers changed in one way."""
 
         def all_of(tally: Tally) -> Tally:
             return change(tally[0]), change(tally[1]), change(tally[2])
@@ -42,10 +47,10 @@ class Prediction:
         )
 
     def summed(self, axis: int) -> "Prediction":
-        """The prediction with its layers (0) or its steps (1) added up."""
+        """Return the prediction with its layers (0) or its steps (1) added up."""
         return self.each(lambda values: summed(values, axis))
 
 
 def summed(values: Floats, axis: int) -> Floats:
-    """The sum over layers (0) or steps (1), without what was not recorded."""
+    """Return the sum over layers (0) or steps (1), without unrecorded cells."""
     return np.nansum(values, axis=axis)

@@ -1,8 +1,8 @@
-"""Signal to rounding noise of every row in a format: `snr_db` of `plimsoll.spectrum.fit.population`, on columns.
+"""Signal to rounding noise of every row in a format: `Fit.snr_db` on columns.
 
-What a binade's values err by depends on the binade, the format and the shift, and not on the row. So the noise of all
-rows is their counts, as a sparse matrix of rows by binades, times a few vectors over binades; only the binade in which
-overflow begins and a row's last one need the row's own extremes. The matrix is made once for a collection.
+The error of a binade's values depends on the binade, the format and the shift, and not on the row. So the noise of all
+rows is their counts, as a sparse matrix of rows by binades, times a few vectors over binades. Only the binade in which
+overflow begins, and a row's last one, need the row's own extremes. The matrix is made once for a collection.
 """
 
 from dataclasses import dataclass
@@ -22,18 +22,22 @@ _BINADES: Ints = np.arange(row_layout.BINADES, dtype=np.int64) + row_layout.LOWE
 
 
 def noise_and_signal(values: Populations, fmt: Format, shift: int) -> tuple[Floats, Floats]:
-    """The expected sum of squared errors of each row, and its sum of squares; both of the true values.
+    """Return the expected sum of squared errors and the sum of squares, by row.
 
-    A value that the format holds errs by its spacing's even distribution, a lost one by itself, an overflowing one by
-    its distance to the format's largest value (it is taken to saturate). Values of one binade are spread evenly over
-    it, or over the numbers of the row's grid.
+    Both are of the true values. A value that the format represents has an evenly distributed error of its spacing, a
+    lost one the error of its size, an overflowing one its distance to the format's largest value (it is taken to
+    saturate). Values of one binade are spread evenly over it, or over the numbers of the row's grid.
     """
     return Noise(values=values).of(fmt, shift)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Kin:
-    """Rows of one scale that are on one grid, or on none; `counts` are rows by binades."""
+    """Rows of one scale that are on one grid, or on none.
+
+    Attributes:
+        counts: Rows by binades.
+    """
 
     rows: Ints
     scale: float
@@ -48,7 +52,10 @@ class _Kin:
         return round(float(np.log2(self.scale)))
 
     def mean_squares(self) -> Floats:
-        """The mean square of each binade's values: 7/3 of its start's square if spread evenly."""
+        """Return the mean square of each binade's values.
+
+        It is 7/3 of the square of the binade's start if they are spread evenly.
+        """
         squares = np.ldexp(1.0, _power(2 * _BINADES))
         if not self.on_grid:
             return squares * (7 / 3)
@@ -56,7 +63,7 @@ class _Kin:
         return squares * (1 + (places - 1) / places + (places - 1) * (2 * places - 1) / (6 * places * places))
 
     def rounding(self, fmt: Format, shift: int) -> Floats:
-        """The mean square of the error of rounding each binade's values."""
+        """Return the mean square of the error of rounding each binade's values."""
         spacing = np.maximum(_BINADES - fmt.mantissa_bits, fmt.quantum_exponent - shift + self.lift)
         spacing = np.minimum(spacing, _BINADES + 1)  # only lost values have a wider one
         even = np.ldexp(1.0, _power(2 * spacing)) / 12
@@ -77,7 +84,13 @@ class Noise:
     values: Populations
 
     def of(self, fmt: Format, shift: int, over: Floats | None = None) -> tuple[Floats, Floats]:
-        """As `noise_and_signal`; `over` is how many values of each row overflow, where that is known."""
+        """Return noise and signal, as `noise_and_signal` does.
+
+        Args:
+            fmt: The format.
+            shift: Shift of the true values.
+            over: How many values of each row overflow, if that is known.
+        """
         cells = self.values.cells
         noise = np.zeros(len(cells))
         over = self.values.overflow(fmt, shift).estimate if over is None else over
@@ -103,9 +116,10 @@ class Noise:
     def _spilt(
         self, kin: _Kin, fmt: Format, shift: int, point: int, among: Ints, over: Floats, rounding: Floats
     ) -> Floats:
-        """What overflow adds: all values above the point's binade, and of that binade those left of the estimate.
+        """Return the noise that overflow adds.
 
-        An even spread makes the top binades heavier than the sum of squares says: `_surplus` is the correction.
+        All values above the point's binade overflow, and of that binade those left of the estimate. An even spread
+        makes the top binades heavier than the sum of squares: `_surplus` is the correction.
         """
         rows, top, binades = kin.rows[among], point // BINADE, _BINADES
         with np.errstate(all="ignore"):
@@ -184,7 +198,10 @@ class Noise:
 
 
 def _saturation(start: Ints, stop: Ints, point: int, largest: float) -> Floats:
-    """The mean square distance to the format's largest value, of values spread evenly from one ordinal to another."""
+    """Return the mean square distance to the format's largest value.
+
+    It is of values spread evenly from one ordinal to another.
+    """
     high = np.maximum(stop, start)
     with np.errstate(all="ignore"):
         near, far = _magnitude(start) - largest, _magnitude(high) - largest
@@ -197,7 +214,7 @@ def _magnitude(position: Ints) -> Floats:
 
 
 def _times(number: NDArray[Any], error: Floats) -> Floats:
-    """The product, and nothing where there are none, however far they would be off."""
+    """Return the product, and 0 for no values, however large their error would be."""
     return np.where(number > 0, number * np.where(number > 0, error, 0.0), 0.0)
 
 

@@ -1,8 +1,8 @@
-"""The underflow rate: one definition, which every printed share of lost gradients follows.
+"""The underflow rate: one definition, which every printed share of gradients follows.
 
-Of the values that a format narrower than FP32 held and that would not be zero, the share that it flushed to zero: all
-values of the collection's tensors over the steps asked about, taken together. A shadow step counts it; at other steps
-it is estimated by the tail of what is left (`format_losses`). Tensors in FP32 or BF16 lose none and do not count.
+It is the share of values that became zero in a format narrower than FP32, of all its values that would not be zero. The
+values are those of all tensors of the collection in a step range, taken together. A shadow step counts them. At other
+steps the rate is estimated by the tail of the remaining values (`format_losses`). Tensors in FP32 or BF16 do not count.
 """
 
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def underflow_by_step(view: View, collection: str) -> tuple[Ints, Floats]:
 
 
 def _counted(view: View, collection: str) -> tuple[Ints, Floats, Floats]:
-    """Steps, and at each the values that narrow formats flushed and those that they kept."""
+    """Return the steps, and the values that underflowed and that did not in narrow formats."""
     narrow = view.narrow(collection)
     if narrow is None or not narrow.censors.any():
         return np.empty(0, dtype=np.int64), np.empty(0), np.empty(0)

@@ -1,9 +1,9 @@
-"""Which scales work for a collection: the highest that overflows nowhere, the lowest that loses little.
+"""Usable scales of a collection: the highest without overflow, the lowest with little loss.
 
-The rules, `whatif` and the figures all ask here, so that one run has one answer. Of each step and layer, as shifts
-(powers of two) of the true values; gradients of parameters are judged by module, all else tensor by tensor. What the
-run's own format has lost already is not seen, but estimated by the tail of what is left (`format_losses`); of a layer
-that has nothing left, nothing is said.
+The rules, `whatif` and the figures all use this module, so that one run has one answer. Scales are shifts (powers of
+two) of the true values, by step and layer. Gradients of parameters are judged by module, others tensor by tensor.
+Values that the run's own format has lost already are estimated by the tail of the remaining ones (`format_losses`). A
+layer without any remaining value has no usable scales here.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,12 @@ _KNOWN: WeakKeyDictionary[Narrow, dict[Format, tuple[Floats, Floats]]] = WeakKey
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scales:
-    """The shifts that work, of layers x steps: `low` to `high`; NaN where there is nothing to hold."""
+    """Shifts that work, layers by steps.
+
+    Attributes:
+        low: The lowest shift. NaN where no value was recorded.
+        high: The highest shift. NaN likewise.
+    """
 
     cells: Cells
     names: tuple[str, ...]
@@ -37,13 +42,16 @@ class Scales:
 
     @classmethod
     def of(cls, view: View, fmt: Format = FP16, until: int | None = None) -> Self | None:
-        """Those of the gradients up to a step; None where there are none."""
+        """Return the usable scales of the gradients up to a step. None without gradients."""
         narrow = view.narrow("gradients")
         return None if narrow is None else cls.of_record(narrow, fmt, until)
 
     @classmethod
     def of_record(cls, narrow: Narrow, fmt: Format, until: int | None = None) -> Self:
-        """Those of a collection up to a step. Computed once for each record and format."""
+        """Return the usable scales of a collection up to a step.
+
+        They are computed once for each record and format.
+        """
         cells, known = narrow.cells, _KNOWN.setdefault(narrow, {})
         layers = _layers(cells)
         if fmt not in known:
@@ -54,7 +62,7 @@ class Scales:
 
     @property
     def of_tensors(self) -> tuple[Floats, Floats]:
-        """`low` and `high` of each tensor, which are its layer's; NaN where the tensor has nothing to hold."""
+        """`low` and `high` of each tensor, which are its layer's. NaN for a tensor of zeros."""
         of_layer = _layers(self.cells).of_layer
         there = self.cells.total(self.cells.nonzero) > 0
         low, high = (np.where(there, bound[of_layer], np.nan) for bound in (self.low, self.high))
@@ -62,13 +70,13 @@ class Scales:
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """The scales that work for all layers at all steps; None where none does, or nothing is there to hold."""
+        """The scales that work for all layers at all steps. None: there are none."""
         low, high = np.fmax.reduce(self.need, initial=np.nan), np.fmin.reduce(self.room, initial=np.nan)
         return (int(low), int(high)) if low <= high else None
 
     @property
     def bounding(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """The layer that needs the highest scale of all and the one that overflows first, each with its bound."""
+        """The layer that needs the highest scale and the one that overflows first, with bounds."""
         lowest, highest = np.nan_to_num(self.low, nan=-np.inf), np.nan_to_num(self.high, nan=np.inf)
         needs, bears = int(lowest.max(axis=1).argmax()), int(highest.min(axis=1).argmin())
         return (self.names[needs], int(lowest[needs].max())), (self.names[bears], int(highest[bears].min()))
@@ -85,13 +93,13 @@ class Scales:
 
     @property
     def one_serves(self) -> bool:
-        """Whether at the last steps (a quarter of all) one scale works for all layers, more often than not."""
+        """Whether one scale works for all layers at most of the last steps (a quarter of all)."""
         recent = slice(-(-3 * self.low.shape[1] // 4) - 1, None)
         return bool(np.median(_known(self.need[recent] - self.room[recent], 1.0)) <= 0)
 
     @property
     def each_serves(self) -> bool:
-        """Whether at the last steps each layer has a scale that works for it, more often than not."""
+        """Whether each layer has a scale that works for it at most of the last steps."""
         recent = slice(-(-3 * self.low.shape[1] // 4) - 1, None)
         gaps = _over_layers(np.fmax, self.low[:, recent] - self.high[:, recent])
         return bool(np.median(_known(gaps, 1.0)) <= 0)

@@ -28,12 +28,16 @@ _TOLERANCE = 0.01
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow(NotebookRepr):
-    """What one module multiplies, in the plan's format at the plan's scale.
+    """One role of a module, in the plan's format at the plan's scale.
 
-    - `role`: "weights", "activations" or "gradients". `scale`: what values are multiplied by before they are cast.
-    - `predicted`: the fraction that the plan says is lost; `found`: what this run says; `overflow`: the fraction that
-      overflows in it. None where nothing is known.
-    - `ok`: at every step nothing overflows and surely less than the tolerance is lost. `why`: why it is not.
+    Attributes:
+        role: "weights", "activations" or "gradients".
+        scale: The factor of the values before they are cast.
+        predicted: The share that is lost by the plan. None: unknown.
+        found: The share that is lost in this run. None: unknown.
+        overflow: The share that overflows in it. None: unknown.
+        ok: Whether, at every step, nothing overflows and less than the tolerance is lost for certain.
+        why: Why it is not.
     """
 
     module: str
@@ -47,12 +51,12 @@ class PlanRow(NotebookRepr):
     why: str | None = None
 
     def __str__(self) -> str:
-        """One line: the module, what it multiplies in which format, and whether that holds."""
+        """Return one line: the module, the role, the format, and whether it works."""
         verdict = "ok" if self.ok else self.why
         return f"{shown(self.module)}, {self.role} in {self.format} at scale {power(self.scale)}: {verdict}"
 
     def to_dict(self) -> dict[str, object]:
-        """The row as JSON-able data."""
+        """Return JSON-able data."""
         return {
             "module": self.module,
             "role": self.role,
@@ -69,7 +73,12 @@ class PlanRow(NotebookRepr):
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCheck(NotebookRepr):
-    """A plan against a run: `rows`, those that fail first; `unknown` names of the plan that the run does not have."""
+    """A plan checked against a run.
+
+    Attributes:
+        rows: The rows, those that fail first.
+        unknown: Names of the plan that the run does not have.
+    """
 
     path: str
     target: str
@@ -83,7 +92,7 @@ class PlanCheck(NotebookRepr):
 
     @property
     def sentence(self) -> str:
-        """What came of it, in one sentence."""
+        """The result in one sentence."""
         modules = dict.fromkeys(row.module for row in self.rows)
         failing = dict.fromkeys(row.module for row in self.rows if not row.ok)
         missing = f"the run has no {', '.join(shown(name) for name in self.unknown[:3])}"
@@ -96,11 +105,11 @@ class PlanCheck(NotebookRepr):
         return told if not self.unknown else f"{told} And {missing}{more}."
 
     def __str__(self) -> str:
-        """The sentence."""
+        """Return the sentence."""
         return self.sentence
 
     def to_dict(self) -> dict[str, object]:
-        """All of it as JSON-able data."""
+        """Return all of it as JSON-able data."""
         return {
             "run": self.path,
             "target": self.target,
@@ -111,7 +120,12 @@ class PlanCheck(NotebookRepr):
         }
 
     def table(self, most: int = 20, width: int | None = None) -> "Table":
-        """A table for the terminal, what fails first."""
+        """Return a table for the terminal, the failing rows first.
+
+        Args:
+            most: Largest number of rows. Default: 20.
+            width: Width in columns. Default: that of the content.
+        """
         from rich import box
         from rich.table import Table
 
@@ -139,11 +153,19 @@ def check_plan(
     tolerance: float | None = None,
     until: int | None = None,
 ) -> PlanCheck:
-    """Whether a plan would have served another run: at every step, in its formats and at its scales.
+    """Check whether a plan works for another run, at every step.
 
-    `tolerance` is the plan's, if it has one and no other is given, else 0.01. Modules that a glob of the plan matches
-    are judged if they multiply matrices, those that it names in any case. A loss scale moves in training; FP16's
-    gradients are judged at the one that the plan begins with.
+    Modules that a glob of the plan matches are judged if they multiply matrices, named ones in any case. A loss scale
+    moves in training. FP16 gradients are judged at the one that the plan starts with.
+
+    Args:
+        plan: The plan.
+        run: The run, its folder, or a view of it.
+        tolerance: Share of a tensor's values that may be lost. Default: the plan's, else 0.01.
+        until: The last step to use. Default: all.
+
+    Returns:
+        The result, with a row for each module and role.
     """
     if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"check_plan: expected a Plan; got {type(plan).__name__}. Write Plan.load(path).")
@@ -195,7 +217,7 @@ def _row(
 
 
 def _scale(plan: Plan, said: ModulePlan, role: Role, fmt: Format | BlockFormat) -> float:
-    """What the values are multiplied by: a scale of their own, or for narrow gradients the loss scale."""
+    """Return the factor of the values: their own scale, or the loss scale for gradients."""
     own = said.scales.get(role)
     if own is not None:
         return own

@@ -1,12 +1,12 @@
-"""Whether a module can compute in a format, by what a run recorded of what it multiplies; and what it would lose.
+"""Whether a module can compute in a format, and its losses there, by recorded values.
 
-What is cast depends on the format. FP16, BF16 and wider are torch's own dtypes: operands and results of a product are
-rounded to them, gradients too, which all carry the loss scale alone. Narrower ones are cast at the operands of
-products: weights and what goes into the module in the forward, the gradient of what comes out of it in the backward,
-each with a power of two of its own, or in blocks.
+The cast values depend on the format. FP16, BF16 and wider are torch's own dtypes: operands and results of a product are
+rounded to them. So are gradients, which all carry only the loss scale. Narrower formats are cast at the operands of
+products. These are the weights and the module's input in the forward, and the gradient of its output in the backward.
+Each has its own power of two, or blocks.
 
-The gradient that a product hands back to its input is not judged: what is recorded of that tensor is the sum over all
-that used it, a residual stream's for instance.
+The gradient that a product returns to its input is not judged. The recorded gradient of that tensor is a sum over all
+users of it, for instance of a residual stream.
 """
 
 import math
@@ -31,9 +31,14 @@ Parts = list[tuple[Collection, tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Of one module in one pair of formats: why not (None: it can), the scales, and the windows of gradients.
+    """Result for one module in one pair of formats.
 
-    `unknown`: the reason is that the run cannot tell. `spare`: the binades that each scale leaves below overflow.
+    Attributes:
+        why: Why it cannot compute in them. None: it can.
+        unknown: Whether the reason is missing data.
+        shifts: The scale of each role, as a shift.
+        spare: Headroom that each scale leaves, in powers of two.
+        gradients: Usable shifts of the gradients.
     """
 
     why: str | None = None
@@ -44,7 +49,11 @@ class Verdict:
 
 
 class Judge:
-    """A run, asked about its modules. `margin`: the binades that scales leave; None: 1, and more for sparse samples."""
+    """Judge of a run's modules.
+
+    Args:
+        margin: Headroom that scales leave, in powers of two. None: 1, and more for sparse samples.
+    """
 
     def __init__(self, view: View, *, tolerance: float, margin: int | None) -> None:
         self.tolerance, self.margin, self.follows = tolerance, 1 if margin is None else margin, margin is None
@@ -52,7 +61,10 @@ class Judge:
         self.collections = {name: Collection.of(view, name, tolerance) for name in (*FORWARD, *BACKWARD)}
 
     def verdict(self, module: Module, forward: str, backward: str) -> Verdict:
-        """Whether the module can compute in these formats. FP16's gradients need a loss scale: their window is told."""
+        """Return whether the module can compute in these formats.
+
+        For gradients in FP16 the result has their window, since they need a loss scale.
+        """
         if module.opaque and forward not in _WIDE:
             return Verdict(why="what it multiplies inside (queries, keys, hidden states) is not recorded", unknown=True)
         missing = next((role for role in ROLES if not self.series(module, role, forward, backward)), None)
@@ -83,7 +95,7 @@ class Judge:
         return Verdict(shifts=shifts, spare=left, gradients=gradients)
 
     def why_not_at(self, module: Module, role: Role, formats: tuple[str, str], shift: int) -> str | None:
-        """Why a role does not serve in its format at just this shift; None where it does."""
+        """Return why a role does not work in its format at this shift. None if it does."""
         fmt = get(formats[1] if role == "gradients" else formats[0])
         parts = self.series(module, role, *formats)
         if not parts:
@@ -101,13 +113,16 @@ class Judge:
         return f"{percent(self.tolerance)} or more of its {_WORDS[role]} may be lost in {name} at 2^{shift} ({needs})"
 
     def best(self, window: Window, spare: int) -> int:
-        """The highest shift that spares so many binades, or as many as keep the loss small; 0 for nothing to hold."""
+        """Return the highest shift with so much headroom, or as much as keeps the loss small.
+
+        0 for tensors of zeros.
+        """
         if not window.bounded:
             return 0
         return min(max(window.high - spare, min(window.low, window.high - self.margin), LOWEST), HIGHEST)
 
     def why_none(self, window: Window, fmt: Format, role: Role, lowest: int, highest: int) -> str | None:
-        """Why no shift from `lowest` to `highest` serves a window; None where one does."""
+        """Return why no shift from `lowest` to `highest` works for a window. None if one does."""
         room = min(window.high - self.margin, highest)
         if max(window.low, lowest) <= room:
             return None
@@ -125,7 +140,7 @@ class Judge:
         )
 
     def series(self, module: Module, role: Role, forward: str, backward: str) -> Parts:
-        """The recorded series that a role is judged by; none where one that is needed is missing."""
+        """Return the recorded series to judge a role by. Empty if a needed one is missing."""
         if role == "weights":
             return self._recorded("weights", module.weight)
         if role == "activations":
@@ -138,14 +153,14 @@ class Judge:
         return own and outputs + own
 
     def bad(self, module: Module, role: Role, formats: tuple[str, str], shift: int) -> Bad | None:
-        """What a role's format loses of it over the run; None where it was not recorded."""
+        """Return a role's losses in its format over the run. None if it was not recorded."""
         parts = self.series(module, role, *formats)
         fmt = get(formats[1] if role == "gradients" else formats[0])
         found = [collection.bad(names, fmt, shift) for collection, names in parts]
         return sum(found, Bad()) if found else None
 
     def values(self, module: Module) -> tuple[float, float]:
-        """How many values a step casts in the forward and in the backward."""
+        """Return how many values a step casts in the forward and in the backward."""
         sizes = [
             sum(collection.count(names) for collection, names in self.series(module, role, "e4m3", "e5m2"))
             for role in ROLES
@@ -164,7 +179,10 @@ class Judge:
         return result
 
     def _wanted(self, parts: Parts) -> int:
-        """The binades to leave: the margin, and where it follows the samples what the steps between them need."""
+        """Return the headroom to leave.
+
+        It is the margin, or with a margin of None what the steps between samples need.
+        """
         needed = max(collection.spare(names, self.trained) for collection, names in parts) if self.follows else 0.0
         return max(self.margin, math.ceil(needed))
 
@@ -179,7 +197,7 @@ class Judge:
 
 
 def outward(low: float, estimate: float, high: float) -> tuple[float, float, float]:
-    """An interval in three digits, rounded so that it holds what it held."""
+    """Return an interval in three digits that contains the exact one."""
     lower, upper = _rounded(low, math.floor), min(_rounded(high, math.ceil), 1.0)
     return lower, min(max(_rounded(estimate, round), lower), upper), upper
 

@@ -1,17 +1,17 @@
-"""How much room a scale leaves for steps that were not recorded.
+"""Headroom of a scale for steps that were not recorded.
 
-Between two samples the largest value of a tensor moves, and no sample says how far. What is known is how far it moved
-from sample to sample. Let the log2 of largest values have exponential tails, which fall by e in `b` binades (the values
-themselves have tails of a power law then, heavier than those of most gradients). Then
+The largest value of a tensor moves between samples, by an unknown amount. Known is how far it moved from sample to
+sample. Let the log2 of largest values have exponential tails, which fall by e in `b` binades. The values themselves
+then have tails of a power law, heavier than those of most gradients.
 
-- `b` is the mean of |difference| of two samples: such a difference is Laplace distributed with scale `b`;
-- with `n` steps for each that was recorded, the largest of the others exceeds the largest of the recorded by x
-  binades with probability (n - 1) / (n - 1 + exp(x / b)): the difference of two Gumbel variables is logistic. For a
-  risk r that is x = b ln((n - 1) (1 - r) / r).
+`b` is the mean of the absolute difference of two samples: such a difference is Laplace distributed with scale `b`. With
+`n` steps for each recorded one, the largest of the others exceeds the largest recorded one by x binades with
+probability (n - 1) / (n - 1 + exp(x / b)), since the difference of two Gumbel variables is logistic. For a risk r that
+is x = b ln((n - 1) (1 - r) / r).
 
-Of a tensor that moves evenly up or down, b is what it moves between samples: it gets several times that. The mean of
-k differences is raised by two of its standard errors, 2 / sqrt(k) of it. Of a single sample no movement is known: a
-binade is taken.
+For a tensor that moves evenly up or down, b is its movement between samples, and it gets several times that. The mean
+of k differences is raised by two of its standard errors, 2 / sqrt(k) of it. A single sample has no known movement: it
+gets one binade.
 """
 
 import math
@@ -25,10 +25,14 @@ _UNKNOWN = 1.0  # binades, from one sample to another
 
 
 def spare(steps: Ints, largest: Floats, trained: int) -> float:
-    """How many binades to leave above the largest recorded value of a series; 0 where every step was recorded.
+    """Return the binades to leave above the largest recorded value of a series.
 
-    `largest`: at each of the steps, in order, NaN where nothing was recorded. `trained`: how many steps the run had; 0
-    where that is not known.
+    0 if every step was recorded.
+
+    Args:
+        steps: The recorded steps.
+        largest: The largest value at each. NaN where nothing was recorded.
+        trained: Number of steps of the run. 0: unknown.
     """
     known = np.isfinite(largest) & (largest > 0)
     tops, at = np.log2(largest[known]), steps[known]

@@ -1,6 +1,7 @@
-"""The loss scale of FP16 modules: one for all where one serves, else one for each layer, or for as many as it can.
+"""Loss scale of FP16 modules: one for all if one works, else one for each layer.
 
-Windows are of the true gradients, as shifts; a module's own scale includes the loss scale.
+Or for as many layers as it can. Windows are of the true gradients, as shifts. A module's own scale includes the loss
+scale.
 """
 
 import statistics
@@ -17,7 +18,10 @@ _HIGHEST_OF_LAYER = 100  # `LayerScaler`'s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Exponents: of the loss scale, and of the modules that need their own. `unserved` have none at this loss scale."""
+    """Exponents of the loss scale and of the modules that need their own.
+
+    `unserved` modules have none at this loss scale.
+    """
 
     loss: int
     layers: Mapping[str, int]
@@ -25,7 +29,7 @@ class Scales:
 
 
 def solve(windows: Mapping[str, Window], *, margin: int, layer_scales: bool) -> Scales:
-    """The scales for modules each of which some scale serves."""
+    """Return the scales for modules that each have a usable one."""
     ranges = {name: _range(window, margin) for name, window in windows.items() if window.bounded}
     if not ranges:
         return Scales(loss=_START, layers={})
@@ -48,7 +52,7 @@ def _one(low: int, high: int) -> int:
 
 
 def _most(ranges: Mapping[str, tuple[int, int]]) -> Scales:
-    """The one scale that serves most modules; of several, that with the most room above what it must be."""
+    """Return the scale that works for most modules, of several the one with most room."""
     serving = {k: [n for n, (low, high) in ranges.items() if low <= k <= high] for k in {h for _, h in ranges.values()}}
     best = max((k for k in serving if k >= FLOOR), key=lambda k: (len(serving[k]), -k), default=None)
     if best is None:

@@ -1,4 +1,4 @@
-"""`plan`: from a run, the format and the scales of each module for a target, with the reasons."""
+"""`plan`: format and scales of each module for a target, with reasons, from a run."""
 
 import os
 from collections.abc import Sequence
@@ -31,28 +31,39 @@ def plan(
     exclude: Sequence[str] = (),
     until: int | None = None,
 ) -> Plan:
-    """Which module can compute in which format, and at which scales, by the spectra of a whole run.
+    """Choose a format and scales for each module, by the spectra of a whole run.
 
-    A module gets the target's formats if at every recorded step nothing that it multiplies overflows, with a binade
-    (or `margin_binades`) to spare, and surely less than `tolerance` of it is lost. Otherwise it gets `fallback`, with
-    the reason in `Plan.notes`. What the run does not know (a collection that was not recorded, what an FP16 run has
-    flushed already) counts as unsafe, and is said in `Plan.remarks`. Modules that multiply no matrices are not in the
-    plan, nor are those that never computed, such as an average of the weights (EMA); a remark names these.
+    A module gets the target's formats if at every recorded step nothing that it multiplies overflows, with a binade (or
+    `margin_binades`) to spare, and less than `tolerance` is lost for certain. Otherwise it gets `fallback`, with the
+    reason in `Plan.notes`. Missing data (a collection that was not recorded, values that an FP16 run has lost already)
+    counts as unsafe and is a remark in `Plan.remarks`. Modules that multiply no matrices are not in the plan. Nor are
+    those that never computed, such as an average of the weights (EMA). A remark names these.
 
-    - `target`: "fp16": operands and results in FP16, with one loss scale if one serves all modules, else a scale for
-      each (`LayerScaler`); with `layer_scales=False` what the best one does not serve falls back. "bf16". "fp8": E4M3
-      for weights and activations, E5M2 for gradients, with a power of two for each of the three in each module.
-      "mxfp8", "mxfp6", "mxfp4", "nvfp4", "nvfp4_single": blocks, by the run's block records (`plimsoll.watch` with
-      `block`), or without by an upper bound of what they lose. "cheapest": for each module the one of these (but FP16
-      and nvfp4_single) with the fewest bits.
-    - `margin_binades`: how many binades scales leave between the largest recorded value and overflow. None: 1, and
-      scales of FP8 casts leave more where steps were not recorded, by how many these are and how far largest values
-      moved from sample to sample, as long as the tolerance holds. A number: just so many.
-    - `fallback`: "bf16", "tf32" or "fp32".
-    - `include`, `exclude`: names of modules, or globs: those that are judged although they do not look as if they
-      multiplied, multiply inside what is not recorded, or never computed; those that are left as they are.
+    Args:
+        run: The run, its folder, or a view of it.
+        target: "fp16": operands and results in FP16, with one loss scale if one works for all modules, else a scale for
+            each (`LayerScaler`). "bf16". "fp8": E4M3 for weights and activations, E5M2 for gradients, with a power of
+            two for each of the three in each module. "mxfp8", "mxfp6", "mxfp4", "nvfp4", "nvfp4_single": blocks, by the
+            run's block records (`plimsoll.watch` with `block`), or without by an upper bound of their loss. "cheapest":
+            for each module the one of these (except FP16 and nvfp4_single) with the fewest bits.
+        tolerance: Share of a tensor's values that may be lost at any step. Default: 0.01.
+        margin_binades: Headroom of scales below overflow, in powers of two. Default: 1, and more for scales of FP8
+            casts if steps were not recorded, by their number and by the movement of largest values, as far as the
+            tolerance allows.
+        fallback: "bf16", "tf32" or "fp32". Default: "bf16".
+        layer_scales: Whether layers may have their own FP16 scales. If not, modules for which the best loss scale does
+            not work fall back. Default: True.
+        include: Names or globs of modules to judge even if they do not seem to multiply, multiply inside something that
+            was not recorded, or never computed.
+        exclude: Names or globs of modules to leave as they are.
+        until: The last step to use. Default: all.
 
-    Raises `NotRecordedError` for a run without modules to plan, `ArgumentError` for a target that there is not.
+    Returns:
+        The plan.
+
+    Raises:
+        NotRecordedError: The run has no modules to plan.
+        ArgumentError: The target does not exist.
     """
     _check(target, tolerance, margin_binades, fallback)
     view = view_of("plan", run, until)
@@ -140,7 +151,7 @@ def _predicted(judge: Judge, choice: Choice, scales: Scales) -> dict[str, tuple[
 
 
 def view_of(operation: str, run: "Run | View | str | os.PathLike[str]", until: int | None) -> View:
-    """The view of a run, however it is given."""
+    """Return the view of a run, a folder, or a view."""
     if isinstance(run, View):
         if until is not None:
             raise ArgumentError(
@@ -167,14 +178,14 @@ def _check(target: Any, tolerance: Any, margin: Any, fallback: Any) -> None:
 
 
 def _meant(target: Any) -> str:
-    """The targets that use a format, where one was named."""
+    """Return the targets that use a format, if the user named a format."""
     name = str(target).lower()
     uses = [key for key, pairs in _PAIRS.items() if any(name in pair for pair in pairs)]
     return f"{name} is a format: the target that uses it is {' or '.join(uses)}." if uses else "Choose one."
 
 
 def check_tolerance(operation: str, tolerance: Any) -> None:
-    """Raises for what is no fraction above 0."""
+    """Raise `ArgumentError` unless a tolerance is a fraction above 0."""
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance <= 1:
         raise ArgumentError(
             f"{operation}: expected a tolerance above 0 and at most 1; got {tolerance!r}. It is the fraction of a "

@@ -1,16 +1,16 @@
-"""Which modules of a run a plan is about, and which recorded series tell of each.
+"""Modules of a run that a plan is about, and the recorded series of each.
 
-A run knows a module by names and numbers of values only. It is taken to multiply matrices if
+A run has only names of modules and numbers of values. A module is taken to multiply matrices if
 
-- it has a parameter called `weight` that has more values than its `bias` (those of norms have as many);
-- floating tensors go into it, where its activations were recorded (an embedding gets indices);
-- no part of its own name says that it is a norm.
+- it has a parameter called `weight` with more values than its `bias` (those of norms have as many);
+- its inputs are floating tensors, if activations were recorded (an embedding gets indices);
+- no part of its own name is that of a norm.
 
-Attention modules with weights of their own (`in_proj_weight`) and recurrent layers (`weight_ih_l0`) multiply too, but
-what they multiply inside is not recorded. Others (norms, embeddings, activations) multiply nothing.
+Attention modules with their own weights (`in_proj_weight`) and recurrent layers (`weight_ih_l0`) multiply too, but the
+operands inside are not recorded. Others (norms, embeddings, activations) multiply nothing.
 
-A module without inputs, outputs and gradients never computed, and no format matters to it: an average of the weights
-(EMA), say.
+A module without inputs, outputs and gradients never computed, for example an average of the weights (EMA). No format
+matters to it.
 """
 
 import fnmatch
@@ -35,10 +35,14 @@ _PARAMETRIZED = ".parametrizations."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A module that multiplies matrices, and the names of its series.
+    """A module that multiplies matrices, with the names of its series.
 
-    `weight`: of its matrices; `inputs`, `outputs`: of its activations. `opaque`: what it multiplies inside is not
-    recorded.
+    Attributes:
+        name: Its name.
+        weight: The series of its matrix.
+        inputs: The series of its inputs.
+        outputs: The series of its outputs.
+        opaque: Whether its operands inside are not recorded.
     """
 
     name: str
@@ -50,15 +54,18 @@ class Module:
 
 @dataclass(slots=True)
 class _Owner:
-    """The parameters of a module by their last name: the series and its number of values."""
+    """Parameters of a module by their last name: the series and its number of values."""
 
     parameters: dict[str, tuple[str, int]] = field(default_factory=dict[str, "tuple[str, int]"])
 
 
 def modules_of(view: View, chosen: Collection[str] = (), left: Collection[str] = ()) -> list[Module]:
-    """The modules of a run that multiply matrices, in its order.
+    """Return the modules of a run that multiply matrices, in its order.
 
-    `chosen` are names of modules that do, whatever they look like; `left` of such that are left out.
+    Args:
+        view: The run.
+        chosen: Names of modules that count as such in any case.
+        left: Names of modules to leave out.
     """
     owners = _owners(view)
     sides, recorded = _sides(view), set(view.run.tensors.get("activations", ()))
@@ -76,10 +83,10 @@ def modules_of(view: View, chosen: Collection[str] = (), left: Collection[str] =
 
 
 def computes(view: View, module: Module) -> bool:
-    """Whether anything that was recorded says that the module computed: inputs, outputs or gradients.
+    """Return whether a module computed: it has inputs, outputs or gradients.
 
-    An average of another module's weights, or a part that the training does not use, has none. Where activations or
-    gradients were not recorded at all, nobody knows: it counts as one that computes.
+    An average of another module's weights, or a part that the training does not use, has none. If neither activations
+    nor gradients were recorded, a module counts as one that computes.
     """
     gradients = set(view.run.tensors.get("gradients", ()))
     if not gradients or not view.run.tensors.get("activations"):
@@ -88,7 +95,7 @@ def computes(view: View, module: Module) -> bool:
 
 
 def _owners(view: View) -> dict[str, _Owner]:
-    """The modules that have parameters, by name."""
+    """Return the modules that have parameters, by name."""
     found: dict[str, _Owner] = {}
     for collection in BEFORE_UPDATE_OF_PARAMETERS:
         cells = view.cells(collection)
@@ -107,7 +114,10 @@ def _owners(view: View) -> dict[str, _Owner]:
 
 
 def _parameters(cells: Cells, manifest: Mapping[str, Any]) -> dict[tuple[str, str], int]:
-    """Names of parameters (those that share one with another included) and their series, with the number of values."""
+    """Return names of parameters with their series and number of values.
+
+    Parameters that share a tensor with another are included.
+    """
     counts = np.zeros(len(cells.names), dtype=np.int64)
     np.maximum.at(counts, cells.layer, cells.column("count"))
     known = dict(zip(cells.names, counts.tolist(), strict=True))
@@ -120,7 +130,7 @@ def _parameters(cells: Cells, manifest: Mapping[str, Any]) -> dict[tuple[str, st
 
 
 def _owner_of(parameter: str) -> tuple[str, str]:
-    """The module of a parameter, and the parameter's own name in it."""
+    """Return the module of a parameter, and the parameter's own name in it."""
     if _PARAMETRIZED in parameter:
         module, _, rest = parameter.partition(_PARAMETRIZED)
         return module, rest.partition(".")[0]
@@ -129,7 +139,7 @@ def _owner_of(parameter: str) -> tuple[str, str]:
 
 
 def _sides(view: View) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The names of each module's recorded inputs and outputs."""
+    """Return the names of each module's recorded inputs and outputs."""
     found: dict[str, tuple[list[str], list[str]]] = {}
     for collection in OF_MODULES:
         for series in view.run.tensors.get(collection, ()):
@@ -148,7 +158,11 @@ def _has_matrix(name: str, owner: _Owner) -> bool:
 
 
 def named(view: View, argument: str, globs: Sequence[str]) -> set[str]:
-    """The modules with parameters that names or globs match; raises `ArgumentError` for one that matches none."""
+    """Return the modules with parameters that match names or globs.
+
+    Raises:
+        ArgumentError: A name or glob matches none.
+    """
     owners, found = _owners(view), set[str]()
     for glob in (globs,) if isinstance(globs, str) else globs:
         names = {glob} if glob in owners else {name for name in owners if fnmatch.fnmatchcase(name, glob)}

@@ -1,4 +1,4 @@
-"""What a plan says of itself: why a module has its format, and remarks on the whole."""
+"""Reasons for a module's format, and remarks on a whole plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,12 @@ Losses = Mapping[str, tuple[float, float, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What was decided of one module; `why_not` the target, where its format is the fallback; `scales` as shifts."""
+    """Decision on one module.
+
+    Attributes:
+        why_not: Why the target was not possible, if its format is the fallback.
+        scales: Its scales, as shifts.
+    """
 
     module: Module
     forward: str
@@ -44,7 +49,7 @@ def note(judge: Judge, choice: Choice, predicted: Losses) -> str:
 
 
 def _left(judge: Judge, choice: Choice) -> str:
-    """What the scales leave for the steps between samples, where that is more than the margin."""
+    """Return the headroom for steps between samples, if it is larger than the margin."""
     if not judge.follows:
         return ""
     told = [f"{role} 2^{k}" for role, k in choice.verdict.spare.items() if judge.margin < k < _ENOUGH]
@@ -52,7 +57,14 @@ def _left(judge: Judge, choice: Choice) -> str:
 
 
 def remarks(judge: Judge, chosen: Sequence[Choice], scales: Scales | None, idle: Sequence[str]) -> list[str]:
-    """The plan in one sentence, and what is not known of the run; `idle` modules never computed."""
+    """Return the plan in one sentence, and remarks on missing data.
+
+    Args:
+        judge: The judge of the run.
+        chosen: The decisions.
+        scales: The loss scale.
+        idle: Modules that never computed.
+    """
     found = [_summary(judge, chosen)]
     if idle:
         these = "these modules" if len(idle) > 1 else "this module"

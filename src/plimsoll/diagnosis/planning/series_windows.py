@@ -1,9 +1,9 @@
-"""The recorded series of a plan's modules against formats: which shifts serve at every step, and what is lost in all.
+"""Usable shifts of a plan's series at every step, and their losses over the whole run.
 
-Element formats have windows of shifts. A block format scales each block by itself: what it loses is in the run's block
-records, if it has any of that block length. Without, a bound is known. No block's largest value is beyond the tensor's
-absmax, and a block's scale rises with its largest value, so that a value is lost at most if it would be at the scale of
-the tensor's absmax.
+Element formats have windows of shifts. A block format scales each block itself: its losses are in the run's block
+records, if there are any of that block length. Without them a bound is known. No block's largest value is beyond the
+tensor's absmax, and a block's scale rises with its largest value. So a value is lost at most if it would be at the
+scale of the tensor's absmax.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,10 @@ _NEVER = 10_000  # a shift that no format can need
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The shifts that serve at all steps of some series, and the steps that bound them; any where all is zero."""
+    """Shifts that work at all steps of some series, and the steps that bound them.
+
+    A series of zeros has any.
+    """
 
     low: int = -_NEVER
     high: int = _NEVER
@@ -48,7 +51,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bad:
-    """How many values, of how many, a format loses (at least, about, at most) and how many surely or maybe overflow."""
+    """Numbers of values that a format loses (at least, about, at most) and that overflow.
+
+    Values overflow for certain or maybe.
+    """
 
     lost: tuple[float, float, float] = (0.0, 0.0, 0.0)
     overflow: tuple[float, float] = (0.0, 0.0)
@@ -66,7 +72,10 @@ class Bad:
 
     @property
     def fraction(self) -> Interval:
-        """What is lost, as a fraction of the values; those that the run's own format may have lost in the upper end."""
+        """Return the lost share of the values.
+
+        Values that the run's own format may have lost are in the upper end.
+        """
         low, estimate, high = self.lost
         known = max(self.values, 1.0)
         upper = (high + self.hidden) / max(self.values + self.hidden, 1.0)
@@ -74,7 +83,7 @@ class Bad:
 
     @property
     def overflows(self) -> Interval:
-        """What overflows, as a fraction of the values."""
+        """Return the overflowing share of the values."""
         low, high = (each / max(self.values, 1.0) for each in self.overflow)
         return Interval(low=low, high=high, estimate=(low + high) / 2)
 
@@ -91,7 +100,7 @@ class Collection:
 
     @classmethod
     def of(cls, view: View, collection: str, tolerance: float) -> "Collection | None":
-        """That of a run; None where it was not recorded."""
+        """Return a collection of a run. None if it was not recorded."""
         recorded = view.in_blocks(collection)
         if recorded is not None:
             return cls(recorded[1], tolerance, recorded[0])
@@ -99,22 +108,22 @@ class Collection:
         return None if narrow is None else cls(narrow, tolerance)
 
     def has(self, name: str) -> bool:
-        """Whether the series has anything recorded."""
+        """Return whether the series has a record."""
         return name in self._place
 
     @cached_property
     def hidden(self) -> Floats:
-        """Of each row the zeros that its own format may have made of values: exactly, where a shadow step tells."""
+        """Zeros that a row's own format may have made of values. Exact in shadow steps."""
         zeros, shadow = self.cells.column("zeros").astype(np.float64), self.cells.column("underflowed")
         return np.where(self.narrow.censors, np.where(np.isnan(shadow), zeros, shadow), 0.0)
 
     def count(self, names: Sequence[str]) -> float:
-        """How many values the series have at a step, as a rule."""
+        """Return the usual number of values of the series at a step."""
         count = self.cells.column("count")
         return sum(float(np.median(count[self._rows([name])])) for name in names if self.has(name))
 
     def window(self, names: Sequence[str], fmt: Format) -> Window:
-        """The shifts at which nothing of the series overflows and each loses little, at every step."""
+        """Return the shifts at which no series overflows and each loses little, at every step."""
         low, high = self._window_of_rows(fmt)
         rows = self._rows(names)
         rows = rows[self.cells.nonzero[rows] + self.hidden[rows] > 0]
@@ -127,12 +136,15 @@ class Collection:
         )
 
     def spare(self, names: Sequence[str], trained: int) -> float:
-        """The binades to leave above what was recorded of the series, for the steps between."""
+        """Return the headroom to leave for the steps between samples, in binades."""
         tops = self.cells.true_absmax
         return max((spare(self.cells.steps, tops[self._place[n]], trained) for n in names if self.has(n)), default=0.0)
 
     def worst_of_blocks(self, names: Sequence[str], fmt: BlockFormat) -> tuple[float, int, bool]:
-        """The largest fraction that a series can lose at a step in a block format, the step, and if it is recorded."""
+        """Return the largest share that a series can lose at a step in a block format.
+
+        The other results are that step, and whether the share is recorded.
+        """
         rows = self._rows(names)
         known = self.cells.nonzero[rows] + self.hidden[rows]
         rows, known = rows[known > 0], known[known > 0]
@@ -144,7 +156,7 @@ class Collection:
         return float(share.max()), int(self.cells.steps[self.cells.at[worst]]), recorded
 
     def bad(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> Bad:
-        """What a format loses of the series over the whole run, times ``2**shift``."""
+        """Return a format's losses of the series over the whole run, times ``2**shift``."""
         rows = self._rows(names)
         values, hidden = float(self.cells.nonzero[rows].sum()), float(self.hidden[rows].sum())
         if isinstance(fmt, BlockFormat):
@@ -182,7 +194,7 @@ class Collection:
         return self._windows[fmt.name]
 
     def _lost_in_blocks(self, fmt: BlockFormat) -> Tallies:
-        """Of each row the values that are lost; in the upper end those in blocks with NaN or Inf too."""
+        """Return the lost values by row. The upper end includes blocks with NaN or Inf."""
         if fmt.name not in self._blocks:
             found = self._lost_at_most(fmt)
             if self.blocks is not None:
@@ -196,7 +208,10 @@ class Collection:
         return self._blocks[fmt.name]
 
     def _lost_at_most(self, fmt: BlockFormat) -> Tallies:
-        """Without a record: at most those lost at the absmax's scale, and those in blocks with NaN or Inf."""
+        """Return an upper bound of the lost values by row, without a block record.
+
+        It has the values lost at the absmax's scale, and those in blocks with NaN or Inf.
+        """
         point = ordinals(_flushed_below(self.cells, fmt))
         lost = self.values.below(point, inclusive=True).high
         poisoned = self.cells.column("nans") + self.cells.column("pos_infs") + self.cells.column("neg_infs")
@@ -205,7 +220,10 @@ class Collection:
 
 
 def _flushed_below(cells: Cells, fmt: BlockFormat) -> Floats:
-    """Of each row (as stored) the magnitude up to which a value of a block with the row's absmax is lost."""
+    """Return the magnitude (as stored) up to which values are lost, by row.
+
+    They are values of a block with the row's absmax.
+    """
     element = fmt.element
     with np.errstate(all="ignore"):
         absmax = np.nan_to_num(cells.column("absmax") / cells.scale)
@@ -220,7 +238,10 @@ def _flushed_below(cells: Cells, fmt: BlockFormat) -> Floats:
 
 
 def _flushed_without_tensor_scale(absmax: Floats, fmt: BlockFormat) -> Floats:
-    """The same, of true values, where a block's scale is its own absmax over the element's, with a mantissa."""
+    """Return the same for true values and scales with a mantissa.
+
+    A block's scale is its own absmax over the element's.
+    """
     element, scale = fmt.element, fmt.scale
     ideal = np.minimum(absmax / element.max, scale.max)
     rounded = ideal * (1 + 2.0 ** -(scale.mantissa_bits + 1)) * _SLACK + scale.smallest_subnormal / 2

@@ -1,7 +1,7 @@
-"""The block records of one collection as flat columns, beside the cells that they belong to.
+"""Block records of one collection as flat columns, next to their cells.
 
-They are read with the cells, in one table, so that rows fit together however a live run grows; and only when someone
-asks about a block format.
+They are read together with the cells, in one table, so that rows match although a live run grows. Only questions about
+block formats read them.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class BlockCells:
     maxima: Ints
 
     def of_rows(self, rows: Ints) -> "BlockCells":
-        """The records of these rows only."""
+        """Return the records of these rows only."""
         depth_start, depths = _chosen(self.depth_start, self.depths, rows)
         maxima_start, maxima = _chosen(self.maxima_start, self.maxima, rows)
         return BlockCells(
@@ -65,16 +65,20 @@ class BlockCells:
 
     @cached_property
     def values(self) -> Floats:
-        """How many values of each row have a depth."""
+        """Number of values with a depth, by row."""
         return self.by_depth @ np.ones(row_layout.BINADES)
 
     @cached_property
     def blocks(self) -> Floats:
-        """How many blocks of each row are finite and not all zero."""
+        """Number of finite blocks with a nonzero value, by row."""
         return self._running[self.maxima_start[1:]] - self._running[self.maxima_start[:-1]]
 
     def maxima_below(self, binade: Ints) -> Floats:
-        """How many of these have their maximum below a binade (one a row, of the values as stored)."""
+        """Return how many of these blocks have their maximum below a binade, by row.
+
+        Args:
+            binade: One binade for each row, of the values as stored.
+        """
         place = np.clip(binade - self.lowest, 0, np.diff(self.maxima_start))
         return self._running[self.maxima_start[:-1] + place] - self._running[self.maxima_start[:-1]]
 
@@ -84,7 +88,7 @@ class BlockCells:
 
 
 def read_blocks(run: Run, collection: str, until: int | None) -> BlockCells | None:
-    """A collection of a run with its block records, up to and with step `until`; None where it has none by then."""
+    """Return a collection with its block records up to a step. None if it has none."""
     if collection not in run.tensors or not run.block_lengths:
         return None
     table = run.table(collection, steps=None if until is None else slice(None, until + 1))
@@ -106,7 +110,7 @@ def read_blocks(run: Run, collection: str, until: int | None) -> BlockCells | No
 
 
 def _chosen(start: Ints, counts: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """The counts of some rows, and where each row's begin."""
+    """Return the counts of some rows, and where each row's begin."""
     length = np.diff(start)[rows]
     begin = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length)])
     return begin, counts[np.repeat(start[:-1][rows] - begin[:-1], length) + np.arange(int(begin[-1]))]

@@ -1,8 +1,8 @@
-"""The recorded spectra of one collection as flat columns: read once, asked many times, no object for any spectrum.
+"""Recorded spectra of one collection as flat columns, without an object for each.
 
-A *cell* is one layer (series) at one step; a *row* is one stored spectrum. There is one row a cell but where a step was
-recorded under several scales or formats, whose rows are then added up. Binades stay the ragged lists they are stored
-as, in one array with its running sum, so that "how many values of each row lie below a binade" is two look-ups a row.
+A *cell* is one layer (series) at one step. A *row* is one stored spectrum. A cell has one row, unless a step was
+recorded under several scales or formats. Its rows are then added up. Binades stay the ragged lists in which they are
+stored, in one array with its running sum. So the number of values below a binade is two look-ups a row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,15 @@ Ints = NDArray[np.int64]
 class Cells:
     """One collection of a run.
 
-    - `names`: the layers, in the order in which they were first measured; `steps`, ascending.
-    - of each row: `layer` and `at` (places in these), `format` (place in `formats`), `scale`, the counts, extremes and
-      sums as stored (`column`), and its binades: `flat[start:stop]` from exponent `lowest` on; `running` is their sum
-      so far.
+    Attributes:
+        names: The layers, in the order in which they were first measured.
+        steps: The steps, ascending.
+        layer: Of each row, the place of its layer in `names`.
+        at: Of each row, the place of its step in `steps`.
+        format: Of each row, the place of its format in `formats`.
+        scale: Of each row, the factor of the stored values.
+        flat: Stored binade counts of all rows. Those of a row are ``flat[start:stop]``, from exponent `lowest` on.
+        running: Running sum of `flat`.
     """
 
     collection: str
@@ -56,7 +61,7 @@ class Cells:
         return len(self.layer)
 
     def emulated(self, steps: range, fmt: str) -> "Cells":
-        """The cells with this format in place of FP32 at these steps."""
+        """Return the cells with this format in place of FP32 at these steps."""
         wide = np.array([name == "fp32" for name in self.formats], dtype=bool)[self.format]
         inside = (self.steps[self.at] >= steps.start) & (self.steps[self.at] < steps.stop)
         names = np.where(wide & inside, fmt, np.array(self.formats)[self.format])
@@ -64,7 +69,7 @@ class Cells:
         return replace(self, formats=tuple(formats.tolist()), format=places)
 
     def of_rows(self, rows: Ints) -> "Cells":
-        """The cells with these rows only; names and steps stay."""
+        """Return the cells with these rows only. Names and steps stay."""
         start = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.length[rows])])
         moved: Ints = self.start[:-1][rows] - start[:-1]
         places: Ints = np.repeat(moved, self.length[rows]) + np.arange(int(start[-1]), dtype=np.int64)
@@ -81,7 +86,7 @@ class Cells:
         )
 
     def only(self, name: str) -> "Cells":
-        """The cells of one layer."""
+        """Return the cells of one layer."""
         held = self.of_rows(np.flatnonzero(self.layer == self.names.index(name)))
         steps, at = np.unique(self.steps[held.at], return_inverse=True)
         return replace(held, names=(name,), steps=steps, layer=np.zeros(len(held), dtype=np.int64), at=at)
@@ -93,7 +98,7 @@ class Cells:
 
     @cached_property
     def length(self) -> Ints:
-        """How many binades each row has stored."""
+        """Number of stored binades, by row."""
         return np.diff(self.start)
 
     @cached_property
@@ -102,11 +107,18 @@ class Cells:
         return self.running[self.start[1:]] - self.running[self.start[:-1]]
 
     def column(self, name: str) -> NDArray[Any]:
-        """A stored column, by row: a count, an extreme, a sum, or what updates and shadow steps add (NaN for none)."""
+        """Return a stored column by row: a count, an extreme, a sum, or an extra.
+
+        Extras are the numbers of updates and shadow steps, NaN for other rows.
+        """
         return self.columns[name]
 
     def below_binade(self, binade: Ints) -> Ints:
-        """How many nonzero finite values of each row, as stored, lie below a binade (one a row)."""
+        """Return how many nonzero finite values lie below a binade, by row, as stored.
+
+        Args:
+            binade: One binade for each row.
+        """
         place = np.clip(np.maximum(binade, row_layout.LOWEST_BINADE) - self.lowest, 0, self.length)
         return self.running[self.start[:-1] + place] - self.running[self.start[:-1]]
 
@@ -119,13 +131,13 @@ class Cells:
 
     @cached_property
     def recorded(self) -> NDArray[np.bool_]:
-        """Where there is a row."""
+        """Whether there is a row, by layer and step."""
         found = np.zeros(self.shape, dtype=bool)
         found.ravel()[self.cell] = True
         return found
 
     def total(self, by_row: NDArray[Any]) -> Floats:
-        """The sum over each cell's rows; NaN where nothing was recorded, or only NaN."""
+        """Return the sum over each cell's rows. NaN where nothing, or only NaN, was recorded."""
         size = len(self.names) * len(self.steps)
         known = None if by_row.dtype.kind != "f" else ~np.isnan(by_row)
         if known is None or known.all():
@@ -136,18 +148,18 @@ class Cells:
         return np.where(there, summed, np.nan).reshape(self.shape)
 
     def highest(self, by_row: Floats) -> Floats:
-        """The largest of each cell's rows; NaN where nothing was recorded, or only NaN."""
+        """Return the largest of each cell's rows. NaN where nothing, or only NaN, is there."""
         result = np.full(len(self.names) * len(self.steps), np.nan)
         np.fmax.at(result, self.cell, by_row)
         return result.reshape(self.shape)
 
     def total_of(self, name: str) -> Floats:
-        """The sum of a stored column over each cell's rows."""
+        """Return the sum of a stored column over each cell's rows."""
         return self.total(self.columns[name])
 
     @cached_property
     def true_absmax(self) -> Floats:
-        """The largest magnitude of each cell, its scale undone; NaN without finite values."""
+        """Largest magnitude of each cell, its scale undone. NaN without finite values."""
         return self.highest(self.columns["absmax"] / self.scale)
 
     @cached_property
@@ -162,7 +174,7 @@ class Cells:
 
     @cached_property
     def rms(self) -> Floats:
-        """Root mean square of the finite values, scale undone; NaN without any."""
+        """Root mean square of the finite values, scale undone. NaN without any."""
         with np.errstate(all="ignore"):
             return np.sqrt(self.total(self.columns["sumsq"] / self.scale**2) / self.finite)
 
@@ -174,13 +186,20 @@ class Cells:
 
     @cached_property
     def zero_fraction(self) -> Floats:
-        """Zeros among all values; NaN without any."""
+        """Share of zeros among all values. NaN without any."""
         with np.errstate(all="ignore"):
             return self.total_of("zeros") / self.total_of("count")
 
 
 def read(run: Run, collection: str, until: int | None = None, name: str | None = None) -> Cells | None:
-    """A collection of a run, or one layer of it, up to and with step `until`; None where there is nothing by then."""
+    """Return a collection of a run, or one layer of it. None if there is nothing.
+
+    Args:
+        run: The run.
+        collection: Name of the collection.
+        until: The last step to read. None: all.
+        name: Name of the only layer to read. Default: all.
+    """
     if collection not in run.tensors:
         return None
     table = run.table(collection, name, steps=None if until is None else slice(None, until + 1), blocks=False)
@@ -188,7 +207,13 @@ def read(run: Run, collection: str, until: int | None = None, name: str | None =
 
 
 def from_table(collection: str, table: Table, order: Sequence[str]) -> Cells:
-    """The cells of a table with the columns of a part, all of one collection; layers in the given order."""
+    """Return the cells of a table with the columns of a part.
+
+    Args:
+        collection: Name of the collection of all rows.
+        table: The table.
+        order: Names of layers in the order to list them.
+    """
     names, layer = _places(table["name"], order)
     formats, fmt = _places(table["format"], ())
     steps, at = np.unique(values_of(table["step"]), return_inverse=True)
@@ -212,7 +237,7 @@ def from_table(collection: str, table: Table, order: Sequence[str]) -> Cells:
 
 
 def _places(column: Any, order: Sequence[str]) -> tuple[tuple[str, ...], Ints]:
-    """The distinct words, those of `order` first and in it, and the place of each row's word among them."""
+    """Return the distinct words, those of `order` first, and the place of each row's word."""
     encoded = pc.dictionary_encode(column)
     encoded = encoded.unify_dictionaries().combine_chunks()
     if isinstance(encoded, pa.ChunkedArray):
@@ -226,7 +251,7 @@ def _places(column: Any, order: Sequence[str]) -> tuple[tuple[str, ...], Ints]:
 
 
 def _ragged(column: Any) -> tuple[Ints, Ints]:
-    """Where each row's counts begin (one more than there are rows), and all counts."""
+    """Return the bounds of each row's counts (one more than rows), and all counts."""
     lists = column.combine_chunks()
     if isinstance(lists, pa.ChunkedArray):
         lists = lists.chunk(0)

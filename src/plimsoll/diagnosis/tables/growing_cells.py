@@ -1,4 +1,4 @@
-"""Cells that grow: what a live run has added is put behind what was read before, which is not read again."""
+"""Cells that grow: rows that a live run has added are appended to those read before."""
 
 import sys
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from plimsoll.diagnosis.tables.cells import Cells, Ints
 
 
 def size_bytes(cells: Cells) -> int:
-    """The memory of the columns, and of what was computed of them and kept."""
+    """Return the memory of the columns, and of what was computed from them and kept."""
     held = [*vars(cells).values(), *cells.columns.values()]
     return sum(each.nbytes for each in held if isinstance(each, np.ndarray)) + sys.getsizeof(cells.names)
 
 
 def before(cells: Cells, step: int) -> Cells:
-    """The rows of steps below `step`."""
+    """Return the rows of steps below `step`."""
     kept = cells.steps[cells.at] < step
     if kept.all():
         return cells
@@ -38,9 +38,14 @@ def before(cells: Cells, step: int) -> Cells:
 
 
 def joined(first: Cells, later: Cells, order: Sequence[str]) -> Cells:
-    """The rows of both, which must not have a cell in common; layers in the given order, as `from_table` has them.
+    """Return the rows of both. They must have no cell in common.
 
-    Equal to what one reading of all would give, but for the order of the rows.
+    The result equals that of one reading of all, except for the order of the rows.
+
+    Args:
+        first: The earlier cells.
+        later: The later cells.
+        order: Names of layers in the order to list them, as for `from_table`.
     """
     names, layer = _merged((first.names, later.names), (first.layer, later.layer), order)
     formats, fmt = _merged((first.formats, later.formats), (first.format, later.format), ())
@@ -65,7 +70,7 @@ def joined(first: Cells, later: Cells, order: Sequence[str]) -> Cells:
 def _merged(
     words: tuple[Sequence[str], Sequence[str]], places: tuple[Ints, Ints], order: Sequence[str]
 ) -> tuple[tuple[str, ...], Ints]:
-    """The words that are in use on either side, in order, and each row's place among them."""
+    """Return the words in use on either side, in order, and the place of each row's word."""
     used = {word for known, place in zip(words, places, strict=True) for word in _in_use(known, place)}
     rank = {word: i for i, word in enumerate(order)}
     merged = sorted(used, key=lambda word: (rank.get(word, len(rank)), word))

@@ -21,10 +21,17 @@ _SURE = 0.99  # Mann-Kendall test, two-sided
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rise:
-    """A stretch of losses above the level of before: places of its first, its last and its highest loss.
+    """A range of losses above the level before it.
 
-    `usual` and `level`: the median of before, and where its noise ends. `height`: the median of the rise; over its last
-    steps if it is `open`, which means that the record ends in it. `lasts`: it is longer than single batches explain.
+    Attributes:
+        first: Place of its first loss.
+        last: Place of its last loss.
+        peak: Place of its highest loss.
+        usual: The median before it.
+        level: Upper end of the noise before it.
+        height: Median of the rise. If it is `open`, median of its last losses.
+        open: Whether the record ends in it.
+        lasts: Whether it is longer than single batches explain.
     """
 
     first: int
@@ -38,17 +45,20 @@ class Rise:
 
     @property
     def length(self) -> int:
-        """How many losses there are from its first to its last."""
+        """Number of losses from its first to its last."""
         return self.last - self.first + 1
 
 
 def beginning(loss: Floats) -> float:
-    """The level that a run begins at: its first loss, or the median of the first five if that is lower."""
+    """Return a run's first loss, or the median of its first five if that is lower."""
     return float(min(loss[0], np.median(loss[:_FIRST])))
 
 
 def levels(loss: Floats, *, window: int, least: int, deviations: float, rise: float) -> tuple[Floats, Floats]:
-    """At each loss the median of those before it, and where their noise ends; NaN for the first `least`."""
+    """Return at each loss the median before it, and the upper end of the noise.
+
+    Both are NaN for the first `least` losses.
+    """
     usual, level = np.full(len(loss), np.nan), np.full(len(loss), np.nan)
     if len(loss) <= least:
         return usual, level
@@ -70,7 +80,7 @@ def levels(loss: Floats, *, window: int, least: int, deviations: float, rise: fl
 
 
 def rises(loss: Floats, usual: Floats, level: Floats, *, lasting: int, share: float) -> list[Rise]:
-    """The rises of a loss above `level`, one after the other; each is held against the level at its own beginning."""
+    """Return the rises of a loss above `level`, each against the level where it began."""
     found: list[Rise] = []
     done = -1
     for first in np.flatnonzero(loss > level).tolist():
@@ -82,7 +92,10 @@ def rises(loss: Floats, usual: Floats, level: Floats, *, lasting: int, share: fl
 
 
 def gradual_rise(loss: Floats, *, beyond: float, window: int, lasting: int, share: float) -> Rise | None:
-    """A rise to above `beyond` that noise hid while it went on; None where most of the last losses are below."""
+    """Return a rise above `beyond` that noise hid while it went on.
+
+    None if most of the last losses are below.
+    """
     if len(loss) < window + lasting or np.count_nonzero(loss[-lasting:] > beyond) < share * lasting:
         return None
     smooth = np.median(sliding_window_view(loss, lasting), axis=1)
@@ -98,13 +111,13 @@ def gradual_rise(loss: Floats, *, beyond: float, window: int, lasting: int, shar
 
 
 def falls(loss: Floats) -> bool:
-    """Whether losses surely fall."""
+    """Return whether losses fall for certain."""
     line = trend(np.arange(len(loss)), loss)
     return line is not None and line.confidence >= _SURE and line.high < 0
 
 
 def comes_back(loss: Floats, rise: Rise) -> bool:
-    """Whether an open rise has surely been falling and half of it is gone."""
+    """Return whether an open rise falls for certain and half of it is gone."""
     after = loss[rise.peak :] - rise.usual
     quarter = after[: max(len(after) // 4, 1)]
     return falls(after) and rise.height - rise.usual <= 0.5 * float(np.median(quarter))

@@ -1,4 +1,4 @@
-"""The search for a loss scale with which a training begins: its skipped steps are no fault.
+"""Search for a loss scale at the start of a training: its skipped steps are no fault.
 
 A scaler starts high on purpose (GradScaler at 2^16) and halves the scale at each overflow until the gradients fit.
 """
@@ -13,10 +13,10 @@ _CLEAN = 10  # steps without a skip, after which the search has ended
 
 
 def searching(view: View, first: int) -> set[int]:
-    """The steps skipped by the search for a scale that begins at step `first`; none where there was no search.
+    """Return the steps that the search for a scale skipped, from step `first` on.
 
-    It ends with ten clean steps. A run that never has so many, or whose scale did not fall, did not search: its scale
-    is too high.
+    The search ends with ten clean steps. A run that never has so many, or whose scale did not fall, did not search: its
+    scale is too high. It has no such steps.
     """
     skips = sorted(event.step for event in view.events if event.kind == "skip")
     found = _chain(skips, first)
@@ -27,7 +27,7 @@ def searching(view: View, first: int) -> set[int]:
 
 
 def said(searches: tuple[set[int], set[int]]) -> Iterator[str]:
-    """One sentence for each run that skipped steps of its own in its search.
+    """Return a sentence for each run that skipped steps which the other one took.
 
     >>> print(*said(({0}, {0, 1, 2})))
     B skipped 2 steps that A took (1 to 2) while its scaler searched for a loss scale: these are not compared.
@@ -43,7 +43,7 @@ def said(searches: tuple[set[int], set[int]]) -> Iterator[str]:
 
 
 def _chain(skips: Iterable[int], first: int) -> list[int]:
-    """The skips up to the first stretch of clean steps.
+    """Return the skips up to the first range of clean steps.
 
     >>> _chain([0, 1, 4, 30], 0)
     [0, 1, 4]

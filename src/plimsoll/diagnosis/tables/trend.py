@@ -1,8 +1,8 @@
-"""Whether a series rises, how fast, and how sure that is: the Theil-Sen slope and the Mann-Kendall test.
+"""Trend of a series: Theil-Sen slope and Mann-Kendall test.
 
-Both look at the order of points and not at their distances, so that single wild samples count little. A series is
-first brought to at most 64 points, the medians of stretches of equal length: which bounds the time, and makes
-neighbours less alike than the test supposes them to be unlike.
+Both use the order of points and not their distances, so single outliers count little. A series is first reduced to at
+most 64 points, the medians of ranges of equal length. That bounds the time, and neighbours become less dependent, as
+the test assumes.
 """
 
 import importlib
@@ -21,9 +21,15 @@ _GROWTH = 1.35  # from one look at a growing series to the next
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """How a series moves: `slope` a step, within `low` to `high` (95 %); `confidence` that it moves at all that way.
+    """Trend of a series.
 
-    `start` and `end` are the trend line's values at the first and the last step.
+    Attributes:
+        slope: Change in one step.
+        low: Lower end of the slope (95 %).
+        high: Upper end of the slope (95 %).
+        confidence: Confidence that the series moves in this direction at all.
+        start: Value of the trend line at the first step.
+        end: Value of the trend line at the last step.
     """
 
     slope: float
@@ -34,14 +40,14 @@ class Trend:
     end: float
 
     def steps_to(self, value: float) -> float:
-        """How many steps after the last one the line comes to a value; Inf if it does not go there."""
+        """Return the steps after the last one until the line reaches a value. Inf: never."""
         if self.end >= value:
             return 0.0
         return (value - self.end) / self.slope if self.slope > 0 else float("inf")
 
 
 def trend(steps: Ints, values: Floats) -> Trend | None:
-    """The trend of a series, NaN left out; None for fewer than eight points."""
+    """Return the trend of a series without its NaN. None for fewer than eight points."""
     # Takes its time to import, and watching has no need of it. It comes without type stubs.
     stats: Any = importlib.import_module("scipy.stats")
     known = np.isfinite(values)
@@ -63,10 +69,10 @@ def trend(steps: Ints, values: Floats) -> Trend | None:
 
 
 def looks(samples: int) -> list[int]:
-    """After how many samples a growing series is looked at: always the same numbers, the last at or below `samples`.
+    """Return the sample counts at which rules judge a growing series, up to `samples`.
 
-    A rule that judges a trend does so at these, and a finding once made stays: so it says of a run's beginning the same
-    while the run goes on as when it has ended.
+    The numbers are always the same, and a finding once made stays. So a rule judges the beginning of a run alike during
+    the run and after it.
 
     >>> looks(20)
     [8, 11, 15]
@@ -80,10 +86,10 @@ def looks(samples: int) -> list[int]:
 
 
 def goes_on(steps: Ints, values: Floats, *, least: float, confidence: float) -> bool:
-    """Whether a series moves as fast as ever at its end: `least` or more in each of its last two quarters, one way.
+    """Return whether a series still moves at its end as fast as before.
 
-    A size that grows because a model learns slows down in binades: one that grows with the steps makes less than half
-    a binade in the last quarter.
+    It moves by `least` or more, one way, in each of its last two quarters. A size that grows because a model learns
+    slows down in binades: one that grows with the steps makes less than half a binade in the last quarter.
     """
     if len(values) < 2 * _LEAST:
         return False

@@ -1,1 +1,1 @@
-"""What another format would do to a recorded run."""
+"""The effect of another format on a recorded run."""

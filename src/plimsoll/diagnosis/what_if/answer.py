@@ -1,7 +1,7 @@
-"""`whatif`: what another format, at any shift, would have made of what a run recorded.
+"""`whatif`: the effect of another format, at any shift, on recorded values.
 
-Nothing is trained again: a spectrum says how many values lie where, and a format's limits say which of them it holds.
-Every fraction is an interval; real casts of the same tensors lie inside it.
+Nothing is trained again: a spectrum has the number of values in each binade, and a format's limits decide which of them
+it represents. Every fraction is an interval. Real casts of the same tensors lie inside it.
 """
 
 import os
@@ -35,23 +35,31 @@ def whatif(
     collection: str = "gradients",
     inference: bool = False,
 ) -> WhatIf:
-    """What a format would make of a run's tensors, times ``2**shift``: per layer, per step and overall.
+    """Return the effect of a format on a run's tensors: per layer, per step and overall.
 
-    Values are the true ones: a loss scale that they were recorded under is undone first, so for gradients the shift is
-    the loss scale to be. None chooses the best one: the highest that overflows nowhere with one binade to spare, if it
-    loses little, or else the one at which least is lost and overflows; none (0) in a format so wide that the best
-    would be beyond 2**40 and is not needed. `inference` asks about weights and activations
-    as they are (shift 0), in place of a collection.
+    Values are true values: a loss scale under which they were recorded is undone first. So for gradients the shift is
+    the future loss scale. Values that the run's own format has lost cannot be seen. Then `WhatIf.censored` is true, and
+    zeros count in the upper bound of the loss, as in `Spectrum.fit`.
 
-    What the run's own format has flushed to zero is not seen: then `WhatIf.censored` is true, and zeros count in the
-    upper bound of what is lost, as in `Spectrum.fit`.
+    Block formats are answered from the block records of a run that was watched with ``block=32`` (MX) or ``block=16``
+    (NVFP4). They scale each block themselves. A shift only moves values at the ends of the scales' range, so 0 is best.
 
-    Block formats are answered by the block records of a run that was watched with ``block=32`` (MX) or ``block=16``
-    (NVFP4). They scale each block by themselves: a shift only moves what is at the ends of the scales' range, and 0 is
-    the best.
+    Args:
+        run: The run, its folder, or a view of it.
+        fmt: The format.
+        shift: Values are multiplied by ``2**shift``. Default: the highest that overflows nowhere with one binade to
+            spare, if it loses little. Else the one with the smallest loss and overflow. 0 for formats so wide that the
+            best would be beyond 2**40.
+        collection: Name of the collection. Default: "gradients".
+        inference: Whether to judge weights and activations unscaled, in place of a collection. Default: False.
 
-    Raises `NotRecordedError` for a collection that the run lacks and for a block format without its records;
-    `FormatError` for a format that does not exist or holds scales only; `ArgumentError` for a shift that is none.
+    Returns:
+        The answer.
+
+    Raises:
+        NotRecordedError: The run lacks the collection, or the records of a block format.
+        FormatError: The format does not exist or holds scales only.
+        ArgumentError: The shift is no integer in range.
     """
     chosen, view = _format(fmt), run if isinstance(run, View) else View(run if isinstance(run, Run) else Run(run))
     if shift is not None and (isinstance(shift, bool) or not isinstance(shift, int) or abs(shift) > 2200):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -101,7 +109,10 @@ def _part(view: View, collection: str, fmt: Format | BlockFormat, shift: int | N
 
 
 def predictor_of(narrow: Narrow) -> "Predictor":
-    """The predictor of a collection, kept for as long as a view keeps the collection: many shifts are asked about."""
+    """Return the predictor of a collection, kept as long as the view keeps the collection.
+
+    A user asks about many shifts.
+    """
     found = _PREDICTORS.get(narrow)
     if found is None:
         found = _PREDICTORS[narrow] = Predictor(narrow)
@@ -109,13 +120,16 @@ def predictor_of(narrow: Narrow) -> "Predictor":
 
 
 def predictor_bytes(narrow: Narrow) -> int:
-    """The memory of a collection's predictor, if there is one."""
+    """Return the memory of a collection's predictor, if there is one."""
     found = _PREDICTORS.get(narrow)
     return 0 if found is None else found.size_bytes
 
 
 class Predictor:
-    """What any format and shift would make of one collection; what does not depend on the shift is made once."""
+    """Predictions for one collection, any format and any shift.
+
+    Whatever does not depend on the shift is computed once.
+    """
 
     def __init__(self, narrow: Narrow) -> None:
         self._cells = cells = narrow.cells
@@ -130,12 +144,12 @@ class Predictor:
 
     @property
     def size_bytes(self) -> int:
-        """The memory of what is kept beside the cells."""
+        """Memory of what is kept in addition to the cells."""
         held = [each for low, high, _ in self._windows.values() for each in (low, high)]
         return self._noise.size_bytes + sum(each.nbytes for each in (*held, self._nonzero, self._hidden))
 
     def windows(self, fmt: Format) -> tuple[Floats, Floats, list[Stretch]]:
-        """Of each cell the lowest and the highest shift that work; and the stretches that one works for."""
+        """Return each cell's lowest and highest shift that work, and the step ranges."""
         if fmt not in self._windows:
             narrow = self._narrow()
             assert narrow is not None  # whoever asks holds it
@@ -145,13 +159,13 @@ class Predictor:
         return self._windows[fmt]
 
     def best_shift(self, fmt: Format) -> int:
-        """The best single shift for all layers and steps."""
+        """Return the best single shift for all layers and steps."""
         if fmt not in self._best:
             self._best[fmt] = _best_shift(self._values, fmt, *self.windows(fmt)[:2])
         return self._best[fmt]
 
     def answer(self, path: str, fmt: Format, shift: int | None) -> WhatIf:
-        """The prediction for a shift, or for the best one."""
+        """Return the prediction for a shift. None: for the best one."""
         cells, values = self._cells, self._values
         low, high, stretches = self.windows(fmt)
         chosen = self.best_shift(fmt) if shift is None else shift
@@ -197,7 +211,7 @@ def _joint(choose: "np.ufunc", values: Floats) -> Floats:
 
 
 def _best_shift(values: Populations, fmt: Format, low: Floats, high: Floats) -> int:
-    """The best single shift for all layers and steps."""
+    """Return the best single shift for all layers and steps."""
     needed, room = _joint(np.fmax, low), _joint(np.fmin, high)
     if np.isnan(needed).all():
         return 0
@@ -212,7 +226,10 @@ def _best_shift(values: Populations, fmt: Format, low: Floats, high: Floats) -> 
 
 
 def _harm(values: Populations, fmt: Format, shift: int) -> float:
-    """Values lost, and steps spoilt: a step at which anything overflows is a step not made, and loses all."""
+    """Return the number of values lost, with all values of steps that overflow.
+
+    A step at which anything overflows is skipped.
+    """
     cells = values.cells
     lost, over = values.lost(fmt, shift).estimate, values.overflow(fmt, shift).estimate
     total = np.bincount(cells.at, weights=cells.nonzero)

@@ -1,4 +1,4 @@
-"""What-if for block formats: from the block records of a run, for the layers and steps that have one."""
+"""What-if for block formats, from the block records of a run."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -24,7 +24,7 @@ _TALLIES: WeakKeyDictionary[BlockCells, dict[int, tuple[Ints, int, BlockTallies]
 
 
 def answer(view: View, collection: str, fmt: BlockFormat, shift: int | None) -> WhatIf:
-    """The prediction of a collection that the run has."""
+    """Return the prediction for a collection that the run has."""
     found = view.in_blocks(collection)
     if found is None:
         raise _not_recorded(collection, fmt, ())
@@ -68,19 +68,19 @@ def answer(view: View, collection: str, fmt: BlockFormat, shift: int | None) -> 
 
 
 def has_records(view: View, collection: str, fmt: BlockFormat) -> bool:
-    """Whether a collection has records that answer for a block format."""
+    """Return whether a collection has the records of a block format."""
     found = view.in_blocks(collection)
     return found is not None and bool((found[0].length == fmt.block).any())
 
 
 def size_bytes(found: tuple[BlockCells, Narrow]) -> int:
-    """The memory of a collection's records and of what was made of them."""
+    """Return the memory of a collection's records and of the tallies made from them."""
     kept = _TALLIES.get(found[0], {})
     return found[0].size_bytes + sum(each.blocks.size_bytes for _, _, each in kept.values())
 
 
 def _tallies_of(found: tuple[BlockCells, Narrow], block: int) -> tuple[Ints, int, BlockTallies]:
-    """The rows that have a record of that block length, how many cells are left out, and the tallies of those kept."""
+    """Return the rows with a record of that block length, the omitted cells, the tallies."""
     blocks = found[0]
     kept = _TALLIES.setdefault(blocks, {})
     if block not in kept:
@@ -96,7 +96,7 @@ def _tallies_of(found: tuple[BlockCells, Narrow], block: int) -> tuple[Ints, int
 
 
 def _of_steps(blocks: BlockCells) -> BlockCells:
-    """The records with the steps that they have."""
+    """Return the records, with only the steps that they have."""
     steps, at = np.unique(blocks.cells.steps[blocks.cells.at], return_inverse=True)
     return replace(blocks, cells=replace(blocks.cells, steps=steps, at=at))
 

@@ -28,11 +28,15 @@ _NARROW = 0.005  # half a per cent of values: an interval of blocks so narrow is
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(NotebookRepr):
-    """One tensor over all steps, or all tensors: fractions of the nonzero finite values, and the shifts that work.
+    """One tensor over all steps, or all tensors.
 
-    `window`: the shifts that work at all steps, None for none; of gradients those of the whole module, whose parameters
-    are judged together. `worst_step` is the step at which most is lost or overflows. A block format scales each block
-    itself: its window is the shift that was asked about, or None if that does not work.
+    Fractions are of the nonzero finite values.
+
+    Attributes:
+        window: The shifts that work at all steps. None: none. For gradients those of the whole module, whose parameters
+            are judged together. A block format scales each block itself: the shift in question, or None if it does not
+            work.
+        worst_step: The step at which most is lost or overflows.
     """
 
     name: str
@@ -42,11 +46,11 @@ class Row(NotebookRepr):
     worst_lost: float
 
     def __str__(self) -> str:
-        """One line: the layer, what the format makes of it, and the worst step."""
+        """Return one line: the layer, the effect of the format, and the worst step."""
         return f"{shown(self.name)}: {self.fit}; worst at step {self.worst_step:,}"
 
     def to_dict(self) -> dict[str, object]:
-        """The row as JSON-able data."""
+        """Return JSON-able data."""
         fractions = {
             name: {"low": each.low, "high": each.high, "estimate": each.estimate}
             for name, each in (
@@ -68,17 +72,18 @@ class Row(NotebookRepr):
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WhatIf(NotebookRepr):
-    """What a format would make of a run, at a shift.
+    """Effect of a format on a run, at one shift.
 
-    - `shift`, and whether it was `chosen` for want of one; `censored`: the run's own format may have lost values, which
-      then count in the upper bounds of what is lost.
-    - `rows`: the tensors, those that lose most first, and of those that lose as much the one with the narrowest window;
-      `overall`: all of them.
-    - `stretches`: over time, the shifts that work for all layers (nothing overflows, less than 1 % of any layer is
-      lost).
-    - `block`: of a block format the block length, else 0; `unrecorded`: how many layers at steps have no block record
-      and are left out. A block format works where less than 1 % of a layer is lost; that values saturate is its way.
-    - `at(name, step)`: one cell; `over_time(name)`: a layer's lost and overflowing fractions.
+    Attributes:
+        shift: The shift.
+        chosen: Whether `whatif` chose it.
+        censored: Whether the run's own format may have lost values. They count in the upper bounds of the loss.
+        rows: The tensors, those that lose most first. Equal ones are sorted by the width of their window.
+        overall: All tensors together.
+        stretches: Step ranges with the shifts that work for all layers: nothing overflows, and no layer loses 1 %.
+        block: Block length of a block format, else 0. A block format works if no layer loses 1 %. Its values saturate
+            by design.
+        unrecorded: Number of cells without a block record. They are left out.
     """
 
     path: str
@@ -111,7 +116,7 @@ class WhatIf(NotebookRepr):
 
     @property
     def sentence(self) -> str:
-        """What the format needs, in one sentence."""
+        """The requirements of the format in one sentence."""
         said = sentence(self.format, self.stretches, scaled="gradients" in self.collections[0])
         if self.block:
             said = block_sentence(self.format, self.stretches)
@@ -126,7 +131,7 @@ class WhatIf(NotebookRepr):
         return f"Judged by what the run's own format has kept ({zeros}): {said}"
 
     def at(self, name: str, step: int) -> Fit:
-        """What becomes of one layer at one step."""
+        """Return the effect on one layer at one step."""
         place = np.flatnonzero(self.steps == step)
         if name not in self.names or not len(place):
             raise NotRecordedError(
@@ -135,7 +140,11 @@ class WhatIf(NotebookRepr):
         return self._fit(self.prediction, (self.names.index(name), int(place[0])))
 
     def over_time(self, name: str | None = None) -> tuple[Ints, Floats, Floats]:
-        """The steps, and at each the lost and the overflowing fraction (estimates) of a layer, or of all."""
+        """Return the steps, and the lost and overflowing fraction at each (estimates).
+
+        Args:
+            name: The layer. Default: all layers together.
+        """
         if name is not None and name not in self.names:
             raise NotRecordedError(f"WhatIf.over_time: expected a layer of the table; got {name!r}. See rows.")
         layers = np.arange(len(self.names)) if name is None else np.array([self.names.index(name)])
@@ -148,7 +157,7 @@ class WhatIf(NotebookRepr):
         return self.steps, lost, over
 
     def joined(self, other: "WhatIf") -> "WhatIf":
-        """Both as one; layers are told apart by their collection."""
+        """Return both as one. The collection distinguishes their layers."""
         steps = np.union1d(self.steps, other.steps)
         both = (self, other)
 
@@ -191,7 +200,7 @@ class WhatIf(NotebookRepr):
         )
 
     def to_dict(self) -> dict[str, object]:
-        """All of it as JSON-able data."""
+        """Return all of it as JSON-able data."""
         steps, lost, over = self.over_time()
         return {
             "run": self.path,
@@ -208,7 +217,12 @@ class WhatIf(NotebookRepr):
         }
 
     def table(self, most: int = 20, width: int | None = None) -> "Table":
-        """A table for the terminal: all layers together, and those that lose most."""
+        """Return a table for the terminal: all layers together, and those that lose most.
+
+        Args:
+            most: Largest number of layers. Default: 20.
+            width: Width in columns. Default: that of the content.
+        """
         from rich import box
         from rich.table import Table
 
@@ -231,7 +245,7 @@ class WhatIf(NotebookRepr):
         return f"<WhatIf: {self.format} of {', '.join(self.collections)} in {self.path}: {self.sentence}>"
 
     def __str__(self) -> str:
-        """The sentence, and what is lost at the shift."""
+        """Return the sentence, and the loss at the shift."""
         fit, written = self.overall.fit, _range if self.block else interval_words
         return (
             f"{self.sentence} At 2^{self.shift}: lost {written(fit.lost)}, subnormal {written(fit.subnormal)}, "
@@ -239,7 +253,7 @@ class WhatIf(NotebookRepr):
         )
 
     def _rows(self, names: Sequence[str], p: Prediction, low: Floats, high: Floats) -> list[Row]:
-        """A row for each of some predictions over the steps."""
+        """Return a row for each name of a prediction."""
         with np.errstate(all="ignore"):
             bad = np.nan_to_num((p.lost[2] + p.overflow[2]) / p.nonzero)
         worst = bad.argmax(axis=1)
@@ -281,7 +295,7 @@ class WhatIf(NotebookRepr):
 
 
 def _room(window: tuple[int, int] | None) -> float:
-    """How many scales work; -Inf for none, so that it comes first."""
+    """Return the number of scales that work, -Inf for none, so that it sorts first."""
     return -math.inf if window is None else window[1] - window[0]
 
 
@@ -296,12 +310,12 @@ def _cells_of(row: Row, *, in_blocks: bool) -> list[str]:
 
 
 def estimate_words(interval: Interval) -> str:
-    """An interval as its estimate in per cent; about 0 where it may be more."""
+    """Return an interval as its estimate in per cent, "about 0" where it may be more."""
     return "about 0 %" if interval.estimate == 0 < interval.high else percent(interval.estimate)
 
 
 def interval_words(interval: Interval) -> str:
-    """An interval as its estimate in per cent, with the ends where these differ.
+    """Return an interval as its estimate in per cent, with its ends if they differ.
 
     >>> interval_words(Interval(low=0.0, high=0.19, estimate=0.0))
     'about 0 % (0 % to 19 %)'
@@ -311,7 +325,7 @@ def interval_words(interval: Interval) -> str:
 
 
 def _range(interval: Interval) -> str:
-    """An interval in per cent as its estimate, or from end to end where it is too wide for a point to say anything.
+    """Return an interval in per cent as its estimate, or its ends if it is too wide.
 
     Of blocks it is known how deep values lie below their block's largest one, but not where in a binade that one is.
     """

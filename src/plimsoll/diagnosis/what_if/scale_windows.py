@@ -1,4 +1,4 @@
-"""Windows over time: at each step the scales that work, and the stretches of steps that one scale works for."""
+"""Usable scales over time, and the step ranges for which one scale works."""
 
 from dataclasses import dataclass
 
@@ -11,22 +11,28 @@ from plimsoll.diagnosis.tables.cells import Floats, Ints
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """From one step to another: the shifts that work at all of them; None where none does at any."""
+    """A step range with the shifts that work at all of its steps.
+
+    Attributes:
+        from_step: The first step.
+        to_step: The last step.
+        window: The lowest and the highest shift. None: no shift works at any of the steps.
+    """
 
     from_step: int
     to_step: int
     window: tuple[int, int] | None
 
     def to_dict(self) -> dict[str, object]:
-        """The stretch as JSON-able data."""
+        """Return JSON-able data."""
         window = None if self.window is None else list(self.window)
         return {"from_step": self.from_step, "to_step": self.to_step, "window": window}
 
 
 def stretches_of(steps: Ints, low: Floats, high: Floats) -> list[Stretch]:
-    """The fewest stretches from the first step on, each as long as one shift (or none at any step) works.
+    """Return the fewest step ranges, each as long as one shift works (or none does).
 
-    Steps at which nothing was recorded (NaN) belong to the stretch that is under way.
+    Steps at which nothing was recorded (NaN) belong to the range around them.
     """
     found: list[Stretch] = []
     for step, lowest, highest in zip(steps.tolist(), low.tolist(), high.tolist(), strict=True):
@@ -47,7 +53,7 @@ def stretches_of(steps: Ints, low: Floats, high: Floats) -> list[Stretch]:
 
 
 def sentence(fmt: str, stretches: list[Stretch], scaled: bool) -> str:
-    """What a format needs, in one sentence.
+    """Return the requirements of a format in one sentence.
 
     >>> one = Stretch(from_step=0, to_step=3990, window=(9, 13))
     >>> sentence("fp16", [one, Stretch(from_step=4000, to_step=9990, window=None)], True)
@@ -71,7 +77,7 @@ def sentence(fmt: str, stretches: list[Stretch], scaled: bool) -> str:
 
 
 def block_sentence(fmt: str, stretches: list[Stretch]) -> str:
-    """Whether a block format serves, in one sentence.
+    """Return in one sentence whether a block format works.
 
     >>> bad = Stretch(from_step=0, to_step=90, window=None)
     >>> block_sentence("mxfp4", [bad, Stretch(from_step=100, to_step=900, window=(0, 0))])
@@ -107,7 +113,7 @@ def _then(stretch: Stretch) -> str:
 
 
 def scales(low: int, high: int) -> str:
-    """Scales between two shifts, as all surfaces write them.
+    """Return the scales between two shifts as all surfaces write them.
 
     >>> scales(7, 25), scales(7, 7)
     ('2^7 to 2^25', '2^7')

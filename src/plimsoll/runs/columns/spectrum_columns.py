@@ -154,8 +154,8 @@ def numbers(table: Table, name: str) -> NDArray[np.float64]:
 
 def integers(table: Table, name: str) -> Counts:
     """Return a column of integers. Null is 0, and the first binade (-149) for the exponents of binades."""
-    filled = table[name].fill_null(row_layout.LOWEST_BINADE if name in ("lowest", "lowest_maximum") else 0)
-    return values_of(filled).astype(np.int64)
+    null = row_layout.LOWEST_BINADE if name in ("lowest", "lowest_maximum") else 0
+    return values_of(table[name], null).astype(np.int64)
 
 
 def list_items(column: Array) -> tuple[Counts, Counts]:

@@ -18,7 +18,7 @@ from plimsoll import display
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.runs.columns import row_order, statistics
 from plimsoll.runs.columns.arrow import Table, values_of
-from plimsoll.runs.reading import module_casts, rank_merge, spectra as _spectra
+from plimsoll.runs.reading import data_frames, module_casts, rank_merge, spectra as _spectra
 from plimsoll.runs.reading.row_selection import Steps, matching, select, unknown
 from plimsoll.runs.reading.run_folder import RunContents, RunFolder, gone_writers, runs_below
 from plimsoll.runs.records import ERRORS, Event
@@ -338,6 +338,50 @@ class Run:
         """
         chosen = self._chosen(collection, name)
         return _spectra.table(self._contents, chosen, Steps.of(_checked(steps)), blocks=blocks)
+
+    def to_pandas(self, collection: str | None = None, name: str | None = None, steps: slice | None = None) -> Any:
+        """Return a pandas DataFrame of the scalars, or of the statistics of tensors.
+
+        Args:
+            collection: Name or glob. Default: none, for the scalars, a column each, with the step as index.
+            name: Name or glob of tensors. With one and without a collection, tensors of all collections.
+            steps: Slice of step numbers. Default: all.
+
+        Returns:
+            The scalars, NaN where one was not recorded. Or a row for each tensor and step, with the columns step,
+            collection, name and the statistics of `series`.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+
+        >>> import tempfile
+        >>> from plimsoll.runs import RunWriter, Scalars
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> with RunWriter(folder.name) as writer:
+        ...     for step in range(3):
+        ...         writer.write(Scalars(step=step, values={"loss": 1.0 / (step + 1), "lr": 0.1}))
+        >>> Run(folder.name).to_pandas().loc[1].to_dict()
+        {'loss': 0.5, 'lr': 0.1}
+        >>> folder.cleanup()
+        """
+        if collection is None and name is None:
+            return data_frames.of_scalars(self._scalars(list(self.scalar_names)), Steps.of(_checked(steps)))
+        return data_frames.of_tensors(self.table(collection, name, steps, blocks=False))
+
+    def plot(self, collection: str | None = None, name: str | None = None, **arguments: Any) -> Any:
+        """Return a Plotly figure: loss and loss scale, a heat map of a collection, or the spectrogram of a tensor.
+
+        Args:
+            collection: Name of a collection. Default: none, for loss and loss scale.
+            name: Name of a tensor of it. Default: none, for the heat map of the collection.
+            arguments: Arguments of the figure (`plimsoll.report`), such as `formats` or `until`.
+
+        Raises:
+            ArgumentError: A name is given without its collection.
+            NotRecordedError: The tensor or collection was not recorded.
+            MissingExtraError: Plotly is not installed.
+        """
+        return display.function("plot")(self, collection, name, **arguments)
 
     def refresh(self) -> list[int]:
         """Read what was added, and return the new steps. Only new parts are read.

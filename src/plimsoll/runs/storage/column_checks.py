@@ -140,7 +140,7 @@ def _check_blocks(table: Table) -> None:
         if name in table.column_names and not pc.is_null(table[name]).equals(missing):
             raise DamageError(f"columns block and {name}: one is missing where the other is not")
     if "maxima" in table.column_names and "lowest_maximum" in table.column_names:
-        lengths = values_of(pc.list_value_length(table["maxima"]).fill_null(0))
+        lengths = values_of(pc.list_value_length(table["maxima"]), null=0)
         first = numbers(table, "lowest_maximum")
         agree = np.isnan(first) == (lengths == 0)
         agree &= (lengths == 0) | (first + lengths - 1 <= _BINADES[1])
