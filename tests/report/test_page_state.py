@@ -1,4 +1,4 @@
-"""What is chosen on the live page: scalars, steps, columns, marks, pins; each is in the address and comes back with it."""
+"""The live page's scalars, steps, columns, marks and pins: what is chosen is in the address and comes back with it."""
 
 import csv
 import fnmatch
@@ -148,7 +148,8 @@ def test_pins_stay_in_the_browser_and_in_the_address(page: Any, site: Served) ->
 def curves(figure: Any) -> list[dict[str, Any]]:
     """The lines that are drawn, as Plotly has them."""
     return figure.evaluate(
-        "node => node.querySelector('.plot').data.map(({ x, y, name, line, opacity }) => ({ x, y, name, line, opacity }))"
+        "node => node.querySelector('.plot').data.map("
+        "({ x, y, name, line, opacity }) => ({ x, y, name, line, opacity }))"
     )
 
 
@@ -284,7 +285,8 @@ def test_lines_are_saved_with_a_column_for_each_and_formulas_as_text(page: Any, 
     assert rows[0] == ["step", "rate 0", "rate 1"] and [float(cell) for cell in rows[3]] == [2, 0.05, 0.075]
     module = page.evaluate("document.querySelector('script[type=module]').src").replace("main.js", "figures/export.js")
     text = page.evaluate(
-        "async (module) => (await import(module)).csv({ data: [{ type: 'scatter', name: '=cmd()', x: [1, 2], y: [3, null] },"
+        "async (module) => (await import(module)).csv({ data: ["
+        " { type: 'scatter', name: '=cmd()', x: [1, 2], y: [3, null] },"
         " { type: 'scatter', name: 'a,\"b\"', x: [2], y: [0.5] }], layout: { xaxis: { title: { text: 'step' } } } })",
         module,
     )

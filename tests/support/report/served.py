@@ -86,7 +86,7 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_sweep(root: Path) -> None:
-    """Write three runs that differ in their settings, each with what a training logs by itself, and two with tensors."""
+    """Write three runs that differ in their settings. Each has scalars that a training logs, and two have tensors."""
     for place, rate in enumerate((0.1, 0.01, 0.001)):
         settings = {"lr": rate, "batch": 32, "optimizer": {"name": "SGD" if place == 0 else "AdamW"}}
         with RunWriter(root / f"rate {place}", settings=settings, flush_seconds=600) as writer:
