@@ -23,6 +23,7 @@ from tests.support.patience import HANG_SECONDS
 LOW = told(samples=20, gradient_std=of_layer(A, constant(2.0**-34), QUIET))
 COLLAPSED = told(samples=20, scale=falling(50, 8))
 HEALTHY = told(samples=20)
+WIDE = told(samples=6, scale=lambda step: None, gradient_fmt="fp32", activation_fmt="fp32")
 LAYER = f"{A}.weight"  # the one that LOW flushes
 
 
@@ -82,6 +83,18 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "broken").mkdir()
     (root / "broken" / "run.json").write_text("{no json")
     return root
+
+
+def write_sweep(root: Path) -> None:
+    """Write three runs that differ in their settings. Each has scalars that a training logs, and two have tensors."""
+    for place, rate in enumerate((0.1, 0.01, 0.001)):
+        settings = {"lr": rate, "batch": 32, "optimizer": {"name": "SGD" if place == 0 else "AdamW"}}
+        with RunWriter(root / f"rate {place}", settings=settings, flush_seconds=600) as writer:
+            if place < 2:
+                write_steps(writer, WIDE, 0, 29)
+            for step in range(30):
+                values = {"lr": rate * 0.9**step, "acc": (step + place) / 40, "epoch": step / 10}
+                writer.write(Scalars(step=step, values=values))
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,8 @@ def _details(finding: Finding) -> list[str]:
     lines = [f"**{code(summary_text.heading(finding))}**, {summary_text.when(finding)}", ""]
     lines += [escaped(f"{summary_text.explanation(finding)} {finding.meaning}".strip()), ""]
     lines += [f"*Evidence:* {numbers}", ""] if numbers else []
-    return [*lines, f"*What to do:* {escaped(finding.advice)}", ""]
+    advice = summary_text.advice(finding)
+    return [*lines, f"*What to do:* {escaped(advice)}", ""] if advice else lines
 
 
 def _value(value: str) -> str:

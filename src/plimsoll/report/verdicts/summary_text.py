@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from typing import cast
 
 from plimsoll.diagnosis import EvidenceItem, Finding, shown
 from plimsoll.diagnosis.rules.registry import rule_of
@@ -24,6 +25,7 @@ def shown_as(finding: Finding) -> dict[str, object]:
     return {
         "title": heading(finding),
         "explanation": explanation(finding),
+        "advice": advice(finding),
         "when": when(finding),
         "where": where(finding, 1),
         "evidence": [list(pair) for pair in evidence(finding)],
@@ -53,6 +55,11 @@ def explanation(finding: Finding) -> str:
     """Return what its rule looks for, as a sentence. Empty if the rule is not known."""
     says = rule_of(finding).says
     return f"{sentence_case(says)}." if says else ""
+
+
+def advice(finding: Finding) -> str:
+    """Return what to do about a finding. Empty if nothing is to be done."""
+    return "" if finding.advice == "Nothing." else finding.advice
 
 
 def when(finding: Finding) -> str:
@@ -194,9 +201,22 @@ def record(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def settings(summary: Summary) -> list[tuple[str, str]]:
-    """The writer's settings, each as one line."""
-    written = ((cut(str(name)), jsonable(value)) for name, value in summary.settings.items())
-    return [(name, cut(v if isinstance(v, str) else json.dumps(v, ensure_ascii=False))) for name, v in written]
+    """Return the writer's settings, each as one line."""
+    return [(cut(str(name)), cut(_setting(jsonable(value)))) for name, value in summary.settings.items()]
+
+
+def _setting(value: object) -> str:
+    """Return a setting as people write it: no braces, and a word for nothing."""
+    if value is None or value in ([], {}):
+        return "none"
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[str, object]", value).items()
+        return ", ".join(f"{name}: {_setting(entry)}" for name, entry in entries)
+    if isinstance(value, list):
+        return ", ".join(_setting(entry) for entry in cast("list[object]", value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return number(value) if isinstance(value, int | float) else str(value)
 
 
 def events(found: Sequence[Event], most: int = 200) -> tuple[list[tuple[str, str, str, str, str]], str]:

@@ -2,7 +2,7 @@
 
 const LONGEST = 200; // characters of a pattern: enough for any name, and a bound on what a link can make a browser do
 const GLOB = /[*?[]/;
-const REGEX = /\.[*+]|[\^$|()\\+]/; // signs that mean nothing in a glob, and hardly occur in names
+const REGEX = /^\.\*|[\^$|()\\+]/; // signs that mean nothing in a glob, and hardly occur in names
 
 export const HINT = "Words find names that contain all of them. A glob (*norm1*, blocks.?.mlp) or a regular expression (weight$, /q|k|v/) finds more.";
 

@@ -1,6 +1,6 @@
 // Numbers, times and states in words, as plimsoll/text.py writes them.
 
-import { clean, el } from "./dom.js";
+import { clean, el, short } from "./dom.js";
 
 const GROUPED = new Intl.NumberFormat("en-GB", { maximumFractionDigits: 0 });
 const MINUS = "\u2212";
@@ -115,6 +115,11 @@ export function collectionNames() {
 /** The label of a collection. */
 export function collectionWords(name) {
   return title(labels[name] ?? name);
+}
+
+/** A tensor as a title: "Weights of blocks.0.mlp.weight". */
+export function tensorWords(tensor) {
+  return tensor ? `${collectionWords(tensor.collection)} of ${short(tensor.name, 60)}` : "";
 }
 
 /** A rule's or figure's id as words: "underflow-high" is "Underflow high". */

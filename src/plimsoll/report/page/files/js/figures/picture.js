@@ -181,12 +181,12 @@ export class Picture {
 
   async #draw() {
     if (this.#drawn === null) return;
+    this.#caption();
     const { Plotly, templates } = await tools();
     if (this.#closed) return;
     this.#stale = false;
+    this.#caption(); // another figure may have come while Plotly was fetched
     const { data, layout, question } = this.#drawn;
-    writeMarkup(this.heading, layout.title?.text ?? "");
-    writeMarkup(this.about, layout.title?.subtitle?.text ?? "");
     this.plot.setAttribute("role", "group"); // not "img": Plotly's buttons within can be focused
     this.plot.setAttribute("aria-label", `${this.heading.textContent}. ${this.about.textContent}`);
     this.plot.style.height = `${plotHeight(layout.height ?? 380)}px`;
@@ -214,6 +214,12 @@ export class Picture {
       if (this.onPick) this.plot.on("plotly_click", ({ points: [{ pointIndex }] }) => this.onPick({ pointIndex, meta: this.#drawn.layout.meta }));
     }
     await done;
+  }
+
+  #caption() {
+    const { title } = this.#drawn.layout;
+    writeMarkup(this.heading, title?.text ?? "");
+    writeMarkup(this.about, title?.subtitle?.text ?? "");
   }
 
   #config(Plotly) {

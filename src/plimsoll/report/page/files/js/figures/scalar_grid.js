@@ -60,7 +60,6 @@ export class ScalarGrid {
     this.log.checked = values.get("log") === "1";
     this.#ready = true;
     this.#axes();
-    this.#list();
     this.redraw();
   }
 
@@ -74,6 +73,7 @@ export class ScalarGrid {
   }
 
   redraw() {
+    this.#list();
     setText(this.amount, String(Number(this.smoothing.value)));
     for (const { picture } of this.grid.children) picture.redraw();
   }
@@ -92,7 +92,7 @@ export class ScalarGrid {
 
   #list() {
     const search = matcher(this.search.value, this.#names);
-    const names = this.#names.filter(search.test);
+    const names = this.#names.filter((name) => search.test(name) && name !== this.axis.value); // epochs over epochs say nothing
     const shown = this.#all ? names : names.slice(0, MOST);
     const before = [...this.grid.children];
     renderList(this.grid, shown, (name) => name, (name) => this.#picture(name).element);

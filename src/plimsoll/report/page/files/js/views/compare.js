@@ -12,6 +12,7 @@ import { badge, collectionNames, collectionWords, number, prose, setCollections,
 import { tagKey } from "./list.js";
 
 const SHOWN = 20; // divergences that are listed
+const MOST_SETTINGS = 200; // rows
 const LETTERS = "ABCDEFGHIJKL";
 const STEPS = "steps"; // the collection of a divergence that is of no tensor
 
@@ -85,7 +86,7 @@ export class ComparePage {
     this.differs = el("section", { "aria-labelledby": "changed-title", hidden: true }, el("h2", { id: "changed-title" }, "Settings and versions that differ"), el("div", { class: "scrolls" }, this.changed), this.only);
     this.collection = el("select", { id: "compare-collection", onchange: () => this.#chosen() });
     this.both = new Picture({
-      address: () => address(["compare", "figure", "before_after"], { a: this.ids[0], b: this.others.value, collection: this.collection.value }),
+      address: () => (this.#bothHave(this.collection.value) ? address(["compare", "figure", "before_after"], { a: this.ids[0], b: this.others.value, collection: this.collection.value }) : null),
       question: () => `${this.others.value} ${this.collection.value}`, level: "h2", height: () => 600,
     });
     this.both.heading.after(el("p", { class: "controls" }, el("label", { for: "compare-collection" }, "Of"), this.collection));
@@ -138,6 +139,11 @@ export class ComparePage {
     }));
   }
 
+  #bothHave(collection) {
+    const summaries = this.#summaries();
+    return [0, this.ids.indexOf(this.others.value)].every((place) => summaries[place]?.tensors[collection]);
+  }
+
   #summaries() {
     return this.answers.length ? [this.answers[0].a, ...this.answers.map(({ b }) => b)] : [];
   }
@@ -151,9 +157,11 @@ export class ComparePage {
 
   /** The collections and runs to choose from, without losing the choice. */
   #options() {
-    setOptions(this.collection, collectionNames(), this.asked.collection, collectionWords);
     const names = new Map(this.#runs().map((run) => [run.id, run.name]));
     setOptions(this.others, this.ids.slice(1), this.asked.other, (id) => `${LETTERS[this.ids.indexOf(id)]} ${short(names.get(id) ?? id, 40)}`);
+    const offered = collectionNames().filter((name) => this.#bothHave(name));
+    const collection = this.answers.length && !offered.includes(this.asked.collection) ? offered[0] ?? "" : this.asked.collection;
+    setOptions(this.collection, offered, collection, collectionWords);
   }
 
   #fill() {
@@ -210,21 +218,14 @@ export class ComparePage {
 
   /** Each setting and version in which some run differs from the first. */
   #fillSettings(summaries) {
-    const names = new Map(); // name to the value of each run
-    for (const [place, { diff }] of this.answers.entries()) {
-      for (const { name, a, b } of diff?.changed ?? []) {
-        const values = names.get(name) ?? Array(this.ids.length).fill(a);
-        values[0] = a;
-        values[place + 1] = b;
-        names.set(name, values);
-      }
-    }
-    this.differs.hidden = names.size === 0 && this.only.children.length === 0;
+    const all = summaries.map(({ settings, versions }) => new Map([...flat(settings), ...flat(versions, "versions.")]));
+    const names = [...new Set(all.flatMap((values) => [...values.keys()]))].filter((name) => all.some((values) => values.get(name) !== all[0].get(name)));
+    this.differs.hidden = names.length === 0 && this.only.children.length === 0;
     const heads = ["Setting", ...summaries.map(({ name }, i) => `${LETTERS[i]} ${short(name, 20)}`)];
     this.changed.replaceChildren(el("thead", {}, el("tr", {}, heads.map((text) => el("th", { scope: "col" }, clean(text))))),
-      el("tbody", {}, [...names].slice(0, 200).map(([name, values]) => el("tr", {}, el("th", { scope: "row", "data-label": "Setting" }, named(name.replace(/^settings\./, ""), 60)),
-        values.map((value, i) => el("td", { "data-label": heads[i + 1] }, named(value === "None" ? "none" : value, 60)))))));
-    this.changed.hidden = names.size === 0;
+      el("tbody", {}, names.slice(0, MOST_SETTINGS).map((name) => el("tr", {}, el("th", { scope: "row", "data-label": "Setting" }, named(name, 60)),
+        all.map((values, i) => el("td", { "data-label": heads[i + 1] }, named(values.get(name) ?? "\u2013", 60)))))));
+    this.changed.hidden = names.length === 0;
   }
 
   /** Where a run diverges from the first one. The server compares two runs and calls the second one B. */
@@ -241,6 +242,7 @@ export class ComparePage {
 
   #chosen() {
     this.asked = { collection: this.collection.value, other: this.others.value };
+    this.#options(); // of the other run other collections may be there
     change({ collection: this.collection.value === "gradients" ? null : this.collection.value, with: this.others.value === this.ids[1] ? null : this.others.value });
     this.#fillPair();
     this.both.refresh();
@@ -263,6 +265,12 @@ export class ComparePage {
 }
 
 const lettered = (reason, letter) => reason.replaceAll(/\bB\b/g, letter);
+
+/** Settings as texts by name; nested ones have a name with dots. */
+function flat(settings, prefix = "") {
+  return Object.entries(settings).flatMap(([name, value]) => (value !== null && typeof value === "object" && !Array.isArray(value) ? flat(value, `${prefix}${name}.`)
+    : [[`${prefix}${name}`, value === null ? "none" : typeof value === "string" ? value : JSON.stringify(value)]]));
+}
 
 function prosed(element, text) {
   prose(element, text);

@@ -5,7 +5,7 @@ import { clean, el, named } from "../dom.js";
 import { isReport } from "../embedded.js";
 import { Picture } from "../figures/picture.js";
 import { to } from "../router.js";
-import { badge, prose, whole } from "../words.js";
+import { badge, prose, title, whole } from "../words.js";
 
 const LOCATIONS = 12; // layers that are listed at once; the others unfold
 
@@ -22,7 +22,7 @@ export class FindingView {
     this.element = el(isReport ? "article" : "section", { class: "finding", tabindex: isReport ? "-1" : null });
     this.figure = new Picture({
       address: () => this.#address(), question: () => `finding ${this.finding && keyOf(this.finding)}`, onPick, level: isReport ? "h4" : "h3",
-      height: () => this.page.run.figure_heights[this.index] ?? 400,
+      height: () => this.page.run.figure_heights[this.index] ?? 400, title: () => title(this.finding?.figure ?? ""),
     });
   }
 
@@ -70,14 +70,14 @@ export class FindingView {
     const more = locations.slice(LOCATIONS).filter(Boolean);
     const unlisted = finding.spots.length - shown.names.length;
     const owner = this.#owner();
-    const [title, part] = isReport ? ["h3", "h4"] : ["h2", "h3"];
+    const [heading, part] = isReport ? ["h3", "h4"] : ["h2", "h3"];
     return el("div", { class: "finding-body" },
       isReport ? badge(finding.severity) : null,
-      el(title, {}, clean(shown.title)),
+      el(heading, {}, clean(shown.title)),
       el("p", { class: "soft" }, clean(shown.explanation)),
       el("p", { class: "soft" }, `At ${shown.when}`, shown.where ? `, ${clean(shown.where)}` : ""),
       withProse("p", finding.meaning, "meaning"),
-      withProse("p", `What to do: ${finding.advice}`, "advice"),
+      shown.advice ? withProse("p", `What to do: ${shown.advice}`, "advice") : null,
       evidence.length ? el("dl", { class: "facts evidence" }, evidence) : null,
       locations.length ? el(part, {}, "Where") : null,
       locations.length ? el("ul", { class: "spots" }, locations.slice(0, LOCATIONS)) : null,

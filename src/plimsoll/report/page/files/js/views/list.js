@@ -133,7 +133,7 @@ export class ListPage {
       const mine = head.dataset.column === this.sort.column;
       if (head.dataset.column) head.setAttribute("aria-sort", mine ? (this.sort.down ? "descending" : "ascending") : "none");
     }
-    this.table.style.minWidth = this.columns.length ? `${44 + 7 * this.columns.length}rem` : "";
+    this.table.style.setProperty("--columns", this.columns.length);
   }
 
   /** The settings that can be columns; those that differ among the runs come first. */
@@ -170,12 +170,13 @@ export class ListPage {
     const link = el("a", { href: to.run(run.id), class: "run-link" });
     const tags = el("span", { class: "tags" });
     const verdict = el("p", { class: "verdict-line" });
+    const settings = el("p", { class: "settings-line" }); // in place of columns, on a narrow screen
     const cells = ["step", "live", "age", "tensors"].map((id) => el("td", { class: `col-${id}${NUMBERS.has(id) ? " number" : ""}` }));
     const mark = el("input", { type: "checkbox", onchange: () => this.#mark(run.id), "aria-label": `Mark ${short(run.name)} for a comparison` });
     const last = el("td", { class: "col-mark" }, mark);
     const row = el("tr", { onclick: (event) => opens(event, link) },
-      state, el("th", { scope: "row", class: "col-name" }, link, tags, verdict), cells, last);
-    row.parts = { state, link, tags, verdict, cells, mark, last };
+      state, el("th", { scope: "row", class: "col-name" }, link, tags, verdict, settings), cells, last);
+    row.parts = { state, link, tags, verdict, settings, cells, mark, last };
     return row;
   }
 
@@ -202,6 +203,7 @@ export class ListPage {
     setText(tensors, run.tensors ? whole(run.tensors) : "\u2013");
     for (const node of row.querySelectorAll(".col-setting")) node.remove();
     for (const name of this.columns) last.before(settingCell(run.settings[name]));
+    setText(row.parts.settings, this.columns.map((name) => `${clean(name)} ${settingWords(run.settings[name])}`).join(" \u00b7 "));
     mark.checked = marked;
   }
 
@@ -323,10 +325,15 @@ export class ListPage {
   }
 }
 
+/** A setting in few letters; of a name with dots, the last part. */
+function settingWords(value) {
+  if (typeof value === "number") return number(value);
+  const text = value === undefined ? "\u2013" : value === null ? "none" : String(value);
+  return short(/^[\w.]+\.(\w+)$/.exec(text)?.[1] ?? text, 24);
+}
+
 function settingCell(value) {
-  const isNumber = typeof value === "number";
-  const text = value === undefined ? "\u2013" : value === null ? "none" : isNumber ? number(value) : String(value);
-  return el("td", { class: `col-setting${isNumber ? " number" : ""}`, title: isNumber ? String(value) : null }, isNumber ? text : named(text, 24));
+  return el("td", { class: `col-setting${typeof value === "number" ? " number" : ""}`, title: value === undefined ? null : clean(String(value)) }, settingWords(value));
 }
 
 /** Numbers come before texts, and runs without the setting last. */

@@ -5,7 +5,7 @@ import { clean, el, renderList, reveal, setText } from "../dom.js";
 import { isReport } from "../embedded.js";
 import { Picture } from "../figures/picture.js";
 import { change, replace, to, values, withState } from "../router.js";
-import { badge } from "../words.js";
+import { badge, tensorWords } from "../words.js";
 import { FindingView, keyOf } from "./finding.js";
 
 /** A drawing's name in an address: "heatmap:norm:weights". */
@@ -35,7 +35,7 @@ export class OverviewPart {
         const tensor = this.run?.first_tensor;
         return tensor && !this.#isFindings(tensor) ? this.#at({ figure: "spectrogram", arguments: tensor }) : null;
       },
-      question: () => JSON.stringify(this.run?.first_tensor), height: () => 460,
+      question: () => JSON.stringify(this.run?.first_tensor), height: () => 460, title: () => tensorWords(this.run?.first_tensor),
     });
     this.spectrogram.element.classList.add("spectrogram-figure");
     this.other = el("p", { class: "controls" });

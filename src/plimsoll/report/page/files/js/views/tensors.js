@@ -7,7 +7,7 @@ import { Picture } from "../figures/picture.js";
 import { remember, remembered } from "../memory.js";
 import { change, to, withState } from "../router.js";
 import { HINT, matcher } from "../search.js";
-import { collectionWords, counted, whole } from "../words.js";
+import { collectionWords, counted, tensorWords, whole } from "../words.js";
 
 const MOST = 500; // names shown at once
 const MOST_PINS = 12; // figures below the chosen one
@@ -98,6 +98,7 @@ export class TensorPart {
       address: () => (name() === null ? null : address(["runs", this.page.id, "figure", "spectrogram"],
         { collection: collection(), name: name(), formats: this.#chosenFormats().join(",") })),
       question: () => JSON.stringify([collection(), name()]), level, height: () => HEIGHT,
+      title: () => (name() === null ? "" : tensorWords({ collection: collection(), name: name() })),
     });
   }
 

@@ -5,7 +5,7 @@ import { clean, el, named, renderList, setOptions, setText, svg } from "../dom.j
 import { isReport } from "../embedded.js";
 import { Picture } from "../figures/picture.js";
 import { replace, to, values } from "../router.js";
-import { between, collectionWords, estimate, power, powerValue, prose, title, whole } from "../words.js";
+import { between, collectionWords, estimate, power, powerValue, prose, tensorWords, title, whole } from "../words.js";
 
 const WAIT = isReport ? 0 : 60; // milliseconds that the slider must rest before the server is asked
 const LOWEST = -24, HIGHEST = 40; // of the slider, unless a shift lies beyond
@@ -98,7 +98,8 @@ export class WhatIfPart {
     this.all = el("button", { type: "button", onclick: () => { this.whole = !this.whole; this.#fill(); } });
     this.needs = el("div", { class: "needs", hidden: true });
     this.stretches = el("ol", { class: "stretches" });
-    this.picture = new Picture({ address: () => this.#spectrogram(), question: () => `${this.collection.value} ${this.#tensor()}` });
+    this.picture = new Picture({ address: () => this.#spectrogram(), question: () => `${this.collection.value} ${this.#tensor()}`, height: () => 460,
+      title: () => tensorWords({ collection: this.collection.value, name: this.#tensor() ?? "" }) });
     this.time = new Picture({});
     this.time.element.classList.add("low");
     this.result = el("div", { class: "result", hidden: true },
@@ -117,13 +118,13 @@ export class WhatIfPart {
   /** What each format needs, in a table: of a report. */
   #needs({ note, needs }) {
     this.needs.hidden = false;
-    const cell = (text, name = "number") => { const made = el("td", { class: name }); prose(made, text); return made; };
+    const cell = (label, text, name = "number") => { const made = el("td", { class: name, "data-label": label }); prose(made, text); return made; };
     this.needs.replaceChildren(
       el("p", { class: "soft" }, "Nothing is trained again: the numbers follow from where the values of this run lie."),
       note ? el("p", { class: "soft" }, clean(note)) : "",
-      el("div", { class: "scrolls" }, el("table", {}, el("thead", {}, el("tr", {}, ["Format", "What it needs", "Best scale", "Lost there", "Overflow"].map((text, i) =>
+      el("div", { class: "scrolls" }, el("table", { class: "cards" }, el("thead", {}, el("tr", {}, ["Format", "What it needs", "Best scale", "Lost there", "Overflow"].map((text, i) =>
         el("th", { scope: "col", class: i > 1 ? "number" : null }, text)))), el("tbody", {}, needs.map(({ format, sentence, best, lost, overflow }) =>
-        el("tr", {}, el("th", { scope: "row" }, format.toUpperCase()), cell(sentence, "sentence-cell"), cell(`2^${best}`), cell(lost), cell(overflow)))))));
+        el("tr", {}, el("th", { scope: "row" }, format.toUpperCase()), cell("", sentence, "sentence-cell"), cell("Best scale", `2^${best}`), cell("Lost there", lost), cell("Overflow", overflow)))))));
   }
 
   #move(shift) {
