@@ -57,6 +57,13 @@ def widened(x: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
     return x.to(wide) if is_narrow(x.dtype, wide) else x.clone()
 
 
+def as_wide(x: Tensor, wide: torch.dtype) -> Tensor:
+    """The tensor itself, or in the wide dtype where it was narrower; a leaf stays one."""
+    if not is_narrow(x.dtype, wide):
+        return x
+    return x.detach().to(wide).requires_grad_(x.requires_grad) if x.is_leaf else x.to(wide)
+
+
 def leaf(p: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
     """A parameter's stand-in: a wide copy where it is narrower, else the same memory; without its hooks."""
     x = p.detach()
