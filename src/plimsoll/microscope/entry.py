@@ -1,27 +1,27 @@
 """`microscope`: the errors of a model's step in low precision, against the same step in a wide format."""
 
-import contextlib
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from plimsoll import checks
-from plimsoll.errors import ArgumentError, StateError
+from plimsoll.errors import ArgumentError, PlimsollError, StateError
 from plimsoll.formats import get
+from plimsoll.microscope.blame.search import Blamer
 from plimsoll.microscope.closure_shadow import ClosureShadow
 from plimsoll.microscope.draws import Draws
 from plimsoll.microscope.perturbation import Perturbation
 from plimsoll.microscope.report import ErrorReport, ErrorRow
+from plimsoll.microscope.untouched import untouched
 from plimsoll.tensor_collections import COLLECTIONS
 from plimsoll.watch import watch
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.session import watches_muted
-from plimsoll.watch.shadow.replay import buffers_of
-from plimsoll.watch.shadow.rng_state import RandomState
 
 SHADOWED = tuple(c.name for c in COLLECTIONS if c.is_shadowed)
 DEFAULT = ("activations", "activation_gradients", "gradients")
@@ -59,7 +59,7 @@ def microscope(
         collect: What to compare, among "activations", "activation_gradients" and "gradients" (of parameters).
 
     Returns:
-        The report, with a row for each tensor.
+        The report, with a row for each tensor. `ErrorReport.blame` says what the error comes from.
 
     Raises:
         ArgumentError: An argument cannot be, or a closure fetches another batch each time.
@@ -84,7 +84,7 @@ def microscope(
     root = unwrapped(model)
     found = Draws()
     losses: list[float] = []
-    with _untouched(root), watches_muted(), tempfile.TemporaryDirectory(prefix="plimsoll-") as folder:
+    with untouched(root), watches_muted(), tempfile.TemporaryDirectory(prefix="plimsoll-") as folder:
         w = watch(
             model, run=Path(folder) / "run", every=1 << 30, collect=chosen, recorder=(), shadow_every=1,
             max_bytes=1 << 62,
@@ -95,7 +95,10 @@ def microscope(
         finally:
             w.close()
     rows = tuple(_row(*key, *result) for key, result in found.results().items() if key[0] in chosen)
-    return ErrorReport(rows=rows, reference=get(reference).name, draws=found.count, varied=varied, losses=tuple(losses))
+    blamer = Blamer(weakref.ref(root), closures, wide, found.typical_error())
+    return ErrorReport(
+        rows=rows, reference=get(reference).name, draws=found.count, varied=varied, losses=tuple(losses), blamer=blamer
+    )
 
 
 def _all_draws(
@@ -140,6 +143,8 @@ def _replaced(w: Any, root: nn.Module, wide: torch.dtype, found: Draws) -> Closu
     steps.taps.takes_eval_forward = True
 
     def fail(where: str, error: Exception) -> None:
+        if isinstance(error, PlimsollError):
+            raise error
         raise StateError(f"microscope: expected {where} to work; got {type(error).__name__}: {error}.") from error
 
     core.failed = fail  # a training goes on without what fails; here it is what was asked for
@@ -161,38 +166,6 @@ def _row(collection: str, name: str, sums: Any, errors: Any) -> ErrorRow:
         reference_nonfinite=int(sums.reference_nonfinite),
         values=int(sums.compared),
     )
-
-
-@contextlib.contextmanager
-def _untouched(root: nn.Module) -> Generator[None]:
-    """Context after which the model is as it was before, to the bit."""
-    gradients = [(p, p.grad) for p in root.parameters()]
-    devices = {p.device for p in root.parameters()}
-    random, buffers = RandomState(devices), buffers_of(root)
-    attributes = [(module, dict(vars(module))) for module in root.modules()]
-    try:
-        yield
-    finally:
-        random.restore()
-        for p, g in gradients:
-            p.grad = g
-        for (module, before), kept in zip(attributes, buffers, strict=True):
-            _restore(module, before, kept)
-
-
-def _restore(module: nn.Module, before: dict[str, Any], buffers: dict[str, Tensor]) -> None:
-    found = vars(module)
-    for name in found.keys() - before.keys():
-        del found[name]
-    found.update(before)
-    held: dict[str, Tensor | None] = found["_buffers"]
-    with torch.no_grad():
-        for name, kept in buffers.items():
-            now = held.get(name)
-            if now is not None and now.shape == kept.shape:
-                now.copy_(kept)
-            else:
-                held[name] = kept
 
 
 def _closures(step: Any) -> list[Closure]:

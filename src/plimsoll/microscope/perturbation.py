@@ -1,7 +1,7 @@
 """Small random changes of weights and of a model's float inputs, so that roundings fall out otherwise.
 
-A value is multiplied by 1 + u, with u uniform and of a given root mean square. Both passes of a draw have the same
-values: the reference is that of the changed model.
+A value is multiplied by 1 + u, with u uniform and of a given root mean square. All passes of a draw, the reference's
+too, have the same changes. Inputs of 16 bits are left alone: changed, they would have to be rounded.
 """
 
 from typing import Any
@@ -10,30 +10,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plimsoll.watch.session import WatchSession
-from plimsoll.watch.shadow.replay import active_casts, as_wide
+from plimsoll.watch.shadow.replay import active_casts
 
 LEAST, MOST = 2.0**-12, 2.0**-4
 
 
 class Perturbation:
-    """Changes of one model, drawn anew for each draw, and taken back."""
+    """Changes of one model, others for each draw, and taken back at the end."""
 
     def __init__(self, root: nn.Module, size: float) -> None:
         """`size` is the root mean square of the relative changes; weights of fewer bits change by their own step."""
-        self._root, self.size = root, min(max(size, LEAST), MOST)
-        self._generator = torch.Generator().manual_seed(0)
+        self.size = min(max(size, LEAST), MOST)
+        self._draw = 0
+        self._narrow: set[int] = set()  # arguments of 16 bits, which a reference has in more
         self._kept = [(p, p.detach().clone()) for p in root.parameters() if p.is_floating_point()]
-        self._inputs: list[Any] = []
-        self._place = 0
-        self._handle = root.register_forward_pre_hook(self._change_inputs, with_kwargs=True, prepend=True)
+        self._handle = root.register_forward_pre_hook(self._change_inputs, with_kwargs=True)
 
     def draw(self) -> None:
-        """Change the weights, from what they were."""
-        self._inputs, self._place = [], 0
+        """Change the weights, from what they were; and the inputs from now on."""
+        self._draw += 1
         with torch.no_grad():
-            for p, kept in self._kept:
-                p.copy_(self._changed(kept))
+            for number, (p, kept) in enumerate(self._kept):
+                p.copy_(self._changed(kept, number))
 
     def undo(self) -> None:
         """Put back what was there."""
@@ -42,25 +40,21 @@ class Perturbation:
             for p, kept in self._kept:
                 p.copy_(kept)
 
-    def _changed(self, x: Tensor) -> Tensor:
+    def _changed(self, x: Tensor, number: int) -> Tensor:
         size = max(self.size, torch.finfo(x.dtype).eps)
-        drawn = torch.rand(x.shape, generator=self._generator) - 0.5
-        factor = 1 + (12**0.5 * size) * drawn.to(x.device)
-        return (x.detach() * factor).to(x.dtype)
+        generator = torch.Generator().manual_seed(1_000_003 * self._draw + number)
+        drawn = torch.rand(x.shape, generator=generator) - 0.5
+        return (x * (1 + (12**0.5 * size) * drawn.to(x.device))).to(x.dtype)
 
     def _change_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         del module
-        if WatchSession.repeating:  # the same as in the real pass
-            place = self._place % max(len(self._inputs), 1)
-            given = self._inputs[place] if self._inputs else (args, kwargs)
-            self._place += 1
-            wide = active_casts.reference
-            return given if wide is None else pytree.tree_map_only(Tensor, lambda x: as_wide(x, wide), given)
-        changed = pytree.tree_map_only(Tensor, self._input, (args, kwargs))
-        self._inputs.append(changed)
-        return changed
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        changed = [self._input(x, -1 - place) for place, x in enumerate(leaves)]
+        return pytree.tree_unflatten(changed, spec)
 
-    def _input(self, x: Tensor) -> Tensor:
-        if not x.is_floating_point():
+    def _input(self, x: Any, number: int) -> Any:
+        if not (isinstance(x, Tensor) and x.is_floating_point() and self._draw):
             return x
-        return self._changed(x).requires_grad_(x.requires_grad)
+        if active_casts.reference is None and x.dtype.itemsize < 4:
+            self._narrow.add(number)
+        return x if number in self._narrow else self._changed(x, number)

@@ -1,11 +1,12 @@
 """`ErrorReport`: the errors of a step's tensors, as `microscope` returns them."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from plimsoll.errors import NotRecordedError
+from plimsoll.microscope.blame.result import Blame, without_model
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Interval
 from plimsoll.spectrum.bias_and_noise import CONFIDENCE
@@ -91,6 +92,7 @@ class ErrorReport(NotebookRepr):
     draws: int
     varied: str
     losses: tuple[float, ...]
+    blamer: Callable[..., Blame] | None = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[ErrorRow]:
         return iter(self.rows)
@@ -121,6 +123,22 @@ class ErrorReport(NotebookRepr):
         """Return the rows, or those of a collection, the largest relative error first. NaN is last."""
         rows = [row for row in self.rows if collection in (None, row.collection)]
         return sorted(rows, key=lambda row: math.inf if math.isnan(row.relative_error) else -row.relative_error)
+
+    def blame(self, *, budget: int = 200, of: str = "gradients") -> Blame:
+        """Return what contributed how much to the error of the parameters' gradients: casts and operations, by module.
+
+        The step is made again as its reference, with one module in low precision at a time, and with one cast of it.
+        So the model and the closures must be as they were.
+
+        Args:
+            budget: Most passes, forward and backward each, to make.
+            of: "gradients", all of them alike whatever their size, or the name of one parameter.
+
+        Raises:
+            ArgumentError: `budget` or `of` cannot be.
+            StateError: The model is gone, or the report was loaded.
+        """
+        return (self.blamer or without_model)(budget=budget, of=of)
 
     def table(self, collection: str | None = None) -> str:
         """Return the rows as a table, one for each tensor, the largest relative error first."""
@@ -158,6 +176,15 @@ class ErrorReport(NotebookRepr):
             "losses": [_json(loss) for loss in self.losses],
             "rows": [row.to_dict() for row in self.rows],
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but the way back to the model."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "blamer"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what `__getstate__` returned."""
+        for name, value in {**state, "blamer": None}.items():
+            object.__setattr__(self, name, value)
 
 
 def _distinct(rows: list[ErrorRow]) -> list[ErrorRow]:
