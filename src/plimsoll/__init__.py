@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         fp8,
         integrations,
         lab,
+        microscope,
         precision,
         receipts,
         report,
@@ -99,6 +100,7 @@ __all__ = [
     "lab",
     "locate",
     "measure",
+    "microscope",
     "pack",
     "plan",
     "precision",
@@ -121,8 +123,8 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(
         (
-            "diagnosis", "emulate", "errors", "formats", "fp8", "integrations", "lab", "precision", "receipts",
-            "report", "rounding", "runs", "scaling", "spectrum", "unit", "watch",
+            "diagnosis", "emulate", "errors", "formats", "fp8", "integrations", "lab", "microscope", "precision",
+            "receipts", "report", "rounding", "runs", "scaling", "spectrum", "unit", "watch",
         ),
         "",
     ),

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast as cast_type
 
 import torch
@@ -13,6 +13,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, BlockFormat, Format, Role, get
 from plimsoll.rounding import cast, fake_quantize
 from plimsoll.rounding.arguments import plan
+from plimsoll.watch.shadow.replay import active_casts
 
 _PASSED_ON = ("rounding", "saturate", "scale", "scale_rule", "generator")
 AnyFormat = Format | BlockFormat
@@ -30,6 +31,15 @@ class Recipe:
     chunk: int
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     scales: Mapping[str, float] = field(default_factory=dict[str, float])  # by role; empty: one for all
+    idle: frozenset[str] = frozenset()  # casts that are left out, as `watch.shadow.replay.ActiveCasts` names them
+
+    def acting(self) -> "Recipe":
+        """Return the recipe with the casts that act on this thread now; its backward has the same."""
+        formats = {"weights": self.forward, "activations": self.forward, "gradients": self.backward}
+        formats |= {"sums": self.accumulate}
+        named = {cast: fmt.name for cast, fmt in formats.items() if fmt is not None}
+        idle = frozenset(cast for cast, name in named.items() if not active_casts.acts(cast, name))
+        return replace(self, idle=idle) if idle else self
 
     def operand(self, x: Tensor, axis: int, role: Role = "activations") -> Tensor:
         """Return an operand of a product in the forward format.
@@ -44,6 +54,11 @@ class Recipe:
     def gradient(self, g: Tensor, axis: int) -> Tensor:
         """Return the gradient among a product's operands in the backward format."""
         return self._cast(g, self.backward, axis, "gradients")
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether products are summed in a format of the recipe, and not by the machine."""
+        return self.accumulate is not None and "sums" not in self.idle
 
     @property
     def described(self) -> list[str]:
@@ -68,13 +83,16 @@ class Recipe:
         """Return a result in the forward format, with its gradient in the backward one."""
         if (self.forward is None and self.backward is None) or (not x.dim() and self._any_blocks()):
             return x  # a block format does not apply to a scalar
+        names = [fmt.name for fmt in (self.forward, self.backward) if fmt is not None]
+        if not active_casts.acts("results", "/".join(dict.fromkeys(names))):
+            return x
         return fake_quantize(x, forward=self.forward, backward=self.backward, **self.arguments)
 
     def _any_blocks(self) -> bool:
         return isinstance(self.forward, BlockFormat) or isinstance(self.backward, BlockFormat)
 
     def _cast(self, x: Tensor, fmt: AnyFormat | None, axis: int, role: Role) -> Tensor:
-        if fmt is None:
+        if fmt is None or role in self.idle:
             return x
         arguments = dict(self.arguments)
         if role in self.scales:
@@ -90,7 +108,7 @@ class Recipe:
         With an accumulator of a format, `chunk` neighbouring products along the summed axis are added in FP64. Their
         sum is added to the accumulator in FP64 and rounded to the format, from the first chunk to the last.
         """
-        if self.accumulate is None:
+        if self.accumulate is None or not self.sums_apart:
             return a @ b
         with contextlib.ExitStack() as stack:
             for enter in around_sums:

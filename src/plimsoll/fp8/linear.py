@@ -6,6 +6,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from plimsoll.emulate.operations.products import Products
+from plimsoll.emulate.recipe import recipe as emulated
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import E4M3
 from plimsoll.fp8 import scales as delayed_scaling
@@ -21,6 +23,7 @@ from plimsoll.unit.factors.formulas import Constraint, Factors, root
 from plimsoll.unit.functional.ideal_factors import resolve_factors
 from plimsoll.unit.functional.products import linear
 from plimsoll.unit.optim.parameter_kinds import tag
+from plimsoll.unit.scaled_multiply import multiplied
 from plimsoll.watch.shadow.replay import active_casts
 
 _TRANSIENT = {"fp8_counting": None, "fp8_cached": None, "fp8_caching": False}  # in no copy and no pickle
@@ -162,8 +165,12 @@ class Linear(nn.Linear):
 
         It has the dtype of the input, or autocast's.
         """
-        if not torch.compiler.is_compiling() and active_casts.reference is not None:
-            return linear(input, self.weight, self.bias, factors=self.fp8_recipe.factors)
+        if not torch.compiler.is_compiling():
+            if active_casts.reference is not None:
+                return linear(input, self.weight, self.bias, factors=self.fp8_recipe.factors)
+            acting = [active_casts.acts(role, FORMATS[role].name) for role in ROLES]
+            if not all(acting):
+                return self._forward_in_part(input)
         dtype = _result_dtype(input, self.in_features, self.weight)
         x = input.reshape(-1, self.in_features)
         recipe, training = self.fp8_recipe, torch.is_grad_enabled()
@@ -192,6 +199,21 @@ class Linear(nn.Linear):
         bank, row = self._row("activations")
         y = cast("Tensor", Fp8Product.apply(x, self.weight, self.bias, weight, scale, bank, row, marks, constants))
         return y.reshape(*input.shape[:-1], self.out_features)
+
+    def _forward_in_part(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Return what `forward` does with some of its casts alone, as `active_casts` says; in float32."""
+        dtype, factors = _result_dtype(input, self.in_features, self.weight), self.fp8_recipe.factors
+        # The last scales used: those of this step's weights and activations, and of the last backward's gradients.
+        scales = {role: float(scale) for role, (_, scale) in self.casts().items()}
+        casts = emulated("e4m3", "e5m2", "fp32", 1, {"scale": scales, "saturate": True})
+        assert casts is not None
+        of_weight = root(input.numel() // max(self.in_features, 1)) if factors.weight is None else factors.weight
+        x = multiplied(input.float(), 1.0, factors.inputs[0])
+        weight = multiplied(self.weight.float(), 1.0, of_weight / factors.moment)
+        y = Products(casts).matmul(x, weight.mT, ("activations", "weights"))
+        if cast("Tensor | None", self.bias) is not None:
+            y = y + multiplied(self.bias.float(), 1.0, of_weight)
+        return multiplied(y, factors.output, 1.0).to(dtype)
 
     def extra_repr(self) -> str:
         """Return torch's text, the scaling, and the padded sizes."""

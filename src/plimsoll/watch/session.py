@@ -114,6 +114,7 @@ class WatchSession:
         self.shadow: ShadowStep | None = None
         self.at_close: list[Callable[[], None]] = []  # called first when the watch closes
         self.collections: list[str] = []  # by series number
+        self.names: list[str] = []  # of tensors, by series number
         self._series: dict[tuple[str, str, torch.dtype, bool], int] = {}
         self._said: set[str] = set()
         _cores.add(self)
@@ -191,7 +192,8 @@ class WatchSession:
         number = self.writer.series(collection, name, format=get_element(key[2], "watch").name, shared=shared)
         while len(self.collections) <= number:
             self.collections.append("")
-        self.collections[number] = collection
+            self.names.append("")
+        self.collections[number], self.names[number] = collection, name
         self._series[key] = number
         return number
 
@@ -280,16 +282,25 @@ if hasattr(os, "register_at_fork"):
 @contextlib.contextmanager
 def nothing_recorded() -> Generator[None]:
     """Context in which no watch of this process records anything."""
+    before, WatchSession.repeating = WatchSession.repeating, True
+    try:
+        with watches_muted():
+            yield
+    finally:
+        WatchSession.repeating = before
+
+
+@contextlib.contextmanager
+def watches_muted() -> Generator[None]:
+    """Context in which the watches that there are now record nothing; one that begins inside does."""
     # By identity, since each session has several listeners.
     found = {id(core): core for core in (getattr(listener, "core", None) for listener in torch_hooks.listeners())}
     cores = [core for core in found.values() if isinstance(core, WatchSession) and not core.muted]
-    before, WatchSession.repeating = WatchSession.repeating, True
     for core in cores:
         core.mute(True)
     try:
         yield
     finally:
-        WatchSession.repeating = before
         for core in cores:
             core.mute(False)
 

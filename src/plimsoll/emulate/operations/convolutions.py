@@ -110,7 +110,7 @@ class _Convolution(torch.autograd.Function):
         cast_w = _by_group(weight, w, geometry.groups, axis=0) if transposed else weight(w, 1)
         ctx.save_for_backward(*((x, w) if recipe.in_blocks else (cast_x, cast_w)))
         ctx.geometry, ctx.transposed, ctx.extra, ctx.recipe = geometry, transposed, extra, recipe
-        if recipe.accumulate is None:
+        if not recipe.sums_apart:
             rest = (geometry.stride, geometry.padding, geometry.dilation, transposed, extra, geometry.groups)
             return torch.convolution(cast_x, cast_w, None, *rest)
         if transposed:
@@ -132,7 +132,7 @@ def _grad_x(ctx: Any, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
     if recipe.in_blocks:
         weight = functools.partial(recipe.operand, role="weights")
         w = weight(w, 1) if ctx.transposed else _by_group(weight, w, geometry.groups, axis=0)
-    if recipe.accumulate is None:
+    if not recipe.sums_apart:
         return _native_backward(ctx, g, x, w, 0)
     if ctx.transposed:
         return geometry.correlate(g, w, recipe.multiply)
@@ -143,7 +143,7 @@ def _grad_w(ctx: Any, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
     geometry, recipe = ctx.geometry, ctx.recipe
     g = recipe.gradient(g, 0)  # the sum runs over batch and positions, so blocks run along the batch
     x = recipe.operand(x, 0) if recipe.in_blocks else x
-    if recipe.accumulate is None:
+    if not recipe.sums_apart:
         return _native_backward(ctx, g, x, w, 1)
     inside, outside = (g, x) if ctx.transposed else (x, g)
     return geometry.weigh(inside, outside, w.shape[2:], recipe.multiply)
@@ -188,7 +188,9 @@ class Convolutions:
             stride=_each(stride, dims), padding=_each(padding, dims), dilation=_each(dilation, dims), groups=groups
         )
         wide_x, wide_w, wide_bias = widen((x, w, bias)) if dtype.itemsize == 2 else (x, w, bias)
-        y = typed("Any", _Convolution).apply(wide_x, wide_w, places, transposed, _each(extra, dims), self._recipe)
+        y = typed("Any", _Convolution).apply(
+            wide_x, wide_w, places, transposed, _each(extra, dims), self._recipe.acting()
+        )
         y = y if wide_bias is None else y + wide_bias.reshape(-1, *(1,) * dims)
         return narrow(y, dtype) if dtype.itemsize == 2 else y
 

@@ -88,7 +88,7 @@ class Products:
         return self._product(flat_a, flat_b, roles).reshape(*batch, a.shape[-2], b.shape[-1])
 
     def _product(self, a: Tensor, b: Tensor, roles: tuple[Role, Role]) -> Any:
-        return typed("Any", _Product).apply(a, b, self._recipe, roles)
+        return typed("Any", _Product).apply(a, b, self._recipe.acting(), roles)
 
     def _matmul(self, a: Tensor, b: Tensor) -> Tensor:
         return self.matmul(a, b)

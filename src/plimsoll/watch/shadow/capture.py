@@ -109,11 +109,14 @@ class CapturedCall:
             return "the model went from training to evaluation, or back, before the backward had ended"
         return None
 
-    def listen(self, root: nn.Module) -> Dropouts:
-        """Runs the forward as it was, and notes what its dropouts draw from."""
+    def listen(self, root: nn.Module, closure: Callable[[], Any] | None = None) -> Dropouts:
+        """Runs the forward as it was, or a closure around it, and notes what its dropouts draw from."""
         dropouts = Dropouts()
         with as_it_was(self.autocast), borrowed(root, {}, self.buffers), dropouts:
             self.random.restore()
+            if closure is not None:
+                closure()
+                return dropouts
             args, kwargs = fresh_inputs(self.inputs, None)
             root(*args, **kwargs)
         return dropouts

@@ -36,11 +36,20 @@ class ActiveCasts(threading.local):
 
     Attributes:
         reference: The dtype of the reference that runs, None where none does. In a reference nothing is rounded.
-        kept: The casts that act, among "weights", "activations", "gradients" and "accumulate". None: all.
+        kept: The casts that act: "weights", "activations" and "gradients" (operands of products), "sums" (a product's
+            accumulator) and "results" (of operations). None: all.
+        heard: Takes each cast that would act, and its format. None: nobody asks.
     """
 
     reference: torch.dtype | None = None
     kept: frozenset[str] | None = None
+    heard: set[tuple[str, str]] | None = None
+
+    def acts(self, cast: str, fmt: str) -> bool:
+        """Whether a cast to a format acts now."""
+        if self.heard is not None:
+            self.heard.add((cast, fmt))
+        return self.kept is None or cast in self.kept
 
 
 active_casts = ActiveCasts()
@@ -55,6 +64,13 @@ def widened(x: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
     """A detached copy, in the wide dtype where it was narrower."""
     x = x.detach()
     return x.to(wide) if is_narrow(x.dtype, wide) else x.clone()
+
+
+def as_wide(x: Tensor, wide: torch.dtype) -> Tensor:
+    """The tensor itself, or in the wide dtype where it was narrower; a leaf stays one."""
+    if not is_narrow(x.dtype, wide):
+        return x
+    return x.detach().to(wide).requires_grad_(x.requires_grad) if x.is_leaf else x.to(wide)
 
 
 def leaf(p: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
@@ -141,7 +157,7 @@ def in_reference(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_as_reference(wide))
         stack.enter_context(_without_tf32())
-        stack.enter_context(_eagerly())
+        stack.enter_context(eagerly())
         for kind in _kinds(devices):
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(_autocast_stays_off())
@@ -154,7 +170,7 @@ def in_reference(
 def as_it_was(autocast: Mapping[str, tuple[bool, torch.dtype]]) -> Generator[None]:
     """Inside, this thread computes as the real step did, but eagerly, and without gradients."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_eagerly())
+        stack.enter_context(eagerly())
         for kind, (enabled, dtype) in autocast.items():
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         stack.enter_context(torch.no_grad())
@@ -208,7 +224,7 @@ def _without_tf32() -> Generator[None]:
             kind.fp32_precision = precision
 
 
-def _eagerly() -> contextlib.AbstractContextManager[Any]:
+def eagerly() -> contextlib.AbstractContextManager[Any]:
     """Inside, nothing compiled runs."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 

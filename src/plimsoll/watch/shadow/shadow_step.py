@@ -38,7 +38,7 @@ from plimsoll.watch.shadow.rng_state import RandomState
 _opened: Counter[str] = Counter()
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (see _taps)
 _UNSEEN = "no forward of the model was seen (it runs inside compiled code, or its parts are called by themselves)"
-_OTHER_DRAWS = (
+OTHER_DRAWS = (
     "compiled code draws other random numbers (for dropout) than eager code: set "
     "torch._inductor.config.fallback_random = True before it is compiled"
 )
@@ -71,6 +71,7 @@ class Shadow:
         self._name = f"{name}/{_opened[name]}"  # a run that is watched again meets under another name
         _opened[name] += 1
         self._running: tuple[CapturedCall, Counter[str], list[Tensor]] | None = None
+        self.evaluates = False  # whether a forward in evaluation mode counts
         self._undo = watch_calls(root, self._around)
         self._start()
 
@@ -138,7 +139,8 @@ class Shadow:
     def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the root through a compiled one, whose hooks may not be heard (if they are, that call counts)."""
         root = self.core.model()
-        if root is None or WatchSession.repeating or not (root.training and torch.is_grad_enabled()):
+        trains = root is not None and torch.is_grad_enabled() and (root.training or self.evaluates)
+        if root is None or WatchSession.repeating or not trains:
             return call(*args, **kwargs)
         self._begin()
         self.forward_begins(root, args, kwargs)
@@ -282,7 +284,7 @@ class Shadow:
                 args, kwargs = inputs = fresh_inputs(call.inputs)
                 root(*args, **kwargs)
                 if call.drawn is not None and not call.drawn.matches(RandomState(call.devices)):
-                    self._reason = _OTHER_DRAWS
+                    self._reason = OTHER_DRAWS
                     return
                 wanted = [x for x in (*leaves.values(), *tensors_of(inputs)) if x.requires_grad]
                 call.send_back(outputs, wanted)

@@ -1,0 +1,201 @@
+"""A step as it is, with all that came into each call of a module, what it gave out, and the gradients of both."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plimsoll.microscope.blame.interception import Call, in_backward, intercepted, is_float
+from plimsoll.watch.shadow.replay import active_casts
+from plimsoll.watch.shadow.rng_state import RandomState
+
+LOSS = "loss"  # name of the unit that is the closure itself, around the model
+Key = tuple[str, int]  # a module's name, and how many times it had been called
+
+
+@dataclass(slots=True, eq=False)
+class CallRecord:
+    """One call of a module, or of the closure.
+
+    Attributes:
+        key: The module's name, and the number of the call.
+        module: None for the closure.
+        run: Makes the call again, from the leaves of a structure.
+        inputs: Leaves of the arguments, copied before the call.
+        input_gradients: Of the leaves that are floating tensors and require one, what the call handed on.
+        outputs: Leaves of the result, copied after the call.
+        output_gradients: What came back to it.
+        parameters: Own parameters by owner and name: the parameter, and the gradient of this call's use.
+        buffers: Own buffers by owner and name, copied before the call.
+        children: Calls within it, in order.
+        heard: Casts that acted within it, apart from those in its children, each with its format.
+    """
+
+    key: Key
+    module: nn.Module | None
+    run: Callable[[list[Any]], Any]
+    inputs: list[Any]
+    before: RandomState
+    input_gradients: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    wants_gradient: set[int] = field(default_factory=set[int])
+    outputs: list[Any] = field(default_factory=list[Any])
+    output_spec: Any = None
+    output_gradients: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    given_gradient: set[int] = field(default_factory=set[int])
+    parameters: dict[tuple[int, str], tuple[Tensor, list[Tensor]]] = field(
+        default_factory=dict[tuple[int, str], "tuple[Tensor, list[Tensor]]"]
+    )
+    owners: list[nn.Module] = field(default_factory=list[nn.Module])
+    buffers: dict[tuple[int, str], Tensor] = field(default_factory=dict[tuple[int, str], Tensor])
+    after: RandomState | None = None
+    children: "list[CallRecord]" = field(default_factory=list["CallRecord"])
+    heard: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    parts: dict[str, Any] = field(default_factory=dict[str, Any])  # by cast: the call again, with this cast alone
+
+
+class Recorder:
+    """Records the calls of one step."""
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        called: Collection[int],
+        devices: Collection[torch.device],
+        at_exit: Callable[[CallRecord], None] | None = None,
+    ) -> None:
+        """`called`: modules that are called at all: what others own belongs to the module around them."""
+        self._names, self._called, self._devices, self._at_exit = names, set(called), devices, at_exit
+        self._times: Counter[str] = Counter()
+        self._stack: list[CallRecord] = []
+        self.calls: list[CallRecord] = []
+
+    def record(self, closure: Callable[[], Any]) -> Tensor:
+        """Run the closure; return the loss, whose backward is still to come."""
+        top = CallRecord(
+            key=(LOSS, 0), module=None, run=lambda _: closure(), inputs=[], before=RandomState(self._devices)
+        )
+        self._stack.append(top)
+        self.calls.append(top)
+        with _hearing(top), intercepted(self._names, self):
+            loss = closure()
+        top.outputs, top.output_spec = pytree.tree_flatten(loss.detach().clone())
+        top.given_gradient, top.output_gradients = {0}, {0: torch.ones_like(loss.detach())}
+        return loss
+
+    def __call__(self, name: str, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call, and record it."""
+        if in_backward():
+            return call(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        record = CallRecord(
+            key=(name, self._times[name]),
+            module=module,
+            run=functools.partial(_again, call, spec),
+            inputs=[_copied(x) for x in leaves],
+            before=RandomState(self._devices),
+        )
+        self._times[name] += 1
+        self._stack[-1].children.append(record)
+        self.calls.append(record)
+        given = [self._tapped(x, i, record) for i, x in enumerate(leaves)]
+        self._stack.append(record)
+        try:
+            with self._own_tapped(module, record), _hearing(record):
+                args, kwargs = pytree.tree_unflatten(given, spec)
+                found = call(*args, **kwargs)
+        finally:
+            self._stack.pop()
+        record.after = RandomState(self._devices)
+        outputs, record.output_spec = pytree.tree_flatten(found)
+        record.outputs = [_copied(x) for x in outputs]
+        for i, y in enumerate(outputs):
+            if is_float(y) and y.requires_grad:
+                record.given_gradient.add(i)
+                y.register_hook(functools.partial(_store, record.output_gradients, i))
+        if self._at_exit is not None:
+            self._at_exit(record)
+        return found
+
+    def _tapped(self, x: Any, place: int, record: CallRecord) -> Any:
+        """An argument by an alias of its own, whose gradient is what this call hands on."""
+        if not is_float(x) or not x.requires_grad or not torch.is_grad_enabled():
+            return x
+        record.wants_gradient.add(place)
+        alias = x.view_as(x)
+        alias.register_hook(functools.partial(_store, record.input_gradients, place))
+        return alias
+
+    @contextmanager
+    def _own_tapped(self, module: nn.Module, record: CallRecord) -> Generator[None]:
+        """The module's own parameters by aliases of this call."""
+        record.owners = list(_with_parts(module, self._called))
+        lent: list[tuple[dict[str, Any], str, Tensor]] = []
+        for number, owner in enumerate(record.owners):
+            for name, b in owner.named_buffers(recurse=False):
+                record.buffers[number, name] = b.detach().clone()
+            held: dict[str, Any] = vars(owner)["_parameters"]
+            for name, p in list(held.items()):
+                if p is None:
+                    continue
+                gradients: list[Tensor] = []
+                record.parameters[number, name] = p, gradients
+                if p.requires_grad and torch.is_grad_enabled():
+                    lent.append((held, name, p))
+                    alias = p.view_as(p)
+                    alias.register_hook(gradients.append)
+                    held[name] = alias
+        try:
+            yield
+        finally:
+            for held, name, p in lent:
+                held[name] = p
+
+
+def called_modules(names: Mapping[int, str], closure: Callable[[], Any]) -> set[int]:
+    """Return the modules that a step calls."""
+    found: set[int] = set()
+
+    def note(name: str, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        del name
+        found.add(id(module))
+        return call(*args, **kwargs)
+
+    with torch.no_grad(), intercepted(names, note):
+        closure()
+    return found
+
+
+def _with_parts(module: nn.Module, called: Collection[int]) -> Generator[nn.Module]:
+    """Yield a module and those below it that are never called, down to the next that is."""
+    yield module
+    for child in module.children():
+        if id(child) not in called:
+            yield from _with_parts(child, called)
+
+
+@contextmanager
+def _hearing(record: CallRecord) -> Generator[None]:
+    before, active_casts.heard = active_casts.heard, record.heard
+    try:
+        yield
+    finally:
+        active_casts.heard = before
+
+
+def _again(call: Call, spec: Any, leaves: list[Any]) -> Any:
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return call(*args, **kwargs)
+
+
+def _copied(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def _store(found: dict[int, Tensor], place: int, g: Tensor) -> None:
+    found[place] = g.detach()

@@ -1,0 +1,206 @@
+"""`ErrorReport`: the errors of a step's tensors, as `microscope` returns them."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from plimsoll.errors import NotRecordedError
+from plimsoll.microscope.blame.result import Blame, without_model
+from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.spectrum import Interval
+from plimsoll.spectrum.bias_and_noise import CONFIDENCE
+from plimsoll.tensor_collections import LABELS
+from plimsoll.text import counted, number, percent
+
+_SHOWN = 12  # rows of a report's text
+_VARIED = {
+    "batches": "batches",
+    "random numbers": "the step's random numbers",
+    "weights": "weights and inputs, by as much as the error is large",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorRow(NotebookRepr):
+    """The error of one tensor against the reference, over all draws.
+
+    Attributes:
+        name: "MODULE:input" or "MODULE:output" of activations and their gradients, else the parameter's name.
+        collection: "activations", "activation_gradients" or "gradients".
+        relative_error: Norm of the error over the norm of the reference: the root mean square over draws.
+        bias: The part of it that stays from draw to draw, relative too, with a 95 % interval.
+        noise: The rest: relative_error^2 = bias^2 + noise^2. NaN with one draw.
+        snr_db: Power of the reference over that of the error, in dB.
+        cosine: Cosine of the angle between values and reference.
+        along_reference: Mean error along the reference, with its sign: -0.01 where values are a hundredth too small.
+        largest_error: Largest error of an element, in the tensor's own unit.
+        made_nonfinite: Number of values that are NaN or infinite where the reference is finite, over all draws.
+        reference_nonfinite: Number of values whose reference is NaN or infinite.
+        values: Number of values compared, over all draws.
+    """
+
+    name: str
+    collection: str
+    relative_error: float
+    bias: Interval
+    noise: float
+    snr_db: float
+    cosine: float
+    along_reference: float
+    largest_error: float
+    made_nonfinite: int
+    reference_nonfinite: int
+    values: int
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether bias is surely there, and more of the squared error than noise."""
+        return self.bias.low > 0 and self.bias.estimate > self.noise
+
+    def __str__(self) -> str:
+        """One line."""
+        broken = f", {counted(self.made_nonfinite, 'value')} became NaN or infinite" if self.made_nonfinite else ""
+        bias = f"{_share(self.bias.estimate)} ({_share(self.bias.low)} to {_share(self.bias.high)})"
+        return (
+            f"{self.name} ({LABELS[self.collection]}): error {_share(self.relative_error)}, bias {bias}, noise "
+            f"{_share(self.noise)}, SNR {number(round(self.snr_db, 1))} dB{broken}"
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the row as data that JSON can hold; what is no finite number is None."""
+        names = [name for name in self.__dataclass_fields__ if name != "bias"]
+        found: dict[str, object] = {name: _json(getattr(self, name)) for name in names}
+        ends = {name: _json(getattr(self.bias, name)) for name in ("low", "estimate", "high")}
+        return {**found, "bias": ends, "is_bias": self.is_bias}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorReport(NotebookRepr):
+    """What `plimsoll.microscope` has found.
+
+    Attributes:
+        rows: A row for each tensor, in the order of the step.
+        reference: Name of the format that the reference was computed in.
+        draws: Number of draws that bias and noise are told from.
+        varied: What differed between draws: "batches", "random numbers" or "weights".
+        losses: The loss of each draw, as the step computes it.
+    """
+
+    rows: tuple[ErrorRow, ...]
+    reference: str
+    draws: int
+    varied: str
+    losses: tuple[float, ...]
+    blamer: Callable[..., Blame] | None = field(default=None, repr=False, compare=False)
+
+    def __iter__(self) -> Iterator[ErrorRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, name: str, collection: str | None = None) -> ErrorRow:
+        """Return the row of a tensor.
+
+        Args:
+            name: Its name.
+            collection: Its collection. Default: the first that has the name.
+
+        Raises:
+            NotRecordedError: There is none.
+        """
+        found = [row for row in self.rows if row.name == name and collection in (None, row.collection)]
+        if not found:
+            some = ", ".join(dict.fromkeys(row.name for row in self.rows[:5]))
+            raise NotRecordedError(
+                f"ErrorReport.row: expected a tensor of the report; got {name!r}"
+                f"{f' of {collection}' if collection else ''}. There are {some or 'none'}."
+            )
+        return found[0]
+
+    def worst(self, collection: str | None = None) -> list[ErrorRow]:
+        """Return the rows, or those of a collection, the largest relative error first. NaN is last."""
+        rows = [row for row in self.rows if collection in (None, row.collection)]
+        return sorted(rows, key=lambda row: math.inf if math.isnan(row.relative_error) else -row.relative_error)
+
+    def blame(self, *, budget: int = 200, of: str = "gradients") -> Blame:
+        """Return what contributed how much to the error of the parameters' gradients: casts and operations, by module.
+
+        The step is made again as its reference, with one module in low precision at a time, and with one cast of it.
+        So the model and the closures must be as they were.
+
+        Args:
+            budget: Most passes, forward and backward each, to make.
+            of: "gradients", all of them alike whatever their size, or the name of one parameter.
+
+        Raises:
+            ArgumentError: `budget` or `of` cannot be.
+            StateError: The model is gone, or the report was loaded.
+        """
+        return (self.blamer or without_model)(budget=budget, of=of)
+
+    def table(self, collection: str | None = None) -> str:
+        """Return the rows as a table, one for each tensor, the largest relative error first."""
+        rows = _distinct(self.worst(collection))
+        head = ("tensor", "of", "error", "bias", "noise", "SNR dB", "cosine")
+        lines = [
+            (
+                row.name, LABELS[row.collection], _share(row.relative_error),
+                f"{_share(row.bias.estimate)} ({_share(row.bias.low)} to {_share(row.bias.high)})", _share(row.noise),
+                number(round(row.snr_db, 1)), f"{row.cosine:.6f}",
+            )
+            for row in rows
+        ]  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+                         for line in (head, *lines))  # fmt: skip
+
+    def __str__(self) -> str:
+        """What was varied, and the largest errors."""
+        distinct = _distinct(self.worst())
+        rows = distinct[:_SHOWN]
+        more = len(distinct) - len(rows)
+        head = (
+            f"Errors against {self.reference.upper()} of {counted(len(distinct), 'tensor')}, over "
+            f"{counted(self.draws, 'draw')} of {_VARIED[self.varied]}; bias with its {percent(CONFIDENCE)} interval."
+        )
+        return "\n".join([head, *map(str, rows), *([f"and {more:,} more"] if more else [])])
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the report as data that JSON can hold."""
+        return {
+            "reference": self.reference,
+            "draws": self.draws,
+            "varied": self.varied,
+            "losses": [_json(loss) for loss in self.losses],
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but the way back to the model."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "blamer"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what `__getstate__` returned."""
+        for name, value in {**state, "blamer": None}.items():
+            object.__setattr__(self, name, value)
+
+
+def _distinct(rows: list[ErrorRow]) -> list[ErrorRow]:
+    """Return the rows without those of a tensor that another name stands for: an output is the next one's input."""
+    found: dict[object, ErrorRow] = {}
+    for row in rows:
+        found.setdefault((row.collection, row.values, row.relative_error, row.bias, row.largest_error), row)
+    return list(found.values())
+
+
+def _share(value: float) -> str:
+    """Write a relative error: in per cent, small ones with an exponent."""
+    if not math.isfinite(value):
+        return "unknown" if math.isnan(value) else "infinite"
+    return percent(value) if value == 0 or value >= 1e-4 else number(value)
+
+
+def _json(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else cast("object", value)
