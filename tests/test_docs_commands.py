@@ -19,6 +19,7 @@ PAGES = (
     "README.md",
     "docs/index.md",
     "docs/tutorial/five-minutes.md",
+    "docs/tutorial/receipt.md",
     "docs/how-to/backends.md",
     "docs/how-to/ci-gate.md",
     "docs/how-to/report.md",
@@ -26,7 +27,7 @@ PAGES = (
     "docs/how-to/serve.md",
 )
 _ELSEWHERE = {"make", "pip", "torchrun", "accelerate"}  # these need a checkout, an index or several processes
-_VERDICTS = {"check", "diff", "plan"}  # exit code 1 is their answer
+_VERDICTS = {"check", "diff", "plan", "receipt"}  # exit code 1 is their answer
 _SCRIPT = """
 import torch
 

@@ -17,12 +17,14 @@ class Command:
         summary: Its line there: the first line of the function's docstring, which a test compares. It stands here so
             that help needs no import of the module.
         own_arguments: Whether all that follows the first argument belongs to a script that the command runs.
+        foreign_options: Whether options that the command does not have belong to a script that it runs.
     """
 
     name: str
     heading: str
     summary: str
     own_arguments: bool = False
+    foreign_options: bool = False
 
 
 # In the order of `plimsoll --help`.
@@ -36,6 +38,12 @@ COMMANDS: tuple[Command, ...] = (
     Command(name="check", heading="Diagnose", summary="Report problems of runs: where, since when, and the fix."),
     Command(name="ls", heading="Diagnose", summary="List the runs below a folder, with their verdicts."),
     Command(name="diff", heading="Diagnose", summary="Find the first step and tensor where two runs diverge."),
+    Command(
+        name="receipt",
+        heading="Diagnose",
+        summary="Record the precision that one training step really runs in.",
+        foreign_options=True,
+    ),
     Command(name="report", heading="Diagnose", summary="Write a run as one HTML, Markdown or JSON file."),
     Command(name="serve", heading="Diagnose", summary="Serve a web page that follows runs live."),
     Command(name="whatif", heading="Choose a precision", summary="Estimate the losses of another format or scale."),

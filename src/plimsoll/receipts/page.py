@@ -33,11 +33,13 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th, td { padding: 0.3rem 1.2rem 0.3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 th { font-weight: 500; white-space: nowrap; }
 td.number, th.number { text-align: right; white-space: nowrap; }
-td.name { overflow-wrap: anywhere; }
+td.plain, th { white-space: nowrap; }
+td.name { min-width: 14rem; overflow-wrap: anywhere; }
 code { font: 0.92em ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
-summary { cursor: pointer; margin: 2.25rem 0 0.5rem; }
+summary { cursor: pointer; margin: 1.25rem 0 0.5rem; }
 @media print { details > * { display: block; } }
 """
+_LONG = frozenset(("where", "module", "value"))
 _RIGHT = frozenset(("forward", "recomputation", "backward", "optimizer", "number", "size", "calls", "bytes"))
 
 
@@ -86,10 +88,12 @@ def _sections(receipt: "Receipt") -> Iterator[str]:
         yield "<h2>Tensors that last</h2>"
         kept = ((x.role, x.format, f"{x.count:,}", size(x.bytes)) for x in wording.tensor_lines(receipt.tensors))
         yield _table(("tensors", "format", "number", "size"), kept)
-    closing = [wording.memory_words(receipt.memory), wording.cache_words(receipt), *receipt.notes]
-    if any(closing):
+    if receipt.memory.peak:
+        yield f"<p>{_text(wording.memory_words(receipt.memory))}</p>"
+    notes = [line for line in (wording.cache_words(receipt), *receipt.notes) if line]
+    if notes:
         yield "<h2>Notes</h2>"
-        yield "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in closing if line) + "</ul>"
+        yield "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in notes) + "</ul>"
 
 
 def _rows(receipt: "Receipt") -> Iterator[str]:
@@ -111,7 +115,7 @@ def _rows(receipt: "Receipt") -> Iterator[str]:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    classes = ["number" if head in _RIGHT else "name" for head in heads]
+    classes = ["number" if head in _RIGHT else "name" if head in _LONG else "plain" for head in heads]
     head = "".join(f'<th scope="col" class="{c}">{_text(h)}</th>' for h, c in zip(heads, classes, strict=True))
     body = "".join(
         "<tr>" + "".join(f'<td class="{c}">{_text(x)}</td>' for x, c in zip(row, classes, strict=True)) + "</tr>\n"

@@ -127,6 +127,9 @@ def _of_level(run: Run, level: Level, tensors: Sequence[TensorRow]) -> Iterator[
     if isinstance(trained, str) and not level.name.startswith("plan") and trained != level.name:
         yield _deviation("level", None, level.name, trained)
     allowed = {level.weights, level.norms}
+    weights = {tensor.format for tensor in tensors if tensor.role == "weights"}
+    if weights and level.weights not in weights and weights <= allowed:  # norms alone may be wider
+        yield _deviation("weights", None, level.weights, " and ".join(sorted(weights)))
     pure = level.casts and level.update == "plain"
     for tensor in tensors:
         if tensor.role == "weights" and tensor.format not in allowed:

@@ -62,7 +62,7 @@ class Row:
     def formats(self) -> str:
         """Operands and result in short: "bf16 x bf16 -> bf16"."""
         multiplied = self.kind in ("product", "attention")
-        listed = (self.values or self.operands) if multiplied else tuple(dict.fromkeys(self.operands))
+        listed = (self.values or self.operands) if multiplied else tuple(sorted(set(self.operands)))
         return f"{(' x ' if multiplied else ' + ').join(listed)} -> {self.output}" if listed else self.output
 
     def to_dict(self) -> dict[str, object]:

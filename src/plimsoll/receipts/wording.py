@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 _PHASES = ("forward", "recomputation", "backward", "optimizer")
 _ROLES = ("weights", "masters", "buffers", "gradients", "optimizer")
 _CAUSES = {
-    "script": "the script", "autocast": "autocast", "torch": "torch itself", "level": "Plimsoll",
-    "emulation": "an emulation", "backward": "the backward of a cast", "operation": "the operation itself",
+    "script": "cast by the script", "autocast": "cast by autocast", "torch": "cast by torch itself",
+    "level": "cast by Plimsoll", "emulation": "cast by an emulation", "backward": "cast of a gradient",
+    "operation": "cast by the operation itself",
 }  # fmt: skip
 
 
@@ -110,7 +111,7 @@ class OperationLine:
     def what(self) -> str:
         """The kind; of a cast with who asked for it."""
         row = self.first
-        name = f"cast by {_CAUSES[row.cause]}" if row.cause is not None else row.kind
+        name = _CAUSES[row.cause] if row.cause is not None else row.kind
         return name if row.where == "eager" else f"{name}, {row.where}"
 
     @property

@@ -9,7 +9,6 @@ An uncaught exception is shown here, by whatever `sys.excepthook` is then, witho
 import builtins
 import functools
 import importlib.machinery
-import importlib.util
 import io
 import os
 import pkgutil
@@ -21,6 +20,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, cast
 
 from plimsoll.errors import ArgumentError
+from plimsoll.tracing.late_patches import when_imported
 
 _HOME = "torch.optim.optimizer"
 _METHODS = ("__init__", "__setstate__")  # made, and unpickled or copied
@@ -37,34 +37,7 @@ def hear(tell: Callable[[Any], None], heed: Callable[[Any], bool] | None = None)
         if heed is not None:
             _patch_backward(sys.modules["torch.autograd"], heed)
 
-    if _HOME in sys.modules:
-        patch(sys.modules[_HOME])
-    else:
-        sys.meta_path.insert(0, _OnImport(patch))
-
-
-class _OnImport:
-    """Finds one module as ever, once, and patches it when it has been loaded."""
-
-    def __init__(self, patch: Callable[[ModuleType], None]) -> None:
-        self._patch = patch
-
-    def find_spec(
-        self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != _HOME:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                load(module)
-                self._patch(module)
-
-            spec.loader.exec_module = exec_module
-        return spec
+    when_imported(_HOME, patch)
 
 
 def _patch(module: ModuleType, tell: Callable[[Any], None]) -> None:

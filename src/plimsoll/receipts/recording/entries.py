@@ -55,7 +55,7 @@ class Entry:
             self.kind, self.operation, self.phase, place.file, place.line, self.path,
             id(self.module), self.operands, self.values, "" if self.where == "emulated" else self.output,
             self.accumulate, self.partial, self.cause, self.where, self.autocast, self.scripted, self.of_parameters,
-            self.rounded, self.after_cast,
+            self.rounded, self.after_cast, self.weight,
         )  # fmt: skip
 
 

@@ -74,10 +74,12 @@ class Observation:
     def end(self, result: Any) -> None:
         """Record the operation with its result."""
         outputs = self._outputs(result)
+        if self._facts.view and any(x is y for x in outputs for y in self._inputs):
+            return  # `to` the dtype that a tensor has
         floating = [x for x in outputs if x.is_floating_point() or x.is_complex()]
         entry = None
-        if (floating or self._kind == "collective") and not self._recorder.muted:
-            found = self._found(floating or outputs)
+        if floating and not self._recorder.muted:
+            found = self._found(floating)
             entry = self._recorder.entries.add(found, bytes=self._bytes(outputs)) if not self._internal else found
         self._note_results(floating, entry)
 
@@ -156,7 +158,8 @@ class Observation:
             self._kind = "exact"
         entry = self._entry([source], after)
         if self._kind == "cast":
-            entry.cause = self._cause()
+            entry.cause = self._cause(after, source.device.type)
+            entry.weight = entry.cause == "autocast" and source.is_leaf and source.requires_grad
             entry.where = "emulated" if entry.cause == "emulation" else "eager"
             held = self._held.get(id(source))
             made = None if held is None else held.producer
@@ -177,7 +180,7 @@ class Observation:
             return spec_name(list(spec))
         return dtype_name(dtype) if isinstance(dtype, torch.dtype) else None
 
-    def _cause(self) -> Cause:
+    def _cause(self, after: str, device: str) -> Cause:
         caller, node = self._caller, self._place.node
         if node is not None and "original_aten" in node.meta:
             return cause_of(node, place_of(node))
@@ -191,7 +194,8 @@ class Observation:
             return "level"
         if caller.callee in _CAST_CALLS:
             return "script" if caller.owner == "user" else "torch"
-        return "autocast" if self._is_autocasting() else "operation"
+        listed = after == "fp32" or after == dtype_name(torch.get_autocast_dtype(device))
+        return "autocast" if listed and self._is_autocasting() else "operation"
 
     def _is_autocasting(self) -> bool:
         """Whether torch's autocast is around it, or was around what a checkpoint runs again."""
@@ -300,10 +304,8 @@ class Observation:
 
     def _note_weight(self, held: Held, outputs: list[Tensor], entry: Entry) -> None:
         """Note memory that holds a weight's cast by autocast, which is kept for the next use."""
-        source = self._source(outputs)
-        if entry.cause == "autocast" and source.is_leaf and source.requires_grad:
-            held.cast_of, held.uses = self._recorder.memory.key(source), 0
-            entry.weight = True
+        if entry.weight:
+            held.cast_of, held.uses = self._recorder.memory.key(self._source(outputs)), 0
 
     def _count_uses(self, entry: Entry) -> None:
         for held in {id(h): h for h in self._held.values() if h is not None and h.cast_of is not None}.values():

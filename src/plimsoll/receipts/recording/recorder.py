@@ -90,7 +90,8 @@ class Recorder(TorchDispatchMode):
         if any(map(_wraps, types)):
             return NotImplemented
         facts = facts_of(func)
-        if facts.view or facts.base in _SILENT or facts.name.startswith(("profiler.", "prim.")):
+        view = facts.view and not facts.cast  # `to` gives its argument, or a copy in another dtype
+        if view or facts.base in _SILENT or facts.name.startswith(("profiler.", "prim.")):
             return func(*args, **kwargs)
         with _C.DisableTorchFunction():
             observation = Observation(self, facts, bound(facts, args, kwargs))

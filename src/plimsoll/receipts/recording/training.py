@@ -69,6 +69,11 @@ class TrainingRecorder(torch_hooks.TrainingEvents):
         self._running = 0
         self._gradients: dict[int, tuple[str, int]] = {}
 
+    def take_models(self, models: Sequence[nn.Module]) -> None:
+        """Note models that were not known when the recording began."""
+        if [id(model) for model in models] != [id(model) for model in self._models]:
+            self.begin(models)
+
     def begin(self, models: Sequence[nn.Module]) -> None:
         """Note the memory of models: their parameters, buffers and gradients."""
         self._models = list(models)

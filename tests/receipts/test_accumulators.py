@@ -1,0 +1,118 @@
+"""Accumulators: the rules for CPUs against what the kernels do, those for CUDA against torch's switches."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from plimsoll.receipts.recording.accumulators import Arithmetic, Switches, product_arithmetic, sum_accumulator
+from tests.support.cases import each
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+COUNT = 4096  # ones: from 256 on BF16 cannot add one more, from 2,048 on FP16 cannot
+
+
+def ones(dtype: torch.dtype) -> torch.Tensor:
+    return torch.ones(COUNT, dtype=dtype)
+
+
+PRODUCTS = {
+    "mm": lambda x: x[None] @ x[:, None],
+    "addmm": lambda x: torch.addmm(x[:1, None], x[None], x[:, None]),
+    "bmm": lambda x: x.expand(2, 3, COUNT).contiguous() @ x[:, None].expand(2, COUNT, 3).contiguous(),
+    "mv": lambda x: torch.mv(x.expand(8, COUNT).contiguous(), x),
+    "dot": lambda x: torch.dot(x, x),
+    "convolution": lambda x: F.conv1d(x.view(1, COUNT, 1), x.view(1, COUNT, 1)),
+}
+SUMS = {
+    "sum": lambda x: x.sum(),
+    "mean": lambda x: x.mean() * COUNT,
+    "linalg_vector_norm": lambda x: torch.linalg.vector_norm(x, 1),
+    "cumsum": lambda x: x.cumsum(0)[-1],
+    "_foreach_norm": lambda x: torch._foreach_norm([x], 1)[0],
+    "index_add": lambda x: torch.zeros(1, dtype=x.dtype).index_add_(0, torch.zeros(COUNT, dtype=torch.long), x),
+    "embedding_dense_backward": lambda x: torch.ops.aten.embedding_dense_backward(
+        x[:, None], torch.zeros(COUNT, dtype=torch.long), 1, -1, False
+    ),
+}
+STUCK = {FP16: 2048.0, BF16: 256.0}
+NAMES = {FP16: "fp16", BF16: "bf16"}
+
+
+@each("dtype", [FP16, BF16], ids=NAMES.get)
+@each("base", PRODUCTS)
+def test_products_on_a_cpu_are_added_up_in_fp32(dtype: torch.dtype, base: str):
+    result = PRODUCTS[base](ones(dtype)).flatten()[0].item()
+    assert result >= COUNT
+    assert product_arithmetic(base, dtype, CPU, COUNT, Switches()).accumulate == "fp32"
+
+
+@each("dtype", [FP16, BF16], ids=NAMES.get)
+@each("base", SUMS)
+def test_sums_on_a_cpu(dtype: torch.dtype, base: str):
+    result = SUMS[base](ones(dtype)).flatten()[0].item()
+    said = sum_accumulator(base, dtype, CPU)
+    assert result == (STUCK[dtype] if said == NAMES[dtype] else COUNT)
+    assert said in ("fp32", NAMES[dtype])
+
+
+def test_fp32_products_that_onednn_may_round(monkeypatch: pytest.MonkeyPatch):
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(64, 64, generator=generator) for _ in range(2))
+    exact = a @ b
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        said = product_arithmetic("mm", FP32, CPU, 64**3, Switches.now())
+        rounded = not torch.equal(a @ b, exact)
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    assert not rounded or said.multiplied == "bf16"
+    assert product_arithmetic("mm", FP32, CPU, 64**3, Switches()) == Arithmetic(None, "fp32")
+
+
+@each(
+    "base, dtype, switches, expected",
+    [
+        ("mm", FP32, Switches(), Arithmetic(None, "fp32")),
+        ("mm", FP32, Switches(cuda_matmul="tf32"), Arithmetic("tf32", "fp32")),
+        ("convolution", FP32, Switches(cuda_matmul="tf32"), Arithmetic(None, "fp32")),
+        ("convolution_backward", FP32, Switches(cuda_convolution="tf32"), Arithmetic("tf32", "fp32")),
+        ("mm", BF16, Switches(), Arithmetic(None, "fp32")),
+        ("mm", BF16, Switches(bf16_reduction=True), Arithmetic(None, "fp32", "bf16")),
+        ("mm", FP16, Switches(bf16_reduction=True), Arithmetic(None, "fp32")),
+        ("addmm", FP16, Switches(fp16_reduction=True), Arithmetic(None, "fp32", "fp16")),
+        ("addmm", FP16, Switches(fp16_reduction=True, fp16_accumulation=True), Arithmetic(None, "fp16")),
+        ("addmm", BF16, Switches(fp16_accumulation=True), Arithmetic(None, "fp32")),
+        ("convolution", FP16, Switches(fp16_accumulation=True), Arithmetic(None, "fp32")),
+        ("mm", torch.float64, Switches(cuda_matmul="tf32"), Arithmetic(None, "fp64")),
+        ("_scaled_mm", torch.float8_e4m3fn, Switches(), Arithmetic(None, "fp32")),
+        ("_int_mm", torch.int8, Switches(), Arithmetic(None, "int32")),
+    ],
+    ids=str,
+)
+def test_cuda_follows_torchs_switches(base: str, dtype: torch.dtype, switches: Switches, expected: Arithmetic):
+    if torch.cuda.is_available() and expected.multiplied == "tf32" and torch.cuda.get_device_capability() < (8, 0):
+        expected = expected._replace(multiplied=None)
+    assert product_arithmetic(base, dtype, CUDA, 1 << 20, switches) == expected
+
+
+def test_what_is_not_known_is_not_said():
+    assert product_arithmetic("mm", BF16, torch.device("meta"), 1, Switches()) == Arithmetic()
+    assert product_arithmetic("_scaled_mm", torch.float8_e4m3fn, CUDA, 1, Switches(), fast=True) == Arithmetic()
+    assert sum_accumulator("sum", BF16, torch.device("meta")) is None
+    assert sum_accumulator("logcumsumexp", BF16, CPU) is None
+
+
+def test_the_switches_are_those_of_torch():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision, matmul.allow_fp16_accumulation, matmul.allow_bf16_reduced_precision_reduction
+    try:
+        matmul.fp32_precision, matmul.allow_fp16_accumulation = "tf32", True
+        matmul.allow_bf16_reduced_precision_reduction = False
+        now = Switches.now()
+        assert (now.cuda_matmul, now.fp16_accumulation, now.bf16_reduction) == ("tf32", True, False)
+        assert now.fp16_reduction == bool(matmul.allow_fp16_reduced_precision_reduction)
+    finally:
+        matmul.fp32_precision, matmul.allow_fp16_accumulation = before[:2]
+        matmul.allow_bf16_reduced_precision_reduction = before[2]
