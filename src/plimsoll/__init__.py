@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         unit,
         watch,
     )
-    from plimsoll.diagnosis import Finding, Guard, check_plan, diagnose, diff, locate, plan, whatif
+    from plimsoll.diagnosis import Finding, Guard, Parity, check_plan, diagnose, diff, locate, parity, plan, whatif
     from plimsoll.errors import (
         ArgumentError,
         BackendError,
@@ -71,6 +71,7 @@ __all__ = [
     "MissingExtraError",
     "NotRecordedError",
     "Packed",
+    "Parity",
     "Plan",
     "PlimsollError",
     "Policy",
@@ -100,6 +101,7 @@ __all__ = [
     "locate",
     "measure",
     "pack",
+    "parity",
     "plan",
     "precision",
     "prepare",
@@ -126,7 +128,10 @@ _HOMES = {
         ),
         "",
     ),
-    **dict.fromkeys(("Finding", "Guard", "check_plan", "diagnose", "diff", "locate", "plan", "whatif"), "diagnosis"),
+    **dict.fromkeys(
+        ("Finding", "Guard", "Parity", "check_plan", "diagnose", "diff", "locate", "parity", "plan", "whatif"),
+        "diagnosis",
+    ),
     **dict.fromkeys(
         (
             "ArgumentError", "BackendError", "FormatError", "GuardStop", "MissingExtraError", "NotRecordedError",
