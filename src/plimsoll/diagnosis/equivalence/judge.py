@@ -52,7 +52,7 @@ def parity(
             to losses; or a list of these, one for each repeat.
         candidate: The recipe to judge, likewise. As many repeats as the base has are paired in their order.
         tolerance: Largest difference that does not matter, declared beforehand. A number is in the scalar's unit, a
-            text such as "1%" is a share of the base's level.
+            text such as "1 %" is a share of the base's level.
         scalar: Name of the recorded scalar.
         confidence: Probability, over all readings together, that the interval holds the true difference.
         better: Whether "lower" or "higher" values are better. Default: lower for a loss, an error or a perplexity. It
@@ -67,7 +67,7 @@ def parity(
         RunError: A path has no run.
 
     >>> wave = np.sin(np.arange(2000.0))
-    >>> print(parity(2 + wave, 2.001 + wave, tolerance="1%"))
+    >>> print(parity(2 + wave, 2.001 + wave, tolerance="1 %"))
     Equivalent: over 2,000 steps the candidate's loss differs by +0.05 %, within the 1 % allowed.
     ...
     >>> parity(2 + wave, 2.05 + wave, tolerance=0.01).verdict
