@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         unit,
         watch,
     )
-    from plimsoll.diagnosis import Finding, Guard, check_plan, diagnose, diff, locate, plan, whatif
+    from plimsoll.diagnosis import Finding, Guard, Parity, check_plan, diagnose, diff, locate, parity, plan, whatif
     from plimsoll.errors import (
         ArgumentError,
         BackendError,
@@ -72,6 +72,7 @@ __all__ = [
     "MissingExtraError",
     "NotRecordedError",
     "Packed",
+    "Parity",
     "Plan",
     "PlimsollError",
     "Policy",
@@ -102,6 +103,7 @@ __all__ = [
     "measure",
     "microscope",
     "pack",
+    "parity",
     "plan",
     "precision",
     "prepare",
@@ -128,7 +130,10 @@ _HOMES = {
         ),
         "",
     ),
-    **dict.fromkeys(("Finding", "Guard", "check_plan", "diagnose", "diff", "locate", "plan", "whatif"), "diagnosis"),
+    **dict.fromkeys(
+        ("Finding", "Guard", "Parity", "check_plan", "diagnose", "diff", "locate", "parity", "plan", "whatif"),
+        "diagnosis",
+    ),
     **dict.fromkeys(
         (
             "ArgumentError", "BackendError", "FormatError", "GuardStop", "MissingExtraError", "NotRecordedError",

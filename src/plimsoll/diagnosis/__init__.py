@@ -1,8 +1,9 @@
 """Answers from recorded numbers: problems of a run, where and since when, and the effect of another format.
 
 `diagnose` applies the rules (`RULES`, each a `Rule`) to a `View` of a run and returns `Finding`s. `whatif` answers for
-any format and shift, `plan` for each module, `check_plan` checks a plan against another run, and `diff` finds where two
-runs diverge. These judge recorded runs. `Guard` and `locate` work on live training.
+any format and shift, `plan` for each module, `check_plan` checks a plan against another run, `diff` finds where two
+runs diverge, and `parity` judges whether one recipe trains as well as another. These judge recorded runs. `Guard` and
+`locate` work on live training.
 
 All but the rules is loaded when it is first used: live training needs parts of torch that a recorded run does not.
 """
@@ -33,6 +34,9 @@ from plimsoll.diagnosis.view import View as View
 if TYPE_CHECKING:
     from plimsoll.diagnosis.comparison.compare_runs import diff as diff
     from plimsoll.diagnosis.comparison.divergence import Divergence as Divergence, Parting as Parting
+    from plimsoll.diagnosis.equivalence.judge import parity as parity
+    from plimsoll.diagnosis.equivalence.result import Moment as Moment, Parity as Parity
+    from plimsoll.diagnosis.equivalence.speed import Speed as Speed
     from plimsoll.diagnosis.guard.guard import Guard as Guard
     from plimsoll.diagnosis.guard.records import Act as Act, Limits as Limits, Look as Look
     from plimsoll.diagnosis.locating.fault import Fault as Fault, Operand as Operand, Source as Source
@@ -48,6 +52,9 @@ if TYPE_CHECKING:
 _LATER = {
     **dict.fromkeys(("Divergence", "Parting"), "comparison.divergence"),
     "diff": "comparison.compare_runs",
+    "parity": "equivalence.judge",
+    **dict.fromkeys(("Moment", "Parity"), "equivalence.result"),
+    "Speed": "equivalence.speed",
     "Guard": "guard.guard",
     **dict.fromkeys(("Act", "Limits", "Look"), "guard.records"),
     **dict.fromkeys(("Fault", "Operand", "Source"), "locating.fault"),

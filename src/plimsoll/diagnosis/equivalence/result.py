@@ -1,0 +1,216 @@
+"""`Parity`: the verdict on two recipes, as a sentence, a table of facts, or data."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from plimsoll.diagnosis.equivalence.run_noise import NoiseFrom
+from plimsoll.diagnosis.equivalence.speed import Speed
+from plimsoll.diagnosis.finding import plain, shown
+from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.spectrum import Interval
+from plimsoll.text import counted, number, percent
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Verdict = Literal["equivalent", "worse", "better", "undecided"]
+Better = Literal["lower", "higher"]
+
+_SOURCES: dict[NoiseFrom, str] = {
+    "repeats": "measured from repeats",
+    "estimate": "between runs estimated, since there is one each",
+    "given": "between runs as given",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The difference as it was known at one step."""
+
+    step: int
+    difference: Interval
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity(NotebookRepr):
+    """Whether the candidate trains as well as the base.
+
+    Attributes:
+        verdict: "equivalent": the whole interval lies within the tolerance. "worse", "better": it lies beyond it.
+            "undecided": neither.
+        difference: Candidate less base, in the scalar's unit: a mean over the common steps, of which later ones count
+            more. Infinite for a candidate that diverged.
+        tolerance: Largest difference that does not matter, in the scalar's unit.
+        noise: What chance alone moves the difference by: one standard deviation.
+        noise_from: Where the noise between runs comes from: "repeats", "estimate" (one run each) or "given".
+        more_steps: Further steps that would decide, at the present difference. None where it is decided, or where no
+            number of steps would.
+        more_seeds: Further runs a side that would decide. None likewise.
+        since_step: First step from which on the verdict was the same at every reading.
+        steps: Number of common steps that were compared. `first_step`, `last_step`: the first and the last of them.
+        runs: Number of runs that were compared, of the base and of the candidate.
+        diverged: Number of runs that diverged, likewise.
+        level: The base's mean, weighted as the difference.
+        scalar: Name of the scalar. `better`: whether lower or higher values are better. `confidence`: probability that
+            no reading of the interval leaves the true difference out.
+        relative: Whether the tolerance was given in per cent of the level.
+        speed: Speed at equal quality.
+        history: The difference at earlier steps, the last one included.
+        notes: Sentences on what was left out, assumed or striking.
+    """
+
+    verdict: Verdict
+    difference: Interval
+    tolerance: float
+    noise: float
+    noise_from: NoiseFrom | None
+    more_steps: int | None
+    more_seeds: int | None
+    since_step: int
+    steps: int
+    first_step: int
+    last_step: int
+    runs: tuple[int, int]
+    diverged: tuple[int, int]
+    level: float
+    scalar: str
+    better: Better
+    confidence: float
+    relative: bool
+    speed: Speed
+    history: tuple[Moment, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def is_no_worse(self) -> bool:
+        """Whether the candidate is known to be no worse than the tolerance allows."""
+        worst = self.difference.high if self.better == "lower" else -self.difference.low
+        return worst < self.tolerance
+
+    @property
+    def sentence(self) -> str:
+        """The verdict, the difference and what is allowed, in one sentence."""
+        name = shown(self.scalar)
+        if self.verdict in ("worse", "better") and any(self.diverged):
+            which, many = ("candidate", 1) if self.verdict == "worse" else ("base", 0)
+            return f"{self.verdict.capitalize()}: the {which} diverged in {self._of(many)}."
+        over = f"over {counted(self.steps, 'step')} the candidate's {name} differs by {self._interval()}"
+        allowed = self._written(self.tolerance).removeprefix("+")
+        ends = {
+            "equivalent": f"within the {allowed} allowed",
+            "worse": f"more than the {allowed} allowed",
+            "better": f"more than {allowed} for the better",
+            "undecided": f"where {allowed} is allowed",
+        }
+        return f"{self.verdict.capitalize()}: {over}, {ends[self.verdict]}."
+
+    @property
+    def remaining(self) -> str:
+        """What would decide an undecided comparison; empty for a decided one."""
+        if self.verdict != "undecided":
+            return ""
+        ways = [counted(many, noun) for many, noun in ((self.more_steps, "more step"), (self.more_seeds, "more run"))
+                if many is not None]  # fmt: skip
+        ways = [f"{way} on each side" if "run" in way else way for way in ways]
+        known = "It is no worse than that; whether it is better is open. " if self.is_no_worse else ""
+        if not ways:
+            return f"{known}At the present difference no number of steps or runs would decide."
+        return f"{known}At the present difference about {' or '.join(ways)} would decide."
+
+    def to_dict(self) -> dict[str, object]:
+        """All of it as JSON-able data; a number that JSON has no form for is its name ("nan", "inf")."""
+        speed = self.speed
+        return {
+            "verdict": self.verdict,
+            "sentence": self.sentence,
+            "difference": _ends(self.difference),
+            "tolerance": plain(self.tolerance),
+            "relative": self.relative,
+            "noise": plain(self.noise),
+            "noise_from": self.noise_from,
+            "more_steps": self.more_steps,
+            "more_seeds": self.more_seeds,
+            "since_step": self.since_step,
+            "steps": self.steps,
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "runs": {"base": self.runs[0], "candidate": self.runs[1]},
+            "diverged": {"base": self.diverged[0], "candidate": self.diverged[1]},
+            "level": plain(self.level),
+            "scalar": self.scalar,
+            "better": self.better,
+            "confidence": self.confidence,
+            "speed": {
+                "steps": None if speed.steps is None else _ends(speed.steps),
+                "per_step": speed.per_step,
+                "at_equal_quality": None if speed.at_equal_quality is None else _ends(speed.at_equal_quality),
+            },
+            "history": [{"step": m.step, **_ends(m.difference), "verdict": m.verdict} for m in self.history],
+            "notes": list(self.notes),
+        }
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return names and values of what the verdict rests on, as all surfaces list them."""
+        sides = " with ".join(counted(many, "run") for many in self.runs)
+        rows = [
+            ("Difference", self._interval()),
+            ("Tolerance", self._written(self.tolerance).removeprefix("+")),
+            ("Confidence", f"{percent(self.confidence)}, over all readings together"),
+        ]
+        if self.noise_from is not None:
+            span = f"{counted(self.steps, 'step')} from {self.first_step:,} to {self.last_step:,}"
+            noise = f"{self._written(self.noise).removeprefix('+')}, {_SOURCES[self.noise_from]}"
+            rows += [("Noise", noise), ("Compared", f"{sides}, {span}")]
+        if self.verdict != "undecided":
+            rows.append(("Since step", f"{self.since_step:,}"))
+        if any(self.diverged):
+            rows.append(("Diverged", f"{self._of(0)} of the base, {self._of(1)} of the candidate"))
+        if self.speed.steps is not None:
+            rows.append(("Steps for the same loss", f"{_times(self.speed.steps)} those of the base"))
+        if self.speed.per_step is not None:
+            rows.append(("Speed of a step", f"{self.speed.per_step:.3g} times the base's"))
+        if self.speed.at_equal_quality is not None:
+            rows.append(("Speed at equal quality", f"{_times(self.speed.at_equal_quality)} the base's"))
+        return rows
+
+    def table(self, width: int | None = None) -> "Table":
+        """Return a table for the terminal: what the verdict rests on."""
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, show_header=False, pad_edge=False, width=width)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold", ratio=1)
+        for name, value in self.facts():
+            table.add_row(name, value)
+        return table
+
+    def __str__(self) -> str:
+        """The sentence, what would decide, and the notes."""
+        return "\n".join(line for line in (self.sentence, self.remaining, *self.notes) if line)
+
+    def _of(self, side: int) -> str:
+        total = self.runs[side] + self.diverged[side]
+        return f"{self.diverged[side]:,} of {counted(total, 'run')}"
+
+    def _interval(self) -> str:
+        low, middle, high = (
+            self._written(x) for x in (self.difference.low, float(self.difference), self.difference.high)
+        )
+        return middle if low == high else f"{middle} ({low} to {high})"
+
+    def _written(self, value: float) -> str:
+        """Return a difference with its sign: in per cent of the level where the tolerance is."""
+        if self.relative and self.level:
+            return f"{100 * value / abs(self.level):+.2g} %"
+        text = number(value)
+        return text if text.startswith("-") else f"+{text}"
+
+
+def _ends(interval: Interval) -> dict[str, object]:
+    return {"low": plain(interval.low), "high": plain(interval.high), "estimate": plain(interval.estimate)}
+
+
+def _times(interval: Interval) -> str:
+    return f"{interval.estimate:.3g} ({interval.low:.3g} to {interval.high:.3g}) times"
