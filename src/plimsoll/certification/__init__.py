@@ -1,0 +1,12 @@
+"""Conformance certificates of casts, packs, unpacks, products and sums of any library."""
+
+from plimsoll import exports
+from plimsoll.certification.certificate import (
+    Certificate as Certificate,
+    Counterexample as Counterexample,
+    Inferred as Inferred,
+    Row as Row,
+)
+from plimsoll.certification.certifying import certify as certify
+
+exports.show_classes(__name__)

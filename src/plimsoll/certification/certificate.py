@@ -1,0 +1,255 @@
+"""`Certificate`: what an implementation does, row by row, with the smallest counterexamples."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from plimsoll.certification import sheet
+from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.text import counted
+
+Kind = Literal["cast", "pack", "unpack", "matmul", "sum"]
+KINDS: tuple[Kind, ...] = ("cast", "pack", "unpack", "matmul", "sum")
+Status = Literal["conforms", "deviates", "refuses", "not tried"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counterexample(NotebookRepr):
+    """An input on which the function does not do what a requirement says.
+
+    Attributes:
+        input: The input: a number, a list of numbers, or a sentence on a tensor.
+        expected: The conforming result.
+        got: The function's result, or the error that it raised.
+        requirement: Id of the requirement.
+        note: Where the input is from, as its dtype and bits.
+    """
+
+    input: object
+    expected: object
+    got: object
+    requirement: str = ""
+    note: str = ""
+
+    def __str__(self) -> str:
+        """Return one line: input, expected and got."""
+        note = f" ({self.note})" if self.note else ""
+        return f"input {written(self.input)}{note}, expected {written(self.expected)}, got {written(self.got)}"
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the counterexample as JSON-able data, with NaN and infinities as text."""
+        parts = {"input": plain(self.input), "expected": plain(self.expected), "got": plain(self.got)}
+        return {"requirement": self.requirement, **parts, "note": self.note}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Result of one check.
+
+    Args:
+        tried: Number of inputs that were tried.
+        wrong: Number of them with another result than expected.
+        counterexample: The smallest of these. Default: None, there is none.
+        refused: The error, if the function raises one and gives no result. Default: None.
+        detail: A computed bound or the like, for the sheet. Default: none.
+    """
+
+    tried: int
+    wrong: int = 0
+    counterexample: Counterexample | None = None
+    refused: str | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One requirement, and whether the function keeps to it.
+
+    Attributes:
+        requirement: Id of the requirement.
+        says: The requirement as a sentence.
+        source: The specification and section that ask for it.
+        status: "conforms", "deviates", "refuses" (the function raises an error where it may) or "not tried".
+        tried: Number of inputs that were tried.
+        wrong: Number of them with another result than expected.
+        counterexample: The smallest of these, or None.
+        detail: A computed bound, the error of a refusal, or why the requirement was not tried.
+    """
+
+    requirement: str
+    says: str
+    source: str
+    status: Status
+    tried: int
+    wrong: int
+    counterexample: Counterexample | None
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the row as JSON-able data."""
+        facts = {"requirement": self.requirement, "says": self.says, "source": self.source, "status": self.status}
+        example = None if self.counterexample is None else self.counterexample.to_dict()
+        return {**facts, "tried": self.tried, "wrong": self.wrong, "counterexample": example, "detail": self.detail}
+
+
+class Inferred(Mapping[str, Any]):
+    """What was inferred of an implementation, by name: ``inferred["rounding"]`` or ``inferred.rounding``."""
+
+    __slots__ = ("_facts",)
+    _facts: dict[str, Any]
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_facts", dict(facts))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._facts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._facts)
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy or a pickle asks for attributes before there are any.
+        if name != "_facts" and name in self._facts:
+            return self[name]
+        raise AttributeError(f"Inferred has no fact {name!r}")
+
+    def __repr__(self) -> str:
+        return f"Inferred({self._facts!r})"
+
+    def __reduce__(self) -> tuple[type["Inferred"], tuple[dict[str, Any]]]:
+        return Inferred, (self._facts,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate(NotebookRepr):
+    """What `certify` found.
+
+    Attributes:
+        function: Name of the function.
+        format: Name of the number format.
+        kind: Kind of the function.
+        device: Device of the tensors that it was given.
+        inferred: What the implementation does, by name. A cast has ``rounding``, ``saturate``, ``infinities``, ``nan``,
+            ``negative_zero`` and ``subnormals``. A block format adds ``scale_rule``. A product or a sum has
+            ``accumulate``, ``accumulate_rounding`` and ``order``. The reference lists all.
+        rows: The requirements, each with its status.
+        not_tried: Sentences on what was not tried, and why.
+        notes: Sentences on what else was noticed: text that the function prints, warnings that it gives.
+        calls: Number of calls of the function.
+        seconds: Time that they and the checks took.
+        versions: Versions of the packages and the machine.
+        date: Day of the certificate, as 2026-11-24.
+    """
+
+    function: str
+    format: str
+    kind: Kind
+    device: str
+    inferred: Inferred
+    rows: tuple[Row, ...]
+    not_tried: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    calls: int = 0
+    seconds: float = 0.0
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    date: str = ""
+
+    @property
+    def conforms(self) -> bool:
+        """Whether no row deviates. Rows that were not tried and refusals that are allowed do not count."""
+        return not self.deviations
+
+    @property
+    def deviations(self) -> tuple[Row, ...]:
+        """The rows that deviate."""
+        return tuple(row for row in self.rows if row.status == "deviates")
+
+    @property
+    def counterexamples(self) -> tuple[Counterexample, ...]:
+        """The smallest counterexample of each row that deviates."""
+        return tuple(row.counterexample for row in self.deviations if row.counterexample is not None)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the function conforms, in one sentence."""
+        name = f"{self.function} ({self.kind}, {self.format})"
+        tried = sum(row.status in ("conforms", "deviates") for row in self.rows)
+        if self.conforms:
+            return f"{name} conforms in all {counted(tried, 'row')} that were tried."
+        named = ", ".join(row.requirement for row in self.deviations)
+        return f"{name} deviates in {len(self.deviations)} of {counted(tried, 'row')}: {named}."
+
+    def row(self, requirement: str) -> Row:
+        """Return the row of a requirement.
+
+        Raises:
+            KeyError: The certificate has no such row.
+        """
+        for row in self.rows:
+            if row.requirement == requirement:
+                return row
+        raise KeyError(requirement)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the certificate as JSON-able data, with NaN and infinities as text."""
+        return {
+            "function": self.function,
+            "format": self.format,
+            "kind": self.kind,
+            "device": self.device,
+            "date": self.date,
+            "versions": dict(self.versions),
+            "conforms": self.conforms,
+            "verdict": self.verdict,
+            "inferred": {name: plain(value) for name, value in self.inferred.items()},
+            "rows": [row.to_dict() for row in self.rows],
+            "counterexamples": [example.to_dict() for example in self.counterexamples],
+            "not_tried": list(self.not_tried),
+            "notes": list(self.notes),
+            "calls": self.calls,
+            "seconds": round(self.seconds, 3),
+        }
+
+    def to_markdown(self) -> str:
+        """Return the sheet in Markdown, for a bug report or a page."""
+        return sheet.markdown(self)
+
+    def to_html(self) -> str:
+        """Return the sheet as one page of HTML, which needs no other file."""
+        return sheet.page(self)
+
+    def _repr_html_(self) -> str:
+        return sheet.html(self)
+
+    def __str__(self) -> str:
+        """Return the sheet as text, 100 columns wide."""
+        return sheet.text(self)
+
+
+def plain(value: object) -> object:
+    """Return a value that JSON has: NaN and infinities become text."""
+    if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in cast("Sequence[object]", value)]
+    return str(value)
+
+
+def written(value: object) -> str:
+    """Write a value of a counterexample: numbers with all their digits, long lists shortened.
+
+    >>> written(464.0), written(2.0**-149), written([1.0, 0.0])
+    ('464', '1.401298464324817e-45', '[1, 0]')
+    """
+    if isinstance(value, float):
+        return f"{value:.17g}" if value.is_integer() and abs(value) < 1e16 else repr(value)
+    if isinstance(value, (list, tuple)):
+        items = [written(item) for item in cast("Sequence[object]", value)]
+        return f"[{', '.join(items)}]"
+    return str(value)

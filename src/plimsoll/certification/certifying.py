@@ -1,0 +1,273 @@
+"""`certify`: tries a function and writes its certificate."""
+
+import contextlib
+import datetime as dt
+import functools
+import importlib.metadata
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast, get_args
+
+import numpy as np
+import torch
+
+from plimsoll import checks
+from plimsoll.certification.blocks import rows as block_rows
+from plimsoll.certification.blocks.anchored import element_call
+from plimsoll.certification.blocks.scales import RULES
+from plimsoll.certification.certificate import KINDS, Certificate, Counterexample, Inferred, Kind, Outcome, Row, Status
+from plimsoll.certification.codes import rows as code_rows
+from plimsoll.certification.codes.convention import UnpackConvention
+from plimsoll.certification.elements import inference, rows as element_rows, stochastic_rows
+from plimsoll.certification.elements.stochastic import varies
+from plimsoll.certification.probing.arrays import CallFailedError
+from plimsoll.certification.probing.caller import Caller, OutOfTimeError, kept_generators
+from plimsoll.certification.probing.conventions import CastConvention
+from plimsoll.certification.reductions import rows as reduction_rows
+from plimsoll.certification.reductions.reducer import Reducer
+from plimsoll.certification.registry import REQUIREMENTS, Requirement
+from plimsoll.certification.tensors import rows as tensor_rows
+from plimsoll.certification.trial import NotTriedError, Subject, Trial
+from plimsoll.errors import ArgumentError, FormatError
+from plimsoll.formats import BlockFormat, Format, get
+from plimsoll.formats.codec import Rounding
+from plimsoll.version import __version__
+
+# Importing them registers their requirements, in the order of a certificate's rows.
+ROWS = (block_rows, code_rows, element_rows, stochastic_rows, reduction_rows, tensor_rows)
+_WIDEST_BITS = 16  # of formats that the codec encodes and decodes
+
+
+def certify(
+    function: Callable[..., Any] | torch.dtype,
+    fmt: object,
+    *,
+    kind: Kind = "cast",
+    device: str | torch.device = "cpu",
+    rounding: Rounding | None = None,
+    scale_rule: str | None = None,
+    seconds: float = 60.0,
+) -> Certificate:
+    """Return what a function does: whether it keeps to the specifications of its format, and how it was built.
+
+    The function is called with tensors of every 16-bit value, with FP32 values at every boundary of the format, with
+    blocks of adversarial largest magnitudes, and with sums whose result shows the order of additions. Its results are
+    compared with the format's codec, in exact arithmetic. A function that raises, prints, or changes its inputs is
+    reported. Random generators of torch, NumPy and Python are seeded, and restored at the end.
+
+    Args:
+        function: The function, by its kind. A cast takes a tensor and returns its values in the format, in any floating
+            dtype. A pack returns a `Packed`, codes, or codes and scales (and a tensor scale) in any order. An unpack
+            takes these and returns values. A matmul takes two matrices, a sum a vector. NumPy functions are found out.
+            A torch dtype stands for ``x.to(dtype)``, a NumPy or ml_dtypes type for ``x.astype(type)``.
+        fmt: The format: a name, a `Format`, a `BlockFormat` or a torch dtype. At most 16 bits, but for a matmul or sum.
+        kind: "cast", "pack", "unpack", "matmul" or "sum". Default: "cast".
+        device: Device of the tensors. Default: "cpu". CUDA is not measured yet.
+        rounding: Rounding mode that a cast or pack is held to. Default: None, which means to nearest even, or
+            stochastic where equal values are rounded differently.
+        scale_rule: Rule for scales that a block format is held to, as of `plimsoll.cast`. Default: None, the one of
+            its specification, "floor".
+        seconds: Limit of the time, checked between calls. What there was no time for is listed. Default: 60.
+
+    Raises:
+        ArgumentError: The function takes no tensors of its kind, or an argument contradicts another.
+        FormatError: The format does not exist or does not fit the kind.
+
+    >>> import torch
+    >>> certificate = certify(torch.float8_e4m3fn, "e4m3")
+    >>> certificate.conforms, certificate.inferred.rounding, certificate.inferred.subnormals
+    (True, 'nearest_even', 'kept')
+    >>> truncated = certify(lambda x: x.to(torch.bfloat16).float(), "fp16")
+    >>> truncated.conforms
+    False
+    >>> truncated.row("exact").counterexample.input
+    1.0009765625
+    """
+    chosen = _checked_format(fmt, checks.one_of("certify", "kind", kind, KINDS))
+    _check_choices(chosen, kind, rounding, scale_rule)
+    place = _checked_device(device)
+    limit = checks.number("certify", "seconds", seconds, above=0, remedy="Use 60.")
+    called, name = _named(function)
+    start = time.perf_counter()
+    with kept_generators(place):
+        caller = Caller(called, place, limit)
+        trial = _trial(caller, name, chosen, kind, place, rounding, scale_rule)
+        rows = tuple(
+            _row(each, trial, source)
+            for each in REQUIREMENTS.values()
+            if (source := each.source(trial.subject)) is not None
+        )
+        inferred = _inferred(trial)
+    return Certificate(
+        function=name, format=chosen.name, kind=kind, device=str(place), inferred=Inferred(inferred), rows=rows,
+        not_tried=tuple(trial.not_tried), notes=tuple(caller.notes), calls=caller.calls,
+        seconds=time.perf_counter() - start, versions=_versions(function, place),
+        date=dt.datetime.now(dt.UTC).date().isoformat(),
+    )  # fmt: skip
+
+
+def _trial(
+    caller: Caller,
+    name: str,
+    fmt: Format | BlockFormat,
+    kind: Kind,
+    place: torch.device,
+    rounding: Rounding | None,
+    scale_rule: str | None,
+) -> Trial:
+    """Find out how the function is called, and whether it rounds at random."""
+    found: Rounding = rounding or "nearest_even"
+    convention: CastConvention | UnpackConvention | Reducer
+    if kind == "unpack":
+        convention = UnpackConvention(caller, fmt)
+    elif kind in ("matmul", "sum"):
+        convention = Reducer(caller, kind, cast("Format", fmt))
+    else:
+        convention = CastConvention(caller, kind, fmt)
+        element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+        if rounding is None and varies(element_call(convention, fmt)[0], element, convention.carrier):
+            found = "stochastic"
+    subject = Subject(name=name, fmt=fmt, kind=kind, device=place, rounding=found, scale_rule=scale_rule or RULES[0])
+    return Trial(subject, caller, convention)
+
+
+def _row(requirement: Requirement, trial: Trial, source: str) -> Row:
+    status: Status = "conforms"
+    try:
+        outcome = requirement.check(trial)
+    except (NotTriedError, OutOfTimeError) as error:
+        outcome, status = Outcome(tried=0, detail=str(error)), "not tried"
+    except CallFailedError as error:
+        outcome = Outcome(tried=1, wrong=1, refused=str(error))
+    if outcome.wrong:
+        status = "refuses" if outcome.refused and requirement.may_refuse else "deviates"
+    elif not outcome.tried and status == "conforms":
+        outcome, status = Outcome(tried=0, detail="there is no such input"), "not tried"
+    return Row(
+        requirement=requirement.id, says=trial.sentence(requirement.says), source=source, status=status,
+        tried=outcome.tried, wrong=outcome.wrong, counterexample=_example(requirement, outcome, status),
+        detail=outcome.refused or outcome.detail,
+    )  # fmt: skip
+
+
+def _inferred(trial: Trial) -> dict[str, object]:
+    """Return what was inferred; a fact that could not be found for want of time is missing."""
+    try:
+        if trial.subject.kind in ("matmul", "sum"):
+            return trial.reduction.facts()
+        if trial.subject.kind == "unpack":
+            return {"takes": str(trial.unpack.form), "returns": trial.decoded.dtype}
+        found = inference.facts(trial.observed, trial.rule)
+        if trial.rule.name == "stochastic":
+            found["fine_noise"] = f"from 2^-{trial.draws.resolution()} of a spacing on"
+        if isinstance(trial.subject.fmt, BlockFormat):
+            found |= block_rows.block_facts(trial)
+    except (CallFailedError, OutOfTimeError) as error:
+        trial.not_tried.append(f"What the function does in full: {error}.")
+        return {}
+    return found
+
+
+def _example(requirement: Requirement, outcome: Outcome, status: Status) -> Counterexample | None:
+    """Return the counterexample of a row that deviates; an error raised without one is its own."""
+    if status != "deviates":
+        return None
+    found = outcome.counterexample
+    if found is None:
+        found = Counterexample(input="see the requirement", expected="a result", got=outcome.refused or outcome.detail)
+    return replace(found, requirement=requirement.id)
+
+
+# ---------------------------------------------------------------------------------------------------------- arguments
+
+
+def _checked_format(fmt: object, kind: Kind) -> Format | BlockFormat:
+    chosen = get(fmt)
+    element = chosen.element if isinstance(chosen, BlockFormat) else chosen
+    if kind in ("matmul", "sum"):
+        if isinstance(chosen, BlockFormat) or not chosen.signed:
+            raise FormatError(
+                f"certify: expected a signed element format for kind={kind!r}; got {chosen.name}. "
+                "Name the format of the operands, as e4m3."
+            )
+    elif element.bits > _WIDEST_BITS:
+        raise FormatError(
+            f"certify: expected a format of at most {_WIDEST_BITS} bits for kind={kind!r}; got {chosen.name} "
+            f"({element.bits} bits). Use kind='matmul' or kind='sum', or a narrower format."
+        )
+    return chosen
+
+
+def _check_choices(fmt: Format | BlockFormat, kind: Kind, rounding: str | None, scale_rule: str | None) -> None:
+    if rounding is not None:
+        checks.one_of("certify", "rounding", rounding, get_args(Rounding))
+        if kind not in ("cast", "pack"):
+            raise ArgumentError(
+                f"certify: expected rounding with kind='cast' or kind='pack' only; got rounding={rounding!r} with "
+                f"kind={kind!r}. Leave it out."
+            )
+    if scale_rule is not None:
+        checks.one_of("certify", "scale_rule", scale_rule, RULES)
+        if not isinstance(fmt, BlockFormat) or kind not in ("cast", "pack"):
+            raise ArgumentError(
+                "certify: expected scale_rule with a cast or pack of a block format only; got "
+                f"scale_rule={scale_rule!r} with {fmt.name}, kind={kind!r}. Leave it out."
+            )
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = " ".join(str(error).split()).split(". ")[0]
+        raise ArgumentError(
+            f"certify: expected a device that this machine has; got device={str(device)!r} ({reason}). Use 'cpu'."
+        ) from error
+    return place
+
+
+def _named(function: object) -> tuple[Callable[..., Any], str]:
+    """Return a callable and its name; a dtype becomes the cast to it."""
+    if isinstance(function, torch.dtype):
+        return functools.partial(_to_dtype, function), str(function)
+    module = _module(function)
+    name = str(getattr(function, "__qualname__", type(function).__qualname__)).replace("<locals>.", "")
+    short = str(getattr(function, "__name__", name))
+    if getattr(sys.modules.get(module), short, None) is function:  # a built-in function's qualified name is its class's
+        name = short
+    shown = name if module in ("", "__main__") else f"{module}.{name}"
+    if isinstance(function, type) and issubclass(function, np.generic):
+        return functools.partial(_as_type, cast("type[Any]", function)), shown
+    if not callable(function):
+        raise ArgumentError(f"certify: expected a function or a dtype; got function={function!r}. Name one.")
+    return cast("Callable[..., Any]", function), shown
+
+
+def _module(function: object) -> str:
+    return str(getattr(function, "__module__", None) or "")
+
+
+def _to_dtype(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    return x.to(dtype)
+
+
+def _as_type(kind: type[Any], x: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    return x.astype(kind)
+
+
+def _versions(function: object, place: torch.device) -> dict[str, str]:
+    """Return the versions that a result depends on, and the machine."""
+    found = {"plimsoll": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    package = _module(function).partition(".")[0]
+    if package and package not in found:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a script, or a module of its own
+            found[package] = importlib.metadata.version(package)
+    if place.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(place)
+    else:
+        found["cpu"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return found

@@ -1,0 +1,238 @@
+"""What a function made of the inputs of a cast, next to what the format's codec makes of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.certification.certificate import Counterexample, Outcome
+from plimsoll.certification.probing.arrays import Values, held, same
+from plimsoll.certification.probing.shortest import shortest
+from plimsoll.formats import BF16, FP16, Format
+from plimsoll.formats.codec import Rounding
+
+Mask = NDArray[np.bool_]
+# Formats that an implementation may round through on its way to a narrower one.
+BETWEEN: dict[str, Format] = {"fp16": FP16, "bf16": BF16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Inputs of one dtype that the function took, with its results.
+
+    Attributes:
+        carrier: Name of the inputs' dtype.
+        dtype: Name of the results' dtype.
+        bits: Bit patterns of the inputs.
+        x: Values of the inputs.
+        y: Values of the results; NaN where there is none.
+        failed: Where the function raised an error.
+        error: The error, of the last such inputs.
+        smallest_normal: The dtype's smallest normal value.
+        mantissa_bits: Width of the dtype's mantissa.
+    """
+
+    carrier: str
+    dtype: str
+    bits: NDArray[Any]
+    x: Values
+    y: Values
+    failed: Mask
+    error: str
+    smallest_normal: float
+    mantissa_bits: int
+
+
+class Observed:
+    """Inputs and results of a cast to an element format, with the neighbours of each input in the format.
+
+    Args:
+        fmt: The format.
+        batches: What was observed, one batch for each dtype of inputs.
+    """
+
+    def __init__(self, fmt: Format, batches: list[Batch]) -> None:
+        self.fmt = fmt
+        self.batches = batches
+        self.x = np.concatenate([batch.x for batch in batches])
+        self.y = np.concatenate([batch.y for batch in batches])
+        self.failed = np.concatenate([batch.failed for batch in batches])
+        self.batch: NDArray[np.intp] = np.repeat(np.arange(len(batches)), [len(batch.x) for batch in batches])
+        self.bits = np.concatenate([batch.bits.astype(np.uint64) for batch in batches])
+        self.nan = np.isnan(self.x)
+        self.inf = np.isinf(self.x)
+        self.magnitude = np.where(self.nan | self.inf, 0.0, np.abs(self.x))
+        self.finite = ~(self.nan | self.inf)
+        self.negative = np.signbit(self.x)
+
+    # ------------------------------------------------------------------------------------------------- the neighbours
+
+    @cached_property
+    def _code(self) -> NDArray[np.int64]:
+        return self.fmt.encode(np.minimum(self.magnitude, self.fmt.max), "toward_zero", saturate=True).astype(np.int64)
+
+    @cached_property
+    def lower(self) -> Values:
+        """The largest magnitude of the format that is not above the input's."""
+        return self.fmt.decode(self._code)
+
+    @cached_property
+    def upper(self) -> Values:
+        """The next magnitude of the format; beyond the largest, the one that would follow it."""
+        values = self.fmt.decode(np.arange(self.fmt.max_code + 1))
+        step = 2.0 ** (self.fmt.max_exponent - self.fmt.mantissa_bits)
+        return np.append(values, self.fmt.max + step)[self._code + 1]
+
+    @cached_property
+    def fraction(self) -> Values:
+        """How far the input lies from `lower` to `upper`, exactly; more than 1 far beyond the largest value."""
+        return (self.magnitude - self.lower) / (self.upper - self.lower)
+
+    @cached_property
+    def lower_is_even(self) -> Mask:
+        """Whether the code of `lower` is even."""
+        return self._code % 2 == 0
+
+    # ------------------------------------------------------------------------------------------ the classes of inputs
+
+    @cached_property
+    def in_range(self) -> Mask:
+        """Finite inputs that are neither beyond the largest value, nor below the smallest of a format without zero."""
+        lowest = 0.0 if self.fmt.signed else self.fmt.smallest_normal
+        signs = True if self.fmt.signed else ~self.negative
+        return self.finite & (self.magnitude <= self.fmt.max) & (self.magnitude >= lowest) & signs
+
+    @cached_property
+    def normal(self) -> Mask:
+        """Inputs in the range of the format's normal values."""
+        return self.in_range & (self.magnitude >= self.fmt.smallest_normal)
+
+    @cached_property
+    def subnormal(self) -> Mask:
+        """Inputs below the smallest normal value that are not zero."""
+        return self.in_range & (self.magnitude < self.fmt.smallest_normal) & (self.magnitude > 0)
+
+    @cached_property
+    def exact(self) -> Mask:
+        """Inputs that are values of the format."""
+        return self.in_range & (self.fraction == 0)
+
+    @cached_property
+    def tie(self) -> Mask:
+        """Inputs half-way between two values."""
+        return self.in_range & (self.fraction == 0.5)
+
+    @cached_property
+    def beside_tie(self) -> Mask:
+        """Inputs so near half-way that a rounding to float32's next value, to BF16 or to FP16 moves them onto it."""
+        middle = (self.lower + self.upper) / 2
+        exponent = np.maximum(np.frexp(self.magnitude)[1] - 1, -126)
+        found = np.abs(self.magnitude - middle) <= np.ldexp(1.0, exponent - 23)
+        for between in BETWEEN.values():
+            if between.mantissa_bits > self.fmt.mantissa_bits:
+                found |= between.decode(between.encode(self.magnitude)) == middle
+        signs = True if self.fmt.signed else ~self.negative
+        return found & self.finite & (self.magnitude != middle) & (self.fraction < 1) & signs
+
+    @cached_property
+    def top(self) -> Mask:
+        """Inputs above the largest value that rounding to nearest still brings back to it."""
+        beyond = self.finite & (self.magnitude > self.fmt.max)
+        below_threshold = self.magnitude < self.fmt.overflow_threshold
+        at_threshold = (self.magnitude == self.fmt.overflow_threshold) & (not self.fmt.overflow_at_threshold)
+        return beyond & (below_threshold | at_threshold) & self._signed
+
+    @cached_property
+    def overflow(self) -> Mask:
+        """Finite inputs that rounding to nearest takes beyond the largest value."""
+        return self.finite & (self.magnitude > self.fmt.max) & ~self.top & self._signed
+
+    def beyond(self, rounding: Rounding) -> Mask:
+        """Return the finite inputs whose results are decided by the overflow rule of a rounding mode."""
+        if rounding == "stochastic":  # one spacing beyond the largest value both neighbours are out of range
+            return self.overflow & (self.fraction >= 1)
+        return self.overflow if rounding.startswith("nearest") else self.finite & (self.magnitude > self.fmt.max)
+
+    @property
+    def _signed(self) -> Mask | bool:
+        return True if self.fmt.signed else ~self.negative
+
+    @cached_property
+    def tiny_input(self) -> Mask:
+        """Inputs that are subnormal in their own dtype and not zero."""
+        limit = np.array([batch.smallest_normal for batch in self.batches])[self.batch]
+        return self.finite & (self.magnitude > 0) & (self.magnitude < limit)
+
+    # -------------------------------------------------------------------------------------------------- the comparison
+
+    def expected(self, rounding: Rounding, saturate: bool) -> Values:
+        """Return what the codec makes of the inputs, as the results' dtypes hold it; NaN for NaN."""
+        return self._encoded(np.where(self.nan, 0.0, self.x), rounding, saturate, self.nan)
+
+    def side_lost(self, saturate: bool) -> Mask:
+        """Return where the result is that of the tie beside the input, and that of the input is another one."""
+        middle = np.copysign((self.lower + self.upper) / 2, self.x)
+        tied = self._encoded(middle, "nearest_even", saturate, ~self.beside_tie)
+        # A zero may have been flushed: it says nothing of rounding.
+        return (
+            self.beside_tie & (self.y != 0) & same(self.y, tied) & ~same(tied, self.expected("nearest_even", saturate))
+        )
+
+    def _encoded(self, x: Values, rounding: Rounding, saturate: bool, nan: Mask) -> Values:
+        values = self.fmt.decode(self.fmt.encode(x if self.fmt.signed else np.abs(x), rounding, saturate))
+        return self.as_returned(np.where(nan, np.nan, values))
+
+    def as_returned(self, values: Values) -> Values:
+        """Return values as they come back in an input's own dtype where that is narrower than the format."""
+        parts = [values[self.batch == index] for index in range(len(self.batches))]
+        narrow = [batch.dtype == batch.carrier for batch in self.batches]
+        return np.concatenate(
+            [held(part, batch.dtype) if own else part
+             for part, batch, own in zip(parts, self.batches, narrow, strict=True)]
+        )  # fmt: skip
+
+    def compare(self, where: Mask, expected: Values, *, sign_of_zero: bool = True) -> Outcome:
+        """Return how the results compare with what is expected of the inputs in the mask."""
+        right = same(self.y, expected)
+        if not sign_of_zero:
+            right |= (self.y == 0) & (expected == 0)
+        return self.judge(where, right, lambda index: float(expected[index]))
+
+    def judge(self, where: Mask, right: Mask, expected: Callable[[int], object]) -> Outcome:
+        """Return the outcome of a comparison: how many inputs are wrong, and the simplest of them.
+
+        Args:
+            where: The inputs that are judged.
+            right: Where the result is right.
+            expected: The conforming result of an input.
+        """
+        tried = int(np.count_nonzero(where))
+        wrong = np.flatnonzero(where & (~right | self.failed))
+        if not len(wrong):
+            return Outcome(tried=tried)
+        index = self.simplest(wrong)
+        failed = bool(self.failed[index])
+        error = self.batches[int(self.batch[index])].error if failed else ""
+        example = Counterexample(
+            input=float(self.x[index]), expected=expected(index), got=error or float(self.y[index]),
+            note=self.note(index),
+        )  # fmt: skip
+        refused = error if bool(np.all(self.failed[wrong])) else None
+        return Outcome(tried=tried, wrong=len(wrong), counterexample=example, refused=refused)
+
+    def simplest(self, indices: NDArray[np.intp]) -> int:
+        """Return the input that is shortest to write; among NaN, a quiet one without payload comes first."""
+        mantissa_bits = np.array([batch.mantissa_bits for batch in self.batches], np.uint64)[self.batch[indices]]
+        one = np.uint64(1)
+        quiet = one << (mantissa_bits - one)
+        payload = np.bitwise_count(self.bits[indices] & ((quiet << one) - one) ^ quiet) * self.nan[indices]
+        return int(indices[shortest(self.x[indices], payload, self.batch[indices], self.bits[indices])])
+
+    def note(self, index: int) -> str:
+        """Return the dtype of an input and its bits in hexadecimal."""
+        batch = self.batches[int(self.batch[index])]
+        digits = 8 if batch.carrier == "float32" else 4
+        return f"{batch.carrier} 0x{int(self.bits[index]):0{digits}x}"

@@ -1,0 +1,1 @@
+"""Calls of the function under test, and its arguments and results in their various conventions."""

@@ -1,0 +1,155 @@
+"""Tensors and arrays to float64 values and back, by the codec: no conversion that might be under test itself."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from plimsoll.errors import FormatError
+from plimsoll.formats import Format, get_element
+from plimsoll.kernels.dtypes import FORMATS
+
+Values = NDArray[np.float64]
+
+
+class CallFailedError(Exception):
+    """The function raised an error, or returned what cannot be read as a result; the text says which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A result as values.
+
+    Attributes:
+        values: The values, in the result's shape.
+        dtype: Name of the dtype that they came in.
+    """
+
+    values: Values
+    dtype: str
+
+
+def read_values(returned: Any) -> Result:
+    """Return the values of a tensor, an array or a number.
+
+    Raises:
+        CallFailedError: It is none of these.
+    """
+    if isinstance(returned, Tensor):
+        return Result(values=_of_tensor(returned), dtype=str(returned.dtype).removeprefix("torch."))
+    if isinstance(returned, (np.ndarray, np.generic)):
+        array: NDArray[Any] = np.asarray(cast("Any", returned))
+        return Result(values=_of_array(array), dtype=array.dtype.name)
+    if isinstance(returned, (int, float)) and not isinstance(returned, bool):
+        return Result(values=np.asarray(float(returned)), dtype=type(returned).__name__)
+    raise CallFailedError(f"it returns {_kind(returned)}")
+
+
+def read_codes(returned: Any) -> NDArray[np.int64]:
+    """Return the bit patterns of a tensor or an array: integers as they are, floats of up to 16 bits by their bits.
+
+    Raises:
+        CallFailedError: It has no codes.
+    """
+    if isinstance(returned, Tensor):
+        held = returned.detach().cpu().contiguous()
+        if held.dtype.is_floating_point or held.dtype.itemsize == 1:
+            if held.dtype.itemsize > 2:
+                raise CallFailedError(f"it returns {held.dtype} where codes were expected")
+            held = held.view(torch.uint8 if held.dtype.itemsize == 1 else torch.uint16)
+        return held.numpy().astype(np.int64)
+    if isinstance(returned, np.ndarray):
+        array = cast("NDArray[Any]", returned)
+        if array.dtype.kind not in "iu" or array.dtype.itemsize == 1:
+            if array.dtype.itemsize > 2:
+                raise CallFailedError(f"it returns {array.dtype} where codes were expected")
+            array = np.ascontiguousarray(array).view(np.uint8 if array.dtype.itemsize == 1 else np.uint16)
+        return array.astype(np.int64)
+    raise CallFailedError(f"it returns {_kind(returned)} where codes were expected")
+
+
+def format_of_dtype(name: str) -> Format | None:
+    """Return the format of a dtype's name, torch's or ml_dtypes'; None for integers and the like."""
+    try:
+        return get_element(name, "certify")
+    except FormatError:
+        return None
+
+
+def tensor_of(values: Values, dtype: torch.dtype) -> Tensor:
+    """Return a new tensor of values that the dtype holds exactly."""
+    return torch.from_numpy(np.array(values, np.float64)).to(dtype)
+
+
+def to_numpy(tensor: Tensor) -> Any:
+    """Return a tensor as a NumPy array; dtypes that NumPy lacks as those of ml_dtypes.
+
+    Without ml_dtypes BF16 becomes float32, which holds it.
+
+    Raises:
+        CallFailedError: There is no such array.
+    """
+    local = tensor.cpu()
+    name = str(local.dtype).removeprefix("torch.")
+    if local.dtype != torch.bfloat16 and not (local.dtype.is_floating_point and local.dtype.itemsize == 1):
+        return local.numpy()
+    try:
+        import ml_dtypes  # pyright: ignore[reportMissingTypeStubs]
+
+        words = local.contiguous().view(torch.uint16 if local.dtype.itemsize == 2 else torch.uint8)
+        return words.numpy().view(getattr(ml_dtypes, name))
+    except (ImportError, AttributeError) as error:
+        if local.dtype == torch.bfloat16:
+            return local.float().numpy()
+        raise CallFailedError(f"NumPy has no arrays of {name}") from error
+
+
+def held(values: Values, dtype: str) -> Values:
+    """Return values as a dtype holds them: rounded to nearest even, with overflow as its format has it by default."""
+    fmt = format_of_dtype(dtype)
+    if fmt is None or fmt.bits == 64:
+        return values
+    if fmt.bits == 32:
+        with np.errstate(over="ignore"):
+            return values.astype(np.float32).astype(np.float64)
+    nan = np.isnan(values)
+    return np.where(nan, np.nan, fmt.decode(fmt.encode(np.where(nan, 0.0, values))))
+
+
+def same(found: Values, expected: Values) -> NDArray[np.bool_]:
+    """Return where two arrays are equal; a NaN equals a NaN, and the sign of zero counts."""
+    both_nan = np.isnan(found) & np.isnan(expected)
+    return both_nan | ((found == expected) & (np.signbit(found) == np.signbit(expected)))
+
+
+def _of_tensor(tensor: Tensor) -> Values:
+    local = tensor.detach().cpu()
+    if local.dtype.is_complex or local.dtype == torch.bool or local.layout != torch.strided:
+        raise CallFailedError(f"it returns a tensor of {local.dtype}, layout {local.layout}")
+    fmt = FORMATS.get(local.dtype)
+    if fmt is not None and fmt.bits <= 8:
+        return fmt.decode(local.contiguous().view(torch.uint8).numpy())
+    try:
+        return local.to(torch.float64).numpy()
+    except (RuntimeError, TypeError) as error:
+        raise CallFailedError(f"it returns a tensor of {local.dtype}, which has no values") from error
+
+
+def _of_array(array: NDArray[Any]) -> Values:
+    fmt = format_of_dtype(array.dtype.name)
+    if fmt is not None and fmt.bits <= 8:
+        return fmt.decode(np.ascontiguousarray(array).view(np.uint8).reshape(array.shape))
+    if array.dtype.kind in "biu" or (array.dtype.kind == "f" or fmt is not None):
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            return array.astype(np.float64)
+    raise CallFailedError(f"it returns an array of {array.dtype}, which has no values")
+
+
+def _kind(returned: object) -> str:
+    if isinstance(returned, (tuple, list)):
+        count = len(returned)  # pyright: ignore[reportUnknownArgumentType]
+        return f"a {type(returned).__name__} of {count}"  # pyright: ignore[reportUnknownArgumentType]
+    return f"an object of type {type(returned).__name__}"

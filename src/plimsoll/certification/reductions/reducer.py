@@ -1,0 +1,150 @@
+"""A sum or a matrix product as one thing: a function that adds up terms.
+
+A term of a sum is an element. A term of a product is the product of two operands, so its range is twice as wide. Terms
+of many sums go into one matrix product: row r of the left operand and column r of the right one hold those of sum r.
+"""
+
+import math
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plimsoll.certification.certificate import Kind
+from plimsoll.certification.probing.arrays import CallFailedError, Result, Values, read_values
+from plimsoll.certification.probing.caller import Caller
+from plimsoll.certification.probing.conventions import SIDE
+from plimsoll.errors import ArgumentError
+from plimsoll.formats import Format, get_element
+
+
+class Reducer:
+    """A sum or a matrix product under test.
+
+    Args:
+        caller: The function.
+        kind: "sum", of a vector, or "matmul", of two matrices.
+        fmt: Format of the elements.
+
+    Attributes:
+        dtype: Name of the dtype of its inputs: the format's own if it takes it, else float32.
+        result: Name of the dtype of its results.
+        seconds_per_call: Time of one call with short rows.
+
+    Raises:
+        ArgumentError: The function takes no inputs that it should.
+    """
+
+    def __init__(self, caller: Caller, kind: Kind, fmt: Format) -> None:
+        self.caller = caller
+        self.kind: Kind = kind
+        self.fmt = fmt
+        self.seconds_per_call = math.inf
+        self.dtype, self.result = self._settled()
+
+    def _settled(self) -> tuple[str, str]:
+        own = [self.fmt.torch_dtype] if self.fmt.torch_dtype and hasattr(torch, self.fmt.torch_dtype) else []
+        errors: dict[str, str] = {}
+        for numpy in (False, True):
+            self.caller.numpy = numpy
+            for dtype in dict.fromkeys([*own, "float32"]):
+                self.dtype = dtype
+                try:
+                    return dtype, self._trial().dtype
+                except CallFailedError as error:
+                    errors.setdefault(dtype, str(error))
+        wanted = {
+            "sum": "a function of a vector that returns its sum",
+            "matmul": "a function of two matrices, of shapes (M, K) and (K, N), that returns their product",
+        }[self.kind]
+        named = "; ".join(f"{dtype}: {error}" for dtype, error in errors.items())
+        remedy = "Call it with device='cuda'" if "cuda" in named.lower() else "Wrap it in a function that does"
+        raise ArgumentError(f"certify: expected {wanted}; got errors ({named}). {remedy}.")
+
+    def _trial(self) -> Result:
+        """Call the function twice, as the first call may compile something, and keep the time of the second call."""
+        ones = np.ones((SIDE, SIDE))
+        call = (lambda: self.product(ones, ones)) if self.kind == "matmul" else (lambda: self.total(ones[0]))
+        call()
+        start = time.perf_counter()
+        result = call()
+        self.seconds_per_call = time.perf_counter() - start
+        return result
+
+    # ---------------------------------------------------------------------------------------------------- single calls
+
+    def tensor(self, values: Values) -> Tensor:
+        """Return values of the format as a tensor that the function takes."""
+        exact = torch.from_numpy(np.array(values, np.float64))
+        dtype = getattr(torch, self.dtype)
+        if dtype.itemsize > 1:
+            return exact.to(dtype)
+        # By the codec: torch's own cast to 8 bits may be under test.
+        return torch.from_numpy(self.fmt.encode(values).astype(np.uint8)).view(dtype)
+
+    def product(self, left: Values, right: Values) -> Result:
+        """Return the product of two matrices of values of the format."""
+        return self.read(self.tensor(left), self.tensor(right), shape=(left.shape[0], right.shape[1]))
+
+    def total(self, values: Values) -> Result:
+        """Return the sum of a vector of values of the format."""
+        return self.read(self.tensor(values), shape=())
+
+    def read(self, *tensors: Tensor, shape: tuple[int, ...]) -> Result:
+        """Return the result for tensors, in the shape that it must have.
+
+        Raises:
+            CallFailedError: The function raises an error or returns another number of values.
+        """
+        result = read_values(self.caller(*tensors))
+        if result.values.size != int(np.prod(shape, dtype=np.int64)):
+            raise CallFailedError(f"it returns shape {result.values.shape} where {shape} was expected")
+        return Result(values=result.values.reshape(shape), dtype=result.dtype)
+
+    # ------------------------------------------------------------------------------------------------------ many sums
+
+    @property
+    def highest(self) -> int:
+        """Exponent of the largest term that is a power of two."""
+        return self.fmt.max_exponent * self._operands
+
+    @property
+    def lowest(self) -> int:
+        """Exponent of the smallest term."""
+        return int(np.log2(self.fmt.smallest_subnormal)) * self._operands
+
+    @property
+    def _operands(self) -> int:
+        return 2 if self.kind == "matmul" else 1
+
+    @property
+    def result_format(self) -> Format:
+        """Format of the results."""
+        return get_element(self.result, "certify")
+
+    def sums(self, terms: Values) -> Values:
+        """Return the sum of each row of terms: values of a significand of the format times a power of two."""
+        if self.kind == "sum":
+            return np.array([float(self.total(row).values) for row in terms])
+        left, right = self._factors(terms)
+        return self.sums_of_products(left, right)
+
+    def sums_of_products(self, left: Values, right: Values) -> Values:
+        """Return for each row the sum of the products of two rows of operands."""
+        found: list[Values] = []
+        for begin in range(0, len(left), SIDE):
+            rows = left[begin : begin + SIDE]
+            count = len(rows)
+            a, b = np.zeros((SIDE, left.shape[1])), np.zeros((SIDE, left.shape[1]))
+            a[:count], b[:count] = rows, right[begin : begin + count]
+            found.append(np.diagonal(self.product(a, b.T).values)[:count].copy())
+        return np.concatenate(found)
+
+    def _factors(self, terms: Values) -> tuple[Values, Values]:
+        """Split each term into an operand with its significand and one that is a power of two."""
+        significand, exponent = np.frexp(terms)
+        exponent = exponent - 1
+        half = np.clip(exponent // 2, int(np.log2(self.fmt.smallest_subnormal)), self.fmt.max_exponent)
+        rest = np.clip(exponent - half, int(np.log2(self.fmt.smallest_subnormal)), self.fmt.max_exponent)
+        return np.ldexp(2 * significand, exponent - rest), np.where(terms == 0, 0.0, np.ldexp(1.0, rest))

@@ -1,0 +1,430 @@
+"""Requirements of sums and matrix products."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plimsoll.certification.certificate import Counterexample, Outcome
+from plimsoll.certification.probing.arrays import CallFailedError, Values, held, same
+from plimsoll.certification.probing.conventions import SIDE
+from plimsoll.certification.probing.shortest import shortest
+from plimsoll.certification.reductions import accumulator
+from plimsoll.certification.reductions.observed import Reduction
+from plimsoll.certification.reductions.reducer import Reducer
+from plimsoll.certification.registry import requirement
+from plimsoll.certification.specifications import ERROR_BOUND, FP32_SUMS, IEEE_754, TENSORS
+from plimsoll.certification.trial import NotTriedError, Subject, Trial
+from plimsoll.formats import Format
+
+_REDUCTIONS = ("matmul", "sum")
+_WHOLE = (16, 64, 128, 256)
+_ODD = (1, 2, 3, 5, 7, 15, 17, 31, 33, 63, 65, 127, 129, 257)
+_SIDES = ((1, 1), (3, 5), (17, 33))
+_MOST_TERMS = 127  # so that an accumulator of 7 bits has every partial sum exactly
+
+
+@requirement(
+    "exact-sums",
+    "Sums that every accumulator has exactly are exact.",
+    kinds=_REDUCTIONS,
+    general=(IEEE_754, "9.4"),
+)
+def exact_sums(trial: Trial) -> Outcome:
+    """Try terms of 1 and -1 in lengths that are multiples of 16."""
+    return _exact(trial, _WHOLE, ((SIDE, SIDE),))
+
+
+@requirement(
+    "odd-lengths",
+    "Lengths and sides of any number give exact sums too: no term is dropped or read twice.",
+    kinds=_REDUCTIONS,
+    general=(TENSORS, "shapes"),
+    may_refuse=True,
+)
+def odd_lengths(trial: Trial) -> Outcome:
+    """Try lengths from 1 to 257 beside multiples of 16, and odd sides of matrices."""
+    return _exact(trial, _ODD, _SIDES)
+
+
+@requirement(
+    "empty-sums",
+    "A sum of no terms is zero.",
+    kinds=_REDUCTIONS,
+    general=(TENSORS, "shapes"),
+)
+def empty_sums(trial: Trial) -> Outcome:
+    """Try a length of zero."""
+    found = _result(trial.reduction.reducer, np.zeros((2, 0)), np.zeros((0, 3)))
+    if not (found != 0).any():
+        return Outcome(tried=1)
+    example = Counterexample(input="no terms", expected=0.0, got=float(found.flat[0]))
+    return Outcome(tried=1, wrong=1, counterexample=example)
+
+
+@requirement(
+    "sum-strides",
+    "Inputs give the results of their contiguous copies, whatever their strides and offsets.",
+    kinds=_REDUCTIONS,
+    general=(TENSORS, "strides"),
+    may_refuse=True,
+)
+def sum_strides(trial: Trial) -> Outcome:
+    """Try transposed, stepped and offset inputs."""
+    reducer = trial.reduction.reducer
+    left, right = _signs((SIDE, SIDE), 0), _signs((SIDE, SIDE), 1)
+    exact = left @ right if reducer.kind == "matmul" else np.array(left[0].sum())
+    count, refused = 0, ""
+    for what, inputs in _layouts(reducer, left, right):
+        count += 1
+        try:
+            found = reducer.read(*inputs, shape=exact.shape)
+        except CallFailedError as error:
+            refused = refused or f"{what}: {error}"
+            continue
+        wrong = np.argwhere(~same(found.values, held(exact, found.dtype)))
+        if len(wrong):
+            place = tuple(wrong[0])
+            example = Counterexample(
+                input=what, expected=float(exact[place]), got=float(found.values[place]), note="terms of 1 and -1"
+            )
+            return Outcome(tried=count, wrong=len(wrong), counterexample=example)
+    return Outcome(tried=count, wrong=int(bool(refused)), refused=refused or None)
+
+
+@requirement(
+    "single-terms",
+    "One term among zeros is the sum, rounded to the result's dtype alone.",
+    kinds=_REDUCTIONS,
+    general=(IEEE_754, "5.4.1"),
+)
+def single_terms(trial: Trial) -> Outcome:
+    """Try values of the format that are normal, alone: an operand that is used with fewer bits shows here."""
+    reducer = trial.reduction.reducer
+    return _alone(reducer, _values(reducer.fmt, subnormal=False))
+
+
+@requirement(
+    "subnormal-terms",
+    "Subnormal inputs count as what they are.",
+    kinds=_REDUCTIONS,
+    general=(IEEE_754, "3.3"),
+    applies=lambda subject: subject.element.has_subnormals,
+)
+def subnormal_terms(trial: Trial) -> Outcome:
+    """Try subnormal values of the format, alone."""
+    reducer = trial.reduction.reducer
+    return _alone(reducer, _values(reducer.fmt, subnormal=True))
+
+
+@requirement(
+    "accumulator",
+    "Partial sums have {accumulator_bits} bits or more.",
+    kinds=_REDUCTIONS,
+    general=(FP32_SUMS, "3.3"),
+)
+def accumulator_bits(trial: Trial) -> Outcome:
+    """Look for the smallest term that is kept beside a larger one, in partial sums of several sizes."""
+    reduction = _stable(trial)
+    needed = _needed_bits(trial.subject)
+    narrow = [width for width in reduction.widths if not width.open and width.bits < needed]
+    if not narrow or reduction.compensated:
+        return Outcome(tried=len(reduction.widths), detail=reduction.accumulator_words())
+    width = narrow[0]
+    terms = (width.largest, width.largest * 2.0**-width.bits, -width.largest)
+    return _three_terms(trial, width, terms, expected=terms[1], wrong=len(narrow))
+
+
+@requirement(
+    "accumulator-rounding",
+    "Partial sums are rounded to the nearest, and not cut off.",
+    kinds=_REDUCTIONS,
+    general=(IEEE_754, "4.3.1"),
+)
+def accumulator_rounding(trial: Trial) -> Outcome:
+    """Look at terms of 1/4, 1/2 and 3/4 of the last place of a partial sum."""
+    seen = [width for width in _stable(trial).widths if not width.open]
+    if not seen:
+        raise NotTriedError("terms of the format show no loss")
+    wrong = [width for width in seen if not width.rounding.startswith("nearest")]
+    if not wrong:
+        return Outcome(tried=len(seen))
+    width = wrong[0]
+    for sign, part, expected in ((1.0, 0.75, 1.0), (-1.0, 0.75, -1.0), (1.0, 0.25, 0.0), (-1.0, 0.25, 0.0)):
+        last = width.last_place
+        terms = (sign * width.largest, sign * part * last, -sign * width.largest)
+        outcome = _three_terms(trial, width, terms, expected=expected * last, wrong=len(wrong))
+        example = outcome.counterexample
+        if example is not None and example.got != example.expected:
+            return outcome
+    return Outcome(tried=len(seen), wrong=len(wrong), detail=f"rounding: {width.rounding}")
+
+
+@requirement(
+    "accumulator-range",
+    "A partial sum beyond FP16's range does not overflow where the result is within it.",
+    kinds=_REDUCTIONS,
+    general=(FP32_SUMS, "3.3"),
+)
+def accumulator_range(trial: Trial) -> Outcome:
+    """Try two terms of 2**15 and one of -2**15."""
+    reduction = _stable(trial)
+    if reduction.overflows_early is None:
+        raise NotTriedError("the format has no such terms")
+    if not reduction.overflows_early:
+        return Outcome(tried=1)
+    width = reduction.widths[0]
+    return _three_terms(trial, width, (2.0**15, 2.0**15, -(2.0**15)), expected=2.0**15, wrong=1)
+
+
+@requirement(
+    "special-values",
+    "NaN and infinities reach the result: a NaN gives NaN, Inf - Inf gives NaN, and so does Inf times 0.",
+    kinds=_REDUCTIONS,
+    general=(IEEE_754, "6.1, 6.2"),
+    applies=lambda subject: subject.element.has_nan,
+)
+def special_values(trial: Trial) -> Outcome:
+    """Try a few sums with NaN and, where the format has them, infinities."""
+    reducer = trial.reduction.reducer
+    cases: list[tuple[list[float], list[float], float]] = [([math.nan, 1.0], [1.0, 1.0], math.nan)]
+    if reducer.fmt.has_inf:
+        cases += [
+            ([math.inf, 1.0], [1.0, 1.0], math.inf),
+            ([1.0, -math.inf], [1.0, 1.0], -math.inf),
+            ([math.inf, -math.inf], [1.0, 1.0], math.nan),
+        ]
+        cases += [([math.inf, 1.0], [0.0, 1.0], math.nan)] if reducer.kind == "matmul" else []
+    for left, right, expected in cases:
+        row, column = np.ones((SIDE, SIDE)), np.ones((SIDE, SIDE))
+        row[0, :2], column[:2, :] = left, np.array(right)[:, None]
+        found = _result(reducer, row, column)
+        got = float(found.flat[0])
+        if not same(np.array(got), np.array(expected)):
+            terms = left if reducer.kind == "sum" else [f"{a:g} * {b:g}" for a, b in zip(left, right, strict=True)]
+            example = Counterexample(input=terms, expected=expected, got=got, note="the other terms are 1")
+            return Outcome(tried=len(cases), wrong=1, counterexample=example)
+    return Outcome(tried=len(cases))
+
+
+@requirement(
+    "own-row",
+    "A result depends on its own row and column alone: NaN in one row does not reach the others.",
+    kinds=("matmul",),
+    general=(TENSORS, "no side effects"),
+    applies=lambda subject: subject.element.has_nan,
+)
+def own_row(trial: Trial) -> Outcome:
+    """Put NaN into one row of the left matrix and one column of the right one."""
+    left, right = _signs((SIDE, SIDE), 2), _signs((SIDE, SIDE), 3)
+    expected = held(left @ right, trial.reduction.reducer.result)
+    left[1], right[:, 2] = math.nan, math.nan
+    found = trial.reduction.reducer.product(left, right).values
+    other = np.ones(found.shape, np.bool_)
+    other[1], other[:, 2] = False, False
+    wrong = np.argwhere(other & ~same(found, expected))
+    if not len(wrong):
+        return Outcome(tried=int(np.count_nonzero(other)))
+    place = tuple(wrong[0])
+    example = Counterexample(
+        input="NaN in row 1 of the left matrix and column 2 of the right one", expected=float(expected[place]),
+        got=float(found[place]), note=f"result at index ({place[0]}, {place[1]})",
+    )  # fmt: skip
+    return Outcome(tried=int(np.count_nonzero(other)), wrong=len(wrong), counterexample=example)
+
+
+@requirement(
+    "error-bound",
+    "The error of a sum stays below the bound for any order of additions in the accumulator that was found.",
+    kinds=_REDUCTIONS,
+    general=(ERROR_BOUND, "4.2"),
+)
+def error_bound(trial: Trial) -> Outcome:
+    """Try sums of 256 random terms, fewer in a narrow accumulator, and compare with the exact sums."""
+    reducer = trial.reduction.reducer
+    bits = min(width.bits if not width.open else _needed_bits(trial.subject) for width in trial.reduction.widths)
+    length = min(256, 1 << max(1, bits - 3))  # so that the bound is a small part of the terms' sum
+    left, right = _random(reducer, (SIDE, length), 4), _random(reducer, (length, SIDE), 5)
+    found = _result(reducer, left, right)
+    if reducer.kind == "sum":
+        exact, size = np.array([math.fsum(left[0])]), np.abs(left[:1]).sum(axis=1)
+    else:
+        exact, size = (left.astype(np.longdouble) @ right).astype(np.float64), np.abs(left) @ np.abs(right)
+    step = length * 2.0 ** (1 - bits)  # twice what rounding to nearest needs: an accumulator may cut off
+    bound = step / (1 - step) * size + 2.0**-(reducer.result_format.mantissa_bits) * np.abs(exact)
+    wrong = np.argwhere(~(np.abs(found.reshape(exact.shape) - exact) <= bound))
+    largest = float(np.max(np.abs(found.reshape(exact.shape) - exact)))
+    detail = f"bound {float(np.max(bound)):.2g}, largest error {largest:.2g}"
+    if not len(wrong):
+        return Outcome(tried=exact.size, detail=detail)
+    place = tuple(wrong[0])
+    example = Counterexample(
+        input=f"{length} random terms", expected=f"{float(exact[place]):g} within {float(bound[place]):.2g}",
+        got=float(found.reshape(exact.shape)[place]),
+    )  # fmt: skip
+    return Outcome(tried=exact.size, wrong=len(wrong), counterexample=example, detail=detail)
+
+
+@requirement(
+    "same-sum-twice",
+    "Two calls with the same inputs give the same result.",
+    kinds=_REDUCTIONS,
+    general=(TENSORS, "determinism"),
+)
+def same_sum_twice(trial: Trial) -> Outcome:
+    """Call twice with random terms."""
+    reducer = trial.reduction.reducer
+    left, right = _random(reducer, (SIDE, 256), 6), _random(reducer, (256, SIDE), 7)
+    first, second = (_result(reducer, left, right) for _ in range(2))
+    moved = np.argwhere(~same(first, second))
+    if not len(moved):
+        return Outcome(tried=first.size)
+    place = tuple(moved[0])
+    example = Counterexample(
+        input="256 random terms", expected=float(first[place]), got=float(second[place]), note="in a second call"
+    )
+    return Outcome(tried=first.size, wrong=len(moved), counterexample=example)
+
+
+def _stable(trial: Trial) -> Reduction:
+    """Return the reduction, whose accumulator can be measured if it adds in the same order every time."""
+    if not trial.reduction.order.stable:
+        raise NotTriedError(f"the order of additions is {trial.reduction.order.words}")
+    return trial.reduction
+
+
+def _needed_bits(subject: Subject) -> int:
+    """Bits of FP32's significand; those of the format itself where it has more."""
+    return max(24, subject.element.mantissa_bits + 1)
+
+
+def _exact(trial: Trial, lengths: tuple[int, ...], sides: tuple[tuple[int, int], ...]) -> Outcome:
+    """Compare sums of 1 and -1 with the exact ones, short sums first."""
+    reducer, tried, refused = trial.reduction.reducer, 0, ""
+    for index, length in enumerate(lengths):
+        rows, columns = sides[index % len(sides)]
+        left, right = _signs((rows, length), length), _signs((columns, length), length + 1).T
+        exact = left @ right if reducer.kind == "matmul" else left[0].sum(keepdims=True)
+        tried += exact.size
+        try:
+            found = _result(reducer, left, right)
+        except CallFailedError as error:
+            refused = refused or f"length {length}: {error}"
+            continue
+        wrong = np.argwhere(~same(found, held(exact, reducer.result)) & ~((found == 0) & (exact == 0)))
+        if len(wrong):
+            place = tuple(wrong[0])
+            row = left[place[0]] if reducer.kind == "matmul" else left[0]
+            column = right[:, place[1]] if reducer.kind == "matmul" else np.ones(length)
+            terms = (row * column).tolist()
+            note = f"{length} terms" + (f", result of shape ({rows}, {columns})" if reducer.kind == "matmul" else "")
+            example = Counterexample(
+                input=terms if length <= 33 else f"{length} terms of 1 and -1", expected=float(exact[place]),
+                got=float(found[place]), note=note,
+            )  # fmt: skip
+            return Outcome(tried=tried, wrong=len(wrong), counterexample=example)
+    return Outcome(tried=tried, wrong=int(bool(refused)), refused=refused or None)
+
+
+def _alone(reducer: Reducer, values: Values) -> Outcome:
+    """Compare sums of one value and zeros with the value."""
+    expected = held(values, reducer.result)
+    if reducer.kind == "sum":
+        found = np.array([float(reducer.total(np.array([0.0, 0.0, value, 0.0])).values) for value in values])
+    else:
+        places = np.arange(-(-len(values) // SIDE) * SIDE)
+        full = np.zeros(len(places))
+        full[: len(values)] = values
+        parts: list[Values] = []
+        for begin in range(0, len(places), SIDE):
+            left = np.zeros((SIDE, SIDE))
+            left[np.arange(SIDE), places[begin : begin + SIDE] % SIDE] = full[begin : begin + SIDE]
+            parts.append(reducer.product(left, np.ones((SIDE, 16))).values[:, 0])
+        found = np.concatenate(parts)[: len(values)]
+    reachable = np.isfinite(expected)
+    wrong = np.flatnonzero(reachable & ~same(found, expected))
+    if not len(wrong):
+        return Outcome(tried=int(np.count_nonzero(reachable)))
+    index = int(wrong[shortest(values[wrong])])
+    example = Counterexample(
+        input=float(values[index]),
+        expected=float(expected[index]),
+        got=float(found[index]),
+        note="the other terms are 0",
+    )
+    return Outcome(tried=int(np.count_nonzero(reachable)), wrong=len(wrong), counterexample=example)
+
+
+def _three_terms(
+    trial: Trial, width: accumulator.Width, terms: tuple[float, float, float], *, expected: float, wrong: int
+) -> Outcome:
+    reduction = trial.reduction
+    got = float(accumulator.three(reduction.reducer, reduction.order.length, width.places, [terms])[0])
+    example = Counterexample(
+        input=list(terms), expected=expected, got=got,
+        note=f"terms {', '.join(map(str, width.places))} of {reduction.order.length}, the others are 0",
+    )  # fmt: skip
+    return Outcome(tried=len(reduction.widths), wrong=wrong, counterexample=example)
+
+
+def _result(reducer: Reducer, left: Values, right: Values) -> Values:
+    """Return the product of two matrices; of a sum, that of the left one's first row."""
+    return reducer.product(left, right).values if reducer.kind == "matmul" else reducer.total(left[0]).values.reshape(1)
+
+
+def _layouts(reducer: Reducer, left: Values, right: Values) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+    """Yield inputs of unusual strides with the values of two matrices, or of the left one's first row."""
+
+    def stepped(tensor: Tensor) -> Tensor:
+        room = torch.empty((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)
+        room.view(torch.uint8).fill_(1)
+        view = room[..., ::2]
+        view.copy_(tensor)
+        return view
+
+    a, b = reducer.tensor(left), reducer.tensor(right)
+    if reducer.kind == "sum":
+        yield "a vector with a step of 2", (stepped(a[0]),)
+        yield "a vector that starts inside its memory", (torch.cat([a[1], a[0]])[SIDE:],)
+        yield "a column of a matrix", (reducer.tensor(left.T.copy())[:, 0],)
+        return
+    yield "a left matrix that is transposed", (reducer.tensor(left.T.copy()).t(), b)
+    yield "a right matrix that is transposed", (a, reducer.tensor(right.T.copy()).t())
+    yield "a left matrix with a step of 2", (stepped(a), b)
+    yield "a right matrix with a step of 2", (a, stepped(b))
+
+
+def _signs(shape: tuple[int, int], seed: int) -> Values:
+    """Return 1 and -1 at random; of rows that are longer than `_MOST_TERMS` the first terms are zero."""
+    signs = np.where(np.random.default_rng(seed).integers(0, 2, shape) == 1, 1.0, -1.0)
+    signs[:, : max(0, shape[1] - _MOST_TERMS)] = 0.0
+    return signs
+
+
+def _random(reducer: Reducer, shape: tuple[int, int], seed: int) -> Values:
+    """Return random values of the format, of both signs, between 1/8 and 1."""
+    bits = min(reducer.fmt.mantissa_bits, 20)
+    rng = np.random.default_rng(seed)
+    significand = 1 + rng.integers(0, 1 << bits, shape) / (1 << bits)
+    values = np.ldexp(significand, rng.integers(-3, 0, shape)) * np.where(rng.integers(0, 2, shape) == 1, 1.0, -1.0)
+    return np.where(np.abs(values) >= reducer.fmt.smallest_normal, values, np.copysign(1.0, values))
+
+
+def _values(fmt: Format, *, subnormal: bool) -> Values:
+    """Return finite values of the format, all of them up to 8 bits, else a spread with the ends of each binade."""
+    if fmt.bits <= 8:
+        values = fmt.decode(np.arange(fmt.max_code + 1))
+    else:
+        fractions = np.array([0.0, 2.0**-fmt.mantissa_bits, 1 - 2.0**-fmt.mantissa_bits, 0.5, 0.3125])
+        exponents = np.arange(
+            fmt.min_exponent, fmt.max_exponent + 1, max(1, (fmt.max_exponent - fmt.min_exponent) // 60)
+        )
+        normal = np.ldexp(1 + fractions[None], exponents[:, None]).reshape(-1)
+        steps = np.unique(2 ** np.arange(fmt.mantissa_bits)[:, None] + np.array([0, 1])[None])
+        tiny = np.ldexp(steps[steps < 2**fmt.mantissa_bits].astype(np.float64), fmt.quantum_exponent)
+        values = np.concatenate([normal, tiny])
+    chosen = values[(values < fmt.smallest_normal) == subnormal]
+    chosen = chosen[chosen != 0]
+    return np.concatenate([chosen, -chosen])

@@ -1,0 +1,82 @@
+"""Registry of requirements: each is one row of a certificate, with its source and the check behind it.
+
+A requirement is declared where its check is written, by the decorator `requirement`. Certificates, the reference page
+and the tests read the registry. `docs/contributing/add-a-requirement.md` says how to add one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from plimsoll.certification.certificate import Kind, Outcome
+from plimsoll.certification.specifications import Specification, governing
+
+if TYPE_CHECKING:
+    from plimsoll.certification.trial import Subject, Trial
+
+Check = Callable[["Trial"], Outcome]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirement:
+    """One thing that holds of a conforming implementation.
+
+    Args:
+        id: Name of the row.
+        says: The requirement as a sentence. ``{rounding}`` stands for the rounding mode in words.
+        kinds: Kinds of function that it is for.
+        check: Function that tries it.
+        sections: Sections that ask for it, by the specification that governs the format. Default: none.
+        general: A specification that asks for it whatever the format, with the section. Default: None, so that the
+            requirement is for the formats of `sections` only.
+        applies: Whether it is for this function. Default: always.
+        may_refuse: Whether a function that raises an error instead still conforms. Default: False.
+    """
+
+    id: str
+    says: str
+    kinds: tuple[Kind, ...]
+    check: Check
+    sections: Mapping[Specification, str] = field(default_factory=dict[Specification, str])
+    general: tuple[Specification, str] | None = None
+    applies: "Callable[[Subject], bool] | None" = None
+    may_refuse: bool = False
+
+    def source(self, subject: "Subject") -> str | None:
+        """Return the citation for a function; None if the requirement is not for it."""
+        if subject.kind not in self.kinds or (self.applies is not None and not self.applies(subject)):
+            return None
+        specification = governing(subject.fmt)
+        if specification in self.sections:
+            return cited(specification, self.sections[specification])
+        return None if self.general is None else cited(*self.general)
+
+
+def cited(specification: Specification, section: str) -> str:
+    """Return a citation: the specification's name, and the section if one is known."""
+    return f"{specification.name}, {section}" if section else specification.name
+
+
+REQUIREMENTS: dict[str, Requirement] = {}  # by id, in the order of a certificate's rows
+
+
+def requirement(
+    id: str,  # noqa: A002  (the field's name)
+    says: str,
+    *,
+    kinds: tuple[Kind, ...],
+    sections: Mapping[Specification, str] | None = None,
+    general: tuple[Specification, str] | None = None,
+    applies: "Callable[[Subject], bool] | None" = None,
+    may_refuse: bool = False,
+) -> Callable[[Check], Check]:
+    """Register the decorated check as a requirement; see `Requirement` for the arguments."""
+
+    def register(check: Check) -> Check:
+        REQUIREMENTS[id] = Requirement(
+            id=id, says=says, kinds=kinds, check=check, sections=dict(sections or {}), general=general,
+            applies=applies, may_refuse=may_refuse,
+        )  # fmt: skip
+        return check
+
+    return register

@@ -1,0 +1,1 @@
+"""Casts as operations on tensors: shapes, strides, dtypes, side effects."""

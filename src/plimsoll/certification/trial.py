@@ -1,0 +1,182 @@
+"""`Trial`: a function under test with the evidence about it, each part of which is collected when a row needs it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from plimsoll.certification.blocks.anchored import element_call
+from plimsoll.certification.blocks.observed import BlockTrials
+from plimsoll.certification.blocks.scales import rule_words
+from plimsoll.certification.certificate import Kind
+from plimsoll.certification.codes.convention import UnpackConvention
+from plimsoll.certification.codes.observed import Decoded
+from plimsoll.certification.elements.inference import IN_WORDS, MODES, Rule, rounding_rule
+from plimsoll.certification.elements.observed import Mask, Observed
+from plimsoll.certification.elements.stochastic import Draws
+from plimsoll.certification.elements.trying import observe
+from plimsoll.certification.probing.arrays import CallFailedError, Values, same
+from plimsoll.certification.probing.caller import Caller, OutOfTimeError
+from plimsoll.certification.probing.conventions import CastConvention
+from plimsoll.certification.reductions.observed import Reduction
+from plimsoll.certification.reductions.reducer import Reducer
+from plimsoll.certification.specifications import allowed_saturation
+from plimsoll.formats import BlockFormat, Format
+from plimsoll.formats.codec import Rounding
+
+
+class NotTriedError(Exception):
+    """A check that cannot be made; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is certified.
+
+    Attributes:
+        name: Name of the function.
+        fmt: The number format.
+        kind: Kind of the function.
+        device: Device of its tensors.
+        rounding: The rounding mode that it is held to.
+        scale_rule: The rule for scales that it is held to; of block formats only.
+    """
+
+    name: str
+    fmt: Format | BlockFormat
+    kind: Kind
+    device: torch.device
+    rounding: Rounding
+    scale_rule: str
+
+    @property
+    def element(self) -> Format:
+        """The format of single values."""
+        return self.fmt.element if isinstance(self.fmt, BlockFormat) else self.fmt
+
+
+class Trial:
+    """A function under test.
+
+    Args:
+        subject: What is certified.
+        caller: Calls of the function.
+        convention: How the function is called, by its kind.
+
+    Attributes:
+        not_tried: Sentences on what was not tried.
+    """
+
+    def __init__(
+        self, subject: Subject, caller: Caller, convention: CastConvention | UnpackConvention | Reducer
+    ) -> None:
+        self.subject = subject
+        self.caller = caller
+        self.not_tried: list[str] = []
+        self._convention = convention
+
+    @property
+    def convention(self) -> CastConvention:
+        """The function as a cast or a pack."""
+        assert isinstance(self._convention, CastConvention), self.subject.kind
+        return self._convention
+
+    @property
+    def unpack(self) -> UnpackConvention:
+        """The function as an unpack."""
+        assert isinstance(self._convention, UnpackConvention), self.subject.kind
+        return self._convention
+
+    @cached_property
+    def reduction(self) -> Reduction:
+        """The function as a sum or a product."""
+        assert isinstance(self._convention, Reducer), self.subject.kind
+        return Reduction(self._convention, self.caller)
+
+    @cached_property
+    def decoded(self) -> Decoded:
+        """Results of an unpack for all codes."""
+        return Decoded(self.unpack, self.subject.fmt)
+
+    @cached_property
+    def observed(self) -> Observed:
+        """Results of single values."""
+        call, limit = element_call(self.convention, self.subject.fmt)
+        observed, skipped = observe(self.caller, call, self.subject.element, limit)
+        self.not_tried += skipped
+        return observed
+
+    @cached_property
+    def rule(self) -> Rule:
+        """How single values are rounded."""
+        if self.subject.rounding == "stochastic":
+            return Rule(name="stochastic")
+        return rounding_rule(self.observed)
+
+    @cached_property
+    def saturate(self) -> bool:
+        """Whether the function saturates, of what its specification allows: the choice that explains more results."""
+        observed, choices = self.observed, allowed_saturation(self.subject.element)
+        finite = observed.beyond(self.subject.rounding)
+        # Toward zero every finite value stops at the largest one, so that only infinities show the choice.
+        where = observed.inf if self.rule.name == "toward_zero" or not finite.any() else finite
+        right = [np.count_nonzero(same(observed.y, self._expected(choice))[where]) for choice in choices]
+        return choices[int(np.argmax(right))]
+
+    @cached_property
+    def expected(self) -> Values:
+        """The conforming results of single values."""
+        return self._expected(self.saturate)
+
+    @cached_property
+    def side_lost(self) -> Mask:
+        """Single values beside a tie whose results are that of the tie: they were rounded before."""
+        if not self.subject.rounding.startswith("nearest"):
+            return np.zeros(len(self.observed.x), np.bool_)
+        return self.observed.side_lost(self.saturate)
+
+    def _expected(self, saturate: bool) -> Values:
+        # What lies beyond the largest value overflows in stochastic rounding too.
+        rounding = "nearest_even" if self.subject.rounding == "stochastic" else self.subject.rounding
+        return self.observed.expected(rounding, saturate)
+
+    @cached_property
+    def draws(self) -> Draws:
+        """Repeated results of the same values."""
+        call, _ = element_call(self.convention, self.subject.fmt)
+        return Draws(self.caller, call, self.subject.element, self.carriers)
+
+    @property
+    def carriers(self) -> list[str]:
+        """Dtypes that the function takes."""
+        return [batch.carrier for batch in self.observed.batches]
+
+    @cached_property
+    def blocks(self) -> BlockTrials:
+        """Results of whole blocks."""
+        fmt = self.subject.fmt
+        if not isinstance(fmt, BlockFormat):
+            raise NotTriedError(f"it is for block formats, and {fmt.name} is none")
+        modes: tuple[Rounding, ...] = tuple(mode for mode in MODES if mode == self.rule.name)
+        return BlockTrials(self.convention, fmt, self.carriers, modes or ("down", "up"))
+
+    def sentence(self, says: str) -> str:
+        """Return a requirement's sentence, with words of this function in its placeholders."""
+        fmt = self.subject.fmt
+        words = {
+            "rounding": IN_WORDS[self.subject.rounding],
+            "scale_rule": rule_words(fmt, self.subject.scale_rule) if isinstance(fmt, BlockFormat) else "",
+            "accumulator_bits": str(max(24, self.subject.element.mantissa_bits + 1)),
+        }
+        if "{overflow}" in says:  # looked up only if needed: it is inferred from all results
+            try:
+                words["overflow"] = overflow_words(self.subject.element, self.saturate)
+            except (CallFailedError, OutOfTimeError):
+                words["overflow"] = "what their specification says"
+        return says.format(**words)
+
+
+def overflow_words(fmt: Format, saturate: bool) -> str:
+    """Return in words what overflow gives."""
+    return "the largest value" if saturate else "Inf" if fmt.has_inf else "NaN"
