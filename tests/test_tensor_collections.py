@@ -26,10 +26,12 @@ def test_no_list_of_collections_is_written_elsewhere() -> None:
 
 
 def test_no_script_of_the_live_page_lists_collections() -> None:
+    scripts = list((SOURCE / "report" / "page" / "files" / "js").rglob("*.js"))
+    assert scripts
     quoted = re.compile(rf"""\b({"|".join(NAMES)})\b["']?\s*[],:]""")
     found = [
         (path.name, line.strip())
-        for path in (SOURCE / "report" / "live" / "page").glob("*.js")
+        for path in scripts
         for line in path.read_text("utf-8").splitlines()
         if len(set(quoted.findall(line))) > 1
     ]

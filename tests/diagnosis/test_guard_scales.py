@@ -128,7 +128,7 @@ def test_a_layer_whose_gradients_have_shrunk_gets_a_scale_of_its_own(tmp_path: P
     ("action", "scaler", "why"),
     [
         ("raise_scale", None, "no scaler is given; give scaler="),
-        ("lower_scale", lambda model: StaticScaler(8.0, device="cpu"), "a StaticScaler's scale stays"),
+        ("lower_scale", lambda model: StaticScaler(8.0, device="cpu"), "a StaticScaler's scale is constant"),
         ("raise_scale", lambda model: SpectralScaler("cpu"), "a SpectralScaler sets its scale from the gradients"),
         (
             "raise_scale",
