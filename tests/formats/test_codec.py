@@ -171,7 +171,7 @@ def test_negative_zero_goes_where_the_format_can_keep_it():
         (lambda: E2M1.encode(1.0, saturate=False), "expected True or None for e2m1"),
         (
             lambda: E4M3.encode(1.0, rounding="nearest"),
-            r"expected rounding to be one of nearest_even, .*; got 'nearest'",
+            r"expected rounding to be 'nearest_even', .*; got rounding='nearest'",
         ),
         (
             lambda: E4M3.encode(1.0, generator=3),

@@ -38,7 +38,6 @@ ALLOWED = {
     "precision/training": "a type annotation",
     "report/figures/audit.py": "the columns of an audit",
     "unit/auditing": "the columns of an audit",
-    "unit/rules": "methods of tensors",
 }
 
 

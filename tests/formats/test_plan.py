@@ -230,7 +230,9 @@ def _pickled(record):
 
 @pytest.mark.parametrize("name", ["plan.json", "plan.pdf", "plan.yaml"])
 def test_a_plan_is_written_to_toml_only(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ArgumentError, match=r"Plan.save: expected a file that ends in .toml.*got .*Write to plan.toml"):
+    with pytest.raises(
+        ArgumentError, match=r"Plan.save: expected a file name that ends in .toml.*got .*Write to plan.toml"
+    ):
         FULL.save(tmp_path / name)
     with pytest.raises(ArgumentError, match=r"Plan.save: expected the path of a file; got .*, a folder"):
         FULL.save(tmp_path)

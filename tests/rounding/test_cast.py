@@ -197,12 +197,12 @@ BAD_ARGUMENTS = {
     "rounding": (
         {"rounding": "nearest"},
         ArgumentError,
-        "expected rounding to be one of nearest_even, .*; got 'nearest'",
+        "expected rounding to be 'nearest_even', .*; got rounding='nearest'",
     ),
     "scale rule": (
         {"fmt": "mxfp4", "scale_rule": "up"},
         ArgumentError,
-        "scale_rule to be one of floor, ceil, rceil, even",
+        "scale_rule to be 'floor', 'ceil', 'rceil' or 'even'",
     ),
     "rule without blocks": ({"scale_rule": "ceil"}, ArgumentError, "scale_rule and axis with a block format only"),
     "axis without blocks": ({"axis": 0}, ArgumentError, "scale_rule and axis with a block format only; got .*axis=0"),
@@ -213,8 +213,8 @@ BAD_ARGUMENTS = {
     ),
     "saturate": ({"fmt": "e2m1", "saturate": False}, ArgumentError, "neither Inf nor NaN to overflow to"),
     "block saturate": ({"fmt": "mxfp4", "saturate": False}, ArgumentError, "whose elements always saturate"),
-    "scale": ({"scale": 0.0}, ArgumentError, "scale to be a finite number above zero; got 0.0"),
-    "scale kind": ({"scale": "2"}, ArgumentError, "scale to be a finite number above zero; got '2'"),
+    "scale": ({"scale": 0.0}, ArgumentError, "scale to be a number above 0; got scale=0.0"),
+    "scale kind": ({"scale": "2"}, ArgumentError, "scale to be a number above 0; got scale='2'"),
     "scale shape": ({"scale": torch.ones(3)}, ArgumentError, r"floating tensor of one value; got .*shape \(3,\)"),
     "generator unused": ({"generator": 3}, ArgumentError, "generator with rounding='stochastic' only; got generator=3"),
     "generator": (
@@ -232,14 +232,14 @@ BAD_ARGUMENTS = {
     "out dtype": (
         {"out": torch.empty(2, 3), "dtype": torch.float16},
         ArgumentError,
-        "out to be of dtype torch.float16",
+        "out to be of the dtype torch.float16",
     ),
     "out grad": (
         {"out": torch.empty(2, 3, requires_grad=True)},
         ArgumentError,
         "out to be a tensor that needs no gradient",
     ),
-    "out expanded": ({"out": torch.empty(1, 3).expand(2, 3)}, ArgumentError, "memory of its own for each value"),
+    "out expanded": ({"out": torch.empty(1, 3).expand(2, 3)}, ArgumentError, "a tensor with memory for each value"),
 }
 
 

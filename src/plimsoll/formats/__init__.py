@@ -1,6 +1,6 @@
 """Number formats and precision plans. This package imports no torch.
 
-`get(name)` finds a format; `Format`, `BlockFormat`, `Plan` and `ModulePlan` are the records; the constants are the
+`get(name)` finds a format. `Format`, `BlockFormat`, `Plan` and `ModulePlan` are records. The constants are the
 catalogue.
 """
 

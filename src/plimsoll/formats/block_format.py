@@ -1,4 +1,4 @@
-"""The record of one block format: elements that share a scale."""
+"""Record of a block format, whose elements share a scale."""
 
 from dataclasses import dataclass, field
 
@@ -10,8 +10,8 @@ from plimsoll.formats.element_format import Format, set_fields
 class BlockFormat:
     """Element codes in blocks of values, each block with one scale.
 
-    The value of an element is ``element * scale``, or ``element * scale * tensor_scale`` where the format has an FP32
-    scale for the whole tensor besides.
+    The value of an element is ``element * scale``, or ``element * scale * tensor_scale`` if the format also has an FP32
+    scale for the whole tensor.
 
     Args:
         name: The catalogue's name, in lower case.
@@ -53,5 +53,5 @@ class BlockFormat:
 
     @property
     def bits(self) -> float:
-        """Storage per value, the block's share of its scale included (the one tensor scale is left out)."""
+        """Bits of storage per value, including its share of the block's scale."""
         return self.element.bits + self.scale.bits / self.block

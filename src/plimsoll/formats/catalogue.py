@@ -1,14 +1,14 @@
-"""Catalogue of formats, and `get`, which finds one by name, dtype or `eXmY` pattern.
+"""Catalogue of formats, and `get`, which finds one by name, dtype or `eXmY`.
 
 Sources: IEEE 754-2019 (FP16, FP32, FP64); OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); OCP Microscaling
 Formats 1.0 (E3M2, E2M3, E2M1, E8M0 and the MX blocks); Noune et al. 2022, arXiv:2206.02915 (the FNUZ pair);
 NVIDIA's NVFP4 recipe, arXiv:2509.25149; NVFP4 without the tensor's scale is the default of torchao's NVFP4.
 """
 
-import difflib
 import re
 from typing import Any
 
+from plimsoll import checks
 from plimsoll.errors import FormatError
 from plimsoll.formats.block_format import BlockFormat
 from plimsoll.formats.element_format import Format
@@ -19,7 +19,7 @@ _VOLTA, _AMPERE, _ADA, _BLACKWELL = (7, 0), (8, 0), (8, 9), (10, 0)
 
 
 def _ieee(name: str, exponent_bits: int, mantissa_bits: int, **facts: Any) -> Format:
-    # A width that `Format` refuses has no bias that could be computed: any does.
+    # No bias can be computed for a width that `Format` rejects, so any will do.
     bias = (1 << (exponent_bits - 1)) - 1 if 0 < exponent_bits < 64 else 0
     return Format(name=name, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits, bias=bias, **facts)
 
@@ -99,28 +99,31 @@ MXFP4 = _mx("mxfp4", E2M1, in_report=True)
 NVFP4 = _nv("nvfp4", tensor_scale=True, in_report=True)
 NVFP4_SINGLE = _nv("nvfp4_single")
 
-ELEMENTS: tuple[Format, ...] = (
-    FP64, FP32, TF32, FP16, BF16, E5M2, E4M3, E5M2FNUZ, E4M3FNUZ, E3M2, E2M3, E2M1, E8M0,
-)  # fmt: skip
+ELEMENTS: tuple[Format, ...] = (FP64, FP32, TF32, FP16, BF16, E5M2, E4M3, E5M2FNUZ, E4M3FNUZ, E3M2, E2M3, E2M1, E8M0)
 BLOCKS: tuple[BlockFormat, ...] = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4, NVFP4, NVFP4_SINGLE)
 
 # Other names of a format: its torch dtype, everyday words, ml_dtypes' names, and the fields of the wider formats.
 ALIASES: dict[str, Format | BlockFormat] = {
     **{fmt.torch_dtype: fmt for fmt in ELEMENTS if fmt.torch_dtype is not None},
-    "double": FP64, "e11m52": FP64,
-    "float": FP32, "e8m23": FP32,
-    "tensorfloat32": TF32, "e8m10": TF32,
-    "half": FP16, "e5m10": FP16,
+    **dict.fromkeys(("double", "e11m52"), FP64),
+    **dict.fromkeys(("float", "e8m23"), FP32),
+    **dict.fromkeys(("tensorfloat32", "e8m10"), TF32),
+    **dict.fromkeys(("half", "e5m10"), FP16),
     "e8m7": BF16,
     "e4m3fn": E4M3,
-    "float6_e3m2fn": E3M2, "float6_e2m3fn": E2M3, "float4_e2m1fn": E2M1,
-}  # fmt: skip
+    "float6_e3m2fn": E3M2,
+    "float6_e2m3fn": E2M3,
+    "float4_e2m1fn": E2M1,
+}
 
 # Names of a width, which several formats have. A message names the formats of a family.
 FAMILIES: dict[str, tuple[Format | BlockFormat, ...]] = {
-    "fp8": (E4M3, E5M2), "float8": (E4M3, E5M2), "fp6": (E3M2, E2M3), "float6": (E3M2, E2M3), "fp4": (E2M1,),
-    "float4": (E2M1,), "mxfp8": (MXFP8_E4M3, MXFP8_E5M2), "mxfp6": (MXFP6_E3M2, MXFP6_E2M3),
-}  # fmt: skip
+    **dict.fromkeys(("fp8", "float8"), (E4M3, E5M2)),
+    **dict.fromkeys(("fp6", "float6"), (E3M2, E2M3)),
+    **dict.fromkeys(("fp4", "float4"), (E2M1,)),
+    "mxfp8": (MXFP8_E4M3, MXFP8_E5M2),
+    "mxfp6": (MXFP6_E3M2, MXFP6_E2M3),
+}
 
 # Targets of `plan`, with the pairs of formats (forward, backward) that it tries in turn: those with more digits first.
 TARGETS: dict[str, tuple[tuple[Format | BlockFormat, Format | BlockFormat], ...]] = {
@@ -209,6 +212,6 @@ def _hint(key: str) -> str:
     """Return a sentence with the formats that the name may mean."""
     family = FAMILIES.get(key)
     if family is not None:
-        return f"{key} is no format of its own: name {' or '.join(fmt.name for fmt in family)}. "
-    nearest = difflib.get_close_matches(key, _BY_NAME, n=3, cutoff=0.5)
+        return f"{key} is a family of formats: name {' or '.join(fmt.name for fmt in family)}. "
+    nearest = checks.nearest(key, _BY_NAME)
     return f"Nearest: {', '.join(nearest)}. " if nearest else ""

@@ -1,8 +1,8 @@
-"""Codes to values and values to codes, in numpy: the arithmetic behind `Format.decode` and `Format.encode`.
+"""Codes and values in numpy: arithmetic of `Format.decode` and `Format.encode`.
 
-It is float64 arithmetic (frexp, ldexp, floor) and shares nothing with the integer-bit arithmetic of the kernels, so the
-one is a check on the other. It is exact all the same: a value divided by the format's spacing at it (a power of two)
-loses no bit, its whole part is the code up to an offset, and its fraction decides the rounding.
+It is float64 arithmetic (frexp, ldexp, floor) and shares nothing with the integer arithmetic of the kernels, so each
+checks the other. It is exact: a value divided by the format's spacing at it (a power of two) loses no bit, its whole
+part is the code up to an offset, and its fraction decides the rounding.
 """
 
 from typing import Any, Literal, Protocol, get_args
@@ -10,16 +10,19 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from plimsoll import checks
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import philox
 
 
 class Layout(Protocol):
-    """The properties of a number format that its codes depend on; see `Format`, which has them."""
+    """Properties of `Format` on which codes depend."""
+
+    # `Format` itself is not imported, since it imports this module.
 
     @property
     def name(self) -> str:
-        """The format's name."""
+        """Name of the format."""
         ...
 
     @property
@@ -39,17 +42,17 @@ class Layout(Protocol):
 
     @property
     def bias(self) -> int:
-        """The exponent's bias."""
+        """Number subtracted from the exponent's code."""
         ...
 
     @property
     def signed(self) -> bool:
-        """Whether codes have a sign."""
+        """True if codes have a sign."""
         ...
 
     @property
     def specials(self) -> str:
-        """The kind of special values."""
+        """Kind of special values."""
         ...
 
     @property
@@ -64,17 +67,17 @@ class Layout(Protocol):
 
     @property
     def has_inf(self) -> bool:
-        """Whether codes for infinities exist."""
+        """True if codes for infinities exist."""
         ...
 
     @property
     def has_nan(self) -> bool:
-        """Whether a code for NaN exists."""
+        """True if a code for NaN exists."""
         ...
 
     @property
     def has_negative_zero(self) -> bool:
-        """Whether -0 has a code."""
+        """True if -0 has a code."""
         ...
 
     def saturates(self, saturate: bool | None) -> bool:
@@ -86,13 +89,13 @@ Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "up", "down", 
 Codes = NDArray[np.uint8 | np.uint16]
 
 _WIDEST_BITS = 16
-_TINY = float(np.finfo(np.float64).tiny)  # far below any fraction that a rounding mode could tell from another
+_TINY = float(np.finfo(np.float64).tiny)  # far below the fractions between which rounding modes distinguish
 _WIDEST_INTEGER = 1 << 53  # up to here every integer is a float64 value
 _NATIVE = {"fp32": "numpy.float32 and .view(numpy.uint32)", "fp64": "numpy.float64 and .view(numpy.uint64)"}
 
 
 def decode(fmt: Layout, codes: ArrayLike) -> NDArray[np.float64]:
-    """See `Format.decode`."""
+    """Return the values of codes, as `Format.decode` documents."""
     code = _checked_codes(fmt, codes)
     magnitude = code & ((1 << (fmt.exponent_bits + fmt.mantissa_bits)) - 1)
     field, fraction = magnitude >> fmt.mantissa_bits, magnitude & ((1 << fmt.mantissa_bits) - 1)
@@ -119,7 +122,7 @@ def encode(
     saturate: bool | None = None,
     generator: "int | np.random.Generator | None" = None,
 ) -> Codes:
-    """See `Format.encode`."""
+    """Return the codes of values, as `Format.encode` documents."""
     _check_width(fmt, "encode")
     _check_rounding(rounding, generator)
     saturates = fmt.saturates(saturate)
@@ -143,7 +146,7 @@ def encode(
 
 
 def nan_code(fmt: Layout) -> int:
-    """The code of the (positive, quiet) NaN; 0 where the format has none."""
+    """Return the code of the positive, quiet NaN, or 0 if the format has none."""
     match fmt.specials:
         case "fnuz":
             return 1 << (fmt.bits - 1)
@@ -156,7 +159,7 @@ def nan_code(fmt: Layout) -> int:
 
 
 def _truncate(fmt: Layout, magnitude: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The code of each magnitude rounded toward zero, and the fraction of the spacing that this cut off."""
+    """Return codes rounded toward zero, and the fractions of a spacing cut off."""
     exponent = np.frexp(magnitude)[1].astype(np.int64) - 1
     exponent = np.where(magnitude > 0, np.maximum(exponent, fmt.min_exponent), fmt.min_exponent)
     in_spacings = np.ldexp(magnitude, fmt.mantissa_bits - exponent)
@@ -166,7 +169,7 @@ def _truncate(fmt: Layout, magnitude: NDArray[np.float64]) -> tuple[NDArray[np.i
     code = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + whole.astype(np.int64)
     if fmt.signed:
         return code, fraction
-    # A pure exponent: code 0 is the smallest value, to which everything below it goes, zero included.
+    # A pure exponent: all smaller values, zero included, become code 0, the smallest value.
     return np.maximum(code - 1, 0), np.where(whole == 0, 0.0, fraction)
 
 
@@ -194,7 +197,7 @@ def _rounds_away(
 
 
 def _is_toward_zero(rounding: Rounding, negative: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Mask of the finite values beyond the largest one that round back to it, whatever the overflow rule."""
+    """Return a mask of values that round back to the largest in any overflow rule."""
     if rounding == "up":
         return negative
     if rounding == "down":
@@ -219,10 +222,7 @@ def _check_width(fmt: Layout, operation: str) -> None:
 
 
 def _check_rounding(rounding: Rounding, generator: object) -> None:
-    if rounding not in get_args(Rounding):
-        raise ArgumentError(
-            f"Format.encode: expected rounding to be one of {', '.join(get_args(Rounding))}; got {rounding!r}."
-        )
+    checks.one_of("Format.encode", "rounding", rounding, get_args(Rounding))
     if generator is not None and rounding != "stochastic":
         raise ArgumentError(
             f"Format.encode: expected a generator with stochastic rounding only; got rounding={rounding!r}. "
@@ -232,7 +232,7 @@ def _check_rounding(rounding: Rounding, generator: object) -> None:
     if generator is not None and not known:
         raise ArgumentError(
             "Format.encode: expected generator to be an int, a numpy.random.Generator or None; "
-            f"got {generator!r} ({type(generator).__name__})."
+            f"got {generator!r} ({type(generator).__name__}). Use a seed, such as 0."
         )
 
 
@@ -253,13 +253,13 @@ def _checked_codes(fmt: Layout, codes: ArrayLike) -> NDArray[np.int64]:
 
 
 def _as_float64(fmt: Layout, values: ArrayLike) -> NDArray[np.float64]:
-    """The values as float64, which holds each of them; what would be rounded on the way is refused."""
+    """Return the values as float64, or raise if float64 would round one."""
     try:
         array: NDArray[Any] = np.asarray(values)
-    except (TypeError, ValueError) as error:  # ragged lists; torch's dtypes that numpy does not know
+    except (TypeError, ValueError) as error:  # ragged lists, and dtypes of torch that numpy lacks
         raise ArgumentError(f"Format.encode: expected numbers; got {type(values).__name__}. {error}") from error
     kind = array.dtype.kind
-    # kind V: the floats of ml_dtypes, which know how to become float64; a structured dtype does not.
+    # The floats of ml_dtypes have kind V and convert to float64. A structured dtype has kind V too, and does not.
     if kind not in "biufV" or array.dtype.names is not None or array.dtype.itemsize > 8:
         raise ArgumentError(
             f"Format.encode: expected real numbers that float64 holds; got dtype {array.dtype}. Convert them first."

@@ -1,8 +1,8 @@
-"""The record of one element format: its fields, and everything that follows from them.
+"""Record of an element format: its fields, and the properties that follow.
 
-Five fields decide all values: exponent bits, mantissa bits, the bias, the use of the top codes (`specials`) and the
-sign. The others say what offers the format. This module imports neither torch nor numpy, so the command line and the
-readers of old runs can use it without either.
+Five fields decide all values: exponent bits, mantissa bits, bias, the use of the top codes (`specials`) and sign. The
+others describe hardware and software that support the format. This module imports neither torch nor numpy, so the
+command line and readers of old runs can use it without them.
 """
 
 import math
@@ -43,8 +43,8 @@ class Format:
         name: The catalogue's name, in lower case.
         exponent_bits: Width of the exponent, 1 to 11.
         mantissa_bits: Width of the mantissa, 0 to 52.
-        bias: What is subtracted from the exponent's code.
-        specials: How the top of the code range is spent. "ieee" (default): the highest exponent holds Inf (mantissa 0)
+        bias: Number subtracted from the exponent's code.
+        specials: Use of the top of the code range. "ieee" (default): the highest exponent holds Inf (mantissa 0)
             and NaN (the others). "fn": no Inf, and the one code of all ones (per sign) is NaN. "fnuz": no Inf and no
             -0, and the code of -0 is the one NaN. "none": every code is a number.
         signed: Whether codes have a sign. False describes a scale format such as E8M0: no sign, no zero and no
@@ -88,27 +88,28 @@ class Format:
 
     @property
     def has_inf(self) -> bool:
-        """Whether a code stands for infinity."""
+        """True if a code stands for infinity."""
         return self.specials == "ieee"
 
     @property
     def has_nan(self) -> bool:
-        """Whether a code stands for NaN (with no mantissa bit an IEEE-like format has room for Inf only)."""
+        """True if a code stands for NaN."""
+        # An IEEE-like format without mantissa bits has room for Inf only.
         return self.specials in ("fn", "fnuz") or (self.specials == "ieee" and self.mantissa_bits > 0)
 
     @property
     def has_subnormals(self) -> bool:
-        """Whether there are values between zero and the smallest normal one."""
+        """True if there are values between zero and the smallest normal one."""
         return self.signed and self.mantissa_bits > 0
 
     @property
     def has_negative_zero(self) -> bool:
-        """Whether -0 has a code of its own."""
+        """True if -0 has a code."""
         return self.signed and self.specials != "fnuz"
 
     @property
     def max_code(self) -> int:
-        """The magnitude code (no sign bit) of the largest finite value."""
+        """Magnitude code (no sign bit) of the largest finite value."""
         top = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
         match self.specials:
             case "ieee":
@@ -135,7 +136,7 @@ class Format:
 
     @property
     def quantum_exponent(self) -> int:
-        """Exponent of the spacing below the smallest normal value: with subnormals, of the smallest value itself."""
+        """Exponent of the spacing of values below the smallest normal one."""
         return self.min_exponent - self.mantissa_bits
 
     @property
@@ -145,7 +146,7 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """Smallest positive value; equal to `smallest_normal` where the format has no subnormals."""
+        """Smallest positive value. Without subnormals it is `smallest_normal`."""
         return math.ldexp(1.0, self.quantum_exponent) if self.has_subnormals else self.smallest_normal
 
     @property
@@ -160,7 +161,7 @@ class Format:
 
     @property
     def overflow_threshold(self) -> float:
-        """Half-way from the largest finite value to the one that would follow it.
+        """Midpoint between the largest finite value and the next that would follow.
 
         Nearest-even rounding overflows above it, and at it if `overflow_at_threshold`.
         """
@@ -169,11 +170,11 @@ class Format:
 
     @property
     def overflow_at_threshold(self) -> bool:
-        """Whether a tie between the largest value and its would-be successor goes up: the largest code is odd."""
+        """True if a tie at `overflow_threshold` overflows, as with an odd largest code."""
         return self.max_code % 2 == 1
 
     def magnitude(self, code: int) -> float:
-        """The value of a finite magnitude code (no sign bit)."""
+        """Return the value of a finite magnitude code (no sign bit)."""
         fraction = code & ((1 << self.mantissa_bits) - 1)
         field = code >> self.mantissa_bits
         if field == 0 and self.signed:
@@ -277,7 +278,7 @@ def _why_impossible(fmt: Format) -> str | None:
             "zero the other"
         )
     if fmt.specials == "fn" and (1 << (e + m)) < 3:
-        return "expected room for a number beside zero and NaN"
+        return "expected room for a number besides zero and NaN"
     if not fmt.signed and (m > 0 or fmt.specials == "fnuz"):
         return "expected a format without sign to be a pure exponent (no mantissa bits, no -0 to reuse)"
     if _highest_binade(fmt) > _HIGHEST_BINADE or fmt.min_exponent < _LOWEST_NORMAL_BINADE:
@@ -286,7 +287,8 @@ def _why_impossible(fmt: Format) -> str | None:
 
 
 def _highest_binade(fmt: Format) -> int:
-    """`max_exponent`, from integers alone: math.ldexp raises for values outside float64's range."""
+    """Return `max_exponent`, computed from integers."""
+    # math.ldexp raises for values outside the range of float64.
     field = fmt.max_code >> fmt.mantissa_bits
     if field == 0 and fmt.signed:
         return fmt.max_code.bit_length() - 1 + fmt.quantum_exponent

@@ -1,9 +1,9 @@
-"""Philox4x32-10 in numpy: the noise of stochastic rounding, word for word what the kernels draw.
+"""Philox4x32-10 in numpy: the noise of stochastic rounding, equal to the kernels'.
 
-The counter layout is `plimsoll.kernels.philox`'s: value i of the flattened array takes word ``(i >> 8) & 3`` of the
-Philox block (Salmon et al., SC 2011) with counter ``(i >> 10) * 256 + (i & 255)``, and the key's low and high halves
-are its two key words. This form exists because formats import no torch; `tests/formats/test_noise.py` holds the two
-equal, and both to the published test vectors.
+The counter layout is that of `plimsoll.kernels.philox`: value i of the flattened array takes word ``(i >> 8) & 3`` of
+the Philox block (Salmon et al., SC 2011) with counter ``(i >> 10) * 256 + (i & 255)``. The low and high halves of the
+key are its two key words. This form exists since formats import no torch. `tests/formats/test_noise.py` compares the
+two with each other, and both with the published test vectors.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ _WORD = 0xFFFF_FFFF
 
 
 def words(key: int, count: int) -> NDArray[np.uint64]:
-    """The words (0 to 2**32 - 1) of values 0 to `count`, for a key modulo 2**64."""
+    """Return the words, 0 to 2**32 - 1, of values 0 to `count`, for a key mod 2**64."""
     index = np.arange(count, dtype=np.uint64)
     counter = (index >> np.uint64(10)) * np.uint64(256) + (index & np.uint64(255))
     zeros = np.zeros_like(counter)
@@ -26,7 +26,7 @@ def words(key: int, count: int) -> NDArray[np.uint64]:
 
 
 def philox(counter: tuple[NDArray[np.uint64], ...], key: int) -> tuple[NDArray[np.uint64], ...]:
-    """The four output words of each counter (four words of 32 bits, one array each)."""
+    """Return four output words of each counter, given as four arrays of 32-bit words."""
     c0, c1, c2, c3 = counter
     low, high = key & _WORD, (key >> 32) & _WORD
     for _ in range(_ROUNDS):

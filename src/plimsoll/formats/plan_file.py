@@ -1,7 +1,7 @@
-"""A plan's file: TOML that a person can read and edit, one line a module in each table.
+"""File of a precision plan: TOML with one line per module in each table.
 
-Everything but the target and the table of formats may be missing, so files of earlier versions are read as they are.
-Powers of two are written as text ("2^-7"), and read as text or as numbers.
+All but the target and the table of formats may be missing, so that files of earlier versions can be read. Powers of two
+are written as text ("2^-7"), and read as text or as numbers.
 """
 
 import json
@@ -21,13 +21,13 @@ _TEXTS, _NUMBERS, _LISTS = ("target", "default", "source"), ("scale", "tolerance
 _TABLES = ("formats", "backward", "scales", "predicted", "notes")
 _POWER = re.compile(r"2\^(-?\d{1,4})")
 _COMMENTS = {
-    "": "Which modules of a model compute in which formats: for plimsoll.prepare and plimsoll.emulate.\n"
-    "# Names are modules or globs over them; a module's own name counts first, then the first glob that matches.",
-    "formats": "what a module computes in",
-    "backward": "what its gradients are cast to, where that is another format",
-    "scales": "what values are multiplied by before they are cast",
-    "predicted": "the fraction of the values that is lost: at least, about, at most",
-    "notes": "why",
+    "": "Formats in which the modules of a model compute, for plimsoll.prepare and plimsoll.emulate.\n"
+    "# Names are modules or globs over them. A name goes before globs, and the first matching glob counts.",
+    "formats": "format that a module computes in",
+    "backward": "format of its gradients, if it is another one",
+    "scales": "factors of values before a cast",
+    "predicted": "fraction of values that is lost: at least, about, at most",
+    "notes": "reasons",
 }
 
 
@@ -44,20 +44,21 @@ def write(plan: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         if table or title == "formats":
             lines += ["", f"[{title}]  # {_COMMENTS[title]}"]
             lines += [f"{_toml(name)} = {_value(title, value)}" for name, value in table.items()]
-    # As `runs.storage.atomic_files.replacing`, which lies above this package: a link cannot lie in wait under the name.
-    beside = target.with_name(f".writing-{secrets.token_hex(8)}-{target.name}.tmp")
-    opened = beside.open("x", encoding="utf-8")
+    # As `runs.storage.atomic_files.replacing`, which this package must not import. Nobody can guess the random name and
+    # put a link there.
+    temporary = target.with_name(f".writing-{secrets.token_hex(8)}-{target.name}.tmp")
+    opened = temporary.open("x", encoding="utf-8")
     try:
         with opened as file:
             file.write("\n".join(lines) + "\n")
-        beside.replace(target)
+        temporary.replace(target)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def checked_path(operation: str, path: str | os.PathLike[str]) -> Path:
-    """The path to write a plan to; `ArgumentError` for one that cannot be a plan's file."""
+    """Return the path of a plan to write, or raise `ArgumentError`."""
     target = Path(path)
     if target.is_dir():
         raise ArgumentError(f"{operation}: expected the path of a file; got {target}, a folder. Name a file in it.")
@@ -67,14 +68,22 @@ def checked_path(operation: str, path: str | os.PathLike[str]) -> Path:
         )
     if target.suffix.lower() not in ("", ".toml"):
         raise ArgumentError(
-            f"{operation}: expected a file that ends in .toml, which is what a plan is written in; got {target}. "
-            f"Write to {target.with_suffix('.toml').name}."
+            f"{operation}: expected a file name that ends in .toml, since a plan is TOML; got {target}. Write to "
+            f"{target.with_suffix('.toml').name}."
         )
     return target
 
 
 def read(path: str | os.PathLike[str], known: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of the plan in a file, of those that are known; raise `ArgumentError` for any other file."""
+    """Return the fields of a plan's file.
+
+    Args:
+        path: The file.
+        known: Names of all fields of a plan.
+
+    Raises:
+        ArgumentError: The file is no plan, or has other fields.
+    """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -107,7 +116,8 @@ def _fraction(part: float) -> str:
 
 
 def _toml(value: object) -> str:
-    """A string or integer in TOML: JSON's own form, but for the delete character, which TOML wants escaped."""
+    """Return a string or integer in TOML."""
+    # JSON's form, except that TOML requires an escape for the delete character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -149,14 +159,14 @@ def _fields(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _each(table: Any, made: Any) -> Any:
-    """A table with its values made; what is no table is left for the record to refuse."""
+    """Return a table with converted values. The record rejects all but tables."""
     return (
         {key: made(value) for key, value in cast("dict[str, Any]", table).items()} if isinstance(table, dict) else table
     )
 
 
 def _number(value: Any) -> Any:
-    """``"2^10"`` as 1024.0; anything else as it is, for the record to refuse."""
+    """Return 1024.0 for "2^10", and other values unchanged, for the record to check."""
     if isinstance(value, str):
         match = _POWER.fullmatch(value.strip())
         return math.ldexp(1.0, int(match[1])) if match and abs(int(match[1])) < 1000 else value

@@ -1,6 +1,6 @@
-"""The record of a precision plan: which modules of a model compute in which formats, and at which scales.
+"""Record of a precision plan: formats and scales of a model's modules.
 
-Its file is `plan_file`'s.
+`plan_file` reads and writes its file.
 """
 
 import fnmatch
@@ -16,7 +16,7 @@ from plimsoll.formats.catalogue import get
 from plimsoll.formats.element_format import Format
 from plimsoll.notebook_repr import NotebookRepr
 
-Role = Literal["weights", "activations", "gradients"]  # what a module multiplies
+Role = Literal["weights", "activations", "gradients"]  # operands of a module's products
 ROLES: tuple[Role, ...] = get_args(Role)
 
 Loss = tuple[float, float, float]  # a fraction of values: at least, about, at most
@@ -42,7 +42,9 @@ class ModulePlan:
 
     @classmethod
     def of(cls, forward: object, backward: object | None = None, **scales: float) -> "ModulePlan":
-        """Return the plan of a format, with the format for gradients that goes with it: e5m2 with e4m3, else the same.
+        """Return the plan of a format, by default with its format for gradients.
+
+        That is E5M2 for E4M3, and the same format for others.
 
         >>> ModulePlan.of("e4m3").backward, ModulePlan.of("bf16").backward
         ('e5m2', 'bf16')
@@ -61,7 +63,7 @@ class ModulePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(NotebookRepr):
-    """Precision plan: the formats and scales of modules, by their names or globs over them.
+    """Precision plan: formats and scales of modules, by names or globs.
 
     The mappings are not copied, so do not change them afterwards.
 
@@ -76,8 +78,8 @@ class Plan(NotebookRepr):
         scale: Loss scale to start with, a power of two.
         scales: For each module, powers of two for "weights", "activations" and "gradients". Those of gradients are for
             true gradients, without the loss scale.
-        predicted: For each module's weights, activations and gradients, the fraction that the formats lose: at least,
-            about, at most.
+        predicted: For each module's weights, activations and gradients, the fraction of values that the formats lose:
+            at least, about, at most.
         tolerance: Fraction that was allowed to be lost, above 0 and at most 1.
         remarks: Sentences on the plan as a whole.
 
@@ -108,31 +110,33 @@ class Plan(NotebookRepr):
         _check_numbers(self)
 
     def rule_for(self, module_name: str) -> str | None:
-        """Return the entry of `formats` that applies to a module: its own name, else the first glob that matches."""
+        """Return the entry of `formats` for a module: its name, or the first glob."""
         if module_name in self.formats:
             return module_name
         return next((glob for glob in self.formats if fnmatch.fnmatchcase(module_name, glob)), None)
 
     def format_for(self, module_name: str) -> Format | BlockFormat | None:
-        """Return a module's format: by its exact name, else the first glob that matches, else the default."""
+        """Return the format of a module, by name, the first glob, or the default."""
         module_plan = self.module(module_name)
         return None if module_plan is None else get(module_plan.forward)
 
     def module(self, module_name: str) -> ModulePlan | None:
-        """Return the formats and scales of a module; None if the plan leaves it as it is."""
+        """Return the formats and scales of a module, or None if the plan has none."""
         rule = self.rule_for(module_name)
         if rule is None:
             return None if self.default is None else ModulePlan.of(self.default)
         return ModulePlan.of(self.formats[rule], self.backward.get(rule), **self.scales.get(rule, {}))
 
     def __str__(self) -> str:
-        """The remarks, and a line for each module: its formats and the reason."""
+        """Return the remarks, and a line per module with its formats and the reason."""
         pairs = {name: "/".join(dict.fromkeys((f, self.backward.get(name, f)))) for name, f in self.formats.items()}
         lines = [f"{name}  {pair}  {self.notes.get(name, '')}".rstrip() for name, pair in pairs.items()]
         return "\n".join([*(self.remarks or [f"A plan for {self.target or 'no target'}."]), *lines])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as TOML, whole or not at all: one line a module in each table. Comments are not kept.
+        """Write the plan as TOML, with one line per module in each table.
+
+        The file is written completely or not at all. Comments in an older file are lost.
 
         Raises:
             ArgumentError: The path is a folder, in no folder, or ends in something other than .toml.
@@ -197,7 +201,7 @@ def _check_formats(plan: Plan) -> None:
         if strange:
             raise ArgumentError(
                 f"Plan: expected {title} of modules that formats names; got {strange[0]!r}. Give it a format too, or "
-                f"take it out of {title}."
+                f"remove it from {title}."
             )
 
 
@@ -249,8 +253,8 @@ def _check_loss(name: str, role: str, loss: object) -> None:
     numbers = cast("tuple[Any, ...]", loss) if isinstance(loss, tuple) else ()
     if len(numbers) != 3 or not all(map(_is_number, numbers)) or not 0 <= numbers[0] <= numbers[1] <= numbers[2] <= 1:
         raise ArgumentError(
-            f"Plan: expected what is predicted of {name!r}, {role}, as three rising fractions (at least, about, at "
-            f"most); got {loss!r}. Correct it, or take it out."
+            f"Plan: expected predicted of {name!r}, {role}, as three rising fractions (at least, about, at most); got "
+            f"{loss!r}. Correct it, or remove it."
         )
 
 
@@ -259,7 +263,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    """Whether it is a string that a UTF-8 file can hold (a lone surrogate cannot be written)."""
+    """Return whether it is text that a UTF-8 file can hold."""
+    # A lone surrogate cannot be encoded.
     return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode("utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Putting a tensor into a format: `cast`, its differentiable form `fake_quantize`, and `pack` to real codes."""
+"""Casts of tensors to a format: `cast`, differentiable `fake_quantize`, `pack`."""
 
 from plimsoll import exports
 from plimsoll.rounding.casting import cast as cast

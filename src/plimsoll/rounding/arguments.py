@@ -1,12 +1,12 @@
-"""From what a user writes to what a kernel takes: names become specs, generators seeds, and mistakes errors."""
+"""Checked arguments of a cast: specs from names, seeds from generators, errors."""
 
-import math
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from plimsoll import checks
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, Format, get
 from plimsoll.kernels.operators.cast_spec import ROUNDINGS, SCALE_RULES, STOCHASTIC, BlockSpec, CastSpec
@@ -19,7 +19,14 @@ _SIGN = 1 << 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A cast with every argument checked: the format, the integers for the operator, and the axis of blocks."""
+    """Cast with checked arguments.
+
+    Attributes:
+        format: Format of the result.
+        ints: Settings of the operator.
+        stochastic: Whether rounding is stochastic.
+        axis: Axis along which blocks run.
+    """
 
     format: Format | BlockFormat
     ints: list[int]
@@ -28,7 +35,7 @@ class Plan:
 
 
 class Numbers(NamedTuple):
-    """The numbers of a cast that may live on a device: scale and key, each as a number or as a tensor."""
+    """Scale and key of a cast, each as a number or as a tensor on a device."""
 
     scale: float
     scale_tensor: Tensor | None
@@ -37,7 +44,7 @@ class Numbers(NamedTuple):
 
 
 def plan(operation: str, fmt: object, *, rounding: str, saturate: bool | None, scale_rule: str, axis: int) -> Plan:
-    """Checks what does not depend on the tensor."""
+    """Return the cast, after a check of all arguments but the tensor's."""
     chosen = get(fmt)
     mode = _index(operation, "rounding", rounding, ROUNDINGS)
     rule = _index(operation, "scale_rule", scale_rule, SCALE_RULES)
@@ -59,11 +66,11 @@ def plan(operation: str, fmt: object, *, rounding: str, saturate: bool | None, s
 
 
 def numbers(operation: str, x: Tensor, plan: Plan, scale: float | Tensor | None, generator: Generator) -> Numbers:
-    """Checks scale and generator, and brings tensors to x's device."""
+    """Return checked scale and generator, with their tensors on the device of x."""
     if generator is not None and not plan.stochastic:
         raise ArgumentError(
-            f"{operation}: expected a generator with rounding='stochastic' only; got generator={_say(generator)}. "
-            "Leave it out, or round stochastically."
+            f"{operation}: expected a generator with rounding='stochastic' only; got "
+            f"generator={_described(generator)}. Leave it out, or round stochastically."
         )
     number, scale_tensor = _scale(operation, x, scale)
     seed, key = _seed(operation, x, generator) if plan.stochastic else (0, None)
@@ -71,9 +78,7 @@ def numbers(operation: str, x: Tensor, plan: Plan, scale: float | Tensor | None,
 
 
 def _index(operation: str, argument: str, value: str, known: tuple[str, ...]) -> int:
-    if value not in known:
-        raise ArgumentError(f"{operation}: expected {argument} to be one of {', '.join(known)}; got {value!r}.")
-    return known.index(value)
+    return known.index(checks.one_of(operation, argument, value, known))
 
 
 def _scale(operation: str, x: Tensor, scale: float | Tensor | None) -> tuple[float, Tensor | None]:
@@ -86,10 +91,7 @@ def _scale(operation: str, x: Tensor, scale: float | Tensor | None) -> tuple[flo
                 f"{scale.dtype}, shape {tuple(scale.shape)}. For a scale per channel, multiply before and divide after."
             )
         return 1.0, scale.detach().reshape(()).to(device=x.device, dtype=torch.float64, non_blocking=True)
-    number = cast("object", scale)  # whatever came, in spite of the annotation
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not (math.isfinite(number) and number > 0):
-        raise ArgumentError(f"{operation}: expected scale to be a finite number above zero; got {scale!r}.")
-    return float(number), None
+    return checks.number(operation, "scale", scale, above=0, remedy="Use 1.0, for example."), None
 
 
 def _seed(operation: str, x: Tensor, generator: Generator) -> tuple[int, Tensor | None]:
@@ -103,20 +105,20 @@ def _seed(operation: str, x: Tensor, generator: Generator) -> tuple[int, Tensor 
     if isinstance(generator, int) and not isinstance(generator, bool):
         return signed(generator), None
     if generator is None and torch.compiler.is_compiling():
-        # In a graph the default generator is drawn from on the device: no number comes back to the host.
+        # A compiled graph draws from the device's default generator, so that no number returns to the host.
         return 0, torch.randint(-_SIGN, _SIGN - 1, (), dtype=torch.int64, device=x.device)
     if generator is not None and (not isinstance(generator, torch.Generator) or generator.device.type != "cpu"):
         raise ArgumentError(
-            f"{operation}: expected a CPU torch.Generator, an int or an int64 key tensor; got {_say(generator)}. "
+            f"{operation}: expected a CPU torch.Generator, an int or an int64 key tensor; got {_described(generator)}. "
             "Draw a key tensor on the device instead: torch.randint(2**62, (), device=...)."
         )
     return int(torch.randint(-_SIGN, _SIGN - 1, (), dtype=torch.int64, generator=generator)), None
 
 
 def signed(seed: int) -> int:
-    """The seed modulo 2**64 as an int64: the two hold the same key."""
+    """Return the seed modulo 2**64 as an int64, which is the same key."""
     return (seed % _WORD + _SIGN) % _WORD - _SIGN
 
 
-def _say(generator: object) -> str:
+def _described(generator: object) -> str:
     return f"{generator!r} ({type(generator).__name__})"

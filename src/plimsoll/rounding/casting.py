@@ -1,4 +1,4 @@
-"""`cast`: the values of a tensor as a format would hold them."""
+"""`cast`: the values of a tensor, rounded to a format."""
 
 import sys
 from collections.abc import Callable
@@ -32,34 +32,39 @@ def cast(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The values of `x` as the format holds them, in x's dtype: rounded once, with no table and no float arithmetic.
+    """Return the values of `x` rounded to a format, in the dtype of `x`.
 
-    Numerics. Rounding is exact for every input, subnormals included, whatever the processor's flush mode. Ties go to
-    the even code. -0 stays -0 where the format has one. NaN stays NaN in the carrier, also for formats without NaN.
-    Overflow: nearest modes and stochastic overflow where the rounded value would exceed `Format.max`; a directed mode
-    that rounds toward zero stops at the largest value. If the carrier (x's dtype, or `dtype`) cannot hold a result, it
-    is rounded to it once more, to nearest even. The result carries no gradient: `fake_quantize` is the differentiable
-    form. One exception to exactness: in a block of float64 values, one more than 2**900 below the largest may count as
-    zero in the modes up and down.
+    Numerics. Values are rounded once, exactly for every input, subnormals included, in every flush mode of the
+    processor. Ties go to the even code. -0 stays -0 if the format has it. NaN stays NaN in the carrier, also for
+    formats without NaN. Nearest modes and "stochastic" overflow if the rounded value would exceed `Format.max`. A
+    directed mode that rounds toward zero stops at the largest value. If the carrier (the dtype of x, or `dtype`) cannot
+    represent a result, the result is rounded to it once more, to nearest even. The result has no gradient:
+    `fake_quantize` is the differentiable form. One exception: in a block of float64 values, a value more than 2**900
+    below the largest may count as zero in the modes "up" and "down".
 
     Args:
-        x: floating, of any strides; a DTensor of shards or replicas is cast locally.
-        fmt: a name, `Format`, `BlockFormat` or torch dtype.
-        rounding: nearest_even, nearest_away, toward_zero, up, down or stochastic.
-        saturate: None takes the format's default (formats with Inf overflow to it, the others saturate). True turns
-            overflow and infinities into the largest value. False, for formats without Inf, into NaN.
-        scale: values are multiplied by it before and divided by it after, both in float64. A tensor of one value is
-            read on its device.
-        scale_rule: how a block's power-of-two scale comes from its largest magnitude: "floor" (OCP MX: its exponent),
-            "ceil" (its exponent rounded up), "rceil" (the smallest scale at which it does not overflow), "even" (its
-            exponent after rounding it to the element's precision). For NVFP4 and nvfp4_single, whose E4M3 scale is no
-            power of two, "floor" and "even" are the nearest scale to largest / 6, as specified, "ceil" and "rceil" the
-            next above.
-        axis: along which blocks run; a last block may be short.
-        generator: for stochastic rounding, a CPU torch.Generator, an int, or an int64 key tensor (the form for
-            torch.compile and CUDA graphs). None draws from torch's default generator.
-        dtype: another carrier.
-        out: where to write; `x` itself is allowed.
+        x: A floating tensor of any strides. A DTensor of shards or replicas is cast locally.
+        fmt: A name, `Format`, `BlockFormat` or torch dtype.
+        rounding: "nearest_even" (default), "nearest_away", "toward_zero", "up", "down" or "stochastic".
+        saturate: True turns overflow and infinities into the largest value, False into NaN in a format without Inf.
+            Default: None, the format's own (a format with Inf overflows to it, others saturate).
+        scale: Number above 0 by which values are multiplied before and divided after, both in float64. A tensor of one
+            value is read on its device. Default: None, 1.
+        scale_rule: Rule for the power-of-two scale of a block from its largest magnitude: "floor" (default, OCP MX: its
+            exponent), "ceil" (its exponent rounded up), "rceil" (the smallest scale at which it does not overflow),
+            "even" (its exponent after rounding to the precision of the element). The E4M3 scale of NVFP4 and
+            nvfp4_single is no power of two: "floor" and "even" are the nearest scale to largest / 6, as specified,
+            "ceil" and "rceil" the next above.
+        axis: Axis along which blocks run. The last block may be short. Default: -1.
+        generator: For stochastic rounding, a CPU torch.Generator, an int, or an int64 key tensor (the form for
+            torch.compile and CUDA graphs). Default: None, torch's default generator.
+        dtype: Dtype of the result. Default: None, that of `x`.
+        out: Tensor for the result, which may be `x` itself. Default: None, a new one.
+
+    Raises:
+        ArgumentError: An argument is out of range, or contradicts another.
+        FormatError: The format does not exist.
+        UnsupportedTensorError: `x` is no strided tensor of floating values.
 
     >>> cast(torch.tensor([0.1, 300.0, 1e-4]), "e4m3").tolist()
     [0.1015625, 288.0, 0.0]
@@ -79,7 +84,7 @@ def cast_checked(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`cast` of a tensor known to be floating and dense, with the arguments of `plan` already checked."""
+    """Return the `cast` of a floating, dense tensor with checked arguments."""
     if is_sharded(x):
         _refuse_out(out)
         return map_local(x, lambda local: _cast(local, plan, scale, generator, dtype, None), plan)
@@ -122,7 +127,7 @@ def _cast_blocks(
 
 
 def rows_of(x: Tensor, axis: int, operation: str) -> Tensor:
-    """`x` as a matrix whose rows run along `axis`."""
+    """Return `x` as a matrix with rows along `axis`."""
     if not x.dim():
         x = x.reshape(1)
     if not -x.dim() <= axis < x.dim():
@@ -135,7 +140,7 @@ def rows_of(x: Tensor, axis: int, operation: str) -> Tensor:
 
 
 def from_rows(matrix: Tensor, shape: torch.Size, axis: int) -> Tensor:
-    """The inverse of `rows_of`, for a tensor of that shape."""
+    """Return a matrix of `rows_of` as a tensor of its first shape."""
     if not shape:
         return matrix.reshape(())
     axis %= len(shape)
@@ -144,10 +149,11 @@ def from_rows(matrix: Tensor, shape: torch.Size, axis: int) -> Tensor:
 
 
 def tensor_scale(matrix: Tensor, fmt: BlockFormat, scale: float, scale_tensor: Tensor | None) -> Tensor | None:
-    """NVFP4's FP32 scale for the tensor, which brings its largest finite magnitude to the largest scale and element.
+    """Return the FP32 scale that NVFP4 has for a whole tensor.
 
-    float32(absmax / (6 * 448)), held to positive float32 numbers; 1 for a tensor of zeros, and for a format without
-    such a scale whose blocks' scales have a mantissa. None where they are powers of two.
+    It is float32(absmax / (6 * 448)) of the largest finite magnitude, limited to positive float32 numbers, and 1 for a
+    tensor of zeros. It is also 1 for a format without a tensor scale whose block scales have a mantissa, and None for
+    block scales that are powers of two.
     """
     if not fmt.tensor_scale:
         return torch.ones((), device=matrix.device) if fmt.scale.signed else None
@@ -173,11 +179,11 @@ def _why_not_out(x: Tensor, carrier: torch.dtype, out: Tensor) -> str | None:
     if out.shape != x.shape or out.device != x.device:
         return f"of x's shape {tuple(x.shape)} on its device {x.device}; {got}"
     if out.dtype != carrier:
-        return f"of dtype {carrier}, as dtype= says; {got} Leave dtype out."
+        return f"of the dtype {carrier} that dtype= names; {got} Leave dtype out."
     if out.requires_grad and torch.is_grad_enabled():
         return f"a tensor that needs no gradient; {got} Use torch.no_grad() or out.detach()."
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        return f"memory of its own for each value; {got} It is expanded: use out.contiguous()."
+        return f"a tensor with memory for each value; {got} It is expanded: use out.contiguous()."
     return None
 
 
@@ -187,13 +193,13 @@ def _refuse_out(out: Tensor | None) -> None:
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Whether `x` is a DTensor; without loading torch.distributed where nobody has."""
+    """Return whether `x` is a DTensor, without an import of torch.distributed."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def map_local(x: Tensor, operation: Callable[[Tensor], Tensor], plan: arguments.Plan) -> Tensor:
-    """A DTensor like `x` of `operation` over the local part."""
+    """Return a DTensor like `x` with `operation` applied to its local part."""
     whole = typed("Any", x)
     _check_placements(whole, plan)
     local = operation(whole.to_local().detach())
@@ -207,7 +213,7 @@ def _check_placements(whole: Any, plan: arguments.Plan) -> None:
     for placement in whole.placements:
         if placement.is_partial():
             raise UnsupportedTensorError(
-                f"cast: expected a DTensor of shards or replicas; got {placement}, values that await their sum. "
+                f"cast: expected a DTensor of shards or replicas; got {placement}, values that are not summed yet. "
                 "Call x.redistribute(...) first."
             )
         if blocks is None or not placement.is_shard():

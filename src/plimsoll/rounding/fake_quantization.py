@@ -11,17 +11,17 @@ from plimsoll.kernels.operators.checks import check_tensor
 from plimsoll.rounding.arguments import Generator, Plan, plan
 from plimsoll.rounding.casting import cast_checked
 
-_BACKWARD_KEY = 0x5851F42D4C957F2D  # any odd constant: the two directions must not share their noise
+_BACKWARD_KEY = 0x5851F42D4C957F2D  # any odd constant, so that the two directions have different noise
 _REFUSED = ("dtype", "out")
 
 
 def fake_quantize(
     x: Tensor, forward: object | None = None, backward: object | None = None, **cast_arguments: Any
 ) -> Tensor:
-    """Cast a tensor, and its gradient in the backward pass, which passes straight through.
+    """Cast a tensor in the forward and its gradient in the backward.
 
-    Differentiable twice: each further gradient passes straight through as well. Works under torch.compile and
-    torch.func.vmap.
+    Otherwise the gradient passes unchanged (straight-through), and so does each further derivative. It works under
+    torch.compile and torch.func.vmap.
 
     Args:
         x: A floating tensor.
@@ -56,7 +56,7 @@ def fake_quantize(
 
 
 class _Arguments(NamedTuple):
-    """The arguments of `cast` that both directions share, with its defaults."""
+    """Arguments of `cast` for both directions, with its defaults."""
 
     rounding: str = "nearest_even"
     saturate: bool | None = None
@@ -92,12 +92,12 @@ def _plan(fmt: object | None, arguments: _Arguments) -> Plan | None:
         return None
     rounding, saturate, _, scale_rule, axis, _ = arguments
     if not isinstance(get(fmt), BlockFormat):
-        scale_rule, axis = "floor", -1  # meant for the other direction's blocks
+        scale_rule, axis = "floor", -1  # these belong to the block format of the other direction
     return plan("fake_quantize", fmt, rounding=rounding, saturate=saturate, scale_rule=scale_rule, axis=axis)
 
 
 def _other_key(generator: Generator) -> Generator:
-    """Another key of the same seed; a torch.Generator draws a new one by itself."""
+    """Return another key of the same seed. A torch.Generator draws one by itself."""
     if isinstance(generator, (int, Tensor)) and not isinstance(generator, bool):
         return generator ^ _BACKWARD_KEY
     return generator

@@ -1,4 +1,4 @@
-"""`pack` and `unpack`: real codes and scales, and the values they stand for."""
+"""`pack` and `unpack`: codes and scales of a tensor, and their values."""
 
 from dataclasses import dataclass
 
@@ -19,17 +19,20 @@ _WIDEST_BITS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packed:
-    """A tensor as codes.
+    """Codes of a tensor.
 
     Attributes:
-        codes: of the tensor's shape with the blocks' axis last; uint8 for formats of up to 8 bits and uint16 above.
+        codes: Codes in the tensor's shape with the axis of blocks last, uint8 for up to 8 bits and uint16 above.
             Formats of 4 bits have two codes in a byte, the first in the low half, and an odd row ends in a half byte
             of zero. The codes of a scalar have no dimension.
-        scales: for block formats, the code of each block's scale (uint8), blocks along the last axis; a scalar is one
-            block. Else None.
-        tensor_scale: NVFP4's FP32 scale; else None.
-        scale: the per-tensor scale that values were multiplied by; None for 1.
-        format, shape, axis, dtype: of the tensor that was packed.
+        scales: For block formats, the code of each block's scale (uint8), with blocks along the last axis. A scalar is
+            one block. Otherwise None.
+        tensor_scale: NVFP4's FP32 scale, otherwise None.
+        scale: The scale that values were multiplied by. None for 1.
+        format: Format of the codes.
+        shape: Shape of the packed tensor.
+        axis: Axis along which blocks run.
+        dtype: Dtype of the packed tensor.
     """
 
     codes: Tensor
@@ -43,12 +46,12 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Number of bytes of codes and scales."""
         parts = (self.codes, self.scales, self.tensor_scale)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
     def single_codes(self) -> Tensor:
-        """One code to a byte (or two bytes), of the tensor's shape with the blocks' axis last."""
+        """Return one code per element, with the axis of blocks last."""
         if self._element.bits != 4:
             return self.codes
         if not self.shape:
@@ -72,7 +75,7 @@ def pack(
     axis: int = -1,
     generator: Generator = None,
 ) -> Packed:
-    """Return the codes of a tensor, and for block formats its scales, as `cast` with the same arguments rounds it.
+    """Return the codes of a tensor, rounded as by `cast` with the same arguments.
 
     Args:
         x: A floating tensor. A block format keeps a NaN as a NaN scale, and the block's codes are then zero.
@@ -109,13 +112,19 @@ def pack(
         over, scales = None, None
         codes = kernels.ops.pack(matrix, plan.ints, *numbers)
     return Packed(
-        codes=_unflatten(codes, x.shape, axis), scales=scales, tensor_scale=over, scale=scale, format=plan.format,
-        shape=x.shape, axis=axis, dtype=x.dtype,
-    )  # fmt: skip
+        codes=_unflatten(codes, x.shape, axis),
+        scales=scales,
+        tensor_scale=over,
+        scale=scale,
+        format=plan.format,
+        shape=x.shape,
+        axis=axis,
+        dtype=x.dtype,
+    )
 
 
 def unpack(packed: Packed, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the values of codes: what `cast` returns.
+    """Return the values of codes, which are those of `cast`.
 
     Args:
         packed: Codes that `pack` made.
@@ -148,7 +157,7 @@ def _decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def _unflatten(matrix: Tensor, shape: torch.Size, axis: int) -> Tensor:
-    """Rows back to the leading dimensions, the blocks' axis last."""
+    """Return rows in the leading dimensions, with the axis of blocks last."""
     if not shape:
         return matrix.reshape(())
     axis %= len(shape)
@@ -159,7 +168,7 @@ def _check_element(x: Tensor, fmt: Format) -> None:
     if fmt.bits > _WIDEST_BITS:
         raise ArgumentError(
             f"pack: expected an element format of at most {_WIDEST_BITS} bits; got {fmt.name} ({fmt.bits} bits). "
-            "Use cast, whose result holds the values."
+            "Use cast, which returns values."
         )
     if fmt.has_nan or not x.numel():
         return
