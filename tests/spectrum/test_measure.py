@@ -160,10 +160,10 @@ REFUSED = {
     "nested": (strided_nested, r"a nested tensor .* each of x.unbind\(\)"),
     "meta": (
         lambda: torch.empty(3, device="meta"),
-        r"one without data, on the meta device .* Measure it once it is mat",
+        r"one without data, on the meta device .* Measure it after it is mat",
     ),
-    "fake": (fake, r"one without data, a FakeTensor .* Measure it once it is materialised"),
-    "wrapper": (wrapper, r"a Hollow, which wraps others and has no data of its own .*x.dequantize\(\) if it has one"),
+    "fake": (fake, r"one without data, a FakeTensor .* Measure it after it is materialized"),
+    "wrapper": (wrapper, r"a Hollow, which wraps others and has no data itself .*x.dequantize\(\) if it has one"),
     "masked": (masked, r"a MaskedTensor, which wraps others"),
     "lazy": (
         lambda: torch.nn.LazyLinear(3).weight,
@@ -227,7 +227,7 @@ def test_sources_for_one_or_for_each() -> None:
 @pytest.mark.parametrize(
     ("x", "source", "message"),
     [
-        ([0, 0], [None], "expected one source for each of 2 tensors; got 1 sources. Give None where"),
+        ([0, 0], [None], "expected one source for each of 2 tensors; got 1 sources. Pass None where"),
         ([0], "fp16", r"expected source to be a Source or None, .* got source='fp16'. Write Source\("),
         ([0], ["fp16"], ".* got source='fp16'"),
         ({"a": 0}, {"b": None}, "expected sources for tensors that are measured; got sources for 'b'"),

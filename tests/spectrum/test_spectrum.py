@@ -333,10 +333,10 @@ def nested(part: str, **changes: object) -> dict[str, object]:
 @each(
     ("data", "message"),
     [
-        ("text", "expected a dictionary as to_dict writes it; got str"),
+        ("text", "expected a dictionary as of to_dict; got str"),
         ({}, "expected version 2; got version=None. Another version of plimsoll wrote it"),
         (bad(version=3), "expected version 2; got version=3"),
-        (bad(extra=1), r"expected the keys that to_dict writes; got missing=\[\], unknown=\['extra'\]"),
+        (bad(extra=1), r"expected the keys of to_dict; got missing=\[\], unknown=\['extra'\]"),
         ({k: v for k, v in full().to_dict().items() if k != "sum"}, r"got missing=\['sum'\], unknown=\[\]"),
         (
             bad(count=5),
@@ -358,7 +358,7 @@ def nested(part: str, **changes: object) -> dict[str, object]:
         (bad(min="nan"), "expected min, max and absmax where there are finite values"),
         (bad(absmin="nan"), "expected absmin where there are finite nonzero values"),
         (bad(min=8.0), "expected min <= max, and absmax the larger of their magnitudes"),
-        (bad(absmin=2.0), "expected absmin and absmax in the first and the last binade that holds values"),
+        (bad(absmin=2.0), "expected absmin and absmax in the first and the last binade with values"),
         (nested("grid", mantissa_bits=1), "expected extremes on the grid"),
         (nested("grid", quantum_exponent="1"), "from_dict: grid: expected an integer; got quantum_exponent='1'"),
         (nested("source", format=3), "from_dict: source: expected text; got format=3"),

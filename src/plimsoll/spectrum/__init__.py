@@ -1,6 +1,7 @@
-"""`Spectrum`, the exact counts of a tensor's values, `measure`, which takes one, and `Fit`, its answer for a format.
+"""`Spectrum`: exact counts of a tensor's values, and their fit to a format.
 
-`Source` and `Grid` state where values come from. `BlockRecord` holds the facts that block formats need.
+`measure` returns one, and `Fit` is its result for a format. `Source` and `Grid` describe the origin of values.
+`BlockRecord` has the counts for block formats.
 """
 
 from typing import TYPE_CHECKING
@@ -17,5 +18,5 @@ if TYPE_CHECKING:
     from plimsoll.spectrum.measurement import measure as measure
 
 exports.show_classes(__name__)
-# Measuring imports torch. Reading a recorded run does not, and takes a fifth of the time without it.
+# `measure` imports torch. Reading a recorded run does not, and takes a fifth of the time without it.
 __getattr__, __dir__ = exports.lazy(__name__, {"measure": "measurement"})

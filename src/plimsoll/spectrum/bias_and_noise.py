@@ -1,13 +1,13 @@
 """Errors of several draws split into bias and noise.
 
-A draw is one look at the same tensor: another batch, another rounding seed, another step. Each draw's error is a vector
-e of coordinates, relative to the norm of its reference. Draws are independent, so that for two of them the mean of
-<e, e'> is the squared norm of E[e], the **bias**: what stays when the draw changes. The mean over all pairs is an
-unbiased estimate of it (a U-statistic), where the square of the mean error would count 1/n of the noise as bias. The
-rest of the squared error is **noise**: relative_error^2 = bias^2 + noise^2.
+A draw is one measurement of the same tensor: another batch, another rounding seed, another step. The error of a draw is
+a vector e of coordinates, relative to the norm of its reference. Draws are independent, so for two of them the mean of
+<e, e'> is the squared norm of E[e], the **bias**, which is constant over draws. The mean over all pairs is an unbiased
+estimate of it (a U-statistic). The square of the mean error would count 1/n of the noise as bias. The rest of the
+squared error is **noise**: relative_error^2 = bias^2 + noise^2.
 
 The interval is the jackknife's over draws, with Student's t. Near a bias of zero the jackknife overstates the spread of
-such an estimate (by a factor of up to sqrt(2)), so that its interval is wider than it must be there.
+such an estimate by a factor of up to sqrt(2), so its interval is wider than necessary there.
 """
 
 import math
@@ -25,12 +25,12 @@ UNKNOWN = Interval(low=0.0, high=math.inf, estimate=math.nan)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasAndNoise:
-    """An error, split. All numbers are relative to the norm of the reference.
+    """An error split into bias and noise, relative to the norm of the reference.
 
     Attributes:
         draws: Number of draws.
         relative_error: Root mean square over draws.
-        bias: What stays from draw to draw. With two draws, or one, the interval reaches from 0 to the error.
+        bias: The part that is constant over draws. With one or two draws its interval is from 0 to the error.
         noise: The rest.
     """
 
@@ -41,7 +41,7 @@ class BiasAndNoise:
 
     @property
     def is_bias(self) -> bool:
-        """Whether bias is surely there, and more of the squared error than noise."""
+        """True if bias is certain, and a larger part of the squared error than noise."""
         return self.bias.low > 0 and self.bias.estimate > self.noise
 
 
@@ -50,8 +50,8 @@ def split(coordinates: NDArray[np.float64], energies: NDArray[np.float64], *, sk
 
     Args:
         coordinates: float64[draws, n]: each draw's relative error in coordinates that mean the same in all draws.
-        energies: float64[draws]: squared relative error of each, at least the sum of its coordinates' squares. What no
-            coordinate holds counts as noise.
+        energies: float64[draws]: squared relative error of each, at least the sum of its coordinates' squares. The
+            excess counts as noise.
         sketched: Length of a random sketch among the coordinates, 0 for none: its own error widens the interval.
     """
     known = np.isfinite(energies) & np.isfinite(coordinates).all(axis=1)
@@ -72,8 +72,8 @@ def split(coordinates: NDArray[np.float64], energies: NDArray[np.float64], *, sk
         without = (total - 2 * (products.sum(axis=1) - own)) / ((draws - 1) * (draws - 2))
         spread = (draws - 1) / draws * float(np.square(without - without.mean()).sum())
         if sketched and mean > 0:
-            held = min(max(square, 0.0), mean)
-            spread += (held * (1 - held / mean)) ** 2 * 2 / sketched
+            bounded = min(max(square, 0.0), mean)
+            spread += (bounded * (1 - bounded / mean)) ** 2 * 2 / sketched
         reach = float(stdtrit(draws - 1, (1 + CONFIDENCE) / 2)) * math.sqrt(spread)
         low, high = square - reach, square + reach
     estimate = min(max(square, 0.0), mean)

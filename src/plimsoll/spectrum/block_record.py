@@ -1,4 +1,4 @@
-"""What a question about block formats needs beside the binades: how far values lie below their block's maximum."""
+"""Counts for block formats: distances of values from the maximum of their block."""
 
 from dataclasses import dataclass
 
@@ -12,16 +12,19 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockRecord:
-    """The block statistics of a spectrum, for blocks of `block` values along a tensor's last axis.
+    """Block statistics of a spectrum, for blocks along the last axis of a tensor.
 
-    - `blocks`: all of them, a ragged last one of each row included; of these `zero_blocks` hold zeros only and
-      `nonfinite_blocks` hold a NaN or an Inf.
-    - `poisoned`: nonzero finite values in nonfinite blocks. They are in no depth.
-    - `depths`: int64[277], read-only: nonzero values of finite blocks by exponent(block's absmax) - exponent(value).
-    - `maxima`: int64[277], read-only: finite nonzero blocks by the binade of their absmax; index 0 is 2^-149.
+    Exponents are clipped to the binades that a spectrum counts, so a float64 value beyond them may be deeper than its
+    depth, and never less deep.
 
-    Exponents are held to the binades that a spectrum counts, so a float64 value beyond them may lie deeper than its
-    depth says, and never less deep.
+    Attributes:
+        block: Number of values in a block.
+        blocks: Number of blocks, including a ragged last one of each row.
+        zero_blocks: Number of blocks with zeros only.
+        nonfinite_blocks: Number of blocks with a NaN or an Inf.
+        poisoned: Number of nonzero finite values in nonfinite blocks. They are in no depth.
+        depths: int64[277], read-only: nonzero values of finite blocks by exponent(block's absmax) - exponent(value).
+        maxima: int64[277], read-only: finite nonzero blocks by the binade of their absmax. Index 0 is 2^-149.
     """
 
     block: int
@@ -34,7 +37,7 @@ class BlockRecord:
 
     @classmethod
     def from_row(cls, row: Counts, block: int) -> "BlockRecord":
-        """The record in a wide row of a bank."""
+        """Return the record in a wide row of a bank."""
         return cls(
             block=block,
             blocks=int(row[row_layout.BLOCKS]),
@@ -46,7 +49,7 @@ class BlockRecord:
         )
 
     def merged(self, other: "BlockRecord") -> "BlockRecord | None":
-        """The record of both; None where their block lengths differ."""
+        """Return the record of both, or None if their block lengths differ."""
         if self.block != other.block:
             return None
         return BlockRecord(
@@ -60,7 +63,7 @@ class BlockRecord:
         )
 
     def scaled(self, shift: int) -> "BlockRecord":
-        """The record of the values times ``2**shift``: depths stay, maxima move."""
+        """Return the record of the values times ``2**shift``, with unchanged depths."""
         return BlockRecord(
             block=self.block,
             blocks=self.blocks,
@@ -72,7 +75,11 @@ class BlockRecord:
         )
 
     def why_impossible(self, nonzero: int) -> str | None:
-        """What contradicts itself, or the number of nonzero finite values of the spectrum; None if nothing does."""
+        """Return the rule that the counts break, or None.
+
+        Args:
+            nonzero: Number of nonzero finite values of the spectrum.
+        """
         if self.zero_blocks + self.nonfinite_blocks + int(self.maxima.sum()) != self.blocks:
             return "zero_blocks + nonfinite_blocks + sum(maxima) to equal blocks"
         if int(self.depths.sum()) + self.poisoned != nonzero:
@@ -102,14 +109,14 @@ class BlockRecord:
 
 
 def read_only(counts: Counts) -> Counts:
-    """A copy that cannot be written to: a record's arrays are shared freely."""
+    """Return a read-only copy, which several records can share."""
     copy = np.array(counts, dtype=np.int64)
     copy.setflags(write=False)
     return copy
 
 
 def moved(counts: Counts, shift: int) -> Counts:
-    """Counts by binade after a multiplication by ``2**shift``; what leaves the range goes to the end it left by."""
+    """Return counts by binade of values times ``2**shift``, with clipped binades."""
     index = np.clip(np.arange(row_layout.BINADES) + shift, 0, row_layout.BINADES - 1)
     result = np.zeros(row_layout.BINADES, dtype=np.int64)
     np.add.at(result, index, counts)

@@ -1,8 +1,8 @@
-"""`ErrorSums`: how the values of a tensor differ from those of a reference, as sums that add up.
+"""`ErrorSums`: differences between a tensor and a reference, as additive sums.
 
-e = value - reference, x = reference. All else follows from the sums of e, e^2, x, x^2 and e x over the pairs that are
-finite on both sides. The values' own sums are not stored: a small error would be lost in their last digits. They follow
-too: x y = x^2 + e x, and y^2 = x^2 + 2 e x + e^2.
+e = value - reference, x = reference. All results follow from the sums of e, e^2, x, x^2 and e x over the pairs that are
+finite on both sides. The sums of the values y themselves are not stored, since a small error would be lost in their
+last digits. They follow too: x y = x^2 + e x, and y^2 = x^2 + 2 e x + e^2.
 """
 
 import math
@@ -18,15 +18,17 @@ from plimsoll.errors import ArgumentError
 
 Floats = NDArray[np.float64]
 
-# Of FP4 training (arXiv 2505.19115): it stalls where a gradient is less than sqrt(3) times its quantization noise.
+# FP4 training stalls if a gradient is less than sqrt(3) times its quantization noise (arXiv 2505.19115).
 STALL_DB = 10 * math.log10(3)
-# By which power of a common scale each sum is multiplied; the others are counts.
+# Power of a common scale by which each sum is multiplied. The others are counts.
 POWERS = {"error": 1, "errorsq": 2, "reference": 1, "referencesq": 2, "error_reference": 2, "largest_error": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSums:
-    """Sums over a tensor's errors against a reference. `+` merges batches, shards and ranks.
+    """Sums over the errors of a tensor against a reference.
+
+    `+` merges batches, shards and ranks.
 
     Attributes:
         compared: Number of pairs that are finite on both sides. All sums are over these.
@@ -65,12 +67,15 @@ class ErrorSums:
         return ErrorSums(**{**summed, "largest_error": max(self.largest_error, other.largest_error)})
 
     def scaled(self, factor: float) -> "ErrorSums":
-        """Return the sums of values and reference that are both multiplied by a positive factor."""
+        """Return the sums of values and reference times a positive factor."""
         return ErrorSums(**{name: getattr(self, name) * factor ** POWERS.get(name, 0) for name in NAMES})
 
     @property
     def relative_error(self) -> float:
-        """Norm of the error over that of the reference. 0 without an error, infinite for a reference of zero."""
+        """Norm of the error over that of the reference.
+
+        0 without an error, infinite for a reference of zero.
+        """
         return float(relative_error(self.errorsq, self.referencesq))
 
     @property
@@ -80,17 +85,23 @@ class ErrorSums:
 
     @property
     def cosine(self) -> float:
-        """Cosine of the angle between values and reference. NaN where one of them is zero."""
+        """Cosine of the angle between values and reference. NaN if one is zero."""
         return float(cosine(self.errorsq, self.referencesq, self.error_reference))
 
     @property
     def along_reference(self) -> float:
-        """Relative error along the reference: -0.1 where values are a tenth too small. NaN for a reference of zero."""
+        """Relative error along the reference, -0.1 for values a tenth too small.
+
+        NaN for a reference of zero.
+        """
         return float(self._directions[0])
 
     @property
     def constant(self) -> float:
-        """Relative error that all values have alike, beside `along_reference`. NaN for a reference of zero."""
+        """Relative error that is equal in all values, without `along_reference`.
+
+        NaN for a reference of zero.
+        """
         return float(self._directions[1])
 
     @property
@@ -102,25 +113,25 @@ class ErrorSums:
         return {name: getattr(self, name) for name in NAMES}
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> "ErrorSums":
+    def from_dict(cls, data: Mapping[str, Any]) -> "ErrorSums":
         """Return the sums that `to_dict` returned.
 
         Raises:
             ArgumentError: A name is missing or unknown, or a value is no number.
         """
-        if set(given) != set(NAMES) or not all(isinstance(value, int | float) for value in given.values()):
+        if set(data) != set(NAMES) or not all(isinstance(value, int | float) for value in data.values()):
             raise ArgumentError(
-                f"ErrorSums.from_dict: expected numbers named {', '.join(NAMES)}; got {dict(given)!r:.200}. Give what "
-                "to_dict returned."
+                f"ErrorSums.from_dict: expected numbers named {', '.join(NAMES)}; got {dict(data)!r:.200}. Pass a "
+                "result of to_dict."
             )
-        return cls(**given)
+        return cls(**data)
 
 
 NAMES = tuple(spec.name for spec in fields(ErrorSums))
 
 
 def relative_error(errorsq: ArrayLike, referencesq: ArrayLike) -> Floats:
-    """Return the norm of errors over that of their references, elementwise. 0 for 0 over 0."""
+    """Return norms of errors over those of references, elementwise. 0 for 0 / 0."""
     error, reference = np.asarray(errorsq, np.float64), np.asarray(referencesq, np.float64)
     with np.errstate(all="ignore"):
         return np.where(error == 0, 0.0, np.sqrt(error / reference))
@@ -133,31 +144,34 @@ def snr_db(errorsq: ArrayLike, referencesq: ArrayLike) -> Floats:
 
 
 def cosine(errorsq: ArrayLike, referencesq: ArrayLike, error_reference: ArrayLike) -> Floats:
-    """Return the cosine of the angle between values and references, elementwise. NaN where one of them is zero."""
+    """Return cosines of angles between values and references, elementwise.
+
+    NaN if one of them is zero.
+    """
     error, reference, product = (np.asarray(x, np.float64) for x in (errorsq, referencesq, error_reference))
     values = reference + 2 * product + error
     with np.errstate(all="ignore"):
-        found = (reference + product) / np.sqrt(reference * values)
-    return np.where((reference > 0) & (values > 0), np.clip(found, -1, 1), np.nan)
+        quotient = (reference + product) / np.sqrt(reference * values)
+    return np.where((reference > 0) & (values > 0), np.clip(quotient, -1, 1), np.nan)
 
 
 def directions(
     compared: ArrayLike, error: ArrayLike, reference: ArrayLike, referencesq: ArrayLike, error_reference: ArrayLike
 ) -> Floats:
-    """Return the components of errors in two directions that every draw of a tensor has, relative to the reference.
+    """Return the components of errors in two directions, relative to the reference.
 
-    The directions are x, and the part of (1, 1, ...) that is orthogonal to x. The sum of the components' squares is at
-    most the square of the relative error.
+    All draws of a tensor have these directions: x, and the part of (1, 1, ...) that is orthogonal to x. The sum of the
+    components' squares is at most the square of the relative error.
 
     Returns:
         float64[..., 2]: along the reference, and constant. NaN for references of zero.
     """
-    count, e, x = (np.asarray(given, np.float64) for given in (compared, error, reference))
+    count, e, x = (np.asarray(sums, np.float64) for sums in (compared, error, reference))
     xx, ex = np.asarray(referencesq, np.float64), np.asarray(error_reference, np.float64)
     with np.errstate(all="ignore"):
         along = ex / xx
         apart = count - x * x / xx  # squared norm of the second direction
-        # Where all values of a reference are equal both directions are one, and the second is what rounding leaves.
+        # If all values of a reference are equal, both directions are one, and the second is a rounding error.
         constant = np.where(apart > 1e-9 * count, (e - along * x) / np.sqrt(apart * xx), 0.0)
     known = (xx > 0) & np.isfinite(along)
     return np.stack([np.where(known, along, np.nan), np.where(known, constant, np.nan)], axis=-1)

@@ -1,4 +1,4 @@
-"""`Interval`: a number that is known from two sides."""
+"""`Interval`: a number with bounds and an estimate."""
 
 import math
 import numbers
@@ -17,10 +17,9 @@ from plimsoll.text import number
 class Interval(NotebookRepr):
     """A number that is at least `low`, at most `high`, and about `estimate`.
 
-    `float` and a format specification take the estimate; `str` shows all three. Comparison with a number, or with
-    another interval, answers where the answer is the same throughout the interval. Elsewhere it raises
-    `ArgumentError`: compare `low` or `high`. The same holds for equality with a number and for truth (``!= 0``). Two
-    intervals are equal if their fields are.
+    `float` and a format specification use the estimate, and `str` shows all three. A comparison with a number or with
+    another interval has a result if it is the same throughout the interval. Otherwise it raises `ArgumentError`. The
+    same holds for equality with a number and for truth (``!= 0``). Two intervals are equal if their fields are.
 
     >>> lost = Interval(low=0.25, high=0.5, estimate=0.3)
     >>> float(lost), f"{lost:.1%}", str(lost)
@@ -40,7 +39,7 @@ class Interval(NotebookRepr):
 
     @property
     def exact(self) -> bool:
-        """Whether the number is known."""
+        """True if the number is known."""
         return self.low == self.high
 
     def __contains__(self, number: float) -> bool:
@@ -53,7 +52,7 @@ class Interval(NotebookRepr):
         return not self._decided(operator.eq, "==", 0)
 
     def __str__(self) -> str:
-        """The estimate, and the ends where they differ."""
+        """Return the estimate, and the ends if they differ."""
         estimate, low, high = map(number, (self.estimate, self.low, self.high))
         return estimate if self.exact else f"{estimate} ({low} to {high})"
 
@@ -78,14 +77,17 @@ class Interval(NotebookRepr):
         return self._decided(operator.eq, "==", other)
 
     def __hash__(self) -> int:
-        """An exact interval equals its number, so that it has the number's hash."""
+        """Return the hash, which for an exact interval is its number's."""
         return hash(self.low) if self.exact else hash(self._fields())
 
     def _fields(self) -> tuple[float, float, float]:
         return self.low, self.high, self.estimate
 
     def _decided(self, compare: Callable[[Any, Any], bool], sign: str, other: object) -> bool:
-        """The answer if it is the same for all that the two may be; `NotImplemented` for what is no number."""
+        """Return the result that holds for all possible values, or raise.
+
+        `NotImplemented` if `other` is no number.
+        """
         if isinstance(other, Interval):
             low, high = other.low, other.high
         else:
@@ -93,7 +95,7 @@ class Interval(NotebookRepr):
             if low is None:
                 return NotImplemented
         answers = {bool(compare(mine, theirs)) for mine in (self.low, self.high) for theirs in (low, high)}
-        between = compare is operator.eq and self.low < low < self.high  # differs from both ends, and may be equal
+        between = compare is operator.eq and self.low < low < self.high  # differs from both ends, but may be equal
         if between or len(answers) > 1 or math.isnan(self.low) or math.isnan(self.high):
             raise ArgumentError(
                 f"Interval: expected a comparison that the interval decides; got {self} {sign} {other}. "
@@ -103,7 +105,7 @@ class Interval(NotebookRepr):
 
 
 def _number(value: Any) -> Any:
-    """The value if it is one real number, also of NumPy or torch; else None."""
+    """Return the value if it is a real number, also of NumPy or torch, or None."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     return value if isinstance(value, numbers.Real | Decimal) else None

@@ -1,4 +1,4 @@
-"""Measuring tensors: one launch and one copy to the host per device, however many tensors there are."""
+"""`measure`: one launch and one copy to the host per device, for all tensors."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -33,19 +33,25 @@ def measure(
     x: Sequence[Tensor], *, block: int | None = None, source: Source | Sequence[Source | None] | None = None
 ) -> list[Spectrum]: ...
 def measure(x: object, *, block: int | None = None, source: object = None) -> object:
-    """The spectrum of a tensor; a list of them for a list or tuple, and a dict for a mapping.
+    """Return the spectrum of a tensor, or of each in a list, tuple or mapping.
 
-    Takes float64, float32, bfloat16, float16 and the four float8 dtypes, of any shape and strides, on any device, with
-    or without gradient; counts and extremes are exact. Of a DTensor it measures the local shard, and an empty spectrum
-    on ranks that hold a replica which another rank counts: the spectra of all ranks add up to the whole tensor's. Under
-    `torch.compile`, and in a training step, use `plimsoll.watch`: this reads the result, so it waits for the device.
+    Counts and extremes are exact. It reads the result and so waits for the device: in a training step, and under
+    `torch.compile`, use `plimsoll.watch`. Of a DTensor it measures the local shard. A replica that another rank counts
+    gives an empty spectrum, so that the spectra of all ranks add up to that of the whole tensor.
 
-    `block` also records how far each value lies below the absmax of its block of so many values along the last axis (a
-    shard's own, for DTensor), which block formats are judged by: 32 for MX, 16 for NVFP4. `source` is a narrower format
-    that the values passed through before they came to be in this tensor; one for all, or one for each in the same form
-    as `x`. It also says that values are that format's numbers still, unless the extremes show that they are not.
+    Args:
+        x: float64, float32, bfloat16, float16 or float8 tensors of any shape, strides and device.
+        block: Block length along the last axis (of a shard, for DTensor) for the record that block formats need: 32 for
+            MX, 16 for NVFP4, a power of two of at least 2. Default: None, no record.
+        source: A narrower format that the values passed through before, one for all or one for each in the same form as
+            `x`. Values count as numbers of that format unless the extremes contradict it. Default: None, unknown.
 
-    Raises `UnsupportedTensorError` for what has no floating data to look at, saying what to measure in its place.
+    Returns:
+        A `Spectrum`. A list of them for a list or tuple, a dict for a mapping.
+
+    Raises:
+        ArgumentError: `block` or `source` does not fit.
+        UnsupportedTensorError: A tensor has no floating data. The message names a tensor to measure instead.
 
     >>> s = measure(torch.tensor([0.0, 0.75, -3.0, float("nan")]))
     >>> s
@@ -88,7 +94,7 @@ def _from_row(row: NDArray[np.int64], dtype: torch.dtype, source: Source | None,
     own = _source_of(dtype)
     grid, narrower = own.grid, narrowest(own, source)
     if source is not None and source.grid is not None and grid is not None:
-        # The values are numbers of their dtype for certain, and of the source's format too unless the extremes deny it.
+        # The values are numbers of their dtype, and also of the source's format unless the extremes contradict it.
         claimed = Spectrum.from_row(row, narrower, block, grid.intersection(source.grid))
         if claimed.grid is not None:
             return claimed
@@ -126,19 +132,19 @@ def _sources_in_order(source: object, number: int) -> list[Source | None]:
     if len(listed) != number:
         raise ArgumentError(
             f"measure: expected one source for each of {number} tensors; got {len(listed)} sources. "
-            "Give None where nothing is known."
+            "Pass None where nothing is known."
         )
-    return [_one_source(each) for each in listed]
+    return [_one_source(item) for item in listed]
 
 
 def _sources_by_key(source: object, named: Mapping[object, object]) -> list[Source | None]:
     if not isinstance(source, Mapping):
         return [_one_source(source)] * len(named)
-    given = cast("Mapping[object, object]", source)
-    unknown = sorted(repr(key) for key in given if key not in named)
+    by_key = cast("Mapping[object, object]", source)
+    unknown = sorted(repr(key) for key in by_key if key not in named)
     if unknown:
         raise ArgumentError(
             f"measure: expected sources for tensors that are measured; got sources for {', '.join(unknown)}. "
             "A tensor without one needs no key."
         )
-    return [_one_source(given.get(key)) for key in named]
+    return [_one_source(by_key.get(key)) for key in named]

@@ -1,4 +1,4 @@
-"""Spectra from spectra: merging two, and multiplying the values of one by a power of two."""
+"""Sums of two spectra, and spectra of values times a power of two."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ BEYOND = math.ldexp(1.0, row_layout.LOWEST_BINADE + row_layout.BINADES)
 
 
 def merged(a: Record, b: SpectrumRecord) -> Record:
-    """The spectrum of the values of both."""
+    """Return the spectrum of the values of both."""
     return replace(
         a,
         count=a.count + b.count,
@@ -41,7 +41,7 @@ def merged(a: Record, b: SpectrumRecord) -> Record:
 
 
 def scaled(s: Record, shift: int) -> Record:
-    """The spectrum of the values times ``2**shift`` (`Spectrum.scaled`)."""
+    """Return the spectrum of the values times ``2**shift`` (`Spectrum.scaled`)."""
     _check_scalable(s, shift)
     return replace(
         s,
@@ -61,14 +61,14 @@ def scaled(s: Record, shift: int) -> Record:
 
 
 def _extreme(choose: Callable[[float, float], float], a: float, b: float) -> float:
-    """The smaller or larger of two extremes; NaN, which stands for no value, gives way."""
+    """Return the smaller or larger of two extremes. NaN means no value."""
     if math.isnan(a):
         return b
     return a if math.isnan(b) else choose(a, b)
 
 
 def _merged_blocks(a: SpectrumRecord, b: SpectrumRecord) -> BlockRecord | None:
-    """No values say nothing about blocks; values without a record, or of another block length, spoil it for good."""
+    """Return the block record of both, or None if one has values and no record."""
     if not a.count or not b.count:
         return a.blocks if a.count else b.blocks
     return None if a.blocks is None or b.blocks is None else a.blocks.merged(b.blocks)
@@ -96,7 +96,7 @@ def _check_scalable(s: SpectrumRecord, shift: int) -> None:
 
 
 def times_power(x: float, exponent: int) -> float:
-    """``x * 2**exponent``; Inf where float64 cannot hold it."""
+    """Return ``x * 2**exponent``, or Inf beyond the range of float64."""
     try:
         return math.ldexp(x, exponent)
     except OverflowError:

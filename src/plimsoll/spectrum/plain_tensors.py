@@ -1,7 +1,7 @@
-"""What can be measured: brings each kind of tensor to plain floating data, or says why there is none.
+"""Plain floating data of every kind of tensor, or an error with the reason.
 
-Optional parts of torch (DTensor, functional collectives, fake tensors) are looked up only where they are imported
-already: a tensor of a kind cannot be at hand before its module is.
+Optional parts of torch (DTensor, functional collectives, fake tensors) are not imported. If their module is not loaded,
+no such tensor exists.
 """
 
 import sys
@@ -13,19 +13,26 @@ from torch import Tensor
 from plimsoll.errors import UnsupportedTensorError
 from plimsoll.kernels.operators.checks import check_tensor, fail, refuse
 
-# Two facts that torch tells nowhere in public: see `_gathered` and `_check_data`.
+# torch has no public names for these: see `_gathered` and `_check_data`.
 _C = cast("Any", torch)._C  # noqa: SLF001
 _is_transformed = _C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001
 
 
 def plain(x: object, place: str) -> Tensor:
-    """The strided floating tensor, detached, whose values are to be counted; `place` says where `x` stands, for errors.
+    """Return the strided floating tensor whose values are counted, detached.
 
-    Of a replica that another rank counts, none of the values.
+    It is empty for a replica that another rank counts.
+
+    Args:
+        x: The user's value.
+        place: Position of `x` among several, for errors: " at index 1".
+
+    Raises:
+        UnsupportedTensorError: There is no floating data to count.
     """
     if not isinstance(x, Tensor):
         refuse(x, "measure", place)
-    with torch.no_grad(), _C.DisableTorchFunctionSubclass():  # a subclass's own functions may do anything
+    with torch.no_grad(), _C.DisableTorchFunctionSubclass():  # a subclass may override any function
         x = _gathered(x, place)
         _check_data(x, place)
         check_tensor(x, "measure", place)
@@ -33,7 +40,7 @@ def plain(x: object, place: str) -> Tensor:
 
 
 def _gathered(x: Tensor, place: str) -> Tensor:
-    """The tensor itself, or the one that a known wrapper stands for; a plain subclass without its own behaviour."""
+    """Return the tensor, or the one in a known wrapper, as a plain tensor."""
     sharded = _kind("torch.distributed.tensor", "DTensor")
     if sharded is not None and isinstance(x, sharded):
         return _gathered(_local(x, place), place)
@@ -42,15 +49,15 @@ def _gathered(x: Tensor, place: str) -> Tensor:
         return _gathered(cast("Any", x).wait(), place)
     fake = _kind("torch._subclasses.fake_tensor", "FakeTensor")
     if x.is_meta or (fake is not None and isinstance(x, fake)):
-        fail(x, "measure", place, "one without data" + (", on the meta device" if x.is_meta else ", a FakeTensor"),
-              "Measure it once it is materialised.")  # fmt: skip
+        kind = "on the meta device" if x.is_meta else "a FakeTensor"
+        fail(x, "measure", place, f"one without data, {kind}", "Measure it after it is materialized.")
     if type(x) is Tensor or x.is_nested:
         return x
     if torch.nn.parameter.is_lazy(x):
         _fail_lazy(x, place)
     if hasattr(type(x), "__tensor_flatten__") or _is_hollow(x):
         remedy = "Measure x.dequantize() if it has one, or the tensors that it wraps."
-        fail(x, "measure", place, f"a {type(x).__qualname__}, which wraps others and has no data of its own", remedy)
+        fail(x, "measure", place, f"a {type(x).__qualname__}, which wraps others and has no data itself", remedy)
     return x.detach().as_subclass(Tensor)
 
 
@@ -62,12 +69,13 @@ def _fail_lazy(x: Tensor, place: str) -> NoReturn:
 
 
 def _is_hollow(x: Tensor) -> bool:
-    """Whether a subclass only pretends to a shape, as those made by ``_make_wrapper_subclass`` do."""
+    """Return whether a subclass has a shape without data."""
+    # `_make_wrapper_subclass` makes such tensors.
     if x.layout != torch.strided or x.is_quantized:
         return False
     try:
         return bool(x.numel()) and x.data_ptr() == 0
-    except RuntimeError:  # what some of them answer
+    except RuntimeError:  # some of these subclasses raise in data_ptr
         return True
 
 
@@ -88,14 +96,8 @@ def _local(x: Tensor, place: str) -> Tensor:
 
 def _check_data(x: Tensor, place: str) -> None:
     if _is_transformed(x):
-        remedy = "Return the tensor from the transformed function and measure it there."
-        fail(
-            x,
-            "measure",
-            place,
-            "a tensor inside a torch.func transform (vmap, grad, jvp), which stands for others",
-            remedy,
-        )
+        problem = "a tensor inside a torch.func transform (vmap, grad, jvp), which represents others"
+        fail(x, "measure", place, problem, "Return the tensor from the transformed function and measure it there.")
 
 
 def _kind(module: str, name: str) -> type | None:

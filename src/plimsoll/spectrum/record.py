@@ -1,4 +1,4 @@
-"""The fields of a spectrum. Merging, fitting and serialization work on them; `Spectrum` adds the methods."""
+"""Fields of a spectrum, which merging, fitting and serialization use."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from plimsoll.spectrum.source_format import Grid, Source
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class SpectrumRecord:
-    """The counts, extremes and sums of a tensor's values; see `Spectrum` for each field."""
+    """Counts, extremes and sums of a tensor's values, documented in `Spectrum`."""
 
     count: int
     zeros: int

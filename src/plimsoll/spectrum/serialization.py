@@ -1,8 +1,8 @@
-"""Spectra as JSON-able dictionaries, and the checks on data that come from outside.
+"""Spectra as dictionaries for JSON, and checks of data from outside.
 
-Version 2. Every field is there, always. Version 1 had no `sumfourth`, which is NaN for it. A float is a JSON number, or
-"nan", "inf", "-inf", which JSON has no number for. Arrays of counts are lists of pairs: exponent (or depth) and count,
-ascending, without the empty ones.
+This is version 2. All fields are always present. Version 1 had no `sumfourth`, which becomes NaN. A float is a JSON
+number, or "nan", "inf" or "-inf", for which JSON has none. Arrays of counts are lists of pairs: exponent (or depth) and
+count, ascending, without empty ones.
 """
 
 import math
@@ -33,7 +33,7 @@ _MOST = 2**63 - 1
 
 
 def to_dict(s: SpectrumRecord) -> dict[str, object]:
-    """The spectrum as plain data (`Spectrum.to_dict`)."""
+    """Return the spectrum as plain data (`Spectrum.to_dict`)."""
     return {
         "version": VERSION,
         "count": s.count,
@@ -50,7 +50,7 @@ def to_dict(s: SpectrumRecord) -> dict[str, object]:
 
 
 def from_dict(data: object, blank: Record) -> Record:
-    """The spectrum in plain data, checked; every field of `blank` is replaced."""
+    """Return the checked spectrum of plain data, as a copy of `blank`."""
     reader = _Reader(data, _FIELDS, _READING)
     source, grid, blocks = (reader.part(name) for name in ("source", "grid", "blocks"))
     spectrum = replace(
@@ -78,12 +78,12 @@ def from_dict(data: object, blank: Record) -> Record:
 
 
 def check(s: SpectrumRecord, operation: str) -> None:
-    """Raises `ArgumentError`, in the name of `operation`, where the fields contradict one another."""
-    held = int(s.binades.sum())
-    if s.zeros + s.nonfinite + held != s.count:
+    """Raise `ArgumentError` if the fields contradict each other."""
+    counted = int(s.binades.sum())
+    if s.zeros + s.nonfinite + counted != s.count:
         raise ArgumentError(
             f"{operation}: expected zeros + nans + infs + sum(binades) to equal count; got {s.zeros} + {s.nans} + "
-            f"{s.pos_infs + s.neg_infs} + {held} against count={s.count}. The record is damaged: measure again."
+            f"{s.pos_infs + s.neg_infs} + {counted} against count={s.count}. The record is damaged: measure again."
         )
     reason = _why_impossible(s)
     if reason is not None:
@@ -101,7 +101,7 @@ def _why_impossible(s: SpectrumRecord) -> str | None:
     if s.finite and (s.min > s.max or max(-s.min, s.max) != s.absmax):
         return "min <= max, and absmax the larger of their magnitudes"
     if s.nonzero and _ends(s.binades) != (_index(s.absmin), _index(s.absmax)):
-        return "absmin and absmax in the first and the last binade that holds values"
+        return "absmin and absmax in the first and the last binade with values"
     if s.grid is not None and not (s.nonzero and all(s.grid.holds(x) for x in (s.absmin, s.absmax, s.min, s.max))):
         return f"extremes on the grid {s.grid}"
     if s.blocks is None:
@@ -162,12 +162,12 @@ def _to_blocks(data: object) -> BlockRecord:
 
 
 class _Reader:
-    """Typed access to a dictionary with exactly the given keys; anything else raises `ArgumentError`."""
+    """Typed access to a dictionary with exactly these keys, or `ArgumentError`."""
 
     def __init__(self, data: object, fields: Iterable[str], operation: str) -> None:
         self._operation = operation
         if not isinstance(data, dict):
-            self._fail(f"a dictionary as to_dict writes it; got {type(data).__name__}")
+            self._fail(f"a dictionary as of to_dict; got {type(data).__name__}")
         self._data = cast("dict[object, object]", data)
         expected = set[object](fields)
         if "version" in expected and self._data.get("version") == 1 and "sumfourth" not in self._data:
@@ -179,7 +179,7 @@ class _Reader:
             )
         if self._data.keys() != expected:
             missing, unknown = expected - self._data.keys(), self._data.keys() - expected
-            self._fail(f"the keys that to_dict writes; got missing={_listed(missing)}, unknown={_listed(unknown)}")
+            self._fail(f"the keys of to_dict; got missing={_listed(missing)}, unknown={_listed(unknown)}")
 
     def part(self, name: str) -> object:
         return self._data[name]
@@ -210,13 +210,13 @@ class _Reader:
         value, highest = self._data[name], lowest + row_layout.BINADES - 1
         array = np.zeros(row_layout.BINADES, dtype=np.int64)
         for pair in cast("list[object]", value) if isinstance(value, list) else [value]:
-            found = _as_pair(pair)
-            if found is None or not lowest <= found[0] <= highest or array[found[0] - lowest]:
+            entry = _as_pair(pair)
+            if entry is None or not lowest <= entry[0] <= highest or array[entry[0] - lowest]:
                 self._fail(
                     f"{name} as a list of [exponent, count], each exponent once and from {lowest} to {highest}, "
                     f"each count positive; got {pair!r}"
                 )
-            array[found[0] - lowest] = found[1]
+            array[entry[0] - lowest] = entry[1]
         return read_only(array)
 
     def _fail(self, problem: str) -> NoReturn:

@@ -1,10 +1,9 @@
-"""Where a spectrum's values come from: which format censored them, and on which grid of numbers they lie.
+"""Origin of a spectrum's values: the format that censored them, and their grid.
 
-Two different facts follow from the formats that a tensor passed through, and they merge in opposite directions:
-
-- `Source`, the *narrowest* format: what was too small for it is a zero now. Merging keeps the narrower one.
-- `Grid`, the numbers that the values can be: merging keeps the *finest*, which holds the others' numbers too. It
-  decides how many values of one binade lie on which side of a threshold.
+Two properties follow from the formats that a tensor passed through, and they merge in opposite directions. `Source` is
+the *narrowest* format: values that were too small for it are zeros now, and merging keeps the narrower one. `Grid` is
+the set of possible values: merging keeps the *finest*, which contains the others. It decides the number of values of
+one binade on each side of a threshold.
 """
 
 import functools
@@ -15,26 +14,30 @@ from fractions import Fraction
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import Format, get, get_element
 
-# FP32's smallest normal value. What a format that reaches below it loses, FP32 itself does not hold in full.
+# FP32's smallest normal value. FP32 itself does not represent smaller values with full precision.
 _CENSOR_ABOVE = Fraction(1, 1 << 126)
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The numbers with `mantissa_bits` bits after the leading one, and none finer than ``2**quantum_exponent``.
+    """Set of numbers with a number of mantissa bits and a smallest spacing.
 
-    Of two grids one of which is finer in both, the finer holds all numbers of the other.
+    A grid that is finer in both contains all numbers of the other.
+
+    Attributes:
+        mantissa_bits: Number of bits after the leading one.
+        quantum_exponent: Exponent of the smallest spacing.
     """
 
     mantissa_bits: int
     quantum_exponent: int
 
     def spacing_exponent(self, binade: int) -> int:
-        """The exponent of the distance between neighbours in a binade; above `binade` where it has no numbers."""
+        """Return the exponent of the spacing in a binade, above it if it is empty."""
         return max(binade - self.mantissa_bits, self.quantum_exponent)
 
     def holds(self, value: float) -> bool:
-        """Whether a finite value is one of the numbers.
+        """Return whether a finite value is one of the numbers.
 
         >>> Grid(10, -24).holds(1 + 2**-10), Grid(10, -24).holds(1 + 2**-11)
         (True, False)
@@ -45,24 +48,31 @@ class Grid:
         return math.ldexp(value, -spacing).is_integer()
 
     def union(self, other: "Grid") -> "Grid":
-        """The coarsest grid that holds the numbers of both."""
+        """Return the coarsest grid with the numbers of both."""
         return Grid(max(self.mantissa_bits, other.mantissa_bits), min(self.quantum_exponent, other.quantum_exponent))
 
     def intersection(self, other: "Grid") -> "Grid":
-        """The grid of the numbers that both hold."""
+        """Return the grid of the numbers that are in both."""
         return Grid(min(self.mantissa_bits, other.mantissa_bits), max(self.quantum_exponent, other.quantum_exponent))
 
     def shifted(self, shift: int) -> "Grid":
-        """The grid of the numbers times ``2**shift``."""
+        """Return the grid of the numbers times ``2**shift``."""
         return Grid(self.mantissa_bits, self.quantum_exponent + shift)
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Source:
-    """The narrowest format that values passed through, and the scale they were multiplied by when it held them.
+    """Narrowest format that values passed through, and their scale in it.
 
-    `format` is an element format's name; a `Format` and a torch dtype are names too. `scale` is positive and finite.
     Gradients of a loss times 1024, computed in FP16 and unscaled since, have ``Source("fp16", 1024.0)``.
+
+    Args:
+        format: Name of an element format, a `Format` or a torch dtype.
+        scale: Factor of the values while they were in the format, positive and finite. Default: 1.0.
+
+    Raises:
+        ArgumentError: The scale is out of range.
+        FormatError: The format has no name that `plimsoll.formats.get` knows.
 
     >>> Source("float16", 1024.0)
     Source(format='fp16', scale=1024.0)
@@ -74,33 +84,33 @@ class Source:
     scale: float
 
     def __init__(self, format: object, scale: float = 1.0) -> None:  # noqa: A002  (the field's name)
-        found = get_element(format, "Source")
-        if not _is_catalogued(found):
+        fmt = get_element(format, "Source")
+        if not _is_catalogued(fmt):
             raise FormatError(
-                f"Source: expected a format that plimsoll.formats.get finds by name; got {found!r}. "
-                "A source is kept by name: use a catalogued format or an eXmY name."
+                f"Source: expected a format that plimsoll.formats.get finds by name; got {fmt!r}. "
+                "A source is saved by name: use a catalogued format or an eXmY name."
             )
         factor = float(scale)
         if not (math.isfinite(factor) and factor > 0):
             raise ArgumentError(
                 f"Source: expected a positive, finite scale; got scale={scale!r}. "
-                "It is what the values were multiplied by when the format held them."
+                "It is the factor of the values while they were in the format."
             )
-        object.__setattr__(self, "format", found.name)
+        object.__setattr__(self, "format", fmt.name)
         object.__setattr__(self, "scale", factor)
 
     @property
     def censors(self) -> bool:
-        """Whether zeros may be values that the format lost: its smallest value, scale undone, is above 2**-126.
+        """True if zeros may be values that underflowed in the format.
 
-        Formats with FP32's exponent range (FP32, TF32, BF16, FP64) do not censor at scale 1: what they lose, FP32
-        would not have held at full precision either.
+        Its smallest value over the scale is then above 2**-126. Formats with FP32's exponent range (FP32, TF32, BF16,
+        FP64) do not censor at scale 1: FP32 does not represent the values that they lose with full precision either.
         """
         return _reach(self).smallest > _CENSOR_ABOVE
 
     @property
     def grid(self) -> Grid | None:
-        """The numbers that the format holds, scale undone; None where the scale is no power of two."""
+        """Numbers of the format over the scale, None if that is no power of two."""
         fraction, exponent = math.frexp(self.scale)
         if fraction != 0.5:
             return None
@@ -109,9 +119,9 @@ class Source:
 
 
 def narrowest(first: Source | None, second: Source | None) -> Source | None:
-    """The narrower of two sources; None says that nothing is known, and gives way to the other.
+    """Return the narrower of two sources, or the known one.
 
-    The order is total, so that merging is associative and commutative: by the smallest value (scale undone), then the
+    The order is total, so that merging is associative and commutative: by the smallest value over the scale, then the
     largest, the mantissa, the name, the scale.
     """
     if first is None or first == second:
@@ -124,8 +134,9 @@ def narrowest(first: Source | None, second: Source | None) -> Source | None:
 @functools.total_ordering
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """A source's ends, exactly (a quotient of floats may leave float64's range), ordered with the narrowest first."""
+    """Exact ends of a source over its scale, ordered with the narrowest first."""
 
+    # Fractions, since a quotient of floats may leave the range of float64.
     smallest: Fraction
     largest: Fraction
     rest: tuple[int, str, float]

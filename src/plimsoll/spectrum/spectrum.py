@@ -1,8 +1,8 @@
-"""The one measurement: how many values lie in each binade, and a few moments beside.
+"""`Spectrum`: number of values in each binade, extremes, and sums of powers.
 
-A spectrum is plain data (integers, floats and one read-only array), independent of the tensor it came from. Merging
-two adds their counts and sums and joins their extremes, so it does not matter in which order, on which rank or at which
-step the parts were measured. Counts and extremes merge exactly; the four sums are float64 and merge to its rounding.
+A spectrum is plain data (integers, floats and one read-only array), independent of its tensor. Merging two adds their
+counts and sums and joins their extremes, in any order and from any rank or step. Counts and extremes merge exactly. The
+four sums are float64 and merge up to its rounding.
 """
 
 import math
@@ -28,21 +28,31 @@ _NO_BINADES = read_only(np.zeros(row_layout.BINADES, dtype=np.int64))
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Spectrum(SpectrumRecord):
-    """What a tensor, or any number of them together, holds.
+    """Exact counts of the values of a tensor, or of several together.
 
-    - `count` values in all: `zeros` (either sign), `nans`, `pos_infs`, `neg_infs`, and `binades`, int64[277],
-      read-only: finite nonzero values by floor(log2(|x|)), index 0 being 2^-149. They add up to `count`. Float64 values
-      below or above that range are in the first and the last binade.
-    - `min`, `max`, `absmin` (of the nonzero values) and `absmax`, of the finite values. Exact; never -0. NaN where
-      there is none to speak of: all four without finite values, `absmin` also where all of them are zero.
-    - `sum`, `abssum`, `sumsq`, `sumfourth`, over the finite values (of them, their magnitudes, squares and fourth
-      powers), in float64; 0 for none. Float64 tensors can take them to Inf. `sumfourth` is NaN where it was not
-      recorded, in spectra of older versions and in sums with these.
-    - `source`: the narrowest format the values passed through, None if unknown. `grid`: the numbers they can be, None
-      if unknown or if there are no nonzero finite ones.
-    - `blocks`: the block record; None where none was measured, where two block lengths were merged, and for no values.
+    `plimsoll.measure`, `Spectrum.empty`, `from_row` and `from_dict` make one. ``+`` and ``sum`` merge several. `zeros`,
+    `nans`, `pos_infs`, `neg_infs` and the sum of `binades` add up to `count`. Extremes are exact and never -0. Sums are
+    float64, 0 without finite values, and can be Inf for float64 tensors.
 
-    Made by `plimsoll.measure`, `Spectrum.empty`, `from_row` and `from_dict`; merged with ``+`` and ``sum``.
+    Attributes:
+        count: Number of values.
+        zeros: Number of zeros of either sign.
+        nans: Number of NaN.
+        pos_infs: Number of +Inf.
+        neg_infs: Number of -Inf.
+        binades: int64[277], read-only: finite nonzero values by floor(log2(|x|)), with index 0 for 2^-149. Float64
+            values beyond that range are in the first and the last binade.
+        min: Smallest finite value, NaN without finite values.
+        max: Largest finite value, NaN without finite values.
+        absmin: Smallest magnitude of the finite nonzero values, NaN if there is none.
+        absmax: Largest magnitude of the finite values, NaN if there is none.
+        sum: Sum of the finite values.
+        abssum: Sum of their magnitudes.
+        sumsq: Sum of their squares.
+        sumfourth: Sum of their fourth powers. NaN in spectra of version 0.1, which did not record it.
+        source: Narrowest format that the values passed through. None: unknown.
+        blocks: Block record. None if none was measured, after a merge of two block lengths, and without values.
+        grid: Grid of the nonzero finite values. None: unknown, or there are none.
 
     >>> one = Spectrum.from_dict({**Spectrum.empty().to_dict(), "count": 1, "zeros": 1, "min": 0.0, "max": 0.0,
     ...     "absmax": 0.0})
@@ -52,17 +62,23 @@ class Spectrum(SpectrumRecord):
 
     @classmethod
     def empty(cls) -> "Spectrum":
-        """The spectrum of no values: the identity of merging."""
+        """Return the spectrum of no values, the identity of merging."""
         return _EMPTY
 
     @classmethod
     def from_row(
         cls, row: NDArray[np.int64], source: Source | None = None, block: int | None = None, grid: Grid | None = None
     ) -> "Spectrum":
-        """The spectrum in one row of a bank (`plimsoll.row_layout`), which is on the CPU and is copied.
+        """Return the spectrum in one row of a bank (`plimsoll.row_layout`).
 
-        `block` is the block length that a wide row was measured with; None or 0 for a narrow row. `grid` is the numbers
-        that the values are known to be, the source's by default. It is dropped where the extremes are none of them.
+        Args:
+            row: The row, on the CPU. It is copied.
+            source: Narrowest format that the values passed through. Default: None, unknown.
+            block: Block length of a wide row. Default: None, the row is narrow.
+            grid: Grid of the values. It is dropped if the extremes are not on it. Default: that of the source.
+
+        Raises:
+            ArgumentError: The row has another shape, or its counts contradict each other.
         """
         width = row_layout.width(block or 0)
         if row.dtype != np.int64 or row.shape != (width,):
@@ -80,36 +96,36 @@ class Spectrum(SpectrumRecord):
 
     @property
     def zero_fraction(self) -> float:
-        """Zeros among all values; NaN for none."""
+        """Fraction of zeros among all values. NaN for none."""
         return self.zeros / self.count if self.count else math.nan
 
     @property
     def mean(self) -> float:
-        """Mean of the finite values; NaN for none."""
+        """Mean of the finite values. NaN for none."""
         return self.sum / self.finite if self.finite else math.nan
 
     @property
     def absmean(self) -> float:
-        """Mean magnitude of the finite values; NaN for none."""
+        """Mean magnitude of the finite values. NaN for none."""
         return self.abssum / self.finite if self.finite else math.nan
 
     @property
     def rms(self) -> float:
-        """Root of the mean square of the finite values; NaN for none."""
+        """Root of the mean square of the finite values. NaN for none."""
         return math.sqrt(self.sumsq / self.finite) if self.finite else math.nan
 
     @property
     def norm(self) -> float:
-        """Euclidean norm of the finite values; 0 for none."""
+        """Euclidean norm of the finite values. 0 for none."""
         return math.sqrt(self.sumsq)
 
     @property
     def kurtosis(self) -> float:
-        """Mean fourth power of the finite values over their squared mean square; NaN where it is not known.
+        """Mean fourth power of the finite values over their squared mean square.
 
-        About zero, not about the mean. 1 for values of one magnitude, 3 for normal ones, and about n where one value of
-        n exceeds all others by far. It does not depend on a scale. NaN without nonzero finite values, where fourth
-        powers were not recorded, and where their sum leaves float64's range (values of about 1e77 and 1e-77).
+        It is about zero, not about the mean, and does not depend on a scale. 1 for values of one magnitude, 3 for
+        normal ones, and about n if one value of n is far larger than the others. NaN without nonzero finite values,
+        without recorded fourth powers, and if their sum leaves the range of float64 (values of about 1e77 and 1e-77).
         """
         if not sys.float_info.min <= self.sumfourth < math.inf:
             return math.nan
@@ -118,21 +134,29 @@ class Spectrum(SpectrumRecord):
 
     @property
     def std(self) -> float:
-        """Standard deviation of the finite values about their mean (divided by n); NaN for none.
+        """Standard deviation of the finite values (divided by n). NaN for none.
 
-        From the sums, so its error is about 1e-8 of the mean where the mean is far larger; 0 for equal values.
+        It comes from the sums, so its error is about 1e-8 of a mean that is far larger. 0 for equal values.
         """
         if not self.finite:
             return math.nan
         variance = max(self.sumsq / self.finite - self.mean * self.mean, 0.0)
-        # No deviation exceeds half the range (Popoviciu); this also takes the rounding off equal values.
+        # No deviation exceeds half the range (Popoviciu). This also removes the rounding error of equal values.
         return min(math.sqrt(variance), self.max / 2 - self.min / 2)
 
     def fit(self, fmt: object, shift: int = 0) -> element_fit.Fit:
-        """What a format would make of the values times ``2**shift``, rounding to nearest even.
+        """Return losses and noise of the values times ``2**shift`` in a format.
 
-        Raises `NotRecordedError` for a block format without a record of that block length, `FormatError` for a format
-        that holds scales only.
+        Rounding is to nearest even.
+
+        Args:
+            fmt: Any format for values.
+            shift: Power of two by which values are multiplied before, -2200 to 2200. Default: 0.
+
+        Raises:
+            ArgumentError: The shift is out of range.
+            FormatError: The format does not exist, or is one for scales only.
+            NotRecordedError: There is no record of the block length of a block format.
 
         >>> Spectrum.empty().fit("fp16").lost
         Interval(low=0.0, high=0.0, estimate=0.0)
@@ -143,35 +167,58 @@ class Spectrum(SpectrumRecord):
         return block_fit.fit_blocks(self, resolved, shift)
 
     def window(self, fmt: object, tolerance: float = 0.01) -> tuple[int, int] | None:
-        """The lowest and the highest shift at which nothing overflows and less than `tolerance` is lost, for certain.
+        """Return the lowest and highest shift that fit a format.
 
-        All shifts between serve too. None where none serves. Without nonzero finite values (and with no source that may
-        have flushed them all) every shift does, and the
-        answer is ``(-SHIFT_LIMIT, SHIFT_LIMIT)``. Uses the upper ends: `overflow.high` is 0, `lost.high` < `tolerance`.
+        At these, and all shifts between, nothing overflows for certain and less than `tolerance` of the nonzero values
+        is lost for certain (`overflow.high` is 0, `lost.high` < `tolerance`).
+
+        Args:
+            fmt: An element format.
+            tolerance: Fraction of the nonzero values that may be lost, above 0 and at most 1. Default: 0.01.
+
+        Returns:
+            None if no shift fits. ``(-SHIFT_LIMIT, SHIFT_LIMIT)`` without nonzero finite values, unless the source may
+            have flushed them all.
+
+        Raises:
+            ArgumentError: The tolerance is out of range.
+            FormatError: The format is no element format for values.
         """
         return element_fit.window(self, fmt, tolerance)
 
     def best_shift(self, fmt: object, margin_binades: int = 1) -> int | None:
-        """The highest shift that leaves `margin_binades` above absmax before overflow; 0 without nonzero finite values.
+        """Return the highest shift with a margin between absmax and overflow.
 
-        None where 1 % or more is lost even there, by estimate: then no shift serves with this margin.
+        Args:
+            fmt: An element format.
+            margin_binades: Number of binades to leave free, at least 0. Default: 1.
+
+        Returns:
+            0 without nonzero finite values. None if 1 % or more is lost even there, by estimate: then no shift fits.
+
+        Raises:
+            ArgumentError: The margin is out of range.
+            FormatError: The format is no element format for values.
         """
         return element_fit.best_shift(self, fmt, margin_binades)
 
     def scaled(self, shift: int) -> "Spectrum":
-        """The spectrum of the values times ``2**shift``, without measuring them again.
+        """Return the spectrum of the values times ``2**shift``, without a measurement.
 
-        Exact, but for sums that leave float64's range; what leaves the range of binades is counted in the end it left
-        by. Raises `ArgumentError` where values beyond that range would have to come back into it.
+        It is exact, except for sums that leave the range of float64. Values that leave the range of binades are counted
+        in its first or last one.
+
+        Raises:
+            ArgumentError: Values beyond the range of binades would return into it.
         """
         return merging.scaled(self, shift)
 
     def plot(self, formats: Sequence[object] | None = None, *, shift: int = 0) -> Any:
-        """Return a Plotly figure of the values by power of two, with the limits of formats as lines.
+        """Return a Plotly figure of the values by power of two, with formats' limits.
 
         Args:
-            formats: Formats whose limits are drawn. Default: the one that the values passed through, or FP16's.
-            shift: The lines lie as for values times ``2**shift``. Default: 0.
+            formats: Formats whose limits are drawn as lines. Default: the one that the values passed through, or FP16.
+            shift: Shift of the lines, as for values times ``2**shift``. Default: 0.
 
         Raises:
             MissingExtraError: Plotly is not installed.
@@ -179,16 +226,20 @@ class Spectrum(SpectrumRecord):
         return display.function("histogram")(self, formats, shift=shift)
 
     def to_dict(self) -> dict[str, object]:
-        """The spectrum as JSON-able data that `from_dict` turns into an equal one, floats bit for bit.
+        """Return data for JSON, from which `from_dict` makes an equal spectrum.
 
-        Non-finite floats are the strings "nan", "inf" and "-inf"; counts by binade are pairs of exponent and count,
-        without the empty ones; counts by depth, pairs of depth and count.
+        Floats are equal bit for bit. Non-finite ones are the strings "nan", "inf" and "-inf". Counts by binade or depth
+        are pairs of exponent or depth and count, without empty ones.
         """
         return serialization.to_dict(self)
 
     @classmethod
     def from_dict(cls, data: object) -> "Spectrum":
-        """The spectrum that `to_dict` wrote; `ArgumentError` for anything that cannot be one."""
+        """Return the spectrum of a result of `to_dict`.
+
+        Raises:
+            ArgumentError: The data are none, or contradict themselves.
+        """
         return serialization.from_dict(data, _EMPTY)
 
     def __add__(self, other: object) -> "Spectrum":
@@ -197,11 +248,11 @@ class Spectrum(SpectrumRecord):
         return merging.merged(self, other)
 
     def __radd__(self, other: object) -> "Spectrum":
-        """Lets ``sum`` start from its 0."""
+        """Return the spectrum itself for 0, with which ``sum`` starts."""
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def __eq__(self, other: object) -> bool:
-        """Equal in every field; two NaN extremes are equal."""
+        """Return whether all fields are equal. Two NaN extremes are equal."""
         if not isinstance(other, Spectrum):
             return NotImplemented
         return (
@@ -218,11 +269,11 @@ class Spectrum(SpectrumRecord):
         return hash((self._counts(), self.binades.tobytes()))
 
     def __reduce__(self) -> tuple[object, tuple[dict[str, object]]]:
-        """Pickles and copies as a dictionary: arrays alone would come back writable."""
+        """Return the pickle by a dictionary, since pickled arrays become writable."""
         return Spectrum.from_dict, (self.to_dict(),)
 
     def __repr__(self) -> str:
-        """One line: how many values, their range as powers of two and as decimals, zeros and non-finite values."""
+        """Return a line with the numbers of values, their range, and the source."""
         parts = [f"{self.count:,} values"]
         if self.nonzero:
             parts.append(f"|x| {_power(self.absmin)} .. {_power(self.absmax)}")
@@ -245,10 +296,21 @@ class Spectrum(SpectrumRecord):
 
 
 _EMPTY = Spectrum(
-    count=0, zeros=0, nans=0, pos_infs=0, neg_infs=0, binades=_NO_BINADES,
-    min=math.nan, max=math.nan, absmin=math.nan, absmax=math.nan, sum=0.0, abssum=0.0, sumsq=0.0,
+    count=0,
+    zeros=0,
+    nans=0,
+    pos_infs=0,
+    neg_infs=0,
+    binades=_NO_BINADES,
+    min=math.nan,
+    max=math.nan,
+    absmin=math.nan,
+    absmax=math.nan,
+    sum=0.0,
+    abssum=0.0,
+    sumsq=0.0,
     sumfourth=0.0,
-)  # fmt: skip
+)
 
 
 def _decode(row: NDArray[np.int64], source: Source | None, block: int) -> Spectrum:
@@ -279,7 +341,7 @@ def _decode(row: NDArray[np.int64], source: Source | None, block: int) -> Spectr
 
 
 def _plausible(grid: Grid | None, spectrum: Spectrum) -> Grid | None:
-    """The grid, unless the extremes show that the values are not on it (or there are none to be on it)."""
+    """Return the grid, or None if there are no values, or extremes that are not on it."""
     if grid is None or not spectrum.nonzero:
         return None
     extremes = (spectrum.absmin, spectrum.absmax, spectrum.min, spectrum.max)

@@ -1,1 +1,1 @@
-"""How many values a format would lose, from counts alone."""
+"""Losses and noise of values in a format, estimated from counts."""

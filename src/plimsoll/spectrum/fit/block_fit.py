@@ -1,10 +1,10 @@
-"""What a block format would make of a spectrum, from the block record: how far values lie below their block's absmax.
+"""Losses and noise of a spectrum in a block format, from its block record.
 
-A block's scale brings its absmax to the top of the element format, so a value's depth says where it lands there,
-whatever its binade. With a power-of-two scale (OCP MX 1.0, section 6.3: the floor rule) a depth is one binade of the
-element format exactly, but for blocks whose scale would leave its own format: those take its end, and their values land
-where the plain binades say. With a scale that has a mantissa (NVFP4) a depth covers two binades, and the scale's
-rounding besides (`tensor_scale_fit`).
+The scale of a block maps its absmax to the top of the element format. So the depth of a value, its distance in binades
+from the absmax, decides its place there, whatever its binade. With a power-of-two scale (OCP MX 1.0, section 6.3: the
+floor rule) a depth is exactly one binade of the element format. Blocks whose scale would leave its format are
+exceptions: they take the end of that format, and the binades of their values decide. With a scale that has a mantissa
+(NVFP4) a depth covers two binades and the rounding of the scale (`tensor_scale_fit`).
 """
 
 import numpy as np
@@ -22,16 +22,16 @@ from plimsoll.spectrum.source_format import Grid
 
 
 def fit_blocks(s: SpectrumRecord, fmt: BlockFormat, shift: int) -> element_fit.Fit:
-    """The fit of a block format (`Spectrum.fit`), with the scale rule "floor" and rounding to nearest even."""
+    """Return the fit of a block format, with the scale rule "floor" (`Spectrum.fit`)."""
     if not s.nonzero:
         return element_fit.nothing_to_lose(s, fmt.name, shift)
     record = _record(s, fmt)
     misplaced = _misplaced(s, record)
     if fmt.scale.signed:
-        found = _with_mantissa(s, record, fmt, shift, misplaced)
+        tallies = _with_mantissa(s, record, fmt, shift, misplaced)
     else:
-        found = _power_of_two(s, record, fmt, shift, misplaced)
-    lost, subnormal, overflow, noise_db = found
+        tallies = _power_of_two(s, record, fmt, shift, misplaced)
+    lost, subnormal, overflow, noise_db = tallies
     poisoned = record.poisoned
     overflow = Tally(low=overflow.low + poisoned, high=overflow.high + poisoned, estimate=overflow.estimate + poisoned)
     return element_fit.Fit(
@@ -55,7 +55,10 @@ def _record(s: SpectrumRecord, fmt: BlockFormat) -> BlockRecord:
 
 
 def _misplaced(s: SpectrumRecord, record: BlockRecord) -> int:
-    """How many values may lie deeper than recorded: float64 ones in the end binades, and below a maximum there."""
+    """Return the number of values that may be deeper than recorded.
+
+    These are float64 values in the end binades, and values below a maximum there.
+    """
     low = int(s.binades[0]) if s.absmin < LOWEST else 0
     high = int(record.maxima[-1]) * record.block if s.absmax >= BEYOND else 0
     return low + high
@@ -70,8 +73,8 @@ def _with_mantissa(
     # Values that overflow at the largest scale are in blocks that have it.
     values, total = element_fit.population(s), int(record.depths.sum())
     point = ordinal(tensor_scale_fit.top_of_scales(fmt)) - shift * BINADE
-    held = values.below(point, inclusive=not fmt.element.overflow_at_threshold)
-    at_highest = held.out_of(values.total)
+    below = values.below(point, inclusive=not fmt.element.overflow_at_threshold)
+    at_highest = below.out_of(values.total)
     if at_highest.high:
         overflow = _at_least(overflow, at_highest, record.poisoned, total)
         noise_db = min(noise_db, snr_db(values, fmt.element, shift - fmt.scale.max_exponent))
@@ -88,8 +91,8 @@ def _power_of_two(
     noise_db = snr_db(landed, element, 0)
     total = landed.total
 
-    # Blocks whose scale takes an end of its format, and what values become at that scale (in whatever block they are:
-    # the scale is nowhere beyond its ends, so these counts bound the loss and the overflow from below too).
+    # Blocks whose scale takes an end of its format, and the tallies of all values at that scale. No block has a scale
+    # beyond the ends, so these also bound loss and overflow from below.
     scales = np.arange(row_layout.BINADES) + row_layout.LOWEST_BINADE + shift - element.max_exponent
     too_small, too_large = scales < scale.min_exponent, scales > scale.max_exponent
     too_small[0] |= s.absmin < LOWEST
@@ -115,7 +118,10 @@ def _power_of_two(
 
 
 def _landed(s: SpectrumRecord, record: BlockRecord, fmt: BlockFormat) -> Population:
-    """The values of finite blocks where they land in the element format: depth d is its top binade minus d."""
+    """Return the values of finite blocks by their binade in the element format.
+
+    Depth d is its top binade minus d.
+    """
     top = fmt.element.max_exponent
     lowest = top - (row_layout.BINADES - 1)
     counts = record.depths[::-1]
@@ -134,8 +140,8 @@ def _landed(s: SpectrumRecord, record: BlockRecord, fmt: BlockFormat) -> Populat
 
 
 def _overflowing(s: SpectrumRecord, record: BlockRecord, element: Format, landed: Population) -> float:
-    """The estimate of `block_overflow`, of one record."""
-    found = overflowing(
+    """Return the estimate of `block_overflow` for one record."""
+    estimates = overflowing(
         element,
         maxima=record.maxima,
         start=np.array([0, len(record.maxima)]),
@@ -145,18 +151,24 @@ def _overflowing(s: SpectrumRecord, record: BlockRecord, element: Format, landed
         absmax=np.array([s.absmax]),
         bits=np.array([-1 if landed.grid is None else landed.grid.mantissa_bits]),
     )
-    return float(found[0])
+    return float(estimates[0])
 
 
 def _relative_grid(s: SpectrumRecord, lowest: int) -> Grid | None:
-    """The grid after a power-of-two scale that differs from block to block: known if all values are normal numbers."""
+    """Return the grid after a power-of-two scale per block, or None.
+
+    It is known if all values are normal numbers.
+    """
     if s.grid is None or not s.absmin >= 2.0 ** max(s.grid.quantum_exponent + s.grid.mantissa_bits, -1074):
         return None
     return Grid(s.grid.mantissa_bits, lowest - s.grid.mantissa_bits)
 
 
 def _at_least(number: Tally, besides: Tally, poisoned: int, total: int) -> Tally:
-    """A number by depths, given the number (poisoned values included) at the end of the scale's format."""
+    """Return a number by depths with that at the end of the scale's format added.
+
+    The latter includes poisoned values.
+    """
     low = max(number.low, besides.low - poisoned)
     high = min(number.high + besides.high, total)
     return Tally.within(low, high, max(number.estimate, besides.estimate - poisoned))

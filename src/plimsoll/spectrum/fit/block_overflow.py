@@ -1,10 +1,9 @@
-"""Estimate of how many values overflow in blocks whose scale is a power of two, from their block records.
+"""Estimated overflow in blocks with power-of-two scales, from block records.
 
-The floor rule brings a block's absmax into the top binade of the element format. What lies above the format's largest
-value there (from 1.81 times the binade's start in E4M3) overflows. Those are values in the binade of their block's
-absmax, so the record bounds their number, but it does not say where in the binade they lie. They are seldom spread
-evenly: most maxima are near the tail of the distribution, which falls steeply, and an even spread gave up to seven
-times too many. The model has four steps:
+The floor rule maps the absmax of a block into the top binade of the element format. Values above the largest one there
+(from 1.81 times the start of the binade in E4M3) overflow. They are in the binade of their block's absmax, so the record
+bounds their number, but not their places in the binade. They are seldom spread evenly: most maxima are near the tail of
+the distribution, which falls steeply, and an even spread gave up to seven times too many. The model has four steps:
 
 1. The share of maxima below the end of each binade is known. With n values in a block, each survives the level x with
    probability S(x) = 1 - share^(1/n). Between the ends of a binade log(-log S) is interpolated in log x, where
@@ -15,10 +14,10 @@ times too many. The model has four steps:
 4. A block whose top binade holds as many values as an even spread from zero gives it (half of them, if it is full) has
    no such tail. Then its values are spread evenly up to its end.
 
-No step asks what the blocks have in common, so blocks of very different sizes are no harder than others. The median
+No step depends on properties that blocks share, so blocks of very different sizes are no harder than others. The median
 ratio to the truth is within 0.6 to 1.5 for normal, heavy-tailed and sparse values, with 1,000 blocks
-(`test_the_estimate_of_overflow_is_near_the_truth`). Even spreads whose end lies just above a binade's start are
-estimated too low, because binades do not show such an end.
+(`test_the_estimate_of_overflow_is_near_the_truth`). The estimate is too low for even spreads that end just above the
+start of a binade, because binades do not show such an end.
 """
 
 import numpy as np
@@ -30,10 +29,10 @@ from plimsoll.spectrum.fit.population import BINADE, overflow_point
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_BEND = 1.15  # normal, Laplace and Student tails lie to both sides of it
-_STEEP, _FLAT = 0.6, 0.9  # of the values that an even spread has in the top binade; normal ones have up to a half
+_BEND = 1.15  # between those of normal, Laplace and Student tails
+_STEEP, _FLAT = 0.6, 0.9  # of the values of an even spread in the top binade; normal values have up to a half
 _HALVINGS = 40
-_SURE = 1e-12  # shares are kept this far from 0 and 1
+_SURE = 1e-12  # smallest distance of shares from 0 and 1
 
 
 def overflowing(
@@ -47,17 +46,17 @@ def overflowing(
     absmax: Floats,
     bits: Ints,
 ) -> Floats:
-    """About how many values of each row overflow.
+    """Return the estimated number of overflowing values of each row.
 
     Args:
-        element: The format of the elements.
-        maxima: How many blocks have their absmax in which binade: those of row i from ``maxima[start[i]]`` on.
-        start: Where each row's maxima begin, and the end of the last ones.
-        lowest: The exponent of each row's first binade in `maxima`.
-        values: How many nonzero values each row's finite blocks hold.
-        top: How many of these are in the binade of their block's absmax.
-        absmax: The largest magnitude of each row.
-        bits: The mantissa bits of the grid that each row's values lie on; negative where there is none.
+        element: Format of the elements.
+        maxima: Number of blocks by the binade of their absmax. Those of row i start at ``maxima[start[i]]``.
+        start: Start of each row in `maxima`, and the end of the last one.
+        lowest: Exponent of each row's first binade in `maxima`.
+        values: Number of nonzero values in each row's finite blocks.
+        top: Number of these in the binade of their block's absmax.
+        absmax: Largest magnitude of each row.
+        bits: Mantissa bits of the grid of each row's values, negative without a grid.
     """
     row = np.repeat(np.arange(len(values)), np.diff(start))
     running = np.concatenate([np.zeros(1), np.cumsum(maxima, dtype=np.float64)])
@@ -66,7 +65,7 @@ def overflowing(
     blocks = np.maximum(count, 1.0)
     n, share, below = _in_the_top_binade(values, top, blocks)
 
-    # Shares of maxima at both ends of each binade. One that was never seen is less than one block, or what k says.
+    # Shares of maxima at both ends of each binade. A share that no block shows is below one block, and k bounds it too.
     first = (running[:-1] - begin[row]) / blocks[row]
     last = (running[1:] - begin[row]) / blocks[row]
     rare = 0.5 / blocks
@@ -85,15 +84,15 @@ def overflowing(
         under = (-np.expm1(-np.exp(low + (high - low) * place**_BEND))) ** n[row]
         above = np.where(place < 1, np.clip((last - under) / (last - first), 0.0, 1.0), 0.0)
     over = np.bincount(row, np.nan_to_num(above) * maxima, minlength=len(values)) / blocks
-    each = (((1 - over) * (1 - below) + below) ** (1 / n) - (1 - share)) / share
-    steep = np.clip(1 - each, 0.0, 1.0)
+    single = (((1 - over) * (1 - below) + below) ** (1 / n) - (1 - share)) / share
+    steep = np.clip(1 - single, 0.0, 1.0)
 
-    # Values spread evenly up to where the binade, or the last one's absmax, ends.
+    # Values spread evenly up to the end of the binade, or up to the absmax in the last one.
     span, point = 2.0**reach - 1, _points(element, bits)[row]
     with np.errstate(all="ignore"):
         beyond = np.where(span > 0, np.clip((span + 1 - point) / span, 0.0, 1.0), 0.0)
     even, expected = (
-        np.bincount(row, each * maxima, minlength=len(values)) / blocks for each in (beyond, span / (span + 1))
+        np.bincount(row, part * maxima, minlength=len(values)) / blocks for part in (beyond, span / (span + 1))
     )
     with np.errstate(all="ignore"):
         flat = np.clip((np.nan_to_num(share / expected) - _STEEP) / (_FLAT - _STEEP), 0.0, 1.0)
@@ -101,9 +100,9 @@ def overflowing(
 
 
 def _in_the_top_binade(values: Floats, top: Floats, blocks: Floats) -> tuple[Floats, Floats, Floats]:
-    """Of each row's blocks: their values n, the chance p of each one to be in the top binade, and (1 - p)^n.
+    """Return a row's values per block n, their chance p of the top binade, (1 - p)^n.
 
-    At least one value is there, so their mean is n p / (1 - (1 - p)^n), which grows with p.
+    A block has at least one value there, so the mean is n p / (1 - (1 - p)^n), which grows with p.
     """
     n = np.maximum(values / blocks, 1.0)
     mean = top / blocks
@@ -123,7 +122,10 @@ def _straight(share: Floats, n: Floats) -> Floats:
 
 
 def _points(element: Format, bits: Ints) -> Floats:
-    """Return where values begin to overflow, over the start of the top binade: on a grid, halfway to the first."""
+    """Return the point of overflow over the start of the top binade, by row.
+
+    On a grid it is halfway below the first overflowing number.
+    """
     point = 1 + (overflow_point(element) - element.max_exponent * BINADE) / BINADE
     places = np.ldexp(1.0, np.maximum(bits, 0).astype(np.int32))
     number = point * places

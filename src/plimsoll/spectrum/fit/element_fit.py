@@ -1,15 +1,15 @@
-"""What an element format would make of a spectrum: how much is lost, subnormal, overflowing, and how noisy the rest is.
+"""Losses and noise of a spectrum in an element format.
 
-A threshold of the format cuts through one binade at most; all others are decided by their counts. In that one the
-spectrum's extremes and the source's grid may decide, and if not, the answer is an interval with an estimate.
+A threshold of the format cuts through at most one binade, and all others are decided by their counts. In that one the
+spectrum's extremes and the grid may decide. Otherwise the result is an interval with an estimate.
 """
 
 import bisect
 import math
 from dataclasses import dataclass
 
-from plimsoll import row_layout
-from plimsoll.errors import ArgumentError, FormatError
+from plimsoll import checks, row_layout
+from plimsoll.errors import FormatError
 from plimsoll.formats import BlockFormat, Format, get
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum.fit.population import (
@@ -26,22 +26,26 @@ from plimsoll.spectrum.intervals import Interval
 from plimsoll.spectrum.record import SpectrumRecord
 from plimsoll.text import percent
 
-SHIFT_LIMIT = 276  # what `window` answers where every shift serves: from one end of the binades to the other
+SHIFT_LIMIT = 276  # distance of the end binades, which `window` returns if every shift fits
 _LARGEST_SHIFT = 2200  # beyond float64's whole range, subnormals included
 _BEST_SHIFT_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit(NotebookRepr):
-    """How a format would hold the values times ``2**shift``, as fractions of the nonzero finite ones.
+    """Losses and noise of values times ``2**shift`` in a format.
 
-    - `lost`: they round to zero. Where the source may have lost values before (`Source.censors`), zeros are counted in
-      the upper bound, as a fraction of the nonzero finite values and the zeros.
-    - `subnormal`: they are held with less than full precision, and not lost.
-    - `overflow`: their nearest-even result would exceed the format's largest value. In a block format: they saturate,
-      or share a block with a NaN or an Inf and become NaN.
-    - `snr_db`: expected signal-to-noise ratio, overflow taken to saturate; Inf without noise, and where there is
-      nothing to lose.
+    Fractions are of the nonzero finite values.
+
+    Attributes:
+        format: Name of the format.
+        shift: Power of two by which values are multiplied.
+        lost: Fraction that rounds to zero. If the source may have lost values before (`Source.censors`), the upper
+            bound includes zeros, as a fraction of the nonzero finite values and the zeros.
+        subnormal: Fraction that has less than full precision, and is not lost.
+        overflow: Fraction whose nearest-even result would exceed the largest value of the format. In a block format
+            they saturate, or become NaN with a NaN or an Inf in their block.
+        snr_db: Expected signal-to-noise ratio in dB, where overflow saturates. Inf without noise or without values.
     """
 
     format: str
@@ -52,7 +56,7 @@ class Fit(NotebookRepr):
     snr_db: float
 
     def __str__(self) -> str:
-        """One line: what is lost, subnormal and overflowing, and the noise.
+        """Return one line with the fractions and the noise.
 
         >>> interval = Interval(low=0.0, high=0.16, estimate=0.028)
         >>> print(Fit(format="fp16", shift=3, lost=interval, subnormal=NOTHING, overflow=NOTHING, snr_db=31.4))
@@ -74,23 +78,25 @@ def _ends(fraction: Interval) -> str:
 
 
 def resolve(fmt: object, shift: int, operation: str) -> Format | BlockFormat:
-    """The format and a shift that make sense, or an error in the name of `operation`."""
+    """Return the format of a name, after a check of format and shift.
+
+    Raises:
+        ArgumentError: The shift is out of range.
+        FormatError: The format does not exist, or is one for scales only.
+    """
     resolved = get(fmt)
     if isinstance(resolved, Format) and not resolved.signed:
         raise FormatError(
-            f"{operation}: expected a format for values; got {resolved.name}, which has no sign and no zero: it holds "
-            "the scales of block formats. Ask about the block format."
+            f"{operation}: expected a format for values; got {resolved.name}, which has no sign and no zero, for the "
+            "scales of block formats. Name the block format."
         )
-    if isinstance(shift, bool) or not isinstance(shift, int) or abs(shift) > _LARGEST_SHIFT:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(
-            f"{operation}: expected shift to be an integer from -{_LARGEST_SHIFT} to {_LARGEST_SHIFT}; got "
-            f"shift={shift!r}. Shift k means that values are multiplied by 2**k."
-        )
+    remedy = "Shift k means that values are multiplied by 2**k."
+    checks.integer(operation, "shift", shift, low=-_LARGEST_SHIFT, high=_LARGEST_SHIFT, remedy=remedy)
     return resolved
 
 
 def fit_elements(s: SpectrumRecord, fmt: Format, shift: int) -> Fit:
-    """The fit of an element format (`Spectrum.fit`)."""
+    """Return the fit of an element format (`Spectrum.fit`)."""
     if not s.nonzero:
         return nothing_to_lose(s, fmt.name, shift)
     values = population(s)
@@ -106,35 +112,29 @@ def fit_elements(s: SpectrumRecord, fmt: Format, shift: int) -> Fit:
 
 
 def window(s: SpectrumRecord, fmt: object, tolerance: float) -> tuple[int, int] | None:
-    """The shifts that serve (`Spectrum.window`)."""
+    """Return the lowest and highest shift that fit (`Spectrum.window`)."""
     element = _element(fmt, "Spectrum.window")
-    if not 0 < tolerance <= 1:
-        raise ArgumentError(
-            f"Spectrum.window: expected a tolerance above 0 and at most 1; got tolerance={tolerance!r}. "
-            "It is the fraction of the nonzero values that may be lost."
-        )
+    remedy = "It is the fraction of the nonzero values that may be lost: 0.01, for example."
+    checks.number("Spectrum.window", "tolerance", tolerance, above=0, at_most=1, remedy=remedy)
     if not s.nonzero:
         return (-SHIFT_LIMIT, SHIFT_LIMIT) if nothing_to_lose(s, element.name, 0).lost.high < tolerance else None
     values = population(s)
 
-    def serves(shift: int) -> bool:
+    def fits(shift: int) -> bool:
         return lost_interval(s, _lost(values, element, shift)).high < tolerance
 
-    # What is lost never grows with the shift, so bisection finds the lowest one; all is lost at the range's start.
+    # The loss never grows with the shift, so bisection finds the lowest one. All is lost at the start of the range.
     highest = _highest_shift(values.last, element)
     candidates = range((lost_point(element) - values.last) // BINADE, highest + 1)
-    found = bisect.bisect_left(candidates, True, key=serves)
-    return (candidates[found], highest) if found < len(candidates) else None
+    index = bisect.bisect_left(candidates, True, key=fits)
+    return (candidates[index], highest) if index < len(candidates) else None
 
 
 def best_shift(s: SpectrumRecord, fmt: object, margin_binades: int) -> int | None:
-    """The highest shift with a margin (`Spectrum.best_shift`)."""
+    """Return the highest shift with a margin (`Spectrum.best_shift`)."""
     element = _element(fmt, "Spectrum.best_shift")
-    if isinstance(margin_binades, bool) or not isinstance(margin_binades, int) or margin_binades < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(
-            f"Spectrum.best_shift: expected margin_binades to be an integer of 0 or more; got {margin_binades!r}. "
-            "It is how many binades stay free between absmax and overflow."
-        )
+    remedy = "It is the number of binades to leave free between absmax and overflow: 1, for example."
+    checks.integer("Spectrum.best_shift", "margin_binades", margin_binades, low=0, remedy=remedy)
     if not s.nonzero:
         return 0
     values = population(s)
@@ -144,7 +144,7 @@ def best_shift(s: SpectrumRecord, fmt: object, margin_binades: int) -> int | Non
 
 
 def population(s: SpectrumRecord) -> Population:
-    """The nonzero finite values of a spectrum that has some."""
+    """Return the nonzero finite values of a spectrum, which must have some."""
     return Population(
         counts=s.binades,
         lowest=row_layout.LOWEST_BINADE,
@@ -158,22 +158,22 @@ def population(s: SpectrumRecord) -> Population:
 
 
 def tallies(values: Population, fmt: Format, shift: int) -> tuple[Tally, Tally, Tally]:
-    """How many values are lost, subnormal, and overflowing."""
+    """Return the numbers of lost, subnormal and overflowing values."""
     lost = _lost(values, fmt, shift)
     below_normal = values.below(normal_point(fmt) - shift * BINADE, inclusive=False)
     point = overflow_point(fmt) - shift * BINADE
-    held = values.below(point, inclusive=not fmt.overflow_at_threshold)
+    below = values.below(point, inclusive=not fmt.overflow_at_threshold)
     subnormal = below_normal.minus(lost, values.total) if fmt.has_subnormals else Tally.exactly(0)
-    return lost, subnormal, held.out_of(values.total)
+    return lost, subnormal, below.out_of(values.total)
 
 
 def interval(tally: Tally, total: int) -> Interval:
-    """A number of values as a fraction of them all."""
+    """Return a number of values as a fraction of all."""
     return Interval(low=tally.low / total, high=tally.high / total, estimate=tally.estimate / total)
 
 
 def lost_interval(s: SpectrumRecord, lost: Tally) -> Interval:
-    """The lost fraction; the zeros of a censored spectrum may have been values once."""
+    """Return the lost fraction, with the zeros of a censored spectrum in its bound."""
     known = interval(lost, s.nonzero)
     if s.source is None or not s.source.censors:
         return known
@@ -182,7 +182,10 @@ def lost_interval(s: SpectrumRecord, lost: Tally) -> Interval:
 
 
 def nothing_to_lose(s: SpectrumRecord, name: str, shift: int) -> Fit:
-    """The fit of a spectrum without nonzero finite values: nothing is lost, unless its source lost all there was."""
+    """Return the fit of a spectrum without nonzero finite values.
+
+    Nothing is lost, unless its source may have lost all values.
+    """
     lost = Interval(low=0.0, high=1.0, estimate=0.0) if s.zeros and s.source and s.source.censors else NOTHING
     return Fit(format=name, shift=shift, lost=lost, subnormal=NOTHING, overflow=NOTHING, snr_db=math.inf)
 
@@ -191,8 +194,8 @@ def _element(fmt: object, operation: str) -> Format:
     resolved = resolve(fmt, 0, operation)
     if isinstance(resolved, BlockFormat):
         raise FormatError(
-            f"{operation}: expected an element format; got the block format {resolved.name}, which scales each block "
-            "by itself, so that a shift changes next to nothing. Ask Spectrum.fit what it loses."
+            f"{operation}: expected an element format; got the block format {resolved.name}, which scales each block, "
+            "so that a shift has almost no effect. Use Spectrum.fit for its loss."
         )
     return resolved
 
@@ -202,6 +205,6 @@ def _lost(values: Population, fmt: Format, shift: int) -> Tally:
 
 
 def _highest_shift(absmax: int, fmt: Format) -> int:
-    """The highest shift at which the value of that ordinal does not overflow."""
+    """Return the highest shift at which the value of an ordinal does not overflow."""
     beyond = overflow_point(fmt) + (not fmt.overflow_at_threshold)
     return (beyond - 1 - absmax) // BINADE

@@ -1,8 +1,8 @@
-"""Values known by their binades: how many lie below a threshold, and what rounding them costs.
+"""Counts of values below a threshold, and their rounding noise, from binades.
 
-Magnitudes are compared as whole numbers, *ordinals*: the binade's exponent times 2^53 plus the position in the binade
-in units of its 2^-53. So every float64 and every half-way point of a format with 52 mantissa bits is one exactly, a
-multiplication by a power of two is an addition, and nothing overflows.
+Magnitudes are compared as whole numbers, *ordinals*: the exponent of the binade times 2^53 plus the position in the
+binade in units of its 2^-53. So every float64, and every half-way point of a format with 52 mantissa bits, is an exact
+ordinal, a multiplication by a power of two is an addition, and nothing overflows.
 """
 
 import math
@@ -20,7 +20,7 @@ _SMALLEST_TRUSTED_SUMSQ = 1e-290  # below, squares of the values have underflown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """A number of values that is not known exactly: at least `low`, at most `high`, about `estimate`."""
+    """A number of values: at least `low`, at most `high`, about `estimate`."""
 
     low: int
     high: int
@@ -28,34 +28,41 @@ class Tally:
 
     @classmethod
     def exactly(cls, number: int) -> "Tally":
-        """A number that is known."""
+        """Return a number that is known exactly."""
         return cls(low=number, high=number, estimate=float(number))
 
     @classmethod
     def within(cls, low: int, high: int, estimate: float) -> "Tally":
-        """A number between bounds, with the estimate held to them."""
+        """Return a number between bounds, with the estimate clipped to them."""
         return cls(low=low, high=high, estimate=min(max(estimate, float(low)), float(high)))
 
     def out_of(self, total: int) -> "Tally":
-        """The number of the others, of `total`."""
+        """Return the number of the other values of `total`."""
         return Tally(low=total - self.high, high=total - self.low, estimate=total - self.estimate)
 
     def widened(self, total: int, *, fewer: int = 0, more: int = 0) -> "Tally":
-        """The number where so many may be fewer, and so many more."""
+        """Return the number with bounds for so many fewer and so many more."""
         return Tally(low=max(self.low - fewer, 0), high=min(self.high + more, total), estimate=self.estimate)
 
     def minus(self, other: "Tally", total: int) -> "Tally":
-        """The number in this one and not in the other, which is a part of it."""
+        """Return the number in this tally and not in the other, which is a part of it."""
         low, high = max(self.low - other.high, 0), min(max(self.high - other.low, 0), total)
         return Tally.within(low, high, self.estimate - other.estimate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Population:
-    """Nonzero magnitudes by binade, `counts[0]` being the binade of exponent `lowest`.
+    """Nonzero magnitudes by binade.
 
-    `first` and `last` are the ordinals of the smallest and the largest one, or bounds on them if not `attained`. The
-    end binades hold everything beyond them too. `sumsq` is the sum of squares, None if unknown.
+    Attributes:
+        counts: Number of values by binade. The end binades include all values beyond them.
+        lowest: Exponent of the first binade.
+        first: Ordinal of the smallest value, or a bound of it.
+        last: Ordinal of the largest value, or a bound of it.
+        attained: Whether `first` and `last` are values.
+        grid: Grid of the values, None if unknown.
+        total: Number of values.
+        sumsq: Sum of their squares, None if unknown.
     """
 
     counts: NDArray[np.int64]
@@ -68,10 +75,10 @@ class Population:
     sumsq: float | None
 
     def below(self, point: int, *, inclusive: bool) -> Tally:
-        """How many magnitudes are below the ordinal `point`, or at it if `inclusive`.
+        """Return the number of magnitudes below an ordinal, or at it if `inclusive`.
 
-        Values of the binade that holds the point are spread evenly over it (as far as `first` and `last` reach) for the
-        estimate: over the grid's numbers where there is a grid, and then the answer may be exact.
+        For the estimate, the values of the point's binade are spread evenly over the part of it from `first` to `last`,
+        on a grid over its numbers. With a grid the result may be exact.
         """
         limit = point + inclusive
         if not self.total or self.last < limit:
@@ -93,7 +100,7 @@ class Population:
         return Tally.within(low, high, under + fraction * inside)
 
     def _extent(self, index: int) -> tuple[int, int]:
-        """The ordinals between which the values of one binade lie, both ends included."""
+        """Return the first and last possible ordinal of values in one binade."""
         start = (self.lowest + index) * BINADE
         stop = start + BINADE - 1
         return (
@@ -107,7 +114,7 @@ class Population:
         return self.grid if usable else None
 
     def _fraction(self, start: int, stop: int, point: int, limit: int) -> float:
-        """The part of the values from `start` to `stop` that is below `limit`, all places being equally likely."""
+        """Return the expected part below `limit` of values spread from start to stop."""
         grid, binade = self._grid_in(start, stop), start // BINADE
         if grid is not None:
             step = BINADE >> (binade - grid.spacing_exponent(binade))
@@ -121,7 +128,7 @@ class Population:
 
 
 def ordinal(x: float) -> int:
-    """The ordinal of a positive float.
+    """Return the ordinal of a positive float.
 
     >>> ordinal(1.0), ordinal(1.5) == BINADE // 2, ordinal(2.0) == BINADE
     (0, True, True)
@@ -131,31 +138,34 @@ def ordinal(x: float) -> int:
 
 
 def magnitude(position: int, unit: int) -> float:
-    """The value of an ordinal in units of ``2**unit``, rounded to float64; 0 where that is too small for it."""
+    """Return the value of an ordinal in units of ``2**unit``, 0 if float64 underflows."""
     exponent, rest = divmod(position, BINADE)
     return math.ldexp(1 + rest / BINADE, exponent - unit)
 
 
 def lost_point(fmt: Format) -> int:
-    """Half the smallest value. What is at or below it rounds to zero: the tie goes to zero, whose code is even."""
+    """Return the ordinal of half the smallest value, the largest that rounds to zero."""
+    # The tie goes to zero, whose code is even.
     return (fmt.quantum_exponent - 1) * BINADE
 
 
 def normal_point(fmt: Format) -> int:
-    """The tie between the largest subnormal and the smallest normal value. It goes up: only below is subnormal."""
+    """Return the ordinal of the tie between subnormal and normal values."""
+    # The tie goes up to the smallest normal value: only values below it are subnormal.
     return fmt.min_exponent * BINADE - (BINADE >> fmt.mantissa_bits)
 
 
 def overflow_point(fmt: Format) -> int:
-    """The tie between the largest value and what would follow it (in integers: FP64's is no float64)."""
+    """Return the ordinal of the tie between the largest value and the next one."""
+    # In integers: that of FP64 is no float64.
     return ordinal(fmt.max) + (BINADE >> (fmt.mantissa_bits + 1))
 
 
 def snr_db(values: Population, fmt: Format, shift: int) -> float:
-    """Signal over rounding noise in decibels, as expected from the binades alone; Inf where nothing is rounded.
+    """Return the expected signal over rounding noise in dB, Inf if nothing is rounded.
 
-    A value that the format holds as a normal or subnormal number errs by its spacing's even distribution; a lost one by
-    itself; an overflowing one by its distance to the format's largest value (it is taken to saturate).
+    A value that the format represents has an error spread evenly over its spacing, a lost one its own size, an
+    overflowing one its distance to the largest value, since it saturates.
     """
     occupied = np.flatnonzero(values.counts)
     if not len(occupied):
@@ -174,7 +184,7 @@ def snr_db(values: Population, fmt: Format, shift: int) -> float:
 
     noise = min(float(energies[lost].sum()), signal)
     noise += float(((counts - spilled) * _rounding(binades, values.grid, fmt, shift, unit))[~lost].sum())
-    # An even spread makes the top binades heavier than the sum of squares says; the excess scales with the energy.
+    # An even spread makes the top binades heavier than the sum of squares. The excess is in proportion to the energy.
     surplus = min(signal / float(energies.sum()), 1.0)
     for index in np.flatnonzero(spilled):
         error = _saturation(int(binades[index]), overflow, values, fmt, shift, unit)
@@ -189,7 +199,10 @@ def _signal(values: Population, energies: NDArray[np.float64], unit: int) -> flo
 
 
 def _mean_squares(binades: NDArray[np.int64], grid: Grid | None, unit: int) -> NDArray[np.float64]:
-    """The mean square of each binade's values, in units of ``4**unit``: 7/3 of its start's square if spread evenly."""
+    """Return the mean square of each binade's values in units of ``4**unit``.
+
+    It is 7/3 of the square of the binade's start if they are spread evenly.
+    """
     squares = np.ldexp(1.0, 2 * (binades - unit))
     if grid is None:
         return squares * (7 / 3)
@@ -199,9 +212,9 @@ def _mean_squares(binades: NDArray[np.int64], grid: Grid | None, unit: int) -> N
 
 
 def _rounding(binades: NDArray[np.int64], grid: Grid | None, fmt: Format, shift: int, unit: int) -> NDArray[np.float64]:
-    """The mean square of the error of rounding to the format's spacing q, in units of ``4**unit``.
+    """Return the mean square error of rounding to a spacing q, in units of ``4**unit``.
 
-    q^2/12 for even spread; (q^2 + 2 g^2)/12 for values on a grid of spacing g < q, and nothing if g >= q. The values
+    It is q^2/12 for an even spread, (q^2 + 2 g^2)/12 for values on a grid of spacing g < q, and 0 if g >= q. The values
     of the binade right below the smallest one, [q/2, q), all round up to it: on a grid, g^2 (M+1)(2M+1)/6 for M places.
     """
     spacing = np.maximum(binades - fmt.mantissa_bits, fmt.quantum_exponent - shift)
@@ -218,7 +231,10 @@ def _rounding(binades: NDArray[np.int64], grid: Grid | None, fmt: Format, shift:
 
 
 def _saturation(binade: int, overflow: int, values: Population, fmt: Format, shift: int, unit: int) -> float:
-    """The mean square distance of one binade's overflowing values to the largest value, in units of ``4**unit``."""
+    """Return the mean square distance of a binade's overflowing values to the largest.
+
+    It is in units of ``4**unit``.
+    """
     low = max(binade * BINADE, overflow)
     high = max(min((binade + 1) * BINADE, values.last), low)
     largest = math.ldexp(fmt.max, -shift - unit)

@@ -1,10 +1,10 @@
-"""Block formats whose scale has a mantissa, under one FP32 scale for the whole tensor (NVFP4) or under none.
+"""Losses in block formats whose scale has a mantissa, as in NVFP4.
 
-The tensor's scale is t = absmax / (element max * scale max), over the finite values, and 1 where there is none. A
-block's scale is its own absmax over (element max * t), rounded to the scale's format. So a value at depth d lands at
-``element max * u/v * 2**-d`` with u, v in [1, 2) the significands of the value and of its block's absmax, times the
-scale's relative rounding. Which depths that leaves undecided follows from the ends of these ranges; the estimates
-average over them.
+They may have an FP32 scale for the whole tensor. It is t = absmax / (element max * scale max) over the finite values,
+and 1 without such a scale. The scale of a block is its absmax over (element max * t), rounded to the format of scales.
+So a value at depth d becomes ``element max * u/v * 2**-d`` times the relative rounding of the scale, where u and v in
+[1, 2) are the significands of the value and of the block's absmax. The ends of these ranges give the undecided depths.
+The estimates are averages over the ranges.
 """
 
 import functools
@@ -22,7 +22,7 @@ from plimsoll.spectrum.fit.population import Tally
 from plimsoll.spectrum.merging import BEYOND, LOWEST, times_power
 from plimsoll.spectrum.record import SpectrumRecord
 
-_SLACK = 2.0**-20  # FP32 rounding of t, and of our own arithmetic
+_SLACK = 2.0**-20  # FP32 rounding of t, and rounding of this module's arithmetic
 _PLACES = 24  # per averaged variable
 _Flags = NDArray[np.bool_]
 _Floats = NDArray[np.float64]
@@ -31,7 +31,7 @@ _Floats = NDArray[np.float64]
 def tallies(
     s: SpectrumRecord, record: BlockRecord, fmt: BlockFormat, shift: int, misplaced: int
 ) -> tuple[Tally, Tally, Tally, float]:
-    """Lost, subnormal and overflowing values of the finite blocks, and the signal-to-noise ratio."""
+    """Return lost, subnormal and overflowing values of finite blocks, and the SNR."""
     depths, total = record.depths, int(record.depths.sum())
     outcomes = table(fmt)
     lost, subnormal, overflow = (
@@ -50,10 +50,12 @@ def tallies(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SmallScales:
-    """Blocks so small that their scale is subnormal, coarsely rounded, or zero; or so large that it is at its end.
+    """Blocks whose scale is subnormal, and so coarse, or zero, or the largest one.
 
-    `unsure`: how many values they may hold. `dead_blocks`: those whose scale is surely zero; `dead_share`: the part of
-    all blocks that this is true of, by estimate.
+    Attributes:
+        unsure: Upper bound of the number of their values.
+        dead_blocks: Number of blocks whose scale is zero for certain.
+        dead_share: Estimated fraction of blocks whose scale is zero.
     """
 
     unsure: int
@@ -83,14 +85,21 @@ def _small_scales(s: SpectrumRecord, record: BlockRecord, fmt: BlockFormat, shif
     )
 
 
-_Depths = tuple[_Flags, _Flags, _Floats]  # by depth: all values surely so; some possibly so; the expected share
+_Depths = tuple[_Flags, _Flags, _Floats]  # by depth: certain for all values, possible for some, expected share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """What becomes of the values at each depth, by the format alone; `energy` and `noise` are expected squares.
+    """Outcomes of values at each depth in a format.
 
-    `maximum_energy` and `maximum_noise` speak of the blocks' largest values, which are at depth 0 too.
+    Attributes:
+        lost: Values that round to zero.
+        subnormal: Values that become subnormal.
+        overflow: Values that overflow.
+        energy: Expected squares.
+        noise: Expected squared errors.
+        maximum_energy: Expected square of a block's largest value, which is at depth 0 too.
+        maximum_noise: Expected squared error of a block's largest value.
     """
 
     lost: _Depths
@@ -103,17 +112,17 @@ class Outcomes:
 
 
 def top_of_scales(fmt: BlockFormat) -> float:
-    """The magnitude that overflows at the largest scale, where there is no scale of the tensor."""
+    """Return the magnitude that overflows at the largest scale of blocks."""
     return fmt.element.overflow_threshold * fmt.scale.max
 
 
 @functools.lru_cache(maxsize=16)
 def table(fmt: BlockFormat) -> Outcomes:
-    """What becomes of values by their depth, in a format."""
+    """Return the outcomes of values by depth in a format."""
     element = fmt.element
     down = np.ldexp(1.0, -np.arange(row_layout.BINADES))
     rounding = 2.0 ** -(fmt.scale.mantissa_bits + 1)
-    rounding /= 1 + rounding  # relative to what is rounded: largest at the first tie of a binade
+    rounding /= 1 + rounding  # relative to the unrounded scale: largest at the first tie of a binade
     lowest = element.max * down / 2 / (1 + rounding) * (1 - _SLACK)
     highest = element.max * np.minimum(2 * down, 1) / (1 - rounding) * (1 + _SLACK)
     lost_at = element.smallest_subnormal / 2
@@ -144,9 +153,10 @@ def table(fmt: BlockFormat) -> Outcomes:
 
 
 def _places(scale: Format) -> tuple[_Floats, _Floats, _Floats]:
-    """Where values land, over ``element max * 2**-depth``: below depth 0, at depth 0, and the blocks' largest ones.
+    """Return places of values over ``element max * 2**-depth``.
 
-    The significands u, v and that of the scale before rounding are taken to be even in [1, 2); at depth 0, u <= v.
+    They are those below depth 0, at depth 0, and of the blocks' largest values. The significands u, v and that of the
+    scale before rounding are spread evenly in [1, 2). At depth 0, u <= v.
     """
     even = 1 + (np.arange(_PLACES) + 0.5) / _PLACES
     steps = math.ldexp(1.0, scale.mantissa_bits)
