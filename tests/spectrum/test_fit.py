@@ -185,15 +185,15 @@ def test_values_that_share_a_block_with_a_nan_or_inf_count_as_overflow() -> None
         (
             lambda s: s.window("fp16", 0),
             ArgumentError,
-            "Spectrum.window: expected a tolerance above 0 and at most 1; got",
+            "Spectrum.window: expected tolerance to be a number above 0 and of at most 1; got",
         ),
         (lambda s: s.window("fp16", math.nan), ArgumentError, "got tolerance=nan"),
         (
             lambda s: s.best_shift("fp16", -1),
             ArgumentError,
-            "expected margin_binades to be an integer of 0 or more; got -1",
+            "expected margin_binades to be an integer of at least 0; got margin_binades=-1",
         ),
-        (lambda s: s.best_shift("fp16", 0.5), ArgumentError, "got 0.5. It is how many binades stay free"),
+        (lambda s: s.best_shift("fp16", 0.5), ArgumentError, "got margin_binades=0.5. It is the number of binades"),
     ],
 )
 def test_what_cannot_be_asked(ask: object, error: type[Exception], message: str) -> None:
