@@ -17,7 +17,7 @@ from plimsoll_lab.result import Measured
 from plimsoll_lab.study import Job
 from tests.support.cases import each
 
-SMALL = Setup(steps=66, spell=6, opening=48, inputs=8, width=8, batch=16)
+SMALL = Setup(steps=66, pause=6, opening=48, inputs=8, width=8, batch=16)
 # What needs a longer training than this: an end to compare.
 TOO_SHORT_FOR = {"guard-trains", "master-trains"}
 
@@ -46,7 +46,7 @@ def test_the_claims_hold_that_do_not_need_a_long_training(measured: Measured) ->
 def test_what_is_found_and_when(measured: Measured) -> None:
     fp32, zero, small, large, guarded, master = measured.trainings
     lost = [f for f in small.findings if f.rule == "second-moment-lost"]
-    assert lost[0].since_step >= SMALL.spell and lost[0].evidence["epsilon_is_zero"] == "yes"
+    assert lost[0].since_step >= SMALL.pause and lost[0].evidence["epsilon_is_zero"] == "yes"
     assert any("first.weight" in name for name in lost[0].where)
     assert [f.since_step for f in zero.findings if f.rule == "nonfinite"] == [1]
     for training in (fp32, guarded, master):
@@ -60,16 +60,16 @@ def test_numbers_are_those_of_the_runs(measured: Measured) -> None:
     steps, updates = run.scalars("largest_update")
     assert updates.max() == small.numbers["largest_update"] > EXPLODES
     assert steps[updates >= EXPLODES][0] == small.numbers["exploded_at"]
-    step = SMALL.spell + 3
+    step = SMALL.pause + 3
     first, second = (run.spectrum("optimizer", f"first.weight:{name}", step) for name in ("exp_avg", "exp_avg_sq"))
     assert second.zeros > first.zeros and 0 < small.numbers["moments_zero"] <= 1
     weights = Run(measured.trainings[1].run).spectrum("weights", "first.weight", 1)
     assert weights.nans == weights.count
 
 
-def test_gradients_are_zero_in_the_spell_and_grow_after_it(measured: Measured) -> None:
+def test_gradients_are_zero_in_the_pause_and_grow_after_it(measured: Measured) -> None:
     run = Run(measured.trainings[0].run)
-    sizes = [run.spectrum("gradients", "first.weight", step).absmax for step in (0, SMALL.spell - 1, 8, 20, 40)]
+    sizes = [run.spectrum("gradients", "first.weight", step).absmax for step in (0, SMALL.pause - 1, 8, 20, 40)]
     assert sizes[:2] == [0.0, 0.0] and 0 < sizes[2] < sizes[3] < sizes[4]
 
 
@@ -77,13 +77,13 @@ def test_gradients_are_zero_in_the_spell_and_grow_after_it(measured: Measured) -
     ("who", "change", "breaks"),
     [
         (1, {"weights_lost": 0.9}, "epsilon-is-zero"),
-        (1, {"nonfinite_told": 0.0}, "epsilon-found"),
+        (1, {"nonfinite_found": 0.0}, "epsilon-found"),
         (3, {"moments_zero": 0.01}, "moments-vanish"),
         (0, {"moments_lost_in_fp16": 0.01}, "moments-foretold"),
         (0, {"largest_update": 1.01 * BOUND}, "fp32-bounded"),
         (2, {"largest_update": 0.9 * EXPLODES}, "update-explodes"),
         (2, {"loss_end": 0.0}, "explosion-ends-it"),
-        (2, {"told_at": math.inf}, "found-before"),
+        (2, {"found_at": math.inf}, "found-before"),
         (2, {"exploded_at": 7.0}, "found-before"),
         (0, {"rate_spread": 1.0}, "fp32-adapts"),
         (2, {"rate_spread": 1.0}, "epsilon-hides"),
@@ -91,7 +91,7 @@ def test_gradients_are_zero_in_the_spell_and_grow_after_it(measured: Measured) -
         (3, {"largest_update": math.inf}, "large-epsilon-holds"),
         (4, {"largest_update": 10.0}, "guard-bounds"),
         (5, {"largest_update": 10.0}, "master-bounds"),
-        (5, {"told": 1.0}, "master-nothing-found"),
+        (5, {"found": 1.0}, "master-nothing-found"),
     ],
 )
 def test_each_claim_can_fail(measured: Measured, who: int, change: dict[str, float], breaks: str) -> None:
@@ -104,7 +104,7 @@ def test_each_claim_can_fail(measured: Measured, who: int, change: dict[str, flo
 def test_an_end_that_is_no_better_is_told(measured: Measured) -> None:
     numbers = [dict(training.numbers) for training in measured.trainings]
     for factor, holds in ((0.9, True), (1.1, False)):
-        numbers[4]["loss_end"] = factor * numbers[4]["loss_spell"]
+        numbers[4]["loss_end"] = factor * numbers[4]["loss_pause"]
         numbers[5]["loss_end"] = factor * numbers[0]["loss_end"]
         found = by_id(claims(*numbers))
         assert found["guard-trains"].holds == found["master-trains"].holds == holds
@@ -125,7 +125,7 @@ def test_the_trunk_is_the_best_linear_one_and_the_branch_opens_by_doubling() -> 
     data = Data(SMALL, seed=3)
     x, y = data.batch(7)
     model = Net(data.fit(), SMALL.width)
-    model.factor = SMALL.factor(SMALL.spell - 1)
+    model.factor = SMALL.factor(SMALL.pause - 1)
     assert model.factor == 0.0
     assert torch.equal(model(x), x @ model.trunk)
     # A ReLU network of normal inputs is half linear: a fitted line takes much of its variance away, and not all.

@@ -1,10 +1,17 @@
 """Claims of experiments: a sentence, the number measured for it, and the bounds of that number."""
 
+import ast
 import math
-from collections.abc import Iterable
+import operator
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 from plimsoll.errors import ArgumentError
+
+_BOUNDS = re.compile(r"(?:at least (\S+))?(?: and )?(?:at most (\S+))?(?: (.*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,75 @@ class Claim:
             "holds": self.holds,
             "rows": list(self.rows),
         }
+
+
+def claims(table: str, **numbers: Any) -> tuple[Claim, ...]:
+    """Return the claims of a table, with their numbers.
+
+    A line of the table has the id, the measured number, the bounds with the unit, and the sentence, separated by "|". A
+    line that begins with "|" continues the one before. A line in brackets names rows of the evidence base for the
+    claims that follow. The measured number is an expression over `numbers`: ``fp16.loss / fp32.loss``.
+
+    Args:
+        table: The claims as text.
+        numbers: Numbers, or mappings of numbers by name, which expressions use.
+
+    Raises:
+        ArgumentError: A line has another form, or an expression does more than arithmetic.
+        KeyError: An expression names a number that there is not.
+
+    >>> found = claims(
+    ...     '''
+    ...     [T3, T4]
+    ...     scale-falls | fp16.before - fp16.after | at least 10 and at most 20 binades | the scale falls
+    ...     ''',
+    ...     fp16={"before": 16.0, "after": 4.0},
+    ... )
+    >>> print(found[0], found[0].rows)
+    the scale falls: 12 binades, expected at least 10 and at most 20 ('T3', 'T4')
+    """
+    rows: tuple[str, ...] = ()
+    result: list[Claim] = []
+    for line in re.sub(r"\n\s*\|", " |", textwrap.dedent(table).strip()).splitlines():
+        if line.startswith("["):
+            rows = tuple(line.strip("[]").split(", "))
+            continue
+        name, expression, bounds, says = (line.split(" | ") + [""] * 3)[:4]
+        match = _BOUNDS.fullmatch(bounds)
+        if match is None or not says or line.count(" | ") != 3:
+            raise ArgumentError(f"claims: expected id | number | bounds | sentence; got {line!r}. Correct the line.")
+        low, high = (None if bound is None else float(bound) for bound in match.groups()[:2])
+        measured = _evaluated(ast.parse(expression, mode="eval").body, numbers)
+        result.append(Claim(name, says, measured, at_least=low, at_most=high, unit=match[3] or "", rows=rows))
+    return tuple(result)
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def _evaluated(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value=int() | float()):
+            return node.value
+        case ast.Name():
+            return names[node.id]
+        case ast.Attribute():
+            return _evaluated(node.value, names)[node.attr]
+        case ast.Subscript(slice=ast.Constant(value=key)):
+            return _evaluated(node.value, names)[key]
+        case ast.BinOp() if type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](_evaluated(node.left, names), _evaluated(node.right, names))
+        case ast.Call(func=ast.Name(id="max" | "min" | "abs" as function)):
+            return {"max": max, "min": min, "abs": abs}[function](
+                *(_evaluated(argument, names) for argument in node.args)
+            )
+        case _:
+            raise ArgumentError(f"claims: expected arithmetic; got {ast.unparse(node)}. Pass its value as a number.")
 
 
 def of_rows(claims: Iterable[Claim], *rows: str) -> tuple[Claim, ...]:

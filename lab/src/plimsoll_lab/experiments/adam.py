@@ -1,17 +1,16 @@
 """Experiment `adam` (T8): Adam's state and epsilon in FP16, and the remedies.
 
-Six trainings of one adapter from the same weights on the same batches. For a spell its gradients are
-zero; then they are small and grow. In exact arithmetic an update of Adam's has at most 7.27 learning rates, whatever
-the gradients are (`largest_ratio`), so what is far above that is rounding's doing.
+Six trainings of one adapter start from the same weights on the same batches. For a pause its gradients are zero, then
+they are small and grow. In exact arithmetic an update of Adam has at most 7.27 learning rates, whatever the gradients
+are (`largest_ratio`), so a far larger one is an effect of rounding.
 
-Where second moments become zero: a gradient g adds 0.001 g² to them, and FP16 makes zero of what is at or below 2^-25.
-So all gradients below 0.0055 leave no second moment, be it the first after a spell or the hundredth. A spell itself
-takes no second moment away in FP16: 0.999 of one below 500 units of 2^-24 rounds back to it, and it stays for good.
+A gradient g adds 0.001 g² to the second moments, and FP16 rounds all at or below 2^-25 to zero. So gradients below
+0.0055 leave no second moment, whether they are the first after a pause or the hundredth. The pause itself removes no
+second moment in FP16: 0.999 of one below 500 units of 2^-24 rounds back to it.
 
-The adapter is a branch beside a network that is trained already. For the first steps the branch's output is multiplied
-by zero, and then by a factor that doubles every few steps until it is 1. So its weights have gradients of exactly zero
-for a spell, and afterwards small ones that grow. The inputs differ in size, as columns of a table do that nobody has
-normalised: Adam's rate for each weight exists for such inputs.
+The adapter is a branch of a network that is trained already. For the first steps the output of the branch is multiplied
+by zero, then by a factor that doubles every few steps up to 1. The inputs differ in size, as columns of a table that is
+not normalized: Adam has a rate for each weight for such inputs.
 """
 
 import contextlib
@@ -33,30 +32,30 @@ from plimsoll.runs import Run
 from plimsoll.text import percent
 from plimsoll.watch import watch
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim
+from plimsoll_lab.claim import Claim, claims as claims_of
 from plimsoll_lab.result import Measured, Training
 from plimsoll_lab.statistics import columns, median
 from plimsoll_lab.study import Job, Kind, Sizes, Study
 
-BRANCH = "first.weight"  # of the branch, whose moments and rates are recorded
-BOUND = largest_ratio(0.9, 0.999)  # learning rates that an update of Adam's has at most, in exact arithmetic: 7.27
+BRANCH = "first.weight"  # weight of the branch, whose moments and rates are recorded
+BOUND = largest_ratio(0.9, 0.999)  # most learning rates of an update of Adam in exact arithmetic: 7.27
 EXPLODES = 10 * BOUND
-_DOUBLINGS = 16  # of the factor, from 2^-16 to 1
-_TAIL = 30  # steps that a loss is the median of
+_DOUBLINGS = 16  # doublings of the factor, from 2^-16 to 1
+_TAIL = 30  # number of steps in the median of a loss
 _RULE = "second-moment-lost"
 _CONFIRMED = 1  # the rule needs two samples in a row, so it reports one step after it began
-_LOST = 0.05  # the rule's own threshold
-_SAME_RATE = 0.5  # binades between the rates of the middle nine tenths of weights: all have one rate
-_OWN_RATES = 3.0  # binades: a factor of 8 from weight to weight
+_LOST = 0.05  # threshold of the rule
+_SAME_RATE = 0.5  # binades between the rates of the middle nine tenths of weights, at which all have one rate
+_OWN_RATES = 3.0  # the same where rates differ: a factor of 8 from weight to weight
 Numbers = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup(Sizes):
-    """The sizes: the branch is closed for `spell` steps, and then opens over `opening` of them."""
+    """Sizes. The branch is closed for `pause` steps, and opens over `opening` steps."""
 
     steps: int = 220
-    spell: int = 40
+    pause: int = 40
     opening: int = 80
     inputs: int = 16
     width: int = 32
@@ -66,19 +65,19 @@ class Setup(Sizes):
 
     @property
     def opened(self) -> int:
-        """The first step at which the branch is open; until then all steps are recorded."""
-        return self.spell + self.opening
+        """First step at which the branch is open. All steps before it are recorded."""
+        return self.pause + self.opening
 
     def factor(self, step: int) -> float:
-        """What the branch's output is multiplied by."""
-        if step < self.spell:
+        """Return the factor of the branch's output."""
+        if step < self.pause:
             return 0.0
-        return 2.0 ** min(0.0, _DOUBLINGS * ((step - self.spell) / self.opening - 1))
+        return 2.0 ** min(0.0, _DOUBLINGS * ((step - self.pause) / self.opening - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way(Kind):
-    """A way to train: at a level, with an epsilon, with or without `guard_adam`; `brief`: for half of the spell."""
+    """A level with an epsilon and a guard. A `brief` one trains for half of the pause."""
 
     precision: str
     epsilon: float = 1e-8
@@ -97,7 +96,7 @@ KINDS = (
 
 
 class Net(nn.Module):
-    """A linear trunk, fitted before and frozen, and a branch of two layers that is added to it times a factor."""
+    """A frozen linear trunk, plus a branch of two layers times a factor."""
 
     def __init__(self, trunk: Tensor, width: int) -> None:
         super().__init__()
@@ -107,13 +106,13 @@ class Net(nn.Module):
         self.factor = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """The prediction (batch,)."""
+        """Return the prediction (batch,)."""
         x = x.to(self.first.weight.dtype)
         return x @ self.trunk + self.factor * self.second(functional.relu(self.first(x))).squeeze(-1)
 
 
 class Data:
-    """Batches of inputs and targets: a fixed network of the normalised inputs."""
+    """Batches of inputs, and targets by a fixed network of the normalized inputs."""
 
     def __init__(self, setup: Setup, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -123,12 +122,12 @@ class Data:
         self._out = torch.randn(setup.width, generator=generator) * math.sqrt(2 / setup.width)
 
     def fit(self) -> Tensor:
-        """The linear trunk that fits best."""
-        x, y = (torch.cat(each).double() for each in zip(*(self.batch(-n) for n in range(1, 17)), strict=True))
+        """Return the linear trunk that fits best."""
+        x, y = (torch.cat(part).double() for part in zip(*(self.batch(-n) for n in range(1, 17)), strict=True))
         return cast("Tensor", torch.linalg.lstsq(x, y[:, None]).solution).squeeze(-1).float()
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The inputs (batch, inputs) and targets (batch,) of a step."""
+        """Return the inputs (batch, inputs) and targets (batch,) of a step."""
         generator = torch.Generator().manual_seed((self._seed + 1) * 1_000_003 + step)
         x = torch.randn(self._setup.batch, self._setup.inputs, generator=generator)
         return x * self.sizes, functional.relu(x @ self._in) @ self._out
@@ -136,7 +135,8 @@ class Data:
 
 @contextlib.contextmanager
 def _epsilon(optimizer: torch.optim.Optimizer, kind: Way) -> Generator[None]:
-    """Sets the epsilon only here, since `prepare` refuses one that is zero in FP16; and the guard."""
+    """Set the epsilon and the guard of a kind."""
+    # The epsilon is set only here, since `prepare` refuses one that is zero in FP16.
     for group in optimizer.param_groups:
         group["eps"] = kind.epsilon
     guard = guard_adam(optimizer) if kind.guarded else None
@@ -152,7 +152,10 @@ def _weight(model: Net) -> Tensor:
 
 
 def _rates(optimizer: torch.optim.Optimizer, model: Net) -> Mapping[str, float]:
-    """How far apart Adam's rates for single weights of the branch are, in binades: of the middle nine tenths."""
+    """Return the spread of Adam's rates for weights of the branch, in binades.
+
+    It is that of the middle nine tenths.
+    """
     state = cast("Mapping[str, Any]", optimizer.state.get(model.first.weight, {}))
     if "exp_avg_sq" not in state:
         return {}
@@ -160,7 +163,7 @@ def _rates(optimizer: torch.optim.Optimizer, model: Net) -> Mapping[str, float]:
     epsilon = float(torch.tensor(group["eps"], dtype=second.dtype))
     corrected = second.double() / (1 - group["betas"][1] ** float(state["step"]))
     rates = 1 / (corrected[state["exp_avg"] != 0].sqrt() + epsilon)
-    if not len(rates) or not rates.isfinite().all() or not rates.all():  # 0: a second moment is Inf
+    if not len(rates) or not rates.isfinite().all() or not rates.all():  # a rate of 0: a second moment is Inf
         return {}
     low, high = (float(rates.quantile(share)) for share in (0.05, 0.95))
     return {"rate_spread": math.log2(high / low)}
@@ -175,27 +178,34 @@ def judged(job: Job[Way], setup: Setup) -> Training:
     outcome, good = _outcome(numbers)
     steps, loss = run.scalars("loss")
     return Training(
-        name=job.kind.name, title=job.kind.title, run=job.run, numbers=numbers, outcome=outcome, good=good,
-        findings=findings, series=columns(steps, loss, median), series_of="loss",
-    )  # fmt: skip
+        name=job.kind.name,
+        title=job.kind.title,
+        run=job.run,
+        numbers=numbers,
+        outcome=outcome,
+        good=good,
+        findings=findings,
+        series=columns(steps, loss, median),
+        series_of="loss",
+    )
 
 
 def measured(run: Run, view: View, setup: Setup, findings: Sequence[Finding]) -> dict[str, float]:
-    """By name: the loss, updates in learning rates, second moments that are zero, rates, and when it was told."""
+    """Return losses, updates in learning rates, zero moments, rates and steps by name."""
     steps, updates = run.scalars("largest_update")
     exploded = steps[~(updates < EXPLODES)]  # NaN too
-    told = [finding.since_step for finding in findings if finding.rule == _RULE]
+    alarms = [finding.since_step for finding in findings if finding.rule == _RULE]
     finite = updates[np.isfinite(updates)]
     loss = run.scalars("loss")[1]
     return {
-        "loss_spell": median(loss[: setup.spell]),
+        "loss_pause": median(loss[: setup.pause]),
         "loss_end": median(loss[-_TAIL:]),
         "largest_update": float(finite.max()) if len(finite) == len(updates) else math.inf,
         "exploded_at": float(exploded[0]) if len(exploded) else math.inf,
-        "told_at": float(min(told) + _CONFIRMED) if told else math.inf,
-        "told": float(len(told)),
-        "epsilon_told": float(any(f.evidence["epsilon_is_zero"] == "yes" for f in findings if f.rule == _RULE)),
-        "nonfinite_told": float(any(f.rule == "nonfinite" and f.severity == "alarm" for f in findings)),
+        "found_at": float(min(alarms) + _CONFIRMED) if alarms else math.inf,
+        "found": float(len(alarms)),
+        "epsilon_found": float(any(f.evidence["epsilon_is_zero"] == "yes" for f in findings if f.rule == _RULE)),
+        "nonfinite_found": float(any(f.rule == "nonfinite" and f.severity == "alarm" for f in findings)),
         "weights_lost": _weights_lost(run),
         "moments_zero": _moments_zero(run, setup),
         "moments_lost_in_fp16": _lost_in_fp16(view, setup),
@@ -205,18 +215,21 @@ def measured(run: Run, view: View, setup: Setup, findings: Sequence[Finding]) ->
 
 
 def _weights_lost(run: Run) -> float:
-    """The part of the branch's weights that is not finite at the second step: what the first one has made of them."""
+    """Return the nonfinite part of the branch's weights after the first step."""
     spectrum = run.spectrum("weights", BRANCH, 1)
     return spectrum.nonfinite / spectrum.count
 
 
 def _moments_zero(run: Run, setup: Setup) -> float:
-    """Of the second moments whose first moments are not zero, the part that is, while the branch opens: the mean."""
+    """Return the mean part of second moments that are zero while the branch opens.
+
+    Only weights whose first moment is not zero count.
+    """
     shares: list[float] = []
     for step in _early(setup):
         try:
             first, second = (run.spectrum("optimizer", f"{BRANCH}:{m}", step) for m in ("exp_avg", "exp_avg_sq"))
-        except NotRecordedError:  # the run has ended before, or its optimizer's state is kept elsewhere
+        except NotRecordedError:  # the run ended before, or its optimizer's state is in masters
             return math.nan
         if first.count > first.zeros:
             shares.append(max(second.zeros - first.zeros, 0) / (first.count - first.zeros))
@@ -224,7 +237,7 @@ def _moments_zero(run: Run, setup: Setup) -> float:
 
 
 def _lost_in_fp16(view: View, setup: Setup) -> float:
-    """Of nonzero second moments as recorded, what FP16 would make zero while the branch opens: the mean."""
+    """Return the mean part of recorded second moments that FP16 would make zero."""
     answer = whatif(view, "fp16", shift=0, collection="optimizer")
     name = f"{BRANCH}:exp_avg_sq"
     if name not in answer.names:
@@ -235,7 +248,8 @@ def _lost_in_fp16(view: View, setup: Setup) -> float:
 
 
 def _rate_spread(run: Run, setup: Setup) -> float:
-    """The median over the first steps after the spell, in which no training has exploded yet."""
+    """Return the median spread of rates over the first steps after the pause."""
+    # No training has exploded by then.
     try:
         steps, spread = run.scalars("rate_spread")
     except NotRecordedError:
@@ -244,8 +258,8 @@ def _rate_spread(run: Run, setup: Setup) -> float:
 
 
 def _early(setup: Setup) -> range:
-    """The first quarter of the opening; the branch's first gradients have then become moments."""
-    return range(setup.spell + 1, setup.spell + 1 + setup.opening // 4)
+    """Return the first quarter of the opening, after the first gradients of the branch."""
+    return range(setup.pause + 1, setup.pause + 1 + setup.opening // 4)
 
 
 def _last(run: Run, name: str) -> float:
@@ -266,91 +280,75 @@ def _outcome(numbers: dict[str, float]) -> tuple[str, bool]:
 def claims(
     fp32: Numbers, zero: Numbers, small: Numbers, large: Numbers, guarded: Numbers, master: Numbers
 ) -> tuple[Claim, ...]:
-    """What the experiment says, with the numbers of the six trainings, in the order of `KINDS`."""
-    return (*_of_epsilon(zero), *_of_moments(fp32, small, large), *_of_rates(fp32, small, large),
-            *_of_remedies(fp32, guarded, master))  # fmt: skip
+    """Return the claims with the numbers of the six trainings, in the order of `KINDS`."""
+    return claims_of(
+        f"""
+        epsilon-is-zero | zero.weights_lost | at least 1 of the weights
+            | epsilon 1e-8 in FP16: a weight without gradient is NaN after one step
+        epsilon-found | zero.nonfinite_found | at least 1 alarms | epsilon 1e-8 in FP16: the alarm nonfinite is raised
+        moments-vanish | large.moments_zero | at least {_LOST} of second moments
+            | FP16 state: second moments are zero where first ones are not, after the pause
+        moments-foretold | fp32.moments_lost_in_fp16 | at least {_LOST} of second moments
+            | an FP32 run shows before that FP16 would lose them
+        fp32-bounded | fp32.largest_update | at most {BOUND} learning rates | FP32: no update is above Adam's own bound
+        update-explodes | small.largest_update | at least {EXPLODES} learning rates
+            | epsilon 1e-7: after the pause an update is ten times that bound or more
+        explosion-ends-it | small.loss_end / fp32.loss_end | at least 2 of FP32's loss
+            | epsilon 1e-7: the loss ends far above FP32's
+        found-before | small.exploded_at - small.found_at | at least 1 steps before
+            | the alarm second-moment-lost is raised before the explosion
+        fp32-adapts | fp32.rate_spread | at least {_OWN_RATES} binades apart
+            | FP32: after the pause the rates differ from weight to weight
+        epsilon-hides | small.rate_spread | at most {_SAME_RATE} binades apart
+            | epsilon 1e-7: all weights have the same rate
+        large-epsilon-hides | large.rate_spread | at most {_SAME_RATE} binades apart | epsilon 1e-4: the same
+        large-epsilon-holds | large.largest_update | at most {EXPLODES} learning rates
+            | epsilon 1e-4: and no update explodes
+        guard-bounds | guarded.largest_update | at most {1.1 * BOUND} learning rates
+            | guard_adam: FP16 state, and no update is above the bound, up to rounding
+        guard-trains | guarded.loss_end / guarded.loss_pause | at most 1 of the pause's loss
+            | guard_adam: training goes on: the loss ends below that of the pause
+        master-bounds | master.largest_update | at most {1.1 * BOUND} learning rates
+            | FP32 state and masters: no update is above the bound, up to rounding
+        master-trains | master.loss_end / fp32.loss_end | at most 1.05 of FP32's loss
+            | FP32 state and masters: it ends where FP32 does
+        master-nothing-found | master.found | at most 0 findings
+            | FP32 state and masters: no second moment is found lost
+        """,
+        fp32=fp32,
+        zero=zero,
+        small=small,
+        large=large,
+        guarded=guarded,
+        master=master,
+    )
 
 
-def _of_epsilon(zero: Numbers) -> tuple[Claim, ...]:
-    return (
-        Claim("epsilon-is-zero", "epsilon 1e-8 in FP16: a weight without gradient is NaN after one step",
-              zero["weights_lost"], at_least=1.0, unit="of the weights"),
-        Claim("epsilon-found", "epsilon 1e-8 in FP16: the alarm nonfinite is raised",
-              zero["nonfinite_told"], at_least=1, unit="alarms"),
-    )  # fmt: skip
-
-
-def _of_moments(fp32: Numbers, small: Numbers, large: Numbers) -> tuple[Claim, ...]:
-    return (
-        Claim("moments-vanish", "FP16 state: second moments are zero where first ones are not, after the spell",
-              large["moments_zero"], at_least=_LOST, unit="of second moments"),
-        Claim("moments-foretold", "an FP32 run tells beforehand that FP16 would lose them",
-              fp32["moments_lost_in_fp16"], at_least=_LOST, unit="of second moments"),
-        Claim("fp32-bounded", "FP32: no update is above Adam's own bound",
-              fp32["largest_update"], at_most=BOUND, unit="learning rates"),
-        Claim("update-explodes", "epsilon 1e-7: after the spell an update is ten times that bound or more",
-              small["largest_update"], at_least=EXPLODES, unit="learning rates"),
-        Claim("explosion-ends-it", "epsilon 1e-7: the loss ends far above FP32's",
-              small["loss_end"] / fp32["loss_end"], at_least=2.0, unit="of FP32's loss"),
-        Claim("found-before", "the alarm second-moment-lost is raised before the explosion",
-              small["exploded_at"] - small["told_at"], at_least=1, unit="steps before"),
-    )  # fmt: skip
-
-
-def _of_rates(fp32: Numbers, small: Numbers, large: Numbers) -> tuple[Claim, ...]:
-    return (
-        Claim("fp32-adapts", "FP32: after the spell weights have rates of their own",
-              fp32["rate_spread"], at_least=_OWN_RATES, unit="binades apart"),
-        Claim("epsilon-hides", "epsilon 1e-7: they all have the same",
-              small["rate_spread"], at_most=_SAME_RATE, unit="binades apart"),
-        Claim("large-epsilon-hides", "epsilon 1e-4: likewise",
-              large["rate_spread"], at_most=_SAME_RATE, unit="binades apart"),
-        Claim("large-epsilon-holds", "epsilon 1e-4: and no update explodes",
-              large["largest_update"], at_most=EXPLODES, unit="learning rates"),
-    )  # fmt: skip
-
-
-def _of_remedies(fp32: Numbers, guarded: Numbers, master: Numbers) -> tuple[Claim, ...]:
-    return (
-        Claim("guard-bounds", "guard_adam: FP16 state, and no update is above the bound, up to rounding",
-              guarded["largest_update"], at_most=1.1 * BOUND, unit="learning rates"),
-        Claim("guard-trains", "guard_adam: training goes on: the loss ends below that of the spell",
-              guarded["loss_end"] / guarded["loss_spell"], at_most=1.0, unit="of the spell's loss"),
-        Claim("master-bounds", "FP32 state and masters: no update is above the bound, up to rounding",
-              master["largest_update"], at_most=1.1 * BOUND, unit="learning rates"),
-        Claim("master-trains", "FP32 state and masters: it ends where FP32 does",
-              master["loss_end"] / fp32["loss_end"], at_most=1.05, unit="of FP32's loss"),
-        Claim("master-nothing-found", "FP32 state and masters: no second moment is found lost",
-              master["told"], at_most=0, unit="findings"),
-    )  # fmt: skip
-
-
-def _said(numbers: Sequence[Numbers]) -> tuple[str, ...]:
+def _summary(numbers: Sequence[Numbers]) -> tuple[str, ...]:
     fp32, _, small, large, guarded, _ = numbers
-    found = (
-        f"After the spell {percent(large['moments_zero'], 0)} of FP16's second moments are zero beside first ones "
-        "that are "
+    observed = (
+        f"After the pause {percent(large['moments_zero'], 0)} of FP16's second moments are zero while first ones are "
         f"not. With epsilon 1e-7 an update has {small['largest_update']:,.0f} learning rates, where FP32's largest "
-        f"is {fp32['largest_update']:.1f}: told of at step {small['told_at']:.0f}, exploded at step "
+        f"is {fp32['largest_update']:.1f}: found at step {small['found_at']:.0f}, exploded at step "
         f"{small['exploded_at']:.0f}."
     )
     advice = (
-        f"With FP32 state, or guard_adam (largest update {guarded['largest_update']:.1f}), training goes on. Raising "
-        "epsilon does not serve: 1e-7 does not bound the update, and below 1e-4 all weights have one rate."
+        f"With FP32 state, or guard_adam (largest update {guarded['largest_update']:.1f}), training goes on. A larger "
+        "epsilon is no remedy: 1e-7 does not bound the update, and below 1e-4 all weights have one rate."
     )
-    return found, advice
+    return observed, advice
 
 
 class Adam(Study[Setup, Way]):
     """The six trainings of the adapter, and the claims from their runs."""
 
     name = "adam"
-    claim = "Adam's state in FP16 loses second moments and epsilon: after a spell of zero gradients an update explodes."
+    claim = "Adam's state in FP16 loses second moments and epsilon: after a pause of zero gradients an update explodes."
     source = "T8"
     sizes = Setup()
     full_sizes = Setup(steps=3000, width=256, batch=256, inputs=64)
     fewest_steps = 160
-    steps_reason = ": the branch is closed for {spell} of them and opens over {opening}"
+    steps_reason = ": the branch is closed for {pause} of them and opens over {opening}"
     kinds = KINDS
 
     def measure_with(self, bench: Bench, setup: Setup, workers: int | None = None) -> Measured:
@@ -359,14 +357,14 @@ class Adam(Study[Setup, Way]):
         self.train_all(jobs, setup, bench, workers=workers)
         trainings = tuple(judged(job, setup) for job in jobs)
         numbers = [training.numbers for training in trainings]
-        return Measured(trainings=trainings, claims=claims(*numbers), said=_said(numbers))
+        return Measured(trainings=trainings, claims=claims(*numbers), said=_summary(numbers))
 
     def train(self, job: Job[Way], setup: Setup, device: str) -> None:
         """Train from the same weights and batches as every other kind of that seed."""
         data = Data(setup, job.seed)
         torch.manual_seed(job.seed)
         model = Net(data.fit(), setup.width).to(device)
-        # One operation after the other, each rounded: the fused step adds epsilon in FP32, and rounds but once.
+        # Each operation is rounded: the fused step would add epsilon in FP32 and round only once.
         optimizer = torch.optim.Adam(model.parameters(), lr=setup.learning_rate, eps=1e-7, foreach=False, fused=False)
         collect = ("weights", "gradients", "optimizer", "updates")
         with (
@@ -374,7 +372,7 @@ class Adam(Study[Setup, Way]):
             prepare(model, optimizer, job.kind.precision, watch=record) as loop,
             _epsilon(optimizer, job.kind),
         ):
-            for step in range(setup.spell // 2 if job.kind.brief else setup.steps):
+            for step in range(setup.pause // 2 if job.kind.brief else setup.steps):
                 weight = _weight(model).double()
                 model.factor = setup.factor(step)
                 x, y = (values.to(device) for values in data.batch(step))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from plimsoll.text import percent
-from plimsoll_lab.claim import Claim, of_rows
+from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.amp.analysis import furthest
 from plimsoll_lab.experiments.amp.memory import Footprint, gibibytes
 from plimsoll_lab.experiments.amp.models import UNET_PARAMETERS
@@ -29,38 +29,47 @@ def of_memory(memory: Memory, batches: Mapping[str, int], parameters: int) -> tu
 
 def _of_savings(memory: Memory, batches: Mapping[str, int], parameters: int) -> tuple[Claim, ...]:
     saved = {name: 1.0 - share(memory, name, "amp-fp16", batch) for name, batch in batches.items()}
-    return (
-        Claim("unet-parameters", "the UNet has the benchmark's number of parameters",
-              parameters, at_least=UNET_PARAMETERS, at_most=UNET_PARAMETERS, unit="parameters"),
-        Claim("unet-saves-most", "amp-fp16: the UNet saves the largest part of its memory",
-              saved["unet"] - max(saved["bert"], saved["feed-forward"]),
-              at_least=0.05, unit="of the memory more than the next"),
-        Claim("bert-saves", "amp-fp16: BERT-base saves memory too",
-              saved["bert"], at_least=0.1, unit="of the memory"),
-        Claim("unet-halves", "amp-fp16: the UNet's memory about halves",
-              1.0 - saved["unet"], at_most=_HALF, unit="of FP32's"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        unet-parameters | parameters | at least {UNET_PARAMETERS} and at most {UNET_PARAMETERS} parameters
+            | the UNet has the benchmark's number of parameters
+        unet-saves-most | saved.unet - max(saved.bert, saved['feed-forward'])
+            | at least 0.05 of the memory more than the next
+            | amp-fp16: the UNet saves the largest part of its memory
+        bert-saves | saved.bert | at least 0.1 of the memory | amp-fp16: BERT-base saves memory too
+        unet-halves | 1.0 - saved.unet | at most {_HALF} of FP32's | amp-fp16: the UNet's memory about halves
+        """,
+        parameters=parameters,
+        saved=saved,
+    )
 
 
 def _of_parts(memory: Memory, batch: int) -> tuple[Claim, ...]:
     """Static and dynamic memory told apart."""
     bert, masters = memory["bert", "fp32"], memory["bert", "fp16-master"]
-    return (
-        Claim("masters-cost", "O2: masters cost what 16-bit weights and gradients save: static memory stays",
-              masters.static / bert.static, at_least=0.99, at_most=1.01, unit="of FP32's"),
-        Claim("activations-dominate", "BERT-base in FP32: activations take 3 to 4 times the static memory",
-              bert.dynamic(batch) / bert.static, at_least=3, at_most=4, unit="times"),
-        Claim("o2-halves", "O2: so the total about halves, as activations do",
-              share(memory, "bert", "fp16-master", batch), at_most=_X2_TOTAL, unit="of FP32's"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        masters-cost | masters_cost | at least 0.99 and at most 1.01 of FP32's
+            | O2: masters cost what 16-bit weights and gradients save: static memory stays
+        activations-dominate | activations_dominate | at least 3 and at most 4 times
+            | BERT-base in FP32: activations take 3 to 4 times the static memory
+        o2-halves | o2_halves | at most {_X2_TOTAL} of FP32's | O2: so the total about halves, as activations do
+        """,
+        masters_cost=masters.static / bert.static,
+        activations_dominate=bert.dynamic(batch) / bert.static,
+        o2_halves=share(memory, "bert", "fp16-master", batch),
+    )
 
 
 def _of_inference(memory: Memory) -> tuple[Claim, ...]:
     bert, masters = memory["bert", "fp32"], memory["bert", "fp16-master"]
-    return (
-        Claim("inference-halves", "BERT-base for inference: its weights in FP16 take half the memory",
-              masters.weights / bert.weights, at_least=0.5, at_most=0.51, unit="of FP32's"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        inference-halves | inference_halves | at least 0.5 and at most 0.51 of FP32's
+            | BERT-base for inference: its weights in FP16 take half the memory
+        """,
+        inference_halves=masters.weights / bert.weights,
+    )
 
 
 def share(memory: Memory, network: str, level: str, batch: int) -> float:
@@ -94,14 +103,17 @@ def of_losses(ends: Ends, fell: Mapping[str, float], times: Times) -> tuple[Clai
 def of_times(times: Times) -> tuple[Claim, ...]:
     """What was published of times on GPUs: no gain, 5 to 30 %, 50 to 60 %."""
     took = {name: ratio(levels["amp-fp16"], levels["fp32"]) for name, levels in times.items()}
-    return (
-        Claim("feed-forward-no-gain", "amp-fp16: the feed-forward network gains no time",
-              took["feed-forward"], at_least=0.95, unit="of FP32's time"),
-        Claim("unet-faster", "amp-fp16: the UNet takes 5 to 30 % less time, or saves more",
-              took["unet"], at_most=0.95, unit="of FP32's time"),
-        Claim("bert-faster", "amp-fp16: BERT-base takes 50 to 60 % less time, or saves more",
-              took["bert"], at_most=0.5, unit="of FP32's time"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        feed-forward-no-gain | took['feed-forward'] | at least 0.95 of FP32's time
+            | amp-fp16: the feed-forward network gains no time
+        unet-faster | took.unet | at most 0.95 of FP32's time
+            | amp-fp16: the UNet takes 5 to 30 % less time, or saves more
+        bert-faster | took.bert | at most 0.5 of FP32's time
+            | amp-fp16: BERT-base takes 50 to 60 % less time, or saves more
+        """,
+        took=took,
+    )
 
 
 def said_of_memory(memory: Memory, batches: Mapping[str, int]) -> Iterator[str]:

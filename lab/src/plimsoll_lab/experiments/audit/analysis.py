@@ -10,7 +10,7 @@ from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import percent
 from plimsoll.unit import Audit, Reading
-from plimsoll_lab.claim import Claim, of_rows
+from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 
 _NEAR, _FAR = 2.0, 4.0  # binades from unit scale
 _COST = 0.0025  # published as 0.2 %, and so at most half a tenth of a per cent above it
@@ -78,48 +78,59 @@ def claims(found: Mapping[str, float]) -> tuple[Claim, ...]:
 
 def _of_the_beginning(found: Mapping[str, float]) -> tuple[Claim, ...]:
     """Before the conversion, and after it."""
-    return (
-        Claim("before-far", "before: gradients lie more than 4 binades from unit scale",
-              found["gradients_far_before"], at_least=0.9, unit="of operations"),
-        Claim("before-lost", "before: E5M2 without a scale loses much of the gradients",
-              found["backward_e5m2_lost_before"], at_least=0.3, unit="of values"),
-        Claim("after-near", "after: values and gradients of the operations lie within 2 binades of unit scale",
-              found["within_after"], at_least=0.98, unit="of operations, forward and backward"),
-        Claim("after-farthest", "after: none lies far from it",
-              found["farthest_after"], at_most=3.5, unit="binades"),
-        Claim("after-e4m3", "after: E4M3 without a scale holds the values",
-              found["forward_e4m3_lost_after"], at_most=0.005, unit="of values lost"),
-        Claim("after-e5m2", "after: E5M2 without a scale holds the gradients",
-              found["backward_e5m2_lost_after"], at_most=0.005, unit="of values lost"),
-        Claim("after-fp16", "after: FP16 without a scale holds the gradients",
-              found["backward_fp16_lost_after"], at_most=0.001, unit="of values lost"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        before-far | found.gradients_far_before | at least 0.9 of operations
+            | before: gradients lie more than 4 binades from unit scale
+        before-lost | found.backward_e5m2_lost_before | at least 0.3 of values
+            | before: E5M2 without a scale loses much of the gradients
+        after-near | found.within_after | at least 0.98 of operations, forward and backward
+            | after: values and gradients of the operations lie within 2 binades of unit scale
+        after-farthest | found.farthest_after | at most 3.5 binades | after: none lies far from it
+        after-e4m3 | found.forward_e4m3_lost_after | at most 0.005 of values lost
+            | after: E4M3 without a scale holds the values
+        after-e5m2 | found.backward_e5m2_lost_after | at most 0.005 of values lost
+            | after: E5M2 without a scale holds the gradients
+        after-fp16 | found.backward_fp16_lost_after | at most 0.001 of values lost
+            | after: FP16 without a scale holds the gradients
+        """,
+        found=found,
+    )
 
 
 def _of_drift(found: Mapping[str, float]) -> tuple[Claim, ...]:
     """In training."""
-    return (
-        Claim("drift-cuts-nothing", "in training: no tensor drifts above what FP8 holds",
-              found["cut_off_in_training"], at_most=0.001, unit="of values, in the worst tensor"),
-        Claim("drift-loses-little", "in training: scales do not drift below what FP8 holds",
-              found["lost_in_training"], at_most=0.02, unit="of values, at the worst step"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        drift-cuts-nothing | found.cut_off_in_training | at most 0.001 of values, in the worst tensor
+            | in training: no tensor drifts above what FP8 holds
+        drift-loses-little | found.lost_in_training | at most 0.02 of values, at the worst step
+            | in training: scales do not drift below what FP8 holds
+        """,
+        found=found,
+    )
 
 
 def _of_training(found: Mapping[str, float]) -> tuple[Claim, ...]:
     """Without a loss scale."""
-    return (
-        Claim("trains", "it trains, without a loss scale",
-              found["loss_end"] / found["loss_begin"], at_most=0.75, unit="of the first loss"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        trains | found.loss_end / found.loss_begin | at most 0.75 of the first loss
+            | it trains, without a loss scale
+        """,
+        found=found,
+    )
 
 
 def _of_cost(found: Mapping[str, float]) -> tuple[Claim, ...]:
     """Of the factors."""
-    return (
-        Claim("costs-little", "at BERT-large's sizes few operations are added (published: 0.2 %)",
-              found["operations_added"], at_most=_COST, unit="of the step's operations"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        costs-little | found.operations_added | at most {_COST} of the step's operations
+            | at BERT-large's sizes few operations are added (published: 0.2 %)
+        """,
+        found=found,
+    )
 
 
 def said(audits: Audits, figure: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Mapping
 
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim
+from plimsoll_lab.claim import Claim, claims as claims_of
 from plimsoll_lab.experiments.bert.analysis import Scores, behind, judged, mean, nats_over, scores
 from plimsoll_lab.experiments.bert.training import KINDS, PHASES, Job, Setup, described, setup_for, to_task
 from plimsoll_lab.result import Measured, Training
@@ -72,18 +72,25 @@ def claims(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
 
 
 def _of_plain(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
-    return (
-        Claim("fp32-answers", "FP32: learns to answer; F1 is far above that of any one answer to all",
-              mean(found, "fp32", "f1"), at_least=40.0, unit="points of F1"),
-        Claim("fp16-fails", "FP16 with no loss scale, masked tokens: trails FP32",
-              nats_over(found, "fp16", "fp32"), at_least=_TRAILS, unit="of FP32's loss"),
-        Claim("fp16-underflow", "FP16 with no loss scale, masked tokens: most gradients are zero",
-              numbers["fp16"]["lost_after"], at_least=0.5, unit="of gradients"),
-        Claim("scaled-masked", "FP16 with a dynamic loss scale, masked tokens: as FP32",
-              nats_over(found, "fp16-scaled", "fp32"), at_most=_WITHIN, unit="of FP32's loss"),
-        Claim("scaled-answers", "FP16 with a dynamic loss scale: answers as FP32 does",
-              behind(found, "fp16-scaled", "fp32"), at_most=_POINTS, unit="points of F1 behind"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        fp32-answers | fp32_answers | at least 40.0 points of F1
+            | FP32: learns to answer; F1 is far above that of any one answer to all
+        fp16-fails | fp16_fails | at least {_TRAILS} of FP32's loss
+            | FP16 with no loss scale, masked tokens: trails FP32
+        fp16-underflow | numbers.fp16.lost_after | at least 0.5 of gradients
+            | FP16 with no loss scale, masked tokens: most gradients are zero
+        scaled-masked | scaled_masked | at most {_WITHIN} of FP32's loss
+            | FP16 with a dynamic loss scale, masked tokens: as FP32
+        scaled-answers | scaled_answers | at most {_POINTS} points of F1 behind
+            | FP16 with a dynamic loss scale: answers as FP32 does
+        """,
+        numbers=numbers,
+        fp32_answers=mean(found, "fp32", "f1"),
+        fp16_fails=nats_over(found, "fp16", "fp32"),
+        scaled_masked=nats_over(found, "fp16-scaled", "fp32"),
+        scaled_answers=behind(found, "fp16-scaled", "fp32"),
+    )
 
 
 _UNIT = (("unit-fp16", "FP16"), ("unit-fp8", "FP8 (OCP)"), ("unit-fp8-fnuz", "FP8 (FNUZ)"))
@@ -112,10 +119,13 @@ def _of_answers(found: Scores) -> tuple[Claim, ...]:
 
 
 def _of_gradients(numbers: Numbers) -> tuple[Claim, ...]:
-    return (
-        Claim("unit-nothing-lost", "unit-scaled FP16, masked tokens: nearly no gradient is lost",
-              numbers["unit-fp16"]["lost_after"], at_most=_SOUND, unit="of gradients"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        unit-nothing-lost | numbers['unit-fp16'].lost_after | at most {_SOUND} of gradients
+            | unit-scaled FP16, masked tokens: nearly no gradient is lost
+        """,
+        numbers=numbers,
+    )
 
 
 def _said(found: Scores) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from plimsoll.runs import Run
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim
+from plimsoll_lab.claim import Claim, claims as claims_of
 from plimsoll_lab.experiments.clip.analysis import TAIL, judged
 from plimsoll_lab.experiments.clip.tasks import train_all
 from plimsoll_lab.experiments.clip.training import Setup, described, setup_for
@@ -47,54 +47,63 @@ def claims(setup: Setup, fp16: Numbers, bf16: Numbers, spectral: Numbers, layer:
 
 
 def _of_fp16(setup: Setup, fp16: Numbers, bf16: Numbers) -> tuple[Claim, ...]:
-    return (
-        Claim("fp16-nan", "FP16: the gradients of every hard batch are not finite",
-              fp16["nonfinite_steps"], at_least=setup.hard_batches, at_most=setup.hard_batches, unit="steps"),
-        Claim("fp16-scale-falls", "FP16: the stock scaler halves its scale at each of them",
-              fp16["scale_before"] - fp16["scale_end"], at_least=setup.hard_batches, unit="binades"),
-        Claim("fp16-sound-before", "FP16: nearly no gradient was lost before",
-              fp16["lost_before"], at_most=0.05, unit="of gradients"),
-        Claim("fp16-gradients-zero", "FP16: most gradients are zero from then on",
-              fp16["lost_after"], at_least=0.8, unit="of gradients"),
-        Claim("fp16-stalls", "FP16: training stalls; its loss ends above that of BF16",
-              fp16["loss_end"] / bf16["loss_end"], at_least=1.1, unit="of BF16's loss"),
-        Claim("collapse-found", "the alarm scale-collapse begins at the hard batches",
-              fp16["scale-collapse_since"] - setup.hard_at, at_least=0, at_most=20, unit="steps after them"),
-        Claim("underflow-found", "the alarm underflow-high follows",
-              fp16["underflow-high_since"] - setup.hard_at, at_least=0, at_most=50, unit="steps after them"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        fp16-nan | fp16.nonfinite_steps | at least {setup.hard_batches} and at most {setup.hard_batches} steps
+            | FP16: the gradients of every hard batch are not finite
+        fp16-scale-falls | fp16.scale_before - fp16.scale_end | at least {setup.hard_batches} binades
+            | FP16: the stock scaler halves its scale at each of them
+        fp16-sound-before | fp16.lost_before | at most 0.05 of gradients | FP16: nearly no gradient was lost before
+        fp16-gradients-zero | fp16.lost_after | at least 0.8 of gradients
+            | FP16: most gradients are zero from then on
+        fp16-stalls | fp16.loss_end / bf16.loss_end | at least 1.1 of BF16's loss
+            | FP16: training stalls; its loss ends above that of BF16
+        collapse-found | collapse_found | at least 0 and at most 20 steps after them
+            | the alarm scale-collapse begins at the hard batches
+        underflow-found | underflow_found | at least 0 and at most 50 steps after them
+            | the alarm underflow-high follows
+        """,
+        bf16=bf16,
+        fp16=fp16,
+        collapse_found=fp16["scale-collapse_since"] - setup.hard_at,
+        underflow_found=fp16["underflow-high_since"] - setup.hard_at,
+    )
 
 
 def _of_bf16(bf16: Numbers) -> tuple[Claim, ...]:
-    return (
-        Claim("bf16-gradient-rises", "BF16, same batches: the gradient rises",
-              bf16["gradient_rise"], at_least=1.2, unit="times the usual norm"),
-        Claim("bf16-goes-on", "BF16: then training goes on",
-              bf16["progress"], at_least=0.05, unit="of the loss before"),
-        Claim("bf16-nothing-found", "BF16: no rule tells of underflow or of the scale",
-              bf16["underflow_findings"], at_most=0, unit="findings"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        bf16-gradient-rises | bf16.gradient_rise | at least 1.2 times the usual norm
+            | BF16, same batches: the gradient rises
+        bf16-goes-on | bf16.progress | at least 0.05 of the loss before | BF16: then training goes on
+        bf16-nothing-found | bf16.underflow_findings | at most 0 findings
+            | BF16: no rule tells of underflow or of the scale
+        """,
+        bf16=bf16,
+    )
 
 
 def _of_remedies(fp16: Numbers, bf16: Numbers, spectral: Numbers, layer: Numbers) -> tuple[Claim, ...]:
-    return (
-        Claim("spectral-no-batch-lost", "SpectralScaler: no batch is lost",
-              spectral["batches_lost"], at_most=0, unit="batches"),
-        Claim("spectral-recovers", "SpectralScaler: the scale is back soon",
-              spectral["scale_back_after"], at_most=80, unit="steps"),
-        Claim("spectral-goes-on", "SpectralScaler: training goes on",
-              spectral["loss_end"] / fp16["loss_end"], at_most=0.92, unit="of stock FP16's loss"),
-        Claim("layer-no-batch-lost", "LayerScaler: no batch is lost",
-              layer["batches_lost"], at_most=0, unit="batches"),
-        Claim("layer-scale-stays", "LayerScaler: one layer's scale falls, the loss scale stays",
-              layer["scale_before"] - layer["scale_lowest"], at_most=0, unit="binades"),
-        Claim("layer-gradients-whole", "LayerScaler: nearly no gradient is lost",
-              layer["lost_after"], at_most=0.05, unit="of gradients"),
-        Claim("layer-as-bf16", "LayerScaler: it ends where BF16 does",
-              layer["loss_end"] / bf16["loss_end"], at_most=1.1, unit="of BF16's loss"),
-        Claim("layer-no-alarm", "LayerScaler: nothing grave is found",
-              layer["alarms"], at_most=0, unit="alarms"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        spectral-no-batch-lost | spectral.batches_lost | at most 0 batches | SpectralScaler: no batch is lost
+        spectral-recovers | spectral.scale_back_after | at most 80 steps | SpectralScaler: the scale is back soon
+        spectral-goes-on | spectral.loss_end / fp16.loss_end | at most 0.92 of stock FP16's loss
+            | SpectralScaler: training goes on
+        layer-no-batch-lost | layer.batches_lost | at most 0 batches | LayerScaler: no batch is lost
+        layer-scale-stays | layer.scale_before - layer.scale_lowest | at most 0 binades
+            | LayerScaler: one layer's scale falls, the loss scale stays
+        layer-gradients-whole | layer.lost_after | at most 0.05 of gradients
+            | LayerScaler: nearly no gradient is lost
+        layer-as-bf16 | layer.loss_end / bf16.loss_end | at most 1.1 of BF16's loss
+            | LayerScaler: it ends where BF16 does
+        layer-no-alarm | layer.alarms | at most 0 alarms | LayerScaler: nothing grave is found
+        """,
+        bf16=bf16,
+        fp16=fp16,
+        layer=layer,
+        spectral=spectral,
+    )
 
 
 def legend(setup: Setup) -> str:

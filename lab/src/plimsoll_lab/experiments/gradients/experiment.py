@@ -18,7 +18,7 @@ from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, of_rows
+from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.gradients.histogram import SHIFTS, below, histogram, scale_for, shares
 from plimsoll_lab.models.detector.analysis import judged, lost, over_seeds, whole_spectrum
 from plimsoll_lab.models.detector.training import Job, Kind, Setup, described, jobs_of, rate_at, sized, train_all
@@ -99,54 +99,72 @@ def claims(numbers: Numbers) -> tuple[Claim, ...]:
 
 def _of_zeros(numbers: Numbers) -> tuple[Claim, ...]:
     fp32 = numbers["fp32"]
-    return (
-        Claim("zeros", "two thirds of the activation gradients are zero, in FP32 too (published: 66.8 %, 68 %)",
-              fp32["zero"], at_least=_ZERO[0] - _NEAR, at_most=_ZERO[1] + _NEAR, unit="of gradients"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        zeros | fp32.zero | at least {_ZERO[0] - _NEAR} and at most {_ZERO[1] + _NEAR} of gradients
+            | two thirds of the activation gradients are zero, in FP32 too (published: 66.8 %, 68 %)
+        """,
+        fp32=fp32,
+    )
 
 
 def _of_values(numbers: Numbers) -> tuple[Claim, ...]:
     fp32, none, eight = numbers["fp32"], numbers["fp16"], numbers["fp16-8"]
-    return (
-        Claim("fp16-turns-most-to-zero", "FP16 with no loss scale turns most of the others to zero",
-              none["lost"], at_least=0.5, unit="of the nonzero ones"),
-        Claim("band-tells", "values in [2^-27, 2^-24), which a scale of 8 brings back, are not few",
-              fp32["band"], at_least=0.05, unit="of the nonzero ones"),
-        Claim("32k-nothing-lost", "FP16 at 32K: nearly no gradient is lost",
-              numbers["fp16-32k"]["lost"], at_most=0.01, unit="of the nonzero ones"),
-        Claim("foretold", "the FP32 record says beforehand what FP16 at 8 loses",
-              eight["foretold_off"], at_most=0.05, unit="of the nonzero ones, off"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        fp16-turns-most-to-zero | none.lost | at least 0.5 of the nonzero ones
+            | FP16 with no loss scale turns most of the others to zero
+        band-tells | fp32.band | at least 0.05 of the nonzero ones
+            | values in [2^-27, 2^-24), which a scale of 8 brings back, are not few
+        32k-nothing-lost | numbers['fp16-32k'].lost | at most 0.01 of the nonzero ones
+            | FP16 at 32K: nearly no gradient is lost
+        foretold | eight.foretold_off | at most 0.05 of the nonzero ones, off
+            | the FP32 record says beforehand what FP16 at 8 loses
+        """,
+        eight=eight,
+        fp32=fp32,
+        none=none,
+        numbers=numbers,
+    )
 
 
 def _of_updates(numbers: Numbers) -> tuple[Claim, ...]:
     fp32 = numbers["fp32"]
-    return (
-        Claim("small-updates", "5 % of weights' gradients, times the learning rate, lie below 2^-24 (published)",
-              fp32["updates_small"], at_least=_SMALL / 2, at_most=_SMALL * 2, unit="of the nonzero ones"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        small-updates | fp32.updates_small | at least {_SMALL / 2} and at most {_SMALL * 2} of the nonzero ones
+            | 5 % of weights' gradients, times the learning rate, lie below 2^-24 (published)
+        """,
+        fp32=fp32,
+    )
 
 
 def _of_band(numbers: Numbers) -> tuple[Claim, ...]:
     fp32 = numbers["fp32"]
-    return (
-        Claim("published-band", "4 % of all lie in 2^-32 to 2^-20, as in one published network",
-              fp32["wide"], at_least=_WIDE / 2, at_most=_WIDE * 2, unit="of gradients"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        published-band | fp32.wide | at least {_WIDE / 2} and at most {_WIDE * 2} of gradients
+            | 4 % of all lie in 2^-32 to 2^-20, as in one published network
+        """,
+        fp32=fp32,
+    )
 
 
 def _of_trainings(numbers: Numbers) -> tuple[Claim, ...]:
     none, eight, more = numbers["fp16"], numbers["fp16-8"], numbers["fp16-32k"]
-    return (
-        Claim("none-trails", "FP16 with no loss scale ends behind FP32",
-              none["of_fp32_low"], at_least=_TRAILS, unit="of FP32's loss, at least"),
-        Claim("8-trains", "FP16 at 8 trains as FP32 does",
-              eight["of_fp32_high"], at_most=_TRAILS, unit="of FP32's loss, at most"),
-        Claim("below-does-not-matter", "FP16 at 8 does so though it loses many: those below 2^-27 do not matter",
-              eight["lost"], at_least=0.1, unit="of the nonzero ones"),
-        Claim("32k-trains", "FP16 at 32K trains as FP32 does",
-              more["of_fp32_high"], at_most=_TRAILS, unit="of FP32's loss, at most"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        none-trails | none.of_fp32_low | at least {_TRAILS} of FP32's loss, at least
+            | FP16 with no loss scale ends behind FP32
+        8-trains | eight.of_fp32_high | at most {_TRAILS} of FP32's loss, at most | FP16 at 8 trains as FP32 does
+        below-does-not-matter | eight.lost | at least 0.1 of the nonzero ones
+            | FP16 at 8 does so though it loses many: those below 2^-27 do not matter
+        32k-trains | more.of_fp32_high | at most {_TRAILS} of FP32's loss, at most | FP16 at 32K trains as FP32 does
+        """,
+        eight=eight,
+        more=more,
+        none=none,
+    )
 
 
 def said(numbers: Numbers, larger: int | None) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from plimsoll.emulate import OperationLists
 from plimsoll.precision import Policy
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, of_rows
+from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.levels.analysis import accuracies, behind, judged
 from plimsoll_lab.experiments.levels.operations import Dtypes, operations_at, told
 from plimsoll_lab.experiments.levels.training import (
@@ -97,43 +97,56 @@ def _of_levels(found: Accuracies) -> tuple[Claim, ...]:
 
 def _of_formats(numbers: Numbers, ran: Mapping[str, Dtypes]) -> tuple[Claim, ...]:
     first, second, changed = numbers["amp-fp16"], numbers["fp16-master"], numbers["changed-lists"]
-    return (
-        Claim("o1-by-the-lists", "O1: every operation runs in the dtype that its list says",
-              astray(ran["O1"], Policy().operations), at_most=0, unit="operations in another"),
-        Claim("o1-convolutions", "O1: the outputs of all convolutions are recorded in FP16, weights in FP32",
-              min(first.get("convolutions_fp16", 0.0), first.get("weights_fp32", 0.0)), at_least=3, unit="layers"),
-        Claim("o2-norms", "O2: batch norm stays in FP32",
-              second.get("norms_fp32", 0.0) - 6, at_least=0, at_most=0, unit="of its 6 parameters otherwise"),
-        Claim("o2-weights", "O2: all other weights are in FP16",
-              5 - second.get("weights_fp16", 0.0), at_least=0, at_most=0, unit="of 5 otherwise"),
-        Claim("lists-changed", "lists changed by the user: convolutions are recorded in FP32",
-              changed.get("convolutions_fp32", 0.0), at_least=3, unit="layers"),
-        Claim("lists-obeyed", "lists changed by the user: every operation runs in the dtype that they say",
-              astray(ran["changed"], CHANGED.operations), at_most=0, unit="operations in another"),
-        Claim("lists-train", "lists changed by the user: it trains",
-              changed["behind_fp32"], at_most=_TRAILS, unit="of the pictures behind FP32"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        o1-by-the-lists | o1_by_the_lists | at most 0 operations in another
+            | O1: every operation runs in the dtype that its list says
+        o1-convolutions | o1_convolutions | at least 3 layers
+            | O1: the outputs of all convolutions are recorded in FP16, weights in FP32
+        o2-norms | o2_norms | at least 0 and at most 0 of its 6 parameters otherwise | O2: batch norm stays in FP32
+        o2-weights | o2_weights | at least 0 and at most 0 of 5 otherwise | O2: all other weights are in FP16
+        lists-changed | lists_changed | at least 3 layers
+            | lists changed by the user: convolutions are recorded in FP32
+        lists-obeyed | lists_obeyed | at most 0 operations in another
+            | lists changed by the user: every operation runs in the dtype that they say
+        lists-train | changed.behind_fp32 | at most {_TRAILS} of the pictures behind FP32
+            | lists changed by the user: it trains
+        """,
+        changed=changed,
+        o1_by_the_lists=astray(ran["O1"], Policy().operations),
+        o1_convolutions=min(first.get("convolutions_fp16", 0.0), first.get("weights_fp32", 0.0)),
+        o2_norms=second.get("norms_fp32", 0.0) - 6,
+        o2_weights=5 - second.get("weights_fp16", 0.0),
+        lists_changed=changed.get("convolutions_fp32", 0.0),
+        lists_obeyed=astray(ran["changed"], CHANGED.operations),
+    )
 
 
 def _of_scales(numbers: Numbers) -> tuple[Claim, ...]:
     dynamic = numbers["amp-fp16"]
     by_scale = [numbers[kind.name]["lost_after"] for kind in SCALES]
     last = SCALES[-1].name
-    return (
-        Claim("no-scale-loses", "no loss scale: FP16 loses most gradients of activations",
-              by_scale[0], at_least=_MANY, unit="of gradients"),
-        Claim("no-scale-trails", "no loss scale: the same training falls behind the dynamic scale's",
-              dynamic["accuracy"] - numbers["scale-1"]["accuracy"], at_least=_TRAILS, unit="of the pictures"),
-        Claim("each-scale-saves", "each higher scale, from none to 2^15, loses fewer",
-              largest(after - before for before, after in itertools.pairwise(by_scale)),
-              at_most=0, unit="of gradients more than the scale below, at most"),
-        Claim("high-scale-saves", "a scale of 2^15 loses few",
-              by_scale[-1], at_most=_FEW, unit="of gradients"),
-        Claim("dynamic-saves", "the dynamic scale finds its place: it loses few",
-              dynamic["lost_after"], at_most=_FEW, unit="of gradients"),
-        Claim("static-as-dynamic", "a scale of 2^15 serves as well as the dynamic one",
-              dynamic["accuracy"] - numbers[last]["accuracy"], at_most=_TRAILS, unit="of the pictures behind it"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        no-scale-loses | by_scale[0] | at least {_MANY} of gradients
+            | no loss scale: FP16 loses most gradients of activations
+        no-scale-trails | dynamic.accuracy - numbers['scale-1'].accuracy | at least {_TRAILS} of the pictures
+            | no loss scale: the same training falls behind the dynamic scale's
+        each-scale-saves | each_scale_saves | at most 0 of gradients more than the scale below, at most
+            | each higher scale, from none to 2^15, loses fewer
+        high-scale-saves | high_scale_saves | at most {_FEW} of gradients | a scale of 2^15 loses few
+        dynamic-saves | dynamic.lost_after | at most {_FEW} of gradients
+            | the dynamic scale finds its place: it loses few
+        static-as-dynamic | static_as_dynamic | at most {_TRAILS} of the pictures behind it
+            | a scale of 2^15 serves as well as the dynamic one
+        """,
+        by_scale=by_scale,
+        dynamic=dynamic,
+        numbers=numbers,
+        each_scale_saves=largest(after - before for before, after in itertools.pairwise(by_scale)),
+        high_scale_saves=by_scale[-1],
+        static_as_dynamic=dynamic["accuracy"] - numbers[last]["accuracy"],
+    )
 
 
 # What an operation that reaches a kernel is called on the lists, where a composite one is listed.

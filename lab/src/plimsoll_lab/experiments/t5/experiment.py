@@ -13,7 +13,7 @@ from typing import Any
 
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim
+from plimsoll_lab.claim import Claim, claims as claims_of
 from plimsoll_lab.experiments.t5.analysis import judged, layers_of, overflowing
 from plimsoll_lab.experiments.t5.model import LENGTH
 from plimsoll_lab.experiments.t5.training import KINDS, Setup, setup_for, task_of
@@ -68,50 +68,66 @@ def claims(
 def _of_overflow(setup: Setup, fp16: Numbers, fault: Mapping[str, str]) -> tuple[Claim, ...]:
     added = _is_sum(setup, fault)
     depth = (layers_of(setup).index(_place(fault)) + 1) / (2 * setup.layers) if added else 0.0
-    return (
-        Claim("overflows", "FP16: in training, not at its beginning, the residual stream comes to Inf",
-              fp16["overflow_at"], at_least=1, at_most=setup.steps - 1, unit="steps"),
-        Claim("in-the-sum", "locate: the first Inf is the sum of the stream and a branch",
-              float(added), at_least=1, unit="operation"),
-        Claim("in-deep-layers", "locate: in the deeper half of the layers",
-              depth, at_least=0.5, unit="of the depth"),
-        Claim("stops", "FP16: from then on most steps are skipped",
-              fp16["skipped_since"], at_least=0.5, unit="of the steps"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        overflows | fp16.overflow_at | at least 1 and at most {setup.steps - 1} steps
+            | FP16: in training, not at its beginning, the residual stream comes to Inf
+        in-the-sum | in_the_sum | at least 1 operation | locate: the first Inf is the sum of the stream and a branch
+        in-deep-layers | depth | at least 0.5 of the depth | locate: in the deeper half of the layers
+        stops | fp16.skipped_since | at least 0.5 of the steps | FP16: from then on most steps are skipped
+        """,
+        depth=depth,
+        fp16=fp16,
+        in_the_sum=float(added),
+    )
 
 
 def _of_warnings(fp16: Numbers, fault: Mapping[str, str], foretold: Mapping[str, int]) -> tuple[Claim, ...]:
-    return (
-        Claim("told-before", "the alarm overflow-ahead is raised before the first Inf",
-              fp16["overflow_at"] - fp16["told_at"], at_least=1, unit="steps before"),
-        Claim("foretold-by-bf16", "whatif of the BF16 run names the layer that overflows first in FP16",
-              float(foretold.get(_place(fault), 0)), at_least=1, unit="samples"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        told-before | fp16.overflow_at - fp16.told_at | at least 1 steps before
+            | the alarm overflow-ahead is raised before the first Inf
+        foretold-by-bf16 | foretold_by_bf16 | at least 1 samples
+            | whatif of the BF16 run names the layer that overflows first in FP16
+        """,
+        fp16=fp16,
+        foretold_by_bf16=float(foretold.get(_place(fault), 0)),
+    )
 
 
 def _of_outputs(forward: Mapping[str, Numbers]) -> tuple[Claim, ...]:
     fp32, clamped = forward["fp32"], forward["fp16-clamped"]
-    return (
-        Claim("outputs-lost", "same weights, FP16 without clamps: outputs are NaN",
-              1 - forward["fp16"]["finite"], at_least=0.01, unit="of the outputs"),
-        Claim("clamped-outputs-agree", "same weights, FP16 with clamps: predictions are FP32's",
-              clamped["agreement"], at_least=_AGREE, unit="of the places"),
-        Claim("clamped-outputs-near", "same weights, FP16 with clamps: logits are near FP32's",
-              clamped["error"], at_most=0.05, unit="of their norm"),
-        Claim("clamped-accuracy", "same weights, FP16 with clamps: as accurate as FP32",
-              clamped["accuracy"] - fp32["accuracy"], at_least=-0.01, unit="of the places"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        outputs-lost | 1 - forward.fp16.finite | at least 0.01 of the outputs
+            | same weights, FP16 without clamps: outputs are NaN
+        clamped-outputs-agree | clamped.agreement | at least {_AGREE} of the places
+            | same weights, FP16 with clamps: predictions are FP32's
+        clamped-outputs-near | clamped.error | at most 0.05 of their norm
+            | same weights, FP16 with clamps: logits are near FP32's
+        clamped-accuracy | clamped.accuracy - fp32.accuracy | at least {-0.01} of the places
+            | same weights, FP16 with clamps: as accurate as FP32
+        """,
+        clamped=clamped,
+        forward=forward,
+        fp32=fp32,
+    )
 
 
 def _of_training(clamped: Numbers, bf16: Numbers, fp32: Numbers) -> tuple[Claim, ...]:
-    return (
-        Claim("clamps-act", "FP16 with clamps: values are clamped in training, and they are few",
-              clamped["clamped"], at_least=1e-6, at_most=0.01, unit="of the stream"),
-        Claim("clamped-trains", "trained in FP16 with clamps: held-out loss as in FP32",
-              clamped["held_out_loss"] / fp32["held_out_loss"], at_most=_LOSS, unit="of FP32's loss"),
-        Claim("bf16-trains", "trained in BF16, without clamps: likewise",
-              bf16["held_out_loss"] / fp32["held_out_loss"], at_most=_LOSS, unit="of FP32's loss"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        clamps-act | clamped.clamped | at least 1e-06 and at most 0.01 of the stream
+            | FP16 with clamps: values are clamped in training, and they are few
+        clamped-trains | clamped.held_out_loss / fp32.held_out_loss | at most {_LOSS} of FP32's loss
+            | trained in FP16 with clamps: held-out loss as in FP32
+        bf16-trains | bf16.held_out_loss / fp32.held_out_loss | at most {_LOSS} of FP32's loss
+            | trained in BF16, without clamps: likewise
+        """,
+        bf16=bf16,
+        clamped=clamped,
+        fp32=fp32,
+    )
 
 
 def _is_sum(setup: Setup, fault: Mapping[str, str]) -> bool:

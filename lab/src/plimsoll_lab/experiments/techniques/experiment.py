@@ -22,7 +22,7 @@ from plimsoll.diagnosis import View, diagnose
 from plimsoll.runs import Run
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, of_rows
+from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.techniques.sum_errors import error_of_sums
 from plimsoll_lab.experiments.techniques.training import KINDS, Kind, Setup, described, setup_for, task_of
 from plimsoll_lab.result import Measured, Training
@@ -117,44 +117,60 @@ def claims(setup: Setup, numbers: Numbers, sums: Mapping[int, float]) -> tuple[C
 def _of_curves(numbers: Numbers) -> tuple[Claim, ...]:
     everything, unscaled = numbers["all"], numbers["unscaled"]
     gap_first, gap_last = abs(unscaled["ratio_first"] - 1.0), unscaled["ratio_last"] - 1.0
-    return (
-        Claim("all-on-the-curve", "FP16 with all three techniques: ends on FP32's curve",
-              everything["of_fp32"], at_least=2 - _ON_THE_CURVE, at_most=_ON_THE_CURVE, unit="of FP32's bits"),
-        Claim("all-along-the-curve", "FP16 with all three techniques: and lies along it, in each eighth",
-              everything["furthest"], at_most=_ON_THE_CURVE - 1, unit="of FP32's bits apart, at most"),
-        Claim("unscaled-leaves", "without loss scaling: leaves FP32's curve",
-              unscaled["of_fp32"], at_least=_LEAVES, unit="of FP32's bits"),
-        Claim("unscaled-further", "without loss scaling: gets further from it as training goes on",
-              gap_last / gap_first if gap_first else math.inf * gap_last,
-              at_least=1.5, unit="times the gap in the first eighth"),
-        Claim("unscaled-lost", "without loss scaling: most gradients of activations are zero in FP16",
-              unscaled["lost_after"], at_least=0.5, unit="of gradients"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        all-on-the-curve | everything.of_fp32
+            | at least {2 - _ON_THE_CURVE} and at most {_ON_THE_CURVE} of FP32's bits
+            | FP16 with all three techniques: ends on FP32's curve
+        all-along-the-curve | everything.furthest | at most {_ON_THE_CURVE - 1} of FP32's bits apart, at most
+            | FP16 with all three techniques: and lies along it, in each eighth
+        unscaled-leaves | unscaled.of_fp32 | at least {_LEAVES} of FP32's bits
+            | without loss scaling: leaves FP32's curve
+        unscaled-further | unscaled_further | at least 1.5 times the gap in the first eighth
+            | without loss scaling: gets further from it as training goes on
+        unscaled-lost | unscaled.lost_after | at least 0.5 of gradients
+            | without loss scaling: most gradients of activations are zero in FP16
+        """,
+        everything=everything,
+        unscaled=unscaled,
+        unscaled_further=gap_last / gap_first if gap_first else math.inf * gap_last,
+    )
 
 
 def _of_updates(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
     wide, everything, without = numbers["fp32"], numbers["all"], numbers["no-masters"]
-    return (
-        Claim("masters-gain", "at a low rate, with master weights: gains what FP32 gains",
-              everything["gained"] / wide["gained"], at_least=0.8, at_most=1.2, unit="of FP32's gain"),
-        Claim("no-masters-stalls", "at a low rate, without master weights: gains less than half of it",
-              without["gained"] / wide["gained"], at_most=_STALLS, unit="of FP32's gain"),
-        Claim("no-masters-swallowed", "without master weights: most updates are swallowed",
-              without["unmoved"], at_least=0.5, unit="of weights with a gradient"),
-        Claim("no-masters-told", "without master weights: an alarm tells of it as soon as the rate is low",
-              without["swallowed_since"] - setup.low_at, at_least=0, at_most=4 * setup.every, unit="steps after"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        masters-gain | everything.gained / wide.gained | at least 0.8 and at most 1.2 of FP32's gain
+            | at a low rate, with master weights: gains what FP32 gains
+        no-masters-stalls | without.gained / wide.gained | at most {_STALLS} of FP32's gain
+            | at a low rate, without master weights: gains less than half of it
+        no-masters-swallowed | without.unmoved | at least 0.5 of weights with a gradient
+            | without master weights: most updates are swallowed
+        no-masters-told | no_masters_told | at least 0 and at most {4 * setup.every} steps after
+            | without master weights: an alarm tells of it as soon as the rate is low
+        """,
+        everything=everything,
+        wide=wide,
+        without=without,
+        no_masters_told=without["swallowed_since"] - setup.low_at,
+    )
 
 
 def _of_sums(numbers: Numbers, sums: Mapping[int, float]) -> tuple[Claim, ...]:
-    return (
-        Claim("narrow-sums-err", f"sums of {_LONG:,} products in FP16: off by many roundings of one",
-              sums[_LONG] / 2.0**-12, at_least=16.0, unit="roundings to FP16"),
-        Claim("narrow-sums-grow", "without FP32 accumulation: the error grows with the length of the sums",
-              sums[_LONG] / sums[_SHORT], at_least=4.0, unit=f"times that of {_SHORT} products"),
-        Claim("narrow-sums-leave", "without FP32 accumulation: leaves FP32's curve",
-              numbers["narrow-sums"]["of_fp32"], at_least=_LEAVES, unit="of FP32's bits"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        narrow-sums-err | narrow_sums_err | at least 16.0 roundings to FP16
+            | sums of {_LONG:,} products in FP16: off by many roundings of one
+        narrow-sums-grow | narrow_sums_grow | at least 4.0 times that of {_SHORT} products
+            | without FP32 accumulation: the error grows with the length of the sums
+        narrow-sums-leave | numbers['narrow-sums'].of_fp32 | at least {_LEAVES} of FP32's bits
+            | without FP32 accumulation: leaves FP32's curve
+        """,
+        numbers=numbers,
+        narrow_sums_err=sums[_LONG] / 2.0**-12,
+        narrow_sums_grow=sums[_LONG] / sums[_SHORT],
+    )
 
 
 def _said(numbers: Numbers, sums: Mapping[int, float]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, of_rows
+from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.tf32.loops import (
     Batches,
     LoopOf,
@@ -97,18 +97,23 @@ def claims(
 
 def _of_digits(found: Errors) -> tuple[Claim, ...]:
     error = {name: found.error[name, 0] for name in FORMATS}
-    return (
-        Claim("inputs-rounded", "a TF32 product is FP32's of inputs rounded to 19 bits, to the last bit",
-              found.differing, at_most=0, unit="values differ"),
-        Claim("only-inputs", "its error is that of the rounded inputs",
-              error["tf32"] / found.inputs["tf32"], at_least=0.95, at_most=1.05, unit="of their error"),
-        Claim("digits-of-fp16", "TF32 has FP16's digits: products of inputs within FP16's range err alike",
-              error["tf32"] / error["fp16"], at_least=0.95, at_most=1.05, unit="of FP16's error"),
-        Claim("digits-over-bf16", "BF16 has three bits fewer: its products err eight times as much",
-              error["bf16"] / error["tf32"], at_least=7.6, at_most=8.4, unit="of TF32's error"),
-        Claim("digits-under-fp32", "FP32 has thirteen bits more: TF32's error is far above its",
-              error["tf32"] / error["fp32"], at_least=2.0**8, unit="of FP32's error"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        inputs-rounded | inputs_rounded | at most 0 values differ
+            | a TF32 product is FP32's of inputs rounded to 19 bits, to the last bit
+        only-inputs | only_inputs | at least 0.95 and at most 1.05 of their error
+            | its error is that of the rounded inputs
+        digits-of-fp16 | error.tf32 / error.fp16 | at least 0.95 and at most 1.05 of FP16's error
+            | TF32 has FP16's digits: products of inputs within FP16's range err alike
+        digits-over-bf16 | error.bf16 / error.tf32 | at least 7.6 and at most 8.4 of TF32's error
+            | BF16 has three bits fewer: its products err eight times as much
+        digits-under-fp32 | error.tf32 / error.fp32 | at least {2.0**8} of FP32's error
+            | FP32 has thirteen bits more: TF32's error is far above its
+        """,
+        error=error,
+        inputs_rounded=found.differing,
+        only_inputs=error["tf32"] / found.inputs["tf32"],
+    )
 
 
 def _of_range(found: Errors) -> tuple[Claim, ...]:
@@ -118,58 +123,73 @@ def _of_range(found: Errors) -> tuple[Claim, ...]:
         name: largest(abs(found.error[name, scale] / found.error[name, 0] - 1) for scale in (high, low))
         for name in ("tf32", "bf16")
     }
-    return (
-        Claim("range-of-bf16", "TF32 has FP32's range: inputs times 2^100 or 2^-50 err as they do without",
-              kept["tf32"], at_most=1e-3, unit="of the error"),
-        Claim("bf16-range", "so has BF16",
-              kept["bf16"], at_most=1e-3, unit="of the error"),
-        Claim("fp16-overflows", "FP16 has not: times 2^100 the product is no longer finite",
-              float(found.error["fp16", high] == math.inf), at_least=1, unit="products"),
-        Claim("fp16-underflows", "FP16: times 2^-50 nothing is left",
-              found.error["fp16", low], at_least=1.0, unit="of the product"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        range-of-bf16 | kept.tf32 | at most 0.001 of the error
+            | TF32 has FP32's range: inputs times 2^100 or 2^-50 err as they do without
+        bf16-range | kept.bf16 | at most 0.001 of the error | so has BF16
+        fp16-overflows | fp16_overflows | at least 1 products
+            | FP16 has not: times 2^100 the product is no longer finite
+        fp16-underflows | fp16_underflows | at least 1.0 of the product | FP16: times 2^-50 nothing is left
+        """,
+        kept=kept,
+        fp16_overflows=float(found.error["fp16", high] == math.inf),
+        fp16_underflows=found.error["fp16", low],
+    )
 
 
 def _of_text() -> tuple[Claim, ...]:
     added, removed = changed_lines(fp32_loop, tf32_loop)
-    return (
-        Claim("bf16-one-argument", "from FP16 to BF16 one argument of the loop changes",
-              changed_tokens(fp16_loop, bf16_loop), at_least=1, at_most=1, unit="tokens"),
-        Claim("tf32-two-lines", "from FP32 to TF32 two lines are added",
-              added, at_least=2, at_most=2, unit="lines"),
-        Claim("tf32-nothing-else", "and none is changed",
-              removed, at_most=0, unit="lines"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        bf16-one-argument | bf16_one_argument | at least 1 and at most 1 tokens
+            | from FP16 to BF16 one argument of the loop changes
+        tf32-two-lines | added | at least 2 and at most 2 lines | from FP32 to TF32 two lines are added
+        tf32-nothing-else | removed | at most 0 lines | and none is changed
+        """,
+        added=added,
+        removed=removed,
+        bf16_one_argument=changed_tokens(fp16_loop, bf16_loop),
+    )
 
 
 def _of_amp() -> tuple[Claim, ...]:
-    return (
-        Claim("amp-five-lines", "from FP32 to automatic mixed precision five lines are new: a scaler, autocast",
-              changed_lines(fp32_loop, amp_loop, indents=False)[0], at_least=5, at_most=5, unit="lines"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        amp-five-lines | amp_five_lines | at least 5 and at most 5 lines
+            | from FP32 to automatic mixed precision five lines are new: a scaler, autocast
+        """,
+        amp_five_lines=changed_lines(fp32_loop, amp_loop, indents=False)[0],
+    )
 
 
 def _of_loops(losses: Mapping[str, Sequence[float]], settings: int) -> tuple[Claim, ...]:
     last = {name: each[-1] / losses["fp32"][-1] for name, each in losses.items()}
     worst = largest(abs(each - 1) for each in last.values())
     differing = sum(a != b for a, b in zip(losses["plimsoll"], losses["fp32"], strict=True))
-    return (
-        Claim("settings-made", "the two lines, run, set torch's products and convolutions to TF32",
-              settings, at_least=2, at_most=2, unit="settings"),
-        Claim("loops-train", "all loops, run, end where FP32 does",
-              worst, at_most=0.05, unit="of FP32's loss"),
-        Claim("level-computes", "level tf32 of plimsoll.prepare computes in TF32 here: losses are not FP32's",
-              differing, at_least=1, unit="losses"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        settings-made | settings | at least 2 and at most 2 settings
+            | the two lines, run, set torch's products and convolutions to TF32
+        loops-train | worst | at most 0.05 of FP32's loss | all loops, run, end where FP32 does
+        level-computes | differing | at least 1 losses
+            | level tf32 of plimsoll.prepare computes in TF32 here: losses are not FP32's
+        """,
+        differing=differing,
+        settings=settings,
+        worst=worst,
+    )
 
 
 def _of_rates(rate: Mapping[str, float]) -> tuple[Claim, ...]:
-    return (
-        Claim("rate-half-of-fp16", "TF32's rate is half of FP16's",
-              rate["tf32"] / rate["fp16"], at_least=0.4, at_most=0.6, unit="of FP16's rate"),
-        Claim("rate-above-fp32", "TF32's rate is well above FP32's",
-              rate["tf32"] / rate["fp32"], at_least=2.0, unit="of FP32's rate"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        rate-half-of-fp16 | rate.tf32 / rate.fp16 | at least 0.4 and at most 0.6 of FP16's rate
+            | TF32's rate is half of FP16's
+        rate-above-fp32 | rate.tf32 / rate.fp32 | at least 2.0 of FP32's rate | TF32's rate is well above FP32's
+        """,
+        rate=rate,
+    )
 
 
 def _of_device(found: Errors, own: float) -> Claim:

@@ -18,7 +18,7 @@ import numpy as np
 
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, of_rows
+from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.underflow.analysis import CHANGE, STAY, judged
 from plimsoll_lab.experiments.underflow.training import KINDS, TRAINED, Job, Setup, described, setup_for
 from plimsoll_lab.result import Measured
@@ -67,12 +67,16 @@ def claims(found: Found) -> tuple[Claim, ...]:
 
 
 def _of_clip(seeds: Sequence[Mapping[str, float]]) -> tuple[Claim, ...]:
-    return (
-        Claim("clip-fp16-underflows", "CLIP, FP16: so many layers underflow, over all steps and seeds",
-              sum(numbers["rate"] for numbers in seeds) / len(seeds), at_least=CHANGE, at_most=_MOST, unit="of layers"),
-        Claim("clip-fp16-rises", "CLIP, FP16: their share rises",
-              _least(seeds, "rise"), at_least=STAY, unit="of layers, from beginning to end"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        clip-fp16-underflows | clip_fp16_underflows | at least {CHANGE} and at most {_MOST} of layers
+            | CLIP, FP16: so many layers underflow, over all steps and seeds
+        clip-fp16-rises | clip_fp16_rises | at least {STAY} of layers, from beginning to end
+            | CLIP, FP16: their share rises
+        """,
+        clip_fp16_underflows=sum(numbers["rate"] for numbers in seeds) / len(seeds),
+        clip_fp16_rises=_least(seeds, "rise"),
+    )
 
 
 def _of_others(found: Found, kinds: Sequence[tuple[str, str]]) -> tuple[Claim, ...]:
@@ -92,19 +96,24 @@ def _of_verdicts(found: Found, sound: Sequence[str]) -> tuple[Claim, ...]:
     everything = [numbers for seeds in found.values() for numbers in seeds]
     stayed = [numbers for name in sound for numbers in found[name]]
     pairs = zip(found["detector-fp16"], found["detector-bf16"], strict=True)
-    return (
-        Claim("clip-fp16-told-early", "CLIP, FP16: the early verdict is to change to BF16",
-              _share(found["clip-fp16"], "told_change"), at_least=1.0, unit="of trainings"),
-        Claim("clip-fp16-rises-early", "CLIP, FP16: and it is sure by then that their share rises",
-              _least(found["clip-fp16"], "rise_early"), at_least=STAY, unit="of layers, in the early part"),
-        Claim("others-told-early", "the others: the early verdict is to stay",
-              _share(stayed, "told_stay"), at_least=1.0, unit="of trainings"),
-        Claim("verdicts-come-true", "the rate at the end is what the early verdict said",
-              _share(everything, "came_true"), at_least=1.0, unit="of trainings"),
-        Claim("stay-is-safe", "detector, told to stay in FP16: its loss ends where BF16's does",
-              float(np.max([fp16["loss_end"] / bf16["loss_end"] for fp16, bf16 in pairs])),
-              at_most=_AS_GOOD, unit="of BF16's loss"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        clip-fp16-told-early | clip_fp16_told_early | at least 1.0 of trainings
+            | CLIP, FP16: the early verdict is to change to BF16
+        clip-fp16-rises-early | clip_fp16_rises_early | at least {STAY} of layers, in the early part
+            | CLIP, FP16: and it is sure by then that their share rises
+        others-told-early | others_told_early | at least 1.0 of trainings | the others: the early verdict is to stay
+        verdicts-come-true | verdicts_come_true | at least 1.0 of trainings
+            | the rate at the end is what the early verdict said
+        stay-is-safe | stay_is_safe | at most {_AS_GOOD} of BF16's loss
+            | detector, told to stay in FP16: its loss ends where BF16's does
+        """,
+        clip_fp16_told_early=_share(found["clip-fp16"], "told_change"),
+        clip_fp16_rises_early=_least(found["clip-fp16"], "rise_early"),
+        others_told_early=_share(stayed, "told_stay"),
+        verdicts_come_true=_share(everything, "came_true"),
+        stay_is_safe=float(np.max([fp16["loss_end"] / bf16["loss_end"] for fp16, bf16 in pairs])),
+    )
 
 
 def _least(seeds: Sequence[Mapping[str, float]], name: str) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, of_rows
+from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.unit.analysis import Scores, judged, scores
 from plimsoll_lab.experiments.unit.tasks import train_all
 from plimsoll_lab.experiments.unit.training import KINDS, Job, Setup, described, setup_for
@@ -72,16 +72,21 @@ def claims(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
 
 
 def _of_fp16(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
-    return (
-        Claim("fp16-fails", "FP16 with no loss scale, at the same learning rate: fails, or trails FP32",
-              found.at_same("fp16", "fp32").low, at_least=_TRAILS, unit="of FP32's bits, at least"),
-        Claim("fp16-fails-best", "FP16 with no loss scale: so it does at its best learning rate",
-              found.at_best("fp16", "fp32").low, at_least=_TRAILS, unit="of FP32's bits, at least"),
-        Claim("fp16-underflow", "FP16 with no loss scale: most gradients of activations are zero",
-              numbers["fp16"]["lost_after"], at_least=0.5, unit="of gradients"),
-        Claim("fp16-told", "FP16 with no loss scale: an alarm tells of the underflow",
-              numbers["fp16"]["underflow_alarms"], at_least=1, unit="alarms"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        fp16-fails | fp16_fails | at least {_TRAILS} of FP32's bits, at least
+            | FP16 with no loss scale, at the same learning rate: fails, or trails FP32
+        fp16-fails-best | fp16_fails_best | at least {_TRAILS} of FP32's bits, at least
+            | FP16 with no loss scale: so it does at its best learning rate
+        fp16-underflow | numbers.fp16.lost_after | at least 0.5 of gradients
+            | FP16 with no loss scale: most gradients of activations are zero
+        fp16-told | numbers.fp16.underflow_alarms | at least 1 alarms
+            | FP16 with no loss scale: an alarm tells of the underflow
+        """,
+        numbers=numbers,
+        fp16_fails=found.at_same("fp16", "fp32").low,
+        fp16_fails_best=found.at_best("fp16", "fp32").low,
+    )
 
 
 def _of_quality(found: Scores) -> tuple[Claim, ...]:
@@ -111,22 +116,28 @@ def _within(name: str, says: str, high: float) -> Claim:
 
 
 def _of_fp16_at_unit_scale(numbers: Numbers) -> tuple[Claim, ...]:
-    return (
-        Claim("unit-nothing-lost", "unit-scaled FP16: nearly no gradient is lost",
-              numbers["unit-fp16"]["lost_after"], at_most=_SOUND, unit="of gradients"),
-    )  # fmt: skip
+    return claims_of(
+        f"""
+        unit-nothing-lost | numbers['unit-fp16'].lost_after | at most {_SOUND} of gradients
+            | unit-scaled FP16: nearly no gradient is lost
+        """,
+        numbers=numbers,
+    )
 
 
 def _of_headroom(numbers: Numbers) -> tuple[Claim, ...]:
     eight = numbers["unit-fp8"]
-    return (
-        Claim("fp8-overflow", "unit-scaled FP8: nearly no operand of a product overflows, at any time",
-              eight["operands_overflow"], at_most=1e-3, unit="of values, in the worst tensor"),
-        Claim("fp8-lost", "unit-scaled FP8: few gradients of a product lie below E5M2's range, at any time",
-              eight["gradients_lost"], at_most=0.05, unit="of values, in the worst tensor"),
-        Claim("drift", "unit-scaled FP8: scales stay near where they began",
-              eight["drift_median"], at_most=3.0, unit="binades, the median tensor"),
-    )  # fmt: skip
+    return claims_of(
+        """
+        fp8-overflow | eight.operands_overflow | at most 0.001 of values, in the worst tensor
+            | unit-scaled FP8: nearly no operand of a product overflows, at any time
+        fp8-lost | eight.gradients_lost | at most 0.05 of values, in the worst tensor
+            | unit-scaled FP8: few gradients of a product lie below E5M2's range, at any time
+        drift | eight.drift_median | at most 3.0 binades, the median tensor
+            | unit-scaled FP8: scales stay near where they began
+        """,
+        eight=eight,
+    )
 
 
 def _said(found: Scores, trainings: tuple[Training, ...]) -> tuple[str, ...]:
