@@ -51,6 +51,18 @@ def power(value: float) -> str:
     return number(value)
 
 
+def times_two_to(binades: float) -> str:
+    """Write a factor given in binades as a number and as a power of two.
+
+    >>> times_two_to(3.2), times_two_to(20), times_two_to(float("nan"))
+    ('8 times (2^3)', '2^20 times', 'nan times')
+    """
+    if not math.isfinite(binades):
+        return f"{binades} times"
+    exponent = round(binades)
+    return f"{2**exponent} times (2^{exponent})" if 0 <= exponent <= 10 else f"2^{exponent} times"
+
+
 def number(value: float) -> str:
     """Write any number: whole ones in full, others in three digits.
 

@@ -32,7 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_runs_that_are_alike_exit_with_0(runs: dict[str, Path]) -> None:
     result = run(runs["sound"], runs["same"])
-    assert result.exit_code == 0 and "They do not part: 85 series are alike at 200 steps." in result.stdout
+    assert result.exit_code == 0 and "They do not diverge: 85 series are alike at 200 steps." in result.stdout
 
 
 def test_runs_that_part_exit_with_1_and_say_where(runs: dict[str, Path]) -> None:

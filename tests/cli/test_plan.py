@@ -36,7 +36,7 @@ def test_forty_layers_are_told_in_a_few_lines(path: Path, tmp_path: Path) -> Non
     assert "blocks.{3-4}.up in bf16:" in lines
     words = " ".join(result.stdout.split())
     assert (
-        "activation gradients: no scale serves E5M2 at all steps" in words
+        "activation gradients: no scale works in E5M2 at all steps" in words
         and "(the numbers are those of blocks.3.up)" in words
     )
     assert Plan.load(tmp_path / "plan.toml") == plan(path, "fp8")
@@ -57,7 +57,7 @@ def test_options_reach_the_plan(path: Path) -> None:
 def test_scales_of_the_loss_and_of_layers_are_told(tmp_path: Path) -> None:
     path = written(tmp_path / "run", [layers({"a": 1.0, "b": 2.0**-44})])
     result = run(path, "--target", "fp16")
-    assert "No single loss scale serves all modules in FP16: each has its own." in result.stdout
+    assert "No single loss scale works for all modules in FP16: each module has its own." in result.stdout
     assert "The loss scale begins at 2^" in result.stdout
 
 

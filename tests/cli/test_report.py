@@ -30,7 +30,7 @@ def test_a_page_is_written_and_the_verdict_told(path: Path, tmp_path: Path) -> N
     result = run(path, "-o", tmp_path / "page.html", "--title", "My run", "--until", 40)
     assert result.exit_code == 0
     first, second = result.stdout.splitlines()
-    assert first.startswith("Healthy up to step 40") and second.endswith("MB, needs no network.")
+    assert first.startswith("Healthy through step 40") and second.endswith("MB, needs no network.")
     text = (tmp_path / "page.html").read_text("utf-8")
     assert "<title>My run" in text and first in text
 

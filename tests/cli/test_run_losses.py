@@ -18,7 +18,7 @@ def test_a_script_without_an_optimizer_is_found_by_its_backwards(tmp_path: Path)
     assert (result.returncode, result.stdout, theirs(result)) == (0, alone.stdout, theirs(alone))
     (line,) = said(result)
     assert line.startswith("plimsoll: watching RNNModel (677 parameters, no optimizer), every 2 steps, into run; ")
-    assert line.endswith("its first step went by before it was found")
+    assert line.endswith("its first step passed before it was found")
     run, (printed,) = Run(tmp_path / "run"), columns(alone.stdout)
     assert run.scalars("loss")[1].tolist() == printed[1:] and run.steps == [0, 2, 4, 6, 8, 10]
     assert set(run.tensors) == {"weights", "gradients", "activations", "activation_gradients", "updates"}

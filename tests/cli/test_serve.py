@@ -79,7 +79,7 @@ def test_another_address_asks_for_a_token_which_is_made(folder: Path, ran: list[
         found = re.search(r"http://\S+:(\d+)/\?token=(\S{32,})", result.stdout)
         assert found is not None and int(found[1]) == ran[-1][1]
         assert ran[-1][0]._gate._token == found[2]
-        assert "Whoever has this address can read the runs" in result.stdout
+        assert "Anyone with this URL can read the runs" in result.stdout
         tokens.add(found[2])
     assert len(tokens) == 2
 

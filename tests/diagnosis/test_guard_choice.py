@@ -175,7 +175,7 @@ def test_why_nothing_can_be_done_is_told() -> None:
         return chosen.choose(look(10, *findings), 11, Proposer("raise_scale"))[1]
 
     assert helpless(chooser("raise_scale"), finding(until=10)) == {"underflow-high": "raise_scale: it cannot be"}
-    nothing = {"underflow-high": "no action that would serve is allowed"}
+    nothing = {"underflow-high": "no action that would help is allowed"}
     assert helpless(chooser("skip"), finding(until=10)) == nothing
     assert helpless(chooser("skip"), finding(until=10, severity="warning")) == {}
     assert helpless(chooser(), finding("dead-layer", until=10, actions=(), severity="warning")) == {}

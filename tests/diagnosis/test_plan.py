@@ -111,10 +111,10 @@ def test_a_layer_of_far_smaller_gradients_gets_a_scale_of_its_own_or_falls_back(
     assert made.scales["b"]["gradients"] / made.scales["a"]["gradients"] == pytest.approx(1e6 * 2.0**20, rel=1)
     assert made.scales["a"]["gradients"] == made.scale
     assert made.predicted["b"]["gradients"][2] < 0.01
-    assert "No single loss scale serves all modules in FP16: each has its own." in made.remarks
+    assert "No single loss scale works for all modules in FP16: each module has its own." in made.remarks
     single = plan(path, "fp16", layer_scales=False)
     assert single.formats == {"a": "fp16", "b": "bf16", "c": "fp16"} and not single.scales
-    assert "FP16 needs a loss scale in [2^" in single.notes["b"] and "serves most other modules" in single.notes["b"]
+    assert "FP16 needs a loss scale of 2^" in single.notes["b"] and "works for most other modules" in single.notes["b"]
     eight = plan(path, "fp8")
     assert eight.formats["b"] == "e4m3" and eight.scales["b"]["gradients"] > 2.0**40
     lost = _lost([x for _, x in _of(path, "b")], get("e5m2"), eight.scales["b"]["gradients"], -1)
@@ -132,7 +132,7 @@ def test_a_scale_must_serve_at_every_step(tmp_path: Path) -> None:
     made = plan(written(tmp_path / "run", steps), "fp8")
     assert made.formats["a"] == "bf16" and not made.scales
     assert made.notes["a"].startswith(
-        "activation gradients: no scale serves E5M2 at all steps with 1 binade to spare: at"
+        "activation gradients: no scale works in E5M2 at all steps with 1 binade to spare: at"
     )
     assert "at step 2, at most 2^" in made.notes["a"]
     assert plan(tmp_path / "run", "fp8", until=1).formats["a"] == "e4m3"
@@ -253,7 +253,7 @@ def test_norms_embeddings_and_activations_are_left_and_what_multiplies_unseen_fa
     made = plan(odd, "fp8")
     assert made.formats == {"head": "e4m3", "conv": "e4m3", "attn": "bf16", "gru": "bf16", "odd": "e4m3"}
     for name in ("attn", "gru"):
-        assert made.notes[name].startswith("what it multiplies inside (queries, keys, hidden states) is not recorded")
+        assert made.notes[name].startswith("its internal products (queries, keys, hidden states) are not recorded")
 
 
 def test_include_and_exclude_override_the_rule(odd: Path) -> None:

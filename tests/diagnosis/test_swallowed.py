@@ -152,4 +152,4 @@ def test_weights_of_nan_are_no_updates_lost_to_rounding(broken: int, tmp_path: P
     assert "updates-swallowed" not in found
     nonfinite = found["nonfinite"]
     assert nonfinite.severity == "alarm" and nonfinite.evidence["weights_since"] in (broken, broken + 1)
-    assert nonfinite.advice.startswith("The weights hold NaN or Inf, and nothing trains any more")
+    assert nonfinite.advice.startswith("The weights contain NaN or Inf, so nothing trains any more")

@@ -111,8 +111,8 @@ def test_another_setup_is_refused_with_what_differs(path: Path, changed: dict[st
 
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sweep.jsonl").write_text('{"some": "thing"}\n')
-    with pytest.raises(RunError, match="in line 1 one whose checksum is wrong. Delete the file to begin anew."):
+    with pytest.raises(RunError, match="in line 1 one whose checksum is wrong. Delete the file to start again."):
         Ledger(tmp_path / "sweep.jsonl", SETUP, NAMES)
     (tmp_path / "sweep.jsonl").write_text("")
-    with pytest.raises(RunError, match="in line 1 one that is no JSON. Delete the file to begin anew."):
+    with pytest.raises(RunError, match="in line 1 one that is no JSON. Delete the file to start again."):
         Ledger(tmp_path / "sweep.jsonl", SETUP, NAMES)

@@ -89,7 +89,7 @@ def test_nothing_is_loaded_and_only_its_own_scripts_run(page: ReportFile) -> Non
 
 def test_a_sound_run_and_one_of_an_earlier_step(run: Path, tmp_path: Path) -> None:
     early = ReportFile(html(run, tmp_path / "early.html", until=50, title="As it was"))
-    assert early.headings[0] == "Healthy up to step 50: no parameter gradient was lost to underflow."
+    assert early.headings[0] == "Healthy through step 50: no parameter gradients lost to underflow."
     assert "No findings." in early.text and "As it was" in early.text
     assert ReportFile(html(View(Run(run), 50), tmp_path / "view.html")).headings[0] == early.headings[0]
 
@@ -97,7 +97,7 @@ def test_a_sound_run_and_one_of_an_earlier_step(run: Path, tmp_path: Path) -> No
 def test_findings_that_are_given_are_those_told(run: Path, tmp_path: Path) -> None:
     only = [f for f in diagnose(run) if f.rule == "underflow-rising"]
     given = ReportFile(html(run, tmp_path / "page.html", findings=only))
-    assert given.headings[0].startswith("Problem: lost parameter gradients") and given.text.count("What to do") == 1
+    assert given.headings[0].startswith("Problem: the underflow of parameter gradients") and given.text.count("What to do") == 1
 
 
 # -- runs that lack something
@@ -118,7 +118,7 @@ def test_a_run_of_scalars_only_and_one_of_one_step(tmp_path: Path) -> None:
         "loss_and_scale"
     ]
     page = ReportFile(html(SOUND.write(tmp_path / "one", until=0), tmp_path / "page.html"))
-    assert page.headings[0].startswith("Healthy up to step 0") and "What if" in page.headings
+    assert page.headings[0].startswith("Healthy through step 0") and "What if" in page.headings
 
 
 def test_a_damaged_run_says_what_is_missing(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_scale_at_every_step_costs_no_more(wide: View, monkeypatch: pytest.Mon
 def test_what_it_says_beside_the_numbers(answers: list[Offline]) -> None:
     fp16, bf16 = answers[:2]
     assert fp16.sentence == "No scale works for FP16 at any step." and bf16.best == 0
-    assert fp16.best == fp16.answer.shift and "run's own format has kept" in fp16.censored
+    assert fp16.best == fp16.answer.shift and "survived the run's own format" in fp16.censored
 
 
 def test_layers_beyond_the_most_are_counted(wide: View, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,16 +43,16 @@ def test_the_verdict_the_findings_and_the_rest_folded_away(run: Path) -> None:
 
 def test_a_sound_and_an_empty_run(tmp_path: Path) -> None:
     text = markdown(SOUND.write(tmp_path / "sound", until=50))
-    assert text.startswith("### ✅ Healthy up to step 50: no parameter gradient was lost to underflow.")
+    assert text.startswith("### ✅ Healthy through step 50: no parameter gradients lost to underflow.")
     assert "| rule |" not in text and text.count("<details>") == 1
     RunWriter(tmp_path / "empty").close()
     assert markdown(tmp_path / "empty").startswith("### ◌ Nothing was recorded.")
 
 
 def test_an_earlier_step_and_other_findings(run: Path) -> None:
-    assert markdown(run, until=50).startswith("### ✅ Healthy up to step 50")
+    assert markdown(run, until=50).startswith("### ✅ Healthy through step 50")
     only = [f for f in diagnose(run) if f.rule == "underflow-rising"]
-    assert markdown(run, findings=only).startswith("### ⛔ Problem: lost parameter gradients")
+    assert markdown(run, findings=only).startswith("### ⛔ Problem: the underflow of parameter gradients")
 
 
 def many(number: int, name: str) -> list[Finding]:

@@ -37,7 +37,7 @@ def test_the_plain_text_is_the_repr(fallen: Run) -> None:
 
 def test_sound_and_empty_runs(tmp_path: Path) -> None:
     page = Run(SOUND.write(tmp_path / "sound", until=50))._repr_mimebundle_()["text/html"]
-    assert "Healthy up to step 50" in page and "<table>" not in page
+    assert "Healthy through step 50" in page and "<table>" not in page
     RunWriter(tmp_path / "empty").close()
     assert "Nothing was recorded" in Run(tmp_path / "empty")._repr_mimebundle_()["text/html"]
 

@@ -140,7 +140,7 @@ def test_verdicts_come_in_the_background(get: Any, served: App) -> None:
     while served.answers.verdicts.judge_next() is not None:
         pass
     rows = {run["id"]: run for run in get("/api/runs")["runs"]}
-    assert rows["sound"]["state"] == "healthy" and rows["sound"]["verdict"].startswith("Healthy up to step")
+    assert rows["sound"]["state"] == "healthy" and rows["sound"]["verdict"].startswith("Healthy through step")
     assert rows["sweeps/low 1"]["state"] == "alarm" and rows["empty"]["state"] == "empty"
 
 

@@ -16,7 +16,7 @@ from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.support.diagnosis.faults import FAULTS, WORDS, A, B, Fault
 from tests.support.diagnosis.stories import SOUND, constant, told
 
-BEGINS = {"alarm": "Problem: ", "warning": "Warning: ", "info": "Healthy up to step 199, but note: "}
+BEGINS = {"alarm": "Problem: ", "warning": "Warning: ", "info": "Healthy through step 199, but note: "}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -47,12 +47,12 @@ def test_sentences_as_they_are(tmp_path: Path) -> None:
         "activation gradient values underflowed at steps 60 to 195; use a SpectralScaler or BF16."
     )
     assert said("one layer x 1e-4") == (
-        f"Problem: FP16 has flushed up to 44 % of the parameter gradients of {A} to zero since step 0; raise the loss "
+        f"Problem: up to 44 % of the parameter gradients of {A} have underflowed in FP16 since step 0; raise the loss "
         "scale to between 2^16 and 2^22."
     )
     assert said("layers part at 100") == (
-        f"Problem: no single loss scale has served all layers since step 100, {A} needs 2^19, {B} bears "
-        "2^10; use a LayerScaler or BF16."
+        f"Problem: no single loss scale has worked for all layers since step 100, {A} needs 2^19 or more, {B} "
+        "overflows above 2^10; use a LayerScaler or BF16."
     )
     assert said("attention explodes") == (
         f"Problem: activations of {A} came within a factor of two of the format's largest value at step 170, and NaN "
@@ -112,18 +112,18 @@ def test_no_verdict_is_longer_however_long_the_names(rule: str, tmp_path: Path) 
 
 def test_health_says_how_far_and_how_much_is_lost(tmp_path: Path) -> None:
     small = told(scale=lambda step: 1.0, gradient_std=constant(2.0**-17)).write(tmp_path / "small")
-    share = r"at most ([\d.]+) % of any layer's parameter gradients were lost to underflow"
-    found = re.fullmatch(rf"Healthy up to step 199: {share}\.", summary(small).verdict)
+    share = r"at most ([\d.]+) % of any layer's parameter gradients lost to underflow"
+    found = re.fullmatch(rf"Healthy through step 199: {share}\.", summary(small).verdict)
     assert found and 0.1 < float(found[1]) < 1
     assert summary(SOUND.write(tmp_path / "sound")).verdict == (
-        "Healthy up to step 199: no parameter gradient was lost to underflow."
+        "Healthy through step 199: no parameter gradients lost to underflow."
     )
 
 
 def test_weights_at_rest_are_noted(tmp_path: Path) -> None:
     still = told(unmoved=constant(1.0)).write(tmp_path / "run")
     assert summary(still).verdict == (
-        "Healthy up to step 199, but note: 100 % of the weights of 12 tensors have not moved since step 0."
+        "Healthy through step 199, but note: 100 % of the weights of 12 tensors have not moved since step 0."
     )
 
 
@@ -131,7 +131,7 @@ def test_without_gradients_health_says_so(tmp_path: Path) -> None:
     with RunWriter(tmp_path / "run") as writer:
         writer.write(Scalars(step=0, values={"loss": 1.0}))
     found = summary(tmp_path / "run")
-    assert found.verdict == "Healthy up to step 0: no rule found anything, but gradients were not recorded."
+    assert found.verdict == "Healthy through step 0: no findings, but gradients were not recorded."
     assert (found.state, found.first_step, found.last_step, found.samples, found.scale) == ("healthy", 0, 0, 0, None)
 
 

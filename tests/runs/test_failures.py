@@ -62,7 +62,7 @@ def test_a_full_disk_stops_nothing_and_what_waited_is_written_when_it_has_room(t
             writer.write(Scalars(step=step, values={"loss": 0.5}))
             assert not writer.flush()
 
-    with pytest.warns(RuntimeWarning, match=r"cannot be written .*No space left.*training goes on") as warned:
+    with pytest.warns(RuntimeWarning, match=r"cannot be written .*No space left.*training continues") as warned:
         train()
     assert len(warned) == 1  # once
     assert Run(tmp_path).steps == [1] and not list(tmp_path.rglob("*.tmp"))

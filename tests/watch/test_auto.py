@@ -282,7 +282,7 @@ def test_what_cannot_be_watched_is_said_once_and_training_goes_on(tmp_path: Path
     for _ in range(3):
         step(lambda: model(torch.ones(3, 4)), optimizer)
     (line,) = session.said
-    assert line.startswith("Sequential cannot be watched; the script goes on without (ArgumentError: ")
+    assert line.startswith("Sequential cannot be watched; the script continues unwatched (ArgumentError: ")
     assert nn.Module.__call__ is CALL and session.finder.verdict() is None
 
 
@@ -297,7 +297,7 @@ def test_a_folder_that_cannot_be_chosen_is_said(tmp_path: Path) -> None:
     optimizer = sgd(model)
     finder.note(optimizer)
     step(lambda: model(torch.ones(3, 4)), optimizer)
-    assert said == ["Sequential cannot be watched; the script goes on without (OSError: nowhere to write)"]
+    assert said == ["Sequential cannot be watched; the script continues unwatched (OSError: nowhere to write)"]
 
 
 def test_the_end_says_what_was_looked_for(session: Session) -> None:

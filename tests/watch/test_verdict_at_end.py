@@ -44,7 +44,7 @@ def test_close_ends_with_the_verdict_and_the_command(capsys: pytest.CaptureFixtu
     watch.close()
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == f"plimsoll: Healthy up to step 2: no parameter gradient was lost to underflow.\n{COMMAND}"
+    assert printed.err == f"plimsoll: Healthy through step 2: no parameter gradients lost to underflow.\n{COMMAND}"
     watch.close()
     assert capsys.readouterr().err == ""
 
@@ -107,7 +107,7 @@ def test_a_large_run_is_not_judged_at_the_end(tmp_path: Path, monkeypatch: pytes
     run = SOUND.write(tmp_path / "sound")
     assert end_of_run.verdict_at_end(run) == (
         "healthy",
-        "Healthy up to step 199: no parameter gradient was lost to underflow.",
+        "Healthy through step 199: no parameter gradients lost to underflow.",
     )
     monkeypatch.setattr(end_of_run, "MOST_BYTES", 1000)
     assert end_of_run.verdict_at_end(run) is None

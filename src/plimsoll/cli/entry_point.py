@@ -109,9 +109,7 @@ def _entry_points(own: Any) -> dict[str, Any]:
     points: dict[str, Any] = {}
     for point in sorted(importlib.metadata.entry_points(group=GROUP)):
         if point.name in own or point.name in points:
-            messages.error(
-                f"The command {point.name!r} of {point.value} is left out: there is one of that name already."
-            )
+            messages.error(f"The command {point.name!r} of {point.value} is left out: a command of that name exists.")
         else:
             points[point.name] = point
     points.setdefault("lab", None)

@@ -27,8 +27,8 @@ def use_scaler(accelerator: Accelerator, scaler: Any) -> None:
     """
     if not callable(getattr(scaler, "unscale_", None)):
         raise ArgumentError(
-            f"use_scaler: expected a loss scaler, as plimsoll.scaling has them; got {type(scaler).__name__}. "
-            "Give plimsoll.scaling.SpectralScaler(), for one."
+            f"use_scaler: expected a loss scaler of plimsoll.scaling; got {type(scaler).__name__}. Give "
+            "plimsoll.scaling.SpectralScaler(), for example."
         )
     if accelerator.mixed_precision != "fp16":
         raise ArgumentError(

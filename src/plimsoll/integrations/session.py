@@ -38,7 +38,7 @@ class Session:
         theirs = sorted(_THEIRS & settings.keys())
         if theirs:
             raise ArgumentError(
-                f"{callback}: expected settings that plimsoll.watch takes beside {', '.join(sorted(_THEIRS))}; got "
+                f"{callback}: expected settings of plimsoll.watch except {', '.join(sorted(_THEIRS))}; got "
                 f"{', '.join(theirs)}. Leave them out: the trainer has them."
             )
         self.path = folder_to_write(callback, run)
@@ -91,7 +91,7 @@ class Session:
             return
         self.findings = list(told.findings)
         if told.state == "alarm":
-            self._warn(f"{told.verdict} plimsoll check {self.path} tells all.")
+            self._warn(f"{told.verdict} plimsoll check {self.path} has the details.")
 
     def _warn(self, text: str) -> None:
         warnings.warn(printable(f"plimsoll: {text}", lines=False), RuntimeWarning, stacklevel=5)

@@ -140,7 +140,7 @@ def _check(model: object, inputs: tuple[Any, ...], step: object) -> nn.Module:
     if thread_frame.current() is not None:
         raise ArgumentError(
             "receipt: expected `with plimsoll.emulate(...)` or `loop.forward()` inside of step; got a call inside of "
-            "it, where torch lets nobody else see its operations. Put the context into the closure."
+            "it, where torch's own operations cannot be observed. Open the context inside the closure."
         )
     if _C._current_graph_task_id() != -1:  # noqa: SLF001
         raise ArgumentError(

@@ -217,7 +217,7 @@ class Finder:
     def _complain(self, what: str, error: Exception | None = None) -> None:
         self._complained = True
         name = type(error).__name__
-        self._say(f"{what} cannot be watched; the script goes on without ({name}: {error})" if error else what)
+        self._say(f"{what} cannot be watched; the script continues unwatched ({name}: {error})" if error else what)
 
     def _start(self, model: nn.Module, needs: list[_Need], *, called: nn.Module | None) -> None:
         """Watches the model; `called` is the module whose call waits."""

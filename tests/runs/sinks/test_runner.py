@@ -70,7 +70,7 @@ def test_a_slow_sink_loses_the_oldest_and_training_never_waits(start: Start) -> 
     runner = start(sink, queue_steps=3)
     runner.put(record(0))
     assert sink.inside.wait(HANG_SECONDS)
-    with pytest.warns(RuntimeWarning, match="Recorder: slower than training.* Training goes on.") as told:
+    with pytest.warns(RuntimeWarning, match="Recorder: slower than training.* Training continues.") as told:
         put_all(runner, range(1, 9))
     assert len(told) == 1
     assert runner.dropped == 5
@@ -85,7 +85,7 @@ def test_a_sink_that_raises_is_said_once_and_gets_the_next_records() -> None:
     with pytest.warns(RuntimeWarning) as told:
         run_through(runner, *range(7))
     assert sink.steps == [0, 1, 5, 6]
-    assert [str(warning.message) for warning in told] == ["Failing: put failed: OSError: no space. Training goes on."]
+    assert [str(warning.message) for warning in told] == ["Failing: put failed: OSError: no space. Training continues."]
     assert (runner.failed, runner.dropped) == (3, 0)
     assert runner.failure == "Failing: put failed: OSError: no space"
 
@@ -95,7 +95,7 @@ def test_where_warnings_are_errors_the_log_has_it(caplog: pytest.LogCaptureFixtu
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING, "plimsoll"):
         warnings.simplefilter("error")
         run_through(SinkRunner(sink), 0, 1)
-    assert caplog.messages == ["Failing: put failed: ValueError: odd. Training goes on."]
+    assert caplog.messages == ["Failing: put failed: ValueError: odd. Training continues."]
     assert sink.steps == [1]
 
 
@@ -142,7 +142,7 @@ def test_a_sink_that_cannot_be_opened_is_switched_off_and_said_once() -> None:
         run_through(runner, 1, flush=True)
     runner.put(record(2))
     message = "Failing: open failed: ConnectionError: no server; it is switched off for this run"
-    assert [str(warning.message) for warning in told] == [f"{message}. Training goes on."]
+    assert [str(warning.message) for warning in told] == [f"{message}. Training continues."]
     assert runner.failure == message
     assert runner.dropped == 2
     assert len(sink.calls) == 1

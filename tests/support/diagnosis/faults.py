@@ -291,12 +291,12 @@ INNOCENT = {
 
 # What a verdict says of each rule's finding, whatever else it says.
 WORDS: Mapping[str, str] = {
-    "underflow-high": r"FP16 has flushed up to \d+ % of the (parameter gradients|activations) of .* to zero",
-    "underflow-rising": r"lost parameter gradients of .* have been rising",
+    "underflow-high": r"up to \d+ % of the (parameter gradients|activations) of .* have underflowed in FP16",
+    "underflow-rising": r"the underflow of parameter gradients of .* has been rising",
     "scale-low": r"the loss scale \(2\^-?\d+\) has been too low .* are lost",
     "scale-collapse": r"the loss scale fell from 2\^\d+ to 2\^-?\d+ at steps?",
     "scale-oscillation": r"the loss scale has swung .* [\d.]+ % of steps",
-    "no-single-scale": r"no single loss scale has served all layers .* needs 2\^19, .* bears 2\^10",
+    "no-single-scale": r"no single loss scale has worked for all layers .* needs 2\^19 or more, .* overflows above 2\^10",
     "overflow-ahead": r"came within .* of the format's largest value",
     "activation-growth": r"activations of .* have grown steadily",
     "saturated-fp8": r"\d+ % of the activations .* FP8's top binade",
@@ -314,7 +314,7 @@ WORDS: Mapping[str, str] = {
     "spike-forerunner": r"an update of .* was \d+ times its usual size",
     "dead-layer": r"all (outputs|parameter gradients) of .* have been zero",
     "gradients-vanish": r"gradients vanish in .*: .* against .*",
-    "distribution-drift": r"have (grown|shrunk) by \d+ binades",
+    "distribution-drift": r"have (grown|shrunk) (\d+ times \(2\^\d+\)|2\^\d+ times)",
     "untrained-parameters": r"parameters of .* are in no optimizer",
     "optimizer-idle": r"of AdamW, its learning rate is NaN",
     "gradients-mishandled": r"gradients are never (set to zero|unscaled)",

@@ -20,7 +20,7 @@ _LISTED = 8  # differences of settings and series
 
 
 def diff(
-    run_a: Annotated[str, typer.Argument(metavar="RUN_A", help="The folder or URI of the run to go by.")],
+    run_a: Annotated[str, typer.Argument(metavar="RUN_A", help="The folder or URI of the reference run.")],
     run_b: Annotated[str, typer.Argument(metavar="RUN_B", help="The folder or URI of the run to compare with it.")],
     tolerance: Annotated[
         float,
@@ -30,7 +30,11 @@ def diff(
     ] = 0.05,
     formats: Annotated[
         list[str] | None,
-        typer.Option("--format", metavar="FORMAT", help="A format that was computed in and that no tensor shows."),
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help=("A format used inside operations that no recorded tensor has, such as tf32."),
+        ),
     ] = None,
     until: Until = None,
     as_json: Json = False,
@@ -97,7 +101,7 @@ def _earliest_named(models: list[str], found: "list[Divergence]") -> "list[Diver
     if len(parted) < 2:
         return found
     step, _, first = min(parted)
-    note = f"{shown(first)} is the script's model that parts first, at step {step:,}: look there first."
+    note = f"{shown(first)} is the script's first model to diverge, at step {step:,}: start there."
     return [
         each if each.first is None or model == first else replace(each, notes=(*each.notes, note))
         for model, each in zip(models, found, strict=True)

@@ -80,7 +80,7 @@ def _choice(machine: Machine) -> str:
 
 def _cache_row(cache: Cache, draw: Glyphs) -> tuple[Text, str, str]:
     if cache.folder is None:
-        advice = "kernels compile anew in each process; set NUMBA_CACHE_DIR to a writable folder"
+        advice = "kernels are compiled again in each process; set NUMBA_CACHE_DIR to a writable folder"
         return _mark(False, draw), "none", advice
     return _mark(cache.writable, draw), cache.folder, "" if cache.writable else "not writable"
 

@@ -92,7 +92,7 @@ def _print_tables(target: Console) -> None:
     notes = [f"s{draw.dot}e{draw.dot}m: sign, exponent and mantissa bits. eps: from 1 to the next value."]
     if left_out:
         notes.append(f"Left out at this width: {', '.join(left_out)}.")
-    notes.append("Any eXmY (as e5m7) is a format too; plimsoll formats e4m3 shows one in full.")
+    notes.append("Any eXmY (such as e5m7) is a format too. plimsoll formats e4m3 shows one in full.")
     target.print(table)
     target.print()
     target.print(_blocks(2 if target.width >= 62 else 1))

@@ -73,10 +73,13 @@ def plan(
     ] = False,
     include: Annotated[
         list[str] | None,
-        typer.Option("--include", metavar="GLOB", help="Plan for matching modules even where it would not."),
+        typer.Option(
+            "--include", metavar="GLOB", help=("Also plan modules matching this glob that are left out by default.")
+        ),
     ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Leave matching modules as they are.")
+        list[str] | None,
+        typer.Option("--exclude", metavar="GLOB", help=("Leave modules matching this glob as they are.")),
     ] = None,
     until: Until = None,
     as_json: Json = False,
@@ -172,7 +175,7 @@ def _print(plan: "Plan", target: Console) -> None:
     for remark in rest:
         target.print(Padding(Text(remark), (0, 0, 0, 2), expand=False))
     if plan.scale is not None:
-        target.print(Text(f"The loss scale begins at 2^{_exponent(plan.scale)}."))
+        target.print(Text(f"The loss scale starts at 2^{_exponent(plan.scale)}."))
     target.print()
     groups = _groups(plan)
     target.print(_table(plan, groups, table_width(target)))
@@ -204,7 +207,8 @@ def _table(plan: "Plan", groups: dict[tuple[str, str], list[str]], width: int | 
         modules, kinds = grouped(names).replace(", ", f",{below.lstrip(',')}"), below.join(dict.fromkeys(formats))
         table.add_row(modules, str(len(names)), kinds, *cells, end_section=True)
     table.caption = (
-        "lost: the largest share of a module's values that may be lost, over all steps, zeros in doubt included"
+        "lost: the largest share of a module's values that may be lost, over all steps, including zeros that may be "
+        "losses"
     )
     table.caption_justify = "left"
     return table

@@ -32,12 +32,16 @@ def receipt(
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ARGS", help="The script's own arguments and options; behind -- whatever they are."),
+        typer.Argument(
+            metavar="ARGS", help=("The script's own arguments and options. Put -- before those that receipt has too.")
+        ),
     ] = None,
     as_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
     declared: Annotated[
         str | None,
-        typer.Option("--declared", metavar="LEVEL|FILE", help="What it should run in: a level, or a plan's TOML file."),
+        typer.Option(
+            "--declared", metavar="LEVEL|FILE", help=("The declared precision: a level, or a plan's TOML file.")
+        ),
     ] = None,
     fail_on_deviation: Annotated[
         bool, typer.Option("--fail-on-deviation", help="Exit with 1 if anything deviates from --declared.")
@@ -45,7 +49,7 @@ def receipt(
     rows: Annotated[bool, typer.Option("--rows", help="List every operation, in the order of the step.")] = False,
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help=f"Write it to a file too: {', '.join(ENDINGS)}."),
+        typer.Option("--output", "-o", metavar="FILE", help=f"Also write it to a file: {', '.join(ENDINGS)}."),
     ] = None,
     as_json: Json = False,
     _quiet: Quiet = False,
@@ -67,7 +71,7 @@ def receipt(
         raise runner.Handover(lambda: session.run(target, arguments or [], as_module=as_module))
     if arguments:
         raise ArgumentError(
-            f"receipt: expected nothing behind a recorded run; got {' '.join(arguments)!r}. Leave it out."
+            f"receipt: expected no arguments after a recorded run; got {' '.join(arguments)!r}. Leave it out."
         )
     raise typer.Exit(_show_runs(target, declared, printer))
 
@@ -155,8 +159,8 @@ def _file(output: str | None) -> Path | None:
         return None
     if file.suffix not in ENDINGS:
         raise ArgumentError(
-            f"receipt: expected --output to end in {', '.join(ENDINGS)}; got {file}. Choose one of these. An option of "
-            "the script goes behind --."
+            f"receipt: expected --output to end in {', '.join(ENDINGS)}; got {file}. Choose one of these. Put -- "
+            "before an option of the script."
         )
     if not file.absolute().parent.is_dir() or file.is_dir():
         raise ArgumentError(f"receipt: expected --output in a folder that exists; got {file}. Make its folder first.")

@@ -44,7 +44,7 @@ def run(
         typer.Option(
             metavar="NAMES",
             show_default=False,
-            help=f"Tensors to record: {', '.join(COLLECTIONS)}. NAME=N gives one an interval. Default: all.",
+            help=f"Tensors to record: {', '.join(COLLECTIONS)}. NAME=N sets an interval in steps. Default: all.",
         ),
     ] = _ALL,
     include: Annotated[
@@ -58,18 +58,20 @@ def run(
         int | None, typer.Option(metavar="SIZE", help="Also measure in blocks of 32 (MX formats) or 16 (NVFP4) values.")
     ] = None,
     recorder: Annotated[
-        str, typer.Option(metavar="NAMES", help="What the flight recorder keeps of every step.")
+        str, typer.Option(metavar="NAMES", help="Values that the flight recorder keeps for every step.")
     ] = ",".join(FACTS),
-    max_tensors: Annotated[int, typer.Option(metavar="N", min=1, help="Most tensors of one sample.")] = 100_000,
-    max_bytes: Annotated[int, typer.Option(metavar="BYTES", min=1, help="Most memory of one sample.")] = 1 << 30,
+    max_tensors: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Maximum number of tensors per sample.")
+    ] = 100_000,
+    max_bytes: Annotated[int, typer.Option(metavar="BYTES", min=1, help="Maximum memory per sample.")] = 1 << 30,
     queue_bytes: Annotated[
-        int, typer.Option(metavar="BYTES", min=1, help="Most memory of samples that wait to be written.")
+        int, typer.Option(metavar="BYTES", min=1, help="Maximum memory of samples waiting to be written.")
     ] = 64 << 20,
     precision: Annotated[
         str | None, typer.Option(metavar="LEVEL", help=f"Train at a level: {', '.join(PRECISIONS)}.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --output, whatever the script restores.")
+        bool, typer.Option("--resume", help="Continue the run in --output even if the script restores no checkpoint.")
     ] = False,
     as_json: Json = False,
     _quiet: Quiet = False,
@@ -156,7 +158,7 @@ class _Session:
             return work()
         except Exception as error:  # noqa: BLE001  (whatever fails in Plimsoll must not stop the script)
             self._broken = True
-            _report_error(f"nothing can be watched; the script goes on without ({type(error).__name__}: {error})")
+            _report_error(f"nothing can be watched; the script continues unwatched ({type(error).__name__}: {error})")
             return None
 
     def _found(self) -> Any:
@@ -181,7 +183,7 @@ class _Session:
         schedule = ", ".join(f"{name} every {_steps(every)}".lstrip() for name, every in often.items())
         path = _from_here(found.path)
         what = f"{found.model} ({found.parameters:,} parameters, {', '.join(found.optimizers) or 'no optimizer'})"
-        late = f"; its first {_steps(found.missed_steps)} went by before it was found" if found.missed_steps else ""
+        late = f"; its first {_steps(found.missed_steps)} passed before it was found" if found.missed_steps else ""
         again = "; what was compiled before is compiled again" if found.recompiled else ""
         if _rank() == 0:
             at = f" in {found.precision}" if found.precision else ""

@@ -35,7 +35,7 @@ def whatif(
         bool, typer.Option("--inference", help="Judge weights and activations as they are, unscaled.")
     ] = False,
     layers: Annotated[
-        int, typer.Option("--layers", metavar="N", min=1, help="Layers to list, those that lose most first.")
+        int, typer.Option("--layers", metavar="N", min=1, help="Number of layers to list, largest losses first.")
     ] = 20,
     until: Until = None,
     as_json: Json = False,
@@ -72,6 +72,4 @@ def _print(answer: "WhatIf", layers: int) -> None:
     target.print(answer.table(most=layers, width=table_width(target)))
     if answer.censored:
         target.print()
-        target.print(
-            Text("The run's own format may have flushed values already: they are not in the estimates.", "dim")
-        )
+        target.print(Text("Values that underflowed in the run's own format already are not in the estimates.", "dim"))

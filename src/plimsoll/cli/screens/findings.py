@@ -63,7 +63,7 @@ def _print(run: "CheckedRun", target: Console) -> None:
         target.print(Text(run.verdict))
     if run.missing and not any(finding.severity == "alarm" for finding in run.findings):
         named = ", ".join(f"rank {rank} after step {last:,}" for rank, last in run.missing.items())
-        target.print(Text(f"Not judged whole: the record lacks {named}, which may have had an alarm."))
+        target.print(Text(f"Not fully judged: the record lacks {named}, which may have had an alarm."))
     for finding in run.findings:
         target.print()
         for line in _lines(finding):

@@ -13,9 +13,9 @@ from plimsoll.formats import BF16, FP16, FP32, BlockFormat, Format
 from plimsoll.text import number
 
 _SPECIALS = {
-    "ieee": "the highest exponent is spent on Inf and NaN, as in IEEE 754",
-    "fn": "no Inf; the code of all ones is NaN; every other one is a number",
-    "fnuz": "no Inf and no -0; the code of -0 is the one NaN",
+    "ieee": "the highest exponent is reserved for Inf and NaN, as in IEEE 754",
+    "fn": "no Inf; only the code of all ones is NaN",
+    "fnuz": "no Inf and no -0; the code of -0 is the only NaN",
     "none": "neither Inf nor NaN; every code is a number",
 }
 

@@ -41,7 +41,7 @@ class ReceiptSession:
         try:
             runner.execute(script, arguments, as_module=as_module)
         except SystemExit as end:
-            self._failure = None if end.code in (None, 0) else f"the script ended itself with {end.code!r}"
+            self._failure = None if end.code in (None, 0) else f"the script exited with {end.code!r}"
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001  (the script's own; it is on standard error already)

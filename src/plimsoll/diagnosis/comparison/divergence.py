@@ -89,12 +89,12 @@ class Divergence(NotebookRepr):
             more = f" ({others} more at that step)" if others else ""
             what = collection_words(self.first.collection)
             place = f"{what} of {shown(self.first.name)}" if self.first.name else what
-            return f"They part at step {self.first.step:,}, first in {place}{more}: {self.first.reason}."
+            return f"They diverge at step {self.first.step:,}, first in {place}{more}: {self.first.reason}."
         steps, series = self.compared
         last = self.drift[-1][1] if self.drift else 0.0
         if last == 0:
-            return f"They do not part: {series:,} series are alike at {steps:,} steps."
-        told = f"They do not part beyond what rounding explains, in {series:,} series at {steps:,} steps"
+            return f"They do not diverge: {series:,} series are alike at {steps:,} steps."
+        told = f"They do not diverge by more than rounding explains, in {series:,} series at {steps:,} steps"
         if self.until_step is not None and self.drift[-1][0] > self.until_step:
             return f"{told}; since step {self.until_step:,} they are too far apart for values to be compared."
         return f"{told}; at the end they are {number(last)} apart."
@@ -128,7 +128,7 @@ class Divergence(NotebookRepr):
         from rich.table import Table
 
         title = (
-            "They do not part" if self.first is None else f"At step {self.first.step:,}, in the order of computation"
+            "They do not diverge" if self.first is None else f"At step {self.first.step:,}, in the order of computation"
         )
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False,
                       pad_edge=False, width=width)  # fmt: skip

@@ -96,7 +96,7 @@ class Chooser:
         tried = [f"{action} was tried {n} times" for action, n in track.tries.items() if n >= self._limits.tries]
         if not tried and not reasons and finding.severity != "alarm":
             return _WAIT
-        return "; ".join([*tried, *reasons]) or "no action that would serve is allowed"
+        return "; ".join([*tried, *reasons]) or "no action that would help is allowed"
 
     def _too_soon(self, order: Order, step: int) -> bool:
         last = [self._last.get((_kind(order.action), target)) for target in order.targets]

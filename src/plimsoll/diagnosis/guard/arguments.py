@@ -97,8 +97,8 @@ def _check_loop(loop: Any, scaler: object, model: object) -> None:
 
     if not isinstance(loop, Loop) or loop.closed:
         raise ArgumentError(
-            f"Guard: expected loop as what pl.prepare(...) returned, open; got {loop!r}. Leave it out in a loop of "
-            "your own."
+            f"Guard: expected loop to be an open loop of pl.prepare(...); got {loop!r}. Leave it out if you write the "
+            "loop yourself."
         )
     if scaler is not None:
         raise ArgumentError("Guard: expected loop= or scaler=; got both. Leave scaler= out: the loop has its own.")

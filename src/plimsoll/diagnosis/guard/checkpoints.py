@@ -170,6 +170,6 @@ def check_parts(given: object) -> None:
     for name, part in parts.items():
         if not isinstance(given, Mapping) or not all(hasattr(part, m) for m in ("state_dict", "load_state_dict")):
             raise ArgumentError(
-                f"Guard: expected checkpoint as a mapping of names to what has state_dict and load_state_dict; got "
+                "Guard: expected checkpoint to map names to objects with state_dict and load_state_dict; got "
                 f"{type(part).__name__} for {name}. Write checkpoint={{'model': model, 'optimizer': optimizer}}."
             )

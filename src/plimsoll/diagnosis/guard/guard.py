@@ -150,7 +150,9 @@ class Guard:
         found = self._looker.now(self._beside.step - 1)
         self._asked, self._meets = found, True
         if found is None and self._ranks.decides:
-            self._beside.record("guard", "a look was left out: not all was on disk in time", {"action": "none"})
+            self._beside.record(
+                "guard", "a check was skipped: not all records were on disk in time", {"action": "none"}
+            )
         return () if found is None else found.findings
 
     def checkpoint(self, state: "Mapping[str, Any] | Restore | None" = None) -> bool:
@@ -164,7 +166,7 @@ class Guard:
         self._check_open("checkpoint")
         broken = self._training.keeper.save(state)
         if broken is not None:
-            self._beside.record("guard", f"no checkpoint was kept: {broken}", {"action": "none"}, warn=True)
+            self._beside.record("guard", f"no checkpoint was saved: {broken}", {"action": "none"}, warn=True)
         return broken is None
 
     def close(self) -> None:
@@ -229,7 +231,7 @@ class Guard:
         for rule, why in helpless.items():
             if (rule, why) not in self._helpless:
                 self._helpless.add((rule, why))
-                self._beside.record("guard", f"nothing is done about {rule}: {why}", {"action": "none", "rule": rule})
+                self._beside.record("guard", f"no action for {rule}: {why}", {"action": "none", "rule": rule})
         return order
 
     def _tell(self, look: Look) -> None:
@@ -246,7 +248,7 @@ class Guard:
     def _propose(self, look: Look, action: Action, finding: Finding, since: int, tries: int) -> Order | str:
         done = next((r for r in self._remedies.values() if r.handled(finding)), None)
         if done is not None:
-            return f"{done.action} takes care of it already"
+            return f"{done.action} handles it already"
         return self._remedies[action].propose(finding, since, tries, look)
 
     def _act(self, order: Order, step: int) -> None:

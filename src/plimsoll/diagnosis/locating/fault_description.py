@@ -129,7 +129,7 @@ def _remedy(origin: Origin, names: Names) -> str:
 
 def _came(origin: Origin) -> str:
     if origin.what == "received":
-        return f"{_base(origin)} met {_what(origin)} that another rank sent"
+        return f"{_base(origin)} received {_what(origin)} from another rank"
     return f"{_base(origin)} read {_what(origin)} in memory that was never written (torch.empty)"
 
 

@@ -199,7 +199,7 @@ def _check_surroundings() -> None:
     if thread_frame.current() is not None:
         raise ArgumentError(
             "locate: expected `with plimsoll.emulate(...)` inside the closure; got a call inside of it, where torch's "
-            "own operations cannot be looked at. Put the context around what the closure computes."
+            "own operations cannot be observed. Open the context inside the closure."
         )
     if _C._current_graph_task_id() != -1 or _C._len_torch_dispatch_stack():  # noqa: SLF001
         raise ArgumentError(

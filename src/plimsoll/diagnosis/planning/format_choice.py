@@ -66,7 +66,7 @@ class Judge:
         For gradients in FP16 the result has their window, since they need a loss scale.
         """
         if module.opaque and forward not in _WIDE:
-            return Verdict(why="what it multiplies inside (queries, keys, hidden states) is not recorded", unknown=True)
+            return Verdict(why="its internal products (queries, keys, hidden states) are not recorded", unknown=True)
         missing = next((role for role in ROLES if not self.series(module, role, forward, backward)), None)
         if missing is not None:
             return Verdict(why=f"its {_WORDS[missing]} were not recorded", unknown=True)
@@ -135,7 +135,7 @@ class Judge:
             need = (window.low, window.low_step) if window.low > lowest else (room, window.high_step)
             return f"{words} do not fit {name} unscaled{spare}: 2^{need[0]} would be needed at step {need[1]:,}"
         return (
-            f"{words}: no scale serves {name} at all steps{spare}: at least 2^{window.low} at step "
+            f"{words}: no scale works in {name} at all steps{spare}: at least 2^{window.low} at step "
             f"{window.low_step:,}, at most 2^{room} at step {window.high_step:,}"
         )
 
@@ -193,7 +193,7 @@ class Judge:
         why = f"{_WORDS[role]}: up to {percent(worst)} may be lost in {fmt.name.upper()} (step {step:,})"
         if recorded:
             return why
-        return f"{why}; what blocks hold is not recorded, and this is what the tensors' own range allows"
+        return f"{why}; block records are missing, so this follows from the range of whole tensors"
 
 
 def outward(low: float, estimate: float, high: float) -> tuple[float, float, float]:

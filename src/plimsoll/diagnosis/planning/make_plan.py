@@ -114,8 +114,8 @@ def _with_scales(judge: Judge, choice: Choice, scales: Scales, fallback: str) ->
     if name in scales.unserved:
         window = choice.verdict.gradients
         why = (
-            f"activation gradients: FP16 needs a loss scale in [2^{window.low}, 2^{window.high - judge.margin}] here, "
-            f"and 2^{scales.loss} serves most other modules"
+            f"activation gradients: FP16 needs a loss scale of 2^{window.low} to 2^{window.high - judge.margin} here, "
+            f"and 2^{scales.loss} works for most other modules"
         )
         return _fallback(judge, choice.module, replace(choice.verdict, why=why), fallback)
     return replace(choice, scales={"gradients": scales.layers[name]} if name in scales.layers else {})

@@ -44,7 +44,7 @@ def note(judge: Judge, choice: Choice, predicted: Losses) -> str:
     if choice.why_not is not None:
         return f"{choice.why_not}. {choice.forward.upper()} {loses}" if predicted else choice.why_not
     window = choice.verdict.gradients
-    needs = f"; needs S in [2^{window.low}, 2^{window.high - judge.margin}]" if window.bounded else ""
+    needs = f"; needs a loss scale of 2^{window.low} to 2^{window.high - judge.margin}" if window.bounded else ""
     return f"{loses}{needs}{_left(judge, choice)}"
 
 
@@ -73,7 +73,7 @@ def remarks(judge: Judge, chosen: Sequence[Choice], scales: Scales | None, idle:
             f"{grouped(idle, _NAMED)}."
         )
     if scales is not None and scales.layers:
-        found.append("No single loss scale serves all modules in FP16: each has its own.")
+        found.append("No single loss scale works for all modules in FP16: each module has its own.")
     for name, collection in judge.collections.items():
         words = name.replace("_", " ")
         if collection is None:

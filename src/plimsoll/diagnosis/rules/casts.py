@@ -24,7 +24,7 @@ _SAMPLES = "not reported from a single sample"
 _SERVES = 0.01  # of a tensor's values that a scale which serves may flush, as in `whatif`
 _Found = tuple[CastCells, int, int, int, float]  # cells, layer, first and last place, value
 
-_UNIT = "With constant scales, look why the tensor has left its scale (plimsoll.unit.audit)"
+_UNIT = "For constant scales, find why the tensor has left its scale (plimsoll.unit.audit)"
 _MODULE = "or keep its module in BF16"
 
 
@@ -102,9 +102,9 @@ class CastSaturates(ShareRule):
     """Values beyond the largest one of the format that they are cast to."""
 
     id = "cast-saturates"
-    says = "many of the values that a module casts to 8 bits lie beyond the format's largest one"
-    meaning = "The largest values are all cut to the same one, and what they differed in is lost."
-    advice = f"Lower the tensor's scale: with scales of data by a margin. {_UNIT}, {_MODULE}."
+    says = "many values that a module casts to 8 bits exceed the format's largest one"
+    meaning = "All of these values become the largest one, and their differences are lost."
+    advice = f"Lower the tensor's scale. For scales from the data, use a larger margin. {_UNIT}, {_MODULE}."
     actions = ("to_bf16",)
     items = {"saturated": EvidenceItem(unit="share")}
     location_item = EvidenceItem("Saturated", "share")
@@ -129,9 +129,9 @@ class CastFlushes(ShareRule):
     """Nonzero values that become zero in the format that they are cast to."""
 
     id = "cast-flushes"
-    says = "much of what a module casts to 8 bits becomes zero"
-    meaning = "The products that these values belong to are summed without them."
-    advice = f"Raise the tensor's scale if one serves, or use E5M2 for it. {_UNIT}, {_MODULE}."
+    says = "many values that a module casts to 8 bits become zero"
+    meaning = "The products of these values are missing from the sums."
+    advice = f"Raise the tensor's scale if a higher one works, or use E5M2 for it. {_UNIT}, {_MODULE}."
     actions = ("to_bf16",)
     items = {"flushed": EvidenceItem(unit="share")}
     location_item = EvidenceItem("Lost", "share")
@@ -154,8 +154,8 @@ class CodesUnused(CastRule):
     """A tensor that sits in the bottom of its format, the top left empty."""
 
     id = "codes-unused"
-    says = "a tensor that is cast to 8 bits sits in the format's lowest binades, those above stay empty"
-    meaning = "Its values keep fewer digits than the format has, though a higher scale would give them all of these."
+    says = "a tensor that is cast to 8 bits uses only the format's lowest binades"
+    meaning = "Its values have fewer digits than the format offers at a higher scale."
     advice = f"Raise the tensor's scale by the free binades. {_UNIT}, {_MODULE}."
     actions = ("to_bf16",)
     items = {"with_fewer_digits": EvidenceItem(unit="share")}
@@ -194,10 +194,10 @@ class UnitDrift(CastRule):
     """
 
     id = "unit-drift"
-    says = "a tensor that began at unit scale has left [2^-k, 2^k], where its 8-bit format serves at a constant scale"
-    meaning = "The constant scale was right when the training began, and no longer is."
+    says = "a tensor that began at unit scale has left [2^-k, 2^k], where its 8-bit format works at a constant scale"
+    meaning = "The constant scale fitted at the start of the training and no longer does."
     advice = (
-        "Give the module's tensors scales of their own data (fp8-tensor), or BF16; or set weight decay so that sizes "
+        "Give the module's tensors scales from their data (fp8-tensor), or use BF16. Or set weight decay so that sizes "
         "settle."
     )
     actions = ("to_bf16",)
@@ -206,7 +206,7 @@ class UnitDrift(CastRule):
 
     fewer: float = threshold(0.25, "of normal values of that size are subnormal, as for codes-unused")
     beyond: float = threshold(0.001, "of normal values of that size saturate, as for cast-saturates")
-    samples: float = threshold(3, "so many at the beginning inside, and so many on end outside")
+    samples: float = threshold(3, "so many inside at the beginning, and so many in a row outside")
 
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each collection."""
@@ -226,7 +226,7 @@ class UnitDrift(CastRule):
         return Phrase(
             what=f"{context.tensors} of {context.layers} have been at 2^{context.number('binades'):.0f}, out of "
             f"2^-{bound:.0f} to 2^{bound:.0f}, {context.since}",
-            effect="where unit scaling's constant casts do not serve",
+            effect="where unit scaling's constant casts do not work",
             remedy="use fp8-tensor or BF16 for them",
         )
 

@@ -15,7 +15,7 @@ from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
 from plimsoll.diagnosis.view import View, log2
 from plimsoll.tensor_collections import FORWARD, UNDERFLOW_ORDER
-from plimsoll.text import number
+from plimsoll.text import number, times_two_to
 
 _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
 
@@ -29,9 +29,11 @@ class DeadLayer(Rule):
     """
 
     id = "dead-layer"
-    says = "a layer puts out zeros only, or its gradients are all zero, and it is not underflow"
+    says = "a layer outputs only zeros, or its gradients are all zero, and it is not underflow"
     meaning = "The layer no longer takes part in the training."
-    advice = "Look at its input and its bias (a ReLU that no input switches on); re-initialise it, or lower the rate."
+    advice = (
+        "Check its input and its bias (a ReLU that no input activates). Re-initialise it, or lower the learning rate."
+    )
     figure = "zero_heatmap"
     explained_by = {Nonfinite.id: "anywhere", CastFlushes.id: "same module", UnderflowHigh.id: "same module"}
     items = {
@@ -63,8 +65,8 @@ class DeadLayer(Rule):
         """Return where and since when."""
         kind = "outputs" if context.finding.collection == "activations" else context.tensors
         return Phrase(
-            what=f"all {kind} of {context.place} have been zero {context.since}, and it is no underflow",
-            remedy="look at the layer's input and bias, or lower the learning rate",
+            what=f"all {kind} of {context.place} have been zero {context.since}, and this is no underflow",
+            remedy="check the layer's input and bias, or lower the learning rate",
         )
 
     def _of_gradients(self, view: View, dead: set[str]) -> Iterator[Finding]:
@@ -89,7 +91,7 @@ class DeadLayer(Rule):
             "warning", spots, evidence, until_step=last_of(cells, found), collection="gradients",
             meaning="Their gradients have always been zero: either nothing reaches them, or all of it underflows."
             if unknown else None,
-            advice="Take a shadow step (shadow_every): it tells which." if unknown else None,
+            advice="Take a shadow step (shadow_every): it distinguishes the two." if unknown else None,
         )  # fmt: skip
 
 
@@ -165,8 +167,11 @@ class StructuralZeros(Rule):
 
     id = "structural-zeros"
     says = "many values are zero in any format (ReLU, unused rows, masks): no underflow"
-    meaning = "Most of these values are zero, and none near the format's floor: they are zero in any format."
-    advice = "Nothing. A shadow step (shadow_every) confirms it."
+    meaning = (
+        "Most of these values are zero, and none are near the smallest value of the format: they are zero in any "
+        "format."
+    )
+    advice = "No action is needed. A shadow step (shadow_every) confirms it."
     figure = "zero_heatmap"
     items = {"zeros": EvidenceItem(unit="share", of_worst=" zero")}
     location_item = EvidenceItem("Zeros", "share")
@@ -207,8 +212,11 @@ class Drift(Rule):
 
     id = "distribution-drift"
     says = "the size of a layer's weights or outputs moves steadily and does not settle"
-    meaning = "Weight decay, normalisation and rate do not balance: the layer leaves the range that it began in."
-    advice = "Set weight decay so that the norm settles, or normalise; with unit scaling, audit the layer again."
+    meaning = (
+        "The layer's values have drifted from their initial range: weight decay, normalisation and learning rate do "
+        "not balance."
+    )
+    advice = "Set weight decay so that the norm settles, or normalise. With unit scaling, audit the layer again."
     figure = "spectrogram"
     explained_by = {Nonfinite.id: "anywhere"}
     location_item = EvidenceItem("Binades")
@@ -216,7 +224,7 @@ class Drift(Rule):
 
     binades: float = threshold(3.0, "a factor of eight; sizes of sound layers stay within one or two binades")
     still: float = threshold(0.25, "of the way was made in the second half of the steps")
-    last: float = threshold(1, "binades in each of the last two quarters: growth with the steps makes 0.4")
+    last: float = threshold(1, "binades in each of the last two quarters; linear growth makes 0.4")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
     def findings(self, view: View) -> Iterator[Finding]:
@@ -237,16 +245,18 @@ class Drift(Rule):
                 continue
             yield self.finding(
                 "info", spots, evidence, until_step=until, collection=collection,
-                meaning="The layer's size moved while the model learned, and has settled.", advice="Nothing.",
+                meaning="The layer's values moved while the model learned, and have settled.",
+                advice="No action is needed.",
             )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the direction and how far the sizes moved."""
         binades = context.number("binades")
-        goes_on = " and go on" if context.finding.severity != "info" else ""
+        direction = "grown" if binades > 0 else "shrunk"
+        goes_on = f" and still {'grow' if binades > 0 else 'shrink'}" if context.finding.severity != "info" else ""
         return Phrase(
-            what=f"{context.tensors} of {context.layers} have {'grown' if binades > 0 else 'shrunk'} by "
-            f"{abs(binades):.0f} binades{goes_on}, seen {context.since}",
+            what=f"{context.tensors} of {context.layers} have {direction} {times_two_to(abs(binades))}{goes_on}, seen "
+            f"{context.since}",
             remedy="normalise, or balance weight decay and learning rate",
         )
 

@@ -27,7 +27,7 @@ _FIVE = 5
 _UNLEARNED = 1000.0  # times the unit: so far the loss may climb slowly, or fall below zero, as an agent's does
 _MEANINGS = {
     "diverged": "The loss rose and has not come back: the run diverges.",
-    "never learned": "The loss blew up at the start and has never come below where it began: nothing is learned.",
+    "never learned": "The loss blew up at the start and has stayed above its first value: nothing is learned.",
     "growing spikes": "Spikes of the loss come again and again, higher each time.",
     "coming back": "The loss rose far and is on its way back.",
     "came back late": "The loss rose and stayed there for many steps before it came back.",
@@ -37,9 +37,9 @@ _MEANINGS = {
 }
 _TOO_HIGH = "Start again from new weights, with a much lower learning rate or a warm-up."
 _ADVICE: dict[Severity, str] = {
-    "info": "Nothing, if it is rare. If such spikes grow, clip gradients or lower the learning rate.",
+    "info": "No action is needed if it is rare. If such spikes grow, clip gradients or lower the learning rate.",
     "warning": "Clip gradients or lower the learning rate, and look at the batches there.",
-    "alarm": "Go back to the checkpoint before the rise, leave out its batches, and lower the learning rate or clip.",
+    "alarm": "Restore the checkpoint before the rise, skip its batches, and lower the learning rate or clip.",
 }
 
 
@@ -75,9 +75,9 @@ class LossSpike(Rule):
         "accumulated": EvidenceItem("Backwards added up in a step"),
     }
 
-    deviations: float = threshold(10, "median absolute deviations, as the flight recorder has it")
-    rise: float = threshold(0.5, "and so much of the median itself")
-    window: float = threshold(50, "steps whose median it is held against")
+    deviations: float = threshold(10, "median absolute deviations, as in the flight recorder")
+    rise: float = threshold(0.5, "and this share of the median itself")
+    window: float = threshold(50, "steps whose median it is compared with")
     least: float = threshold(20, "steps before there is a usual level; the first losses stand for it until then")
     lasting: float = threshold(20, "steps: longer than single bad batches explain")
     share: float = threshold(0.6, "of these are above the level; losses of a broken run may be zero in between")
@@ -108,7 +108,7 @@ class LossSpike(Rule):
             return Phrase(
                 what=f"{rose} and did not come back",
                 effect=f"{number(now)} at the end" if now < highest / 2 else "",
-                remedy="go back to the checkpoint before it, and lower the learning rate or clip",
+                remedy="restore the checkpoint before it, and lower the learning rate or clip",
             )
         if course == "never learned":
             return Phrase(
@@ -363,8 +363,8 @@ class LossUnbounded(Rule):
 
     id = "loss-unbounded"
     says = "the loss falls below zero without bound, faster and faster"
-    meaning = "Nothing bounds the loss from below, and the weights grow with it: what the loss measures is not learned."
-    advice = "Look at the sign of the loss: an error that is maximised falls like this. Else bound it from below."
+    meaning = "Nothing bounds the loss from below, and the weights grow with it: the training does not learn its task."
+    advice = "Check the sign of the loss: an error that is maximised falls like this. Otherwise bound it from below."
     figure = "loss_and_scale"
     items = {
         "began_at": EvidenceItem("Loss at the start"),
@@ -395,7 +395,7 @@ class LossUnbounded(Rule):
         began, now = number(context.number("began_at")), number(context.number("now"))
         return Phrase(
             what=f"the loss falls without bound, from {began} to {now}, faster and faster {context.since}",
-            remedy="look at its sign, or bound it from below",
+            remedy="check its sign, or bound it from below",
         )
 
 
@@ -409,9 +409,12 @@ class SpikeForerunner(Rule):
     """
 
     id = "spike-forerunner"
-    says = "an update, or a gradient over Adam's second moment, is far above the usual, and the loss rises after it"
-    meaning = "These weights moved many times as far as they usually do, and the loss rose after it."
-    advice = "Clip gradients or updates; a smaller beta2 (0.95) follows changes sooner; check the batches there."
+    says = (
+        "an update, or a gradient relative to Adam's second moment, is far above its usual size, and the loss rises "
+        "after it"
+    )
+    meaning = "These weights moved many times as far as usual, and the loss rose after it."
+    advice = "Clip gradients or updates. A smaller beta2 (0.95) adapts sooner. Check the batches there."
     actions = ("skip", "clamp")
     figure = "updates"
     explained_by = {Nonfinite.id: "anywhere"}
@@ -420,8 +423,8 @@ class SpikeForerunner(Rule):
 
     jump: float = threshold(8, "times the median of the last samples: three binades")
     lag: float = threshold(20, "squared gradient over second moment, which is 1 in the mean")
-    window: float = threshold(20, "samples whose median it is held against")
-    least: float = threshold(5, "samples before anything is usual")
+    window: float = threshold(20, "samples whose median it is compared with")
+    least: float = threshold(5, "samples before there is a usual size")
     follows: float = threshold(20, "steps after it within which the loss must begin to rise")
     grave: float = threshold(32, "times the usual, and this part of the weights' norm moved: harm by itself")
 
@@ -481,7 +484,7 @@ class SpikeForerunner(Rule):
             "warning" if harm else "info", spots, evidence, until_step=last_of(cells, found),
             collection=cells.collection,
             meaning=None if followed else _MOVED_FAR if far else _NO_HARM,
-            advice=None if harm else "Nothing, if the loss stays as it is.",
+            advice=None if harm else "No action is needed if the loss stays as it is.",
             actions=None if harm else (),
         )  # fmt: skip
 

@@ -49,8 +49,11 @@ class NoSingleScale(ScaleRule):
 
     id = "no-single-scale"
     says = "no single loss scale keeps the gradients of all layers in FP16's range"
-    meaning = "Where the largest layer's gradients do not overflow, the smallest layer's are lost."
-    advice = "Give layers their own scales (LayerScaler), or train in BF16; a higher or lower scale cannot help."
+    meaning = (
+        "At any scale without overflow in the layer with the largest gradients, the smallest layer's gradients "
+        "underflow."
+    )
+    advice = "Use a scale for each layer (LayerScaler), or train in BF16. No single loss scale can help."
     actions = ("layer_scale", "to_bf16")
     figure = "scale_window"
     explained_by = {Nonfinite.id: "anywhere"}
@@ -98,12 +101,12 @@ class NoSingleScale(ScaleRule):
         yield self.finding(severity, spots, evidence, until_step=int(steps[at[-1]]), collection="gradients")
 
     def phrase(self, context: FindingContext) -> Phrase:
-        """Return the two layers with the scales that they need and bear."""
+        """Return the two layers with the scales that bound the usable range."""
         smallest, largest = (shown(layer_name(context.text(name)))[:30] for name in ("smallest_layer", "largest_layer"))
-        needs, bears = (context.text(name).split(" ")[0] for name in ("needs_scale", "bears_scale"))
+        needs, overflows = (context.text(name).split(" ")[0] for name in ("needs_scale", "bears_scale"))
         return Phrase(
-            what=f"no single loss scale has served all layers {context.since}",
-            effect=f"{smallest} needs {needs}, {largest} bears {bears}",
+            what=f"no single loss scale has worked for all layers {context.since}",
+            effect=f"{smallest} needs {needs} or more, {largest} overflows above {overflows}",
             remedy=remedy_words(context),
         )
 
@@ -115,10 +118,7 @@ class ScaleLow(ScaleRule):
     id = "scale-low"
     says = "gradients underflow although the loss scale has room to rise"
     meaning = "The loss scale is far lower than necessary: small gradients are zero and nothing overflows."
-    advice = (
-        "Raise the loss scale. If it is static, multiply it by 2 to the number of free binades less one. Or use a "
-        "SpectralScaler."
-    )
+    advice = "Raise the loss scale. If it is static, multiply it by 2^(free binades - 1). Or use a SpectralScaler."
     actions = ("raise_scale",)
     figure = "scale_window"
     explained_by = {Nonfinite.id: "anywhere"}
@@ -203,8 +203,9 @@ class ScaleCollapse(ScaleRule):
     says = "the loss scale falls far within few steps"
     meaning = "Many steps in a row overflowed and were skipped. At the scale that is left, small gradients are zero."
     advice = (
-        "Look at the batches from there on. Lower the learning rate or clip; a scaler that regrows "
-        "(DynamicScaler's regrowth_interval, SpectralScaler) recovers, and a closure repeats the lost batches."
+        "Look at the batches from there on. Lower the learning rate or clip. Use a scaler that raises the scale again "
+        "(DynamicScaler with regrowth_interval, SpectralScaler), and pass a closure to step() to retry skipped "
+        "batches."
     )
     actions = ("raise_scale", "skip", "rollback")
     figure = "loss_and_scale"
@@ -276,8 +277,10 @@ class ScaleOscillation(Rule):
 
     id = "scale-oscillation"
     says = "the loss scale keeps rising and falling, and steps are skipped at each fall"
-    meaning = "The scaler tries scales that overflow over and over: the steps at which it falls are lost."
-    advice = "Use a longer growth interval, a ceiling (max_scale), or SpectralScaler, which sees the overflow coming."
+    meaning = "The scaler repeatedly tries scales that overflow. Each time it lowers the scale, a step is skipped."
+    advice = (
+        "Use a longer growth interval, an upper limit (max_scale), or a SpectralScaler, which predicts the overflow."
+    )
     actions = ("lower_scale",)
     figure = "loss_and_scale"
     items = {
@@ -384,11 +387,11 @@ def scale_remedy(view: View, findings: Sequence[Finding]) -> Remedy | None:
         return _against_collapse(view, found[ScaleCollapse.id])
     if NoSingleScale.id in found:
         evidence = found[NoSingleScale.id].evidence
-        needs, bears = (str(evidence[name]).split(" ")[0] for name in ("needs_scale", "bears_scale"))
+        needs, overflows = (str(evidence[name]).split(" ")[0] for name in ("needs_scale", "bears_scale"))
         return Remedy(
             action="use a LayerScaler or BF16",
-            reason=f"no single scale serves, since {layer_name(str(evidence['smallest_layer']))} needs {needs} or more "
-            f"and {layer_name(str(evidence['largest_layer']))} overflows above {bears}",
+            reason=f"no single scale works, since {layer_name(str(evidence['smallest_layer']))} needs {needs} or more "
+            f"and {layer_name(str(evidence['largest_layer']))} overflows above {overflows}",
         )
     last = max(finding.until_step for finding in found.values())
     if last < _last_sample(view) and all(finding.severity == "warning" for finding in found.values()):
@@ -425,7 +428,7 @@ def _against_collapse(view: View, collapse: Finding) -> Remedy:
         )
     return Remedy(
         action="use a SpectralScaler or BF16",
-        reason="it raises the scale again within few steps, and a closure given to step() repeats the skipped batches",
+        reason="it raises the scale again within few steps, and a closure passed to step() retries the skipped batches",
     )
 
 
@@ -456,14 +459,15 @@ def by_scales(scales: Scales | None, low: Finding | None = None) -> tuple[str, R
     if scales is not None and scales.one_serves:
         was = "" if low is None else f"{power(float(low.evidence['scale']))} is too low, and "
         between = scales.shown.replace(" to ", " and ")
-        remedy = Remedy(action=f"raise the loss scale to between {between}", reason=f"{was}that serves all layers")
+        remedy = Remedy(action=f"raise the loss scale to between {between}", reason=f"{was}that works for all layers")
         return "raise the scale", remedy, ("raise_scale",)
     if scales is not None and scales.each_serves:
         remedy = Remedy(
-            action="use a LayerScaler or BF16", reason="no single scale serves all layers, but one for each layer does"
+            action="use a LayerScaler or BF16",
+            reason="no single scale works for all layers, but one for each layer does",
         )
         return "scale per layer", remedy, ("layer_scale", "to_bf16")
     if low is not None:
         remedy = Remedy(action="raise the loss scale, or use a SpectralScaler", reason="the top of the format is empty")
         return "raise the scale", remedy, ("raise_scale",)
-    return "change to BF16", Remedy(action="use BF16", reason="no scale serves even single layers"), ("to_bf16",)
+    return "change to BF16", Remedy(action="use BF16", reason="no scale works even for single layers"), ("to_bf16",)

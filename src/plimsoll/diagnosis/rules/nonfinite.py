@@ -18,9 +18,9 @@ from plimsoll.text import counted, power
 # In the order in which one makes the other non-finite; of gradients the last layer is the first to have them.
 _ORDER = tuple(c.name for c in IN_STEP_ORDER if c.overflow_order is not None)
 _BEYOND_REPAIR = (
-    "The weights hold NaN or Inf, and nothing trains any more: plimsoll.locate finds the operation, from weights of "
-    "before. Mend it, and go back to the last checkpoint whose weights are finite, or start anew. From then on let "
-    "steps with such gradients be skipped, by a loss scaler or prepare."
+    "The weights contain NaN or Inf, so nothing trains any more. plimsoll.locate finds the operation from the weights "
+    "before. Fix it, and restore the last checkpoint with finite weights, or start again. Then let steps with such "
+    "gradients be skipped, by a loss scaler or prepare."
 )
 _WIDE = 2.0**100  # formats that reach above it do not overflow by a loss scale
 _NEAR = 2.0**-6  # of a format's largest value: finite values beside those that overflowed reach that high
@@ -30,12 +30,12 @@ _OF_GRADIENTS = tuple(
 )  # an overflow that a scaler skips is seen there too
 _TOO_HIGH = "the loss scale is too high"
 _OF_PLACE = {
-    "input": "Look at the data: the batch of that step holds NaN or Inf already.",
-    "loss": "Look at the loss function and its targets: a mean over no element is NaN, and so is the log of 0.",
+    "input": "Look at the data: the batch of that step contains NaN or Inf already.",
+    "loss": "Look at the loss function and its targets: a mean over no element is NaN, and the log of 0 is -Inf.",
     "buffers": "Keep these buffers in FP32: running statistics overflow in 16 bits.",
 }
 _BETWEEN_SAMPLES = (
-    'To find the place, train again with recorder=("loss", "scale", "nonfinite", "weights", "activations") in '
+    'To find the location, train again with recorder=("loss", "scale", "nonfinite", "weights", "activations") in '
     "plimsoll.watch (plimsoll run --recorder), which measures these at every step."
 )
 
@@ -50,11 +50,11 @@ class Nonfinite(Rule):
     """
 
     id = "nonfinite"
-    says = "NaN or Inf in the loss, weights, activations or unscaled gradients; the first place they were"
-    meaning = "Something overflowed or was undefined; every value that it reaches is lost."
+    says = "NaN or Inf in the loss, weights, activations or unscaled gradients, and where it began"
+    meaning = "A value overflowed or was undefined, and every result computed from it is lost."
     advice = (
-        "Look at the place named: plimsoll.locate finds the operation. Skip such batches, and go back to the last "
-        "checkpoint if the weights hold any."
+        "Look at the location: plimsoll.locate finds the operation. Skip such batches, and restore the last checkpoint "
+        "if the weights contain any."
     )
     actions = ("skip", "rollback", "stop")
     figure = "loss_and_scale"
@@ -66,8 +66,8 @@ class Nonfinite(Rule):
         "first_seen_at": EvidenceItem("First seen at step"),
     }
 
-    skips: float = threshold(25, "steps on end: from 2^24 a scale halves 24 times down to 1")
-    fixed: float = threshold(10, "steps on end; a scale that is halved at each falls by 2^10 meanwhile")
+    skips: float = threshold(25, "steps in a row: from 2^24 a scale halves 24 times down to 1")
+    fixed: float = threshold(10, "steps in a row; a scale that is halved at each falls by 2^10 in them")
 
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the whole run; it names the first place."""
@@ -113,7 +113,7 @@ class Nonfinite(Rule):
                 meaning="The loss scale is too high and stays there: gradients overflow, and steps are skipped.",
                 advice=f"Lower the loss scale below {power(below)}, by powers of two until no step is skipped. Or use "
                 "a scaler that does so: DynamicScaler, or GradScaler with backoff_factor=0.5. "
-                "If that mends nothing, plimsoll.locate finds the operation.",
+                "If that does not help, plimsoll.locate finds the operation.",
                 actions=("lower_scale",),
             )  # fmt: skip
             return
@@ -125,7 +125,7 @@ class Nonfinite(Rule):
         yield self.finding(
             "info", spots, evidence, since_step=since, until_step=until, collection=collection, actions=(),
             meaning="The loss scale was too high at these steps; the scaler skipped them and lowered it.",
-            advice="Nothing, if it is rare. A step(closure) that retries loses no batch.",
+            advice="No action is needed if it is rare. A closure passed to step() retries such batches.",
         )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -141,8 +141,8 @@ class Nonfinite(Rule):
         if finding.where:
             weights = finding.collection == "weights"
             return Phrase(
-                what=f"{context.tensors} of {context.layer} held NaN or Inf {context.at}",
-                remedy="go back to the last checkpoint" if weights else "locate() finds the operation",
+                what=f"{context.tensors} of {context.layer} contained NaN or Inf {context.at}",
+                remedy="restore the last checkpoint" if weights else "locate() finds the operation",
             )
         if context.number("steps_with_loss") > 0:
             lasts = finding.until_step >= context.view.last_step
@@ -150,7 +150,7 @@ class Nonfinite(Rule):
                 what=f"the loss has been NaN or Inf {context.since}"
                 if lasts
                 else f"the loss was NaN or Inf {context.at}",
-                remedy="go back to the last checkpoint before it; locate() finds the operation",
+                remedy="restore the last checkpoint before it; locate() finds the operation",
             )
         skipped = int(context.number("steps_with_gradients"))
         return Phrase(

@@ -36,8 +36,8 @@ class UpdatesSwallowed(Rule):
 
     id = "updates-swallowed"
     says = "weights do not change although their gradients are not zero"
-    meaning = "Updates are smaller than the rounding of the weights they are added to, and are lost each time."
-    advice = "Keep FP32 master weights (MasterWeights), or round stochastically, or compensate (bf16-kahan)."
+    meaning = "Updates are smaller than the rounding of the weights they are added to, so they are lost at each step."
+    advice = "Keep FP32 master weights (MasterWeights), round stochastically, or compensate (bf16-kahan)."
     actions = ("stop",)
     figure = "updates"
     items = {"unmoved": EvidenceItem(unit="share", of_worst=" unmoved")}
@@ -70,7 +70,7 @@ class UpdatesSwallowed(Rule):
                     evidence,
                     until_step=last_of(cells, found),
                     collection="updates",
-                    advice=None if narrowed else "If the learning rate is near zero this is as it should be.",
+                    advice=None if narrowed else "No action is needed if the learning rate is near zero.",
                     actions=None if narrowed else (),
                 )
 
@@ -94,7 +94,9 @@ class SecondMomentLost(Rule):
     id = "second-moment-lost"
     says = "Adam's second moments are zero where the first ones are not, or epsilon is zero in their format"
     meaning = "The update divides by a root that is zero: the next small gradient makes it explode."
-    advice = "Keep the optimizer's state in FP32. A larger epsilon only hides it: it takes the adaptivity away."
+    advice = (
+        "Keep the optimizer's state in FP32. A larger epsilon only hides the problem: Adam is then no longer adaptive."
+    )
     actions = ("stop",)
     figure = "spectrogram"
     items = {"lost": EvidenceItem(unit="share")}
@@ -150,7 +152,7 @@ class SecondMomentLost(Rule):
         }  # fmt: skip
         yield self.finding(
             "alarm", spots, evidence, until_step=max(view.last_step, first.step), collection="optimizer",
-            meaning="Adam divides by zero where the square of a gradient is zero in FP16, and makes Inf or NaN.",
+            meaning="Adam divides by zero where the square of a gradient is zero in FP16, which gives Inf or NaN.",
         )  # fmt: skip
 
     def _shares(self, cells: Cells) -> Floats:
@@ -173,9 +175,11 @@ class EpsilonDominates(Rule):
     """Second moments whose root is below epsilon: the update is no longer adaptive."""
 
     id = "epsilon-dominates"
-    says = "most roots of Adam's second moments are below its epsilon"
-    meaning = "Adam divides by epsilon instead of by the gradients' size: it has become plain momentum at another rate."
-    advice = "Lower epsilon (1e-15 in FP32), or raise the gradients: look for a loss that is divided too often."
+    says = "most square roots of Adam's second moments are below its epsilon"
+    meaning = (
+        "Adam divides by epsilon instead of by the size of the gradients: it acts as plain momentum at another rate."
+    )
+    advice = "Lower epsilon (1e-15 in FP32), or raise the gradients: check whether the loss is divided too often."
     figure = "spectrogram"
     items = {"below_epsilon": EvidenceItem(unit="share", of_worst=" below epsilon")}
     location_item = EvidenceItem("Below epsilon", "share")

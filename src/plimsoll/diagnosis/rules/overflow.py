@@ -15,7 +15,7 @@ from plimsoll.diagnosis.tables.trend import Trend, looks, trend
 from plimsoll.diagnosis.view import View, log2
 from plimsoll.formats import FP16, get_element
 from plimsoll.tensor_collections import OVERFLOW_ORDER
-from plimsoll.text import percent
+from plimsoll.text import percent, times_two_to
 
 _SAMPLES = "not reported from a single sample"
 _FEW = 8  # samples without which there is no trend
@@ -32,14 +32,14 @@ class OverflowAhead(Rule):
     """
 
     id = "overflow-ahead"
-    says = "values come near the largest one that their format holds"
-    meaning = "A little more, and these values are infinite, and everything after them NaN."
-    advice = "Run these layers in BF16 or FP32, or clamp them: a value held at the maximum harms little (T9)."
+    says = "values come near the largest one of their format"
+    meaning = "Slightly larger values would be infinite, and everything computed from them NaN."
+    advice = "Run these layers in BF16 or FP32, or clamp them: a value held at the maximum does little harm (T9)."
     actions = ("to_bf16", "clamp")
     figure = "spectrogram"
 
     binades: float = threshold(1.0, "half of the largest value: one doubling away")
-    within: float = threshold(5.0, "a trend is told of from so many binades below the top on")
+    within: float = threshold(5.0, "a trend is reported from so many binades below the top on")
     horizon: float = threshold(0.5, "and if it comes there within so many times the steps so far")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
     samples: float = threshold(2, "one of them may be a single wild batch")
@@ -91,7 +91,8 @@ class OverflowAhead(Rule):
         meaning = "At the present trend these values leave the format within the time that the run has taken so far."
         if not any(self._comes(cells, distance[cells.names.index(spot.name)]) for spot in spots):
             yield self.finding(
-                "info", spots, evidence, until_step=until, collection=cells.collection, actions=(), advice="Nothing.",
+                "info", spots, evidence, until_step=until, collection=cells.collection, actions=(),
+                advice="No action is needed.",
                 meaning="These values rose toward the top of their format and have settled below it.",
             )  # fmt: skip
             return
@@ -134,15 +135,17 @@ class ActivationGrowth(Rule):
 
     id = "activation-growth"
     says = "activations (attention, residual sums) grow steadily toward the top of FP16"
-    meaning = "The layer adds up more than it normalises away; at this rate it leaves FP16 within the steps so far."
-    advice = "Watch the layers named; clamp them, normalise the branch (QK-norm, pre-norm), or keep them out of FP16."
+    meaning = (
+        "The layer adds more than it normalises away. At this rate it overflows FP16 within as many steps as so far."
+    )
+    advice = "Watch these layers. Clamp them, normalise the branch (QK-norm, pre-norm), or keep them out of FP16."
     actions = ("clamp", "to_bf16")
     figure = "spectrogram"
     explained_by = {Nonfinite.id: "anywhere"}
     location_item = EvidenceItem("Binades grown")
 
     binades: float = threshold(5.0, "a factor of 32 since the first samples")
-    least: float = threshold(1024.0, "T9: six binades below FP16's largest value; smaller ones harm nobody")
+    least: float = threshold(1024.0, "T9: six binades below FP16's largest value; smaller ones do no harm")
     horizon: float = threshold(1, "a warning if it leaves FP16 within so many times the steps so far")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
@@ -171,11 +174,11 @@ class ActivationGrowth(Rule):
             yield self.finding(
                 "info", spots, evidence, until_step=until, collection="activations", actions=(),
                 meaning="The layer's activations grew while the model learned, and have settled.",
-                advice="Nothing. Before inference in FP16, look at the binades left.",
+                advice="No action is needed. Before inference in FP16, check the binades left.",
             )  # fmt: skip
             return
         evidence["steps_to_overflow"] = shown[0][2]
-        beyond = "They are beyond the largest value of FP16 already, and grow on."
+        beyond = "They are beyond the largest value of FP16 already, and still grow."
         meaning = beyond if top >= np.log2(FP16.max) else None
         yield self.finding(
             "warning", spots, evidence, until_step=until, collection="activations", meaning=meaning
@@ -185,7 +188,7 @@ class ActivationGrowth(Rule):
         """Return where, since when, and by how much."""
         return Phrase(
             what=f"{context.tensors} of {context.layers} have grown steadily, seen {context.since}",
-            effect=f"by {context.number('grown_binades'):.0f} binades so far",
+            effect=f"{times_two_to(context.number('grown_binades'))} so far",
             remedy="normalise or clamp them, and keep them out of FP16",
         )
 
@@ -226,8 +229,8 @@ class SaturatedFP8(Rule):
     """Tensors in 8 bits or fewer that press against the top of their format."""
 
     id = "saturated-fp8"
-    says = "much of an 8-bit tensor lies in the format's top binade, its largest value reached"
-    meaning = "The tensor's scale is too high: its large values are all the same one."
+    says = "many values of an 8-bit tensor lie in the format's top binade, and the largest value is reached"
+    meaning = "The tensor's scale is too high: its large values all become the largest one."
     advice = "Lower the tensor's scale, refresh it more often, or give the tensor E5M2 or 16 bits."
     actions = ("lower_scale", "to_bf16")
     figure = "code_usage"

@@ -38,14 +38,16 @@ class RankDiffers(Rule):
 
     id = "rank-differs"
     says = "the loss or the activations of one rank stay away from those of all other ranks"
-    meaning = "This rank is given other data or labels than the others, and its gradients pull all weights there."
+    meaning = (
+        "This rank gets other data or labels than the others, and its gradients pull all weights in that direction."
+    )
     advice = "Compare one batch of this rank with one of another: its files, its labels, its normalisation, its shard."
     figure = "loss_and_scale"
 
-    blocks: float = threshold(12, "blocks of five steps on end: by chance the same of three ranks once in 10^5 runs")
+    blocks: float = threshold(12, "blocks of five steps in a row: by chance the same of three ranks once in 10^5 runs")
     margin: float = threshold(0.5, "times the others' loss")
     level: float = threshold(0.1, "times the first loss: small losses differ by large factors")
-    samples: float = threshold(10, "samples of activations on end: by chance once in 10^4 layers")
+    samples: float = threshold(10, "samples of activations in a row: by chance once in 10^4 layers")
     binades: float = threshold(1, "a factor of two between the sizes of activations")
     spread: float = threshold(2, "times the distance between the lowest and the highest of the other ranks")
 

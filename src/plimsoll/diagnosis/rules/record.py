@@ -10,14 +10,14 @@ from plimsoll.text import counted
 
 _MEANING = {
     "exception": "The training did not reach its end: an exception ended it.",
-    "interrupt": "Somebody ended the training by hand.",
+    "interrupt": "The user ended the training.",
     "signal": "The system, a scheduler or a user ended the training's process by a signal.",
     "killed": "The training's process ended without closing the run: killed, out of memory, or its machine stopped.",
 }
 _ADVICE = {
-    "exception": "Read the traceback that the process printed, and go on from the last checkpoint.",
-    "interrupt": "Nothing, if this was meant. The findings speak of the steps until then.",
-    "signal": "Look for a time limit or a preemption, and go on from the last checkpoint.",
+    "exception": "Read the traceback that the process printed, and continue from the last checkpoint.",
+    "interrupt": "No action is needed if this was intended. The findings are about the steps until then.",
+    "signal": "Look for a time limit or a preemption, and continue from the last checkpoint.",
     "killed": "Look for an out-of-memory kill, a time limit or a lost machine. The last seconds may be missing.",
 }
 # A killed process leaves no message, and only the absence of its writer shows that it is gone.
@@ -34,13 +34,13 @@ _LEFT_OUT = ("failure", "not measured", "capped", "shadow", "rank lost", "folder
 class RunEnded(Rule):
     """A run that an exception, an interrupt, a signal or a kill has ended.
 
-    Nothing is wrong with the numbers by this. A run that was continued from a checkpoint has not ended.
+    The numbers may be fine. A run that was continued from a checkpoint has not ended.
     """
 
     id = "run-ended"
     says = "the training ended early: by an exception, an interrupt, a signal, or killed"
     meaning = "The training did not reach its end."
-    advice = "Read what the process printed, and go on from the last checkpoint."
+    advice = "Read what the process printed, and continue from the last checkpoint."
     figure = "loss_and_scale"
     is_secondary = True
     is_noted = True
@@ -69,7 +69,7 @@ class RunEnded(Rule):
         return Phrase(
             what=f"{_PHRASES.get(by, 'the process was gone without closing the run')} {context.at}",
             effect=context.text("message") if by in _PHRASES else "",
-            remedy="" if by == "interrupt" else "go on from the last checkpoint",
+            remedy="" if by == "interrupt" else "continue from the last checkpoint",
         )
 
 
@@ -81,13 +81,16 @@ class RecordsLost(Rule):
     """
 
     id = "records-lost"
-    says = "the watch lost records, or parts of the run are damaged or missing"
-    meaning = "The findings speak of what is left; what is missing may have been worse."
-    advice = "See the run's problems, its dropped counts and its events; a full disk or too small a queue is usual."
+    says = "the watch dropped records, or parts of the run are damaged or missing"
+    meaning = "The findings come from the remaining records. The missing ones may have been worse."
+    advice = (
+        "See the run's problems, its dropped counts and its events. A full disk or too small a queue is the usual "
+        "cause."
+    )
     figure = "record"
     is_secondary = True
 
-    records: float = threshold(1, "nothing may be lost in silence")
+    records: float = threshold(1, "no record may be lost silently")
 
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the whole run."""
@@ -114,6 +117,6 @@ class RecordsLost(Rule):
             lost = f"{counted(sum(counts), 'record')} {'was' if sum(counts) == 1 else 'were'} dropped"
         problem = evidence.get("first_problem", evidence.get("first_event", ""))
         return Phrase(
-            what=f"{lost} {context.since}, so this is judged by what is left",
+            what=f"{lost} {context.since}, so this is judged by the rest",
             effect=shown(str(problem)) if problem else "",
         )

@@ -23,9 +23,7 @@ from plimsoll.tensor_collections import UNDERFLOW_ORDER
 from plimsoll.text import percent
 
 _SOUND = 0.01  # T6: below 1 % of a module's gradients is sound
-_HARMLESS = (
-    "Gradients of activations are flushed to zero, but hardly any of the weights' gradients that are summed of them."
-)
+_HARMLESS = "Activation gradients underflow, but hardly any of the weight gradients, which are sums of them."
 _ODD_RATE = 10  # shares in 1,000 steps: a trend of a few steps, whose rate says nothing
 _SAMPLES = "not reported from a single sample"
 
@@ -39,11 +37,11 @@ class UnderflowHigh(ScaleRule):
     """
 
     id = "underflow-high"
-    says = "much of a layer's values, or of many layers, are flushed to zero by a narrow format"
+    says = "many values of a layer, or of many layers, underflow in a narrow format"
     meaning = "Values too small for the format became zero, so their contribution to the update is lost."
     advice = (
-        "Raise the loss scale; if that overflows, scale layers apart (LayerScaler), or use BF16. "
-        "A shadow step (shadow_every) confirms which zeros are lost values."
+        "Raise the loss scale. If that overflows, use a scale for each layer (LayerScaler), or BF16. A shadow step "
+        "(shadow_every) confirms which zeros are lost values."
     )
     actions = ("raise_scale", "layer_scale", "to_bf16")
     figure = "underflow_heatmap"
@@ -84,7 +82,7 @@ class UnderflowHigh(ScaleRule):
         if context.finding.collection == "activations":
             remedy = "run the layer in BF16" if context.is_single else "run these layers in BF16"
         return Phrase(
-            what=f"{context.format} has flushed {share} to zero {context.since}",
+            what=f"{share} have underflowed in {context.format} {context.since}",
             effect="" if context.is_single else f"{context.layer} most",
             remedy=remedy,
         )
@@ -143,9 +141,9 @@ class UnderflowRising(ScaleRule):
     """
 
     id = "underflow-rising"
-    says = "the part of gradients that is flushed to zero grows"
-    meaning = "Gradients shrink below what the format holds, more at every look: the run is on its way to stall."
-    advice = "Keep watching: look again after as many steps as so far."
+    says = "the share of gradients that underflows grows"
+    meaning = "Gradients shrink below the smallest value of the format, more and more: the training is about to stall."
+    advice = "Keep watching: check again after twice as many steps."
     actions = ("raise_scale", "layer_scale", "to_bf16")
     figure = "underflow_over_time"
     explained_by = {Nonfinite.id: "anywhere"}
@@ -201,10 +199,10 @@ class UnderflowRising(ScaleRule):
         rate = context.number("per_1000_steps")
         watch = context.finding.evidence.get("outlook", "watch") == "watch"
         return Phrase(
-            what=f"lost parameter gradients of {context.place} have been rising, seen {context.since}, to "
+            what=f"the underflow of parameter gradients of {context.place} has been rising, seen {context.since}, to "
             f"{percent(context.number('to'))}",
             effect=f"by {percent(rate / 10)} in 100 steps" if rate < _ODD_RATE else "",
-            remedy="look again after as many steps as so far" if watch else remedy_words(context),
+            remedy="check again after twice as many steps" if watch else remedy_words(context),
         )
 
     def needs_other_scale(self, finding: Finding) -> bool:

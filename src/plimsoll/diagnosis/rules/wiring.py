@@ -32,8 +32,8 @@ class UntrainedParameters(Rule):
 
     id = "untrained-parameters"
     says = "parameters that require gradients are in no optimizer, or never get a gradient"
-    meaning = "These parameters stay as they were initialised."
-    advice = "Give them to an optimizer, or set requires_grad to False."
+    meaning = "These parameters keep their initial values."
+    advice = "Add them to an optimizer, or set requires_grad to False."
     figure = "loss_and_scale"
 
     parameters: float = threshold(1, "the facts are exact")
@@ -57,7 +57,7 @@ class UntrainedParameters(Rule):
         if cut:
             yield self._finding(
                 view, "warning", cut, event, cause="no gradient",
-                meaning="No gradient reaches the beginning of the model, which computes and is not trained.",
+                meaning="No gradient reaches the first part of the model, which computes and is not trained.",
                 advice="Look between these modules and the loss for detach(), no_grad(), .item() or .data, or for "
                 "values turned into integers.",
             )  # fmt: skip
@@ -71,8 +71,8 @@ class UntrainedParameters(Rule):
             if some:
                 yield self._finding(
                     view, "info", some, event, cause="no gradient", meaning=meaning,
-                    advice="Nothing, if this training does not use them. Leave them out of the optimizer, or look for "
-                    "a detach() behind them.",
+                    advice="No action is needed if this training does not use them. Leave them out of the optimizer, "
+                    "or look for a detach() behind them.",
                 )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -142,7 +142,7 @@ class OptimizerIdle(Rule):
                 view, "alarm", event, "it has never stepped, and its gradients hold NaN or Inf",
                 "If the loss is multiplied by a factor (a loss scale by hand), lower it by powers of two until the "
                 "gradients are finite, or use a DynamicScaler. Else plimsoll.locate finds the operation.",
-                meaning="A script that leaves out steps whose gradients are not finite leaves out all of them.",
+                meaning="A script that skips steps with non-finite gradients skips all of them.",
             )  # fmt: skip
         elif event.details.get("others"):
             advice = "Call its step(), or leave it out of the watch."
@@ -194,11 +194,11 @@ class GradientsMishandled(Rule):
 
     id = "gradients-mishandled"
     says = "gradients are never set to zero, never unscaled, or clipped while they carry the loss scale"
-    meaning = "The optimizer is given other gradients than those of the step's loss."
-    advice = "Set gradients to zero once a step; unscale them before they are clipped or stepped on."
+    meaning = "The optimizer gets gradients that are not those of the step's loss."
+    advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."
     figure = "loss_and_scale"
 
-    samples: float = threshold(5, "five equal norms are no chance")
+    samples: float = threshold(5, "five equal norms are no coincidence")
     tolerance: float = threshold(0.002, "rounding of FP16 gradients, summed")
 
     def findings(self, view: View) -> Iterator[Finding]:
@@ -213,7 +213,7 @@ class GradientsMishandled(Rule):
         if scaled is not None:
             yield self._finding(
                 view, "alarm", scaled.step, "never unscaled", str(scaled.details.get("optimizer", "")),
-                meaning="The optimizer is given gradients times the loss scale.",
+                meaning="The optimizer gets gradients times the loss scale.",
                 advice="Call scaler.step(optimizer) in place of optimizer.step().",
             )  # fmt: skip
         found = self._clipped(view)
@@ -221,7 +221,7 @@ class GradientsMishandled(Rule):
             since, what, bound = found
             yield self._finding(
                 view, "warning", since, f"clipped to {bound:.3g} while scaled", what,
-                meaning="Gradients are clipped while they carry the loss scale: what is left of them is far too small.",
+                meaning="Gradients are clipped while they carry the loss scale, which leaves them far too small.",
                 advice="Call scaler.unscale_(optimizer) before clipping.",
             )  # fmt: skip
 
@@ -271,13 +271,13 @@ class DecayLost(Rule):
     """
 
     id = "decay-lost"
-    says = "weight decay is smaller than the rounding of the 16-bit weights, and does nothing"
-    meaning = "Rounding undoes the weight decay at every step, however many there are."
+    says = "weight decay is smaller than the rounding of the 16-bit weights, and has no effect"
+    meaning = "Rounding undoes the weight decay at every step, however many steps there are."
     advice = "Keep FP32 master weights (MasterWeights), round stochastically, or compensate (bf16-kahan)."
     figure = "loss_and_scale"
     is_secondary = True
 
-    share: float = threshold(0.01, "of each weight, added up over the steps; less matters to nobody")
+    share: float = threshold(0.01, "of each weight, added up over the steps; less has no effect that matters")
 
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of all groups."""
@@ -312,8 +312,8 @@ class AverageStuck(Rule):
 
     id = "average-stuck"
     says = "an average of the weights or a counter, kept in a 16-bit format, moves by less than its rounding"
-    meaning = "The average follows the weights by less than half a unit in its last place: it stays where it was."
-    advice = "Keep the average in FP32, and cast a copy of it where 16 bits are needed."
+    meaning = "The average moves by less than half a unit in its last place: it stays where it was."
+    advice = "Keep the average in FP32, and cast a copy where 16 bits are needed."
     figure = "loss_and_scale"
 
     copies: float = threshold(1, "the facts are exact")

@@ -117,18 +117,19 @@ class WhatIf(NotebookRepr):
     @property
     def sentence(self) -> str:
         """The requirements of the format in one sentence."""
-        said = sentence(self.format, self.stretches, scaled="gradients" in self.collections[0])
+        needs = sentence(self.format, self.stretches, scaled="gradients" in self.collections[0])
         if self.block:
-            said = block_sentence(self.format, self.stretches)
+            needs = block_sentence(self.format, self.stretches)
             if self.unrecorded:
-                said += f" Layers without a block record at a step ({self.unrecorded:,} times) are left out."
+                needs += f" Layers without a block record at a step ({self.unrecorded:,} times) are left out."
         if not self.censored:
-            return said
-        hidden, held = np.nansum(self.prediction.hidden), np.nansum(self.prediction.nonzero)
+            return needs
+        hidden, visible = np.nansum(self.prediction.hidden), np.nansum(self.prediction.nonzero)
         which = " and ".join(value_words(collection) for collection in self.collections)
-        of = f"{percent(hidden / (hidden + held))} of all {which} at {steps(int(self.steps[0]), int(self.steps[-1]))}"
-        zeros = f"{of} are zeros there, and what they were is estimated"
-        return f"Judged by what the run's own format has kept ({zeros}): {said}"
+        of = (
+            f"{percent(hidden / (hidden + visible))} of all {which} at {steps(int(self.steps[0]), int(self.steps[-1]))}"
+        )
+        return f"Based on the values that survived the run's own format ({of} were already zero): {needs}"
 
     def at(self, name: str, step: int) -> Fit:
         """Return the effect on one layer at one step."""

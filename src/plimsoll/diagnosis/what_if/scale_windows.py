@@ -57,7 +57,7 @@ def sentence(fmt: str, stretches: list[Stretch], scaled: bool) -> str:
 
     >>> one = Stretch(from_step=0, to_step=3990, window=(9, 13))
     >>> sentence("fp16", [one, Stretch(from_step=4000, to_step=9990, window=None)], True)
-    'FP16 needs a scale of 2^9 to 2^13 until step 3,990, none works afterwards.'
+    'FP16 needs a scale of 2^9 to 2^13 until step 3,990, no scale works afterwards.'
     """
     name = fmt.upper()
     if not stretches:
@@ -67,13 +67,13 @@ def sentence(fmt: str, stretches: list[Stretch], scaled: bool) -> str:
     if len(stretches) == 1:
         return f"{name} {_need(stretches[0], scaled)} at all steps."
     if len(stretches) > 4:
-        lost = sum(1 for stretch in stretches if stretch.window is None)
-        tail = f"in {lost} of them none works" if lost else "no single one works throughout"
-        return f"{name} needs another scale in each of {len(stretches)} stretches of steps, and {tail}."
+        unusable = sum(1 for stretch in stretches if stretch.window is None)
+        tail = f", and in {unusable} of the {len(stretches)} step ranges no scale works" if unusable else ""
+        return f"No single scale works for {name}: it would have to change {len(stretches) - 1} times{tail}."
     first, *rest = stretches
-    told = [f"{name} {_need(first, scaled)} until step {first.to_step:,}"]
-    told += [f"{_then(stretch)} until step {stretch.to_step:,}" for stretch in rest[:-1]]
-    return ", ".join([*told, f"{_then(rest[-1])} afterwards"]) + "."
+    clauses = [f"{name} {_need(first, scaled)} until step {first.to_step:,}"]
+    clauses += [f"{_then(stretch)} until step {stretch.to_step:,}" for stretch in rest[:-1]]
+    return ", ".join([*clauses, f"{_then(rest[-1])} afterwards"]) + "."
 
 
 def block_sentence(fmt: str, stretches: list[Stretch]) -> str:
@@ -87,15 +87,15 @@ def block_sentence(fmt: str, stretches: list[Stretch]) -> str:
     if not stretches:
         return f"{name}: nothing was recorded to judge it by."
     if len(stretches) == 1:
-        return f"{name} {_serves(stretches[0])} at all steps."
+        return f"{name} {_effect(stretches[0])} at all steps."
     if len(stretches) > 4:
-        lost = sum(1 for stretch in stretches if stretch.window is None)
-        return f"{name} may lose 1 % or more of some layer in {lost} of {len(stretches)} stretches of steps."
-    told = [f"{_serves(stretch)} until step {stretch.to_step:,}" for stretch in stretches[:-1]]
-    return f"{name} {', '.join(told)}, {_serves(stretches[-1])} afterwards."
+        lossy = sum(1 for stretch in stretches if stretch.window is None)
+        return f"{name} may lose 1 % or more of some layer in {lossy} of {len(stretches)} step ranges."
+    clauses = [f"{_effect(stretch)} until step {stretch.to_step:,}" for stretch in stretches[:-1]]
+    return f"{name} {', '.join(clauses)}, {_effect(stretches[-1])} afterwards."
 
 
-def _serves(stretch: Stretch) -> str:
+def _effect(stretch: Stretch) -> str:
     return "may lose 1 % or more of some layer" if stretch.window is None else "works"
 
 
@@ -109,7 +109,7 @@ def _need(stretch: Stretch, scaled: bool) -> str:
 
 
 def _then(stretch: Stretch) -> str:
-    return "none works" if stretch.window is None else f"one of {scales(*stretch.window)}"
+    return "no scale works" if stretch.window is None else f"one of {scales(*stretch.window)}"
 
 
 def scales(low: int, high: int) -> str:

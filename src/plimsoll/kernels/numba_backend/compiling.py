@@ -57,8 +57,8 @@ def _compile(function: Callable[..., Any], **options: Any) -> Any:
     except RuntimeError as error:  # Numba found no folder to keep the compiled code in
         if not _uncached:
             warnings.warn(
-                "plimsoll: expected a writable cache folder for compiled kernels; found none, so they compile anew in "
-                f"each process (seconds). Set NUMBA_CACHE_DIR to a writable folder. ({error})",
+                "plimsoll: expected a writable cache folder for compiled kernels; found none, so they are compiled "
+                f"again in each process (seconds). Set NUMBA_CACHE_DIR to a writable folder. ({error})",
                 RuntimeWarning,
                 stacklevel=3,
             )

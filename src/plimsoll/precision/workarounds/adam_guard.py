@@ -90,8 +90,8 @@ class AdamGuard:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:  # args begin with the optimizer
             raise ArgumentError(
-                "guard_adam: expected a step without a closure, since the guard looks at gradients before the step; "
-                "got one. Run forward and backward before the step."
+                "guard_adam: expected a step without a closure, since the guard reads gradients before the step; got "
+                "one. Run forward and backward before the step."
             )
         for group in optimizer.param_groups:
             for p in group["params"]:

@@ -83,7 +83,7 @@ class Gate:
         """Status, text and headers of why a request may not pass; None where it may."""
         if not self._is_known(headers.get("host", [])):
             return 403, (
-                "plimsoll: this page does not go by that address. Open the one that plimsoll serve printed; behind a "
+                "plimsoll: this page does not accept that address. Open the one that plimsoll serve printed; behind a "
                 "proxy or a forwarded port, name the other one with --allow-host."
             ), []  # fmt: skip
         size = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))

@@ -98,7 +98,7 @@ def _finding(name: str, query: Mapping[str, str], findings: Sequence[Finding]) -
     unused = sorted(query.keys() - {"finding"})
     if unused:
         raise ArgumentError(
-            f"serve: expected nothing beside finding, which says all; got {', '.join(unused)}. Leave it out."
+            f"serve: expected no other argument with finding; got {', '.join(unused)}. Leave it out."
         )
     index = whole(query["finding"], "finding")
     if not 0 <= index < len(findings):

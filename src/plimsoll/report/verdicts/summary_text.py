@@ -170,7 +170,7 @@ def facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "Started", moment(summary.created)
     if summary.seconds is not None and summary.seconds >= 1:
         yield "Duration", duration(summary.seconds)
-    yield "Record", "closed" if summary.closed else "not closed: it goes on, or was killed"
+    yield "Record", "closed" if summary.closed else "not closed: still running, or killed"
     if "torch" in summary.versions:
         yield "torch", cut(summary.versions["torch"])
 

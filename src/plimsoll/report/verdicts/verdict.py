@@ -107,7 +107,7 @@ def _fitted(begins: str, phrase: Phrase, followed: str) -> str:
 
 def _healthy(view: View, findings: Sequence[Finding]) -> str:
     noted = [f for f in findings if rule_of(f).is_noted]
-    begin = f"Healthy up to step {view.last_step:,}"
+    begin = f"Healthy through step {view.last_step:,}"
     if noted:
         return f"{begin}, but note: {phrase_of(noted[0], view, findings).what}."
     return f"{begin}: {_underflow(view)}."
@@ -117,11 +117,11 @@ def _underflow(view: View) -> str:
     """Return the share of gradients that underflowed, in the layer that lost most."""
     narrow = view.narrow("gradients")
     if narrow is None:
-        return "no rule found anything, but gradients were not recorded"
+        return "no findings, but gradients were not recorded"
     modules = Modules.of(narrow.cells)
     lost = np.nansum(modules.total(narrow.lost_of_cell), axis=1)
     would_be = lost + np.nansum(modules.total(narrow.cells.total(narrow.cells.nonzero)), axis=1)
     worst = float(np.max(lost[would_be > 0] / would_be[would_be > 0], initial=0.0))
     if worst == 0:
-        return "no parameter gradient was lost to underflow"
-    return f"at most {percent(worst)} of any layer's parameter gradients were lost to underflow"
+        return "no parameter gradients lost to underflow"
+    return f"at most {percent(worst)} of any layer's parameter gradients lost to underflow"

@@ -113,8 +113,8 @@ class IncompleteRank:
         ended = "was lost" if self.lost else "ended"
         after = "before its first record" if self.last_step < 0 else f"after step {self.last_step}"
         return (
-            f"rank {self.rank}: {ended} {after}, and other ranks went on to step {self.of}; "
-            "from there on sums are of the others alone"
+            f"rank {self.rank}: {ended} {after}, and other ranks continued to step {self.of}; from there on sums are "
+            "of the others alone"
         )
 
 

@@ -210,4 +210,4 @@ class SinkRunner:
             return
         self._said.add(kind)
         if kind != "open":
-            warn_user(f"{message}. Training goes on.")
+            warn_user(f"{message}. Training continues.")

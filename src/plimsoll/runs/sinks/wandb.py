@@ -131,8 +131,8 @@ class WandB(Tracker):
         if current == self._last_row and not self._warned:
             self._warned = True
             warn_user(
-                "WandB: several steps met in one row of your W&B run, and only the last is kept. Log more often than "
-                "plimsoll does, give commit=True, or leave out run= for a run of its own."
+                "WandB: several steps fell into one row of your W&B run, and only the last is kept. Log more often "
+                "than plimsoll does, give commit=True, or leave out run= for a run of its own."
             )
         self._last_row = current
         self._run.log(row, commit=False)

@@ -278,9 +278,7 @@ class PartFlusher:
     def _report_failure(self, error: Exception) -> None:
         self._failing = f"{error}"
         name = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else type(error).__name__
-        message = (
-            f"plimsoll: {self.path} cannot be written ({error}); training goes on, and so do the attempts to write."
-        )
+        message = f"plimsoll: {self.path} cannot be written ({error}); training continues, and writing is tried again."
         self._dropped.warn_once(f"write: {name}", message)
 
     def _report_recovery(self) -> None:

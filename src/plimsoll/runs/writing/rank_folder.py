@@ -328,7 +328,7 @@ class RankFolder:
             target = path.with_name(f"{path.name}.damaged-{number}")
         atomic_files.rename(path, target)
         message = f"{path.name}: {why}; set aside as {target.name}"
-        warn_user(f"plimsoll: {self.path} is damaged. {message}. This session goes on without it.")
+        warn_user(f"plimsoll: {self.path} is damaged. {message}. This session continues without it.")
         self.found.append(("damaged", message, {"file": str(path.relative_to(self.path))}))
 
     def finish(self, dropped: Mapping[str, int]) -> None:

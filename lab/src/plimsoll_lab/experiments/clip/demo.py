@@ -139,7 +139,9 @@ def settings(bench: Bench) -> Mapping[str, object]:
 
 DEMO = Experiment(
     name="demo",
-    claim="Ten hard batches end a CLIP's training in FP16 without a word; in BF16, or with other scalers, it goes on.",
+    claim=(
+        "Ten bad batches silently stall a small CLIP in FP16. In BF16, or with Plimsoll's scalers, it keeps learning."
+    ),
     source="T3, T4",
     settings=settings,
     measure=measure,

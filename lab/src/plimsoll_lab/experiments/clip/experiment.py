@@ -53,8 +53,8 @@ def _judged(kind: Kind, setup: Setup, bench: Bench) -> Training:
 
 CLIP = Experiment(
     name="clip",
-    claim="Ten hard batches end a CLIP's training in FP16 without a word; where gradients span all of FP16 within a "
-    "layer, neither a higher scale nor a shorter interval helps, and a scale for each layer or parameter does.",
+    claim="Ten bad batches silently stall a small CLIP in FP16. Where gradients span all of FP16 within a layer, "
+    "neither a higher scale nor a shorter interval helps, and a scale for each layer or parameter does.",
     source="T3, T4, T7",
     settings=settings,
     measure=measure,

@@ -125,7 +125,7 @@ def _check_setup(path: Path, head: Mapping[str, Any], setup: Mapping[str, Any]) 
 
 
 def _damaged(path: Path, number: int, what: str) -> RunError:
-    remedy = "the file to begin anew" if number == 1 else "that line; its configuration is trained again"
+    remedy = "the file to start again" if number == 1 else "that line; its configuration is trained again"
     return RunError(
         f"lab unit-sweep: expected whole results of this sweep in {path}; got in line {number} {what}. Delete {remedy}."
     )

@@ -50,7 +50,11 @@ class ToBF16(Remedy):
         half = next((n for n in where if any(p.dtype is _HALF for p in self.training.module(n).parameters())), None)
         if half is not None and loop is None:
             return f"the weights of {half} are torch.float16, which autocast does not change"
-        reason = "BF16 has FP32's range" if whole else "these modules alone leave their format's range; BF16 has FP32's"
+        reason = (
+            "BF16 has FP32's range"
+            if whole
+            else ("only these modules leave their format's range, and BF16 has the range of FP32")
+        )
         return self.order(finding, since, reason, before=self._present(), after="bf16", where=where, targets=where)
 
     def _run_of_loop(self, finding: Finding, since: int, loop: Any) -> Order | str:
@@ -121,8 +125,8 @@ class Clamp(Remedy):
         known = self.training.beside.modules()
         left = [name for name in modules if name in known and name not in self._done]
         if not left:
-            return "these modules are clamped already" if modules else "what it names are inputs of modules"
-        reason = "a value held at the format's largest does little harm (T9), an infinite one all"
+            return "these modules are clamped already" if modules else "the finding is about inputs of modules"
+        reason = "a value clamped to the format's largest does little harm (T9), and an infinite one spreads"
         return self.order(finding, since, reason, before="free", after="at most 65504", where=left, targets=left)
 
     def handled(self, finding: Finding) -> bool:

@@ -31,13 +31,13 @@ class Skip(Remedy):
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
         """The next step."""
         if self.training.loop is None and not self.training.beside.optimizers:
-            return "the watch knows of no optimizer whose step could be left out"
-        return self.order(finding, since, "the next step is not made")
+            return "the watch has no optimizer whose step could be skipped"
+        return self.order(finding, since, "the next optimizer step is skipped")
 
     def carry_out(self, order: Order) -> None:
         """Drops the gradients of the next step."""
         if self.training.loop is not None:
-            self.training.loop.skip_next(f"the guard left it out: {order.finding}")
+            self.training.loop.skip_next(f"the guard skipped it: {order.finding}")
             return
         from plimsoll.precision.training.loop_control import DropsGradients
 
@@ -70,7 +70,7 @@ class Rollback(Remedy):
         saved = self.training.keeper.good(since)
         if saved is None:
             there = ", ".join(map(str, self.training.keeper.steps)) or "none"
-            return f"no checkpoint was handed over before step {since} (of steps: {there}); call guard.checkpoint()"
+            return f"no checkpoint was passed before step {since} (of steps: {there}); call guard.checkpoint()"
         now = self.training.beside.next_step
         return self.order(finding, since, "the last checkpoint from before it", before=now, after=saved.step)
 
@@ -90,7 +90,7 @@ class Stop(Remedy):
 
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
         """The end."""
-        return self.order(finding, since, "nothing else that is allowed serves")
+        return self.order(finding, since, "no other allowed action helps")
 
     def carry_out(self, order: Order) -> NoReturn:
         """Flushes the run, writes the report, and raises."""

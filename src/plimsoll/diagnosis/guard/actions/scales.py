@@ -28,10 +28,10 @@ class LossScale(Remedy):
         """Return why the scaler's scale cannot be set to last; None if it can."""
         scaler, loop = self.training.scaler, self.training.loop
         if scaler is None:
-            source = f"the loop, at {loop.precision}, scales no loss" if loop is not None else "no scaler is given"
+            source = f"the loop does not scale losses at {loop.precision}" if loop is not None else "no scaler is given"
             return f"{source}; give scaler=, the scaler that the training uses"
         if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
-            return f"{type(scaler).__name__} is no scaler that is at work"
+            return f"{type(scaler).__name__} is not an enabled GradScaler"
         # `LossScaler` declares these attributes. torch's scaler has none of them: its scale can be set.
         why: str | None = getattr(scaler, "set_scale_refusal", None)
         return f"{why}; allow layer_scale" if why and getattr(scaler, "scales_layers", False) else why
@@ -40,7 +40,7 @@ class LossScale(Remedy):
         """Return an order for a scale of that power of two, clamped to the scaler's bounds."""
         scaler: Any = self.training.scaler
         if scaler is None:
-            return "the loss is not scaled any more"
+            return "the loss is no longer scaled"
         low, high = getattr(scaler, "scale_bounds", (_LOWEST, _HIGHEST))
         bounded = min(max(exponent, math.ceil(math.log2(low))), math.floor(math.log2(high)))
         now = float(scaler.get_scale())
@@ -76,11 +76,13 @@ class RaiseScale(LossScale):
             return f"the loss scale does not move {finding.collection}"
         now = self.exponent()
         if look.room is None:
-            return self.change(finding, since, now + _BLIND, "no gradient is left to see, so the scale goes up by 2^4")
+            return self.change(
+                finding, since, now + _BLIND, ("no nonzero gradient is left, so the scale is raised by 2^4")
+            )
         target = look.room - _MARGIN
         if target <= now:
             return f"the largest gradient overflows above 2^{look.room}, and the scale is 2^{now}"
-        return self.change(finding, since, target, f"no gradient of late overflows at a scale of up to 2^{look.room}")
+        return self.change(finding, since, target, f"no recent gradient overflows at scales up to 2^{look.room}")
 
 
 class LowerScale(LossScale):
@@ -120,11 +122,11 @@ class LayerScale(Remedy):
         names = {self.training.in_model(name) or "model": name for name in self.training.modules_of(finding)}
         chosen = [name for own, name in names.items() if own in scaler.scales]
         if not chosen:
-            return "none of the layers named has a scale of its own"
+            return "none of these layers has its own scale"
         scales = [scaler.scales[own] for own, name in names.items() if name in chosen]
         before = ", ".join(f"2^{math.frexp(scale)[1] - 1}" for scale in scales[:4])
-        reason = "the scales of layers are chosen anew from the gradients of the next step"
-        return self.order(finding, since, reason, before=before, after="measured anew", where=chosen, targets=chosen)
+        reason = "the scales of layers are chosen again from the gradients of the next step"
+        return self.order(finding, since, reason, before=before, after="measured again", where=chosen, targets=chosen)
 
     def carry_out(self, order: Order) -> None:  # noqa: ARG002  (all layers, not only those that are named)
         """Has the scaler look again at all layers: what one has lost may have been lost in the one before."""

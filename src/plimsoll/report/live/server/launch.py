@@ -126,7 +126,7 @@ def _words(source: "Source", address: str, place: _Place, token: str | None) -> 
     if source.poll_seconds > 1:
         lines.append(f"The store is listed every {source.poll_seconds:.0f} s while a page is open.")
     if token is not None:
-        lines.append("Whoever has this address can read the runs. Nothing is encrypted: outside")
+        lines.append("Anyone with this URL can read the runs. Nothing is encrypted: outside")
         lines.append("a network that you trust, leave --host out and use a tunnel.")
     if place.is_loopback:
         lines.append(f"From another machine: ssh -L {place.port}:localhost:{place.port} {socket.gethostname()}")
