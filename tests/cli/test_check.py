@@ -192,7 +192,7 @@ def test_every_command_takes_the_folder_of_a_script(gan: Path, tmp_path: Path, m
     assert [each["state"] for each in told_of["runs"]] == ["healthy", "alarm"]
     assert run("report", gan, "--output-format", "markdown").stdout.count("## ") >= 2
     alike = run("diff", gan, gan)
-    assert alike.exit_code == 0 and alike.stdout.count("do not part") == 2
+    assert alike.exit_code == 0 and alike.stdout.count("do not diverge") == 2
     shutil.copytree(gan / "G", tmp_path / "one" / "G")
     script.write(tmp_path / "one", ["G"])
     assert run("diff", gan, tmp_path / "one").exit_code == 1  # only one of them trains D

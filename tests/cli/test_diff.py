@@ -32,7 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_runs_that_are_alike_exit_with_0(runs: dict[str, Path]) -> None:
     result = run(runs["sound"], runs["same"])
-    assert result.exit_code == 0 and "They do not part: 85 series are alike at 200 steps." in result.stdout
+    assert result.exit_code == 0 and "They do not diverge: 85 series are alike at 200 steps." in result.stdout
 
 
 def test_runs_that_part_exit_with_1_and_say_where(runs: dict[str, Path]) -> None:
@@ -82,4 +82,4 @@ def test_of_a_scripts_models_the_one_that_parts_first_is_named(tmp_path: Path) -
         script.write(tmp_path / place, ["D", "G"])
     result = run(tmp_path / "one", tmp_path / "other", "--json")
     notes = {each["model"]: each["notes"] for each in json.loads(result.stdout)["runs"]}
-    assert notes == {"D": ["G is the script's model that parts first, at step 2: look there first."], "G": []}
+    assert notes == {"D": ["G is the script's model that diverges first, at step 2: look there first."], "G": []}

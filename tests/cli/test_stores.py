@@ -69,7 +69,7 @@ def test_a_command_says_of_a_uri_what_it_says_of_the_folder(command: list[str], 
 
 def test_two_runs_of_which_one_is_elsewhere_are_compared(local: Path, store: str) -> None:
     result = run("diff", local, store)
-    assert result.exit_code == 0 and "They do not part" in result.stdout
+    assert result.exit_code == 0 and "They do not diverge" in result.stdout
     assert result.stdout.splitlines()[:2] == [f"A  {local}", "B  memory://bucket/exp1"]
 
 

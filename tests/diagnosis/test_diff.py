@@ -59,7 +59,7 @@ def test_another_order_of_sums_parts_nothing(name: str, runs: Callable[..., Path
 def test_a_run_is_like_itself(runs: Callable[..., Path]) -> None:
     found = diff(runs("mlp"), runs("mlp"))
     assert found.first is None and found.partings == () and found.changed == () and found.until_step == 24
-    assert found.sentence == "They do not part: 59 series are alike at 25 steps."
+    assert found.sentence == "They do not diverge: 59 series are alike at 25 steps."
     assert {distance for _, distance in found.drift} == {0.0}
 
 

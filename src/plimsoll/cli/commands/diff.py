@@ -97,7 +97,7 @@ def _earliest_named(models: list[str], found: "list[Divergence]") -> "list[Diver
     if len(parted) < 2:
         return found
     step, _, first = min(parted)
-    note = f"{shown(first)} is the script's model that parts first, at step {step:,}: look there first."
+    note = f"{shown(first)} is the script's model that diverges first, at step {step:,}: look there first."
     return [
         each if each.first is None or model == first else replace(each, notes=(*each.notes, note))
         for model, each in zip(models, found, strict=True)
