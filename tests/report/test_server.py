@@ -408,6 +408,7 @@ def test_a_scalar_is_all_its_values_or_means_between_extremes(get: Any, folder: 
         assert [answer[key][place] for key in ("mean", "low", "high")] == pytest.approx(expected, rel=1e-5)
     assert answer["nonfinite"] == 3 and answer["mean"][10] is None  # steps 30 to 32 have no finite value
     assert answer["epoch"][20] == pytest.approx(answer["step"][20] / 100)
+    assert len(answer["time"]) == len(answer["step"]) and None not in answer["time"]
     short = get("/api/runs/logged/scalar", name="lr")
     assert short["each"] == 1 and "low" not in short and short["mean"] == pytest.approx([1e-3] * 10)
     assert "epoch" not in get("/api/runs/logged/scalar", name="epoch")

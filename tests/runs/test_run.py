@@ -1,12 +1,14 @@
 """The reader: names, steps, following a live writer, and folders in which something is wrong."""
 
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -378,3 +380,33 @@ def test_the_names_of_scalars_are_found_in_parts_of_several_row_groups(tmp_path:
     run = Run(tmp_path / "run")
     assert run.scalar_names == ("loss", "rate", "scale")
     assert len(run.scalars("rate")[0]) == 5000
+
+
+def test_scalars_have_the_times_at_which_they_were_recorded(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        for step in range(4):
+            writer.write(Scalars(step=step, values={"loss": 1.0, "lr": 0.1}, time=1e9 + 10 * step))
+    for name in ("loss", "lr"):
+        steps, times = Run(tmp_path).scalar_times(name)
+        assert (steps.tolist(), times.tolist()) == ([0, 1, 2, 3], [1e9, 1e9 + 10, 1e9 + 20, 1e9 + 30])
+    with pytest.raises(NotRecordedError, match="expected a scalar that was recorded; got 'los'"):
+        Run(tmp_path).scalar_times("los")
+
+
+def test_scalars_of_older_runs_have_no_times_also_once_newer_parts_are_merged_in(tmp_path: Path) -> None:
+    before = time.time()
+    with RunWriter(tmp_path) as writer:
+        writer.write(Scalars(step=0, values={"loss": 1.0}))
+    for part in (tmp_path / "scalars").iterdir():  # as writers left them before there were times
+        pq.write_table(pq.ParquetFile(part).read().drop_columns(["time"]).replace_schema_metadata(None), part)
+    run = Run(tmp_path)
+    assert np.isnan(run.scalar_times("loss")[1]).all() and run.scalars("loss")[1].tolist() == [1.0]
+    with RunWriter(tmp_path, resume_from=1) as writer:
+        for step in range(1, 40):  # so many flushes that parts are merged
+            writer.write(Scalars(step=step, values={"loss": 2.0}))
+            writer.flush()
+    run = Run(tmp_path)
+    steps, times = run.scalar_times("loss")
+    assert steps.tolist() == list(range(40)) and np.isnan(times[0])
+    assert before <= times[1] and (np.diff(times[1:]) >= 0).all()
+    assert run.problems == [] and len(list((tmp_path / "scalars").iterdir())) < 40

@@ -89,6 +89,19 @@ def test_what_resume_may_be(tmp_path: Path) -> None:
     pl.watch(model, optimizer, run=tmp_path / "new", resume=True).close()  # a first start of a script that resumes
 
 
+def test_settings_of_the_training_are_stored_beside_those_of_the_watch(tmp_path: Path) -> None:
+    trained(tmp_path / "run", settings={"lr": 1e-3, "optimizer": {"name": "Adam"}})
+    settings = pl.Run(tmp_path / "run").settings
+    assert (settings["lr"], settings["optimizer"], settings["warmup"]) == (1e-3, {"name": "Adam"}, 0)
+    message = "watch: expected settings without names of the watch's own; got block, warmup. Rename them."
+    with pytest.raises(ArgumentError, match=message):
+        trained(tmp_path / "other", settings={"warmup": 10, "block": 1, "lr": 1})
+    for wrong in ([("lr", 1)], {1: 2}):
+        with pytest.raises(ArgumentError, match="watch: expected settings to map names to values; got"):
+            trained(tmp_path / "other", settings=wrong)
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_run_without_a_step_is_in_nobody_s_way(tmp_path: Path) -> None:
     pl.watch(mlp(), run=tmp_path / "run").close()
     trained(tmp_path / "run")

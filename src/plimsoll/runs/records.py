@@ -44,10 +44,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scalars:
-    """Named numbers of one step; of two with one name and step, the later one counts."""
+    """Named numbers of one step. Of two with one name and step, the later one counts.
+
+    Attributes:
+        step: The step.
+        values: Numbers by name.
+        time: Unix seconds.
+    """
 
     step: int
     values: Mapping[str, float]
+    time: float = field(default_factory=time.time, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

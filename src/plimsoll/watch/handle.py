@@ -62,6 +62,7 @@ def watch(
     block: Literal[16, 32] | None = None,
     resume: bool | None = None,
     quiet: bool | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> "Watch":
     """Record a model's numbers while it trains, every `every` optimizer steps, into the folder `run`.
 
@@ -102,6 +103,8 @@ def watch(
             Refuse other runs. In a notebook they are kept under a numbered name.
         quiet: Whether the watch ends without printing the verdict on the run. Default: False, or True if the
             environment has ``PLIMSOLL_QUIET=1``.
+        settings: Hyperparameters and other facts to store with the run, by name. The live page shows them as columns
+            of its list. Default: none.
 
     Returns:
         The handle on the watch.
@@ -110,7 +113,7 @@ def watch(
         ArgumentError: The model or an argument cannot be used.
         RunError: The folder cannot be written.
     """
-    settings = checked(
+    options = checked(
         every=every, collect=collect, include=include, exclude=exclude, warmup=warmup, shadow_every=shadow_every,
         recorder=recorder, recorder_steps=recorder_steps, ranks=ranks, max_tensors=max_tensors, max_bytes=max_bytes,
         queue_bytes=queue_bytes, block=block,
@@ -122,14 +125,14 @@ def watch(
     optimizers = _optimizers(optimizer)
     place = Ranks()
     place.look(model)
-    shadow_step.check(settings)
+    shadow_step.check(options)
     root = unwrapped(model)
     names = module_names(root)
-    selection = Selection(settings, names, [clean(name) for name, _ in root.named_parameters()])
+    selection = Selection(options, names, [clean(name) for name, _ in root.named_parameters()])
     lifecycle.close_earlier(root, run, place.rank)
     start_step = lifecycle.start_of(run, place.rank, root, optimizers, resume, start_step)
-    writer = _writer(run, settings, place, start_step, made_sinks)
-    core = WatchSession(root, next(iter(names)), settings, writer, place)
+    writer = _writer(run, options, options.stored(settings), place, start_step, made_sinks)
+    core = WatchSession(root, next(iter(names)), options, writer, place)
     core.step = writer.next_step if start_step is None else start_step
     taken = {name: module for name, module in names.items() if selection.takes(name)}
     quiet = os.environ.get("PLIMSOLL_QUIET") == "1" if quiet is None else quiet
@@ -389,12 +392,17 @@ def _wants_activations(settings: Settings) -> bool:
 
 
 def _writer(
-    run: "str | os.PathLike[str]", settings: Settings, place: Ranks, start_step: int | None, sinks: Sequence[Any]
+    run: "str | os.PathLike[str]",
+    settings: Settings,
+    stored: Mapping[str, object],
+    place: Ranks,
+    start_step: int | None,
+    sinks: Sequence[Any],
 ) -> RunWriter:
     make = RunWriter if settings.ranks == "each" or place.world == 1 else reducing_writer
     return make(
         run,
-        settings=settings.as_json(),
+        settings=stored,
         rank=place.rank,
         world_size=place.world,
         resume_from=start_step,

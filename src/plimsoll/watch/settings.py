@@ -71,6 +71,28 @@ class Settings:
             "block": self.block or None,
         }
 
+    def stored(self, own: "Mapping[str, object] | None") -> dict[str, object]:
+        """Return the settings of a run's manifest.
+
+        Args:
+            own: Settings of the training, by name. Default: none.
+
+        Raises:
+            ArgumentError: They are no mapping of names, or one has the name of a setting of the watch.
+        """
+        listed = self.as_json()
+        if own is None:
+            return listed
+        if not isinstance(own, Mapping) or not all(isinstance(name, str) for name in own):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(
+                f"watch: expected settings to map names to values; got {own!r}. Write settings={{'lr': 1e-3}}."
+            )
+        if taken := sorted(listed.keys() & own.keys()):
+            raise ArgumentError(
+                f"watch: expected settings without names of the watch's own; got {', '.join(taken)}. Rename them."
+            )
+        return {**listed, **own}
+
 
 def checked(
     *,

@@ -1,1 +1,1 @@
-"""Two runs: where they part."""
+"""Comparison of two runs."""

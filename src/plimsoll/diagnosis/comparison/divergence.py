@@ -12,8 +12,8 @@ from plimsoll.text import number
 if TYPE_CHECKING:
     from rich.table import Table
 
-# What parts: values (rounding does not explain it), zeros that a narrow format made of them or that have another cause,
-# NaN and infinities, steps that one scaler skipped, tensors of another size.
+# Kinds of divergence: values beyond rounding, zeros that a narrow format made of them or that have another cause, NaN and
+# infinities, steps that one scaler skipped, tensors of another size.
 Kind = Literal["values", "underflow", "zeros", "nonfinite", "skipped", "size"]
 
 
@@ -94,10 +94,10 @@ class Divergence(NotebookRepr):
         last = self.drift[-1][1] if self.drift else 0.0
         if last == 0:
             return f"They do not diverge: {series:,} series are alike at {steps:,} steps."
-        told = f"They do not diverge by more than rounding explains, in {series:,} series at {steps:,} steps"
+        alike = f"They do not diverge by more than rounding explains, in {series:,} series at {steps:,} steps"
         if self.until_step is not None and self.drift[-1][0] > self.until_step:
-            return f"{told}; since step {self.until_step:,} they are too far apart for values to be compared."
-        return f"{told}; at the end they are {number(last)} apart."
+            return f"{alike}; since step {self.until_step:,} they are too far apart for values to be compared."
+        return f"{alike}; at the end they are {number(last)} apart."
 
     def to_dict(self) -> dict[str, object]:
         """Return all of it as JSON-able data."""
@@ -133,7 +133,7 @@ class Divergence(NotebookRepr):
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False,
                       pad_edge=False, width=width)  # fmt: skip
         table.add_column("tensor", overflow="ellipsis", no_wrap=True, ratio=1)
-        for head in ("what", "A", "B", "apart", "allowed"):
+        for head in ("what", "A", "B", "difference", "allowed"):
             table.add_column(head, justify="left" if head == "what" else "right", no_wrap=True)
         for each in self.partings[:most]:
             numbers = (number(value) for value in (each.a, each.b, each.distance, each.allowed))

@@ -7,6 +7,7 @@ import numpy as np
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.report.drawing.aggregation import Columns
+from plimsoll.report.verdicts.run_summary import started_at
 from plimsoll.runs.reading.row_selection import unknown
 
 POINTS = 600  # some 40 KB of JSON, and more than a figure has pixels on a small screen
@@ -57,8 +58,8 @@ def scalar_answer(view: View, name: str, most: int = POINTS) -> dict[str, object
     }
     if columns.each > 1:
         answer |= {"low": _listed(columns.merged(finite, "min")), "high": _listed(columns.merged(finite, "max"))}
-    epochs = None if name == _EPOCH else _epochs(view, columns.at)
-    return answer if epochs is None else {**answer, "epoch": _listed(epochs)}
+    axes = {"epoch": None if name == _EPOCH else _epochs(view, columns.at), "time": _seconds(view, name, columns)}
+    return answer | {axis: _listed(values) for axis, values in axes.items() if values is not None}
 
 
 def _epochs(view: View, steps: Ints) -> Floats | None:
@@ -69,6 +70,15 @@ def _epochs(view: View, steps: Ints) -> Floats | None:
     if len(known) < 2 or (np.diff(values) < 0).any() or values[0] == values[-1]:
         return None
     return np.interp(steps, known, values, left=np.nan, right=np.nan)
+
+
+def _seconds(view: View, name: str, columns: Columns) -> Floats | None:
+    """Return the seconds from the start of the run to each point. None: the run has no times, as older ones."""
+    started = started_at(view.run)
+    times = view.run.scalar_times(name)[1][: len(columns.steps)]
+    if started is None or not len(times) or np.isnan(times).any():
+        return None
+    return columns.merged(times - started, "mean")
 
 
 def _listed(values: Floats) -> list[float | None]:

@@ -21,6 +21,7 @@ _FINDINGS = 24  # whose figures are shown; the gravest come first
 _SPECTROGRAMS = 40
 _EACH = 3  # tensors that a finding names
 _SCALARS, _POINTS = 40, 300  # some 4 KB each, packed
+_DRAWN = ("loss", "scale", "nonfinite")  # the figure of loss and scale shows them; a report has no figure twice
 
 
 class Figures:
@@ -89,7 +90,8 @@ def embedded(view: View, summary: Summary, answers: Sequence[Offline], collectio
     """
     findings = summary.findings
     figures = Figures(view, findings)
-    scalars = [scalar_answer(view, name, _POINTS) for name in in_order(view.run.scalar_names)[:_SCALARS]]
+    logged = [name for name in in_order(view.run.scalar_names) if name not in _DRAWN]
+    scalars = [scalar_answer(view, name, _POINTS) for name in logged[:_SCALARS]]
     figures.bytes += _packed_bytes(json.dumps(scalars, separators=(",", ":")))
     bodies = [figures.add_of_finding(i) if i < _FINDINGS else None for i in range(len(findings))]
     first = {body: i for i, body in reversed(list(enumerate(bodies))) if body is not None}

@@ -151,7 +151,7 @@ def first_step(view: View, steps: Sequence[int]) -> int:
 
 def started_at(run: Run) -> float | None:
     """Return when recording started, in Unix seconds. None if the manifest does not have it."""
-    return _time(run.manifest.get("created"))
+    return unix_seconds(run.manifest.get("created"))
 
 
 def formats_of(run: Run, collection: str) -> tuple[str, ...]:
@@ -166,7 +166,8 @@ def _last(view: View, name: str) -> float | None:
     return float(values[-1]) if len(values) else None
 
 
-def _time(value: object) -> float | None:
+def unix_seconds(value: object) -> float | None:
+    """Return a manifest's time in Unix seconds. None: it is no time."""
     try:
         return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else None
     except (ValueError, OverflowError, OSError):
@@ -177,7 +178,7 @@ def seconds_of(run: Run, begun: float | None) -> float | None:
     """From the beginning to the end in order, or else to the last event; None where neither is known."""
     if begun is None:
         return None
-    ended = _time(run.manifest.get("closed"))
+    ended = unix_seconds(run.manifest.get("closed"))
     if ended is None:
         ended = max((event.time for event in run.events()), default=math.nan)
     return ended - begun if ended >= begun else None

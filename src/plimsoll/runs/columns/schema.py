@@ -50,10 +50,14 @@ _BLOCK_FIELDS: Sequence[Any] = (
 BLOCK_COLUMNS: tuple[str, ...] = tuple(field.name for field in _BLOCK_FIELDS)
 _ERROR_FIELDS: Sequence[Any] = tuple(pa.field(name, pa.float64()) for name in ERRORS)
 WIDE: Schema = pa.schema([*SCHEMAS["spectra"], *_BLOCK_FIELDS, *_ERROR_FIELDS])
+# Parts that were written before scalars had times lack this column.
+TIMED: Schema = pa.schema([*SCHEMAS["scalars"], ("time", pa.float64())])
 
 
 def schema_with(kind: Kind, names: Collection[str]) -> Schema:
     """Return the schema of a kind of parts, with each group of optional columns of which one is among the names."""
+    if kind == "scalars":
+        return TIMED if "time" in names else SCHEMAS[kind]
     if kind != "spectra":
         return SCHEMAS[kind]
     groups = [group for group in (_BLOCK_FIELDS, _ERROR_FIELDS) if any(field.name in names for field in group)]
@@ -80,12 +84,13 @@ class Series:
 def rows_table(rows: Sequence[Mapping[str, Any]], kind: Kind) -> Table:
     """Return the table of scalars or events, in the given order."""
     columns: list[Array] = []
-    for field in SCHEMAS[kind]:
+    schema = TIMED if kind == "scalars" else SCHEMAS[kind]
+    for field in schema:
         values = [row[field.name] for row in rows]
         columns.append(
             strings(values) if field.type == pa.string() else array(np.array(values, field.type.to_pandas_dtype()))
         )
-    return pa.Table.from_arrays(columns, schema=SCHEMAS[kind])
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def words(values: Sequence[str], codes: NDArray[np.int64]) -> Array:

@@ -281,6 +281,22 @@ class Run:
             raise unknown("Run.scalars", "a scalar", name, self.scalar_names, closed=self.closed)
         return self._scalars([name])[name]
 
+    def scalar_times(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the steps of a scalar and when each was recorded, in Unix seconds.
+
+        Over several ranks it is the mean. NaN for values that were recorded before runs had these times.
+
+        Raises:
+            NotRecordedError: The name was not recorded.
+        """
+        steps, _ = self.scalars(name)
+        columns = ("step", "name", "time")
+        table = select(self._folder, "scalars", equal={"name": [name]}, columns=columns)
+        if "time" not in table.column_names:
+            return steps, np.full(len(steps), np.nan)
+        recorded, times = values_of(table["step"]), values_of(table["time"].fill_null(np.nan))
+        return rank_merge.one_of_scalars("", recorded, times, values_of(table["rank"]))
+
     def _scalars(self, names: list[str]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
         """Return the steps and values of scalars. All parts are read once for all of them."""
         table = select(self._folder, "scalars", equal={"name": names}) if names else None

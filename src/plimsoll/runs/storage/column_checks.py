@@ -13,7 +13,7 @@ from plimsoll import row_layout
 from plimsoll.errors import PlimsollError
 from plimsoll.formats import get_element
 from plimsoll.runs.columns.arrow import Table, pa, pc, values_of
-from plimsoll.runs.columns.schema import ADDED, BLOCK_COLUMNS, BLOCK_COUNTS, COUNTS, EXTREMES, SCHEMAS, WIDE
+from plimsoll.runs.columns.schema import ADDED, BLOCK_COLUMNS, BLOCK_COUNTS, COUNTS, EXTREMES, SCHEMAS, TIMED, WIDE
 from plimsoll.runs.columns.spectrum_columns import list_items, numbers
 from plimsoll.runs.records import EXTRAS
 from plimsoll.runs.storage.limits import EVENT_BYTES, RANGES, DamageError, check_depth, from_json
@@ -46,7 +46,7 @@ def checked(table: Table, part: Part) -> Table:
     Raises:
         DamageError: A column's values cannot be true.
     """
-    known = WIDE if part.kind == "spectra" else SCHEMAS[part.kind]
+    known = {"spectra": WIDE, "scalars": TIMED, "events": SCHEMAS["events"]}[part.kind]
     fields = [(f.name, f.type if pa.types.is_dictionary(f.type) else known.field(f.name).type) for f in table.schema]
     table = table.cast(pa.schema(fields)).unify_dictionaries()
     table.validate(full=True)  # text that is no UTF-8, lists whose ends contradict each other
@@ -59,7 +59,9 @@ def checked(table: Table, part: Part) -> Table:
 
 
 def _check_column(column: Any, name: str, part: Part) -> None:
-    if column.null_count and name not in _NULLABLE:
+    # A part that was merged from older and newer ones has times in some of its rows.
+    is_nullable = name in _NULLABLE or (name == "time" and part.kind == "scalars")
+    if column.null_count and not is_nullable:
         raise DamageError(f"column {name}: {column.null_count} values are missing")
     if name in _LISTS:
         _check_range(pc.list_value_length(column), f"{name}, lengths", _LENGTHS)

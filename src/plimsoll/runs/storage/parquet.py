@@ -27,7 +27,7 @@ WORDS = {"spectra": ("collection", "name", "format"), "scalars": ("name",), "eve
 _DICTIONARIES = {**WORDS, "spectra": (*WORDS["spectra"], "scale")}
 _SPLIT = {
     "spectra": ("min", "max", "absmin", "absmax", "sum", "abssum", "sumsq", "sumfourth"),
-    "scalars": ("value",),
+    "scalars": ("value", "time"),
     "events": (),
 }
 SCHEMA_KEY, FOOTER = b"plimsoll.schema", b"plimsoll.footer"
@@ -50,7 +50,7 @@ def write(path: Path, kind: Kind, tables: Iterable[Table]) -> int:
         writer: ParquetWriter = None
         for table in tables:
             if writer is None:
-                writer = pq.ParquetWriter(file, table.schema, **_options(kind))
+                writer = pq.ParquetWriter(file, table.schema, **_options(kind, table.column_names))
                 writer.add_key_value_metadata({SCHEMA_KEY: f"{SCHEMA}", FOOTER: "0" * _DIGITS})
             writer.write_table(table, row_group_size=ROW_GROUP)
             rows += len(table)
@@ -69,12 +69,12 @@ def _sign(file: Any) -> None:
     file.write(_checksum(footer))
 
 
-def _options(kind: Kind) -> dict[str, Any]:
+def _options(kind: Kind, columns: Sequence[str]) -> dict[str, Any]:
     return {
         "compression": "zstd",
         "compression_level": 1,
         "use_dictionary": [*_DICTIONARIES[kind]],
-        "use_byte_stream_split": [*_SPLIT[kind]],
+        "use_byte_stream_split": [name for name in _SPLIT[kind] if name in columns],
         # Words are dictionaries in the file but plain strings to readers, which then skip row groups by them.
         "store_schema": False,
         "write_page_checksum": True,

@@ -101,8 +101,11 @@ class Buffer:
 
     def add_scalars(self, record: Scalars) -> None:
         """Add one step's scalars."""
-        step = _step(record.step)
-        rows = [{"step": step, "name": str(name), "value": float(value)} for name, value in record.values.items()]
+        step, time = _step(record.step), float(record.time)
+        rows = [
+            {"step": step, "name": str(name), "value": float(value), "time": time}
+            for name, value in record.values.items()
+        ]
         if rows:
             self._rows["scalars"].append(rows)
             self._add("scalars", size_bytes(record))

@@ -165,7 +165,7 @@ class Collector(RunWriter):
             self._through[rank] = max(self._through[rank], int(steps.max(initial=-1)))
         elif kind == "scalars":
             for row in table.to_pylist():
-                writer.write(Scalars(step=row["step"], values={row["name"]: row["value"]}))
+                writer.write(Scalars(step=row["step"], values={row["name"]: row["value"]}, time=row["time"]))
             # Numbers of a step come before its spectra, and after those of the step before.
             self._through[rank] = max(self._through[rank], int(values_of(table["step"]).max(initial=0)) - 1)
         elif kind == "events":

@@ -5,12 +5,12 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import cast
 
 from plimsoll.errors import RunError
 from plimsoll.report.page.answers import within
+from plimsoll.report.verdicts.run_summary import unix_seconds
 from plimsoll.runs.reading.run_folder import RunFolder
 from plimsoll.runs.storage import manifest as _manifest
 
@@ -83,14 +83,6 @@ def told(
         return Listed(id=run_id, name=name, path=path, token=token, modified=modified, problem=why, opens=False)
 
 
-def seconds_of(value: object) -> float | None:
-    """A manifest's time in Unix seconds; None for what is no time."""
-    try:
-        return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else None
-    except (ValueError, OverflowError, OSError):
-        return None
-
-
 def _of_catalog(
     catalog: RunFolder, run_id: str, name: str, path: Path, modified: float, mark: Callable[[str], str]
 ) -> Listed:
@@ -106,7 +98,7 @@ def _of_catalog(
         token=_token(catalog, mark),
         last_step=max(ends, default=-1),
         closed=len(manifests) >= catalog.world_size and all(m.get("closed") for m in manifests.values()),
-        created=seconds_of(head.get("created")),
+        created=unix_seconds(head.get("created")),
         modified=modified,
         tensors=len(names),
         ranks=len(catalog.ranks),

@@ -26,6 +26,7 @@ export class ScalarGrid {
   #names = [];
   #all = false;
   #ready = false;
+  #known = new Set(["step"]); // axes that some answer has
 
   constructor({ runs, level = "h3", id = "scalars" }) {
     Object.assign(this, { runs, level });
@@ -55,6 +56,7 @@ export class ScalarGrid {
   go(values) {
     this.search.value = values.get("find") ?? "";
     this.asked = values.get("x");
+    this.axis.value = "";
     const smoothing = Number(values.get("smooth"));
     this.smoothing.value = smoothing >= 0 && smoothing < 1 ? smoothing : 0;
     this.log.checked = values.get("log") === "1";
@@ -84,10 +86,8 @@ export class ScalarGrid {
   }
 
   #axes() {
-    const known = ["step", ...(this.#names.includes("epoch") ? ["epoch"] : []), ...(this.runs().some((run) => run.hasTimes) ? ["time"] : [])];
-    const wanted = this.axis.value || this.asked || "step";
-    setOptions(this.axis, known, known.includes(wanted) ? wanted : "step", (name) => AXES[name]);
-    this.axis.disabled = known.length < 2;
+    const wanted = this.axis.value || (Object.hasOwn(AXES, this.asked ?? "") ? this.asked : "step");
+    setOptions(this.axis, Object.keys(AXES).filter((name) => this.#known.has(name)), wanted, (name) => AXES[name]);
   }
 
   #list() {
@@ -114,11 +114,18 @@ export class ScalarGrid {
     return picture;
   }
 
+  #learnAxes(answers) {
+    const axes = Object.keys(AXES).filter((axis) => !this.#known.has(axis) && answers.some((answer) => answer[axis]));
+    for (const axis of axes) this.#known.add(axis);
+    if (axes.length) this.#axes();
+  }
+
   #having(name) {
     return this.runs().filter((run) => run.scalars.includes(name));
   }
 
   #figure(name, answers) {
+    this.#learnAxes(answers);
     const runs = this.#having(name), axis = this.axis.value || "step", smoothing = Number(this.smoothing.value);
     const lines = answers.map((answer, i) => ({ answer, run: runs[i] })).filter(({ run, answer }) => run && !run.hidden && answer[axis]);
     const without = answers.length - answers.filter((answer) => answer[axis]).length;

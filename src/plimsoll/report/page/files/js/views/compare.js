@@ -135,7 +135,7 @@ export class ComparePage {
   #runs() {
     const summaries = this.#summaries();
     return this.ids.map((id, place) => ({
-      id, name: summaries[place]?.name ?? id, line: lineOf(place), scalars: summaries[place]?.scalars ?? [], hidden: this.hidden.has(id), hasTimes: summaries[place]?.has_times,
+      id, name: summaries[place]?.name ?? id, line: lineOf(place), scalars: summaries[place]?.scalars ?? [], hidden: this.hidden.has(id),
     }));
   }
 

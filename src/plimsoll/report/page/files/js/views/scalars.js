@@ -6,7 +6,7 @@ import { lineOf, ScalarGrid } from "../figures/scalar_grid.js";
 export class ScalarsPart {
   constructor(page) {
     this.page = page;
-    this.grid = new ScalarGrid({ level: isReport ? "h3" : "h2", runs: () => [{ id: page.id, name: page.run.name, line: lineOf(0), scalars: page.run.scalars, hasTimes: page.run.has_times }] });
+    this.grid = new ScalarGrid({ level: isReport ? "h3" : "h2", runs: () => [{ id: page.id, name: page.run.name, line: lineOf(0), scalars: page.run.scalars }] });
     this.element = this.grid.element;
     this.leaveKeys = page.take([{ keys: ["/"], says: "Search the scalars", act: () => this.grid.search.focus() }]);
   }
