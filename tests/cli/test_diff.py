@@ -82,4 +82,4 @@ def test_of_a_scripts_models_the_one_that_parts_first_is_named(tmp_path: Path) -
         script.write(tmp_path / place, ["D", "G"])
     result = run(tmp_path / "one", tmp_path / "other", "--json")
     notes = {each["model"]: each["notes"] for each in json.loads(result.stdout)["runs"]}
-    assert notes == {"D": ["G is the script's model that diverges first, at step 2: look there first."], "G": []}
+    assert notes == {"D": ["G is the script's first model to diverge, at step 2: start there."], "G": []}

@@ -1,5 +1,6 @@
 """``watch(block=)``: what is recorded is what `measure` finds in the same tensors, and training is as it is without."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run, RunWriter
 from plimsoll.watch.ranks import collector
 from plimsoll.watch.sample import Pool, Rows
+from tests.support.cases import each
 from tests.support.spectra import same_tables
 
 STEPS = 3
@@ -62,6 +64,29 @@ def test_the_record_is_that_of_the_tensors(tmp_path: Path, block: int) -> None:
     assert all(s.blocks is not None for *_, s in run.spectra("activation_gradients"))
 
 
+@each("block, first", [(32, 1.6875), (16, 5 / 6)])
+def test_weights_in_the_last_bin_of_their_block(tmp_path: Path, block: int, first: float) -> None:
+    model = nn.Sequential(nn.Linear(40, 8), nn.LayerNorm(8))
+    with torch.no_grad():
+        model[0].weight[0] = 0
+        model[1].weight.copy_(torch.tensor([0.9, -0.95, 0.8, 0.84, 0.85, 0.7, 0.99, 0.01]))
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    folder = tmp_path / f"run {block}"
+    with pl.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), run=folder, every=1, block=block) as watching:
+        watching.step()
+    run = Run(folder)
+    for name, p in weights.items():
+        inside = 0
+        for row in p.reshape(-1, p.shape[-1]).double():
+            for part in row.abs().split(block):
+                largest = float(part.max())
+                bound = first * (2.0 ** math.floor(math.log2(largest)) if block == 32 else largest) if largest else 1
+                inside += int((part >= bound - 1e-9).sum())
+        _, shares = run.series("weights", name, "last_bin")
+        assert shares[0] * p.numel() == pytest.approx(inside), name
+    assert run.series("weights", "1.weight", "last_bin")[1][0] == pytest.approx(4 / 8 if block == 32 else 5 / 8)
+
+
 def test_updates_and_the_optimizer_have_no_record(tmp_path: Path) -> None:
     train(model_of(), tmp_path / "run", block=32)
     run = Run(tmp_path / "run")
@@ -81,7 +106,7 @@ def test_training_is_bit_for_bit_the_same(tmp_path: Path) -> None:
 def test_all_else_is_recorded_as_without(tmp_path: Path) -> None:
     for name, block in (("without", None), ("with", 32)):
         train(model_of(), tmp_path / name, block=block)
-    without, found = Run(tmp_path / "without").table(), Run(tmp_path / "with").table(blocks=False)
+    without, found = Run(tmp_path / "without").table(), Run(tmp_path / "with").table(blocks=False).drop(["last_bin"])
     assert without.schema == found.schema and same_tables(without, found)
 
 

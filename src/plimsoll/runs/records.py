@@ -13,8 +13,10 @@ from plimsoll.spectrum import Spectrum
 from plimsoll.spectrum.error_sums import NAMES as ERRORS
 
 # Further numbers of a spectrum's entry, each a column of the run. They add up, except for `weight_norm`, whose squares
-# do, and `largest_error`. The errors (`ErrorSums`) are columns only where a shadow step has recorded some.
-EXTRAS = ("pushed", "unmoved", "weight_norm", "underflowed", "structural", *ERRORS)
+# do, and `largest_error`. The last ones are columns only where some were recorded: of blocks, and the errors
+# (`ErrorSums`) of a shadow step.
+EXTRAS = ("pushed", "unmoved", "weight_norm", "underflowed", "structural", "last_bin", *ERRORS)
+OPTIONAL_EXTRAS = (("last_bin",), ERRORS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

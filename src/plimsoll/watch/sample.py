@@ -75,6 +75,7 @@ class Rows:
         self.moves: dict[int, Tensor] = {}  # by bank, of updates
         self.updates: list[int] = []  # entries that are updates
         self.errors: list[EntryErrors] = []
+        self.last_bins: dict[int, tuple[DeviceValue, int]] = {}  # of an entry: its count, by place in a tensor
         self.folds = 0  # how often rows were added up: numbers of rows from before may be of others since
         self._distinct: set[int] = set()  # series
         self._free: list[int] = []  # rows that were added to others
@@ -116,7 +117,8 @@ class Rows:
         entries: dict[int, list[int]] = defaultdict(list)
         for entry, row in enumerate(self.index):
             entries[row].append(entry)
-        apart = {*self.updates, *(found.entry for found in self.errors)}  # what is beside the row cannot be added up
+        # What is beside the row cannot be added up.
+        apart = {*self.updates, *self.last_bins, *(found.entry for found in self.errors)}
         scaled, empty = set(self.scaled), set(self.unless_empty)
         first: dict[object, int] = {}
         merged: dict[int, int] = {}  # row -> the row that it is added to
@@ -159,6 +161,7 @@ class Rows:
         self.unless_empty = [number[e] for e in self.unless_empty if e in number]
         self.factors = {number[e]: factor for e, factor in self.factors.items() if e in number}
         self.updates = [number[e] for e in self.updates]
+        self.last_bins = {number[e]: place for e, place in self.last_bins.items() if e in number}
         self.errors = [found._replace(entry=number[found.entry]) for found in self.errors if found.entry in number]
 
     def spans(self, count: int) -> Iterator[tuple[int, int, Tensor, range]]:
@@ -198,9 +201,14 @@ class Rows:
             self.factors[entry] = factor
         return entry
 
-    def enter_all(self, first: int, series: Sequence[int], *, scaled: bool = False) -> None:
+    def enter_all(
+        self, first: int, series: Sequence[int], *, scaled: bool = False, last_bins: Tensor | None = None
+    ) -> None:
         """Assign the rows from `first` on to these series, one each."""
         entry = len(self.index)
+        if last_bins is not None:
+            counts = DeviceValue(last_bins)
+            self.last_bins.update({entry + place: (counts, place) for place in range(len(series))})
         self.index.extend(range(first, first + len(series)))
         self.series.extend(series)
         self._distinct.update(series)
@@ -350,6 +358,8 @@ class _Part:
             words = host[position][row]
             column("pushed")[entry], column("unmoved")[entry] = words[0], words[1]
             column("weight_norm")[entry] = np.sqrt(words[2:3].view(np.float64)[0])
+        for entry, (counts, place) in self.rows.last_bins.items():
+            column("last_bin")[entry] = float(counts.tensor()[place])
         if self.rows.errors:
             found |= self._errors(loss_scale)
         return found

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.runs.columns.arrow import Array, Schema, Table, array, pa, strings
-from plimsoll.runs.records import ERRORS, EXTRAS
+from plimsoll.runs.records import EXTRAS, OPTIONAL_EXTRAS
 
 SCHEMA = 1  # the version that readers check
 
@@ -31,14 +31,14 @@ SCHEMAS: Mapping[Kind, Schema] = {
         [("step", pa.int64()), *_WORDS, ("shared", pa.bool_()), *((n, pa.int64()) for n in COUNTS)]
         + [(n, pa.float64()) for n in (*EXTREMES, *SUMS, "scale")]
         + [("lowest", pa.int16()), ("binades", _INT64_LIST)]
-        + [(n, pa.float64()) for n in EXTRAS if n not in ERRORS]
+        + [(n, pa.float64()) for n in EXTRAS if not any(n in group for group in OPTIONAL_EXTRAS)]
     ),
     "scalars": pa.schema([("step", pa.int64()), ("name", pa.string()), ("value", pa.float64())]),
     "events": pa.schema(
         [("step", pa.int64()), *((n, pa.string()) for n in ("kind", "message", "details")), ("time", pa.float64())]
     ),
 }
-# Block records and errors have columns of their own, and only parts with such a record have these columns. Readers ask
+# Block records, values in a last bin and errors are columns only in parts that have some of them. Readers ask
 # for columns by name, so a reader that is older than they are still reads such a part.
 _BLOCK_FIELDS: Sequence[Any] = (
     pa.field("block", pa.int32()),
@@ -48,8 +48,11 @@ _BLOCK_FIELDS: Sequence[Any] = (
     pa.field("maxima", _INT64_LIST),
 )
 BLOCK_COLUMNS: tuple[str, ...] = tuple(field.name for field in _BLOCK_FIELDS)
-_ERROR_FIELDS: Sequence[Any] = tuple(pa.field(name, pa.float64()) for name in ERRORS)
-WIDE: Schema = pa.schema([*SCHEMAS["spectra"], *_BLOCK_FIELDS, *_ERROR_FIELDS])
+_GROUPS: Sequence[Sequence[Any]] = (
+    _BLOCK_FIELDS,
+    *(tuple(pa.field(name, pa.float64()) for name in group) for group in OPTIONAL_EXTRAS),
+)
+WIDE: Schema = pa.schema([*SCHEMAS["spectra"], *(field for group in _GROUPS for field in group)])
 # Parts that were written before scalars had times lack this column.
 TIMED: Schema = pa.schema([*SCHEMAS["scalars"], ("time", pa.float64())])
 
@@ -60,7 +63,7 @@ def schema_with(kind: Kind, names: Collection[str]) -> Schema:
         return TIMED if "time" in names else SCHEMAS[kind]
     if kind != "spectra":
         return SCHEMAS[kind]
-    groups = [group for group in (_BLOCK_FIELDS, _ERROR_FIELDS) if any(field.name in names for field in group)]
+    groups = [group for group in _GROUPS if any(field.name in names for field in group)]
     return pa.schema([*SCHEMAS[kind], *(field for group in groups for field in group)])
 
 

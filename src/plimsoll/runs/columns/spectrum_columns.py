@@ -18,7 +18,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs.columns.arrow import Array, Table, array, pa, values_of
 from plimsoll.runs.columns.schema import ADDED, BLOCK_COUNTS, COUNTS, EXTREMES, SUMS, Series, words
 from plimsoll.runs.columns.step_table import StepTable
-from plimsoll.runs.records import ERRORS, EXTRAS
+from plimsoll.runs.records import EXTRAS, OPTIONAL_EXTRAS
 from plimsoll.spectrum import Source, Spectrum
 
 Counts = NDArray[np.int64]
@@ -29,7 +29,7 @@ def columns_of(steps: int | Counts, table: StepTable) -> Table:
 
     Args:
         steps: The step, or the step of each row.
-        table: Merged rows. Block records and errors become columns if there are any.
+        table: Merged rows. Block records and optional extras become columns if there are any.
     """
     rows, blocks = table.rows, table.blocks
     # One transposed copy of the few numbers in front of the binades, in place of a pass over all rows for each of them.
@@ -44,11 +44,12 @@ def columns_of(steps: int | Counts, table: StepTable) -> Table:
         "scale": array(table.scales),
         "lowest": array(first, missing=lengths == 0),
         "binades": binades,
-        **{name: _nullable(table.extras[:, i]) for i, name in enumerate(EXTRAS) if name not in ERRORS},
     }
-    errors = table.extras[:, [EXTRAS.index(name) for name in ERRORS]]
-    if not np.isnan(errors).all():
-        columns |= {name: _nullable(errors[:, i]) for i, name in enumerate(ERRORS)}
+    extras = dict(zip(EXTRAS, table.extras.T, strict=True))
+    for group in OPTIONAL_EXTRAS:
+        if all(np.isnan(extras[name]).all() for name in group):
+            extras = {name: values for name, values in extras.items() if name not in group}
+    columns |= {name: _nullable(values) for name, values in extras.items()}
     if blocks is not None and blocks.any():
         columns |= _block_columns(rows, blocks)
     return pa.table(columns)

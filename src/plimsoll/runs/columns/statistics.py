@@ -100,6 +100,7 @@ BESIDE: Mapping[str, Callable[[Columns], NDArray[np.float64]]] = {
     "unmoved": lambda c: c["unmoved"] / c["pushed"],
     "underflowed": lambda c: c["underflowed"] / c["count"],
     "structural": lambda c: c["structural"] / c["count"],
+    "last_bin": lambda c: c["last_bin"] / c["count"],
     "relative_error": lambda c: error_sums.relative_error(c["errorsq"], c["referencesq"]),
     "snr_db": lambda c: error_sums.snr_db(c["errorsq"], c["referencesq"]),
     "cosine": lambda c: error_sums.cosine(c["errorsq"], c["referencesq"], c["error_reference"]),

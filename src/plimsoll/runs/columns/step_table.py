@@ -26,7 +26,7 @@ class StepTable:
         series: Number of each row's series.
         scales: Factor of the stored values over the true ones.
         rows: Statistics rows, int64[n, 289], or int64[n, 848] with block records.
-        extras: float64[n, 14], a column for each of `EXTRAS`, NaN for none.
+        extras: float64[n, 15], a column for each of `EXTRAS`, NaN for none.
         blocks: Block length of each record, 0 for none. None for narrow rows.
     """
 

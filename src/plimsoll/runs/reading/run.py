@@ -226,6 +226,8 @@ class Run:
                 "unmoved": share of those that did not move (of updates).
                 "weight_norm": norm of the weights (of updates).
                 "underflowed", "structural": share of all values that are zero and were not, or were, in a shadow step.
+                "last_bin": share of values that share the format's last bin with their block's largest (of weights,
+                where blocks were recorded).
                 "relative_error", "snr_db", "cosine", "along_reference", "constant", "largest_error": of the values
                 against those of a shadow step, as in `ErrorSums`.
                 "made_nonfinite": number of values that are NaN or infinite and were not in a shadow step.

@@ -17,6 +17,7 @@ from plimsoll import kernels, row_layout
 from plimsoll.tensor_collections import BEFORE_UPDATE_OF_PARAMETERS
 from plimsoll.watch.hooks.autograd_graph import leaves_of
 from plimsoll.watch.names import ROOT, Selection, clean
+from plimsoll.watch.parameters.last_bins import in_last_bin
 from plimsoll.watch.parameters.updates import UpdateKinds, Updates, kind_of
 from plimsoll.watch.session import WatchSession, contained
 
@@ -209,13 +210,21 @@ class Parameters:
             return []
         counts = collection == "gradients" and core.ranks.counts_plain
         for device, (tensors, series) in ready.items():
-            self._launch(
-                device, tensors, series, scaled=scaled, counts=counts, block=core.settings.block_of(collection)
-            )
+            block = core.settings.block_of(collection)
+            bins = block if collection == "weights" else 0
+            self._launch(device, tensors, series, scaled=scaled, counts=counts, block=block, bins=bins)
         return names
 
     def _launch(
-        self, device: torch.device, tensors: list[Tensor], series: list[int], *, scaled: bool, counts: bool, block: int
+        self,
+        device: torch.device,
+        tensors: list[Tensor],
+        series: list[int],
+        *,
+        scaled: bool,
+        counts: bool,
+        block: int,
+        bins: int,
     ) -> None:
         sample = self.core.sample
         assert sample is not None
@@ -226,7 +235,8 @@ class Parameters:
             if counts:
                 nonfinite = bank[span.start : span.stop, row_layout.NANS : row_layout.NEG_INFS + 1]
                 self._nonfinite_on(device).add_(nonfinite.sum())
-            rows.enter_all(number, series[part], scaled=scaled)
+            last = torch.stack([in_last_bin(x, bins) for x in tensors[part]]) if bins else None
+            rows.enter_all(number, series[part], scaled=scaled, last_bins=last)
 
     def _measure_sparse(self, name: str, g: Tensor, scaled: bool) -> None:
         """Counts what is stored, and as zeros what is not; blocks where the last axis is a dense one."""

@@ -26,10 +26,12 @@ from plimsoll.watch.hooks import dtensors, torch_hooks
 from plimsoll.watch.names import tensors_among, tensors_in
 from plimsoll.watch.sample import Rows, Sample
 from plimsoll.watch.session import WatchSession, contained
+from plimsoll.watch.taps import attention_scores
 from plimsoll.watch.taps.compiled_taps import CompiledTaps, inlined_only, is_capturing
 
 # Which backward runs on this thread, -1 for none: torch tells it nowhere else.
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class _Sight:
@@ -62,6 +64,9 @@ class Taps:
         self._sights: dict[int, _Sight] = {}
         self._leaf_handles: list[Any] = []
         self._handles: dict[str, tuple[weakref.ref[nn.Module], list[Any]]] = {}  # by module
+        self.inside: list[str] = []  # modules whose forward runs, innermost last
+        if modules:
+            attention_scores.listen(self)
 
     def follow(self, modules: Mapping[str, nn.Module]) -> None:
         """Taps these modules: those that it has tapped already, and new ones; no others."""
@@ -79,6 +84,7 @@ class Taps:
 
     def detach(self) -> None:
         """Removes every hook."""
+        attention_scores.end(self)
         self.follow({})
         self.forget()
 
@@ -92,6 +98,7 @@ class Taps:
     def forget(self) -> None:
         """The forward is over: what was seen in it is not the next one's."""
         self._sights.clear()
+        self.inside.clear()
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles.clear()
@@ -118,6 +125,19 @@ class Taps:
             return
         for path, x in found:
             self._see_one(tap.prefix + path, x, recomputing)
+
+    @contained
+    def attends(self, query: Tensor, key: Tensor, rest: dict[str, Any]) -> None:
+        """Records the largest scores of an attention within the module that runs."""
+        core = self.core
+        if WatchSession.repeating or core.muted or not core.due.activations or not self.inside or not core.live:
+            return
+        if _backward_running() != -1 or not all(type(x) in _PLAIN for x in (query, key)):
+            return
+        scores = attention_scores.largest_scores(query, key, rest)
+        if scores is not None and core.has_room():
+            rows, row = core.measure(scores)
+            rows.enter(row, core.series_of("activations", f"{self.inside[-1]}:{attention_scores.SIDE}", scores))
 
     @contained
     def narrow(self, name: str, module: nn.Module, dtype: torch.dtype) -> None:
@@ -225,6 +245,7 @@ class _Before(_Tap):
             return None
         if torch.compiler.is_compiling():
             return self.taps.compiled.inputs(self.name, args, kwargs)
+        self.taps.inside.append(self.name)
         self.taps.see(self, tensors_among(args, kwargs))
         return None
 
@@ -240,6 +261,8 @@ class _After(_Tap):
         if torch.compiler.is_compiling():
             return self.taps.compiled.outputs(self.name, output)
         found = tensors_in(output)
+        if self.taps.inside and self.taps.inside[-1] == self.name:
+            self.taps.inside.pop()
         self.taps.see(self, found)
         if found and (dtype := found[0][1].dtype) in SIXTEEN_BIT:
             self.taps.narrow(self.name, module, dtype)

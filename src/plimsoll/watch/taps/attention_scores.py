@@ -1,0 +1,91 @@
+"""Largest attention score of each head, where fused attention keeps its scores to itself.
+
+Every call of `scaled_dot_product_attention` in an eager forward is heard. Where activations are due, the scores of a
+few rows are computed once more from queries and keys: Q K^T by the call's scale, masked as it is. What is recorded is
+the largest score of each head and sample, as activations of the module that calls, under "MODULE:scores". The attention
+itself stays the kernel that it is. Compiled code is not heard.
+"""
+
+import functools
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+SIDE = "scores"  # of a module, as "input" and "output" are
+_ROWS = 32  # queries of each head and sample that are looked at, evenly spread
+
+
+class Listener(Protocol):
+    """Taps that hear of attention."""
+
+    def attends(self, query: Tensor, key: Tensor, rest: dict[str, Any]) -> None:
+        """Attention is about to be computed."""
+        ...
+
+
+_listeners: "weakref.WeakSet[Listener]" = weakref.WeakSet()
+_lock = threading.Lock()
+_NAMES = ("value", "attn_mask", "dropout_p", "is_causal")
+
+
+def listen(listener: Listener) -> None:
+    """Tell a listener of every attention from now on."""
+    with _lock:
+        _listeners.add(listener)
+        if not hasattr(functional.scaled_dot_product_attention, "plimsoll_original"):
+            functional.scaled_dot_product_attention = _heard(functional.scaled_dot_product_attention)
+
+
+def end(listener: Listener) -> None:
+    """Tell it no more. Without listeners torch is restored, unless someone has wrapped the function since."""
+    with _lock:
+        _listeners.discard(listener)
+        original = getattr(functional.scaled_dot_product_attention, "plimsoll_original", None)
+        if original is not None and not len(_listeners):
+            functional.scaled_dot_product_attention = original
+
+
+def _heard(original: Callable[..., Tensor]) -> Any:
+    @functools.wraps(original)
+    def scaled_dot_product_attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            for listener in list(_listeners):
+                listener.attends(query, key, {**dict(zip(_NAMES, args, strict=False)), **kwargs})
+        return original(query, key, *args, **kwargs)
+
+    scaled_dot_product_attention.plimsoll_original = original  # type: ignore[attr-defined]
+    return scaled_dot_product_attention
+
+
+@torch.no_grad()
+def largest_scores(query: Tensor, key: Tensor, rest: dict[str, Any]) -> Tensor | None:
+    """Return the largest score of each head and sample, in float32; None where there is no score.
+
+    Args:
+        query: (..., L, E).
+        key: (..., S, E); fewer heads than the query's with `enable_gqa`.
+        rest: The call's other arguments by name: attn_mask, is_causal, scale, enable_gqa.
+    """
+    rows, columns = query.shape[-2], key.shape[-2]
+    if not rows or not columns or not query.numel():
+        return None
+    chosen = torch.linspace(0, rows - 1, min(_ROWS, rows), device=query.device).round().long()
+    q, k = query.detach()[..., chosen, :].float(), key.detach().float()
+    if rest.get("enable_gqa") and q.shape[-3] != k.shape[-3]:
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+    scale = rest.get("scale")
+    scores = (q @ k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    mask = rest.get("attn_mask")
+    if rest.get("is_causal"):
+        scores = scores.masked_fill(torch.arange(columns, device=q.device) > chosen[:, None], -math.inf)
+    elif isinstance(mask, Tensor):
+        mask = mask.detach()[..., chosen, :] if mask.shape[-2] == rows else mask.detach()
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.float()
+    largest = scores.amax((-2, -1)).reshape(-1)
+    return largest[largest > -math.inf]

@@ -1,0 +1,148 @@
+"""The largest attention score of each head, against scores that tests compute themselves."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import plimsoll as pl
+from plimsoll.runs import Run
+from tests.support.cases import each
+
+NAME = "attention:scores"
+
+
+class Attention(nn.Module):
+    """Two heads over eight features; the call's settings are the test's."""
+
+    def __init__(self, groups: bool = False, **settings: Any) -> None:
+        super().__init__()
+        self.queries, self.keys = nn.Linear(8, 8), nn.Linear(8, 4 if groups else 8)
+        self.groups, self.settings, self.seen = groups, settings, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (m(x).unflatten(-1, (-1, 4)).transpose(1, 2) for m in (self.queries, self.keys))
+        self.seen.append((q.detach().double(), k.detach().double()))
+        return functional.scaled_dot_product_attention(q, k, k, enable_gqa=self.groups, **self.settings)
+
+
+class Model(nn.Module):
+    def __init__(self, attention: nn.Module, keep: bool = True) -> None:
+        super().__init__()
+        self.attention, self.head, self.keep = attention, nn.Linear(4, 1), keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention(x) if self.keep else checkpoint(self.attention, x, use_reentrant=False)
+        return self.head(y).float().square().mean()
+
+
+def run_of(model: nn.Module, folder: Path, steps: int = 2, call: Any = None, **watch: Any) -> Run:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pl.watch(model, optimizer, run=folder, **{"every": 1, **watch}):
+        for k in range(steps):
+            torch.manual_seed(k)
+            (model if call is None else call)(torch.randn(3, 7, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return Run(folder)
+
+
+def mask_of(fill: float) -> Tensor:
+    return torch.full((7, 7), fill).triu(1)
+
+
+CASES = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 3.0},
+    "added": {"attn_mask": mask_of(-5.0)},
+    "boolean": {"attn_mask": torch.ones(7, 7).tril().bool()},
+    "one row for all": {"attn_mask": torch.tensor([[True] * 5 + [False] * 2])},
+    "groups": {"groups": True},
+}
+
+
+@each("settings", CASES.values(), ids=list(CASES))
+def test_largest_score_of_each_head(tmp_path: Path, settings: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    attention = Attention(**settings)
+    run = run_of(Model(attention), tmp_path / str(len(list(tmp_path.iterdir()))))
+    q, k = attention.seen[0]
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = q @ k.mT * settings.get("scale", 1 / math.sqrt(4))
+    mask = settings.get("attn_mask", torch.ones(7, 7).tril().bool() if settings.get("is_causal") else torch.zeros(7, 7))
+    scores = scores + (torch.zeros(mask.shape).masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else mask)
+    largest = scores.amax((-2, -1))
+    spectrum = run.spectrum("activations", NAME, 0)
+    assert spectrum.count == largest.numel()
+    assert spectrum.max == pytest.approx(float(largest.max()), rel=1e-5)
+    assert spectrum.mean == pytest.approx(float(largest.mean()), rel=1e-5, abs=1e-6)
+
+
+def test_rows_of_long_sequences_are_sampled(tmp_path: Path) -> None:
+    attention = Attention()
+    model = Model(attention)
+    with pl.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), run=tmp_path / "run", every=1) as watching:
+        x = torch.zeros(1, 200, 8)
+        x[:, -1] = 50.0  # the last row is among those that are looked at
+        model(x).backward()
+        watching.step()
+    q, k = attention.seen[0]
+    spectrum = Run(tmp_path / "run").spectrum("activations", NAME, 0)
+    assert spectrum.count == 2
+    assert spectrum.max == pytest.approx(float((q @ k.mT).amax()) / 2, rel=1e-5)
+
+
+def test_training_is_as_without(tmp_path: Path) -> None:
+    def weights(folder: Path, **watch: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = Model(Attention(dropout_p=0.3))
+        run_of(model, folder, 4, **watch)
+        return [p.detach().clone() for p in model.parameters()]
+
+    for one, other in zip(weights(tmp_path / "a"), weights(tmp_path / "b", collect=("gradients",)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_torch_is_left_as_it_was(tmp_path: Path) -> None:
+    original = functional.scaled_dot_product_attention
+    run_of(Model(Attention()), tmp_path / "run")
+    assert functional.scaled_dot_product_attention is original
+
+
+def test_only_due_steps_and_once_with_checkpoints(tmp_path: Path) -> None:
+    attention = Attention()
+    run = run_of(Model(attention, keep=False), tmp_path / "run", 4, every=2)
+    steps, _ = run.series("activations", NAME, "max")
+    assert list(steps) == [0, 2]
+    assert run.spectrum("activations", NAME, 0).count == 6
+
+
+def test_compiled_code_is_not_heard_and_not_broken(tmp_path: Path) -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(x, x, x)[..., :4]
+
+    model = Model(Plain())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run = run_of(model, tmp_path / "run", call=compiled)
+    assert not [name for name in run.tensors["activations"] if name.endswith(":scores")]
+    assert not [event for event in run.events() if event.kind == "error"]
+
+
+def test_attention_of_torch_is_heard(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0].square().mean()
+
+    run = run_of(Own(), tmp_path / "run")
+    assert run.spectrum("activations", NAME, 0).count == 6
