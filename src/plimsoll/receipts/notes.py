@@ -75,12 +75,13 @@ def _of_autocast(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def _of_devices(entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield operations that ran on a CPU beside an accelerator, and attention that "meta" takes apart."""
+    """Yield operations that ran on a CPU although there is an accelerator, and attention that "meta" takes apart."""
     computing = [e for e in entries if e.kind not in ("exact", "cast", "collective") and e.phase != "optimizer"]
     devices = {entry.device for entry in computing}
     if len(devices) > 1 and "cpu" in devices and "meta" not in devices:
         names = dict.fromkeys(entry.operation for entry in computing if entry.device == "cpu")
-        yield f"Computed on the CPU beside {', '.join(sorted(devices - {'cpu'}))}: {', '.join(names)}."
+        others = ", ".join(sorted(devices - {"cpu"}))
+        yield f"Computed on the CPU, while others ran on {others}: {', '.join(names)}."
     if any(entry.device == "meta" and entry.part_of == ATTENTION for entry in computing):
         yield (
             "On meta scaled_dot_product_attention is made of products that keep all scores; a GPU's fused attention "

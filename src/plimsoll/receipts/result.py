@@ -21,7 +21,7 @@ class Receipt(NotebookRepr):
         did: Parts of the step that ran: "forward", "backward", and the names of the optimizers that stepped.
         declared: Name of the level, policy or plan that the step is held against; None: nothing was declared.
         rows: Operations, in the order in which they first ran.
-        deviations: Differences from what was declared, the gravest first. Empty if there are none, or if nothing was
+        deviations: Differences from what was declared, the worst first. Empty if there are none, or if nothing was
             declared.
         tensors: Parameters, buffers, gradients, optimizer state and masters.
         memory: Bytes alive and moved.

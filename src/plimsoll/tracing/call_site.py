@@ -1,7 +1,7 @@
 """Where an operation was called from: the user's line, and the module whose forward runs.
 
-Python's own stack says both, so nothing has to be hooked. Files are told apart by their path: torch's, Plimsoll's and
-Python's own are never the user's.
+Python's own stack says both, so nothing has to be hooked. A file's path says whose it is: torch's, Plimsoll's
+and Python's own are never the user's.
 """
 
 import ast

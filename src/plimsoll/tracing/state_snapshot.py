@@ -1,7 +1,7 @@
 """What a closure changes, noted before it changes it, so that it can be put back.
 
 Contents of tensors that were there before are copied right before an operation first writes them: parameters, buffers,
-gradients, moments, a scaler's scale. Beside them: which tensors the gradients, the modules' attributes, the optimizers'
+gradients, moments, a scaler's scale. In addition: which tensors the gradients, the modules' attributes, the optimizers'
 state and the scalers' attributes are, and the random generators.
 """
 

@@ -111,8 +111,8 @@ def parse(declared: object) -> Level | Policy | Plan:
         if isinstance(declared, str):
             return level_named(declared)
     except ArgumentError as error:
-        told = str(error).replace("prepare:", "receipt:", 1).replace("precision=", "declared=")
-        raise ArgumentError(told) from None
+        message = str(error).replace("prepare:", "receipt:", 1).replace("precision=", "declared=")
+        raise ArgumentError(message) from None
     raise ArgumentError(
         "receipt: expected declared to be a level, a policy, a plan or a plan file; got "
         f'declared={type(declared).__name__}. Write declared="amp-bf16", or the path of a .toml file.'

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from plimsoll.errors import FormatError
 from plimsoll.formats import BlockFormat, get
+from plimsoll.receipts.assembly import line_of, module_of
 from plimsoll.receipts.declared.declaration import Declaration
 from plimsoll.receipts.declared.kinds import KINDS, ORDER
 from plimsoll.receipts.recording.accumulators import Switches
@@ -42,7 +43,7 @@ class _Seen:
 def deviations_of(
     declaration: Declaration, recording: Recording, rows: Sequence[Row], tensors: Sequence[TensorRow]
 ) -> tuple[Deviation, ...]:
-    """Return the deviations of a recording, the gravest kind first, within it in the order of the step."""
+    """Return the deviations of a recording, the worst kind first, within it in the order of the step."""
     seen = [_Seen(entry=entry, row=row) for entry, row in zip(recording.entries, rows, strict=True)]
     found: list[Deviation] = []
     for one in seen:
@@ -204,8 +205,6 @@ def _of_loss(declaration: Declaration, recording: Recording) -> Iterator[Deviati
         if declaration.level is not None and declaration.level.scaled and recording.backwards and not recording.scaled:
             yield _plain("loss-scale", None, "a loss scaler", "an unscaled loss")
         return
-    from plimsoll.receipts.assembly import line_of, module_of
-
     made = loss.producer
     found = _plain("loss", None, "fp32", loss.format)
     if made is not None:

@@ -1,4 +1,4 @@
-"""The kinds of deviations, each with its meaning and a remedy; the gravest first."""
+"""The kinds of deviations, each with its meaning and a remedy; the worst first."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

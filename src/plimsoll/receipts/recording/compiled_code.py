@@ -77,11 +77,10 @@ class CompiledCode:
         self.failures: list[str] = []  # of reading a graph
         self.errors: dict[str, str] = {}  # backend -> why its compilation failed, so that code runs eagerly
         self.breaks: dict[str, int] = {}  # reason -> breaks of graphs
-        self._had_compiled = False
         self._breaks_before: Counter[str] = Counter()
 
     def __enter__(self) -> "CompiledCode":
-        self._had_compiled = reset()
+        reset()
         self._breaks_before = _counted_breaks()
         self._undo.append(when_imported("torch._inductor.output_code", self._patch_inductor))
         self._undo.append(when_imported("torch._dynamo.output_graph", self._patch_dynamo))
@@ -94,11 +93,6 @@ class CompiledCode:
         while self._undo:
             self._undo.pop()()
         reset()
-
-    @property
-    def was_compiled_before(self) -> bool:
-        """Whether there was compiled code that the recording has made compile again."""
-        return self._had_compiled
 
     def _set_off(self, setting: str, module: ModuleType) -> None:
         before = getattr(module, setting)
@@ -242,14 +236,10 @@ class CompiledCode:
         return run
 
 
-def reset() -> bool:
-    """Make all compiled code compile again at its next call; return whether there may be any."""
-    if "torch._dynamo" not in sys.modules:
-        return False
-    frames = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
-    if frames:
+def reset() -> None:
+    """Make all compiled code compile again at its next call."""
+    if getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0):  # resetting imports a lot
         cast("Any", torch)._dynamo.reset()  # noqa: SLF001
-    return bool(frames)
 
 
 def _counted_breaks() -> Counter[str]:

@@ -207,6 +207,8 @@ class Observation:
             traced, path = place_of(place.node), path_of(place.node)
             place.file, place.line, place.function = traced.file, traced.line, traced.function
         first = next(iter((*operands, *self._inputs)), None)
+        made = self._forward
+        callee = self._caller.callee if not self._backward else "" if made is None else made.callee
         return Entry(
             kind=self._kind,
             operation=self._facts.name,
@@ -215,11 +217,7 @@ class Observation:
             place=place,
             module=place.module,
             path=path,
-            part_of=self._caller.callee
-            if not self._backward
-            else ""
-            if self._forward is None
-            else self._forward.callee,
+            part_of=callee,
             operands=tuple(dtype_name(x.dtype) for x in operands),
             values=tuple(self._values[id(x)] for x in operands),
             output=output,

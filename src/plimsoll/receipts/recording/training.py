@@ -170,7 +170,7 @@ def _outermost(optimizers: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def models_of(given: Sequence[nn.Module], recorder: Recorder) -> list[nn.Module]:
-    """Return the models of a step: the given ones, and outermost modules that ran beside them and have parameters."""
+    """Return the models of a step: the given ones, and other outermost modules that ran and have parameters."""
     found = [unwrapped(model) for model in given]
     inside = {id(m) for root in found for m in root.modules()}
     ran = [unwrapped(root) for root in recorder.roots.values()]
