@@ -9,7 +9,7 @@ from scipy.signal import lfilter
 import plimsoll as pl
 from plimsoll.diagnosis.equivalence import confidence_sequence
 from plimsoll.diagnosis.equivalence.confidence_sequence import LEAST_RECORDS, reading, weights
-from plimsoll.diagnosis.equivalence.curves import Aligned, without_replaced
+from plimsoll.diagnosis.equivalence.curves import Aligned
 from plimsoll.diagnosis.equivalence.run_noise import run_noise
 from tests.support.cases import each
 
@@ -26,17 +26,6 @@ def remembering(rng: np.random.Generator, runs: int, steps: int, memory: float) 
 def most(of: int, probability: float) -> int:
     """How many of so many events of that probability are passed once in a million times."""
     return int(stats.binom.isf(1e-6, of, probability))
-
-
-@each("count", [1, 2, 3, 10, 100])
-def test_which_records_a_restart_replaces(count: int) -> None:
-    rng = np.random.default_rng(count)
-    for _ in range(20):
-        steps = rng.integers(0, max(1, count // 2) + 1, count)
-        kept: dict[int, int] = {}  # place of each step that counts, by a reader that forgets what is repeated
-        for place, step in enumerate(steps.tolist()):
-            kept = {known: at for known, at in kept.items() if known < step} | {step: place}
-        assert np.flatnonzero(without_replaced(steps)).tolist() == sorted(kept.values())
 
 
 def test_the_last_half_has_seven_eighths_of_the_weight() -> None:

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from plimsoll.cli import messages, old_spellings
-from plimsoll.cli.options import Quiet
+from plimsoll.cli.options import Quiet, with_repeated_names
 from plimsoll.cli.paths import report_missing_records, start_reading
 from plimsoll.cli.registry import COMMANDS, Command
 from plimsoll.cli.script.runner import Handover
@@ -41,8 +41,9 @@ class _Command(TyperCommand):
     """A command whose help shows flags as flags and arguments by their names alone."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Replace old spellings, then parse."""
+        """Replace old spellings and write out the names of options with several values, then parse."""
         interspersed = ctx.allow_interspersed_args
+        args = with_repeated_names(args, self.params) if interspersed else args
         return super().parse_args(ctx, old_spellings.rewritten(self.name or "", args, self.params, interspersed))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

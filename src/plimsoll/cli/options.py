@@ -4,7 +4,8 @@ One grammar holds for every command: ``--json`` prints JSON, ``--output`` names 
 number format, ``--until`` ends at a step, and ``--quiet`` prints errors only.
 """
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -63,3 +64,27 @@ Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", callback=_set_quiet, help="Print JSON and errors only. The exit code is the same."),
 ]
+
+
+def with_repeated_names(arguments: Sequence[str], parameters: Sequence[Any]) -> list[str]:
+    """Return the arguments with the name of an option before each of its values.
+
+    An option whose metavar ends in three dots takes all words up to the next option: ``--against a b`` is
+    ``--against a --against b``, which is what the parser knows.
+
+    Args:
+        arguments: What follows the command's name on the command line.
+        parameters: The command's parameters.
+    """
+    greedy = {name for p in parameters if str(p.metavar or "").endswith("...") for name in p.opts}
+    result: list[str] = []
+    name = ""
+    for index, word in enumerate(arguments):
+        if word == "--":
+            return [*result, *arguments[index:]]
+        if word.startswith("-") and word != "-":
+            name = word if word in greedy else ""
+        elif name and result[-1] != name:
+            result.append(name)
+        result.append(word)
+    return result

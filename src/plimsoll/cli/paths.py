@@ -91,10 +91,14 @@ def open_runs(path: str) -> list[OpenRun]:
     return [OpenRun(run=r, label=text, model=m) for r, text, m in zip(runs, labels, models, strict=True)]
 
 
-def expand(paths: Sequence[str]) -> list[str]:
+def expand(paths: Sequence[str], *, files: bool = False) -> list[str]:
     """Return the paths with each glob replaced by the folders that it matches, in the order of their names.
 
     Shells expand globs too, but not in quotes and not on Windows. A path that exists is never taken for a glob.
+
+    Args:
+        paths: Paths, URIs and globs.
+        files: Whether globs match files too.
 
     Raises:
         RunError: A glob matches no folder.
@@ -104,7 +108,8 @@ def expand(paths: Sequence[str]) -> list[str]:
         if not glob.has_magic(path) or "://" in path or Path(path).exists():
             expanded.append(path)
             continue
-        folders = sorted(match for match in glob.glob(path) if Path(match).is_dir())  # noqa: PTH207  (keeps `./`)
+        matches = glob.glob(path)  # noqa: PTH207  (keeps `./`)
+        folders = sorted(match for match in matches if files or Path(match).is_dir())
         if not folders:
             raise RunError(f"No folder matches {path!r}. plimsoll ls lists the runs below a folder.")
         expanded += folders

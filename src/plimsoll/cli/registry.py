@@ -44,6 +44,7 @@ COMMANDS: tuple[Command, ...] = (
         summary="Record the precision that one training step really runs in.",
         foreign_options=True,
     ),
+    Command(name="parity", heading="Diagnose", summary="Judge whether one recipe trains as well as another."),
     Command(name="report", heading="Diagnose", summary="Write a run as one HTML, Markdown or JSON file."),
     Command(name="serve", heading="Diagnose", summary="Serve a web page that follows runs live."),
     Command(name="whatif", heading="Choose a precision", summary="Estimate the losses of another format or scale."),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from plimsoll.report.figures.heatmap import heatmap
     from plimsoll.report.figures.histogram import histogram
     from plimsoll.report.figures.loss_and_scale import loss_and_scale
+    from plimsoll.report.figures.parity import parity
     from plimsoll.report.figures.record import record
     from plimsoll.report.figures.scale_curve import scale_curve
     from plimsoll.report.figures.scale_window import scale_window
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from plimsoll.report.live.server.launch import serve
     from plimsoll.report.single_file.html_report import html
     from plimsoll.report.single_file.markdown_report import markdown
+    from plimsoll.report.single_file.parity_file import write_parity
     from plimsoll.report.verdicts.run_summary import Summary, summary
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "html",
     "loss_and_scale",
     "markdown",
+    "parity",
     "record",
     "scale_curve",
     "scale_window",
@@ -54,6 +57,7 @@ __all__ = [
     "themed",
     "underflow_over_time",
     "updates",
+    "write_parity",
     "zero_heatmap",
 ]
 
@@ -68,6 +72,7 @@ _HOME_OF = {
     "serve": "live.server.launch",
     "summary": "verdicts.run_summary",
     "themed": "drawing.theme",
+    "write_parity": "single_file.parity_file",
     **{module.name: f"figures.{module.name}" for module in pkgutil.iter_modules([f"{__path__[0]}/figures"])},
 }
 

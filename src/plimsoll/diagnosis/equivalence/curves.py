@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
+from plimsoll.runs.importing.scalar_table import ELAPSED, without_replaced
 from plimsoll.text import counted
 
-# Scalars of seconds: those since the start of the run, as imported runs have them, or those of each step.
-ELAPSED, EACH_STEP = "elapsed_seconds", "step_seconds"
+EACH_STEP = "step_seconds"  # scalar: how long a step took
 _STREAK = 3  # values without a number at the end of a run that goes on, from which on it has diverged
 _LASTING = 0.05  # share of the records for which a curve must be lost, if its values are ordinary ones
 _FIRST = 5  # records that say where a curve begins
@@ -98,7 +98,7 @@ def _listed(given: object, which: str) -> list[object]:
 
 def _curve(source: Any, name: str, which: str, scalar: str) -> Curve:
     if isinstance(source, Run | str | os.PathLike):
-        return _recorded(source if isinstance(source, Run) else Run(os.fspath(source)), scalar)
+        return _recorded(source if isinstance(source, Run) else Run.of(os.fspath(source)), scalar)
     kind, steps = type(source).__name__, None
     try:
         if isinstance(source, Mapping):
@@ -132,20 +132,6 @@ def _recorded(run: Run, scalar: str) -> Curve:
         seconds = np.interp(steps, known, np.cumsum(np.where(np.isfinite(each), each, 0.0) * gaps))
     ended = run.closed or run.was_abandoned
     return Curve(name=run.path.name, steps=steps, values=values, seconds=seconds, ended=ended)
-
-
-def without_replaced(steps: Ints) -> NDArray[np.bool_]:
-    """Return which records count, in the order in which they were written.
-
-    A run that is restarted from an earlier step replaces what it had recorded from there on.
-
-    >>> without_replaced(np.array([0, 1, 2, 3, 2, 3])).tolist()
-    [True, True, False, False, True, True]
-    """
-    if not len(steps):
-        return np.empty(0, dtype=bool)
-    later = np.minimum.accumulate(steps[::-1])[::-1]
-    return np.append(steps[:-1] < later[1:], True)
 
 
 # -- divergence

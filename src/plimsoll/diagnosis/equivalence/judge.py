@@ -26,6 +26,7 @@ from plimsoll.text import number as written
 OneRun = Run | str | os.PathLike[str] | Mapping[int, float] | Sequence[float] | np.ndarray[Any, Any]
 
 _READINGS = 60  # of the history
+_STRETCHES = 120  # of the steps, whose means figures show
 _LATE = 8  # the last eighth of the records must not lie beyond the tolerance
 _LOSS = re.compile(r"(^|[^a-z])(loss|perplexity|error)([^a-z]|$)")
 _AMOUNT = re.compile(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(%?)\s*")
@@ -194,9 +195,17 @@ def _compared(comparison: Comparison, fates: Sequence[Fate], **facts: Any) -> Pa
         last_step=int(runs.steps[-1]),
         speed=speed,
         history=tuple(history),
+        paired=_stretches(runs),
         notes=tuple(notes),
         **facts,
     )
+
+
+def _stretches(runs: Aligned) -> tuple[tuple[int, float], ...]:
+    """Return the last step and the mean difference of each stretch of the steps."""
+    ends = np.unique(np.linspace(0, len(runs.steps), _STRETCHES + 1).astype(np.int64))
+    means = np.add.reduceat(runs.differences, ends[:-1]) / np.diff(ends)
+    return tuple(zip(runs.steps[ends[1:] - 1].tolist(), means.tolist(), strict=True))
 
 
 def _since(history: Sequence[Moment]) -> int:
@@ -256,18 +265,16 @@ def _diverged(verdict: Verdict, sign: float, fates: Sequence[Fate], **facts: Any
         last_step=step,
         speed=Speed(steps=None, per_step=None, at_equal_quality=None),
         history=(),
+        paired=(),
         notes=tuple(_of_divergence(fates)),
         **facts,
     )
 
 
 def _of_divergence(fates: Sequence[Fate]) -> list[str]:
-    """Return a note for each run that diverged."""
-    return [
-        f"{curve.name} diverged: from step {step:,} to its end its values are lost."
-        for fate in fates
-        for curve, step in fate.lost
-    ]
+    """Return a note that names the runs that diverged, and when."""
+    lost = [f"{curve.name} from step {step:,} on" for fate in fates for curve, step in fate.lost]
+    return [f"Diverged: {', '.join(lost)}."] if lost else []
 
 
 # -- arguments

@@ -1,5 +1,6 @@
 """`Parity`: the verdict on two recipes, as a sentence, a table of facts, or data."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -44,9 +45,9 @@ class Parity(NotebookRepr):
         tolerance: Largest difference that does not matter, in the scalar's unit.
         noise: What chance alone moves the difference by: one standard deviation.
         noise_from: Where the noise between runs comes from: "repeats", "estimate" (one run each) or "given".
-        more_steps: Further steps that would decide, at the present difference. None where it is decided, or where no
-            number of steps would.
-        more_seeds: Further runs a side that would decide. None likewise.
+        more_steps: Further steps that would decide, at the present difference. None where it is decided, or where
+            steps alone cannot.
+        more_seeds: Further runs a side that would decide. None where it is decided, or where 100 would not.
         since_step: First step from which on the verdict was the same at every reading.
         steps: Number of common steps that were compared. `first_step`, `last_step`: the first and the last of them.
         runs: Number of runs that were compared, of the base and of the candidate.
@@ -57,6 +58,7 @@ class Parity(NotebookRepr):
         relative: Whether the tolerance was given in per cent of the level.
         speed: Speed at equal quality.
         history: The difference at earlier steps, the last one included.
+        paired: Last steps and mean paired differences of up to 120 stretches of steps, for figures.
         notes: Sentences on what was left out, assumed or striking.
     """
 
@@ -80,6 +82,7 @@ class Parity(NotebookRepr):
     relative: bool
     speed: Speed
     history: tuple[Moment, ...]
+    paired: tuple[tuple[int, float], ...]
     notes: tuple[str, ...]
 
     @property
@@ -92,9 +95,13 @@ class Parity(NotebookRepr):
     def sentence(self) -> str:
         """The verdict, the difference and what is allowed, in one sentence."""
         name = shown(self.scalar)
-        if self.verdict in ("worse", "better") and any(self.diverged):
-            which, many = ("candidate", 1) if self.verdict == "worse" else ("base", 0)
-            return f"{self.verdict.capitalize()}: the {which} diverged in {self._of(many)}."
+        if not self.steps:
+            lost = {
+                "worse": f"the candidate diverged in {self._of(1)}",
+                "better": f"the base diverged in {self._of(0)}",
+            }
+            both = f"the base diverged in {self._of(0)} and the candidate in {self._of(1)}"
+            return f"{self.verdict.capitalize()}: {lost.get(self.verdict, both)}."
         over = f"over {counted(self.steps, 'step')} the candidate's {name} differs by {self._interval()}"
         allowed = self._written(self.tolerance).removeprefix("+")
         ends = {
@@ -108,14 +115,16 @@ class Parity(NotebookRepr):
     @property
     def remaining(self) -> str:
         """What would decide an undecided comparison; empty for a decided one."""
-        if self.verdict != "undecided":
+        if self.verdict != "undecided" or not self.steps:
             return ""
         ways = [counted(many, noun) for many, noun in ((self.more_steps, "more step"), (self.more_seeds, "more run"))
                 if many is not None]  # fmt: skip
         ways = [f"{way} on each side" if "run" in way else way for way in ways]
         known = "It is no worse than that; whether it is better is open. " if self.is_no_worse else ""
         if not ways:
-            return f"{known}At the present difference no number of steps or runs would decide."
+            return (
+                f"{known}The difference lies so near the tolerance that neither steps nor 100 more runs would decide."
+            )
         return f"{known}At the present difference about {' or '.join(ways)} would decide."
 
     def to_dict(self) -> dict[str, object]:
@@ -147,6 +156,7 @@ class Parity(NotebookRepr):
                 "at_equal_quality": None if speed.at_equal_quality is None else _ends(speed.at_equal_quality),
             },
             "history": [{"step": m.step, **_ends(m.difference), "verdict": m.verdict} for m in self.history],
+            "paired": [{"step": step, "difference": value} for step, value in self.paired],
             "notes": list(self.notes),
         }
 
@@ -195,10 +205,13 @@ class Parity(NotebookRepr):
         return f"{self.diverged[side]:,} of {counted(total, 'run')}"
 
     def _interval(self) -> str:
-        low, middle, high = (
-            self._written(x) for x in (self.difference.low, float(self.difference), self.difference.high)
-        )
-        return middle if low == high else f"{middle} ({low} to {high})"
+        low, high, middle = self.difference.low, self.difference.high, self._written(float(self.difference))
+        if not self.steps:
+            return "infinite" if math.isinf(high) else "unknown"
+        if math.isinf(high):
+            return f"{middle} (too few steps for an interval)"
+        ends = f"{self._written(low)} to {self._written(high)}"
+        return middle if self._written(low) == self._written(high) else f"{middle} ({ends})"
 
     def _written(self, value: float) -> str:
         """Return a difference with its sign: in per cent of the level where the tolerance is."""

@@ -29,7 +29,7 @@ _LOOKS = 3  # parts of the error: runs may be added one at a time until it is de
 # Parts of the records at which the deviation of repeats is looked at, the largest of which counts. As runs go on their
 # means cross, and for some steps the deviation of a few is next to nothing by chance.
 _BEFORE = (1.0, 0.7, 0.5)
-_MOST_MORE, _MOST_LONGER = 1000, 1e4  # further runs, and times the length so far, that are thought about
+_MOST_MORE, _MOST_LONGER = 100, 1e4  # further runs, and times the length so far, that are thought about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ class Evidence:
 
     def runs_until(self, radius: float) -> int | None:
         """Return how many further runs a side it takes for the interval to reach no farther; None: none do."""
-        return next((more for more in range(1, _MOST_MORE) if self.radius(more_runs=more) < radius), None)
+        return next((more for more in range(1, _MOST_MORE + 1) if self.radius(more_runs=more) < radius), None)
 
     @staticmethod
     def _joined(by_steps: float, by_runs: float, noise: RunNoise) -> float:

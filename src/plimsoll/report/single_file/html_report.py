@@ -124,14 +124,14 @@ def _assembled(title: str, content: object, text: str, made: str) -> str:
     style = "".join((FILES / "css" / f"{name}.css").read_text("utf-8") for name in ("base", "parts", "views"))
     answers = json.dumps(jsonable(content), separators=(",", ":"), allow_nan=False)
     head = (
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy((first, plotly, page))}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy((first, plotly, page))}">\n'
         f'<meta name="generator" content="Plimsoll {__version__}">\n'
         f"<title>{markup.escape(summary_text.printable(title))} - Plimsoll</title>\n"
         f"<style>{style}</style>\n<script>{first}</script>\n"
     )
     body = (
-        f'<script type="text/plain" id="answers">{_packed(answers)}</script>\n'
-        f'<script type="text/plain" id="plotly">{_packed(plotly)}</script>\n<script>{page}</script>\n'
+        f'<script type="text/plain" id="answers">{packed(answers)}</script>\n'
+        f'<script type="text/plain" id="plotly">{packed(plotly)}</script>\n<script>{page}</script>\n'
     )
     index = _LINKS.sub("", (FILES / "index.html").read_text("utf-8"))
     index = re.sub(r" *<title>.*</title>\n", lambda _: head, index)
@@ -142,12 +142,12 @@ def _assembled(title: str, content: object, text: str, made: str) -> str:
     return index.replace("  </body>", f"{body}  </body>")
 
 
-def _packed(text: str) -> str:
+def packed(text: str) -> str:
     """Text as a browser unpacks it; without a time in it, so that equal texts are packed alike."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode("ascii")
 
 
-def _policy(scripts: Iterable[str]) -> str:
+def policy(scripts: Iterable[str]) -> str:
     """Nothing from anywhere; scripts by hash; styles inline, since Plotly writes its own; pictures made in the page."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts

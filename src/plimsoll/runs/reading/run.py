@@ -6,7 +6,10 @@ Each call reads only the rows that it needs. New records of an open run are visi
 import itertools
 import json
 import os
+import shutil
+import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from plimsoll import display
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.runs.columns import row_order, statistics
 from plimsoll.runs.columns.arrow import Table, values_of
+from plimsoll.runs.importing import tracker
+from plimsoll.runs.importing.scalar_table import ScalarTable
 from plimsoll.runs.reading import data_frames, module_casts, rank_merge, spectra as _spectra
 from plimsoll.runs.reading.row_selection import Steps, matching, select, unknown
 from plimsoll.runs.reading.run_folder import RunContents, RunFolder, gone_writers, runs_below
@@ -72,6 +77,102 @@ class Run:
                 f"Run.find: expected a local folder; got {folder}. List remote storage with its own tools."
             )
         return runs_below(folder)
+
+    # -- runs of other trackers
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> "Run":
+        """Return the run at a path, whoever recorded it.
+
+        Args:
+            path: A run's folder or URI; or event files of TensorBoard, an offline run of W&B, or a CSV file.
+
+        Raises:
+            RunError: There is none of these, or it is damaged.
+            ArgumentError: A CSV file has no column of steps.
+            MissingExtraError: The package of the tracker is missing.
+        """
+        kind = tracker.kind_of(path)
+        return cls(path) if kind is None else cls._imported(tracker.read(Path(path), kind), kind, path, None)
+
+    @classmethod
+    def from_csv(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        step: str | None = None,
+        delimiter: str | None = None,
+        to: str | os.PathLike[str] | None = None,
+    ) -> "Run":
+        """Return the run in a CSV file: its columns of numbers are scalars under their names.
+
+        Args:
+            path: The file. Its first line names the columns.
+            step: Name of the column of steps. Default: the one that trackers call so ("step", "global_step", ...).
+            delimiter: Character between cells. Default: a tab in a file that ends in .tsv, else a comma.
+            to: New folder to keep the run in. Default: a temporary one, removed when the run is collected.
+
+        Raises:
+            ArgumentError: There is no such column of steps.
+            RunError: The file cannot be read, or is no table of numbers.
+        """
+        return cls._imported(tracker.read(Path(path), "csv", step=step, delimiter=delimiter), "csv", path, to)
+
+    @classmethod
+    def from_tensorboard(cls, path: str | os.PathLike[str], *, to: str | os.PathLike[str] | None = None) -> "Run":
+        """Return the run in event files of TensorBoard: its scalars are under their tags.
+
+        Args:
+            path: The folder of one run's event files, or one file.
+            to: New folder to keep the run in. Default: a temporary one, removed when the run is collected.
+
+        Raises:
+            RunError: There is no event file, or one is damaged.
+            MissingExtraError: tensorboard is not installed.
+        """
+        return cls._imported(tracker.read(Path(path), "tensorboard"), "tensorboard", path, to)
+
+    @classmethod
+    def from_wandb(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        step: str | None = None,
+        to: str | os.PathLike[str] | None = None,
+    ) -> "Run":
+        """Return the run that W&B wrote offline: the numbers in its history are scalars, nested keys joined by dots.
+
+        Args:
+            path: The folder offline-run-..., or the .wandb file in it.
+            step: Key of the steps, if the run logs them itself. Default: W&B's own.
+            to: New folder to keep the run in. Default: a temporary one, removed when the run is collected.
+
+        Raises:
+            ArgumentError: The run has no such key.
+            RunError: There is no .wandb file, or it is damaged.
+            MissingExtraError: wandb is not installed.
+        """
+        return cls._imported(tracker.read(Path(path), "wandb", step=step), "wandb", path, to)
+
+    @classmethod
+    def _imported(
+        cls, table: ScalarTable, kind: str, path: str | os.PathLike[str], to: str | os.PathLike[str] | None
+    ) -> "Run":
+        if to is not None:
+            table.write(Path(to), kind)
+            return cls(to)
+        temporary = Path(tempfile.mkdtemp(prefix="plimsoll-"))
+        try:
+            whole = Path(path).resolve()
+            name = whole.parent.name if kind != "csv" and whole.is_file() else whole.stem
+            folder = temporary / (name or "run")
+            table.write(folder, kind)
+            run = cls(folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        weakref.finalize(run, shutil.rmtree, temporary, ignore_errors=True)
+        return run
 
     # -- what there is
 

@@ -33,6 +33,7 @@ from plimsoll.runs.sinks.tracker import (
 _COUNT = itertools.count()
 _POLYNOMIAL = 0x82F63B78  # CRC-32C: RFC 3720, appendix B.4, with its bits reversed
 _BLOCK = 256
+_SHORT = 512  # bytes up to which a loop is faster: 0.1 us each, where NumPy takes some 60 us a call
 _BATCH = 1 << 18  # bytes per lookup: the indices take eight times as much memory
 
 
@@ -53,7 +54,7 @@ class EventFile:
     def write(self, payload: bytes) -> None:
         """Append a record, whole or not at all."""
         head = struct.pack("<Q", len(payload))
-        record = head + _masked(head) + payload + _masked(payload)
+        record = head + masked_crc(head) + payload + masked_crc(payload)
         try:
             self._write_all(record)
         except OSError:
@@ -131,7 +132,7 @@ def _bytes(message: Any) -> bytes:
     return bytes(message.SerializeToString())
 
 
-def _masked(data: bytes) -> bytes:
+def masked_crc(data: bytes) -> bytes:
     """Return the checksum as TFRecord stores it, rotated and offset: a file of checksums may get a checksum itself."""
     crc = crc32c(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFF_FFFF)
@@ -145,6 +146,11 @@ def crc32c(data: bytes) -> int:
     alone gives, which depends on the byte and on how many bytes follow it. A table of 256 x 256 therefore does a block
     of 256 bytes by lookup, and zeros in front change nothing. A test compares it with TensorBoard's.
     """
+    if len(data) <= _SHORT:
+        state, bytewise = 0xFFFF_FFFF, _bytewise()
+        for byte in data:
+            state = bytewise[(state ^ byte) & 255] ^ state >> 8
+        return state ^ 0xFFFF_FFFF
     message = np.frombuffer(data, dtype=np.uint8).copy()
     # The inversion at the start is the same as inverting the first four bytes; of fewer, the rest stays in the state.
     message[:4] ^= 0xFF
@@ -173,6 +179,11 @@ def _blocks(message: NDArray[np.uint8]) -> list[int]:
     for first in range(0, len(rows), step):
         found += np.bitwise_xor.reduce(flat[rows[first : first + step] + place], axis=1).tolist()
     return found
+
+
+@functools.cache
+def _bytewise() -> list[int]:
+    return _table()[0].tolist()
 
 
 @functools.cache

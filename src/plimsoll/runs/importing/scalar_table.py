@@ -1,0 +1,144 @@
+"""Scalars that a reader collects, and the run folder that is made of them."""
+
+import math
+from array import array
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.errors import RunError
+from plimsoll.runs.columns.arrow import Table, array as arrow_array, pa, strings
+from plimsoll.runs.columns.schema import SCHEMAS
+from plimsoll.runs.storage import manifest, parquet
+from plimsoll.runs.storage.limits import MOST_NAMES
+from plimsoll.runs.storage.parts import Part
+from plimsoll.version import __version__
+
+ELAPSED = "elapsed_seconds"  # scalar: seconds since the run began, where the tracker has them
+_MOST_VALUES = 50_000_000  # of all scalars together: 24 bytes each
+_STEPS = np.iinfo(np.int64)
+
+Column = tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]  # steps, values, seconds
+
+
+def without_replaced(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which records count, in the order in which they were written.
+
+    A run that is restarted from an earlier step replaces what it had recorded from there on.
+
+    >>> without_replaced(np.array([0, 1, 2, 3, 2, 3])).tolist()
+    [True, True, False, False, True, True]
+    """
+    if not len(steps):
+        return np.empty(0, dtype=bool)
+    later = np.minimum.accumulate(steps[::-1])[::-1]
+    return np.append(steps[:-1] < later[1:], True)
+
+
+class ScalarTable:
+    """Values by name, in the order in which they are added.
+
+    Args:
+        source: What is read, for messages.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._steps: dict[str, array[int]] = {}
+        self._values: dict[str, array[float]] = {}
+        self._seconds: dict[str, array[float]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, step: int, name: str, value: float, seconds: float = math.nan) -> None:
+        """Add a value.
+
+        Args:
+            step: The step.
+            name: Name of the scalar.
+            value: The value.
+            seconds: Seconds since the run began, if the tracker has them.
+
+        Raises:
+            RunError: There are more values or names than a run has, or the step is no step.
+        """
+        if name not in self._values:
+            if len(self._values) == MOST_NAMES:
+                raise RunError(f"{self.source}: expected at most {MOST_NAMES:,} scalars; got more. Leave some out.")
+            self._steps[name], self._values[name], self._seconds[name] = array("q"), array("d"), array("d")
+        if self._count == _MOST_VALUES:
+            raise RunError(f"{self.source}: expected at most {_MOST_VALUES:,} values; got more. Thin the file out.")
+        if not _STEPS.min < step < _STEPS.max:
+            raise RunError(f"{self.source}: expected steps of 64 bits; got step={step}. The file is damaged.")
+        self._steps[name].append(step)
+        self._values[name].append(value)
+        self._seconds[name].append(seconds)
+        self._count += 1
+
+    def replace_from(self, step: int) -> None:
+        """Remove what was added at a step and after: the tracker says that a run began again there."""
+        for name in self._steps:
+            kept = np.array(self._steps[name]) < step
+            self._steps[name] = array("q", np.array(self._steps[name])[kept].tobytes())
+            for column in (self._values, self._seconds):
+                column[name] = array("d", np.array(column[name])[kept].tobytes())
+
+    def write(self, folder: Path, kind: str) -> None:
+        """Write a run folder that holds these scalars and nothing else.
+
+        Args:
+            folder: A folder that is empty or does not exist.
+            kind: The tracker, for the run's settings.
+
+        Raises:
+            RunError: There is no value, or the folder cannot be written to.
+        """
+        columns = {name: column for name in self._steps if len((column := self._column(name))[0])}
+        if not columns:
+            raise RunError(f"{self.source}: expected scalars; got none. Name the file or folder of one run.")
+        part = Part(
+            kind="scalars",
+            rank=0,
+            first=1,
+            last=1,
+            generation=0,
+            min_step=min(int(steps[0]) for steps, _, _ in columns.values()),
+            max_step=max(int(steps[-1]) for steps, _, _ in columns.values()),
+        )
+        settings = {"imported_from": self.source, "tracker": kind}
+        content = manifest.fresh(rank=0, world_size=1, settings=settings)
+        content |= {"versions": {"plimsoll": __version__}, "closed": datetime.now(UTC).isoformat(timespec="seconds")}
+        if folder.exists() and (folder.is_file() or any(folder.iterdir())):
+            raise RunError(f"{self.source}: expected an empty folder to write to; got {folder}. Name a new one.")
+        try:
+            (folder / part.kind).mkdir(parents=True, exist_ok=True)
+            rows = parquet.write(folder / part.name, part.kind, _tables(columns))
+            manifest.write(folder / manifest.file_name(0), content | {"parts": {part.name: rows}})
+        except OSError as error:
+            raise RunError(
+                f"{self.source}: expected a folder to write the run to; got {folder} ({error}). Name another one."
+            ) from error
+
+    def _column(self, name: str) -> Column:
+        steps = np.array(self._steps[name], dtype=np.int64)
+        kept = without_replaced(steps)
+        return steps[kept], np.array(self._values[name])[kept], np.array(self._seconds[name])[kept]
+
+
+def _tables(columns: dict[str, Column]) -> Iterator[Table]:
+    """Yield the rows of each scalar: row groups of their own, which readers of other scalars skip.
+
+    The seconds become a scalar of their own: those of the scalar that was recorded most often.
+    """
+    steps, _, seconds = max(columns.values(), key=lambda column: len(column[0]))
+    known = np.isfinite(seconds)
+    if known.any() and ELAPSED not in columns:
+        columns = {**columns, ELAPSED: (steps[known], seconds[known], seconds[known])}
+    for name, (steps, values, _) in sorted(columns.items()):
+        rows = [arrow_array(steps), strings([name] * len(steps)), arrow_array(values)]
+        yield pa.Table.from_arrays(rows, schema=SCHEMAS["scalars"])
