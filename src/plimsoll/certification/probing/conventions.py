@@ -105,7 +105,7 @@ class CastConvention:
                         error = f"it returns {result.values.size} values for a tensor of shape {tuple(x.shape)}"
                     except CallFailedError as reason:
                         error = str(reason)
-                    errors.setdefault(carrier, error)
+                    errors.setdefault(f"{carrier} as an array" if numpy else carrier, error)
         raise ArgumentError(_refusal(self.kind, errors))
 
     def _find_half_order(self) -> None:
