@@ -79,7 +79,7 @@ def certify(
     >>> truncated.conforms
     False
     >>> truncated.row("exact").counterexample.input
-    1.0009765625
+    1.00390625
     """
     chosen = _checked_format(fmt, checks.one_of("certify", "kind", kind, KINDS))
     _check_choices(chosen, kind, rounding, scale_rule)
@@ -125,7 +125,7 @@ def _trial(
         element = fmt.element if isinstance(fmt, BlockFormat) else fmt
         if rounding is None and varies(element_call(convention, fmt)[0], element):
             found = "stochastic"
-    subject = Subject(name=name, fmt=fmt, kind=kind, device=place, rounding=found, scale_rule=scale_rule or RULES[0])
+    subject = Subject(name=name, fmt=fmt, kind=kind, device=place, rounding=found, scale_rule=scale_rule)
     return Trial(subject, caller, convention)
 
 
@@ -156,6 +156,8 @@ def _inferred(trial: Trial) -> dict[str, object]:
         if trial.subject.kind == "unpack":
             return {"takes": str(trial.unpack.form), "returns": trial.decoded.dtype}
         found = inference.facts(trial.observed, trial.rule)
+        if trial.subject.kind == "pack":
+            found["returns"] = trial.convention.parts
         if trial.rule.name == "stochastic":
             found["fine_noise"] = f"from 2^-{trial.draws.resolution()} of a spacing on"
         if isinstance(trial.subject.fmt, BlockFormat):

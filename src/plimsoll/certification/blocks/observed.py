@@ -192,7 +192,9 @@ class BlockTrials:
         became: dict[str, object] = {}
         for index, name in enumerate(("nan", "infinities")):
             try:
-                became[name] = _in_words(self.read(rows[[index]], self.carrier).values.reshape(-1, self.fmt.block)[0])
+                read = self.read(rows[[index]], self.carrier)
+                scale = np.nan if read.scales is None else read.scales.flat[0] * read.tensor_scale
+                became[name] = _in_words(read.values.reshape(-1, self.fmt.block)[0], self.fmt.element.max * scale)
             except CallFailedError:
                 became[name] = "an error"
         clamped = self.clamped()
@@ -200,11 +202,14 @@ class BlockTrials:
         return {"scale_rule": rule_words(self.fmt, self.rule()), **became, "saturate": saturate}
 
 
-def _in_words(y: Values) -> str:
+def _in_words(y: Values, largest: float) -> str:
+    """Return what the second value of a block became."""
     if np.isnan(y).all():
         return "its whole block becomes nan"
     if math.isnan(y[1]):
         return "nan"
     if math.isinf(y[1]):
         return "inf"
+    if abs(y[1]) == largest:
+        return "the largest element, at a scale that it makes"
     return "zero" if y[1] == 0 else f"a number, {y[1]:g}"

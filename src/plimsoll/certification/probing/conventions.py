@@ -86,6 +86,12 @@ class CastConvention:
         parts = self.packed(x)
         return ReadBlocks(values=parts.values, scales=parts.scales, tensor_scale=parts.tensor_scale, dtype="codes")
 
+    @property
+    def parts(self) -> str:
+        """The parts of a packed result, in words."""
+        named = ", ".join(self.order)
+        return f"({named})" if len(self.order) > 1 else named or "Packed"
+
     def packed(self, x: Tensor) -> Parts:
         """Return the parts of a packed tensor."""
         return read_packed(self.caller(x), self.fmt, tuple(x.shape), self.first, self.order)

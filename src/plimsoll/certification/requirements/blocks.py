@@ -34,7 +34,7 @@ def _tensor_scale(subject: Subject) -> bool:
 )
 def scale(trial: Trial) -> Outcome:
     """Try largest magnitudes far from those at which a rule's choice changes."""
-    return trial.blocks.compare_scales(trial.subject.scale_rule, "ordinary")
+    return trial.blocks.compare_scales(trial.subject.held_to_scale_rule, "ordinary")
 
 
 @requirement(
@@ -46,7 +46,7 @@ def scale(trial: Trial) -> Outcome:
 )
 def scale_edges(trial: Trial) -> Outcome:
     """Try largest magnitudes at these places, and one step to either side of them."""
-    return trial.blocks.compare_scales(trial.subject.scale_rule, "edge")
+    return trial.blocks.compare_scales(trial.subject.held_to_scale_rule, "edge")
 
 
 @requirement(
@@ -58,7 +58,7 @@ def scale_edges(trial: Trial) -> Outcome:
 )
 def scale_range(trial: Trial) -> Outcome:
     """Try the smallest and largest magnitudes of the inputs' dtype."""
-    return trial.blocks.values_in_range(trial.subject.scale_rule)
+    return trial.blocks.values_in_range(trial.subject.held_to_scale_rule)
 
 
 @requirement(
