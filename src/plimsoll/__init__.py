@@ -16,6 +16,7 @@ from plimsoll.version import __version__
 
 if TYPE_CHECKING:
     from plimsoll import (
+        certification,
         diagnosis,
         emulate,
         errors,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         unit,
         watch,
     )
+    from plimsoll.certification import Certificate, certify
     from plimsoll.diagnosis import Finding, Guard, Parity, check_plan, diagnose, diff, locate, parity, plan, whatif
     from plimsoll.errors import (
         ArgumentError,
@@ -61,6 +63,7 @@ __all__ = [
     "ArgumentError",
     "BackendError",
     "BlockFormat",
+    "Certificate",
     "Finding",
     "Fit",
     "Format",
@@ -88,6 +91,8 @@ __all__ = [
     "Watch",
     "__version__",
     "cast",
+    "certification",
+    "certify",
     "check_plan",
     "diagnose",
     "diagnosis",
@@ -125,11 +130,12 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(
         (
-            "diagnosis", "emulate", "errors", "formats", "fp8", "integrations", "lab", "microscope", "precision",
-            "receipts", "report", "rounding", "runs", "scaling", "spectrum", "unit", "watch",
+            "certification", "diagnosis", "emulate", "errors", "formats", "fp8", "integrations", "lab", "microscope",
+            "precision", "receipts", "report", "rounding", "runs", "scaling", "spectrum", "unit", "watch",
         ),
         "",
     ),
+    **dict.fromkeys(("Certificate", "certify"), "certification"),
     **dict.fromkeys(
         ("Finding", "Guard", "Parity", "check_plan", "diagnose", "diff", "locate", "parity", "plan", "whatif"),
         "diagnosis",

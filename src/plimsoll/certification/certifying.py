@@ -15,29 +15,24 @@ import numpy as np
 import torch
 
 from plimsoll import checks
-from plimsoll.certification.blocks import rows as block_rows
+from plimsoll.certification import requirements
 from plimsoll.certification.blocks.anchored import element_call
 from plimsoll.certification.blocks.scales import RULES
 from plimsoll.certification.certificate import KINDS, Certificate, Counterexample, Inferred, Kind, Outcome, Row, Status
-from plimsoll.certification.codes import rows as code_rows
 from plimsoll.certification.codes.convention import UnpackConvention
-from plimsoll.certification.elements import inference, rows as element_rows, stochastic_rows
+from plimsoll.certification.elements import inference
 from plimsoll.certification.elements.stochastic import varies
 from plimsoll.certification.probing.arrays import CallFailedError
 from plimsoll.certification.probing.caller import Caller, OutOfTimeError, kept_generators
 from plimsoll.certification.probing.conventions import CastConvention
-from plimsoll.certification.reductions import rows as reduction_rows
 from plimsoll.certification.reductions.reducer import Reducer
-from plimsoll.certification.registry import REQUIREMENTS, Requirement
-from plimsoll.certification.tensors import rows as tensor_rows
+from plimsoll.certification.registry import Requirement
 from plimsoll.certification.trial import NotTriedError, Subject, Trial
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import BlockFormat, Format, get
 from plimsoll.formats.codec import Rounding
 from plimsoll.version import __version__
 
-# Importing them registers their requirements, in the order of a certificate's rows.
-ROWS = (block_rows, code_rows, element_rows, stochastic_rows, reduction_rows, tensor_rows)
 _WIDEST_BITS = 16  # of formats that the codec encodes and decodes
 
 
@@ -84,7 +79,7 @@ def certify(
     >>> truncated.conforms
     False
     >>> truncated.row("exact").counterexample.input
-    1.0009765625
+    1.00390625
     """
     chosen = _checked_format(fmt, checks.one_of("certify", "kind", kind, KINDS))
     _check_choices(chosen, kind, rounding, scale_rule)
@@ -97,7 +92,7 @@ def certify(
         trial = _trial(caller, name, chosen, kind, place, rounding, scale_rule)
         rows = tuple(
             _row(each, trial, source)
-            for each in REQUIREMENTS.values()
+            for each in requirements.REQUIREMENTS.values()
             if (source := each.source(trial.subject)) is not None
         )
         inferred = _inferred(trial)
@@ -128,9 +123,9 @@ def _trial(
     else:
         convention = CastConvention(caller, kind, fmt)
         element = fmt.element if isinstance(fmt, BlockFormat) else fmt
-        if rounding is None and varies(element_call(convention, fmt)[0], element, convention.carrier):
+        if rounding is None and varies(element_call(convention, fmt)[0], element):
             found = "stochastic"
-    subject = Subject(name=name, fmt=fmt, kind=kind, device=place, rounding=found, scale_rule=scale_rule or RULES[0])
+    subject = Subject(name=name, fmt=fmt, kind=kind, device=place, rounding=found, scale_rule=scale_rule)
     return Trial(subject, caller, convention)
 
 
@@ -161,10 +156,12 @@ def _inferred(trial: Trial) -> dict[str, object]:
         if trial.subject.kind == "unpack":
             return {"takes": str(trial.unpack.form), "returns": trial.decoded.dtype}
         found = inference.facts(trial.observed, trial.rule)
+        if trial.subject.kind == "pack":
+            found["returns"] = trial.convention.parts
         if trial.rule.name == "stochastic":
             found["fine_noise"] = f"from 2^-{trial.draws.resolution()} of a spacing on"
         if isinstance(trial.subject.fmt, BlockFormat):
-            found |= block_rows.block_facts(trial)
+            found |= trial.blocks.facts()
     except (CallFailedError, OutOfTimeError) as error:
         trial.not_tried.append(f"What the function does in full: {error}.")
         return {}
@@ -177,7 +174,9 @@ def _example(requirement: Requirement, outcome: Outcome, status: Status) -> Coun
         return None
     found = outcome.counterexample
     if found is None:
-        found = Counterexample(input="see the requirement", expected="a result", got=outcome.refused or outcome.detail)
+        found = Counterexample(
+            input="the inputs of this row", expected="a result", got=outcome.refused or outcome.detail
+        )
     return replace(found, requirement=requirement.id)
 
 
@@ -235,13 +234,14 @@ def _named(function: object) -> tuple[Callable[..., Any], str]:
     if isinstance(function, torch.dtype):
         return functools.partial(_to_dtype, function), str(function)
     module = _module(function)
-    name = str(getattr(function, "__qualname__", type(function).__qualname__)).replace("<locals>.", "")
+    kind: Any = function if isinstance(function, type) else type(function)
+    name = str(getattr(function, "__qualname__", kind.__qualname__)).replace("<locals>.", "")
     short = str(getattr(function, "__name__", name))
     if getattr(sys.modules.get(module), short, None) is function:  # a built-in function's qualified name is its class's
         name = short
     shown = name if module in ("", "__main__") else f"{module}.{name}"
-    if isinstance(function, type) and issubclass(function, np.generic):
-        return functools.partial(_as_type, cast("type[Any]", function)), shown
+    if kind is function and issubclass(kind, np.generic):
+        return functools.partial(_as_type, kind), shown
     if not callable(function):
         raise ArgumentError(f"certify: expected a function or a dtype; got function={function!r}. Name one.")
     return cast("Callable[..., Any]", function), shown

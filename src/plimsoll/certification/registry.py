@@ -47,6 +47,8 @@ class Requirement:
         if subject.kind not in self.kinds or (self.applies is not None and not self.applies(subject)):
             return None
         specification = governing(subject.fmt)
+        if "{scale_rule}" in self.says and subject.scale_rule is not None:
+            return "asked for"  # no specification has the other rules
         if specification in self.sections:
             return cited(specification, self.sections[specification])
         return None if self.general is None else cited(*self.general)

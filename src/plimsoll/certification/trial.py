@@ -8,7 +8,7 @@ import torch
 
 from plimsoll.certification.blocks.anchored import element_call
 from plimsoll.certification.blocks.observed import BlockTrials
-from plimsoll.certification.blocks.scales import rule_words
+from plimsoll.certification.blocks.scales import RULES, rule_words
 from plimsoll.certification.certificate import Kind
 from plimsoll.certification.codes.convention import UnpackConvention
 from plimsoll.certification.codes.observed import Decoded
@@ -40,7 +40,7 @@ class Subject:
         kind: Kind of the function.
         device: Device of its tensors.
         rounding: The rounding mode that it is held to.
-        scale_rule: The rule for scales that it is held to; of block formats only.
+        scale_rule: The rule for scales that it is held to, by request; None for that of its specification.
     """
 
     name: str
@@ -48,7 +48,12 @@ class Subject:
     kind: Kind
     device: torch.device
     rounding: Rounding
-    scale_rule: str
+    scale_rule: str | None
+
+    @property
+    def held_to_scale_rule(self) -> str:
+        """The rule for scales that the function is held to: by default OCP MX 1.0's, and NVFP4's nearest scale."""
+        return self.scale_rule or RULES[0]
 
     @property
     def element(self) -> Format:
@@ -166,7 +171,7 @@ class Trial:
         fmt = self.subject.fmt
         words = {
             "rounding": IN_WORDS[self.subject.rounding],
-            "scale_rule": rule_words(fmt, self.subject.scale_rule) if isinstance(fmt, BlockFormat) else "",
+            "scale_rule": rule_words(fmt, self.subject.held_to_scale_rule) if isinstance(fmt, BlockFormat) else "",
             "accumulator_bits": str(max(24, self.subject.element.mantissa_bits + 1)),
         }
         if "{overflow}" in says:  # looked up only if needed: it is inferred from all results

@@ -179,6 +179,27 @@ def local_file(operation: str, option: str, path: str | None, example: str) -> P
     return _local(operation, f"{option} to name a file of this machine", path, example, 0)
 
 
+def write_text(operation: str, file: Path, text: str) -> None:
+    """Write a text file, whole or not at all, and print its path.
+
+    Raises:
+        ArgumentError: The path is a folder.
+        RunError: It cannot be written.
+    """
+    from plimsoll.runs.storage.atomic_files import replacing
+
+    if file.is_dir():
+        raise ArgumentError(f"{operation}: expected the path of a file; got {file}, a folder. Name a file in it.")
+    try:
+        with replacing(file) as stream:
+            stream.write(text.encode("utf-8", "replace"))
+    except OSError as error:
+        raise RunError(
+            f"{operation}: expected a file that can be written; got {file} ({error}). Choose another."
+        ) from error
+    messages.write_line(str(file))
+
+
 def local_folder(operation: str, option: str, path: str | None, example: str) -> Path | None:
     """Return the path of a folder to write runs to.
 

@@ -18,8 +18,8 @@ Array = np.ndarray
 class TableCast:
     """A cast that looks its values up: right by default, and wrong in the fields that are changed.
 
-    `goes_up(fraction, lower_is_odd, negative)` says which values take the larger neighbour, `overflow`, `infinities` and
-    `nan` what becomes of these, `least` the magnitude below which results are flushed, `after` changes the result.
+    `goes_up(fraction, lower_is_odd, negative)` says which values take the larger neighbour, `overflow`, `infinities`
+    and `nan` what becomes of these. `before` changes the input, and `after` the result.
     """
 
     name: str = "e4m3"

@@ -102,12 +102,15 @@ class Summation:
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A matrix product: right by default, by the same summation for every result."""
+    """A matrix product, one term after another: right by default, in FP32 with exact products."""
 
-    summation: Summation = Summation()
-    operand: Callable[[Array], Array] = lambda values: values
+    accumulate: torch.dtype = torch.float32
+    operand: Callable[[Tensor], Tensor] = lambda values: values
+    product: Callable[[Tensor], Tensor] = lambda term: term
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        left, right = self.operand(a.double().numpy()), self.operand(b.double().numpy())
-        terms = left.T[:, :, None] * right[:, None, :]
-        return torch.from_numpy(self.summation.of(terms)).to(self.summation.dtype)
+        left, right = self.operand(a.double()), self.operand(b.double())
+        total = torch.zeros(a.shape[0], b.shape[1], dtype=self.accumulate)
+        for k in range(a.shape[1]):
+            total = (total.double() + self.product(left[:, k, None] * right[None, k])).to(self.accumulate)
+        return total

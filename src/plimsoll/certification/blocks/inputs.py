@@ -111,3 +111,10 @@ def _filled(largest: Values, fmt: BlockFormat, carrier: str) -> Values:
     place = np.arange(count) * 7 % block
     x[np.arange(count), place] = largest * np.where(np.arange(count) % 2, -1.0, 1.0)
     return x
+
+
+def ordinary_blocks(fmt: BlockFormat, count: int) -> Values:
+    """Return blocks of multiples of 1/8 up to 2, one a row."""
+    places = np.arange(count * fmt.block)
+    values = (places * 7 % 16 + 1) / 8.0 * np.where(places % 2, -1.0, 1.0)
+    return values.reshape(count, fmt.block)

@@ -1,5 +1,6 @@
 """What a function made of blocks: their values and scales, and the rule that explains the scales."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plimsoll.certification.blocks.inputs import BlockClass, Blocks, blocks
-from plimsoll.certification.blocks.scales import RULES, expected_scales, explaining_scales
+from plimsoll.certification.blocks.inputs import BlockClass, Blocks, blocks, ordinary_blocks
+from plimsoll.certification.blocks.scales import RULES, expected_scales, explaining_scales, explains, rule_words
 from plimsoll.certification.certificate import Counterexample, Outcome
-from plimsoll.certification.probing.arrays import Values, held
+from plimsoll.certification.probing.arrays import CallFailedError, Values, held
 from plimsoll.certification.probing.conventions import SIDE, CastConvention, ReadBlocks
 from plimsoll.certification.probing.shortest import shortest
 from plimsoll.formats import BlockFormat
@@ -65,7 +66,7 @@ class BlockTrials:
         read = self.read(tried.x, tried.carrier)
         y = read.values.reshape(-1, self.fmt.block)[:count]
         if read.scales is None:
-            scales = explaining_scales(self.fmt, tried.x, y, 1.0, self.roundings)
+            scales = explaining_scales(self.fmt, tried.x, y, self.roundings)
         else:
             scales = read.scales.reshape(-1)[:count] * read.tensor_scale
         visible = read.scales is not None
@@ -96,7 +97,11 @@ class BlockTrials:
         return best if shares[best] > 0.5 else "unknown"
 
     def _right(self, batch: BlockBatch, rule: str) -> Mask:
-        return batch.scales == expected_scales(self.fmt, rule, batch.tried.absmax, 1.0)
+        """Return which blocks have the scale of a rule, or results that it explains where scales are not visible."""
+        expected = expected_scales(self.fmt, rule, batch.tried.absmax)
+        if batch.visible:
+            return batch.scales == expected
+        return explains(self.fmt, batch.tried.x, batch.y, expected, self.roundings, clamped=False)
 
     def compare_scales(self, rule: str, kind: BlockClass) -> Outcome:
         """Return how the scales of a class of blocks compare with those of a rule."""
@@ -115,7 +120,7 @@ class BlockTrials:
                 continue
             index = int(found[shortest(batch.tried.absmax[found])])
             largest = float(batch.tried.absmax[index])
-            expected = float(expected_scales(self.fmt, rule, batch.tried.absmax[[index]], 1.0)[0])
+            expected = float(expected_scales(self.fmt, rule, batch.tried.absmax[[index]])[0])
             got, of = float(batch.scales[index]), "among smaller values"
             if batch.visible:  # a block of the value alone is shorter, if it shows the fault too
                 single = np.zeros((1, self.fmt.block))
@@ -159,7 +164,7 @@ class BlockTrials:
             x = batch.tried.x[where]
             if not len(x):
                 continue
-            scales = expected_scales(self.fmt, rule, batch.tried.absmax[where], 1.0)[:, None]
+            scales = expected_scales(self.fmt, rule, batch.tried.absmax[where])[:, None]
             with np.errstate(divide="ignore", invalid="ignore"):
                 quotient = np.where(scales > 0, x / scales, 0.0)
             right = np.zeros(x.shape, np.bool_)
@@ -179,3 +184,32 @@ class BlockTrials:
                     note=f"{batch.tried.carrier}, in a block whose largest magnitude is {np.max(np.abs(x[row])):g}",
                 )  # fmt: skip
         return Outcome(tried=tried, wrong=wrong, counterexample=example)
+
+    def facts(self) -> dict[str, object]:
+        """Return what was inferred, by the names of `Certificate.inferred`."""
+        rows = ordinary_blocks(self.fmt, 2)
+        rows[0, 1], rows[1, 1] = math.nan, math.inf
+        became: dict[str, object] = {}
+        for index, name in enumerate(("nan", "infinities")):
+            try:
+                read = self.read(rows[[index]], self.carrier)
+                scale = np.nan if read.scales is None else read.scales.flat[0] * read.tensor_scale
+                became[name] = _in_words(read.values.reshape(-1, self.fmt.block)[0], self.fmt.element.max * scale)
+            except CallFailedError:
+                became[name] = "an error"
+        clamped = self.clamped()
+        saturate = clamped.wrong == 0 if clamped.tried else "not tried"
+        return {"scale_rule": rule_words(self.fmt, self.rule()), **became, "saturate": saturate}
+
+
+def _in_words(y: Values, largest: float) -> str:
+    """Return what the second value of a block became."""
+    if np.isnan(y).all():
+        return "its whole block becomes nan"
+    if math.isnan(y[1]):
+        return "nan"
+    if math.isinf(y[1]):
+        return "inf"
+    if abs(y[1]) == largest:
+        return "the largest element, at a scale that it makes"
+    return "zero" if y[1] == 0 else f"a number, {y[1]:g}"

@@ -12,18 +12,17 @@ from plimsoll.formats.codec import Rounding
 _LARGEST = 127  # exponent of the largest E8M0 scale; the smallest has -127
 
 
-def expected_scales(fmt: BlockFormat, rule: str, absmax: Values, tensor_scale: float) -> Values:
-    """Return the scale that a rule gives blocks of these largest magnitudes, none of which is 0, Inf or NaN.
+def expected_scales(fmt: BlockFormat, rule: str, absmax: Values) -> Values:
+    """Return the scale that a rule gives blocks of these largest magnitudes, under a tensor scale of 1.
 
     Args:
         fmt: The block format.
         rule: "floor", "ceil", "rceil" or "even".
-        absmax: Largest magnitudes.
-        tensor_scale: Scale of the tensor; 1 where there is none.
+        absmax: Largest magnitudes, none of them 0, Inf or NaN.
     """
     if fmt.scale.signed:
         rounding: Rounding = "up" if rule in ("ceil", "rceil") else "nearest_even"
-        return fmt.scale.decode(fmt.scale.encode(absmax / (fmt.element.max * tensor_scale), rounding, saturate=True))
+        return fmt.scale.decode(fmt.scale.encode(absmax / fmt.element.max, rounding, saturate=True))
     exponents = _MX_RULES[rule](absmax, fmt.element)
     return np.ldexp(1.0, np.clip(exponents, -_LARGEST, _LARGEST))
 
@@ -69,43 +68,50 @@ def rule_words(fmt: BlockFormat, rule: str) -> str:
     return {"floor": "nearest", "even": "nearest", "ceil": "next above", "rceil": "next above"}.get(rule, rule)
 
 
-def explaining_scales(
-    fmt: BlockFormat, x: Values, y: Values, tensor_scale: float, roundings: tuple[Rounding, ...]
-) -> Values:
-    """Return for each block the scale under which its results are the roundings of its values; NaN if there is none.
+def explains(
+    fmt: BlockFormat, x: Values, y: Values, scale: Values, roundings: tuple[Rounding, ...], *, clamped: bool = True
+) -> NDArray[np.bool_]:
+    """Return which blocks have the results that their values give under these scales.
 
     Args:
         fmt: The block format.
         x: Values, one block a row.
         y: Results, likewise.
-        tensor_scale: Scale of the tensor; 1 where there is none.
+        scale: Scale of each block.
         roundings: The modes of which one, for each value, gives its result.
+        clamped: Whether elements beyond the largest one must become it. Default: True.
     """
-    absmax = np.max(np.abs(x), axis=1)
-    best, most = np.full(len(x), np.nan), np.zeros(len(x))
-    for scale in _candidates(fmt, absmax, tensor_scale):
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            quotient = np.where(scale[:, None] > 0, x / (scale[:, None] * tensor_scale), 0.0)
-        # What becomes of elements beyond the largest one is the question of another requirement.
-        beyond = np.abs(quotient) > fmt.element.max
-        right = beyond & (np.abs(quotient) < 2.0 ** (fmt.element.max_exponent + 1))
-        for rounding in roundings:
-            elements = fmt.element.decode(fmt.element.encode(quotient, rounding, saturate=True))
-            right |= same(y, elements * scale[:, None] * tensor_scale) | ((y == 0) & (elements == 0))
-        share = np.mean(right, axis=1)
-        better = (share > most) & (share == 1)
-        best[better], most[better] = scale[better], share[better]
-    return best
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        quotient = np.where(scale[:, None] > 0, x / scale[:, None], 0.0)
+    size = np.abs(quotient)
+    limit = 2.0 ** (fmt.element.max_exponent + 1)
+    right: NDArray[np.bool_] = (size > fmt.element.max) & (size < limit) & (not clamped)
+    for rounding in roundings:
+        elements = fmt.element.decode(fmt.element.encode(quotient, rounding, saturate=True))
+        right |= same(y, elements * scale[:, None]) | ((y == 0) & (elements == 0))
+    return np.asarray(right.all(axis=1))
 
 
-def _candidates(fmt: BlockFormat, absmax: Values, tensor_scale: float) -> list[Values]:
+def explaining_scales(fmt: BlockFormat, x: Values, y: Values, roundings: tuple[Rounding, ...]) -> Values:
+    """Return for each block a scale that explains its results, under a tensor scale of 1; NaN if there is none.
+
+    What becomes of elements beyond the largest one is the question of another requirement. So a scale that explains
+    all others will do, if none explains these too.
+    """
+    found = np.full(len(x), np.nan)
+    for clamped in (True, False):
+        for scale in _candidates(fmt, np.max(np.abs(x), axis=1)):
+            fits = explains(fmt, x, y, scale, roundings, clamped=clamped)
+            found = np.where(np.isnan(found) & fits, scale, found)
+    return found
+
+
+def _candidates(fmt: BlockFormat, absmax: Values) -> list[Values]:
     """Scales that any rule might give, the most usual first."""
     if not fmt.scale.signed:
         floor = _floor(absmax, fmt.element)
         return [np.ldexp(1.0, np.clip(floor + away, -_LARGEST, _LARGEST)) for away in (0, 1, -1, 2, -2, 3, -3)]
-    nearest = fmt.scale.encode(absmax / (fmt.element.max * tensor_scale), "nearest_even", saturate=True).astype(
-        np.int64
-    )
+    nearest = fmt.scale.encode(absmax / fmt.element.max, "nearest_even", saturate=True).astype(np.int64)
     return [
         fmt.scale.decode(np.clip(nearest + away, 0, fmt.scale.max_code)) for away in (0, 1, -1, 2, -2, 3, -3, 8, -8)
     ]

@@ -96,7 +96,10 @@ def facts(observed: Observed, rule: Rule) -> dict[str, object]:
         found["subnormals"] = _flushed(observed, observed.subnormal)
         if (observed.tiny_input & (observed.lower > 0)).any():
             found["subnormal_inputs"] = _flushed(observed, observed.tiny_input)
-    found["returns"] = ", ".join(f"{batch.dtype} for {batch.carrier}" for batch in observed.batches)
+    found["takes"] = ", ".join(batch.carrier for batch in observed.batches)
+    returned = dict.fromkeys(batch.dtype for batch in observed.batches)
+    own = all(batch.dtype == batch.carrier for batch in observed.batches)
+    found["returns"] = "the input's dtype" if own else ", ".join(returned)
     return found
 
 

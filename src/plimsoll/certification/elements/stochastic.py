@@ -13,14 +13,14 @@ import torch
 from scipy import stats  # pyright: ignore[reportMissingTypeStubs]
 from torch import Tensor
 
-from plimsoll.certification.probing.arrays import Values
+from plimsoll.certification.probing.arrays import CallFailedError, Values
 from plimsoll.certification.probing.caller import Caller
 from plimsoll.certification.probing.conventions import SIDE, Call
 from plimsoll.formats import BF16, FP16, FP32, Format
 
 FALSE_ALARM = 1e-9
 _CARRIERS: dict[str, Format] = {"float32": FP32, "float16": FP16, "bfloat16": BF16}  # the finest first
-_DRAWS, _MANY_DRAWS = 1 << 17, 1 << 19  # the latter where a result is rare
+_DRAWS, _MANY_DRAWS = 1 << 16, 1 << 18  # the latter where a result is rare
 _REPEATS = 1 << 10
 _LAGS = (1, 2, 32, SIDE, 1024)
 
@@ -57,12 +57,17 @@ class Point:
         return min(1.0, 2 * min(float(below), float(above)))
 
 
-def varies(call: Call, fmt: Format, carrier: str) -> bool:
-    """Return whether equal values in one tensor are rounded differently."""
-    values = [point[0] for point in _wanted(fmt, carrier) if 0 < point[1] < 1 and point[3] == _DRAWS]
-    x = _filled(np.repeat(values, SIDE), carrier)
-    rows = call(x).values.reshape(-1)[: len(values) * SIDE].reshape(len(values), SIDE)
-    return bool(np.any(rows != rows[:, :1]) and not np.isnan(rows).any())
+def varies(call: Call, fmt: Format) -> bool:
+    """Return whether equal values in a tensor are rounded differently, in the finest dtype that the function takes."""
+    for carrier in _CARRIERS:
+        values = [point[0] for point in _wanted(fmt, carrier) if 0 < point[1] < 1 and point[3] == _DRAWS]
+        try:
+            y = call(_filled(np.repeat(values, SIDE), carrier)).values.reshape(-1)
+        except CallFailedError:
+            continue
+        rows = y[: len(values) * SIDE].reshape(len(values), SIDE)
+        return bool(np.any(rows != rows[:, :1]) and not np.isnan(rows).any())
+    return False
 
 
 class Draws:
@@ -116,7 +121,7 @@ class Draws:
     def half_way(self) -> tuple[float, Values]:
         """A value half-way between two others, and which of many draws of it went up."""
         x, _, (_, upper), _ = next(wanted for wanted in _wanted(self._fmt, self.carrier) if wanted[1] == 0.5)
-        y = self._call(_filled(np.full(_MANY_DRAWS // 4, x), self.carrier)).values.reshape(-1)[: _MANY_DRAWS // 4]
+        y = self._call(_filled(np.full(_DRAWS, x), self.carrier)).values.reshape(-1)[:_DRAWS]
         return x, (y == upper).astype(np.float64)
 
     def dependent(self) -> int | None:
@@ -128,7 +133,8 @@ class Draws:
         for lag in _LAGS:
             pairs = up[: len(up) // (2 * lag) * 2 * lag].reshape(-1, 2, lag)
             allowed = math.sqrt(math.log(2 * len(_LAGS) / FALSE_ALARM) / (2 * pairs[:, 0].size))
-            excess[lag] = abs(float(np.mean(pairs[:, 0] == pairs[:, 1])) - expected) / allowed
+            agree = np.count_nonzero(pairs[:, 0] == pairs[:, 1]) / pairs[:, 0].size
+            excess[lag] = abs(agree - expected) / allowed
         worst = max(excess, key=lambda lag: excess[lag])
         return worst if excess[worst] > 1 else None
 

@@ -142,10 +142,11 @@ def _of_array(array: NDArray[Any]) -> Values:
     fmt = format_of_dtype(array.dtype.name)
     if fmt is not None and fmt.bits <= 8:
         return fmt.decode(np.ascontiguousarray(array).view(np.uint8).reshape(array.shape))
-    if array.dtype.kind in "biu" or (array.dtype.kind == "f" or fmt is not None):
+    try:
         with np.errstate(invalid="ignore"):  # signalling NaN
-            return array.astype(np.float64)
-    raise CallFailedError(f"it returns an array of {array.dtype}, which has no values")
+            return array.astype(np.float64)  # the other floats of ml_dtypes too
+    except (TypeError, ValueError) as error:
+        raise CallFailedError(f"it returns an array of {array.dtype}, which has no values") from error
 
 
 def _kind(returned: object) -> str:

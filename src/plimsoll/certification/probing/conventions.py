@@ -86,6 +86,12 @@ class CastConvention:
         parts = self.packed(x)
         return ReadBlocks(values=parts.values, scales=parts.scales, tensor_scale=parts.tensor_scale, dtype="codes")
 
+    @property
+    def parts(self) -> str:
+        """The parts of a packed result, in words."""
+        named = ", ".join(self.order)
+        return f"({named})" if len(self.order) > 1 else named or "Packed"
+
     def packed(self, x: Tensor) -> Parts:
         """Return the parts of a packed tensor."""
         return read_packed(self.caller(x), self.fmt, tuple(x.shape), self.first, self.order)
@@ -105,7 +111,7 @@ class CastConvention:
                         error = f"it returns {result.values.size} values for a tensor of shape {tuple(x.shape)}"
                     except CallFailedError as reason:
                         error = str(reason)
-                    errors.setdefault(carrier, error)
+                    errors.setdefault(f"{carrier} as an array" if numpy else carrier, error)
         raise ArgumentError(_refusal(self.kind, errors))
 
     def _find_half_order(self) -> None:

@@ -9,7 +9,8 @@ from plimsoll.certification.probing.arrays import Values
 def shortest(values: Values, *ties: NDArray[np.generic]) -> int:
     """Return the index of the value that is shortest to write.
 
-    Finite values come first, of these the ones with the fewest significant bits, then an exponent near zero, then a positive sign, then the keys in `ties`.
+    Finite values come first. Of these the ones with the fewest significant bits do, where eight powers of two away
+    from 1 count as much as a bit. Then positive ones and the keys in `ties` decide.
 
     >>> shortest(np.array([1.3, -2.5, 2.5, 1e30]))
     2
@@ -19,5 +20,5 @@ def shortest(values: Values, *ties: NDArray[np.generic]) -> int:
     whole = np.ldexp(mantissa, 53).astype(np.int64)
     lowest = (whole & -whole).astype(np.float64)
     significant = 53 - np.log2(np.where(lowest > 0, lowest, 2.0**53)).astype(np.int64)
-    keys = [~np.isfinite(values), significant, np.abs(exponent - 1), np.signbit(values), *ties]
+    keys = [~np.isfinite(values), 8 * significant + np.abs(exponent - 1), np.signbit(values), *ties]
     return int(np.lexsort(keys[::-1])[0])

@@ -128,7 +128,7 @@ def described(tree: Tree) -> str:
     >>> described((((0, 1), 2), 3)), described(((0, 1), (2, 3)))
     ('one after another', 'pairwise')
     >>> described(((0, 2), (1, 3))), described((0, 1, 2, 3))
-    ('in 2 interleaved sums (pairwise), then pairwise', 'all 4 at once')
+    ('pairwise, each term with the one half the length away', 'all 4 at once')
     """
     members = leaves(tree)
     count = len(members)

@@ -7,8 +7,8 @@ import typer
 
 from plimsoll.cli import messages
 from plimsoll.cli.options import Json, Quiet, RunArgument, Until
-from plimsoll.cli.paths import file_for_model, local_file, open_runs, view_of
-from plimsoll.errors import ArgumentError, RunError
+from plimsoll.cli.paths import file_for_model, local_file, open_runs, view_of, write_text
+from plimsoll.errors import ArgumentError
 
 _BY_ENDING = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown", ".json": "json"}
 
@@ -49,7 +49,8 @@ def report(
         _write_html(run, file or Path("report.html"), title, until)
         return
     if file is not None and str(file) != "-":
-        _write_text(file, _markdown(run, until) if form == "markdown" else messages.json_text(_data(run, until)))
+        text = _markdown(run, until) if form == "markdown" else messages.json_text(_data(run, until))
+        write_text("report", file, text)
     elif form == "markdown":
         messages.write(_markdown(run, until))
     else:
@@ -95,16 +96,3 @@ def _data(run: str, until: int | None) -> dict[str, object]:
     views = [(opened, view_of(opened, until)) for opened in open_runs(run)]
     data = [(opened.model, summary(view).to_dict()) for opened, view in views]
     return data[0][1] if len(data) == 1 else {"runs": [{"model": model, **facts} for model, facts in data]}
-
-
-def _write_text(file: Path, text: str) -> None:
-    from plimsoll.runs.storage.atomic_files import replacing
-
-    if file.is_dir():
-        raise ArgumentError(f"report: expected the path of a file; got {file}, a folder. Name a file in it.")
-    try:
-        with replacing(file) as stream:
-            stream.write(text.encode("utf-8", "replace"))
-    except OSError as error:
-        raise RunError(f"report: expected a file that can be written; got {file} ({error}). Choose another.") from error
-    messages.write_line(str(file))

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import torch
 
-from plimsoll.certification.blocks.scales import rule_words
+from plimsoll.certification.blocks.inputs import ordinary_blocks
 from plimsoll.certification.certificate import Counterexample, Outcome
-from plimsoll.certification.probing.arrays import CallFailedError, Values, same, tensor_of
+from plimsoll.certification.probing.arrays import same, tensor_of
 from plimsoll.certification.probing.conventions import SIDE
 from plimsoll.certification.registry import requirement
 from plimsoll.certification.specifications import IEEE_754, NVFP4_RECIPE, OCP_MX, TENSORS
@@ -34,7 +34,7 @@ def _tensor_scale(subject: Subject) -> bool:
 )
 def scale(trial: Trial) -> Outcome:
     """Try largest magnitudes far from those at which a rule's choice changes."""
-    return trial.blocks.compare_scales(trial.subject.scale_rule, "ordinary")
+    return trial.blocks.compare_scales(trial.subject.held_to_scale_rule, "ordinary")
 
 
 @requirement(
@@ -46,7 +46,7 @@ def scale(trial: Trial) -> Outcome:
 )
 def scale_edges(trial: Trial) -> Outcome:
     """Try largest magnitudes at these places, and one step to either side of them."""
-    return trial.blocks.compare_scales(trial.subject.scale_rule, "edge")
+    return trial.blocks.compare_scales(trial.subject.held_to_scale_rule, "edge")
 
 
 @requirement(
@@ -58,7 +58,7 @@ def scale_edges(trial: Trial) -> Outcome:
 )
 def scale_range(trial: Trial) -> Outcome:
     """Try the smallest and largest magnitudes of the inputs' dtype."""
-    return trial.blocks.values_in_range(trial.subject.scale_rule)
+    return trial.blocks.values_in_range(trial.subject.held_to_scale_rule)
 
 
 @requirement(
@@ -128,7 +128,7 @@ def nan_block(trial: Trial) -> Outcome:
     """Try one NaN at the start, in the middle and at the end of a block."""
     fmt = trial.blocks.fmt
     places = (0, fmt.block // 2, fmt.block - 1)
-    rows = _ordinary_blocks(trial, len(places))
+    rows = ordinary_blocks(trial.blocks.fmt, len(places))
     rows[range(len(places)), places] = math.nan
     y = trial.blocks.read(rows, trial.blocks.carrier).values.reshape(-1, fmt.block)
     wrong = [place for row, place in enumerate(places) if not math.isnan(y[row, place])]
@@ -152,7 +152,7 @@ def nan_block(trial: Trial) -> Outcome:
 def own_block(trial: Trial) -> Outcome:
     """Change one block after the other, to values 64 times as large, and compare all others."""
     fmt, columns = trial.blocks.fmt, SIDE // trial.blocks.fmt.block
-    rows = _ordinary_blocks(trial, 4 * columns)
+    rows = ordinary_blocks(trial.blocks.fmt, 4 * columns)
     before = trial.blocks.read(rows, trial.blocks.carrier).values.reshape(-1, fmt.block)[: len(rows)]
     changed_places = (0, columns - 1, columns, 2 * columns + 1)
     for changed in changed_places:
@@ -201,40 +201,3 @@ def ragged_block(trial: Trial) -> Outcome:
             )  # fmt: skip
             return Outcome(tried=len(lengths), wrong=len(wrong), counterexample=example)
     return Outcome(tried=len(lengths))
-
-
-def block_facts(trial: Trial) -> dict[str, object]:
-    """Return what was inferred of a block format, by the names of `Certificate.inferred`."""
-    blocks = trial.blocks
-    fmt = blocks.fmt
-    rows = _ordinary_blocks(trial, 2)
-    rows[0, 1], rows[1, 1] = math.nan, math.inf
-    became: dict[str, str] = {}
-    for index, name in enumerate(("nan", "infinities")):
-        try:
-            y = blocks.read(rows[[index]], blocks.carrier).values.reshape(-1, fmt.block)[0]
-            became[name] = _in_words(y)
-        except CallFailedError:
-            became[name] = "an error"
-    outcome = blocks.clamped()
-    return {
-        "scale_rule": rule_words(fmt, blocks.rule()), **became,
-        "saturate": outcome.wrong == 0 if outcome.tried else "not tried",
-    }  # fmt: skip
-
-
-def _in_words(y: Values) -> str:
-    if np.isnan(y).all():
-        return "its whole block becomes nan"
-    if math.isnan(y[1]):
-        return "nan"
-    if math.isinf(y[1]):
-        return "inf"
-    return "zero" if y[1] == 0 else f"a number, {y[1]:g}"
-
-
-def _ordinary_blocks(trial: Trial, count: int) -> Values:
-    """Return blocks of multiples of 1/8 up to 2, no two alike."""
-    block = trial.blocks.fmt.block
-    parts = (np.arange(count * block) * 7 % 16 + 1) / 8.0
-    return parts.reshape(count, block) * np.where(np.arange(count * block).reshape(count, block) % 2, -1.0, 1.0)

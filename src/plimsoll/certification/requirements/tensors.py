@@ -98,7 +98,8 @@ def result_dtype(trial: Trial) -> Outcome:
     batches = trial.observed.batches
     for batch in batches:
         fmt = format_of_dtype(batch.dtype)
-        if batch.dtype == batch.carrier or (fmt is not None and _holds(fmt, trial.subject)):
+        is_number = not batch.dtype.startswith(("int", "uint", "bool"))  # of a float that is not known nothing is said
+        if batch.dtype == batch.carrier or (is_number if fmt is None else _holds(fmt, trial.subject)):
             continue
         wanted = f"{batch.carrier}, or one that holds {trial.subject.fmt.name}"
         example = Counterexample(input=f"a tensor of {batch.carrier}", expected=wanted, got=batch.dtype)
@@ -169,17 +170,20 @@ def _compared(trial: Trial, tensors: list[Tensor], references: list[Tensor]) -> 
 
     A wrong result counts for more than a refusal, wherever it comes.
     """
-    refused = ""
+    refused: Counterexample | None = None
     for tensor, reference in zip(tensors, references, strict=True):
         what = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, offset {tensor.storage_offset()}"
+        what = f"{_carrier(trial)}, {what}"
         try:
-            example = _difference(trial, tensor, reference, f"{_carrier(trial)}, {what}")
+            example = _difference(trial, tensor, reference, what)
         except CallFailedError as error:
-            refused = refused or f"{what}: {error}"
+            refused = refused or Counterexample(input="a tensor", expected="a result", got=str(error), note=what)
             continue
         if example is not None:
             return Outcome(tried=len(tensors), wrong=1, counterexample=example)
-    return Outcome(tried=len(tensors), wrong=int(bool(refused)), refused=refused or None)
+    if refused is None:
+        return Outcome(tried=len(tensors))
+    return Outcome(tried=len(tensors), wrong=1, counterexample=refused, refused=f"{refused.note}: {refused.got}")
 
 
 def _difference(trial: Trial, tensor: Tensor, reference: Tensor, what: str) -> Counterexample | None:

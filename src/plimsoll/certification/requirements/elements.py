@@ -182,7 +182,7 @@ def nan(trial: Trial) -> Outcome:
 
 @requirement(
     "negative-zero",
-    "-0 keeps its sign, and so does a negative value that rounds to zero.",
+    "A zero keeps its sign: -0, and a negative value that rounds to zero.",
     kinds=_CASTS,
     sections={IEEE_754: "6.3", OFP8: "5.1", OCP_MX: "5.3", NVFP4_RECIPE: ""},
     applies=_negative_zero,

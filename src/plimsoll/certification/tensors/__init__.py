@@ -1,1 +1,0 @@
-"""Casts as operations on tensors: shapes, strides, dtypes, side effects."""
