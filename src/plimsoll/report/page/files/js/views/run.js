@@ -122,7 +122,7 @@ export class RunPage {
     this.facts = el("dl", { class: "facts" });
     this.problems = el("ul", { class: "problems", hidden: true });
     this.note = el("p", { class: "note", role: "alert", hidden: true });
-    this.nav = el("nav", { class: "parts", "aria-label": "Parts of the run" }, el("ul"));
+    this.nav = el("nav", { class: "parts", "aria-label": "Parts of the run", hidden: true }, el("ul")); // until there is a verdict, which would push it down
     this.place = el("div", { class: "part", tabindex: "-1" });
     this.head = el("header", { class: "head" }, this.badge, this.verdict, this.facts, this.problems, this.note);
     this.frame.main.replaceChildren(el("article", { class: "view run-view" }, this.head, isReport ? null : this.nav, this.place));
