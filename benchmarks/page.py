@@ -38,10 +38,13 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 # What the page did until the first figure: bytes on the way, requests, and how far things moved that were there before.
 _DONE = """() => {
   const files = performance.getEntriesByType('resource');
-  return { bytes: files.reduce((sum, { transferSize }) => sum + transferSize, 0), requests: files.length, shift: window.shift ?? 0 };
+  const bytes = files.reduce((sum, { transferSize }) => sum + transferSize, 0);
+  return { bytes, requests: files.length, shift: window.shift ?? 0 };
 }"""
 _WATCH_SHIFT = """new PerformanceObserver((list) => {
-  for (const { value, hadRecentInput } of list.getEntries()) if (!hadRecentInput) window.shift = (window.shift ?? 0) + value;
+  for (const { value, hadRecentInput } of list.getEntries()) {
+    if (!hadRecentInput) window.shift = (window.shift ?? 0) + value;
+  }
 }).observe({ type: 'layout-shift', buffered: true });"""
 _READ = "h1.verdict:not(:has-text('Reading'))"
 _FIGURE = ".plot .main-svg"

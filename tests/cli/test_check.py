@@ -31,7 +31,7 @@ def ill(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_healthy_run_exits_with_0(tmp_path: Path) -> None:
     result = run("check", SOUND.write(tmp_path / "run"))
     assert result.exit_code == 0
-    assert "healthy, up to step 199" in result.output.replace("\n", " ")
+    assert "healthy, through step 199" in result.output.replace("\n", " ")
 
 
 def test_an_alarm_exits_with_1_and_says_where_since_when_and_what_to_do(ill: Path) -> None:
@@ -285,7 +285,7 @@ def test_concise_is_one_line_a_finding(ill: Path, several: Path) -> None:
     found = json.loads(run("check", ill, "--json").stdout)["findings"]
     assert result.exit_code == 1 and len(lines) == len(found) + 1
     assert lines[0].startswith(f"{ill}: alarm: scale-collapse: steps 60 to 199: Many steps in a row overflowed")
-    assert lines[-1] == f"{several / 'sound'}: healthy, up to step 199"
+    assert lines[-1] == f"{several / 'sound'}: healthy, through step 199"
 
 
 def test_github_shows_findings_as_annotations(ill: Path, several: Path) -> None:

@@ -97,7 +97,10 @@ def test_a_sound_run_and_one_of_an_earlier_step(run: Path, tmp_path: Path) -> No
 def test_findings_that_are_given_are_those_told(run: Path, tmp_path: Path) -> None:
     only = [f for f in diagnose(run) if f.rule == "underflow-rising"]
     given = ReportFile(html(run, tmp_path / "page.html", findings=only))
-    assert given.headings[0].startswith("Problem: the underflow of parameter gradients") and given.text.count("What to do") == 1
+    assert (
+        given.headings[0].startswith("Problem: the underflow of parameter gradients")
+        and given.text.count("What to do") == 1
+    )
 
 
 # -- runs that lack something

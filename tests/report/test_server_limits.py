@@ -114,7 +114,7 @@ def test_bytes_that_trickle_in_gain_no_time(site: Served, monkeypatch: pytest.Mo
 def test_an_answer_under_way_is_not_cut_off(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, go_on = threading.Event(), threading.Event()
 
-    def slow(columns: list[str]) -> bytes:  # noqa: ARG001
+    def slow(columns: list[str]) -> bytes:
         asked.set()
         assert go_on.wait(HANG_SECONDS)
         return b"{}"

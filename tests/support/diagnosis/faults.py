@@ -296,7 +296,7 @@ WORDS: Mapping[str, str] = {
     "scale-low": r"the loss scale \(2\^-?\d+\) has been too low .* are lost",
     "scale-collapse": r"the loss scale fell from 2\^\d+ to 2\^-?\d+ at steps?",
     "scale-oscillation": r"the loss scale has swung .* [\d.]+ % of steps",
-    "no-single-scale": r"no single loss scale has worked for all layers .* needs 2\^19 or more, .* overflows above 2\^10",
+    "no-single-scale": r"no single loss scale has worked .* needs 2\^19 or more, .* overflows above 2\^10",
     "overflow-ahead": r"came within .* of the format's largest value",
     "activation-growth": r"activations of .* have grown steadily",
     "saturated-fp8": r"\d+ % of the activations .* FP8's top binade",

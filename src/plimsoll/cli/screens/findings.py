@@ -79,7 +79,7 @@ def _reach(run: "CheckedRun") -> str:
     from plimsoll.diagnosis import shown
 
     last_step, ending = run.view.last_step, run.early_end
-    reach = "nothing recorded" if last_step < 0 else f"up to step {last_step:,}"
+    reach = "nothing recorded" if last_step < 0 else f"through step {last_step:,}"
     return reach if ending is None else f"{reach}; {shown(str(ending))}"
 
 

@@ -12,8 +12,8 @@ from plimsoll.text import number
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Kinds of divergence: values beyond rounding, zeros that a narrow format made of them or that have another cause, NaN and
-# infinities, steps that one scaler skipped, tensors of another size.
+# Kinds of divergence: values beyond rounding, zeros that a narrow format made of them or that have another cause, NaN
+# and infinities, steps that one scaler skipped, tensors of another size.
 Kind = Literal["values", "underflow", "zeros", "nonfinite", "skipped", "size"]
 
 

@@ -106,7 +106,7 @@ def whatif_answer(view: View, fmt: str, shift: int | None, collection: str) -> d
 
 
 def difference(first: View, second: View, root: Path) -> tuple[object, str]:
-    """Return where two runs part, as data and in a sentence. Without data if they cannot be compared."""
+    """Return where two runs diverge, as data and in a sentence. Without data if they cannot be compared."""
     from plimsoll.diagnosis import diff
 
     try:

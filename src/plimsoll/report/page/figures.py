@@ -97,9 +97,7 @@ def _known(name: str) -> Declared:
 def _finding(name: str, query: Mapping[str, str], findings: Sequence[Finding]) -> Finding:
     unused = sorted(query.keys() - {"finding"})
     if unused:
-        raise ArgumentError(
-            f"serve: expected no other argument with finding; got {', '.join(unused)}. Leave it out."
-        )
+        raise ArgumentError(f"serve: expected no other argument with finding; got {', '.join(unused)}. Leave it out.")
     index = whole(query["finding"], "finding")
     if not 0 <= index < len(findings):
         raise NotRecordedError(
