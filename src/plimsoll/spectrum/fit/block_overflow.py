@@ -3,7 +3,8 @@
 The floor rule maps the absmax of a block into the top binade of the element format. Values above the largest one there
 (from 1.81 times the start of the binade in E4M3) overflow. They are in the binade of their block's absmax, so the
 record bounds their number, but not their places in the binade. They are seldom spread evenly: most maxima are near the
-tail of the distribution, which falls steeply, and an even spread gave up to seven times too many. The model has four steps:
+tail of the distribution, which falls steeply, and an even spread gave up to seven times too many. The
+model has four steps:
 
 1. The share of maxima below the end of each binade is known. With n values in a block, each survives the level x with
    probability S(x) = 1 - share^(1/n). Between the ends of a binade log(-log S) is interpolated in log x, where
