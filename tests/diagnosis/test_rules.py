@@ -1,6 +1,7 @@
 """What the rules share: findings that stay, thresholds that are a user's, runs that are hardly there."""
 
 import json
+import re
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -260,7 +261,10 @@ def test_every_rule_and_threshold_is_explained() -> None:
     for rule in RULES:
         words = " ".join(sections[rule.id].split())
         assert f"**{rule.says[:1].upper()}{rule.says[1:]}.**" in words
-        assert f"*It means:* {rule.meaning}" in words and f"*What to do:* {rule.advice}" in words
+        means = f"*It means:* {rule.meaning} *What to do:* {rule.advice}"
+        assert means in words, rule.id
+        rest = words.partition(means)[2]
+        assert re.match(r" |$", rest) and not re.match(r" [a-z]+\.", rest), (rule.id, rest[:40])
         for name, value, source in rule.thresholds:
             assert f"| `{name}` | {value:g} | {source} |" in sections[rule.id]
         assert all(f"`{action}`" in sections[rule.id] for action in rule.actions)
