@@ -9,7 +9,7 @@ import torch
 
 import plimsoll as pl
 from plimsoll.runs import RunWriter, Scalars
-from plimsoll_lab.experiments.unit.drift import headroom
+from plimsoll_lab.experiments.unit.experiment import headroom
 from plimsoll_lab.statistics import columns, largest, median, ratio
 
 ONES = np.ones(3)

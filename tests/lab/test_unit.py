@@ -13,11 +13,22 @@ from plimsoll.runs import Run
 from plimsoll_lab import Bench, Claim, Measured
 from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiments.unit.analysis import Scores, scores
-from plimsoll_lab.experiments.unit.experiment import UNIT, claims, jobs_of, measure_with
-from plimsoll_lab.experiments.unit.model import Plain, Unit
-from plimsoll_lab.experiments.unit.tasks import from_task, to_task, train_all
-from plimsoll_lab.experiments.unit.training import KINDS, Job, Kind, Setup, make_model, make_optimizer, setup_for, train
+from plimsoll_lab.experiments.unit.experiment import UNIT, Scores, claims, jobs_of, measure_with, scores
+from plimsoll_lab.experiments.unit.model import (
+    KINDS,
+    Job,
+    Kind,
+    Plain,
+    Setup,
+    Unit,
+    from_task,
+    make_model,
+    make_optimizer,
+    setup_for,
+    to_task,
+    train,
+    train_all,
+)
 from plimsoll_lab.source_text import SYMBOLS, make_batch, standard_library
 from plimsoll_lab.statistics import Ratio, ratio
 from tests.support.cases import each

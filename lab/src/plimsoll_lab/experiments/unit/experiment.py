@@ -12,17 +12,167 @@ one of 1,024 micro-batches. Unit scaling's loss is not divided: its gradient is 
 """
 
 import contextlib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from plimsoll.diagnosis import Finding, View, diagnose
+from plimsoll.formats import get_element
+from plimsoll.runs import Run
+from plimsoll.spectrum import Spectrum
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
-from plimsoll_lab.experiments.unit.analysis import Scores, judged, scores
-from plimsoll_lab.experiments.unit.tasks import train_all
-from plimsoll_lab.experiments.unit.training import KINDS, Job, Setup, described, setup_for
+from plimsoll_lab.experiments.unit.model import KINDS, Job, Kind, Setup, described, setup_for, train_all
 from plimsoll_lab.result import Measured, Training
 from plimsoll_lab.running.workers import one_thread, workers_for
+from plimsoll_lab.statistics import Floats, Ratio, columns, lost, ratio
 from plimsoll_lab.study import Experiment
+
+REFERENCE = "fp32"  # the kind that all are held against
+_FAILS = 1.05  # times FP32's bits, from which on a training has not come to what it should
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Bits per character of held-out text, by kind: of each learning rate (ascending) and seed; Inf for no number."""
+
+    rates: Mapping[str, tuple[float, ...]]
+    bits: Mapping[str, Floats]
+
+    def best(self, kind: str) -> int:
+        """The place of the learning rate that is best in the mean over seeds; of none at all, the lowest."""
+        return int(np.argmin(self.bits[kind].mean(axis=1)))
+
+    def _at(self, kind: str, rate: float) -> Floats:
+        return self.bits[kind][self.rates[kind].index(rate)]
+
+    def mean(self, kind: str, rate: int) -> float:
+        """The mean over seeds."""
+        return float(self.bits[kind][rate].mean())
+
+    def at_same(self, kind: str, other: str) -> "Ratio":
+        """The ratio to another kind of the same model: both at the other's best learning rate that both have."""
+        shared = [(float(self.bits[other][place].mean()), rate) for place, rate in enumerate(self.rates[other])]
+        _, rate = min(each for each in shared if each[1] in self.rates[kind])
+        return ratio(self._at(kind, rate), self._at(other, rate))
+
+    def at_best(self, kind: str, other: str) -> "Ratio":
+        """The ratio to another kind, each at its own best learning rate."""
+        return ratio(self.bits[kind][self.best(kind)], self.bits[other][self.best(other)])
+
+
+def scores(jobs: Sequence[Job]) -> Scores:
+    """The results of all trainings."""
+    rates: dict[str, tuple[float, ...]] = {}
+    bits: dict[str, Floats] = {}
+    for kind in dict.fromkeys(job.kind.name for job in jobs):
+        found = {(job.rate, job.seed): _bits(job) for job in jobs if job.kind.name == kind}
+        rates[kind] = tuple(sorted({rate for rate, _ in found}))
+        seeds = sorted({seed for _, seed in found})
+        bits[kind] = np.array([[found[rate, seed] for seed in seeds] for rate in rates[kind]])
+    return Scores(rates=rates, bits=bits)
+
+
+def judged(kind: Kind, job: Job, found: Scores) -> Training:
+    """What became of one kind, with the run that was watched: numbers, findings, and the verdict."""
+    run = Run(job.run)
+    view = View(run)
+    findings = tuple(diagnose(view))
+    against = found.at_best(kind.name, REFERENCE)
+    best = found.best(kind.name)
+    numbers = {"loss_end": found.mean(kind.name, best), "best_rate": found.rates[kind.name][best]}
+    numbers |= {f"bits_at_{rate:g}": found.mean(kind.name, place) for place, rate in enumerate(found.rates[kind.name])}
+    numbers |= {"of_fp32": against.mean, "of_fp32_low": against.low, "of_fp32_high": against.high}
+    numbers |= lost(view) | drift(run) | _counted(findings)
+    if kind.family == "unit":
+        numbers |= headroom(run)
+    good = against.mean < _FAILS
+    steps, loss = run.scalars("train_bits")
+    return Training(
+        name=job.run.name, title=kind.title, run=job.run, numbers=numbers, good=good, findings=findings,
+        outcome="trains" if good else "fails", series=columns(steps, loss), series_of="loss",
+    )  # fmt: skip
+
+
+def _counted(findings: Sequence[Finding]) -> dict[str, float]:
+    alarms = [finding for finding in findings if finding.severity == "alarm"]
+    of_underflow = [finding for finding in alarms if finding.rule.startswith("underflow")]
+    return {"alarms": float(len(alarms)), "underflow_alarms": float(len(of_underflow))}
+
+
+def _bits(job: Job) -> float:
+    """Of held-out text, by the trained model; Inf where that gives no number."""
+    value = float(Run(job.run).scalars("bits")[1][-1])
+    return value if math.isfinite(value) else math.inf
+
+
+COLLECTIONS = ("weights", "activations", "activation_gradients")
+PRODUCTS = ("qkv", "out", "up", "down", "readout")  # the linear modules of a block, and the last
+_OPERANDS = {"weights": ".weight", "activations": ":input", "activation_gradients": ":output"}
+FORMATS = {"weights": "e4m3", "activations": "e4m3", "activation_gradients": "e5m2"}
+
+
+def drift(run: Run) -> dict[str, float]:
+    """In binades: the median of the tensors' absolute drifts at the end, and the one furthest from 0 at any sample.
+
+    Both also by collection ("weights_drift_median", ...), with the median scale of the first sample as a logarithm.
+    """
+    moved = {collection: dict(_moves(run, collection)) for collection in COLLECTIONS}
+    found: dict[str, float] = {}
+    for collection, tensors in moved.items():
+        if tensors:
+            found[f"{collection}_begin"] = float(np.median([begin for begin, _ in tensors.values()]))
+            found |= _summed(f"{collection}_drift", [binades for _, binades in tensors.values()])
+    return found | _summed("drift", [binades for tensors in moved.values() for _, binades in tensors.values()])
+
+
+def _summed(name: str, moved: Sequence[Floats]) -> dict[str, float]:
+    if not moved:
+        return {}
+    furthest = [float(binades[np.argmax(np.abs(binades))]) for binades in moved]
+    ends = [abs(float(binades[-1])) for binades in moved]
+    return {f"{name}_median": float(np.median(ends)), f"{name}_most": max(furthest, key=abs)}
+
+
+def _moves(run: Run, collection: str) -> Iterator[tuple[str, tuple[float, Floats]]]:
+    """Of each tensor the logarithm of its first scale, and its drift at each sample."""
+    for name in run.tensors.get(collection, ()):
+        rms = run.series(collection, name, "rms")[1]
+        # What is zero at some sample (a gradient that is lost) has no scale to drift.
+        if len(rms) and (rms > 0).all():
+            yield name, (math.log2(float(rms[0])), np.log2(rms / rms[0]))
+
+
+def headroom(run: Run) -> dict[str, float]:
+    """What E4M3 and E5M2 make of the operands of linear layers, at their worst in any tensor and sample.
+
+    `operands_overflow` and, of the gradients among them, `gradients_lost`: shares of the nonzero values, where one that
+    is not finite has overflowed; `operands_room`: binades between the largest value and the largest of its format. All
+    are NaN of a run that has recorded no such operand.
+    """
+    overflow, flushed, room = [math.nan], [math.nan], [math.nan]
+    for collection, name in FORMATS.items():
+        fmt = get_element(name, "lab unit")
+        for spectrum in _operands(run, collection):
+            fit, broken = spectrum.fit(fmt), spectrum.nonfinite / spectrum.count
+            overflow.append(max(fit.overflow.estimate, broken) if spectrum.nonzero else broken)
+            room.append(-math.inf if broken else math.log2(fmt.max / spectrum.absmax))
+            if collection == "activation_gradients" and spectrum.nonzero:
+                flushed.append(fit.lost.estimate)
+    worst = {"operands_overflow": np.fmax.reduce(overflow), "gradients_lost": np.fmax.reduce(flushed)}
+    return {name: float(value) for name, value in (worst | {"operands_room": np.fmin.reduce(room)}).items()}
+
+
+def _operands(run: Run, collection: str) -> Iterator[Spectrum]:
+    endings = tuple(f"{product}{_OPERANDS[collection]}" for product in PRODUCTS)
+    for name in run.tensors.get(collection, ()):
+        if name.endswith(endings):
+            found = (spectrum for *_, spectrum in run.spectra(collection, name))
+            yield from (spectrum for spectrum in found if spectrum.nonzero or spectrum.nonfinite)
+
 
 _WITHIN = 1.01  # of FP32's bits per character
 _TRAILS = 1.05
