@@ -13,14 +13,19 @@ from plimsoll.runs import Run
 from plimsoll.scaling import DynamicScaler
 from plimsoll_lab import Bench, Claim, Measured
 from plimsoll_lab.bench import Silent
-from plimsoll_lab.experiments.clip import variants
-from plimsoll_lab.experiments.clip.analysis import judged
-from plimsoll_lab.experiments.clip.data import COLOURS, LENGTH, VOCABULARY, Batch, make_batch, tokens
-from plimsoll_lab.experiments.clip.demo import claims, measure_with
-from plimsoll_lab.experiments.clip.model import EPSILON, Clip, contrastive_loss
-from plimsoll_lab.experiments.clip.tasks import train_all
-from plimsoll_lab.experiments.clip.training import Setup, setup_for
-from plimsoll_lab.experiments.clip.variants import DEMO_KINDS, FP16
+from plimsoll_lab.experiments.clip.demo import claims, judged, measure_with
+from plimsoll_lab.experiments.clip.model import (
+    COLOURS,
+    EPSILON,
+    LENGTH,
+    VOCABULARY,
+    Batch,
+    Clip,
+    contrastive_loss,
+    make_batch,
+    tokens,
+)
+from plimsoll_lab.experiments.clip.training import ALL_KINDS, DEMO_KINDS, FP16, Setup, setup_for, train_all
 from plimsoll_lab.running.workers import one_thread
 from tests.support.cases import each
 
@@ -198,7 +203,7 @@ def test_another_scaler_in_the_stock_scalers_place_breaks_its_claims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Measured
 ) -> None:
     recovers: Callable[..., Any] = lambda _, on: DynamicScaler(on, regrowth_interval=2)  # noqa: E731
-    monkeypatch.setitem(variants.ALL_KINDS, "fp16", dataclasses.replace(FP16, scaler=recovers))  # type: ignore[arg-type]
+    monkeypatch.setitem(ALL_KINDS, "fp16", dataclasses.replace(FP16, scaler=recovers))  # type: ignore[arg-type]
     place = bench(tmp_path / "runs")
     train_all([FP16], SMALL, place, workers=1)
     fp16 = judged(FP16, SMALL, Run(place.runs / "fp16")).numbers

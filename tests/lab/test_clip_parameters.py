@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from plimsoll.emulate import emulate
 from plimsoll.errors import ArgumentError
-from plimsoll_lab.experiments.clip.per_parameter_scaler import Each, ParameterScaler, Scales
+from plimsoll_lab.experiments.clip.training import Each, ParameterScaler, Scales
 
 
 def model_of(seed: int = 0) -> nn.Sequential:

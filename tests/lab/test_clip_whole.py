@@ -9,11 +9,8 @@ from plimsoll.runs import Run
 from plimsoll_lab import Bench, Claim, Training
 from plimsoll_lab.bench import Silent
 from plimsoll_lab.experiments.clip import experiment
-from plimsoll_lab.experiments.clip.claims import claims
-from plimsoll_lab.experiments.clip.conclusions import said
-from plimsoll_lab.experiments.clip.experiment import CLIP, measure_with
-from plimsoll_lab.experiments.clip.training import Setup, setup_for
-from plimsoll_lab.experiments.clip.variants import ALL_KINDS, DEMO_KINDS, HIGH, SHORT
+from plimsoll_lab.experiments.clip.experiment import CLIP, claims, measure_with, said
+from plimsoll_lab.experiments.clip.training import ALL_KINDS, DEMO_KINDS, HIGH, SHORT, Setup, setup_for
 from tests.support.cases import each
 
 TINY = Setup(

@@ -1,24 +1,256 @@
-"""One training of the small CLIP, in one precision with one scaler, watched into a run folder.
+"""The trainings of the small CLIP as tasks for workers, and how far all of them have come together."""
 
-Nothing here judges: what became of a training is read from its run (`analysis`).
-"""
-
-from collections.abc import Callable, Mapping
+import contextlib
+import tempfile
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from plimsoll.errors import ArgumentError
 from plimsoll.precision import Loop, prepare
-from plimsoll.scaling import LayerScaler
+from plimsoll.scaling import LayerScaler, LossScaler, SpectralScaler
 from plimsoll.watch import watch
-from plimsoll_lab.experiments.clip.data import Batch, make_batch
-from plimsoll_lab.experiments.clip.model import Clip, contrastive_loss
-from plimsoll_lab.experiments.clip.per_parameter_scaler import ParameterScaler
-from plimsoll_lab.experiments.clip.variants import Kind
+from plimsoll_lab.bench import Bench, Progress
+from plimsoll_lab.experiments.clip.model import Batch, Clip, contrastive_loss, make_batch
+from plimsoll_lab.running.workers import Task, carry_out, one_thread
+
+Each = Literal["tensor", "element"]
+
+_ROOM = 2.0**11  # of 2^16: what is below it all the time can be carried at twice the scale
+_FURTHEST = 24  # binades from the loss scale
+_PATIENCE = 10  # steps with room before a scale is doubled
+
+
+class Scales:
+    """The scale of one parameter, or of each of its elements: an exponent, and how many steps had room since."""
+
+    def __init__(self, parameter: Tensor, each: Each) -> None:
+        self.each = each
+        shape = parameter.shape if each == "element" else torch.Size(())
+        self.exponent = torch.zeros(shape, dtype=torch.int8, device=parameter.device)
+        self.clean = torch.zeros_like(self.exponent)
+
+    @property
+    def nbytes(self) -> int:
+        """What they take."""
+        return self.exponent.nbytes + self.clean.nbytes
+
+    def gradient(self, g: Tensor, x: Tensor) -> Tensor:
+        """The weight's gradient in FP32, after it was FP16 at the present scale; sets the next one."""
+        held = torch.ldexp(g.float().T @ x.float(), self.exponent).half().float()
+        found = torch.ldexp(held, -self.exponent)
+        if bool(g.isfinite().all()):  # else it broke further up, and no scale of this one is to blame
+            self._follow(held)
+        return torch.where(held.isfinite(), found, 0.0) if self.each == "element" and _some(held) else found
+
+    def _follow(self, held: Tensor) -> None:
+        size = held.abs() if self.each == "element" else held.abs().amax()
+        over, room = ~size.isfinite(), size < _ROOM
+        self.clean = torch.where(room, self.clean + 1, 0)
+        up = self.clean >= _PATIENCE
+        self.clean = self.clean.masked_fill(up, 0)
+        self.exponent = (self.exponent + up.to(torch.int8) - over.to(torch.int8)).clamp(-_FURTHEST, _FURTHEST)
+
+
+class ParameterScaler(LossScaler):
+    """A loss scaler that also gives the gradient of each linear layer's weight (or each element of it) its own scale.
+
+    For models whose linear layers have no biases; other parameters' gradients are FP32 in mixed precision, and stay at
+    the loss scale. `close` takes its hooks off the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: str = "cpu", *, each: Each = "tensor", init_scale: float = 2.0**16
+    ) -> None:
+        if each not in ("tensor", "element"):
+            raise ArgumentError(f"ParameterScaler: expected each to be 'tensor' or 'element'; got {each!r}.")
+        super().__init__(device, init_scale, max_scale=init_scale)
+        self.sat_out = 0
+        self._clean = 0
+        self._mode = _OwnProducts(each)
+        self._handles = [
+            model.register_forward_pre_hook(self._enter),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    @property
+    def scales(self) -> list["Scales"]:
+        """Of each weight that a linear layer has used so far."""
+        return [scales for _, scales in self._mode.known.values()]
+
+    @property
+    def state_bytes(self) -> int:
+        """What all scales take, with what they need to follow."""
+        return sum(scales.nbytes for scales in self.scales)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """As every scaler's, after parameters whose gradients are not finite have been left out."""
+        held = [p for group in optimizer.param_groups for p in cast("Sequence[Tensor]", group["params"])]
+        held = [p for p in held if p.grad is not None]
+        broken = [p for p in held if p.grad is not None and not bool(p.grad.isfinite().all())]
+        if len(broken) < len(held):
+            for parameter in broken:
+                parameter.grad = None
+            self.sat_out += len(broken)
+        super().unscale_(optimizer)
+
+    def close(self) -> None:
+        """The model is as it was."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _enter(self, *_: object) -> None:
+        self._mode.__enter__()
+
+    def _leave(self, *_: object) -> None:
+        self._mode.__exit__(None, None, None)
+
+    def _next_scale(self, found_inf: Tensor) -> float:
+        if bool(found_inf.item()):
+            self._clean = 0
+            return self.get_scale() * self.get_backoff_factor()
+        self._clean += 1
+        return self.get_scale() * (self.get_growth_factor() if self._clean % _PATIENCE == 0 else 1.0)
+
+
+class _OwnProducts(TorchFunctionMode):
+    """While it is active, linear layers without a bias compute their weights' gradients at scales of their own."""
+
+    def __init__(self, each: Each) -> None:
+        super().__init__()
+        self._each: Each = each
+        self.known: dict[int, tuple[Tensor, Scales]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear and not kwargs and torch.is_grad_enabled():
+            x, weight, *biases = args
+            if isinstance(weight, nn.Parameter) and all(bias is None for bias in biases):
+                return cast("Any", _Linear).apply(x, weight, self._scales_of(weight))
+        return func(*args, **(kwargs or {}))
+
+    def _scales_of(self, weight: Tensor) -> Scales:
+        if id(weight) not in self.known:
+            self.known[id(weight)] = weight, Scales(weight, self._each)
+        return self.known[id(weight)][1]
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T, in the arithmetic around; backward, in FP16, the input's gradient as ever and W's at its own scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
+        y = functional.linear(x, weight)
+        ctx.save_for_backward(x.to(y.dtype), weight.to(y.dtype))
+        ctx.scales, ctx.wide = scales, (x.dtype, weight.dtype)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        flat, inputs = g.flatten(0, -2), x.flatten(0, -2)
+        own = g.dtype is torch.float16
+        grad_w = ctx.scales.gradient(flat, inputs) if own else flat.T @ inputs
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (flat.float() @ weight.float()).to(g.dtype).view(x.shape).to(ctx.wide[0])
+        return grad_x, grad_w.to(ctx.wide[1]), None
+
+
+def _some(values: Tensor) -> bool:
+    return bool(values.isfinite().any())
+
+
+Hard = Literal["burst", "never", "always"]
+Scaler = Callable[[nn.Module, str], Any]
+
+HIGH = 2.0**24  # the initial scale of the published recipes for dynamic scaling (X4)
+SHORT = 100  # steps, a twentieth of the stock growth interval
+LONGER = 4  # times as many steps where no batch is hard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A way to train.
+
+    - `name`: of its run folder. `scaler`: makes one for a model on a device, if there is one. `repeats`: a batch that
+      overflows is repeated at lower scales.
+    - `hard`: which batches have black pictures: those of the burst, none, or all. `share`: its steps, as a part of the
+      experiment's. `sparse`: how many times as far apart its samples are. `whole`: everything is recorded, and not
+      gradients alone.
+    """
+
+    name: str
+    title: str
+    precision: str = "amp-fp16"
+    scaler: Scaler | None = None
+    repeats: bool = False
+    hard: Hard = "burst"
+    share: float = 1.0
+    sparse: int = 1
+    whole: bool = False
+
+
+def _stock(_: nn.Module, device: str, **arguments: float) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(device, **arguments)  # pyright: ignore[reportArgumentType]
+
+
+def _layer(model: nn.Module, _: str) -> LayerScaler:
+    return LayerScaler(model)
+
+
+_BOTH = partial(_stock, init_scale=HIGH, growth_interval=SHORT)
+
+FP16 = Kind(name="fp16", title="FP16, stock scaler", scaler=_stock, whole=True)
+BF16 = Kind(name="bf16", title="BF16, no scaler", precision="amp-bf16", whole=True)
+SPECTRAL = Kind(
+    name="fp16-spectral", title="FP16, SpectralScaler", repeats=True, whole=True,
+    scaler=lambda _, on: SpectralScaler(on),
+)  # fmt: skip
+LAYER = Kind(name="fp16-layer", title="FP16, LayerScaler", repeats=True, scaler=_layer, whole=True)
+DEMO_KINDS = (FP16, BF16, SPECTRAL, LAYER)
+
+HIGHER = Kind(name="fp16-high", title="FP16, from 2^24", scaler=partial(_stock, init_scale=HIGH))
+SHORTER = Kind(name="fp16-short", title="FP16, doubles every 100", scaler=partial(_stock, growth_interval=SHORT))
+BOTH = Kind(name="fp16-both", title="FP16, both of these", scaler=_BOTH)
+ZHAO = Kind(
+    name="fp16-zhao", title="FP16, published layer rule", repeats=True,
+    scaler=lambda model, _: LayerScaler(model, rule="zhao"),
+)  # fmt: skip
+PARAMETER = Kind(name="fp16-parameter", title="FP16, scale per parameter", scaler=ParameterScaler)
+ELEMENT = Kind(
+    name="fp16-element", title="FP16, scale per element",
+    scaler=partial(ParameterScaler, each="element"),
+)  # fmt: skip
+REMEDIES = (HIGHER, SHORTER, BOTH, ZHAO, PARAMETER, ELEMENT)
+
+NEVER = Kind(
+    name="fp16-never-hard", title="FP16, no hard batch", scaler=_stock, hard="never", share=LONGER, sparse=5
+)  # fmt: skip
+ALWAYS = (
+    Kind(name="bf16-always-hard", title="BF16, all batches hard", precision="amp-bf16", hard="always", share=0.5),
+    Kind(name="fp16-both-always-hard", title="FP16 2^24 and 100, so", scaler=_BOTH, hard="always", share=0.5),
+    Kind(
+        name="fp16-layer-always-hard", title="FP16 LayerScaler, so", repeats=True, scaler=_layer, hard="always",
+        share=0.5,
+    ),
+    Kind(
+        name="fp16-parameter-always-hard", title="FP16 per parameter, so", scaler=PARAMETER.scaler, hard="always",
+        share=0.5,
+    ),
+)  # fmt: skip
+
+ALL_KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (*DEMO_KINDS, *REMEDIES, NEVER, *ALWAYS)}
+
 
 FEWEST_STEPS = 100
 _GRADIENTS = ("gradients", "activation_gradients")
@@ -133,3 +365,60 @@ def _loss_of(model: Clip, batch: Batch, device: str) -> Callable[[], Tensor]:
 def described(setup: Setup, device: str) -> Mapping[str, object]:
     """What a result says of how it was made."""
     return {**setup.to_dict(), "device": device, "fp16": "emulated" if device == "cpu" else "the device's own"}
+
+
+_TRAINED = f"{__name__}:trained"
+_LOOK_SECONDS = 0.3
+
+
+def train_all(kinds: Sequence[Kind], setup: Setup, bench: Bench, workers: int) -> None:
+    """Trains all of them, the longest first, so many at a time; what comes of a training is its run."""
+    order = sorted(kinds, key=lambda kind: -setup.steps_of(kind))
+    with tempfile.TemporaryDirectory() as ticks, _told(kinds, setup, bench.progress, Path(ticks)):
+        tasks = [_task(kind, setup, bench, Path(ticks)) for kind in order]
+        # A model so small gains nothing from a second thread; and sums have one order on all machines.
+        with contextlib.nullcontext() if bench.full else one_thread():
+            carry_out(_TRAINED, tasks, workers=workers)
+
+
+def trained(task: Task) -> None:
+    """Trains what a task says, and leaves a byte for each step that is done."""
+    with Path(task["ticks"]).open("wb", buffering=0) as ticks:
+        train(
+            ALL_KINDS[task["name"]], Setup(**task["setup"]), Path(task["run"]), seed=task["seed"],
+            device=task["device"], told=lambda: ticks.write(b"."),
+        )  # fmt: skip
+
+
+def _task(kind: Kind, setup: Setup, bench: Bench, ticks: Path) -> Task:
+    return {
+        "name": kind.name, "setup": setup.to_dict(), "run": str(bench.runs / kind.name), "seed": bench.seed,
+        "device": bench.device, "ticks": str(ticks / kind.name),
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _told(kinds: Sequence[Kind], setup: Setup, progress: Progress, ticks: Path) -> Generator[None]:
+    """Tells of the steps of all trainings while they run, wherever they do."""
+    progress.begin(f"{len(kinds)} trainings", sum(setup.steps_of(kind) for kind in kinds))
+    over, said = threading.Event(), 0
+
+    def look() -> None:
+        nonlocal said
+        done = sum(file.stat().st_size for file in ticks.iterdir())
+        for _ in range(done - said):
+            progress.advance()
+        said = done
+
+    def follow() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            look()
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        over.set()
+        follower.join()
+        look()
