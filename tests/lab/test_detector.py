@@ -7,10 +7,24 @@ import torch
 from torch.nn import functional
 
 from plimsoll.errors import ArgumentError
-from plimsoll_lab.models.detector.anchors import PER_CELL, STRIDES, anchors, decoded, encoded, matched, overlaps
-from plimsoll_lab.models.detector.data import CLASSES, MOST, Scenes, held_out, scenes
-from plimsoll_lab.models.detector.model import Detector, Found, detection_loss
-from plimsoll_lab.models.detector.scores import mean_average_precision
+from plimsoll_lab.models.detector.model import (
+    CLASSES,
+    MOST,
+    PER_CELL,
+    STRIDES,
+    Detector,
+    Found,
+    Scenes,
+    anchors,
+    decoded,
+    detection_loss,
+    encoded,
+    held_out,
+    matched,
+    mean_average_precision,
+    overlaps,
+    scenes,
+)
 
 # -- scenes ------------------------------------------------------------------------------------------------------------
 
