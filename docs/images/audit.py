@@ -13,7 +13,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from plimsoll.unit import audit, convert
-from plimsoll_lab.experiments.audit.experiment import Setup, Trained
+from plimsoll_lab.experiments.audit import Setup, Trained
 from plimsoll_lab.source_text import make_batch, standard_library
 
 WIDTH, COLOURS = 900, 64

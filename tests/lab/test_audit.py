@@ -12,9 +12,16 @@ from plimsoll.errors import ArgumentError
 from plimsoll_lab import EXPERIMENTS, Bench, Measured
 from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiments.audit.analysis import claims
-from plimsoll_lab.experiments.audit.cost import _Arithmetic, added_share, operations
-from plimsoll_lab.experiments.audit.experiment import FIGURE, Setup, measure_with, setup_for
+from plimsoll_lab.experiments.audit import (
+    FIGURE,
+    Setup,
+    _Arithmetic,
+    added_share,
+    claims,
+    measure_with,
+    operations,
+    setup_for,
+)
 from plimsoll_lab.experiments.unit.model import Plain, Unit
 from plimsoll_lab.source_text import SYMBOLS
 
