@@ -16,11 +16,26 @@ from plimsoll.runs import Batch, Run, RunWriter
 from plimsoll_lab import Bench, Claim, Measured
 from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiments.clip.data import make_batch
-from plimsoll_lab.experiments.underflow import training as trains
-from plimsoll_lab.experiments.underflow.analysis import Rate, came_true, early_verdict, rate
-from plimsoll_lab.experiments.underflow.experiment import UNDERFLOW, claims, jobs_of, measure_with
-from plimsoll_lab.experiments.underflow.training import BY_NAME, KINDS, Job, Setup, captioned, setup_for, train, trained
+from plimsoll_lab.experiments import underflow as trains
+from plimsoll_lab.experiments.clip.model import make_batch
+from plimsoll_lab.experiments.underflow import (
+    BY_NAME,
+    KINDS,
+    UNDERFLOW,
+    Job,
+    Rate,
+    Setup,
+    came_true,
+    captioned,
+    claims,
+    early_verdict,
+    jobs_of,
+    measure_with,
+    rate,
+    setup_for,
+    train,
+    trained,
+)
 from plimsoll_lab.models.detector.model import detection_loss
 from tests.support.cases import each
 
