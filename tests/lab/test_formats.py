@@ -11,10 +11,7 @@ import torch
 from plimsoll.formats import get
 from plimsoll_lab import Bench, perform
 from plimsoll_lab.bench import Silent
-from plimsoll_lab.experiments.formats.experiment import FORMATS, claims
-from plimsoll_lab.experiments.formats.independent_check import by_witness, disagreements
-from plimsoll_lab.experiments.formats.measured_by_cast import by_cast
-from plimsoll_lab.experiments.formats.published_facts import FACTS, Fact
+from plimsoll_lab.experiments.formats import FACTS, FORMATS, Fact, by_cast, by_witness, claims, disagreements
 from plimsoll_lab.result import Result
 from tests.support.cases import each
 
@@ -93,7 +90,7 @@ def test_each_claim_can_fail() -> None:
 def test_a_value_that_is_rounded_otherwise_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     halves = torch.tensor([1 + 3 * 2.0**-12, 1 + 3 * 2.0**-9, -0.0, math.inf, math.nan, 1e-45, 3.4e38])
     assert disagreements(halves, name) == 0
-    import plimsoll_lab.experiments.formats.independent_check as witness
+    import plimsoll_lab.experiments.formats as witness
 
     cast = witness.cast
     monkeypatch.setattr(witness, "cast", lambda x, fmt: cast(x, fmt, rounding="toward_zero"))
