@@ -16,20 +16,35 @@ from plimsoll.spectrum import measure
 from plimsoll_lab import Bench, Measured
 from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiments.gradients.experiment import (
+from plimsoll_lab.experiments.gradients import (
     FIGURE,
     GRADIENTS,
     KINDS,
+    below,
+    between,
     claims,
+    histogram,
     measure_with,
     said,
+    scale_for,
     setup_for,
+    shares,
     small_updates,
 )
-from plimsoll_lab.experiments.gradients.histogram import below, between, histogram, scale_for, shares
 from plimsoll_lab.models.detector import training as trains
-from plimsoll_lab.models.detector.analysis import counted, lost, numbers_of, smoothed, steps_to, whole_spectrum
-from plimsoll_lab.models.detector.training import Job, Kind, Setup, rate_at, sized
+from plimsoll_lab.models.detector.training import (
+    Job,
+    Kind,
+    Setup,
+    counted,
+    lost,
+    numbers_of,
+    rate_at,
+    sized,
+    smoothed,
+    steps_to,
+    whole_spectrum,
+)
 from plimsoll_lab.running.workers import one_thread
 from tests.support.cases import each
 
