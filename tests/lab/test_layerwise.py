@@ -13,20 +13,20 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll_lab import Bench, Measured
 from plimsoll_lab.bench import Silent
-from plimsoll_lab.experiments.layerwise.experiment import (
+from plimsoll_lab.experiments.layerwise import (
     KINDS,
     LAYERWISE,
     STATIC,
+    Spans,
     best_static,
     claims,
     measure_with,
     said,
     setup_for,
+    spans_of,
 )
-from plimsoll_lab.experiments.layerwise.gradient_spans import Spans, spans_of
 from plimsoll_lab.models.detector import training as trains
-from plimsoll_lab.models.detector.analysis import lost
-from plimsoll_lab.models.detector.training import Job, train
+from plimsoll_lab.models.detector.training import Job, lost, train
 from plimsoll_lab.running.workers import one_thread
 from tests.support.cases import each
 

@@ -1,3 +1,0 @@
-"""Experiment `layerwise`: a scale per layer against one scale."""
-
-from plimsoll_lab.experiments.layerwise.experiment import LAYERWISE as LAYERWISE
