@@ -13,17 +13,25 @@ from plimsoll.runs import Run
 from plimsoll_lab import Bench, Claim, Measured
 from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiments.clip.data import SHAPES, VOCABULARY, make_batch
-from plimsoll_lab.experiments.levels.analysis import accuracies, behind
-from plimsoll_lab.experiments.levels.experiment import LEVELS, astray, claims, measure_with
-from plimsoll_lab.experiments.levels.model import CLASSES, SmallNet, classes_of, loss_of, make_pictures
-from plimsoll_lab.experiments.levels.operations import operations_at
-from plimsoll_lab.experiments.levels.training import (
+from plimsoll_lab.experiments.clip.model import SHAPES, VOCABULARY, make_batch
+from plimsoll_lab.experiments.levels import (
     CHANGED,
+    CLASSES,
     KINDS,
+    LEVELS,
     OF_LEVELS,
     SCALES,
     Setup,
+    SmallNet,
+    accuracies,
+    astray,
+    behind,
+    claims,
+    classes_of,
+    loss_of,
+    make_pictures,
+    measure_with,
+    operations_at,
     setup_for,
     to_task,
     trained,
