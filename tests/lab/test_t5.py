@@ -13,10 +13,22 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll_lab.bench import Bench, Silent
 from plimsoll_lab.claim import Claim
-from plimsoll_lab.experiments.t5.analysis import layers_of, overflowing
-from plimsoll_lab.experiments.t5.experiment import T5, claims, measure_with
-from plimsoll_lab.experiments.t5.model import LENGTH, VOCABULARY, Encoder, batch_of
-from plimsoll_lab.experiments.t5.training import KINDS, Setup, setup_for, task_of, trained
+from plimsoll_lab.experiments.t5 import (
+    KINDS,
+    LENGTH,
+    T5,
+    VOCABULARY,
+    Encoder,
+    Setup,
+    batch_of,
+    claims,
+    layers_of,
+    measure_with,
+    overflowing,
+    setup_for,
+    task_of,
+    trained,
+)
 from plimsoll_lab.result import Measured
 from tests.support.cases import each
 
