@@ -15,14 +15,18 @@ from plimsoll.runs import Run
 from plimsoll_lab import Bench, Measured
 from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiments.techniques.experiment import TECHNIQUES, beside, claims, measure_with
-from plimsoll_lab.experiments.techniques.sum_errors import _operands, error_of_sums
-from plimsoll_lab.experiments.techniques.training import (
+from plimsoll_lab.experiments.techniques import (
     KINDS,
+    TECHNIQUES,
     Language,
     Setup,
+    _operands,
+    beside,
+    claims,
+    error_of_sums,
     forget_masters,
     loss_of,
+    measure_with,
     setup_for,
     task_of,
 )
