@@ -12,8 +12,7 @@ from plimsoll.cli import app
 from plimsoll.errors import ArgumentError
 from plimsoll_lab import EXPERIMENTS, Bench
 from plimsoll_lab.bench import Silent
-from plimsoll_lab.experiments.unit_factors.cases import Case, cases
-from plimsoll_lab.experiments.unit_factors.experiment import Row, claims, measured_rows
+from plimsoll_lab.experiments.unit_factors import Case, Row, cases, claims, measured_rows
 from tests.support.cases import each
 
 RUNS = 32
