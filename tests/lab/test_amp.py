@@ -16,15 +16,45 @@ from plimsoll_lab import Bench, Measured
 from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
 from plimsoll_lab.experiments.amp import experiment
-from plimsoll_lab.experiments.amp.analysis import ends, fell_to, furthest, losses
-from plimsoll_lab.experiments.amp.claims import of_losses, of_memory, of_times
-from plimsoll_lab.experiments.amp.data import make_rows, make_scenes, make_spans
-from plimsoll_lab.experiments.amp.experiment import AMP, levels_of, measure_with
-from plimsoll_lab.experiments.amp.memory import Footprint, footprint
-from plimsoll_lab.experiments.amp.models import CATEGORIES, CLASSES, UNET_PARAMETERS, FeedForward, UNet, count, side_of
-from plimsoll_lab.experiments.amp.networks import Network, feed_forward, published, spans, unet
-from plimsoll_lab.experiments.amp.timing import Timed, ratio, time_steps
-from plimsoll_lab.experiments.amp.training import FP8, Setup, rounds_of, setup_for, to_task
+from plimsoll_lab.experiments.amp.experiment import (
+    AMP,
+    FP8,
+    Setup,
+    Timed,
+    ends,
+    fell_to,
+    furthest,
+    levels_of,
+    losses,
+    measure_with,
+    of_losses,
+    of_memory,
+    of_times,
+    rounds_of,
+    setup_for,
+    time_ratio,
+    time_steps,
+    to_task,
+)
+from plimsoll_lab.experiments.amp.networks import (
+    CATEGORIES,
+    CLASSES,
+    UNET_PARAMETERS,
+    FeedForward,
+    Footprint,
+    Network,
+    UNet,
+    count,
+    feed_forward,
+    footprint,
+    make_rows,
+    make_scenes,
+    make_spans,
+    published,
+    side_of,
+    spans,
+    unet,
+)
 from plimsoll_lab.statistics import Ratio
 from tests.support.cases import each
 
@@ -42,8 +72,7 @@ def bench(folder: Path, steps: int | None = None) -> Bench:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("experiment", "training"):
-            patch.setattr(f"plimsoll_lab.experiments.amp.{module}.trained_networks", lambda _: SMALL[:2])
+        patch.setattr(experiment, "trained_networks", lambda _: SMALL[:2])
         patch.setattr(experiment, "LEVELS", ("fp32", "amp-fp16", FP8))
         return measure_with(bench(tmp_path_factory.mktemp("amp")), TINY, counted=SMALL, timed=SMALL, workers=1)
 
@@ -181,14 +210,14 @@ def test_timed_steps_leave_the_weights_and_are_of_one_loss(monkeypatch: pytest.M
     torch.manual_seed(0)
     before = [p.clone() for p in FeedForward((8, 4)).parameters()]
     ticks = iter(range(100))
-    monkeypatch.setattr("plimsoll_lab.experiments.amp.timing.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("plimsoll_lab.experiments.amp.experiment.time.perf_counter", lambda: float(next(ticks)))
     found = time_steps(network, ("fp32", "amp-fp16"), rounds=2, seed=0, device="cpu", progress=Silent())
     assert all(p.equal(q) and p.dtype is q.dtype for p, q in zip(before, made[0].parameters(), strict=True))
     assert found["fp32"].seconds == found["amp-fp16"].seconds == [1.0, 1.0]  # the round that warms up is left out
     assert found["amp-fp16"].loss == pytest.approx(found["fp32"].loss, rel=0.01)
     assert found["amp-fp16"].loss != found["fp32"].loss  # which shows that it was another arithmetic
     slow, fast = Timed(seconds=[4, 3, 9], loss=0, peak_bytes=0), Timed(seconds=[2, 3, 3], loss=0, peak_bytes=0)
-    assert ratio(slow, fast) == 2.0 and slow.median == 4
+    assert time_ratio(slow, fast) == 2.0 and slow.median == 4
 
 
 def test_fp8_is_timed_where_there_are_linear_layers() -> None:

@@ -8,44 +8,392 @@
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import of_rows
-from plimsoll_lab.experiments.amp.analysis import against, fell_to, judged, losses
-from plimsoll_lab.experiments.amp.claims import (
-    Ends,
-    Memory,
-    of_losses,
-    of_memory,
-    of_times,
-    said_of_memory,
-    said_of_times,
-)
-from plimsoll_lab.experiments.amp.memory import Footprint, footprint
-from plimsoll_lab.experiments.amp.models import count, needed_transformers
-from plimsoll_lab.experiments.amp.networks import Network, published
-from plimsoll_lab.experiments.amp.timing import time_steps
-from plimsoll_lab.experiments.amp.training import (
-    FP8,
-    LEVELS,
-    Setup,
-    described,
-    plan_for,
-    rounds_of,
-    setup_for,
-    timed_networks,
-    to_task,
-    trained_networks,
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis import View, diagnose, plan
+from plimsoll.errors import ArgumentError
+from plimsoll.precision import Loop, prepare
+from plimsoll.runs import Run
+from plimsoll.text import percent
+from plimsoll.watch import Watch, watch
+from plimsoll_lab.bench import Bench, Progress
+from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
+from plimsoll_lab.experiments.amp.networks import (
+    UNET_PARAMETERS,
+    Batch,
+    Footprint,
+    Network,
+    count,
+    feed_forward,
+    footprint,
+    gibibytes,
+    moved,
+    needed_transformers,
+    published,
+    spans,
+    unet,
 )
 from plimsoll_lab.result import Measured, Training
-from plimsoll_lab.running.workers import carry_out, one_thread, workers_for
+from plimsoll_lab.running.unwatched_run import Unwatched
+from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
+from plimsoll_lab.statistics import Ratio, columns, largest, ratio
 from plimsoll_lab.study import Experiment
+
+FEWEST_STEPS = 20
+FP8 = "fp8"  # the level fp8-tensor where there are linear layers; for the UNet, which has none, a plan of its FP32 run
+_MARGIN = 3  # binades: scales come of every tenth step of one seed, and must hold for all steps of all
+LEVELS = ("fp32", "tf32", "amp-fp16", "amp-bf16", FP8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How long, and how large.
+
+    - `steps`, `seeds`: of the trainings whose losses are compared. `rounds`: of the steps that are timed, at the
+      benchmark's sizes if `full`, and otherwise at batches and pictures that a CPU can take.
+    - `every`: how often the watched trainings are recorded.
+    """
+
+    steps: int = 80
+    seeds: int = 3
+    rounds: int = 3
+    every: int = 10
+    full: bool = False
+
+
+def setup_for(steps: int | None, *, full: bool) -> Setup:
+    """The sizes for that many steps."""
+    whole = Setup(steps=500, rounds=20, every=50, full=True) if full else Setup()
+    if steps is None:
+        return whole
+    if steps < FEWEST_STEPS:
+        raise ArgumentError(
+            f"lab amp: expected {FEWEST_STEPS} steps or more, so that losses can fall; got {steps}. Use {whole.steps}."
+        )
+    return replace(whole, steps=steps)
+
+
+def timed_networks(setup: Setup) -> tuple[Network, ...]:
+    """The networks, at full width whatever the setup."""
+    return published() if setup.full else (feed_forward(128), unet(2, 92), spans(1, 32))
+
+
+def rounds_of(network: Network, setup: Setup) -> int:
+    """How often the network's steps are timed: BERT-base once, where a CPU has to take them."""
+    return 1 if network.name == "bert" and not setup.full else setup.rounds
+
+
+def trained_networks(setup: Setup) -> tuple[Network, ...]:
+    """The networks that are trained: without `full` narrower ones, and no BERT."""
+    return published() if setup.full else (feed_forward(128, (250, 125)), unet(4, 92, width=8, rate=3e-3))
+
+
+def trained(task: Task) -> None:
+    """Trains what a task of `to_task` says: from the weights and on the batches of its seed, whatever the level."""
+    setup, device, seed, run = Setup(**task["setup"]), task["device"], task["seed"], Path(task["run"])
+    network = next(each for each in trained_networks(setup) if each.name == task["network"])
+    torch.manual_seed(seed)
+    model = network.make().to(device)
+    optimizer = network.optimizer(model)
+    seen = watch(model, optimizer, run=run, every=setup.every) if task["watched"] else Unwatched(run)
+    watched = seen if isinstance(seen, Watch) else None
+    with seen, prepare(model, optimizer, task["precision"], watch=watched) as loop:
+        for step in range(setup.steps):
+            torch.manual_seed(_mixed(seed, step))  # of dropout: the same one at every level
+            with loop.forward():
+                loss = network.loss(model, moved(network.draw(seed, step, network.batch), device))
+            seen.log(train_loss=loss.detach())
+            loop.step(loss)
+
+
+def plan_for(network: Network, run: Path) -> str:
+    """How the network runs in FP8: a level, or the plan that its own FP32 run gives, which lies beside that."""
+    if network.name != "unet":
+        return "fp8-tensor"
+    file = run.with_name(f"{run.name}-fp8.toml")
+    plan(run, "fp8", margin_binades=_MARGIN).save(file)
+    return str(file)
+
+
+def to_task(network: str, precision: str, seed: int, run: Path, setup: Setup, device: str, *, watched: bool) -> Task:
+    """A training as JSON-able data."""
+    return {
+        "name": run.name, "network": network, "precision": precision, "seed": seed, "run": str(run),
+        "watched": watched, "setup": asdict(setup), "device": device,
+    }  # fmt: skip
+
+
+def described(setup: Setup, device: str) -> Mapping[str, object]:
+    """What a result says of how it was made."""
+    told: dict[str, object] = asdict(setup)
+    batches = {network.name: network.batch for network in timed_networks(setup)}
+    emulated = "emulated" if device == "cpu" else "the device's own"
+    return {**told, "timed_batches": batches, "device": device, "fp16": emulated, "memory": "counted on meta"}
+
+
+def _mixed(seed: int, step: int) -> int:
+    return 7_919 * seed + step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """The steps of a level: seconds of each round, and the loss. `peak_bytes`: of the GPU's memory; 0 on a CPU."""
+
+    seconds: Sequence[float]
+    loss: float
+    peak_bytes: int
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds)
+
+
+def time_steps(
+    network: Network, levels: Sequence[str], *, rounds: int, seed: int, device: str, progress: Progress
+) -> Mapping[str, Timed]:
+    """The steps of each level, in so many rounds after one that warms up; the order turns with each round."""
+    progress.begin(f"steps of {network.title}", (rounds + 1) * len(levels))
+    torch.manual_seed(seed)
+    model = network.make().to(device)
+    optimizer = network.optimizer(model, rate=0.0)
+    batch = moved(network.draw(seed, 0, network.batch), device)
+    seconds: dict[str, list[float]] = {level: [] for level in levels}
+    losses: dict[str, float] = {}
+    peaks: dict[str, int] = {}
+    for number in range(rounds + 1):
+        turn = number % len(levels)
+        for level in (*levels[turn:], *levels[:turn]):
+            with prepare(model, optimizer, level) as loop:
+                took, losses[level], peaks[level] = _step(network, loop, batch, seed, device)
+            if number:
+                seconds[level].append(took)
+            progress.advance()
+    return {level: Timed(seconds=seconds[level], loss=losses[level], peak_bytes=peaks[level]) for level in levels}
+
+
+def time_ratio(these: Timed, those: Timed) -> float:
+    """The median, over rounds, of how many times as long the first took in the same round."""
+    return statistics.median(a / b for a, b in zip(these.seconds, those.seconds, strict=True))
+
+
+def _step(network: Network, loop: Loop, batch: Batch, seed: int, device: str) -> tuple[float, float, int]:
+    """Seconds, loss, and the most GPU memory of one step."""
+    torch.manual_seed(seed)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    _settle(device)
+    began = time.perf_counter()
+    with loop.forward():
+        loss = network.loss(loop.model, batch)
+    loop.step(loss)
+    _settle(device)
+    took = time.perf_counter() - began
+    return took, loss.item(), torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def _settle(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+_PARTS = 4  # a loss begins with the first of them, and ends with the last
+Floats = NDArray[np.float64]
+
+
+def losses(run: Path) -> Floats:
+    """The loss of each step."""
+    return Run(run).scalars("train_loss")[1]
+
+
+def fell_to(loss: Floats) -> float:
+    """The part of the loss that is left at the end: the mean of the last quarter, of that of the first."""
+    part = max(1, len(loss) // _PARTS)
+    return float(loss[-part:].mean() / loss[:part].mean())
+
+
+def ends(runs: Sequence[Path]) -> Floats:
+    """The mean loss over the last quarter of each training; Inf for one that ended in no number."""
+    found = [loss[-max(1, len(loss) // _PARTS) :].mean() for loss in map(losses, runs)]
+    return np.nan_to_num(np.array(found), nan=np.inf)
+
+
+def against(these: Sequence[Path], fp32: Sequence[Path]) -> Ratio:
+    """The losses at the end as a ratio to FP32's, with Student's bounds over the seeds."""
+    return ratio(ends(these), ends(fp32))
+
+
+def furthest(found: Ratio) -> float:
+    """How far from 1 the ratio can be, either way, with 95 % each."""
+    return max(found.high - 1.0, 1.0 - found.low)
+
+
+def judged(name: str, title: str, run: Path, found: Ratio, numbers: Mapping[str, float]) -> Training:
+    """What became of a level of a network, with the run that was watched."""
+    loss = losses(run)
+    good = found.mean < 1.0 + _AGREES
+    return Training(
+        name=name, title=title, run=run, findings=tuple(diagnose(View(Run(run)))), good=good,
+        numbers={"of_fp32": found.mean, "of_fp32_low": found.low, "of_fp32_high": found.high,
+                 "fell_to": fell_to(loss), **numbers},
+        outcome="agrees with FP32" if good else "leaves FP32", series=columns(np.arange(len(loss)), loss),
+        series_of="loss",
+    )  # fmt: skip
+
+
+_AGREES = 0.05  # of FP32's loss
+_HALF = 0.6  # of FP32's memory: half, and a tenth for what stays
+_X2_TOTAL = 0.625  # of it, if activations three times the static memory are halved and the static is not: 2.5 / 4
+Memory = Mapping[tuple[str, str], Footprint]
+Times = Mapping[str, Mapping[str, Timed]]
+Ends = Mapping[tuple[str, str], Ratio]
+
+
+def of_memory(memory: Memory, batches: Mapping[str, int], parameters: int) -> tuple[Claim, ...]:
+    """What is said of memory, at the benchmark's batches."""
+    return (
+        *of_rows(_of_savings(memory, batches, parameters), "A4"),
+        *of_rows(_of_parts(memory, batches["bert"]), "X2"),
+        *of_rows(_of_inference(memory), "N6"),
+    )
+
+
+def _of_savings(memory: Memory, batches: Mapping[str, int], parameters: int) -> tuple[Claim, ...]:
+    saved = {name: 1.0 - share(memory, name, "amp-fp16", batch) for name, batch in batches.items()}
+    return claims_of(
+        f"""
+        unet-parameters | parameters | at least {UNET_PARAMETERS} and at most {UNET_PARAMETERS} parameters
+            | the UNet has the benchmark's number of parameters
+        unet-saves-most | saved.unet - max(saved.bert, saved['feed-forward'])
+            | at least 0.05 of the memory more than the next
+            | amp-fp16: the UNet saves the largest part of its memory
+        bert-saves | saved.bert | at least 0.1 of the memory | amp-fp16: BERT-base saves memory too
+        unet-halves | 1.0 - saved.unet | at most {_HALF} of FP32's | amp-fp16: the UNet's memory about halves
+        """,
+        parameters=parameters,
+        saved=saved,
+    )
+
+
+def _of_parts(memory: Memory, batch: int) -> tuple[Claim, ...]:
+    """Static and dynamic memory told apart."""
+    bert, masters = memory["bert", "fp32"], memory["bert", "fp16-master"]
+    return claims_of(
+        f"""
+        masters-cost | masters_cost | at least 0.99 and at most 1.01 of FP32's
+            | O2: masters cost what 16-bit weights and gradients save: static memory stays
+        activations-dominate | activations_dominate | at least 3 and at most 4 times
+            | BERT-base in FP32: activations take 3 to 4 times the static memory
+        o2-halves | o2_halves | at most {_X2_TOTAL} of FP32's | O2: so the total about halves, as activations do
+        """,
+        masters_cost=masters.static / bert.static,
+        activations_dominate=bert.dynamic(batch) / bert.static,
+        o2_halves=share(memory, "bert", "fp16-master", batch),
+    )
+
+
+def _of_inference(memory: Memory) -> tuple[Claim, ...]:
+    bert, masters = memory["bert", "fp32"], memory["bert", "fp16-master"]
+    return claims_of(
+        """
+        inference-halves | inference_halves | at least 0.5 and at most 0.51 of FP32's
+            | BERT-base for inference: its weights in FP16 take half the memory
+        """,
+        inference_halves=masters.weights / bert.weights,
+    )
+
+
+def share(memory: Memory, network: str, level: str, batch: int) -> float:
+    """The memory at the level as a part of FP32's."""
+    return memory[network, level].total(batch) / memory[network, "fp32"].total(batch)
+
+
+def of_losses(ends: Ends, fell: Mapping[str, float], times: Times) -> tuple[Claim, ...]:
+    """What is said of losses: they fall, they agree at the end, and one step's agree to begin with."""
+    return (
+        *(
+            Claim(f"{name}-converges", f"{name}, FP32: the loss falls",
+                  part, at_most=0.8, unit="of where it began")
+            for name, part in fell.items()
+        ),
+        *(
+            Claim(f"{name}-{level}-agrees", f"{name}, {level}: the loss ends where FP32's does",
+                  furthest(found), at_most=_AGREES, unit="of it apart, at most")
+            for (name, level), found in ends.items()
+            if level != "fp32"
+        ),
+        *(
+            Claim(f"{name}-step-agrees", f"{name}: one step's loss is the same at all levels",
+                  largest(abs(each.loss / levels["fp32"].loss - 1.0) for each in levels.values()),
+                  at_most=_AGREES, unit="of FP32's apart, at most")
+            for name, levels in times.items()
+        ),
+    )  # fmt: skip
+
+
+def of_times(times: Times) -> tuple[Claim, ...]:
+    """What was published of times on GPUs: no gain, 5 to 30 %, 50 to 60 %."""
+    took = {name: time_ratio(levels["amp-fp16"], levels["fp32"]) for name, levels in times.items()}
+    return claims_of(
+        """
+        feed-forward-no-gain | took['feed-forward'] | at least 0.95 of FP32's time
+            | amp-fp16: the feed-forward network gains no time
+        unet-faster | took.unet | at most 0.95 of FP32's time
+            | amp-fp16: the UNet takes 5 to 30 % less time, or saves more
+        bert-faster | took.bert | at most 0.5 of FP32's time
+            | amp-fp16: BERT-base takes 50 to 60 % less time, or saves more
+        """,
+        took=took,
+    )
+
+
+def said_of_memory(memory: Memory, batches: Mapping[str, int]) -> Iterator[str]:
+    """Static and dynamic memory of each network, and each level's part of FP32's."""
+    for name, batch in batches.items():
+        fp32 = memory[name, "fp32"]
+        levels = ", ".join(
+            f"{level} {percent(share(memory, name, level, batch), 0)}" for network, level in memory if network == name
+        )
+        yield (
+            f"{name}, batch {batch}: {gibibytes(fp32.static)} static and {gibibytes(fp32.dynamic(batch))} dynamic in "
+            f"FP32; dynamic is 3 to 4 times static at batches {fp32.batch_at(3):.1f} to {fp32.batch_at(4):.1f}. Of "
+            f"FP32's total: {levels}. Of what O2 keeps for a sample, "
+            f"{percent(_wide(memory[name, 'fp16-master']), 0)} has 4 "
+            "bytes a value or more."
+        )
+
+
+def _wide(found: Footprint) -> float:
+    return found.wide / found.per_sample
+
+
+def said_of_times(times: Times, device: str) -> Iterator[str]:
+    """How long steps took, and what that says."""
+    for name, levels in times.items():
+        others = ", ".join(
+            f"{level} {time_ratio(timed, levels['fp32']):.2f}" for level, timed in levels.items() if level != "fp32"
+        )
+        peak = max(timed.peak_bytes for timed in levels.values())
+        most = f" At most {gibibytes(peak)} of the GPU." if peak else ""
+        yield f"{name}: a step in FP32 takes {levels['fp32'].median:.3g} s; times of it: {others}.{most}"
+    if device == "cpu":
+        yield (
+            "These are times of a CPU, which emulates 16-bit, TF32 and FP8 arithmetic: they say nothing of a GPU's. "
+            "The published savings of time are claimed with --device cuda alone."
+        )
+
 
 _COUNTED = ("fp32", "amp-fp16", "amp-bf16", "fp8-tensor", "fp16-master")
 _REPORTED = ("fp32", "amp-fp16", FP8)
-_TRAINED = "plimsoll_lab.experiments.amp.training:trained"
+_TRAINED = "plimsoll_lab.experiments.amp.experiment:trained"
 
 
 def measure(bench: Bench) -> Measured:
