@@ -15,30 +15,42 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll_lab import Bench
 from plimsoll_lab.bench import Silent
-from plimsoll_lab.experiments.bert.analysis import Score, behind, judged, nats_over, scored, scores
 from plimsoll_lab.experiments.bert.data import (
     LENGTH,
     LONGEST_ANSWER,
+    MASK,
     PREDICTIONS,
+    SPECIAL,
     batch_of,
+    best_spans,
+    corpus,
+    exact,
+    f1,
     masked_batch,
     questions,
     questions_of,
     source,
     source_of,
+    vocabulary_of,
+    words,
 )
-from plimsoll_lab.experiments.bert.experiment import claims, jobs_of
-from plimsoll_lab.experiments.bert.scores import best_spans, exact, f1
-from plimsoll_lab.experiments.bert.tokenizer import MASK, SPECIAL, corpus, vocabulary_of, words
-from plimsoll_lab.experiments.bert.training import (
+from plimsoll_lab.experiments.bert.experiment import (
     KINDS,
     PHASES,
     Job,
     Kind,
+    Score,
     Setup,
+    behind,
+    claims,
     from_task,
+    jobs_of,
+    judged,
     make_model,
     make_optimizer,
+    nats_over,
+    scored,
+    scores,
     setup_for,
     to_task,
     train,

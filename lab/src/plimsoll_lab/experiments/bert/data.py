@@ -1,12 +1,12 @@
-"""What the small BERT is taught: to fill in masked tokens, and then to find in a piece of source what is asked for.
+"""How answers are scored: exact match and F1 over tokens, by the rules of SQuAD (Rajpurkar et al. 2016).
 
-A question is one word, and the answer what that word stands in front of: the name behind ``def``, ``class`` or
-``raise``, what ``return`` gives, what is imported, what ``for`` counts with, what ``if`` asks; or, where the question
-is a quotation mark or a digit, the string or the number. A piece is asked for what it holds once, and holds two such
-things or more, so that the question has to be read. A batch follows from seed and step.
+F1 is the harmonic mean of precision and recall of the tokens, each counted as often as it occurs, in any order. What
+SQuAD does to English before (lower case, no articles, no punctuation) is left out: to source code these matter.
 """
 
+import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +14,80 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from plimsoll_lab.experiments.bert.tokenizer import CLASS, MASK, SEPARATOR, SPECIAL, Vocabulary, corpus
+from plimsoll_lab.source_text import ALPHABET, spelled, standard_library
+
+PAD, CLASS, SEPARATOR, MASK, UNKNOWN = range(5)
+SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]")
+WORDS = 1024  # of the whole vocabulary
+_LONGEST = 16  # characters of a word that is looked for
+_TOKEN = re.compile(r"[A-Za-z_][A-Za-z_0-9]*|[0-9]+|\n|==|!=|<=|>=|->|:=|\*\*|//|[-+*/|&^%@]=|[^\s]")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens by number, and their numbers."""
+
+    tokens: tuple[str, ...]
+    numbers: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def cut(self, word: str) -> tuple[int, ...]:
+        """The numbers of a word: its own, or those of its longest known parts from the front.
+
+        >>> found = Vocabulary.of(["a", "b", "ab"])
+        >>> [found.tokens[number] for number in found.cut("abbq")]
+        ['ab', 'b', '[UNK]']
+        """
+        parts: list[int] = []
+        while word:
+            end = next((end for end in range(min(len(word), _LONGEST), 1, -1) if word[:end] in self.numbers), 1)
+            parts.append(self.numbers.get(word[:end], UNKNOWN))
+            word = word[end:]
+        return tuple(parts)
+
+    @classmethod
+    def of(cls, tokens: Sequence[str]) -> "Vocabulary":
+        """The vocabulary of these tokens, behind the special ones."""
+        listed = (*SPECIAL, *tokens)
+        return cls(listed, {token: number for number, token in enumerate(listed)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """The words of the text that is trained on and of the text that is held out, and the vocabulary of the first."""
+
+    vocabulary: Vocabulary
+    trained: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+
+@cache
+def corpus() -> Corpus:
+    """Of this interpreter's standard library; made once."""
+    text = standard_library()
+    trained, held_out = (tuple(words(spelled(codes))) for codes in (text.trained, text.held_out))
+    return Corpus(vocabulary=vocabulary_of(trained, WORDS), trained=trained, held_out=held_out)
+
+
+def words(text: str) -> list[str]:
+    r"""The words of a text, in order.
+
+    >>> words("def f(a_1, b=-12):\n    return 'x y'")
+    ['def', 'f', '(', 'a_1', ',', 'b', '=', '-', '12', ')', ':', '\n', 'return', "'", 'x', 'y', "'"]
+    """
+    return _TOKEN.findall(text)
+
+
+def vocabulary_of(text: Sequence[str], size: int) -> Vocabulary:
+    """The characters, and the most frequent words that fit in a vocabulary of that size."""
+    characters = [character for character in ALPHABET if character != " "]
+    known = set(characters)
+    counted = Counter(word for word in text if word not in known and len(word) <= _LONGEST)
+    ranked = sorted(counted, key=lambda word: (-counted[word], word))
+    return Vocabulary.of([*characters, *ranked[: size - len(SPECIAL) - len(characters)]])
+
 
 LENGTH = 32  # tokens of an input
 PREDICTIONS = 5  # of an input: 15 % of its tokens, as in BERT
@@ -184,3 +257,37 @@ def _until(begin: int, ends: set[str], words: Sequence[str]) -> tuple[int, int] 
 @cache
 def _tensor(*, held_out: bool) -> Tensor:
     return torch.tensor(source(held_out=held_out).numbers)
+
+
+def exact(predicted: Sequence[int], truth: Sequence[int]) -> float:
+    """1 where the answer is the truth, token by token, else 0."""
+    return float(tuple(predicted) == tuple(truth))
+
+
+def f1(predicted: Sequence[int], truth: Sequence[int]) -> float:
+    """The harmonic mean of precision and recall; where one of both is empty, 1 if the other is too.
+
+    >>> round(f1([1, 2, 3], [2, 3, 4, 5]), 4)  # 2 of 3 are right, 2 of 4 were found
+    0.5714
+    """
+    if not predicted or not truth:
+        return float(not predicted and not truth)
+    shared = sum((Counter(predicted) & Counter(truth)).values())
+    return 2 * shared / (len(predicted) + len(truth))
+
+
+def best_spans(first: Tensor, last: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the last token of each answer: of all spans of the context that are not too long, the best.
+
+    `first` and `last` are scores (batch, length); a span's is the sum. Of equal ones the earliest counts; where scores
+    are NaN, the context's first token.
+    """
+    length = first.shape[1]
+    places = torch.arange(length)
+    behind = places[None, :] - places[:, None]
+    allowed = (behind >= 0) & (behind < LONGEST_ANSWER)
+    context = segments.bool()
+    allowed = allowed & context[:, :, None] & context[:, None, :]
+    sums = (first.double()[:, :, None] + last.double()[:, None, :]).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    best = sums.masked_fill(~allowed, -torch.inf).flatten(1).argmax(dim=1)
+    return best // length, best % length
