@@ -10,7 +10,14 @@ import torch
 from plimsoll_lab.bench import Bench, Silent
 from plimsoll_lab.claim import Claim
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiments.tf32.experiment import TF32, claims, measure, trained
+from plimsoll_lab.experiments.tf32.experiment import (
+    TF32,
+    Errors,
+    claims,
+    errors,
+    measure,
+    trained,
+)
 from plimsoll_lab.experiments.tf32.loops import (
     amp_loop,
     bf16_loop,
@@ -21,7 +28,6 @@ from plimsoll_lab.experiments.tf32.loops import (
     plimsoll_loop,
     tf32_loop,
 )
-from plimsoll_lab.experiments.tf32.products import Errors, errors
 from tests.support.cases import each
 
 OF_DEVICE = {"rate-half-of-fp16", "rate-above-fp32", "device-agrees"}
@@ -128,10 +134,12 @@ def test_the_tf32_loops_settings_are_made_and_taken_back() -> None:
 def test_products_of_other_formats_are_found_out(
     monkeypatch: pytest.MonkeyPatch, losses: dict[str, list[float]]
 ) -> None:
-    from plimsoll_lab.experiments.tf32 import products
+    from plimsoll_lab.experiments.tf32 import experiment
 
-    emulate = products.emulate
-    monkeypatch.setattr(products, "emulate", lambda forward: emulate(forward="e8m9" if forward == "tf32" else forward))
+    emulate = experiment.emulate
+    monkeypatch.setattr(
+        experiment, "emulate", lambda forward: emulate(forward="e8m9" if forward == "tf32" else forward)
+    )
     told = by_id(claims(errors(1, 64, 1, "cpu"), losses, 2, None))
     assert not told["inputs-rounded"].holds and not told["digits-of-fp16"].holds
 
