@@ -14,9 +14,7 @@ from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll_lab import Bench, Claim, Measured, perform
 from plimsoll_lab.bench import Silent
 from plimsoll_lab.experiments.unit_sweep import experiment
-from plimsoll_lab.experiments.unit_sweep.analysis import Scores, chance, mean, share
-from plimsoll_lab.experiments.unit_sweep.claims import claims
-from plimsoll_lab.experiments.unit_sweep.figure import figure, table
+from plimsoll_lab.experiments.unit_sweep.experiment import Scores, chance, claims, figure, mean, share, table
 from plimsoll_lab.experiments.unit_sweep.grid import (
     FP16,
     FP32,
@@ -33,10 +31,14 @@ from plimsoll_lab.experiments.unit_sweep.grid import (
     reference,
     whole_grid,
 )
-from plimsoll_lab.experiments.unit_sweep.model import PLAIN, UNIT, Characters
-from plimsoll_lab.experiments.unit_sweep.sgd import forward_factors, gradients, groups
 from plimsoll_lab.experiments.unit_sweep.training import (
+    PLAIN,
+    UNIT,
+    Characters,
     Setup,
+    forward_factors,
+    gradients,
+    groups,
     make_optimizer,
     rate_of,
     setup_for,

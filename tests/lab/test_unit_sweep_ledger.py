@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll_lab.experiments.unit_sweep.ledger import Ledger, results
+from plimsoll_lab.experiments.unit_sweep.grid import Ledger, results
 
 SETUP = {"steps": 100, "seed": 0, "text_sha256": "abc", "device": "cpu"}
 NAMES = ("first", "second", "third")

@@ -10,38 +10,320 @@ becomes of their gradients.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import io
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from plimsoll.diagnosis import View, diagnose
+from plimsoll.report.drawing.plotly_parts import Trace, made
+from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, RED
 from plimsoll.runs import Run
 from plimsoll.version import __version__
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.experiments.unit_sweep.analysis import Scores, mean, scores, unlearned
-from plimsoll_lab.experiments.unit_sweep.claims import TRAILS, claims
-from plimsoll_lab.experiments.unit_sweep.figure import TITLES, figure, table
+from plimsoll_lab.claim import Claim, claims as claims_of
 from plimsoll_lab.experiments.unit_sweep.grid import (
     FP16,
     FP32,
+    LEDGER,
     STATIC,
     UNIT_FP16,
     UNIT_FP32,
     WAYS,
     Configuration,
     Design,
+    Ledger,
     Way,
     default_grid,
+    reference,
+    results,
     whole_grid,
 )
-from plimsoll_lab.experiments.unit_sweep.ledger import LEDGER, Ledger, results
 from plimsoll_lab.experiments.unit_sweep.training import TRAINED, Setup, rate_of, setup_for, to_task, train
 from plimsoll_lab.result import Measured, Training
 from plimsoll_lab.running.workers import carry_out, one_thread, workers_for
-from plimsoll_lab.source_text import standard_library
-from plimsoll_lab.statistics import columns, lost
+from plimsoll_lab.source_text import SYMBOLS, standard_library
+from plimsoll_lab.statistics import Ratio, columns, lost, ratio
 from plimsoll_lab.study import Experiment
+
+Found = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A design in two ways: bits per character of the one, and of the other that it is held against."""
+
+    design: Design
+    bits: float
+    against: float
+
+    @property
+    def ratio(self) -> float:
+        """Below 1 the first is better."""
+        return self.bits / self.against
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Bits per character of held-out text, by design, way and the place of the learning rate; Inf for no number.
+
+    `chance`: the bits of a text whose characters are drawn by their frequency alone.
+    """
+
+    bits: Mapping[tuple[Design, Way], Mapping[int, float]]
+    chance: float
+
+    def best(self, design: Design, way: Way) -> float:
+        """The fewest bits of all learning rates."""
+        return min(self.bits[design, way].values())
+
+    def best_rate(self, design: Design, way: Way) -> int:
+        """The place of the learning rate with the fewest bits; the lowest of those that are alike."""
+        row = self.bits[design, way]
+        return min(row, key=lambda place: (row[place], place))
+
+    def pairs(self, way: Way, against: Way) -> tuple[Pair, ...]:
+        """Each design in one way and in another, in FP32, each at its own best learning rate."""
+        return tuple(
+            Pair(design=design, bits=self._counted(self.best(design, way)), against=self.best(other, against))
+            for design, other in self._both(way, against)
+        )
+
+    def pairs_at_same(self, way: Way, against: Way) -> tuple[Pair, ...]:
+        """Likewise, both at the learning rate that is best for the other: what comes of changing nothing else."""
+        return tuple(
+            Pair(
+                design=design, bits=self._counted(self.bits[design, way][self.best_rate(design, against)]),
+                against=self.best(design, against),
+            )
+            for design, other in self._both(way, against)
+            if other == design
+        )  # fmt: skip
+
+    def learned(self, design: Design, way: Way) -> bool:
+        """Whether its best is better than what needs no context."""
+        return self.best(design, way) < self.chance
+
+    def _counted(self, bits: float) -> float:
+        return min(bits, self.chance)
+
+    def _both(self, way: Way, against: Way) -> list[tuple[Design, Design]]:
+        """Designs that were trained in the one way, and their counterparts in the other, which have learned."""
+        scaled = way.scaling == "unit" and against.scaling != "unit"
+        both = [(design, reference(design) if scaled else design) for design, other in self.bits if other == way]
+        return [pair for pair in both if (pair[1], against) in self.bits and self.learned(pair[1], against)]
+
+
+def scores(configurations: Collection[Configuration], found: Found) -> Scores:
+    """The results of a sweep, whose ledger has found so much."""
+    bits: dict[tuple[Design, Way], dict[int, float]] = {}
+    for each in configurations:
+        value = found[each.name]["bits"]
+        bits.setdefault((each.design, each.way), {})[each.rate] = value if math.isfinite(value) else math.inf
+    return Scores(bits=bits, chance=chance())
+
+
+def mean(pairs: Collection[Pair]) -> Ratio:
+    """The mean ratio over designs and its bounds; NaN for no pairs."""
+    if not pairs:
+        return Ratio(mean=math.nan, low=math.nan, high=math.nan)
+    return ratio(np.array([pair.bits for pair in pairs]), np.array([pair.against for pair in pairs]))
+
+
+def share(pairs: Collection[Pair], *, at_least: float = 0.0, at_most: float = math.inf) -> float:
+    """Of the pairs, the part whose ratio lies within; NaN for no pairs."""
+    if not pairs:
+        return math.nan
+    return sum(at_least <= pair.ratio <= at_most for pair in pairs) / len(pairs)
+
+
+def unlearned(found: Scores) -> tuple[Design, ...]:
+    """The unscaled designs that have learned nothing even in FP32, and so count in no pair."""
+    return tuple(design for design, way in found.bits if way == FP32 and not found.learned(design, way))
+
+
+@cache
+def chance() -> float:
+    """Bits per character of the held-out text, by the frequencies of characters in what is trained on."""
+    text = standard_library()
+    counts = torch.bincount(text.trained.long(), minlength=SYMBOLS).double() + 1.0
+    return float(-(counts / counts.sum()).log2()[text.held_out.long()].mean())
+
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
+
+_Point = tuple[Design, float, float]  # and its bits in FP32, and in another way
+_BEYOND = 0.3  # bits above chance at which the figure ends: a training that diverged says no more there
+TITLES = {
+    FP32: "FP32",
+    FP16: "FP16, no loss scale",
+    STATIC: "FP16, loss scale 2,048",
+    UNIT_FP32: "unit-scaled FP32",
+    UNIT_FP16: "unit-scaled FP16",
+}
+_MARKS = {
+    FP16: (RED, "x"), STATIC: (ORANGE, "diamond-open"), UNIT_FP16: (BLUE, "circle"), UNIT_FP32: (GREEN, "circle-open"),
+}  # fmt: skip
+
+
+def figure(found: Scores) -> "Figure":
+    """Each design by its bits in FP32 (across) and in another way (up): on the line both are alike.
+
+    Raises `MissingExtraError` without Plotly.
+    """
+    drawn = {way: _points(found, way) for way in WAYS if way != FP32}
+    edge = found.chance + _BEYOND
+    shown = [min(value, edge) for points in drawn.values() for _, x, y in points for value in (x, y)] or [1.0]
+    room = 0.03 * (max(shown) - min(shown)) + 0.01
+    ends = [min(shown) - room, max(shown) + room]
+    line: Trace = {
+        "type": "scatter", "mode": "lines", "x": ends, "y": ends, "line": {"color": GREY, "dash": "dot"},
+        "hoverinfo": "skip", "showlegend": False,
+    }  # fmt: skip
+    layout: dict[str, Any] = {
+        "xaxis": {"title": {"text": "bits per character, FP32"}, "range": ends},
+        "yaxis": {"title": {"text": "bits per character, this way"}, "range": ends},
+        "height": 560,
+    }
+    traces = [line, *(_trace(way, points, edge) for way, points in drawn.items() if points)]
+    title = "Small character models in FP32 and FP16"
+    return made("lab unit-sweep", title, _subtitle(found, drawn, edge), traces, layout, {"figure": "sweep"})
+
+
+def _subtitle(found: Scores, drawn: Mapping[Way, Sequence[_Point]], edge: float) -> str:
+    said = "each design at its best learning rate; below the line is better than FP32"
+    beyond = sum(max(x, y) > edge for points in drawn.values() for _, x, y in points)
+    if beyond:
+        said += f"; {beyond} on the edge lie beyond what chance gives"
+    alone = sum(way != FP32 for _, way in found.bits) - sum(map(len, drawn.values()))
+    return said + (f"; {alone} without a pair in FP32 are not drawn" if alone else "")
+
+
+def table(found: Scores) -> str:
+    """A line for each design: its bits in every way, at the learning rate that is best there."""
+    whole = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in ("sequence", "norm", "residual", "optimizer", "depth"):
+        whole.add_column(head, no_wrap=True)
+    for way in WAYS:
+        whole.add_column(TITLES[way], justify="right")
+    for design in dict.fromkeys(design for design, _ in found.bits):
+        cells = (_cell(found, design, way) for way in WAYS)
+        whole.add_row(
+            design.sequence, design.norm, design.residual, design.optimizer, str(design.depth), *cells
+        )  # fmt: skip
+    text = io.StringIO()
+    Console(file=text, width=120).print(whole)
+    return text.getvalue()
+
+
+def _cell(found: Scores, design: Design, way: Way) -> str:
+    return f"{found.best(design, way):.3f}" if (design, way) in found.bits else ""
+
+
+def _points(found: Scores, way: Way) -> list[_Point]:
+    """Design, its bits in FP32 and in this way; a unit-scaled one beside its unscaled counterpart."""
+    both = [
+        (design, reference(design) if way.scaling == "unit" else design) for design, each in found.bits if each == way
+    ]
+    return [
+        (design, found.best(other, FP32), found.best(design, way))
+        for design, other in both
+        if (other, FP32) in found.bits
+    ]
+
+
+def _trace(way: Way, points: Sequence[_Point], edge: float) -> Trace:
+    colour, symbol = _MARKS[way]
+    return {
+        "type": "scatter", "mode": "markers", "name": TITLES[way], "x": [min(x, edge) for _, x, _ in points],
+        "y": [min(y, edge) for _, _, y in points], "cliponaxis": False,
+        "text": [f"{design}<br>FP32 {x:.3f}, here {y:.3f}" for design, x, y in points],
+        "marker": {"color": colour, "symbol": symbol, "size": 9}, "hovertemplate": "%{text}<extra></extra>",
+    }  # fmt: skip
+
+
+TRAILS = 1.05  # of FP32's bits: from here on a training has not come to what it should
+_WITHIN = 1.01
+_MOST = 0.9  # of the designs: the source says "in almost all cases"
+_SOUND = 0.01  # of gradients lost
+Numbers = Mapping[Way, Mapping[str, float]]
+
+
+def claims(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
+    """What the experiment says; `numbers`: of the watched trainings. Bounds on a mean are those it keeps with 95 %."""
+    return (*_of_fp16(found, numbers), *_of_remedies(found, numbers), *_of_quality(found))
+
+
+def _of_fp16(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
+    pairs = found.pairs(FP16, FP32)
+    return claims_of(
+        f"""
+        fp16-fails | fp16_fails | at least {TRAILS} of FP32's bits, in the mean
+            | FP16 with no loss scale, each at its best learning rate: fails, or trails FP32
+        fp16-fails-widely | fp16_fails_widely | at least {_MOST} of the designs
+            | FP16 with no loss scale: so it does in most designs
+        fp16-underflow | fp16_underflow | at least 0.5 of gradients
+            | FP16 with no loss scale: most gradients of activations are zero
+        fp16-told | fp16_told | at least 1 alarms | FP16 with no loss scale: an alarm tells of the underflow
+        """,
+        fp16_fails=mean(pairs).low,
+        fp16_fails_widely=share(pairs, at_least=TRAILS),
+        fp16_underflow=numbers[FP16]["lost_after"],
+        fp16_told=numbers[FP16]["underflow_alarms"],
+    )
+
+
+def _of_remedies(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
+    """At the learning rate that is best in FP32: nothing but the precision is changed."""
+    static, unit = found.pairs_at_same(STATIC, FP32), found.pairs_at_same(UNIT_FP16, UNIT_FP32)
+    return claims_of(
+        f"""
+        static-repairs | static_repairs | at most {_WITHIN} of FP32's bits, in the mean
+            | FP16 with a loss scale of 2,048: as FP32, at the same learning rate
+        static-repairs-widely | static_repairs_widely | at least {_MOST} of the designs
+            | FP16 with a loss scale of 2,048: so it is in most designs
+        unit-repairs | unit_repairs | at most {_WITHIN} of its bits, in the mean
+            | unit-scaled FP16: as unit-scaled FP32, at the same learning rate
+        unit-repairs-widely | unit_repairs_widely | at least {_MOST} of the designs
+            | unit-scaled FP16: so it is in most designs
+        unit-nothing-lost | unit_nothing_lost | at most {_SOUND} of gradients
+            | unit-scaled FP16: nearly no gradient is lost
+        """,
+        static_repairs=mean(static).high,
+        static_repairs_widely=share(static, at_most=_WITHIN),
+        unit_repairs=mean(unit).high,
+        unit_repairs_widely=share(unit, at_most=_WITHIN),
+        unit_nothing_lost=numbers[UNIT_FP16]["lost_after"],
+    )
+
+
+def _of_quality(found: Scores) -> tuple[Claim, ...]:
+    """Unit-scaled against unscaled, each at its best learning rate."""
+    pairs = found.pairs(UNIT_FP32, FP32)
+    return claims_of(
+        f"""
+        unit-as-good | unit_as_good | at most {_WITHIN} of FP32's bits, in the mean
+            | unit-scaled FP32: as good as FP32, or better, each at its best learning rate
+        unit-as-good-widely | unit_as_good_widely | at least {_MOST} of the designs
+            | unit-scaled FP32: so it is in most designs
+        unit-fp16-as-good | unit_fp16_as_good | at most {_WITHIN} of FP32's bits, in the mean
+            | unit-scaled FP16: as good as plain FP32, or better
+        """,
+        unit_as_good=mean(pairs).high,
+        unit_as_good_widely=share(pairs, at_most=_WITHIN),
+        unit_fp16_as_good=mean(found.pairs(UNIT_FP16, FP32)).high,
+    )
+
 
 FIGURE, TABLE = "report-sweep.html", "sweep.txt"
 WATCHED = (FP16, STATIC, UNIT_FP16, FP32)

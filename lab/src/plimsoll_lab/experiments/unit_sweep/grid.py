@@ -1,27 +1,22 @@
-"""The grid of the sweep: what a configuration is, which combinations there are, and which of them are a default run.
+"""The ledger of a sweep: one line for each configuration that is done, so that a sweep goes on where it was ended.
 
-The published sweep has 2,092 trainings of small character models, over sequence layer, norm, residual scheme, optimizer
-and learning rate, with and without unit scaling, in FP32 and FP16. This grid has the same axes, and depth.
-
-Residual schemes, with x what comes into a branch f and l the branch's number, from 1, over the whole model:
-
-- "none": f(x), no residual at all. "sum": x + f(x).
-- "fixed": (x + f(x)) / sqrt(2).
-- "running-mean": sqrt(1 - tau) x + sqrt(tau) f(x) with tau = 1 / (l + 1): all branches and the embedding count alike.
-
-What is dropped since it would mean nothing (`meaningless` says so of each):
-
-- A loss scale in FP32, which has the range of BF16: a power of two changes no digit there.
-- A loss scale and unit scaling: they are two remedies of one thing.
-- The plain sum at unit scale: there every addition is weighted (U2), so that it is one of the other two.
-- The fixed sum in front of a norm, unscaled: the norm divides the factor out, and it is the plain sum.
-- A norm behind a branch without a residual: the same layers in the same order as with one in front, but at the ends.
+A file of JSON lines. The first says of what setup the results are, each other one is a configuration's result with a
+checksum over it. A line is written by one call and brought to disk before the next one. A process that is killed leaves
+whole lines and at most the beginning of one, which is cut off, and its configuration trained again.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+import json
+import os
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, cast, get_args
+from pathlib import Path
+from typing import Any, Literal, Self, cast, get_args
+
+from plimsoll.diagnosis.finding import plain
+from plimsoll.errors import ArgumentError, RunError
+from plimsoll.runs.storage.atomic_files import replacing
 
 Sequencer = Literal["attention", "convolution", "recurrent"]
 Norm = Literal["pre", "post", "no"]
@@ -155,3 +150,118 @@ def reference(design: Design) -> Design:
     if design.norm == "post" and design.residual == "fixed":
         return replace(design, residual="sum")
     return design
+
+
+LEDGER = "sweep.jsonl"
+NUMBERS = ("bits", "train_bits", "first_bits")
+_KIND, _VERSION = "plimsoll unit-sweep", 1
+Numbers = Mapping[str, float]
+
+
+class Ledger:
+    """The results so far, and the file that the next ones are added to.
+
+    - `path`: of the file, which is made where it is not there.
+    - `setup`: JSON-able; all results are of it. `names`: of all configurations that can be in it.
+
+    Raises `ArgumentError` for a file of another setup, `RunError` for one with a damaged or foreign line.
+    """
+
+    def __init__(self, path: Path, setup: Mapping[str, Any], names: Collection[str]) -> None:
+        self.found = results(path, setup, names)
+        if not path.exists():
+            with replacing(path) as file:
+                file.write(_line({"kind": _KIND, "version": _VERSION, "setup": dict(setup)}))
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND)
+        os.ftruncate(self._file, _whole(path.read_bytes()))
+
+    def add(self, name: str, numbers: Numbers) -> None:
+        """One configuration's result; afterwards it is on the disk."""
+        line = _line({"name": name, **{key: plain(numbers[key]) for key in NUMBERS}})
+        written = os.write(self._file, line)
+        if written != len(line):
+            raise RunError(
+                f"lab unit-sweep: expected room for {len(line)} bytes more; got {written} written. Make room on the "
+                "disk and start again: what is done is kept."
+            )
+        os.fsync(self._file)
+        self.found[name] = {key: float(numbers[key]) for key in NUMBERS}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+
+def results(path: Path, setup: Mapping[str, Any], names: Collection[str]) -> dict[str, dict[str, float]]:
+    """What the file holds, by configuration; nothing where there is no file. Changes nothing; raises as `Ledger`."""
+    if not path.exists():
+        return {}
+    data = path.read_bytes()
+    head, *lines = data[: _whole(data)].decode("utf-8", "replace").splitlines() or [""]
+    _check_setup(path, _read(path, 1, head), setup)
+    found: dict[str, dict[str, float]] = {}
+    for number, line in enumerate(lines, start=2):
+        name, numbers = _result(path, number, _read(path, number, line))
+        if name not in names:
+            raise _damaged(path, number, f"{name!r}, which is no configuration of this sweep")
+        if name in found and repr(found[name]) != repr(numbers):  # repr: a NaN equals itself
+            raise _damaged(path, number, f"another result of {name!r} than before")
+        found[name] = numbers
+    return found
+
+
+def _whole(data: bytes) -> int:
+    """How many bytes are whole lines."""
+    return data.rfind(b"\n") + 1
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps({**record, "crc32": _checksum(record)}, allow_nan=False).encode() + b"\n"
+
+
+def _checksum(record: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def _read(path: Path, number: int, line: str) -> dict[str, Any]:
+    """The record of a line, whose checksum is right."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        raise _damaged(path, number, "one that is no JSON") from None
+    if not isinstance(record, dict):
+        raise _damaged(path, number, "one that is no record")
+    told = cast("dict[str, Any]", record)
+    if told.pop("crc32", None) != _checksum(told):
+        raise _damaged(path, number, "one whose checksum is wrong")
+    return told
+
+
+def _result(path: Path, number: int, record: Mapping[str, Any]) -> tuple[str, dict[str, float]]:
+    try:
+        return str(record["name"]), {key: float(record[key]) for key in NUMBERS}
+    except (KeyError, TypeError, ValueError):
+        raise _damaged(path, number, "one that is no configuration's result") from None
+
+
+def _check_setup(path: Path, head: Mapping[str, Any], setup: Mapping[str, Any]) -> None:
+    if (head.get("kind"), head.get("version")) != (_KIND, _VERSION):
+        raise _damaged(path, 1, f"kind {head.get('kind')!r}, version {head.get('version')!r}")
+    there = cast("dict[str, Any]", head["setup"])
+    here = json.loads(json.dumps(dict(setup)))
+    changed = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
+    if changed:
+        apart = ", ".join(f"{key} {there.get(key)} there and {here.get(key)} now" for key in changed)
+        raise ArgumentError(
+            f"lab unit-sweep: expected the setup that {path} was begun with; got {apart}. Go on with that one, or give "
+            "another folder with --output."
+        )
+
+
+def _damaged(path: Path, number: int, what: str) -> RunError:
+    remedy = "the file to start again" if number == 1 else "that line; its configuration is trained again"
+    return RunError(
+        f"lab unit-sweep: expected whole results of this sweep in {path}; got in line {number} {what}. Delete {remedy}."
+    )

@@ -8,24 +8,256 @@ AdamW, which does not see the factor, has its epsilon divided by it. Unit scalin
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (as everyone calls it)
 
+from plimsoll import unit
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.precision import Loop, prepare
 from plimsoll.scaling import StaticScaler
-from plimsoll.unit import optim
+from plimsoll.unit import functional as U, optim  # noqa: N812  (as torch's is F)
 from plimsoll.watch import watch
-from plimsoll_lab.experiments.unit_sweep.grid import RATES, Configuration, Design, Norm, Optimizer, Way
-from plimsoll_lab.experiments.unit_sweep.model import PLAIN, UNIT, Characters
-from plimsoll_lab.experiments.unit_sweep.sgd import groups
+from plimsoll_lab.experiments.unit.model import join_heads, split_heads
+from plimsoll_lab.experiments.unit_sweep.grid import RATES, Configuration, Design, Norm, Optimizer, Residual, Way
 from plimsoll_lab.running.workers import Task
-from plimsoll_lab.source_text import Batch, held_out_batch, make_batch, standard_library
+from plimsoll_lab.source_text import SYMBOLS, Batch, held_out_batch, make_batch, standard_library
+
+HEADS, KERNEL = 2, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a model is built of, in torch's way or at unit scale: modules, and functions.
+
+    `split` and `join` are the two ends of a residual branch with the share tau of the sum.
+    """
+
+    linear: Callable[..., nn.Module]
+    readout: Callable[..., nn.Module]
+    embedding: Callable[..., nn.Module]
+    convolution: Callable[..., nn.Module]
+    norm: Callable[..., nn.Module]
+    gelu: Callable[[Tensor], Tensor]
+    tanh: Callable[[Tensor], Tensor]
+    add: Callable[[Tensor, Tensor], Tensor]
+    attention: Callable[..., Tensor]
+    split: Callable[[Tensor, float], tuple[Tensor, Tensor]]
+    join: Callable[[Tensor, Tensor, float], Tensor]
+    cross_entropy: Callable[[Tensor, Tensor], Tensor]
+
+
+def _linear(width: int, outputs: int, *, bias: bool) -> nn.Module:
+    return _drawn(nn.Linear(width, outputs, bias=bias), width)
+
+
+def _convolution(width: int, outputs: int, kernel: int, *, bias: bool) -> nn.Module:
+    return _drawn(nn.Conv1d(width, outputs, kernel, bias=bias), width * kernel)
+
+
+def _drawn(module: nn.Linear | nn.Conv1d, fan_in: int) -> nn.Module:
+    nn.init.normal_(module.weight, std=fan_in**-0.5)
+    return module
+
+
+def _twice(x: Tensor, _: float) -> tuple[Tensor, Tensor]:
+    """Unscaled, nothing happens at the branch's start, whatever its share."""
+    return x, x
+
+
+def _weighted(branch: Tensor, skip: Tensor, tau: float) -> Tensor:
+    return math.sqrt(tau) * branch + math.sqrt(1.0 - tau) * skip
+
+
+def _unit_sum(x: Tensor, y: Tensor) -> Tensor:
+    """Of a recurrence's two terms: gradients have the factor of the sum, or a long row of them would grow."""
+    return U.add(x, y, constraint="to_output_scale")
+
+
+def _unit_attention(q: Tensor, k: Tensor, v: Tensor, **told: Any) -> Tensor:
+    """The output's own factor: a branch must be as loud as its share says."""
+    return U.scaled_dot_product_attention(q, k, v, constraint="to_output_scale", **told)
+
+
+PLAIN = Parts(
+    linear=_linear, readout=_linear, embedding=nn.Embedding, convolution=_convolution, norm=nn.LayerNorm, gelu=F.gelu,
+    tanh=torch.tanh, add=torch.add, attention=F.scaled_dot_product_attention, split=_twice, join=_weighted,
+    cross_entropy=F.cross_entropy,
+)  # fmt: skip
+UNIT = Parts(
+    linear=unit.nn.Linear, readout=unit.nn.LinearReadout, embedding=unit.nn.Embedding, convolution=unit.nn.Conv1d,
+    norm=unit.nn.LayerNorm, gelu=U.gelu, tanh=U.tanh, add=_unit_sum, attention=_unit_attention, split=U.residual_split,
+    join=U.residual_add, cross_entropy=U.cross_entropy,
+)  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Attention to what was before."""
+
+    def __init__(self, parts: Parts, width: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.qkv, self.out = parts.linear(width, 3 * width, bias=False), parts.linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape, (pieces, length, width)."""
+        q, k, v = split_heads(self.qkv(x), HEADS)
+        return self.out(join_heads(self.parts.attention(q, k, v, is_causal=True)))
+
+
+class Convolution(nn.Module):
+    """A convolution over a place and the three before it."""
+
+    def __init__(self, parts: Parts, width: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.kernel = parts.convolution(width, width, KERNEL, bias=False)
+        self.out = parts.linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape, (pieces, length, width)."""
+        before = F.pad(x.transpose(1, 2), (KERNEL - 1, 0))
+        return self.out(self.parts.gelu(self.kernel(before)).transpose(1, 2))
+
+
+class Recurrent(nn.Module):
+    """Elman's recurrence: the state is tanh of what comes in plus a product of the state before."""
+
+    def __init__(self, parts: Parts, width: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.enter, self.again, self.out = (parts.linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape, (pieces, length, width)."""
+        first, *rest = self.enter(x).unbind(1)
+        states = [self.parts.tanh(first)]
+        for entered in rest:
+            states.append(self.parts.tanh(self.parts.add(entered, self.again(states[-1]))))
+        return self.out(torch.stack(states, dim=1))
+
+
+class Network(nn.Module):
+    """Two layers at every place, with a GELU between."""
+
+    def __init__(self, parts: Parts, width: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.up, self.down = parts.linear(width, 4 * width, bias=False), parts.linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        return self.down(self.parts.gelu(self.up(x)))
+
+
+class Branch(nn.Module):
+    """A branch with its norm and its residual; `number`: which it is in the whole model, from 1."""
+
+    def __init__(self, parts: Parts, design: Design, inner: nn.Module, width: int, number: int) -> None:
+        super().__init__()
+        self.parts, self.inner = parts, inner
+        self.before = parts.norm(width, elementwise_affine=False) if design.norm == "pre" else nn.Identity()
+        self.after = parts.norm(width, elementwise_affine=False) if design.norm == "post" else nn.Identity()
+        self.residual: Residual = design.residual
+        self.tau = 1.0 / (number + 1) if design.residual == "running-mean" else 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        if self.residual == "none":
+            return self.after(self.inner(self.before(x)))
+        if self.residual == "sum":
+            return self.after(x + self.inner(self.before(x)))
+        start, skip = self.parts.split(x, self.tau)
+        return self.after(self.parts.join(self.inner(self.before(start)), skip, self.tau))
+
+
+_SEQUENCES: dict[str, Callable[[Parts, int], nn.Module]] = {
+    "attention": Attention, "convolution": Convolution, "recurrent": Recurrent,
+}  # fmt: skip
+
+
+class Characters(nn.Module):
+    """The model of a design, of the parts that are given."""
+
+    def __init__(self, design: Design, parts: Parts, *, width: int, length: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.characters, self.places = parts.embedding(SYMBOLS, width), parts.embedding(length, width)
+        kinds = (_SEQUENCES[design.sequence], Network)
+        self.branches = nn.Sequential(
+            *[
+                Branch(parts, design, kind(parts, width), width, 2 * layer + place)
+                for layer in range(design.depth)
+                for place, kind in enumerate(kinds, start=1)
+            ]
+        )
+        self.norm = parts.norm(width, elementwise_affine=False) if design.norm == "pre" else nn.Identity()
+        self.readout = parts.readout(width, SYMBOLS, bias=False)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """Of each character (pieces, length) the scores of what comes next (pieces, length, symbols)."""
+        places = torch.arange(characters.shape[1], device=characters.device)
+        x = self.parts.add(self.characters(characters), self.places(places))
+        return self.readout(self.norm(self.branches(x)))
+
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """The mean over all characters, in nats."""
+        return self.parts.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def groups(model: Characters, twin: Characters, batch: Batch, rate: float) -> list[dict[str, Any]]:
+    """One group for each parameter, with its rate; `twin`: an unscaled model of the design, whose weights are set."""
+    forward = dict(forward_factors(model))
+    twin.load_state_dict({name: forward[name] * weight.detach() for name, weight in model.named_parameters()})
+    here, there = gradients(model, batch), gradients(twin, batch)
+    return [
+        {"params": [parameter], "lr": rate * there[name] / here[name] / forward[name]}
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def gradients(model: Characters, batch: Batch) -> dict[str, float]:
+    """The root mean square of each parameter's gradient at that batch; the model keeps none of them."""
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(model.loss(model(batch.inputs), batch.targets), list(named.values()))
+    return {name: gradient.square().mean().sqrt().item() for name, gradient in zip(named, found, strict=True)}
+
+
+@torch.no_grad()
+def forward_factors(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """Of each weight's name, what the module gives by what torch's module gives with the same weight."""
+    named = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+    for name, module in named:
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding):
+            x = _example(module)
+            yield f"{name}.weight", _norm(module(x)) / _norm(_as_torch(module, x))
+
+
+def _norm(x: Tensor) -> float:
+    return math.sqrt(x.square().sum().item())
+
+
+def _as_torch(module: nn.Linear | nn.Conv1d | nn.Embedding, x: Tensor) -> Tensor:
+    if isinstance(module, nn.Embedding):
+        return nn.Embedding.forward(module, x)
+    return nn.Linear.forward(module, x) if isinstance(module, nn.Linear) else nn.Conv1d.forward(module, x)
+
+
+def _example(module: nn.Linear | nn.Conv1d | nn.Embedding) -> Tensor:
+    """Any input; of no other random numbers than these."""
+    generator = torch.Generator().manual_seed(0)
+    device = module.weight.device
+    if isinstance(module, nn.Embedding):
+        return torch.arange(min(module.num_embeddings, SYMBOLS), device=device)
+    if isinstance(module, nn.Conv1d):
+        return torch.randn(2, module.in_channels, 2 * module.kernel_size[0], generator=generator).to(device)
+    return torch.randn(4, module.in_features, generator=generator).to(device)
+
 
 FEWEST_STEPS = 20
 LOSS_SCALE = 2048.0
