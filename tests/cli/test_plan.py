@@ -58,7 +58,7 @@ def test_scales_of_the_loss_and_of_layers_are_told(tmp_path: Path) -> None:
     path = written(tmp_path / "run", [layers({"a": 1.0, "b": 2.0**-44})])
     result = run(path, "--target", "fp16")
     assert "No single loss scale works for all modules in FP16: each module has its own." in result.stdout
-    assert "The loss scale begins at 2^" in result.stdout
+    assert "The loss scale starts at 2^" in result.stdout
 
 
 def test_a_plan_that_holds_exits_with_0_and_one_that_fails_with_1(path: Path, tmp_path: Path) -> None:

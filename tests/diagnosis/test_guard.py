@@ -244,9 +244,9 @@ def test_it_keeps_no_model_alive(tmp_path: Path) -> None:
         ({"severity": "grave"}, "expected severity to be info, warning or alarm; got 'grave'"),
         ({"report": "report.html"}, "expected report= together with the action stop"),
         ({"scaler": object()}, "expected scaler as a torch.amp.GradScaler or one of plimsoll.scaling; got object"),
-        ({"loop": object()}, "expected loop as what pl.prepare"),
-        ({"checkpoint": {"model": 3}}, "expected checkpoint as a mapping of names to what has state_dict"),
-        ({"checkpoint": 3}, "expected checkpoint as a mapping of names"),
+        ({"loop": object()}, "expected loop to be an open loop of pl.prepare"),
+        ({"checkpoint": {"model": 3}}, "expected checkpoint to map names to objects with state_dict"),
+        ({"checkpoint": 3}, "expected checkpoint to map names"),
         ({"thresholds": {"scale-low.cats": 1.0}}, "expected a threshold of scale-low; got 'scale-low.cats'"),
     ],
 )

@@ -133,7 +133,7 @@ def test_a_layer_whose_gradients_have_shrunk_gets_a_scale_of_its_own(tmp_path: P
         (
             "raise_scale",
             lambda model: DynamicScaler("cpu", enabled=False),
-            "DynamicScaler is no scaler that is at work",
+            "the DynamicScaler is disabled",
         ),
         ("layer_scale", None, "no scaler is given; use plimsoll.scaling.LayerScaler"),
         ("layer_scale", lambda model: DynamicScaler("cpu"), "a DynamicScaler has one scale for all"),

@@ -48,7 +48,7 @@ def test_a_rank_that_was_killed_before_the_others_ended(short: int, steps: int, 
     run = read(tmp_path)
     assert run.incomplete == {short: steps - 1}
     (problem,) = run.problems
-    assert f"rank {short}: was lost" in problem and "went on to step 4" in problem
+    assert f"rank {short}: was lost" in problem and "continued to step 4" in problem
     (finding,) = [finding for finding in pl.diagnose(run) if finding.rule == "records-lost"]
     assert finding.severity == "warning" and finding.evidence["first_problem"] == problem
 
@@ -59,7 +59,7 @@ def test_a_rank_that_ended_in_order_before_the_others_is_named_and_not_lost(tmp_
     run = read(tmp_path)
     assert run.incomplete == {}
     (problem,) = run.problems
-    assert problem.startswith("rank 1: ended after step 2, and other ranks went on to step 4")
+    assert problem.startswith("rank 1: ended after step 2, and other ranks continued to step 4")
 
 
 @pytest.mark.parametrize("lag", [0, 2])

@@ -77,7 +77,7 @@ def test_a_rank_that_lags_or_died_is_merged_where_it_has_something(
 ) -> None:
     write(tmp_path, 0, {0: A, 1: A, 3: B}, shared=shared)
     write(tmp_path, 1, {1: A, 2: B}, shared=shared)
-    with pytest.warns(RuntimeWarning, match=r"rank 1: ended after step 2, and other ranks went on to step 3"):
+    with pytest.warns(RuntimeWarning, match=r"rank 1: ended after step 2, and other ranks continued to step 3"):
         run = Run(tmp_path)
     assert run.steps == [0, 1, 2, 3] and run.series("weights", "w", "count")[1].tolist() == counts
     assert [run.spectrum("weights", "w", s).count for s in range(4)] == counts

@@ -118,7 +118,7 @@ def test_steps_that_meet_in_one_row_are_said_once(tmp_path: Path, caplog: pytest
     sink.put(record(1, loss=1.0))
     run.step = 5
     sink.put(record(2, loss=1.0))
-    with pytest.warns(RuntimeWarning, match="WandB: several steps met in one row"):
+    with pytest.warns(RuntimeWarning, match="WandB: several steps fell into one row"):
         sink.put(record(3, loss=1.0))
     sink.put(record(4, loss=1.0))  # said once: a second warning would be an error here, and be logged
     sink.close()

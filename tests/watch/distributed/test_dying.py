@@ -44,7 +44,7 @@ def says_who_is_missing(run: Run, dead: int) -> None:
     """In `problems`, and in the verdict that needs all ranks."""
     assert run.incomplete == {dead: 2}
     (problem,) = run.problems
-    assert problem.startswith(f"rank {dead}: was lost after step 2, and other ranks went on to step 5")
+    assert problem.startswith(f"rank {dead}: was lost after step 2, and other ranks continued to step 5")
     checked = CliRunner().invoke(app, ["check", str(run.path)])
     assert checked.exit_code == 2 and f"lacks rank {dead} after step 2" in checked.output
     assert CliRunner().invoke(app, ["check", str(run.path), "--until", "2"]).exit_code == 0

@@ -30,8 +30,10 @@ class LossScale(Remedy):
         if scaler is None:
             source = f"the loop does not scale losses at {loop.precision}" if loop is not None else "no scaler is given"
             return f"{source}; give scaler=, the scaler that the training uses"
-        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
-            return f"{type(scaler).__name__} is not an enabled GradScaler"
+        if not isinstance(scaler, torch.amp.GradScaler):
+            return f"a {type(scaler).__name__} is not a torch.amp.GradScaler"
+        if not scaler.is_enabled():
+            return f"the {type(scaler).__name__} is disabled"
         # `LossScaler` declares these attributes. torch's scaler has none of them: its scale can be set.
         why: str | None = getattr(scaler, "set_scale_refusal", None)
         return f"{why}; allow layer_scale" if why and getattr(scaler, "scales_layers", False) else why
