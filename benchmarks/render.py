@@ -40,6 +40,7 @@ BENCHMARKS: Mapping[str, tuple[str, str]] = {
     "figures": ("figures.py", "Figures"),
     "report": ("report.py", "The report"),
     "serve": ("serve.py", "The live page"),
+    "page": ("page.py", "The live page in a browser"),
 }
 _NAME = re.compile(r"(\d{4}-\d\d-\d\d)-(.+)-(cpu|cuda)\.json")
 _INTRODUCTION = """# Benchmarks

@@ -69,7 +69,8 @@ class Tensors:
         counts = rows[:, row_layout.HISTOGRAM :].sum(axis=1)
         rows[:, row_layout.COUNT] = counts
         self._add_extremes(rows)
-        sums = [self.random.normal(size=len(std)) * std * np.sqrt(counts), std * counts * 0.7979, std**2 * counts]
+        signed = self.random.normal(size=len(std)) * std * np.sqrt(counts)
+        sums = [signed, std * counts * 0.7979, std**2 * counts, 3 * std**4 * counts]
         rows[:, row_layout.SUMS] = np.stack(sums, axis=1).view(np.int64)
         return rows
 
