@@ -23,6 +23,7 @@ CONSTANTS = {fmt.name.upper() for fmt in (*ELEMENTS, *BLOCKS)}
 
 # Lists that a new entry of the catalogue must not change, each with the reason.
 ALLOWED = {
+    "certification": "which specification governs a format; the dtypes of inputs; the widths of accumulators",
     "cli/commands/run.py": "names of precision levels",
     "cli/screens/format_page.py": "the formats that each page is compared with",
     "diagnosis/locating/tracing/wider_rerun.py": "the next wider dtype, which the computation is repeated in",
