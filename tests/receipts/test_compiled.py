@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch._dynamo.output_graph import OutputGraph
+from torch._inductor.output_code import CompiledFxGraph
 
 from plimsoll.receipts.take import receipt
 from tests.support.receipts.planted import X, Y
@@ -39,12 +41,15 @@ def _step(model: nn.Module):
 def test_a_round_trip_that_inductor_removes(inductor):
     eager = Trip()
     model, outputs = torch.compile(eager), []
+    owners = (CompiledFxGraph, OutputGraph)
+    before = [dict(vars(owner)) for owner in owners]
 
     def step() -> None:
         outputs.append(model(X))
         F.mse_loss(outputs[0], Y).backward()
 
     found = receipt(model, step=step, declared="fp32")
+    assert [dict(vars(owner)) for owner in owners] == before
     removed = [d for d in found.deviations if d.kind == "compiled-cast"]
     assert len(removed) == 1
     assert {row.source_text for row in found.rows if row.source_line == removed[0].source_line} == {
