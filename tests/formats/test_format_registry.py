@@ -24,6 +24,7 @@ CONSTANTS = {fmt.name.upper() for fmt in (*ELEMENTS, *BLOCKS)}
 # Lists that a new entry of the catalogue must not change, each with the reason.
 ALLOWED = {
     "cli/commands/run.py": "names of precision levels",
+    "cli/commands/receipt.py": "names of precision levels",
     "cli/screens/format_page.py": "the formats that each page is compared with",
     "diagnosis/locating/tracing/wider_rerun.py": "the next wider dtype, which the computation is repeated in",
     "fp8/scales.py": "the FP8 recipe: which role is cast to which format",
@@ -36,6 +37,7 @@ ALLOWED = {
     "precision/levels": "names of widths that several levels have; what torch's batch norm takes",
     "precision/scripts": "the dtypes of leaves that are scaled",
     "precision/training": "a type annotation",
+    "receipts/recording/observation.py": "torch's functions that cast",
     "report/figures/audit.py": "the columns of an audit",
     "unit/auditing": "the columns of an audit",
 }
