@@ -67,6 +67,31 @@ def test_a_round_trip_that_inductor_removes(inductor):
     assert "compiled-cast" not in {d.kind for d in kept.deviations}
 
 
+class Normed(nn.Module):
+    """A layer and a normalization, which torch's autocast for CPUs leaves in 16 bits."""
+
+    def __init__(self, *, autocast: bool) -> None:
+        super().__init__()
+        self.layer, self.norm, self.autocast = nn.Linear(8, 8), nn.LayerNorm(8), autocast
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.autocast:
+            return self.norm(self.layer(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.norm(self.layer(x))
+
+
+def test_autocast_around_compiled_code_and_within_it_deviates_in_nothing(inductor):
+    for within in (False, True):
+        model = torch.compile(Normed(autocast=within))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not within):
+            found = receipt(model, X, declared="amp-bf16")
+        norm = next(row for row in found.rows if row.kind == "normalization")
+        assert (norm.where, norm.operands[0]) == ("compiled", "bf16")
+        assert not found.deviations
+        assert any("leaves layer_norm in 16 bits" in note for note in found.notes)
+
+
 def test_code_that_runs_as_a_graph_in_python_keeps_modules_and_lines():
     for backend in ("eager", "aot_eager"):
         model = torch.compile(Trip(), backend=backend)

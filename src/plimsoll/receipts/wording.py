@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from plimsoll.receipts.result import Receipt
 
 _PHASES = ("forward", "recomputation", "backward", "optimizer")
+_WIDEST = 48  # characters of the modules of a line, for which there is room in 120 columns
 _CAUSES = {
     "script": "cast by the script", "autocast": "cast by autocast", "torch": "cast by torch itself",
     "level": "cast by Plimsoll", "emulation": "cast by an emulation", "backward": "cast of a gradient",
@@ -134,7 +135,8 @@ class OperationLine:
     @property
     def where(self) -> str:
         """The modules in few words."""
-        return grouped(self.modules, 2)
+        several = grouped(self.modules, 2)
+        return several if len(several) <= _WIDEST else grouped(self.modules, 1)
 
 
 def operation_lines(rows: Iterable[Row]) -> list[OperationLine]:

@@ -110,6 +110,7 @@ def parse(declared: object) -> Level | Policy | Plan:
             return level_named(declared)
     except ArgumentError as error:
         message = str(error).replace("prepare:", "receipt:", 1).replace("precision=", "declared=")
+        message = message.replace(", a plan file (.toml) or a schedule of (step, level)", " or a plan file (.toml)")
         raise ArgumentError(message) from None
     raise ArgumentError(
         "receipt: expected declared to be a level, a policy, a plan or a plan file; got "

@@ -27,6 +27,7 @@ _TENSOR_PARALLEL = (
     "fully_shard reduces over the tensor-parallel mesh in the gradient's own dtype, whatever reduce_dtype says: shard "
     "these modules with param_dtype=torch.float32."
 )
+_OWN_SUMS = "torch keeps these sums in the tensor's own dtype: give the operation FP32, or keep its weight in FP32."
 _HIGH_KINDS = {"softmax": "softmax", "normalization": "normalization", "loss": "loss", "reduction": "reduction"}
 
 
@@ -65,7 +66,8 @@ def _of_operation(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
     else:
         yield from _of_other(declaration, one)
     if entry.accumulate is not None and entry.kind != "collective" and narrower(entry.accumulate, "fp32"):
-        yield _deviation("accumulate", one, "fp32", f"sums in {entry.accumulate}")
+        found = _deviation("accumulate", one, "fp32", f"sums in {entry.accumulate}")
+        yield found if entry.kind in MULTIPLYING else replace(found, advice=_OWN_SUMS)
     elif entry.partial is not None and entry.device == "cpu":
         yield _deviation("accumulate", one, "fp32", f"partial sums in {entry.partial}")
     if entry.output == "fp64" and "fp64" in entry.operands and entry.where != "emulated" and entry.kind != "exact":
@@ -112,7 +114,7 @@ def _kind_of_product(entry: Entry, strange: Sequence[str], allowed: frozenset[st
         return "product-narrow"
     if entry.phase == "backward" and entry.node is not None and _is_custom(entry.node):
         return "custom-function"
-    if entry.autocast:  # where autocast is on, no product that it casts can be in FP32
+    if entry.autocast and entry.device != "meta":  # where autocast is on, no product that it casts can be in FP32
         return "autocast-disabled"
     cast_up = any(value in SIXTEEN_BIT for value in entry.values)
     return "upcast" if cast_up and entry.where != "emulated" else "product-wide"
