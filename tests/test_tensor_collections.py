@@ -11,8 +11,9 @@ from plimsoll.tensor_collections import COLLECTIONS, NAMES
 from plimsoll.watch.session import StepSchedule
 
 SOURCE = Path(tensor_collections.__file__).parent
-# Roles of a matrix product's operands have the names of collections: layers below the registry, and what feeds them.
-_ROLES = ("formats", "fp8", "emulate", "watch/taps/cast_counts.py")
+# Roles of a matrix product's operands have the names of collections: layers below the registry, and what feeds them. So
+# have the roles of memory in a receipt, of which some are no collections.
+_ROLES = ("formats", "fp8", "emulate", "precision/levels/fp8_layers.py", "receipts", "watch/taps/cast_counts.py")
 
 
 def test_no_list_of_collections_is_written_elsewhere() -> None:

@@ -43,7 +43,7 @@ BACKING = next(rows for head, rows in tables() if head == ["capability", "tests"
 
 def test_every_tick_is_backed_and_nothing_else_is() -> None:
     ticked = [row[0] for head, rows in FEATURES for row in rows if row[head.index("Plimsoll")] == "✓"]
-    assert len(FEATURES) == 5 and len(ticked) == len(set(ticked)) > 30
+    assert len(FEATURES) >= 5 and len(ticked) == len(set(ticked)) > 30
     assert ticked == [row[0] for row in BACKING]
 
 

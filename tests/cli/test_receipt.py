@@ -105,8 +105,8 @@ def test_text_file_and_exit_code(tmp_path: Path):
         ("sys.exit(3)", 2, "made no torch.optim.Optimizer in this process"),
         ("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nF.cross_entropy(model(x), y).backward()", 2,
          "whose SGD never stepped"),
-        ("torch.optim.SGD(model.parameters(), lr=0.1)\nmodel(x[:, :3])", 2, "the script failed: RuntimeError"),
-        ("import os\nos._exit(0)", 2, "the script called os._exit(0)"),
+        ("torch.optim.SGD(model.parameters(), lr=0.1)\nmodel(x[:, :3])", 2, "The script failed: RuntimeError."),
+        ("import os\nos._exit(0)", 2, "The script called os._exit(0)"),
     ],
 )  # fmt: skip
 def test_scripts_without_a_step_are_reported(body: str, code: int, said: str, tmp_path_factory: pytest.TempPathFactory):
@@ -125,7 +125,7 @@ ONE_STEP = LOOP.replace("range(100)", "range(1)")
 @each(
     "body, notes",
     [
-        (f"{ONE_STEP}\nsys.exit(4)", "the script ended itself with 4, after the step"),
+        (f"{ONE_STEP}\nsys.exit(4)", "the script exited with 4, after the step"),
         (f"{ONE_STEP}\nimport os\nos._exit(5)", "the script called os._exit(5), after the step"),
         # A script that catches its end is stopped again.
         (LOOP.replace("    optimizer.step()", """

@@ -25,6 +25,7 @@ CONSTANTS = {fmt.name.upper() for fmt in (*ELEMENTS, *BLOCKS)}
 ALLOWED = {
     "certification": "which specification governs a format; the dtypes of inputs; the widths of accumulators",
     "cli/commands/run.py": "names of precision levels",
+    "cli/commands/receipt.py": "names of precision levels",
     "cli/screens/format_page.py": "the formats that each page is compared with",
     "diagnosis/locating/tracing/wider_rerun.py": "the next wider dtype, which the computation is repeated in",
     "fp8/scales.py": "the FP8 recipe: which role is cast to which format",
@@ -37,6 +38,7 @@ ALLOWED = {
     "precision/levels": "names of widths that several levels have; what torch's batch norm takes",
     "precision/scripts": "the dtypes of leaves that are scaled",
     "precision/training": "a type annotation",
+    "receipts/recording/observation.py": "torch's functions that cast",
     "report/figures/audit.py": "the columns of an audit",
     "unit/auditing": "the columns of an audit",
 }

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch._dynamo.output_graph import OutputGraph
+from torch._inductor.output_code import CompiledFxGraph
 
 from plimsoll.receipts.take import receipt
 from tests.support.receipts.planted import X, Y
@@ -39,12 +41,15 @@ def _step(model: nn.Module):
 def test_a_round_trip_that_inductor_removes(inductor):
     eager = Trip()
     model, outputs = torch.compile(eager), []
+    owners = (CompiledFxGraph, OutputGraph)
+    before = [dict(vars(owner)) for owner in owners]
 
     def step() -> None:
         outputs.append(model(X))
         F.mse_loss(outputs[0], Y).backward()
 
     found = receipt(model, step=step, declared="fp32")
+    assert [dict(vars(owner)) for owner in owners] == before
     removed = [d for d in found.deviations if d.kind == "compiled-cast"]
     assert len(removed) == 1
     assert {row.source_text for row in found.rows if row.source_line == removed[0].source_line} == {
@@ -60,6 +65,31 @@ def test_a_round_trip_that_inductor_removes(inductor):
         kept = receipt(model, X, declared="fp32")
     assert all(row.rounded for row in kept.rows)
     assert "compiled-cast" not in {d.kind for d in kept.deviations}
+
+
+class Normed(nn.Module):
+    """A layer and a normalization, which torch's autocast for CPUs leaves in 16 bits."""
+
+    def __init__(self, *, autocast: bool) -> None:
+        super().__init__()
+        self.layer, self.norm, self.autocast = nn.Linear(8, 8), nn.LayerNorm(8), autocast
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.autocast:
+            return self.norm(self.layer(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.norm(self.layer(x))
+
+
+def test_autocast_around_compiled_code_and_within_it_deviates_in_nothing(inductor):
+    for within in (False, True):
+        model = torch.compile(Normed(autocast=within))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not within):
+            found = receipt(model, X, declared="amp-bf16")
+        norm = next(row for row in found.rows if row.kind == "normalization")
+        assert (norm.where, norm.operands[0]) == ("compiled", "bf16")
+        assert not found.deviations
+        assert any("leaves layer_norm in 16 bits" in note for note in found.notes)
 
 
 def test_code_that_runs_as_a_graph_in_python_keeps_modules_and_lines():

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from plimsoll.receipts.take import receipt
-from tests.support.receipts.planted import PLANTED
+from tests.support.receipts.planted import PLANTED, scaled_step
 
 
 @pytest.fixture
@@ -29,3 +30,11 @@ def test_a_planted_deviation_is_found_and_no_other(name: str, switches: None):
         blamed = next(deviation for deviation in found.deviations if deviation.kind == case.kind)
         texts = {row.source_text for row in found.rows if row.source_line == blamed.source_line}
         assert all(text.endswith("# planted") for text in texts), blamed
+
+
+def test_partial_sums_in_fp16_where_the_cpu_may_add_them_so(monkeypatch: pytest.MonkeyPatch):
+    """torch sets this switch only on processors with arithmetic in FP16."""
+    monkeypatch.setattr(torch._C, "_get_cpu_allow_fp16_reduced_precision_reduction", lambda: True, raising=False)
+    model = nn.Linear(8, 4)
+    found = receipt(model, step=scaled_step(model), declared="amp-fp16")
+    assert {(d.kind, d.actual) for d in found.deviations} == {("accumulate", "partial sums in fp16")}

@@ -28,6 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             optimizer.step()
             for state in optimizer.state.values():
                 state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+                state["step"] = torch.tensor(1.0)
     return Run(folder)
 
 
@@ -38,6 +39,7 @@ def test_what_a_run_has_and_what_it_lacks(run: Run):
     forward = {row.module: row.formats for row in found.rows if row.phase == "forward"}
     assert forward["0"] == "fp32 -> bf16" and forward["2"] == "bf16 -> bf16"
     assert {(t.role, t.format) for t in found.tensors} >= {("weights", "fp32"), ("optimizer", "bf16")}
+    assert {t.name.partition(":")[2] for t in found.tensors if t.role == "optimizer"} == {"momentum_buffer"}
     assert "no single operations, accumulators, collectives or compiled kernels" in found.notes[0].replace("\n", " ")
     assert found.settings["torch"] == str(torch.__version__)
 

@@ -11,6 +11,7 @@ import plimsoll as pl
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Plan
 from plimsoll.receipts import Row
+from plimsoll.receipts.recording.values import Memory
 from plimsoll.receipts.take import receipt
 from tests.support.cases import each
 
@@ -170,6 +171,19 @@ def test_memory_of_a_step():
     assert first.bytes == 4 * (32 * 64 + 64 * 256 + 256) + hidden  # input, weight, bias, output
 
 
+def test_memory_that_is_resized_and_freed():
+    memory, x = Memory(), torch.ones(64)
+    memory.of(x, "other")
+    x.untyped_storage().resize_(0)  # as `fully_shard` frees what it has gathered
+    memory.of(x)
+    assert (memory.live["other"], memory.peak) == (0, 256)
+    x.untyped_storage().resize_(1024)
+    memory.of(x)
+    assert (memory.live["other"], memory.peak) == (1024, 1024)
+    del x
+    assert memory.live["other"] == 0
+
+
 def test_a_model_without_values():
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(1 << 16, 1 << 16, bias=False), nn.Softmax(-1)), torch.empty(8, 1 << 16)
@@ -232,7 +246,7 @@ MODEL = nn.Linear(8, 4)
         (lambda: receipt(MODEL, X, declared=3), "expected declared to be a level, a policy, a plan or a plan file"),
         (lambda: receipt(MODEL, X, declared="bf16"), "got declared='bf16', which can mean several"),
         (lambda: receipt(MODEL, X, declared="amp-b16"), "Did you mean amp-bf16"),
-        (lambda: receipt(MODEL, X, declared="no.toml"), "got 'no.toml', which is not there"),
+        (lambda: receipt(MODEL, X, declared="no.toml"), "got 'no.toml', which does not exist"),
         (lambda: receipt(MODEL, X, declared="fp8-unit"), "receipt: expected a unit-scaled model at fp8-unit"),
         (lambda: receipt(MODEL, X, declared=Plan(target="fp8", formats={"a": "bf16"})), "got 'a', which matches none"),
     ],

@@ -14,7 +14,7 @@ from plimsoll.receipts.recording.entries import Entry
 from plimsoll.receipts.recording.training import Recording
 from plimsoll.receipts.recording.values import dtype_name, size_bytes
 from plimsoll.receipts.rows import MemoryUse, Role, Row, TensorRow
-from plimsoll.tracing.call_site import Place
+from plimsoll.tracing.call_site import INSTALLED, Place
 from plimsoll.tracing.tensor_memory import parts_of
 from plimsoll.tracing.tensor_names import Names
 from plimsoll.watch.names import ROOT, clean
@@ -58,12 +58,11 @@ def module_of(entry: Entry, names: Names) -> str | None:
 
 
 def line_of(place: Place) -> str | None:
-    """Return a line as "file:line", the file as it is seen from the working directory."""
+    """Return a line as "file:line", the file below its package's folder or the working directory."""
     if place.file is None:
         return None
-    path = Path(place.file)
-    here = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{here}:{place.line}"
+    folder = next((base for base in (*INSTALLED, f"{Path.cwd()}{os.sep}") if place.file.startswith(base)), "")
+    return f"{place.file.removeprefix(folder)}:{place.line}"
 
 
 def _note(entry: Entry) -> str:

@@ -61,8 +61,8 @@ def _of_autocast(entries: Sequence[Entry]) -> Iterator[str]:
             left[name] += entry.calls
     if left:
         yield (
-            f"torch's autocast for CPUs leaves {', '.join(sorted(left))} in 16 bits; on CUDA they run in FP32, as they "
-            "do everywhere under plimsoll.prepare."
+            f"torch's autocast for CPUs leaves {', '.join(sorted(left))} in 16 bits. On CUDA, and everywhere under "
+            "plimsoll.prepare, such operations run in FP32."
         )
     if in_cross_entropy:
         yield (
@@ -86,6 +86,11 @@ def _of_devices(entries: Sequence[Entry]) -> Iterator[str]:
         yield (
             "On meta scaled_dot_product_attention is made of products that keep all scores; a GPU's fused attention "
             "keeps none, and needs less memory than said here."
+        )
+    if any(entry.device == "meta" and entry.autocast and entry.kind in MULTIPLYING for entry in computing):
+        yield (
+            "torch's autocast does not reach tensors on meta. Make the model under FakeTensorMode "
+            "(torch._subclasses.fake_tensor), or train it with plimsoll.prepare."
         )
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 from plimsoll.receipts.recording.entries import Cause as Cause, Phase as Phase, Where as Where
 from plimsoll.receipts.recording.operations import Kind as Kind
 
-Role = Literal["weights", "buffers", "gradients", "optimizer", "masters"]
+Role = Literal["weights", "masters", "buffers", "gradients", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

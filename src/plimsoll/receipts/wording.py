@@ -4,18 +4,18 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from plimsoll.receipts.declared.kinds import KINDS
 from plimsoll.receipts.recording.operations import KINDS as OPERATION_KINDS
-from plimsoll.receipts.rows import Deviation, MemoryUse, Row, TensorRow
+from plimsoll.receipts.rows import Deviation, MemoryUse, Role, Row, TensorRow
 from plimsoll.text import counted, grouped, size
 
 if TYPE_CHECKING:
     from plimsoll.receipts.result import Receipt
 
 _PHASES = ("forward", "recomputation", "backward", "optimizer")
-_ROLES = ("weights", "masters", "buffers", "gradients", "optimizer")
+_WIDEST = 48  # characters of the modules of a line, for which there is room in 120 columns
 _CAUSES = {
     "script": "cast by the script", "autocast": "cast by autocast", "torch": "cast by torch itself",
     "level": "cast by Plimsoll", "emulation": "cast by an emulation", "backward": "cast of a gradient",
@@ -135,7 +135,8 @@ class OperationLine:
     @property
     def where(self) -> str:
         """The modules in few words."""
-        return grouped(self.modules, 2)
+        several = grouped(self.modules, 2)
+        return several if len(several) <= _WIDEST else grouped(self.modules, 1)
 
 
 def operation_lines(rows: Iterable[Row]) -> list[OperationLine]:
@@ -185,7 +186,7 @@ def tensor_lines(tensors: Iterable[TensorRow]) -> list[TensorLine]:
                    names=tuple(t.name for t in several))
         for (role, fmt), several in found.items()
     ]  # fmt: skip
-    return sorted(lines, key=lambda line: (_ROLES.index(line.role), -line.bytes))
+    return sorted(lines, key=lambda line: (get_args(Role).index(line.role), -line.bytes))
 
 
 def memory_words(memory: MemoryUse) -> str:

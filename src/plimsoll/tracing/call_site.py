@@ -25,7 +25,7 @@ from torch import fx, nn
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple({str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("stdlib", "platstdlib")})
-_INSTALLED = tuple({str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("purelib", "platlib")})
+INSTALLED = tuple({str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("purelib", "platlib")})
 
 # Between a dispatch mode and the code that it observes: torch keeps its compiler out of modes.
 _BETWEEN = ("utils/_python_dispatch.py", "_ops.py", "_compile.py", "_dynamo/eval_frame.py")
@@ -215,7 +215,7 @@ def _kind(file: str) -> str | None:
         return _OPTIMIZER if inside.startswith("optim" + os.sep) else _FILES.get(inside)
     if file.startswith("<eval_with_key"):
         return _GRAPH
-    library = file.startswith(_LIBRARIES) and not file.startswith(_INSTALLED)
+    library = file.startswith(_LIBRARIES) and not file.startswith(INSTALLED)
     if library or file.startswith((_OURS, "<frozen")):
         return None
     return _USER

@@ -172,6 +172,35 @@ def several_optimizers() -> tuple[nn.Module, Step]:
     return model, step
 
 
+@sound("amp-bf16")
+def attention_with_dropout_which_torch_makes_of_products_in_fp32() -> tuple[nn.Module, Step]:
+    class Attention(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x).view(2, 4, 2, 8).transpose(1, 2)
+            return F.scaled_dot_product_attention(h, h, h, dropout_p=0.1)
+
+    model, (x, _) = Attention(16, 16), data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        loss = out.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return model, step
+
+
+@sound("fp16-pure")
+def a_norm_that_computes_in_fp32_between_layers_in_fp16() -> tuple[nn.Module, Step]:
+    return _prepared(
+        "fp16-pure", model=lambda: nn.Sequential(nn.Linear(16, 32), nn.RMSNorm(32), nn.GELU(), nn.Linear(32, 4))
+    )
+
+
 @sound("fp32")
 def lbfgs_with_its_closure() -> tuple[nn.Module, Step]:
     model = mlp()

@@ -87,7 +87,7 @@ class ReceiptSession:
         try:
             receipt = self._receipt()
         except PlimsollError as error:
-            why = f"; {self._failure}" if self._failure else ""
+            why = f" {self._failure[0].upper()}{self._failure[1:]}." if self._failure else ""
             self._say(" ".join(f"{error}{why}".split()))
             return 2
         rank = _rank()

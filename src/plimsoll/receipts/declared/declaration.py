@@ -19,10 +19,8 @@ from plimsoll.precision.levels.distributed import is_fully_sharded, sharding_pol
 from plimsoll.precision.levels.fp8_layers import FP8, chosen_layers
 from plimsoll.precision.levels.placement import module_formats
 from plimsoll.precision.levels.policy import Policy
-from plimsoll.receipts.recording.values import dtype_name
+from plimsoll.receipts.recording.values import SIXTEEN_BIT, dtype_name
 from plimsoll.watch.names import ROOT, clean, unwrapped
-
-_SIXTEEN_BIT = frozenset(("fp16", "bf16"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +64,7 @@ class Declaration:
     def inside(self, module: str | None) -> str | None:
         """Return the 16-bit format that all of a module computes in; None where no such thing is declared."""
         found = None if module is None else self.computes.get(module)
-        return found if found in _SIXTEEN_BIT else None
+        return found if found in SIXTEEN_BIT else None
 
     def category(self, name: str, module: str | None) -> str | None:
         """Return the list that an operation is on in a module."""
@@ -112,6 +110,7 @@ def parse(declared: object) -> Level | Policy | Plan:
             return level_named(declared)
     except ArgumentError as error:
         message = str(error).replace("prepare:", "receipt:", 1).replace("precision=", "declared=")
+        message = message.replace(", a plan file (.toml) or a schedule of (step, level)", " or a plan file (.toml)")
         raise ArgumentError(message) from None
     raise ArgumentError(
         "receipt: expected declared to be a level, a policy, a plan or a plan file; got "
@@ -156,7 +155,7 @@ def _of_policy(policy: Policy, model: nn.Module) -> Declaration:
     formats = policy.formats_of(unwrapped(model))
     return Declaration(
         name="a policy",
-        products=_SIXTEEN_BIT,
+        products=SIXTEEN_BIT,
         modules={clean(name) or ROOT: ModulePlan.of(fmt) for name, fmt in formats.items()},
         lists=policy.operations,
     )

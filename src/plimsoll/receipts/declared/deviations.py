@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from plimsoll.errors import FormatError
-from plimsoll.formats import BlockFormat, get
+from plimsoll.precision.levels.fp8_layers import FP8
 from plimsoll.receipts.assembly import line_of, module_of
 from plimsoll.receipts.declared.declaration import Declaration
 from plimsoll.receipts.declared.kinds import KINDS, ORDER
@@ -17,10 +16,9 @@ from plimsoll.receipts.recording.accumulators import Switches
 from plimsoll.receipts.recording.entries import Entry
 from plimsoll.receipts.recording.operations import MULTIPLYING, listed_as
 from plimsoll.receipts.recording.training import Recording
-from plimsoll.receipts.recording.values import narrower
+from plimsoll.receipts.recording.values import SIXTEEN_BIT, is_code, narrower
 from plimsoll.receipts.rows import Deviation, Row, TensorRow
 
-_SIXTEEN_BIT = frozenset(("fp16", "bf16"))
 _WIDE = frozenset(("upcast", "autocast-disabled", "product-wide"))
 ATTENTION, CROSS_ENTROPY = "scaled_dot_product_attention", "cross_entropy_loss"
 _CASTS_DOWN = re.compile(r"\.(?:half|bfloat16)\(|\.to\([^)]*(?:float16|half)\b")
@@ -29,6 +27,7 @@ _TENSOR_PARALLEL = (
     "fully_shard reduces over the tensor-parallel mesh in the gradient's own dtype, whatever reduce_dtype says: shard "
     "these modules with param_dtype=torch.float32."
 )
+_OWN_SUMS = "torch keeps these sums in the tensor's own dtype: give the operation FP32, or keep its weight in FP32."
 _HIGH_KINDS = {"softmax": "softmax", "normalization": "normalization", "loss": "loss", "reduction": "reduction"}
 
 
@@ -67,7 +66,8 @@ def _of_operation(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
     else:
         yield from _of_other(declaration, one)
     if entry.accumulate is not None and entry.kind != "collective" and narrower(entry.accumulate, "fp32"):
-        yield _deviation("accumulate", one, "fp32", f"sums in {entry.accumulate}")
+        found = _deviation("accumulate", one, "fp32", f"sums in {entry.accumulate}")
+        yield found if entry.kind in MULTIPLYING else replace(found, advice=_OWN_SUMS)
     elif entry.partial is not None and entry.device == "cpu":
         yield _deviation("accumulate", one, "fp32", f"partial sums in {entry.partial}")
     if entry.output == "fp64" and "fp64" in entry.operands and entry.where != "emulated" and entry.kind != "exact":
@@ -89,7 +89,7 @@ def _of_product(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
     if not strange:
         return
     expected, formats = _listed(allowed), " x ".join(actual)
-    if allowed & {"e4m3", "e5m2"} and not any(_is_code(fmt) for fmt in actual):
+    if allowed & {FP8.forward, FP8.backward} and not any(is_code(fmt) for fmt in actual):
         yield _deviation("fp8-missing", one, expected, formats)
         return
     kind = _kind_of_product(entry, strange, allowed)
@@ -100,13 +100,13 @@ def _factors(entry: Entry) -> tuple[str, ...]:
     """Return the formats that a product's operands are multiplied in."""
     pairs = zip(entry.operands, entry.values, strict=True)
     return tuple(
-        values if entry.where == "emulated" or _is_code(values) or (values == "tf32" and dtype == "fp32") else dtype
+        values if entry.where == "emulated" or is_code(values) or (values == "tf32" and dtype == "fp32") else dtype
         for dtype, values in pairs
     )
 
 
 def _kind_of_product(entry: Entry, strange: Sequence[str], allowed: frozenset[str]) -> str:
-    if any(fmt in _SIXTEEN_BIT for fmt in strange) and allowed <= _SIXTEEN_BIT:
+    if any(fmt in SIXTEEN_BIT for fmt in strange) and allowed <= SIXTEEN_BIT:
         return "product-format"
     if "tf32" in strange and "fp32" in allowed:
         return "tf32"
@@ -114,24 +114,15 @@ def _kind_of_product(entry: Entry, strange: Sequence[str], allowed: frozenset[st
         return "product-narrow"
     if entry.phase == "backward" and entry.node is not None and _is_custom(entry.node):
         return "custom-function"
-    if entry.autocast:  # where autocast is on, no product that it casts can be in FP32
+    if entry.autocast and entry.device != "meta":  # where autocast is on, no product that it casts can be in FP32
         return "autocast-disabled"
-    cast_up = any(value in _SIXTEEN_BIT for value in entry.values)
+    cast_up = any(value in SIXTEEN_BIT for value in entry.values)
     return "upcast" if cast_up and entry.where != "emulated" else "product-wide"
 
 
 def _is_custom(node: str) -> bool:
     """Return whether a node of autograd is that of a Python class: torch's own names end with a number."""
     return node.endswith("Backward") and "::" not in node and not node.startswith(("Compiled", "Checkpoint"))
-
-
-def _is_code(fmt: str) -> bool:
-    """Return whether a format is narrower than 16 bits."""
-    try:
-        found = get(fmt)
-    except FormatError:
-        return False
-    return isinstance(found, BlockFormat) or found.bits < 16
 
 
 # -- casts -------------------------------------------------------------------------------------------------------------
@@ -146,9 +137,9 @@ def _of_cast(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
     if entry.cause != "script" or row.phase not in ("forward", "recomputation"):
         return
     before, values, after = entry.operands[0], entry.values[0], entry.output
-    if values in _SIXTEEN_BIT and after in _SIXTEEN_BIT and values != after:
+    if values in SIXTEEN_BIT and after in SIXTEEN_BIT and values != after:
         yield _deviation("double-rounding", one, "one rounding", f"{values}, then {after}")
-    elif entry.after_cast and before in _SIXTEEN_BIT and after == "fp32" and declaration.inside(row.module) is None:
+    elif entry.after_cast and before in SIXTEEN_BIT and after == "fp32" and declaration.inside(row.module) is None:
         yield _deviation("round-trip", one, "fp32", f"fp32 -> {values} -> fp32")
 
 
@@ -168,13 +159,13 @@ def _of_other(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
     if must_be_wide and narrow and entry.where != "emulated" and not is_left_by_autocast(entry):
         kind = _HIGH_KINDS.get(entry.kind, "operation")
         yield _deviation(kind, one, "fp32", " + ".join(dict.fromkeys(entry.operands)))
-    elif category == "low" and entry.operands and not any(fmt in _SIXTEEN_BIT for fmt in _factors(entry)):
-        yield _deviation("operation-wide", one, _listed(_SIXTEEN_BIT), " + ".join(dict.fromkeys(entry.operands)))
+    elif category == "low" and entry.operands and not any(fmt in SIXTEEN_BIT for fmt in _factors(entry)):
+        yield _deviation("operation-wide", one, _listed(SIXTEEN_BIT), " + ".join(dict.fromkeys(entry.operands)))
     inside = None if "norm" in entry.part_of else declaration.inside(row.module)  # norms compute in FP32
     if inside is not None and entry.mixed and entry.output == "fp32" and entry.kind in ("pointwise", "exact"):
         yield _deviation("promotion", one, inside, " + ".join(dict.fromkeys(entry.operands)) + " -> fp32")
     computes = None if row.module is None else declaration.computes.get(row.module)
-    if entry.kind == "normalization" and computes == "fp32" and set(entry.operands) <= _SIXTEEN_BIT:
+    if entry.kind == "normalization" and computes == "fp32" and set(entry.operands) <= SIXTEEN_BIT:
         yield _deviation("normalization", one, "fp32", " + ".join(dict.fromkeys(entry.operands)))
 
 
@@ -234,7 +225,7 @@ def _of_tensors(declaration: Declaration, recording: Recording, tensors: Sequenc
 
 def _of_update(declaration: Declaration, recording: Recording, tensors: Sequence[TensorRow]) -> Iterator[Deviation]:
     """Yield 16-bit weights that are not updated as the level says."""
-    narrow = [t for t in tensors if t.role == "weights" and t.format in _SIXTEEN_BIT]
+    narrow = [t for t in tensors if t.role == "weights" and t.format in SIXTEEN_BIT]
     updates = {getattr(optimizer, "update", None) for optimizer in recording.optimizers}
     if declaration.update == "masters":
         mastered = {t.name.partition(":")[0] for t in tensors if t.role == "masters"}
@@ -250,7 +241,7 @@ def _of_state(declaration: Declaration, t: TensorRow) -> Iterator[Deviation]:
     assert level is not None
     pure = level.casts and level.update == "plain"
     wanted = declaration.weights.get(t.module or "", level.weights) if pure else "fp32"
-    if narrower(t.format, wanted) and not _is_code(t.format):
+    if narrower(t.format, wanted) and not is_code(t.format):
         yield _plain("optimizer-state", t.name, wanted, t.format)
 
 

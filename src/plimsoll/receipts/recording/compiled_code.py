@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.receipts.recording.accumulators import Switches, product_arithmetic, sum_accumulator
 from plimsoll.receipts.recording.entries import Cause, Entry
 from plimsoll.receipts.recording.observation import Forward
@@ -54,6 +55,7 @@ class _Operation:
     path: str | None
     place: Place
     cause: Cause | None
+    scripted: bool
     rounded: bool
     bytes: int
 
@@ -64,6 +66,7 @@ class _Graph:
 
     operations: tuple[_Operation, ...]
     device: str
+    autocast: bool  # whether it switches autocast on itself
 
 
 class CompiledCode:
@@ -78,6 +81,7 @@ class CompiledCode:
         self.errors: dict[str, str] = {}  # backend -> why its compilation failed, so that code runs eagerly
         self.breaks: dict[str, int] = {}  # reason -> breaks of graphs
         self._breaks_before: Counter[str] = Counter()
+        self._autocast = False  # whether the code that is being compiled switches autocast on
 
     def __enter__(self) -> "CompiledCode":
         reset()
@@ -116,7 +120,7 @@ class CompiledCode:
         def __init__(graph_self: Any, current_callable: Any, graph: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(graph_self, current_callable, graph, *args, **kwargs)
             try:
-                self._graphs[graph_self.cache_key] = _read(graph)
+                self._graphs[graph_self.cache_key] = _read(graph, autocast=self._autocast)
             except Exception as error:  # noqa: BLE001  (private parts of torch may have changed: the code runs on)
                 self.failures.append(f"{type(error).__name__}: {error}")
 
@@ -165,6 +169,7 @@ class CompiledCode:
         place, backward, node = before
         base = None if place.module is None else unwrapped(place.module)
         recomputing = backward and place.recomputing
+        autocast = graph.autocast or (thread_frame.nesting() > 0 and (recomputing or not backward))
         phase = "optimizer" if self._recorder.stepping else "recomputation" if recomputing else "forward"
         for one in graph.operations:
             where = one.place if one.place.file is not None else place
@@ -175,7 +180,8 @@ class CompiledCode:
                 place=where, module=base, path=one.path, operands=one.operands, values=one.values, output=one.output,
                 accumulate=one.accumulate, partial=one.partial, cause=one.cause, where="compiled",
                 device=graph.device, part_of=_ATTENTION if _ATTENTION in where.text else "",
-                node=None if node is None else node.name(), rounded=one.rounded,
+                node=None if node is None else node.name(), rounded=one.rounded, autocast=autocast,
+                scripted=one.scripted,
             )  # fmt: skip
             self._recorder.entries.add(entry, bytes=one.bytes)
 
@@ -206,6 +212,7 @@ class CompiledCode:
         def call_user_compiler(output_graph: Any, gm: Any, example_inputs: Any) -> Any:
             graphs = len(self._graphs) + len(self.failures)
             name = _backend_name(output_graph.compiler_fn)
+            self._autocast = any(map(_switches_autocast_on, gm.graph.nodes))
             try:
                 compiled = original(output_graph, gm, example_inputs)
             except Exception as error:
@@ -256,13 +263,18 @@ def _backend_name(compiler: Any) -> str:
 # -- the graph ---------------------------------------------------------------------------------------------------------
 
 
-def _read(graph: Any) -> _Graph:
+def _switches_autocast_on(node: Any) -> bool:
+    return node.target is torch.amp.autocast_mode._enter_autocast and bool(node.args[2])  # noqa: SLF001
+
+
+def _read(graph: Any, *, autocast: bool) -> _Graph:
     """Return the operations of a lowered graph."""
     kernels = list(_kernels(graph))
     config: Any = sys.modules.get("torch._inductor.config")
     keeps_rounding = bool(getattr(config, "emulate_precision_casts", False))
     device = next(iter(sorted(graph.device_types - {"cpu"})), "cpu")
     operations: list[_Operation] = []
+    scripted: set[Any] = set()
     groups: dict[Any, list[Any]] = {}
     for node in graph.module.graph.nodes:
         if node.op != "call_function" or not isinstance(_value(node), Tensor | tuple | list):
@@ -272,9 +284,11 @@ def _read(graph: Any) -> _Graph:
         facts = facts_of(node.target)
         original = node.meta.get("original_aten")
         is_cast = facts.name in _CASTS and _name_of(original) in ("aten._to_copy", "prims.convert_element_type")
+        if _is_scripted(node, scripted, is_cast=is_cast):
+            scripted.add(node)
         if is_cast or kind_of(facts) in MULTIPLYING:
             rounded = keeps_rounding or not is_cast or _is_rounded(node, kernels)
-            operations.append(_operation([node], facts, device, is_cast=is_cast, rounded=rounded))
+            operations.append(_operation([node], facts, device, scripted, is_cast=is_cast, rounded=rounded))
         elif not facts.view and hasattr(original, "_schema"):
             key = (_name_of(original), node.meta.get("seq_nr"), path_of(node), node.meta.get("stack_trace"))
             groups.setdefault(key, []).append(node)
@@ -282,13 +296,24 @@ def _read(graph: Any) -> _Graph:
         facts = facts_of(nodes[0].meta["original_aten"])
         if facts.view or facts.cast or any(kind_of(facts_of(n.target)) in MULTIPLYING for n in nodes):
             continue
-        found = _operation(nodes, facts, device, is_cast=False, rounded=True)
+        found = _operation(nodes, facts, device, scripted, is_cast=False, rounded=True)
         if found.output:
             operations.append(found)
-    return _Graph(operations=tuple(operations), device=device)
+    return _Graph(operations=tuple(operations), device=device, autocast=autocast)
 
 
-def _operation(nodes: list[Any], facts: Facts, device: str, *, is_cast: bool, rounded: bool) -> _Operation:
+def _is_scripted(node: Any, scripted: set[Any], *, is_cast: bool) -> bool:
+    """Return whether the program has narrowed a node's values by a cast; `scripted` has the nodes before it."""
+    own = _dtype(node)
+    if own is None or not narrower(dtype_name(own), "fp32") or kind_of(facts_of(node.target)) in MULTIPLYING:
+        return False
+    asked = is_cast and cause_of(node, place_of(node)) == "script"
+    return asked or any(n in scripted for n in node.all_input_nodes)
+
+
+def _operation(
+    nodes: list[Any], facts: Facts, device: str, scripted: set[Any], *, is_cast: bool, rounded: bool
+) -> _Operation:
     """Return the operation that some nodes are: one, or those that one was decomposed into."""
     inside = set(nodes)
     inputs = [n for node in nodes for n in node.all_input_nodes if n not in inside]
@@ -321,6 +346,7 @@ def _operation(nodes: list[Any], facts: Facts, device: str, *, is_cast: bool, ro
         path=path_of(last),
         place=place,
         cause=cause_of(last, place) if is_cast else None,
+        scripted=any(n in scripted for n in inputs),
         rounded=rounded,
         bytes=moved,
     )

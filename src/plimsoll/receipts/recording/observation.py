@@ -12,7 +12,7 @@ from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.receipts.recording.accumulators import Switches, product_arithmetic, sum_accumulator
 from plimsoll.receipts.recording.entries import Cause, Entry, Phase
 from plimsoll.receipts.recording.operations import MULTIPLYING, Kind, factors, kind_of
-from plimsoll.receipts.recording.values import Held, dtype_name, holds, narrower, size_bytes, spec_name
+from plimsoll.receipts.recording.values import Held, dtype_name, holds, is_code, narrower, size_bytes, spec_name
 from plimsoll.tracing.call_site import Place, innermost, look
 from plimsoll.tracing.graph_nodes import cause_of, path_of, place_of
 from plimsoll.tracing.operation_schema import Facts
@@ -31,7 +31,6 @@ _LISTS, _OPERATIONS = (f"{_EMULATE}{folder}{os.sep}" for folder in ("casting", "
 _RECIPE = f"{_EMULATE}recipe.py"
 _OBSERVERS = (__file__, str(Path(__file__).with_name("recorder.py")))
 _GATHERING = frozenset(("embedding", "index_select", "gather", "index"))  # they read only what they return
-_CODES = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "mx", "nvfp4")
 
 
 class Forward(NamedTuple):
@@ -138,10 +137,7 @@ class Observation:
         rounded = found.multiplied
         if rounded is not None:
             entry.values = tuple(rounded if narrower(rounded, value) else value for value in entry.values)
-        held_wide = any(
-            value.startswith(_CODES) and x.element_size() > 1 for value, x in zip(entry.values, operands, strict=True)
-        )
-        if held_wide:
+        if any(is_code(value) and x.element_size() > 1 for value, x in zip(entry.values, operands, strict=True)):
             entry.where = "emulated"
 
     def _cast(self, outputs: list[Tensor]) -> Entry:

@@ -38,6 +38,10 @@ _FACTORS: Mapping[str, tuple[str, ...]] = {
     "convolution_backward": ("grad_output", "input", "weight"),
     "_trilinear": ("i1", "i2", "i3"),
     **dict.fromkeys(("lstm", "gru", "mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), ("input", "weight", "weight0")),
+    **dict.fromkeys(
+        ("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"),
+        ("input", "weight", "weight1", "grad_output"),
+    ),
 }  # fmt: skip
 CONVOLUTIONS = frozenset(name for name in _FACTORS if "conv" in name)
 _NORMALIZATIONS = ("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")

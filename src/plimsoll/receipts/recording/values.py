@@ -15,6 +15,7 @@ from torch import Tensor
 
 from plimsoll.errors import FormatError
 from plimsoll.formats import BLOCKS, ELEMENTS, BlockFormat, Format, get, get_element
+from plimsoll.kernels import dtypes
 from plimsoll.kernels.operators.cast_spec import BlockSpec, CastSpec
 from plimsoll.tracing.tensor_memory import parts_of
 
@@ -30,6 +31,9 @@ def dtype_name(dtype: torch.dtype) -> str:
         return get_element(dtype, "receipt").name
     except FormatError:
         return str(dtype).removeprefix("torch.")
+
+
+SIXTEEN_BIT = frozenset(map(dtype_name, dtypes.SIXTEEN_BIT))
 
 
 def spec_name(spec: list[int]) -> str:
@@ -69,6 +73,16 @@ def holds(wide: str, narrow: str) -> bool:
 def narrower(format_name: str, than: str) -> bool:
     """Return whether a format lacks values that another one has."""
     return format_name != than and not holds(format_name, than)
+
+
+@functools.cache
+def is_code(format_name: str) -> bool:
+    """Return whether a format is narrower than 16 bits."""
+    try:
+        found = get(format_name)
+    except FormatError:
+        return False
+    return isinstance(found, BlockFormat) or found.bits < 16
 
 
 def size_bytes(x: Tensor) -> int:
