@@ -35,12 +35,14 @@ ALLOWED = {
     "kernels/numba_backend/updates/launch.py": "the kernel of each dtype",
     "kernels/operators/fp8_cast.py": "the two formats that scaled products of hardware take",
     "kernels/triton_backend/input_bits.py": "the dtypes that kernels decode by code of their own",
+    "microscope/entry.py": "the dtypes of a reference",
     "precision/levels": "names of widths that several levels have; what torch's batch norm takes",
     "precision/scripts": "the dtypes of leaves that are scaled",
     "precision/training": "a type annotation",
     "receipts/recording/observation.py": "torch's functions that cast",
     "report/figures/audit.py": "the columns of an audit",
     "unit/auditing": "the columns of an audit",
+    "watch/shadow/replay.py": "methods of tensors",
 }
 
 

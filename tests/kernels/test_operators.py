@@ -12,6 +12,7 @@ from plimsoll.errors import ArgumentError, BackendError
 from plimsoll.formats import E4M3, MXFP4, NVFP4
 from plimsoll.kernels import backend as _backend
 from plimsoll.kernels.operators.cast_spec import NEAREST_EVEN, STOCHASTIC, BlockSpec, CastSpec
+from plimsoll.watch.taps import compiled_taps  # noqa: F401  (defines `keep_`)
 from tests.support.cases import each
 
 ELEMENT = list(CastSpec.of(E4M3, NEAREST_EVEN, saturate=True))
@@ -42,6 +43,7 @@ def calls() -> dict[str, tuple[object, tuple[object, ...]]]:
         "block_pack": (OPS.block_pack, (x, TWO_LEVEL, torch.tensor(0.001), *tail)),
         "fp8_cast": (OPS.fp8_cast, (x, torch.float8_e4m3fn, 1.0, None, 2, kernels.new_bank(2), 1)),
         "keep": (OPS.keep, (x,)),
+        "keep_": (OPS.keep_, (x, kernels.new_bank(1), -1, 0, False)),
     }
 
 
@@ -82,6 +84,7 @@ def test_only_the_named_arguments_are_mutated():
     mutated = {
         "measure_": ["bank"], "count_nonfinite_": ["counts"], "update_": ["bank", "moves"],
         "unscale_": ["gradients", "found_inf", "bank"], "cast_out": ["out"], "block_cast_out": ["out"],
+        "keep_": ["bank"],
     }  # fmt: skip
     for name, expected in mutated.items():
         schema = getattr(OPS, name).default._schema

@@ -18,6 +18,7 @@ from plimsoll.watch.session import WatchSession
 from plimsoll.watch.shadow import memory
 from plimsoll.watch.shadow.capture import CapturedCall
 from plimsoll.watch.shadow.comparisons import Comparisons, compared
+from plimsoll.watch.shadow.decisions import Decisions
 from plimsoll.watch.shadow.replay import (
     as_wide,
     borrowed,
@@ -115,7 +116,7 @@ class ClosureShadow(Shadow):
         WatchSession.repeating = True
         try:
             dropouts = call.listen(root, closure) if draws_by_dtype(call.devices) else None
-            self._running = (call, Counter(), [])
+            self._running = (call, Counter(), [], Decisions())
             with in_reference(call.devices, dropouts, self.wide), borrowed(root, leaves, call.buffers, self.wide):
                 handle = root.register_forward_pre_hook(self._widened, with_kwargs=True, prepend=True)
                 try:

@@ -24,7 +24,6 @@ from plimsoll.watch.names import unwrapped
 from plimsoll.watch.session import watches_muted
 
 SHADOWED = tuple(c.name for c in COLLECTIONS if c.is_shadowed)
-DEFAULT = ("activations", "activation_gradients", "gradients")
 WIDE = {"fp32": torch.float32, "fp64": torch.float64}
 
 Closure = Callable[[], Any]
@@ -36,7 +35,7 @@ def microscope(
     *,
     reference: object = "fp32",
     draws: int = 8,
-    collect: Iterable[str] = DEFAULT,
+    collect: Iterable[str] = SHADOWED,
 ) -> ErrorReport:
     """Return the error of each tensor of a model's step against the same step in a wide format.
 

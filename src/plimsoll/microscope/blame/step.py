@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.microscope.blame.injection import Gradients, Reference
 from plimsoll.microscope.blame.interception import named
 from plimsoll.microscope.blame.local_errors import LocalErrors, Player, units
@@ -17,7 +18,6 @@ from plimsoll.watch.shadow.rng_state import RandomState
 
 PASSES = 4.0  # of one step: a forward to see what is called, the step, its units again, and the reference
 ARITHMETIC = ""  # of a module: what is left of its errors without those of its casts
-_SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 class Step:
@@ -67,13 +67,13 @@ class Step:
     def arithmetic(self, module: str) -> str:
         """Return what a module's operations are called, apart from its casts: by the 16-bit dtypes that they give."""
         dtypes = {
-            str(y.dtype).removeprefix("torch.")
+            FORMATS[y.dtype].name
             for call in self.calls
             if call.key[0] == module
             for y in (*call.outputs, *(x for child in call.children for x in child.inputs))
-            if isinstance(y, Tensor) and y.is_floating_point() and y.dtype.itemsize < 4
+            if isinstance(y, Tensor) and y.dtype in FORMATS and y.dtype.itemsize < 4
         }
-        return f"{'/'.join(sorted(_SHORT.get(d, d) for d in dtypes))} arithmetic" if dtypes else "operations"
+        return f"{'/'.join(sorted(dtypes))} arithmetic" if dtypes else "operations"
 
     def _errors_of(self, record: CallRecord) -> LocalErrors:
         return self._player.errors(record, self._player.again(record))

@@ -58,6 +58,7 @@ class CapturedCall:
         self.drawn: RandomState | None = None  # of a compiled forward, after it
         self.seen: dict[tuple[str, int], CapturedForward] = {}
         self.gradients: dict[int, Tensor] = {}  # by the output's place
+        self.outputs: dict[CapturedForward, tuple[int, str]] = {}  # place and name
         self._versions = [(x, _version(x)) for x in tensors_of(self.inputs)]
         self._weights = [(weakref.ref(p), _version(p)) for p in root.parameters()]
         self._times: Counter[str] = Counter()
@@ -80,6 +81,11 @@ class CapturedCall:
         self._times[name] += 1
         known = self._sites[site] = self.seen[key] = CapturedForward()
         return known
+
+    def note_output(self, seen: CapturedForward, name: str, root: str) -> None:
+        """Remember which record is of an output of the root, if the name says so."""
+        if name.startswith(f"{root}:output"):
+            self.outputs[seen] = len(self.outputs), name
 
     def sighted(self, site: tuple[str, int]) -> CapturedForward | None:
         """The record of a site whose gradient is still to come."""

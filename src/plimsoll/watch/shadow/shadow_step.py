@@ -7,6 +7,9 @@ it: at the real step's scale, so that values compare as they are. Each tensor's 
 repetition's, recorded as sums (`ErrorSums`). A real zero that is nonzero in the repetition has *underflowed*; one that
 is zero there too is *structural*; where the repetition has NaN it is neither.
 
+Decisions (routes, classes) are compared too, see `decisions`. A model that makes some is run as it was once more, from
+its second shadow step on.
+
 Parameters' gradients are added up over the step's backwards. Their errors are those of what the last backward has left,
 before unscaling and clipping; their zeros are counted in what the optimizer is given.
 
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
+from plimsoll.runs import Scalars
 from plimsoll.watch.names import clean, tensors_in
 from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.settings import SHADOWED, Settings
@@ -31,6 +35,7 @@ from plimsoll.watch.shadow import data_parallel, memory
 from plimsoll.watch.shadow.capture import CapturedCall, CapturedForward, watch_calls
 from plimsoll.watch.shadow.comparisons import Comparisons, gradient_row
 from plimsoll.watch.shadow.data_parallel import DataParallel, hooks_of_sharding, leaves_of, without_hooks
+from plimsoll.watch.shadow.decisions import Decisions, Tally, class_axis, class_choice
 from plimsoll.watch.shadow.gradient_errors import GradientErrors
 from plimsoll.watch.shadow.replay import borrowed, draws_by_dtype, fresh_inputs, in_reference, tensors_of
 from plimsoll.watch.shadow.rng_state import RandomState
@@ -70,7 +75,8 @@ class Shadow:
         name = core.writer.path.name
         self._name = f"{name}/{_opened[name]}"  # a run that is watched again meets under another name
         _opened[name] += 1
-        self._running: tuple[CapturedCall, Counter[str], list[Tensor]] | None = None
+        self._running: tuple[CapturedCall, Counter[str], list[Tensor], Decisions] | None = None
+        self._decides = False  # whether a forward has made decisions
         self.evaluates = False  # whether a forward in evaluation mode counts
         self._undo = watch_calls(root, self._around)
         self._start()
@@ -85,7 +91,7 @@ class Shadow:
     def _start(self) -> None:
         self._calls: list[CapturedCall] = []
         self._gradients = GradientErrors(self.core)
-        self._comparisons = Comparisons()
+        self._comparisons, self._tally = Comparisons(), Tally()
         self._left_out: set[int] = set()  # series
         self._kept_bytes = 0
         self._reason: str | None = None
@@ -165,6 +171,7 @@ class Shadow:
             return
         core, call = self.core, self._calls[-1]
         seen = call.sight(name, x)
+        call.note_output(seen, name, core.name)
         plain = core.readable(x, name)
         if plain is None:
             return
@@ -188,6 +195,8 @@ class Shadow:
             call = self._calls[-1]
             call.compiled = True
             seen = call.sight_compiled(site, names[0])
+            for name in names:
+                call.note_output(seen, name, core.name)
             if core.due.activations:
                 seen.series = [core.series_of("activations", name, x) for name in names]
                 seen.values = self._has_room(x).detach().clone()
@@ -276,18 +285,25 @@ class Shadow:
         after, outputs = RandomState(call.devices), list[Tensor]()
         WatchSession.repeating = True
         try:
-            dropouts = call.listen(root) if draws_by_dtype(call.devices) else None
-            self._running = (call, Counter(), outputs)
+            dropouts, low, high = None, Decisions(), Decisions()
+            if draws_by_dtype(call.devices) or self._decides:
+                with low:
+                    dropouts = call.listen(root)
+                dropouts = dropouts if draws_by_dtype(call.devices) else None
+            self._running = (call, Counter(), outputs, high)
             with in_reference(call.devices, dropouts), borrowed(root, leaves, call.buffers):
                 without_hooks(root, sharding)
                 call.random.restore()
                 args, kwargs = inputs = fresh_inputs(call.inputs)
-                root(*args, **kwargs)
+                with high:
+                    root(*args, **kwargs)
                 if call.drawn is not None and not call.drawn.matches(RandomState(call.devices)):
                     self._reason = OTHER_DRAWS
                     return
                 wanted = [x for x in (*leaves.values(), *tensors_of(inputs)) if x.requires_grad]
                 call.send_back(outputs, wanted)
+            self._tally.add_all(low, high)
+            self._decides = bool(high.made)
         finally:
             self._running, WatchSession.repeating = None, False
             after.restore()
@@ -300,13 +316,26 @@ class Shadow:
         """A tap sees tensors of a repetition."""
         if self._running is None:
             return
-        call, times, _ = self._running
+        call, times, _, decisions = self._running
+        if role == "input":
+            decisions.enter(module)
+        else:
+            decisions.leave(module)
         for path, x in tensors:
             name = f"{module}:{role}{path}"
             seen = call.seen.get((name, times[name]))
             times[name] += 1
             if seen is not None:
+                if seen in call.outputs:
+                    self._compare_classes(call, seen, x)
                 self._compare(seen, x)
+
+    def _compare_classes(self, call: CapturedCall, seen: CapturedForward, x: Tensor) -> None:
+        index, name = call.outputs[seen]
+        g, values = call.gradients.get(index), seen.values
+        axis = None if g is None or values is None or values.shape != x.shape else class_axis(g)
+        if axis is not None and values is not None:
+            self._tally.add(name, class_choice(values, axis), class_choice(x, axis))
 
     def _compare(self, seen: CapturedForward, x: Tensor) -> None:
         if seen.values is not None and self._comparisons.add(seen.series, seen.values, x):
@@ -358,6 +387,8 @@ class Shadow:
             for call in calls:
                 self._left_out.update(call.unmatched())
             self._comparisons.enter(self.core.sample, self._left_out)
+            if found := self._tally.scalars():
+                self.core.writer.write(Scalars(step=self.core.step, values=found))
         for call in calls:
             call.release()
         self._start()
