@@ -12,8 +12,16 @@ from plimsoll.watch.session import StepSchedule
 
 SOURCE = Path(tensor_collections.__file__).parent
 # Roles of a matrix product's operands have the names of collections: layers below the registry, and what feeds them. So
-# have the roles of memory in a receipt, of which some are no collections.
-_ROLES = ("formats", "fp8", "emulate", "precision/levels/fp8_layers.py", "receipts", "watch/taps/cast_counts.py")
+# have the roles of memory in a receipt, of which some are no collections, and the two formats that name a precision.
+_ROLES = (
+    "formats",
+    "fp8",
+    "emulate",
+    "precision/levels/fp8_layers.py",
+    "receipts",
+    "watch/taps/cast_counts.py",
+    "cli/commands/ls.py",
+)
 
 
 def test_no_list_of_collections_is_written_elsewhere() -> None:

@@ -98,14 +98,15 @@ def test_a_pickle_of_version_0_1_has_the_defaults_of_later_fields() -> None:
 
 # The guide's format in place of E4M3FNUZ for a dtype that torch has: its codes are read by the new format's fields.
 FOLLOW = """
-import importlib, sys
+import importlib, re, sys
 from pathlib import Path
 from plimsoll import formats
 catalogue = importlib.import_module("plimsoll.formats.catalogue")
 source = Path(catalogue.__file__).read_text("utf-8")
 block = sys.argv[1].replace("float8_e4m3b11fnuz", "float8_e4m3fnuz")
 source = source.replace("ELEMENTS: tuple", block + "\\nELEMENTS: tuple", 1)
-source = source.replace("E8M0,\\n)", "E8M0, E4M3B11FNUZ,\\n)", 1)
+source, replaced = re.subn(r"(ELEMENTS: tuple[^)]*E8M0),?\\s*\\)", r"\\1, E4M3B11FNUZ)", source, count=1)
+assert replaced == 1
 exec(compile(source, catalogue.__file__, "exec"), vars(catalogue))
 formats.ELEMENTS = catalogue.ELEMENTS
 import numpy as np, torch
