@@ -6,7 +6,7 @@
     python -m benchmarks.trust --again --only GAN   record again, after the watch has changed
 
 Half an hour on one core for everything; `make trust` does that. Runs stay in ``--runs`` and ``--held-back-runs``: the
-second third is not for those who tune rules.
+second folder is not for those who tune rules.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Registry of the kinds of healthy training and of the faults that findings are judged by.
 
 A kind is one function that trains through the `Training` that it gets. The decorators register it by name. `held_back`
-marks the third that no rule is tuned on.
+marks those that no rule is tuned on.
 """
 
 import re

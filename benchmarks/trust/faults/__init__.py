@@ -1,5 +1,5 @@
 """Planted faults; importing this registers them."""
 
-from benchmarks.trust.faults import breaks, data, layers, narrow, optimizers, ranks, scales
+from benchmarks.trust.faults import arithmetic, breaks, data, layers, narrow, optimizers, ranks, recipes, scales
 
-__all__ = ["breaks", "data", "layers", "narrow", "optimizers", "ranks", "scales"]
+__all__ = ["arithmetic", "breaks", "data", "layers", "narrow", "optimizers", "ranks", "recipes", "scales"]

@@ -26,15 +26,22 @@ def _data(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x * 20 + 5, y
 
 
-def _work(rank: int, path: Path, spoil: object) -> None:
-    """One rank: data parallel by averaged gradients; rank 1's batches are spoiled."""
+def _as_they_are(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x, y
+
+
+def _work(rank: int, path: Path, spoil: object, shared: bool) -> None:
+    """One rank: data parallel by averaged gradients, first weights `shared` or not; rank 1's batches are spoiled."""
     torch.set_num_threads(1)
     meeting = path.with_name(f"{path.name}.meeting")
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     inner = mlp(16, 64, 64, 10)
     x, y = clusters()
-    model = nn.parallel.DistributedDataParallel(inner)
+    if not shared:
+        torch.manual_seed(100 + rank)
+        inner = mlp(16, 64, 64, 10)
+    model = nn.parallel.DistributedDataParallel(inner, init_sync=shared)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     torch.manual_seed(rank + 1)
     with pl.watch(model, optimizer, run=path, every=10):
@@ -51,9 +58,9 @@ def _work(rank: int, path: Path, spoil: object) -> None:
         meeting.unlink(missing_ok=True)
 
 
-def _spawn(run: Training, spoil: object) -> None:
+def _spawn(run: Training, spoil: object, *, shared: bool = True) -> None:
     run.path.with_name(f"{run.path.name}.meeting").unlink(missing_ok=True)
-    processes.spawn(partial(_work, path=run.path, spoil=spoil), nprocs=RANKS)
+    processes.spawn(partial(_work, path=run.path, spoil=spoil, shared=shared), nprocs=RANKS)
 
 
 @fault("one-rank-with-other-labels", named=RANK)
@@ -66,3 +73,13 @@ def labels(run: Training) -> None:
 def data(run: Training) -> None:
     """Of three ranks one has inputs that were not normalised, twenty times as large."""
     _spawn(run, _data)
+
+
+@fault(
+    "ranks-begin-apart",
+    named=r"ranks?\b.*(differ|apart|disagree|unlike|not (the same|equal|in step)|out of (sync|step)|diverge)",
+    held_back=True,
+)
+def apart(run: Training) -> None:
+    """Each rank drew weights of its own, and averaged gradients fit none of the three models."""
+    _spawn(run, _as_they_are, shared=False)

@@ -1,5 +1,14 @@
 """Kinds of sound training; importing this registers them."""
 
-from benchmarks.trust.healthy import generative, images, losses, reinforcement, sequences, structures, vectors
+from benchmarks.trust.healthy import (
+    assorted,
+    generative,
+    images,
+    losses,
+    reinforcement,
+    sequences,
+    structures,
+    vectors,
+)
 
-__all__ = ["generative", "images", "losses", "reinforcement", "sequences", "structures", "vectors"]
+__all__ = ["assorted", "generative", "images", "losses", "reinforcement", "sequences", "structures", "vectors"]
