@@ -22,8 +22,7 @@ def test_neighbours_and_classes_of_every_input(name: str) -> None:
     tried = inputs(fmt, "bfloat16")
     y = np.zeros(len(tried.values))
     batch = Batch(
-        carrier="bfloat16", dtype="float32", bits=tried.bits, x=tried.values, y=y, failed=y != 0, error="",
-        smallest_normal=2.0**-126, mantissa_bits=7,
+        carrier="bfloat16", dtype="float32", bits=tried.bits, x=tried.values, y=y, failed=y != 0, error=""
     )  # fmt: skip
     observed = Observed(fmt, [batch])
     table = sorted(v for v in (scalar.decode(spec, c) for c in range(2 ** (spec.bits - 1))) if math.isfinite(v))

@@ -1,5 +1,6 @@
 """Functions that raise, print, change their inputs, take long, return strange things, or need what is not there."""
 
+import functools
 import random
 import sys
 import time
@@ -24,7 +25,8 @@ def test_a_function_that_never_works_is_refused_with_its_errors() -> None:
         raise TypeError("expected a tensor on the GPU")
 
     with pytest.raises(
-        ArgumentError, match=r"expected a function of one tensor.*bfloat16: TypeError: expected a tensor"
+        ArgumentError,
+        match=r"a function of one tensor .* \(bfloat16, float16, float32, .*: TypeError: expected a tensor",
     ):
         pl.certify(fails, "e4m3")
 
@@ -88,6 +90,37 @@ def test_what_is_printed_and_warned_of_is_a_note(capsys: pytest.CaptureFixture[s
     assert found.conforms
     assert found.notes == ("It prints: compiling the kernel on stderr", "It warns: UserWarning: a slow path")
     assert capsys.readouterr() == ("", "")
+
+
+def test_warnings_that_differ_in_numbers_are_one_note() -> None:
+    def warns(x: Tensor) -> Tensor:
+        warnings.warn(f"an output of {x.numel()} values was resized", UserWarning, stacklevel=1)
+        return TableCast()(x)
+
+    assert pl.certify(warns, "e4m3").notes == ("It warns: UserWarning: an output of 1024 values was resized",)
+
+
+def test_results_of_a_fixed_shape_are_deviations() -> None:
+    found = pl.certify(lambda x: torch.ones(8, 128), "e4m3")
+    assert {"empty", "odd-shapes"} <= {row.requirement for row in found.deviations}
+    assert found.row("exact").status == "not tried"
+
+
+def test_half_way_values_that_never_go_up_say_nothing_of_fresh_noise() -> None:
+    def half_of_the_noise(x: Tensor) -> Tensor:
+        bits = x.float().view(torch.int32)
+        noise = torch.randint_like(bits, 1 << 15)
+        return ((bits + noise) & -(1 << 16)).view(torch.float32).where(~x.isnan(), x.float())
+
+    found = pl.certify(half_of_the_noise, "bf16", rounding="stochastic")
+    assert [row.requirement for row in found.deviations] == ["unbiased"]
+    assert found.row("fresh-noise").status == "not tried"
+    assert found.inferred.fine_noise == "biased at every fraction"
+
+
+def test_a_partial_has_the_name_of_its_function() -> None:
+    cast = functools.partial(torch.Tensor.to, dtype=torch.float8_e5m2)
+    assert pl.certify(functools.partial(cast), "e5m2").function == "TensorBase.to"
 
 
 def test_a_slow_function_is_sampled_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

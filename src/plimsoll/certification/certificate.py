@@ -1,8 +1,8 @@
 """`Certificate`: what an implementation does, row by row, with the smallest counterexamples."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, cast
 
 from plimsoll.certification import sheet
@@ -37,11 +37,6 @@ class Counterexample(NotebookRepr):
         note = f" ({self.note})" if self.note else ""
         return f"input {written(self.input)}{note}, expected {written(self.expected)}, got {written(self.got)}"
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the counterexample as JSON-able data, with NaN and infinities as text."""
-        parts = {"input": plain(self.input), "expected": plain(self.expected), "got": plain(self.got)}
-        return {"requirement": self.requirement, **parts, "note": self.note}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -60,6 +55,15 @@ class Outcome:
     counterexample: Counterexample | None = None
     refused: str | None = None
     detail: str = ""
+
+    def __add__(self, other: "Outcome") -> "Outcome":
+        """Return the outcome of both parts of a check. A wrong result counts for more than a refusal."""
+        wrong = [outcome for outcome in (self, other) if outcome.wrong]
+        shown = next((outcome for outcome in wrong if outcome.refused is None), wrong[0] if wrong else self)
+        return Outcome(
+            tried=self.tried + other.tried, wrong=self.wrong + other.wrong, counterexample=shown.counterexample,
+            refused=shown.refused, detail=self.detail or other.detail,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,42 +90,17 @@ class Row:
     counterexample: Counterexample | None
     detail: str = ""
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the row as JSON-able data."""
-        facts = {"requirement": self.requirement, "says": self.says, "source": self.source, "status": self.status}
-        example = None if self.counterexample is None else self.counterexample.to_dict()
-        return {**facts, "tried": self.tried, "wrong": self.wrong, "counterexample": example, "detail": self.detail}
 
-
-class Inferred(Mapping[str, Any]):
+class Inferred(dict[str, Any]):
     """What was inferred of an implementation, by name: ``inferred["rounding"]`` or ``inferred.rounding``."""
 
-    __slots__ = ("_facts",)
-    _facts: dict[str, Any]
-
-    def __init__(self, facts: Mapping[str, Any]) -> None:
-        object.__setattr__(self, "_facts", dict(facts))
-
-    def __getitem__(self, name: str) -> Any:
-        return self._facts[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._facts)
-
-    def __len__(self) -> int:
-        return len(self._facts)
-
     def __getattr__(self, name: str) -> Any:
-        # A copy or a pickle asks for attributes before there are any.
-        if name != "_facts" and name in self._facts:
+        if name in self:
             return self[name]
         raise AttributeError(f"Inferred has no fact {name!r}")
 
     def __repr__(self) -> str:
-        return f"Inferred({self._facts!r})"
-
-    def __reduce__(self) -> tuple[type["Inferred"], tuple[dict[str, Any]]]:
-        return Inferred, (self._facts,)
+        return f"Inferred({dict(self)!r})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,23 +175,9 @@ class Certificate(NotebookRepr):
 
     def to_dict(self) -> dict[str, object]:
         """Return the certificate as JSON-able data, with NaN and infinities as text."""
-        return {
-            "function": self.function,
-            "format": self.format,
-            "kind": self.kind,
-            "device": self.device,
-            "date": self.date,
-            "versions": dict(self.versions),
-            "conforms": self.conforms,
-            "verdict": self.verdict,
-            "inferred": {name: plain(value) for name, value in self.inferred.items()},
-            "rows": [row.to_dict() for row in self.rows],
-            "counterexamples": [example.to_dict() for example in self.counterexamples],
-            "not_tried": list(self.not_tried),
-            "notes": list(self.notes),
-            "calls": self.calls,
-            "seconds": round(self.seconds, 3),
-        }
+        data = cast("dict[str, object]", plain(self))
+        summed_up = {"conforms": self.conforms, "verdict": self.verdict, "counterexamples": plain(self.counterexamples)}
+        return data | summed_up | {"seconds": round(self.seconds, 3)}
 
     def to_markdown(self) -> str:
         """Return the sheet in Markdown, for a bug report or a page."""
@@ -231,13 +196,15 @@ class Certificate(NotebookRepr):
 
 
 def plain(value: object) -> object:
-    """Return a value that JSON has: NaN and infinities become text."""
-    if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
+    """Return a value that JSON has: dataclasses become dictionaries, NaN and infinities text."""
+    if is_dataclass(value):
+        return {part.name: plain(getattr(value, part.name)) for part in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in cast("Mapping[object, object]", value).items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in cast("Sequence[object]", value)]
+    if value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
     return str(value)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import datetime as dt
 import functools
 import importlib.metadata
+import operator
 import platform
 import sys
 import time
@@ -19,10 +20,10 @@ from plimsoll.certification import requirements
 from plimsoll.certification.blocks.anchored import element_call
 from plimsoll.certification.blocks.scales import RULES
 from plimsoll.certification.certificate import KINDS, Certificate, Counterexample, Inferred, Kind, Outcome, Row, Status
-from plimsoll.certification.codes.convention import UnpackConvention
+from plimsoll.certification.codes import UnpackConvention
 from plimsoll.certification.elements import inference
 from plimsoll.certification.elements.stochastic import varies
-from plimsoll.certification.probing.arrays import CallFailedError
+from plimsoll.certification.probing.arrays import CallFailedError, element_of
 from plimsoll.certification.probing.caller import Caller, OutOfTimeError, kept_generators
 from plimsoll.certification.probing.conventions import CastConvention
 from plimsoll.certification.reductions.reducer import Reducer
@@ -122,7 +123,7 @@ def _trial(
         convention = Reducer(caller, kind, cast("Format", fmt))
     else:
         convention = CastConvention(caller, kind, fmt)
-        element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+        element = element_of(fmt)
         if rounding is None and varies(element_call(convention, fmt)[0], element):
             found = "stochastic"
     subject = Subject(name=name, fmt=fmt, kind=kind, device=place, rounding=found, scale_rule=scale_rule)
@@ -141,10 +142,14 @@ def _row(requirement: Requirement, trial: Trial, source: str) -> Row:
         status = "refuses" if outcome.refused and requirement.may_refuse else "deviates"
     elif not outcome.tried and status == "conforms":
         outcome, status = Outcome(tried=0, detail="there is no such input"), "not tried"
+    detail = outcome.refused or outcome.detail
+    example = None
+    if status == "deviates":  # an error raised without a counterexample is its own
+        unknown = Counterexample(input="the inputs of this row", expected="a result", got=detail)
+        example = replace(outcome.counterexample or unknown, requirement=requirement.id)
     return Row(
         requirement=requirement.id, says=trial.sentence(requirement.says), source=source, status=status,
-        tried=outcome.tried, wrong=outcome.wrong, counterexample=_example(requirement, outcome, status),
-        detail=outcome.refused or outcome.detail,
+        tried=outcome.tried, wrong=outcome.wrong, counterexample=example, detail=detail,
     )  # fmt: skip
 
 
@@ -159,7 +164,7 @@ def _inferred(trial: Trial) -> dict[str, object]:
         if trial.subject.kind == "pack":
             found["returns"] = trial.convention.parts
         if trial.rule.name == "stochastic":
-            found["fine_noise"] = f"from 2^-{trial.draws.resolution()} of a spacing on"
+            found["fine_noise"] = trial.draws.finest()
         if isinstance(trial.subject.fmt, BlockFormat):
             found |= trial.blocks.facts()
     except (CallFailedError, OutOfTimeError) as error:
@@ -168,24 +173,12 @@ def _inferred(trial: Trial) -> dict[str, object]:
     return found
 
 
-def _example(requirement: Requirement, outcome: Outcome, status: Status) -> Counterexample | None:
-    """Return the counterexample of a row that deviates; an error raised without one is its own."""
-    if status != "deviates":
-        return None
-    found = outcome.counterexample
-    if found is None:
-        found = Counterexample(
-            input="the inputs of this row", expected="a result", got=outcome.refused or outcome.detail
-        )
-    return replace(found, requirement=requirement.id)
-
-
 # ---------------------------------------------------------------------------------------------------------- arguments
 
 
 def _checked_format(fmt: object, kind: Kind) -> Format | BlockFormat:
     chosen = get(fmt)
-    element = chosen.element if isinstance(chosen, BlockFormat) else chosen
+    element = element_of(chosen)
     if kind in ("matmul", "sum"):
         if isinstance(chosen, BlockFormat) or not chosen.signed:
             raise FormatError(
@@ -229,34 +222,29 @@ def _checked_device(device: str | torch.device) -> torch.device:
     return place
 
 
-def _named(function: object) -> tuple[Callable[..., Any], str]:
+def _named(function: Any) -> tuple[Callable[..., Any], str]:
     """Return a callable and its name; a dtype becomes the cast to it."""
     if isinstance(function, torch.dtype):
-        return functools.partial(_to_dtype, function), str(function)
-    module = _module(function)
-    kind: Any = function if isinstance(function, type) else type(function)
-    name = str(getattr(function, "__qualname__", kind.__qualname__)).replace("<locals>.", "")
-    short = str(getattr(function, "__name__", name))
-    if getattr(sys.modules.get(module), short, None) is function:  # a built-in function's qualified name is its class's
+        return operator.methodcaller("to", function), str(function)
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = cast("functools.partial[Any]", inner).func
+    module = _module(inner)
+    kind: Any = inner if isinstance(inner, type) else type(inner)
+    name = str(getattr(inner, "__qualname__", kind.__qualname__)).replace("<locals>.", "")
+    short = str(getattr(inner, "__name__", name))
+    if getattr(sys.modules.get(module), short, None) is inner:  # a built-in function's qualified name is its class's
         name = short
     shown = name if module in ("", "__main__") else f"{module}.{name}"
     if kind is function and issubclass(kind, np.generic):
-        return functools.partial(_as_type, kind), shown
+        return operator.methodcaller("astype", function), shown
     if not callable(function):
         raise ArgumentError(f"certify: expected a function or a dtype; got function={function!r}. Name one.")
-    return cast("Callable[..., Any]", function), shown
+    return function, shown
 
 
 def _module(function: object) -> str:
     return str(getattr(function, "__module__", None) or "")
-
-
-def _to_dtype(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
-    return x.to(dtype)
-
-
-def _as_type(kind: type[Any], x: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    return x.astype(kind)
 
 
 def _versions(function: object, place: torch.device) -> dict[str, str]:

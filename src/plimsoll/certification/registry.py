@@ -5,7 +5,8 @@ and the tests read the registry. `docs/contributing/add-a-requirement.md` says h
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from plimsoll.certification.certificate import Kind, Outcome
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from plimsoll.certification.trial import Subject, Trial
 
 Check = Callable[["Trial"], Outcome]
+CASTS: tuple[Kind, ...] = ("cast", "pack")
+REDUCTIONS: tuple[Kind, ...] = ("matmul", "sum")
+NO_SECTIONS: Mapping[Specification, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,25 +30,25 @@ class Requirement:
         says: The requirement as a sentence. ``{rounding}`` stands for the rounding mode in words.
         kinds: Kinds of function that it is for.
         check: Function that tries it.
-        sections: Sections that ask for it, by the specification that governs the format. Default: none.
-        general: A specification that asks for it whatever the format, with the section. Default: None, so that the
-            requirement is for the formats of `sections` only.
-        applies: Whether it is for this function. Default: always.
-        may_refuse: Whether a function that raises an error instead still conforms. Default: False.
+        sections: Sections that ask for it, by the specification that governs the format. Empty: none.
+        general: A specification that asks for it whatever the format, with the section. None: the requirement is
+            for the formats of `sections` only.
+        applies: Whether it is for this function.
+        may_refuse: Whether a function that raises an error instead still conforms.
     """
 
     id: str
     says: str
     kinds: tuple[Kind, ...]
     check: Check
-    sections: Mapping[Specification, str] = field(default_factory=dict[Specification, str])
-    general: tuple[Specification, str] | None = None
-    applies: "Callable[[Subject], bool] | None" = None
-    may_refuse: bool = False
+    sections: Mapping[Specification, str]
+    general: tuple[Specification, str] | None
+    applies: "Callable[[Subject], bool]"
+    may_refuse: bool
 
     def source(self, subject: "Subject") -> str | None:
         """Return the citation for a function; None if the requirement is not for it."""
-        if subject.kind not in self.kinds or (self.applies is not None and not self.applies(subject)):
+        if subject.kind not in self.kinds or not self.applies(subject):
             return None
         specification = governing(subject.fmt)
         if "{scale_rule}" in self.says and subject.scale_rule is not None:
@@ -66,18 +70,18 @@ def requirement(
     id: str,  # noqa: A002  (the field's name)
     says: str,
     *,
-    kinds: tuple[Kind, ...],
-    sections: Mapping[Specification, str] | None = None,
+    kinds: tuple[Kind, ...] = CASTS,
+    sections: Mapping[Specification, str] = NO_SECTIONS,
     general: tuple[Specification, str] | None = None,
-    applies: "Callable[[Subject], bool] | None" = None,
+    applies: "Callable[[Subject], bool]" = lambda _: True,
     may_refuse: bool = False,
 ) -> Callable[[Check], Check]:
     """Register the decorated check as a requirement; see `Requirement` for the arguments."""
 
     def register(check: Check) -> Check:
         REQUIREMENTS[id] = Requirement(
-            id=id, says=says, kinds=kinds, check=check, sections=dict(sections or {}), general=general,
-            applies=applies, may_refuse=may_refuse,
+            id=id, says=says, kinds=kinds, check=check, sections=sections, general=general, applies=applies,
+            may_refuse=may_refuse,
         )  # fmt: skip
         return check
 

@@ -3,7 +3,7 @@
 import html as _html
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from plimsoll.text import counted, printable
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from plimsoll.certification.certificate import Certificate, Row, Status
 
 _WIDTH = 100
+_HEADS = ("", "requirement", "what holds, or the smallest counterexample", "source", "tried")
 _ORDER: "tuple[Status, ...]" = ("deviates", "refuses", "conforms", "not tried")
 _COLOURS: "dict[Status, str]" = {"deviates": "bold red", "refuses": "yellow", "conforms": "green", "not tried": "dim"}
 # Chosen for a contrast of at least 4.5 to 1 on white and on the dark background.
 _STYLE = """
-.plimsoll-certificate{font:15px/1.5 system-ui,sans-serif;color:#1b1f24;max-width:70em}
+.plimsoll-certificate{font:15px/1.5 system-ui,sans-serif;color:#1b1f24;max-width:70em;overflow-x:auto}
 .plimsoll-certificate table{border-collapse:collapse;margin:.6em 0 1.4em;font-size:.93em}
 .plimsoll-certificate th,.plimsoll-certificate td{text-align:left;vertical-align:top;padding:.3em .9em .3em 0;
 border-bottom:1px solid #d8dde3;background:none;color:inherit}
@@ -98,7 +99,8 @@ def _counts(row: "Row") -> str:
 
 
 def _paragraphs(certificate: "Certificate") -> list[tuple[str, tuple[str, ...]]]:
-    return [("Not tried", certificate.not_tried), ("Noticed", certificate.notes)]
+    found = [("Not tried", certificate.not_tried), ("Noticed", certificate.notes)]
+    return [(title, sentences) for title, sentences in found if sentences]
 
 
 # ------------------------------------------------------------------------------------------------------------- text
@@ -110,35 +112,33 @@ def renderables(certificate: "Certificate") -> "Iterator[RenderableType]":
     from rich.table import Table
     from rich.text import Text
 
+    def table(columns: int) -> Table:
+        grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+        for _ in range(columns - 1):
+            grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1, overflow="fold")
+        return grid
+
     yield Text(printable(certificate.verdict), style="bold green" if certificate.conforms else "bold red")
     yield Text(printable(facts_line(certificate)), style="dim")
     yield Text()
     for line in specification_lines(certificate):
         yield Padding(Text(line), (0, 0, 0, 2))
-    yield Text()
-    known = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    known.add_column(style="dim", no_wrap=True)
-    known.add_column(overflow="fold")
+    facts, rows = table(2), table(3)
     for name, value in inferred_lines(certificate):
-        known.add_row(name, Text(printable(value)))
-    yield Text("Inferred", style="bold")
-    yield Padding(known, (0, 0, 1, 2))
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(ratio=1, overflow="fold")
+        facts.add_row(Text(name, style="dim"), Text(printable(value)))
     for row in sorted_rows(certificate):
         said = Text(printable(row.says)).append(f" {row.source}; {_counts(row)}.", style="dim")
         if note := remark(row):
             said.append(f"\n{printable(note)}", style=_COLOURS["deviates"] if row.status == "deviates" else "dim")
-        table.add_row(Text(row.status, style=_COLOURS[row.status]), row.requirement, said)
-    yield Text("Requirements", style="bold")
-    yield Padding(table, (0, 0, 0, 2))
+        rows.add_row(Text(row.status, style=_COLOURS[row.status]), row.requirement, said)
+    for title, part in (("Inferred", facts), ("Requirements", rows)):
+        yield Text(f"\n{title}", style="bold")
+        yield Padding(part, (0, 0, 0, 2))
     for title, sentences in _paragraphs(certificate):
-        if sentences:
-            yield Text(f"\n{title}", style="bold")
-            for sentence in sentences:
-                yield Padding(Text(printable(sentence)), (0, 0, 0, 2))
+        yield Text(f"\n{title}", style="bold")
+        for sentence in sentences:
+            yield Padding(Text(printable(sentence)), (0, 0, 0, 2))
 
 
 def text(certificate: "Certificate") -> str:
@@ -147,73 +147,61 @@ def text(certificate: "Certificate") -> str:
 
     out = io.StringIO()
     console = Console(file=out, width=_WIDTH, color_system=None, force_terminal=False, highlight=False, markup=False)
-    for part in renderables(certificate):
-        console.print(part)
+    console.print(*renderables(certificate), sep="\n")
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-# --------------------------------------------------------------------------------------------------------- Markdown
+# -------------------------------------------------------------------------------------------------- Markdown and HTML
 
 
 def markdown(certificate: "Certificate") -> str:
     """Return the sheet in Markdown."""
-    lines = [f"**{_marked(certificate.verdict)}**", "", _marked(facts_line(certificate)), ""]
-    lines += [*(f"- {_marked(line)}" for line in specification_lines(certificate)), ""]
-    lines += _rows_of_markdown(("inferred", ""), [(_marked(n), _marked(v)) for n, v in inferred_lines(certificate)])
-    rows = [
-        (row.status if row.status != "deviates" else "**deviates**", f"`{row.requirement}`", _said_in_markdown(row),
-         _marked(row.source), _counts(row))
-        for row in sorted_rows(certificate)
-    ]  # fmt: skip
-    lines += _rows_of_markdown(
-        ("", "requirement", "what holds, or the smallest counterexample", "source", "tried"), rows
-    )
+
+    def shown(value: str) -> str:  # as it is: on one line, without marks of its own
+        return re.sub(r"([\\|*_<>`\[\]])", r"\\\1", " ".join(printable(value).split()))
+
+    def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+        lines = [heads, ["---"] * len(heads), *rows]
+        return [*(f"| {' | '.join(line)} |" for line in lines), ""]
+
+    lines = [f"**{shown(certificate.verdict)}**", "", shown(facts_line(certificate)), ""]
+    lines += [*(f"- {shown(line)}" for line in specification_lines(certificate)), ""]
+    lines += table(("inferred", ""), [(shown(name), shown(value)) for name, value in inferred_lines(certificate)])
+    rows: list[Sequence[str]] = []
+    for row in sorted_rows(certificate):
+        status = f"**{row.status}**" if row.status == "deviates" else row.status
+        said = shown(row.says) + (f"<br>*{shown(remark(row))}*" if remark(row) else "")
+        rows.append((status, f"`{row.requirement}`", said, shown(row.source), _counts(row)))
+    lines += table(_HEADS, rows)
     for title, sentences in _paragraphs(certificate):
-        if sentences:
-            lines += [f"{title}:", "", *(f"- {_marked(sentence)}" for sentence in sentences), ""]
+        lines += [f"{title}:", "", *(f"- {shown(sentence)}" for sentence in sentences), ""]
     return "\n".join(lines)
-
-
-def _said_in_markdown(row: "Row") -> str:
-    note = remark(row)
-    return _marked(row.says) + (f"<br>*{_marked(note)}*" if note else "")
-
-
-def _rows_of_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    head = f"| {' | '.join(heads)} |"
-    return [head, f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in rows), ""]
-
-
-def _marked(value: str) -> str:
-    """Return text that Markdown shows as it is: on one line, without marks of its own."""
-    return re.sub(r"([\\|*_<>`\[\]])", r"\\\1", " ".join(printable(value).split()))
-
-
-# ------------------------------------------------------------------------------------------------------------- HTML
 
 
 def html(certificate: "Certificate") -> str:
     """Return the sheet as a part of a page of HTML, with its style."""
-    state = "conforms" if certificate.conforms else "deviates"
-    parts = [f"<h1 class='{state}'>{_shown(certificate.verdict)}</h1>"]
-    parts.append(f"<p class='facts'>{_shown(facts_line(certificate))}</p><ul>")
-    parts += [f"<li>{_shown(line)}</li>" for line in specification_lines(certificate)]
-    parts.append("</ul><h2>Inferred</h2><table>")
-    parts += [f"<tr><td>{_shown(n)}</td><td>{_shown(v)}</td></tr>" for n, v in inferred_lines(certificate)]
-    parts.append("</table><h2>Requirements</h2><table><tr><th></th><th>requirement</th>")
-    parts.append("<th>what holds, or the smallest counterexample</th><th>source</th><th>tried</th></tr>")
+
+    def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+        lines = ["".join(f"<th>{head}</th>" for head in heads)]
+        lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+    def listed(sentences: Iterable[str]) -> str:
+        return f"<ul>{''.join(f'<li>{_shown(sentence)}</li>' for sentence in sentences)}</ul>"
+
+    rows: list[Sequence[str]] = []
     for row in sorted_rows(certificate):
-        kind, note = row.status.replace(" ", "-"), remark(row)
-        said = _shown(row.says) + (f"<br><code class='{kind}'>{_shown(note)}</code>" if note else "")
-        parts.append(
-            f"<tr><td class='{kind}'>{row.status}</td><td><code>{_shown(row.requirement)}</code></td><td>{said}</td>"
-            f"<td>{_shown(row.source)}</td><td>{_counts(row)}</td></tr>"
-        )
-    parts.append("</table>")
-    for title, sentences in _paragraphs(certificate):
-        if sentences:
-            listed = "".join(f"<li>{_shown(sentence)}</li>" for sentence in sentences)
-            parts.append(f"<h2>{title}</h2><ul>{listed}</ul>")
+        kind, said = row.status.replace(" ", "-"), _shown(row.says)
+        said += f"<br><code class='{kind}'>{_shown(remark(row))}</code>" if remark(row) else ""
+        status, requirement = f"<span class='{kind}'>{row.status}</span>", f"<code>{_shown(row.requirement)}</code>"
+        rows.append((status, requirement, said, _shown(row.source), _counts(row)))
+    facts = [(_shown(name), _shown(value)) for name, value in inferred_lines(certificate)]
+    parts = [
+        f"<h1 class='{'conforms' if certificate.conforms else 'deviates'}'>{_shown(certificate.verdict)}</h1>",
+        f"<p class='facts'>{_shown(facts_line(certificate))}</p>{listed(specification_lines(certificate))}",
+        f"<h2>Inferred</h2>{table((), facts)}<h2>Requirements</h2>{table(_HEADS, rows)}",
+        *(f"<h2>{title}</h2>{listed(sentences)}" for title, sentences in _paragraphs(certificate)),
+    ]
     return f"<div class='plimsoll-certificate'><style>{_STYLE}</style>{''.join(parts)}</div>"
 
 

@@ -7,15 +7,10 @@ from plimsoll.formats import BF16, BLOCKS, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specification:
-    """A text that says what an implementation must do.
+    """A text that says what an implementation must do."""
 
-    Args:
-        name: How a row cites it.
-        title: Its full title, with the place where it is found.
-    """
-
-    name: str
-    title: str
+    name: str  # how a row cites it
+    title: str  # its full title, with the place where it is found
 
 
 IEEE_754 = Specification(name="IEEE 754-2019", title="IEEE Standard for Floating-Point Arithmetic, 2019")

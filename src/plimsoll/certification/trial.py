@@ -10,14 +10,14 @@ from plimsoll.certification.blocks.anchored import element_call
 from plimsoll.certification.blocks.observed import BlockTrials
 from plimsoll.certification.blocks.scales import RULES, rule_words
 from plimsoll.certification.certificate import Kind
-from plimsoll.certification.codes.convention import UnpackConvention
-from plimsoll.certification.codes.observed import Decoded
+from plimsoll.certification.codes import Decoded, UnpackConvention
 from plimsoll.certification.elements.inference import IN_WORDS, MODES, Rule, rounding_rule
-from plimsoll.certification.elements.observed import Mask, Observed
+from plimsoll.certification.elements.inputs import observe
+from plimsoll.certification.elements.observed import Observed
 from plimsoll.certification.elements.stochastic import Draws
-from plimsoll.certification.elements.trying import observe
-from plimsoll.certification.probing.arrays import CallFailedError, Values, same
+from plimsoll.certification.probing.arrays import CallFailedError, Values, element_of
 from plimsoll.certification.probing.caller import Caller, OutOfTimeError
+from plimsoll.certification.probing.comparing import Mask, same
 from plimsoll.certification.probing.conventions import CastConvention
 from plimsoll.certification.reductions.observed import Reduction
 from plimsoll.certification.reductions.reducer import Reducer
@@ -32,23 +32,14 @@ class NotTriedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is certified.
+    """What is certified."""
 
-    Attributes:
-        name: Name of the function.
-        fmt: The number format.
-        kind: Kind of the function.
-        device: Device of its tensors.
-        rounding: The rounding mode that it is held to.
-        scale_rule: The rule for scales that it is held to, by request; None for that of its specification.
-    """
-
-    name: str
-    fmt: Format | BlockFormat
-    kind: Kind
-    device: torch.device
-    rounding: Rounding
-    scale_rule: str | None
+    name: str  # name of the function
+    fmt: Format | BlockFormat  # the number format
+    kind: Kind  # kind of the function
+    device: torch.device  # device of its tensors
+    rounding: Rounding  # the rounding mode that it is held to
+    scale_rule: str | None  # the rule for scales that it is held to, by request; None for that of its specification
 
     @property
     def held_to_scale_rule(self) -> str:
@@ -56,9 +47,14 @@ class Subject:
         return self.scale_rule or RULES[0]
 
     @property
+    def blocks(self) -> BlockFormat | None:
+        """The block format; None for an element format."""
+        return self.fmt if isinstance(self.fmt, BlockFormat) else None
+
+    @property
     def element(self) -> Format:
         """The format of single values."""
-        return self.fmt.element if isinstance(self.fmt, BlockFormat) else self.fmt
+        return element_of(self.fmt)
 
 
 class Trial:

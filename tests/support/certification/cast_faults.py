@@ -247,7 +247,7 @@ CASTS = (
     Planted(
         id="nearest, though it is held to stochastic rounding",
         function=TableCast(),
-        rows=("unbiased", "fresh-noise"),
+        rows=("unbiased",),
         arguments={"rounding": "stochastic"},
     ),
     Planted(

@@ -12,21 +12,16 @@ import torch
 from torch import Tensor
 
 from plimsoll.certification.probing.arrays import Result
-from plimsoll.certification.probing.conventions import SIDE, Call
+from plimsoll.certification.probing.conventions import SIDE, Call, CastConvention
 from plimsoll.formats import BlockFormat, Format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnchoredCall:
-    """A call that rounds each value of a tensor as an element of a block with scale 1.
+    """A call that rounds each value of a tensor as an element of a block with scale 1."""
 
-    Args:
-        call: A call of the function under test.
-        fmt: The block format.
-    """
-
-    call: Call
-    fmt: BlockFormat
+    call: Call  # a call of the function under test
+    fmt: BlockFormat  # the block format
 
     @property
     def limit(self) -> float:
@@ -46,20 +41,18 @@ class AnchoredCall:
         if self.fmt.tensor_scale:
             matrix[-1, -block:] = self.fmt.element.max * self.fmt.scale.max
         result = self.call(matrix)
-        if result.values.size != matrix.numel():
-            return result
         elements = result.values.reshape(-1, block)[:, 1:].reshape(-1)[: flat.numel()]
         return Result(values=elements.reshape(tuple(x.shape)), dtype=result.dtype)
 
 
-def element_call(call: Call, fmt: Format | BlockFormat) -> tuple[Call, float]:
+def element_call(convention: CastConvention, fmt: Format | BlockFormat) -> tuple[Call, float]:
     """Return a call that rounds each value by itself, and the largest magnitude that it can try.
 
     Args:
-        call: A call of the function under test.
+        convention: The function under test.
         fmt: Its format. Values of a block format are put into blocks with the scale 1.
     """
     if not isinstance(fmt, BlockFormat):
-        return call, math.inf
-    anchored = AnchoredCall(call=call, fmt=fmt)
+        return convention.sized, math.inf
+    anchored = AnchoredCall(call=convention.sized, fmt=fmt)
     return anchored, anchored.limit

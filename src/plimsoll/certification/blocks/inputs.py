@@ -20,17 +20,11 @@ _SPREAD = np.random.default_rng(19).integers(1, 128, (64, 64)) / 128.0  # parts 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """Blocks of one dtype, each in a row.
+    """Blocks of one dtype, each in a row."""
 
-    Attributes:
-        carrier: Name of the dtype.
-        x: The values, which the dtype holds exactly.
-        classes: The class of each block.
-    """
-
-    carrier: str
-    x: Values
-    classes: NDArray[np.str_]
+    carrier: str  # name of the dtype
+    x: Values  # the values, which the dtype holds exactly
+    classes: NDArray[np.str_]  # the class of each block
 
     @property
     def absmax(self) -> Values:

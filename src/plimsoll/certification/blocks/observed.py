@@ -5,38 +5,26 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from plimsoll.certification.blocks.inputs import BlockClass, Blocks, blocks, ordinary_blocks
 from plimsoll.certification.blocks.scales import RULES, expected_scales, explaining_scales, explains, rule_words
-from plimsoll.certification.certificate import Counterexample, Outcome
-from plimsoll.certification.probing.arrays import CallFailedError, Values, held
-from plimsoll.certification.probing.conventions import SIDE, CastConvention, ReadBlocks
-from plimsoll.certification.probing.shortest import shortest
+from plimsoll.certification.certificate import Outcome
+from plimsoll.certification.probing.arrays import CallFailedError, Result, Values, held
+from plimsoll.certification.probing.comparing import Mask, compared, deviation, shortest
+from plimsoll.certification.probing.conventions import SIDE, CastConvention
 from plimsoll.formats import BlockFormat
 from plimsoll.formats.codec import Rounding
-
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBatch:
-    """Blocks of one dtype with what the function made of them.
+    """Blocks of one dtype with what the function made of them."""
 
-    Attributes:
-        tried: The blocks.
-        y: Values of the results.
-        scales: Scale of each block, read from the result or found as the one that explains it; NaN if none does.
-        dtype: Name of the results' dtype.
-        visible: Whether the scales were read from the result.
-    """
-
-    tried: Blocks
-    y: Values
-    scales: Values
-    dtype: str
-    visible: bool
+    tried: Blocks  # the blocks
+    y: Values  # values of the results
+    scales: Values  # scale of each block, read from the result or found as the one that explains it; NaN if none does
+    dtype: str  # name of the results' dtype
+    visible: bool  # whether the scales were read from the result
 
 
 class BlockTrials:
@@ -68,24 +56,24 @@ class BlockTrials:
         if read.scales is None:
             scales = explaining_scales(self.fmt, tried.x, y, self.roundings)
         else:
-            scales = read.scales.reshape(-1)[:count] * read.tensor_scale
-        visible = read.scales is not None
-        return BlockBatch(tried=tried, y=y, scales=scales, dtype=read.dtype, visible=visible)
+            scales = read.scales.reshape(-1)[:count]
+        return BlockBatch(tried=tried, y=y, scales=scales, dtype=read.dtype, visible=read.scales is not None)
 
-    def read(self, rows: Values, carrier: str) -> ReadBlocks:
-        """Return what the function makes of blocks, given one a row."""
-        return self.convention.blocks(self.matrix(rows, carrier))
+    def read(self, rows: Values, carrier: str) -> Result:
+        """Return what the function makes of blocks, given one a row.
 
-    def matrix(self, rows: Values, carrier: str) -> Tensor:
-        """Return blocks in a matrix of `SIDE` columns, filled up with ones.
-
-        The last block of an NVFP4 matrix has the magnitude that makes the tensor's scale 1.
+        They come in a matrix of `SIDE` columns, filled up with ones. The last block of an NVFP4 matrix makes the
+        tensor's scale 1.
         """
         padding = -(len(rows) + 1) * self.fmt.block % (SIDE * SIDE) + self.fmt.block
         flat = np.concatenate([rows.reshape(-1), np.ones(padding)])
         if self.fmt.tensor_scale:
             flat[-1] = self.fmt.element.max * self.fmt.scale.max
-        return torch.from_numpy(flat).to(getattr(torch, carrier)).reshape(-1, SIDE)
+        return self.convention.sized(torch.from_numpy(flat).to(getattr(torch, carrier)).reshape(-1, SIDE))
+
+    def rows(self, rows: Values) -> Values:
+        """Return the values that the function makes of blocks in the dtype for single ones."""
+        return self.read(rows, self.carrier).values.reshape(-1, self.fmt.block)[: len(rows)]
 
     def rule(self) -> str:
         """Return the rule that explains most scales, or "unknown"."""
@@ -105,85 +93,69 @@ class BlockTrials:
 
     def compare_scales(self, rule: str, kind: BlockClass) -> Outcome:
         """Return how the scales of a class of blocks compare with those of a rule."""
-        tried, wrong = 0, 0
+        outcome = Outcome(tried=0)
         for batch in self.batches:
             where = batch.tried.classes == kind
-            tried += int(np.count_nonzero(where))
-            wrong += int(np.count_nonzero(where & ~self._right(batch, rule)))
-        example = self._example(rule, kind) if wrong else None
-        return Outcome(tried=tried, wrong=wrong, counterexample=example)
+            tried, wrong = int(np.count_nonzero(where)), np.flatnonzero(where & ~self._right(batch, rule))
+            part = Outcome(tried=tried)
+            if len(wrong):
+                index = int(wrong[shortest(batch.tried.absmax[wrong])])
+                part = self._wrong_scale(batch, index, rule, tried, len(wrong))
+            outcome += part
+        return outcome
 
-    def _example(self, rule: str, kind: BlockClass) -> Counterexample | None:
-        for batch in self.batches:
-            found = np.flatnonzero((batch.tried.classes == kind) & ~self._right(batch, rule))
-            if not len(found):
-                continue
-            index = int(found[shortest(batch.tried.absmax[found])])
-            largest = float(batch.tried.absmax[index])
-            expected = float(expected_scales(self.fmt, rule, batch.tried.absmax[[index]])[0])
-            got, of = float(batch.scales[index]), "among smaller values"
-            if batch.visible:  # a block of the value alone is shorter, if it shows the fault too
-                single = np.zeros((1, self.fmt.block))
-                single[0, 0] = largest
-                read = self.read(single, batch.tried.carrier)
-                scale = float("nan") if read.scales is None else float(read.scales.flat[0]) * read.tensor_scale
-                if scale != expected:
-                    got, of = scale, "and zeros"
-            explained = batch.visible or not np.isnan(got)
-            return Counterexample(
-                input=largest, expected=expected, got=got if explained else "no scale explains the results",
-                note=f"{batch.tried.carrier}, the largest of a block {of}; results are scales",
-            )  # fmt: skip
-        return None
+    def _wrong_scale(self, batch: BlockBatch, index: int, rule: str, tried: int, wrong: int) -> Outcome:
+        largest = float(batch.tried.absmax[index])
+        expected = float(expected_scales(self.fmt, rule, batch.tried.absmax[[index]])[0])
+        got, of = float(batch.scales[index]), "among smaller values"
+        if batch.visible:  # a block of the value alone is shorter, if it shows the fault too
+            single = np.zeros((1, self.fmt.block))
+            single[0, 0] = largest
+            read = self.read(single, batch.tried.carrier)
+            scale = float("nan") if read.scales is None else float(read.scales.flat[0])
+            if scale != expected:
+                got, of = scale, "and zeros"
+        shown = got if batch.visible or not np.isnan(got) else "no scale explains the results"
+        note = f"{batch.tried.carrier}, the largest of a block {of}; results are scales"
+        return deviation(largest, expected, shown, note, tried=tried, wrong=wrong)
 
     def clamped(self) -> Outcome:
         """Return whether elements beyond the largest one, at their block's scale, became the largest one."""
-        tried, wrong, example = 0, 0, None
+        outcome = Outcome(tried=0)
         for batch in self.batches:
+            x, scales, of = batch.tried.x, batch.scales, batch.tried.carrier
             with np.errstate(invalid="ignore", over="ignore"):
-                limit = batch.scales[:, None] * self.fmt.element.max
-                beyond = (np.abs(batch.tried.x) > limit) & (batch.tried.classes != "range")[:, None]
-                largest = np.where(batch.tried.x < 0, -limit, limit)
-            bad = beyond & (batch.y != largest)
-            tried, wrong = tried + int(np.count_nonzero(beyond)), wrong + int(np.count_nonzero(bad))
-            if example is None and bad.any():
-                places = np.argwhere(bad)
-                row, column = places[shortest(batch.tried.x[bad])]
-                example = Counterexample(
-                    input=float(batch.tried.x[row, column]), expected=float(largest[row, column]),
-                    got=float(batch.y[row, column]),
-                    note=f"{batch.tried.carrier}, in a block of scale {batch.scales[row]:g}",
-                )  # fmt: skip
-        return Outcome(tried=tried, wrong=wrong, counterexample=example)
+                limit = np.copysign(scales[:, None] * self.fmt.element.max, x)
+                beyond = (np.abs(x) > np.abs(limit)) & (batch.tried.classes != "range")[:, None]
+            outcome += compared(
+                batch.y, limit,
+                lambda at, x=x, s=scales, of=of: (float(x[at]), f"{of}, in a block of scale {s[at[0]]:g}"),
+                where=beyond, order=x,
+            )  # fmt: skip
+        return outcome
 
     def values_in_range(self, rule: str) -> Outcome:
         """Return whether blocks at the ends of the scale's range have the values that their rule gives."""
-        tried, wrong, example = 0, 0, None
+        outcome = Outcome(tried=0)
         for batch in self.batches:
             where = batch.tried.classes == "range"
-            x = batch.tried.x[where]
-            if not len(x):
-                continue
-            scales = expected_scales(self.fmt, rule, batch.tried.absmax[where])[:, None]
+            x, largest, of = batch.tried.x[where], batch.tried.absmax[where, None], batch.tried.carrier
+            scales = expected_scales(self.fmt, rule, largest)
             with np.errstate(divide="ignore", invalid="ignore"):
                 quotient = np.where(scales > 0, x / scales, 0.0)
-            right = np.zeros(x.shape, np.bool_)
-            expected = np.zeros(x.shape)
+            right, expected = np.zeros(x.shape, np.bool_), np.zeros(x.shape)
             for rounding in self.roundings:
                 elements = self.fmt.element.decode(self.fmt.element.encode(quotient, rounding, saturate=True))
                 expected = elements * scales if batch.dtype == "codes" else held(elements * scales, batch.dtype)
                 right |= batch.y[where] == expected
-            tried, wrong = tried + len(x), wrong + int(np.count_nonzero(~right.all(axis=1)))
-            if example is None and not right.all():
-                bad = np.flatnonzero(~right.all(axis=1))
-                row = int(bad[shortest(np.max(np.abs(x[bad]), axis=1))])
-                column = int(np.flatnonzero(~right[row])[0])
-                example = Counterexample(
-                    input=float(x[row, column]), expected=float(expected[row, column]),
-                    got=float(batch.y[where][row, column]),
-                    note=f"{batch.tried.carrier}, in a block whose largest magnitude is {np.max(np.abs(x[row])):g}",
-                )  # fmt: skip
-        return Outcome(tried=tried, wrong=wrong, counterexample=example)
+            outcome += compared(
+                batch.y[where], expected,
+                lambda at, x=x, m=largest, of=of: (
+                    float(x[at]), f"{of}, in a block whose largest magnitude is {m[at[0], 0]:g}"
+                ),
+                right=right, order=np.broadcast_to(largest, x.shape),
+            )  # fmt: skip
+        return outcome
 
     def facts(self) -> dict[str, object]:
         """Return what was inferred, by the names of `Certificate.inferred`."""
@@ -193,7 +165,7 @@ class BlockTrials:
         for index, name in enumerate(("nan", "infinities")):
             try:
                 read = self.read(rows[[index]], self.carrier)
-                scale = np.nan if read.scales is None else read.scales.flat[0] * read.tensor_scale
+                scale = np.nan if read.scales is None else read.scales.flat[0]
                 became[name] = _in_words(read.values.reshape(-1, self.fmt.block)[0], self.fmt.element.max * scale)
             except CallFailedError:
                 became[name] = "an error"

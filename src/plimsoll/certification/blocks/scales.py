@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.certification.probing.arrays import Values, same
+from plimsoll.certification.probing.arrays import Values
+from plimsoll.certification.probing.comparing import Mask, same
 from plimsoll.formats import BlockFormat, Format
 from plimsoll.formats.codec import Rounding
 
@@ -70,7 +71,7 @@ def rule_words(fmt: BlockFormat, rule: str) -> str:
 
 def explains(
     fmt: BlockFormat, x: Values, y: Values, scale: Values, roundings: tuple[Rounding, ...], *, clamped: bool = True
-) -> NDArray[np.bool_]:
+) -> Mask:
     """Return which blocks have the results that their values give under these scales.
 
     Args:
@@ -85,7 +86,7 @@ def explains(
         quotient = np.where(scale[:, None] > 0, x / scale[:, None], 0.0)
     size = np.abs(quotient)
     limit = 2.0 ** (fmt.element.max_exponent + 1)
-    right: NDArray[np.bool_] = (size > fmt.element.max) & (size < limit) & (not clamped)
+    right: Mask = (size > fmt.element.max) & (size < limit) & (not clamped)
     for rounding in roundings:
         elements = fmt.element.decode(fmt.element.encode(quotient, rounding, saturate=True))
         right |= same(y, elements * scale[:, None]) | ((y == 0) & (elements == 0))

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plimsoll.certification.elements.observed import BETWEEN, Mask, Observed
-from plimsoll.certification.probing.arrays import Values, same
+from plimsoll.certification.elements.observed import BETWEEN, Observed
+from plimsoll.certification.probing.arrays import Values
+from plimsoll.certification.probing.comparing import Mask, same
 from plimsoll.certification.specifications import allowed_saturation
 from plimsoll.formats.codec import Rounding
 
@@ -41,15 +42,10 @@ _KNOWN = 0.9  # share of inexact inputs that a rule must explain to be named alt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How a cast rounds.
+    """How a cast rounds."""
 
-    Attributes:
-        name: Name of the rule, of `IN_WORDS`.
-        through: Name of a format that inputs are rounded to first, or None.
-    """
-
-    name: str
-    through: str | None = None
+    name: str  # name of the rule, of `IN_WORDS`
+    through: str | None = None  # name of a format that inputs are rounded to first, or None
 
 
 def rounding_rule(observed: Observed) -> Rule:

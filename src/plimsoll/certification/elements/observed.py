@@ -1,49 +1,38 @@
 """What a function made of the inputs of a cast, next to what the format's codec makes of them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.certification.certificate import Counterexample, Outcome
-from plimsoll.certification.probing.arrays import Values, held, same
-from plimsoll.certification.probing.shortest import shortest
-from plimsoll.formats import BF16, FP16, Format
+from plimsoll.certification.certificate import Outcome
+from plimsoll.certification.probing.arrays import Values, held
+from plimsoll.certification.probing.comparing import Mask, deviation, same, shortest
+from plimsoll.formats import BF16, FP16, Format, get_element
 from plimsoll.formats.codec import Rounding
 
-Mask = NDArray[np.bool_]
 # Formats that an implementation may round through on its way to a narrower one.
 BETWEEN: dict[str, Format] = {"fp16": FP16, "bf16": BF16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Inputs of one dtype that the function took, with its results.
+    """Inputs of one dtype that the function took, with its results."""
 
-    Attributes:
-        carrier: Name of the inputs' dtype.
-        dtype: Name of the results' dtype.
-        bits: Bit patterns of the inputs.
-        x: Values of the inputs.
-        y: Values of the results; NaN where there is none.
-        failed: Where the function raised an error.
-        error: The error, of the last such inputs.
-        smallest_normal: The dtype's smallest normal value.
-        mantissa_bits: Width of the dtype's mantissa.
-    """
+    carrier: str  # name of the inputs' dtype
+    dtype: str  # name of the results' dtype
+    bits: NDArray[Any]  # bit patterns of the inputs
+    x: Values  # values of the inputs
+    y: Values  # values of the results; NaN where there is none
+    failed: Mask  # where the function raised an error
+    error: str  # the error, of the last such inputs
 
-    carrier: str
-    dtype: str
-    bits: NDArray[Any]
-    x: Values
-    y: Values
-    failed: Mask
-    error: str
-    smallest_normal: float
-    mantissa_bits: int
+    @property
+    def format(self) -> Format:
+        """The inputs' format."""
+        return get_element(self.carrier, "certify")
 
 
 class Observed:
@@ -163,7 +152,7 @@ class Observed:
     @cached_property
     def tiny_input(self) -> Mask:
         """Inputs that are subnormal in their own dtype and not zero."""
-        limit = np.array([batch.smallest_normal for batch in self.batches])[self.batch]
+        limit = np.array([batch.format.smallest_normal for batch in self.batches])[self.batch]
         return self.finite & (self.magnitude > 0) & (self.magnitude < limit)
 
     # -------------------------------------------------------------------------------------------------- the comparison
@@ -199,33 +188,31 @@ class Observed:
         right = same(self.y, expected)
         if not sign_of_zero:
             right |= (self.y == 0) & (expected == 0)
-        return self.judge(where, right, lambda index: float(expected[index]))
+        return self.judge(where, right, expected)
 
-    def judge(self, where: Mask, right: Mask, expected: Callable[[int], object]) -> Outcome:
+    def judge(self, where: Mask, right: Mask, expected: Values) -> Outcome:
         """Return the outcome of a comparison: how many inputs are wrong, and the simplest of them.
 
         Args:
             where: The inputs that are judged.
             right: Where the result is right.
-            expected: The conforming result of an input.
+            expected: The conforming results.
         """
         tried = int(np.count_nonzero(where))
         wrong = np.flatnonzero(where & (~right | self.failed))
         if not len(wrong):
             return Outcome(tried=tried)
         index = self.simplest(wrong)
-        failed = bool(self.failed[index])
-        error = self.batches[int(self.batch[index])].error if failed else ""
-        example = Counterexample(
-            input=float(self.x[index]), expected=expected(index), got=error or float(self.y[index]),
-            note=self.note(index),
-        )  # fmt: skip
-        refused = error if bool(np.all(self.failed[wrong])) else None
-        return Outcome(tried=tried, wrong=len(wrong), counterexample=example, refused=refused)
+        error = self.batches[int(self.batch[index])].error if self.failed[index] else ""
+        got = error or float(self.y[index])
+        outcome = deviation(
+            float(self.x[index]), float(expected[index]), got, self.note(index), tried=tried, wrong=len(wrong)
+        )
+        return replace(outcome, refused=error) if np.all(self.failed[wrong]) else outcome
 
     def simplest(self, indices: NDArray[np.intp]) -> int:
         """Return the input that is shortest to write; among NaN, a quiet one without payload comes first."""
-        mantissa_bits = np.array([batch.mantissa_bits for batch in self.batches], np.uint64)[self.batch[indices]]
+        mantissa_bits = np.array([batch.format.mantissa_bits for batch in self.batches], np.uint64)[self.batch[indices]]
         one = np.uint64(1)
         quiet = one << (mantissa_bits - one)
         payload = np.bitwise_count(self.bits[indices] & ((quiet << one) - one) ^ quiet) * self.nan[indices]

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from plimsoll.certification.probing.arrays import CallFailedError, Values
 from plimsoll.certification.probing.caller import Caller
-from plimsoll.certification.probing.conventions import SIDE, Call
-from plimsoll.formats import BF16, FP16, FP32, Format
+from plimsoll.certification.probing.conventions import CARRIERS, SIDE, Call
+from plimsoll.formats import Format, get_element
 
 FALSE_ALARM = 1e-9
-_CARRIERS: dict[str, Format] = {"float32": FP32, "float16": FP16, "bfloat16": BF16}  # the finest first
+_CARRIERS = {name: get_element(name, "certify") for name in reversed(CARRIERS)}  # the finest first
 _DRAWS, _MANY_DRAWS = 1 << 16, 1 << 18  # the latter where a result is rare
 _REPEATS = 1 << 10
 _LAGS = (1, 2, 32, SIDE, 1024)
@@ -27,25 +27,15 @@ _LAGS = (1, 2, 32, SIDE, 1024)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Draws of one value.
+    """Draws of one value."""
 
-    Attributes:
-        x: The value.
-        fraction: How far it lies from its lower neighbour in magnitude to the upper one.
-        lower: The lower neighbour in magnitude, with the sign of `x`.
-        upper: The upper neighbour, likewise.
-        draws: Number of draws.
-        ups: How many went to the upper neighbour.
-        strange: A result that is neither, or None.
-    """
-
-    x: float
-    fraction: float
-    lower: float
-    upper: float
-    draws: int
-    ups: int
-    strange: float | None
+    x: float  # the value
+    fraction: float  # how far it lies from its lower neighbour in magnitude to the upper one
+    lower: float  # the lower neighbour in magnitude, with the sign of `x`
+    upper: float  # the upper neighbour, likewise
+    draws: int  # number of draws
+    ups: int  # how many went to the upper neighbour
+    strange: float | None  # a result that is neither, or None
 
     @property
     def chance(self) -> float:
@@ -111,11 +101,11 @@ class Draws:
         """Return the points whose counts chance does not explain."""
         return [point for point in self.points if point.chance < FALSE_ALARM / len(self.points)]
 
-    def resolution(self) -> int:
-        """Return the largest k, of those tried, so that a value 2**-k of the way up goes up as often as it should."""
+    def finest(self) -> str:
+        """Return in words the smallest fraction tried that goes up as often as it should."""
         biased = self.biased()
-        fine = [p for p in self.points if p not in biased and p.ups and 0 < p.fraction <= 0.5]
-        return max((round(-math.log2(point.fraction)) for point in fine), default=0)
+        fine = [p.fraction for p in self.points if p not in biased and p.ups and 0 < p.fraction <= 0.5]
+        return f"from 2^{round(math.log2(min(fine)))} of a spacing on" if fine else "biased at every fraction"
 
     @cached_property
     def half_way(self) -> tuple[float, Values]:

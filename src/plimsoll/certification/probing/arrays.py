@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plimsoll.errors import FormatError
-from plimsoll.formats import Format, get_element
+from plimsoll.formats import BlockFormat, Format, get_element
 from plimsoll.kernels.dtypes import FORMATS
 
 Values = NDArray[np.float64]
@@ -21,15 +21,17 @@ class CallFailedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A result as values.
+    """A result as values."""
 
-    Attributes:
-        values: The values, in the result's shape.
-        dtype: Name of the dtype that they came in.
-    """
+    values: Values  # in the result's shape
+    dtype: str  # name of the dtype that they came in, "codes" of a packed result
+    scales: Values | None = None  # of a packed result: the scales of its blocks, times that of the tensor
+    parts: tuple[str, ...] = ()  # roles of the parts of a packed result, in their order; a `Packed` has none
 
-    values: Values
-    dtype: str
+
+def element_of(fmt: Format | BlockFormat) -> Format:
+    """Return the format of single values."""
+    return fmt.element if isinstance(fmt, BlockFormat) else fmt
 
 
 def read_values(returned: Any) -> Result:
@@ -117,12 +119,6 @@ def held(values: Values, dtype: str) -> Values:
             return values.astype(np.float32).astype(np.float64)
     nan = np.isnan(values)
     return np.where(nan, np.nan, fmt.decode(fmt.encode(np.where(nan, 0.0, values))))
-
-
-def same(found: Values, expected: Values) -> NDArray[np.bool_]:
-    """Return where two arrays are equal; a NaN equals a NaN, and the sign of zero counts."""
-    both_nan = np.isnan(found) & np.isnan(expected)
-    return both_nan | ((found == expected) & (np.signbit(found) == np.signbit(expected)))
 
 
 def _of_tensor(tensor: Tensor) -> Values:

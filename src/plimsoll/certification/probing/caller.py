@@ -8,9 +8,10 @@ import contextlib
 import io
 import math
 import random
+import re
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from plimsoll.certification.certificate import Counterexample
-from plimsoll.certification.probing.arrays import CallFailedError, read_values, same, to_numpy
-from plimsoll.certification.probing.shortest import shortest
+from plimsoll.certification.probing.arrays import CallFailedError, read_values, to_numpy
+from plimsoll.certification.probing.comparing import same, shortest
+from plimsoll.errors import ArgumentError
 
 _MOST_COMPARED_BYTES = 1 << 22  # larger inputs, which only statistics need, are not compared before and after
 _FEWEST_TIMED = 512  # a call of fewer values takes its fixed cost, not that of the values
@@ -127,14 +129,24 @@ class Caller:
             self.note(f"It warns: {type(warning.message).__name__}: {_line(str(warning.message))}")
 
     def note(self, sentence: str) -> None:
-        """Keep a sentence for the sheet; the same one once."""
-        if sentence not in self.notes and len(self.notes) < 10:
+        """Keep a sentence for the sheet, once whatever numbers it has."""
+        if re.sub(r"\d+", "", sentence)[:80] not in (re.sub(r"\d+", "", kept)[:80] for kept in self.notes[:10]):
             self.notes.append(sentence)
 
     def _compare(self, arguments: tuple[object, ...], given: list[Any], before: list[bytes | None]) -> None:
         for argument, changed, old in zip(arguments, given, before, strict=True):
             if self.changed is None and isinstance(argument, Tensor) and old is not None and old != _bytes(changed):
                 self.changed = _first_change(argument, old, _bytes(changed) or b"")
+
+
+def refusal(wanted: str, errors: Mapping[str, str]) -> ArgumentError:
+    """Return the error for a function that is not of its kind, with its own errors by what it was given."""
+    given: dict[str, list[str]] = {}
+    for what, error in errors.items():
+        given.setdefault(error, []).append(what)
+    named = "; ".join(f"{', '.join(what)}: {error}" for error, what in list(given.items())[:4])
+    remedy = "Call it with device='cuda'" if "cuda" in named.lower() else "Wrap it in a function that does"
+    return ArgumentError(f"certify: expected {wanted}; got errors ({named}). {remedy}.")
 
 
 def _first_change(argument: Tensor, old: bytes, new: bytes) -> Counterexample:

@@ -5,14 +5,13 @@ block, one number a tensor. So ``(codes, scales)`` and ``(scales, codes)`` are b
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plimsoll.certification.probing.arrays import CallFailedError, Values, read_codes, read_values
+from plimsoll.certification.probing.arrays import CallFailedError, Result, Values, element_of, read_codes, read_values
 from plimsoll.formats import BlockFormat, Format
 from plimsoll.rounding import Packed
 
@@ -20,35 +19,14 @@ Role = Literal["codes", "scales", "tensor scale"]
 HalfOrder = Literal["low", "high"]  # the half byte of the first of two 4-bit codes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """A packed tensor.
-
-    Attributes:
-        codes: One code for each value, in the tensor's shape.
-        scales: Values of the blocks' scales, blocks along the last axis; None for element formats.
-        tensor_scale: Value of the tensor's scale; 1 where there is none.
-        values: What the codes stand for.
-        order: Roles of the parts in the order in which they came; a `Packed` has none.
-        outside: A code that the format does not have, or None.
-    """
-
-    codes: NDArray[np.int64]
-    scales: Values | None
-    tensor_scale: float
-    values: Values
-    order: tuple[Role, ...]
-    outside: int | None
-
-
 def read_packed(
     returned: Any,
     fmt: Format | BlockFormat,
     shape: tuple[int, ...],
     first: HalfOrder = "low",
-    order: tuple[Role, ...] = (),
-) -> Parts:
-    """Return the parts of a packed tensor.
+    order: tuple[str, ...] = (),
+) -> Result:
+    """Return what a packed tensor stands for.
 
     Args:
         returned: A `Packed`, a tensor of codes, or a tuple, list or dictionary of codes, scales and tensor scale in
@@ -61,31 +39,26 @@ def read_packed(
     Raises:
         CallFailedError: The parts cannot be told apart, or do not fit the shape.
     """
-    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    element = element_of(fmt)
     found, order = _roles(returned, fmt, shape, order)
     codes = _one_a_value(read_codes(found["codes"]), element, shape, first)
-    outside = codes[(codes < 0) | (codes >= 1 << element.bits)]
-    elements = element.decode(codes & ((1 << element.bits) - 1))
-    scales, over = None, 1.0
-    values = elements
-    if isinstance(fmt, BlockFormat):
-        scales = _scales(found["scales"], fmt, shape)
-        over = float(read_values(found["tensor scale"]).values.reshape(())) if "tensor scale" in found else 1.0
-        spread = np.repeat(scales, fmt.block, axis=-1)[..., : shape[-1]]
-        with np.errstate(invalid="ignore"):  # Inf times a scale of zero
-            values = elements * spread * over
-    return Parts(
-        codes=codes, scales=scales, tensor_scale=over, values=values, order=order,
-        outside=int(outside.flat[0]) if outside.size else None,
-    )  # fmt: skip
+    values = element.decode(codes & ((1 << element.bits) - 1))
+    if not isinstance(fmt, BlockFormat):
+        return Result(values=values, dtype="codes", parts=order)
+    scales = _scales(found["scales"], fmt, shape)
+    if "tensor scale" in found:
+        scales = scales * float(read_values(found["tensor scale"]).values.reshape(()))
+    with np.errstate(invalid="ignore"):  # Inf times a scale of zero
+        values = values * np.repeat(scales, fmt.block, axis=-1)[..., : shape[-1]]
+    return Result(values=values, dtype="codes", scales=scales, parts=order)
 
 
 def _roles(
-    returned: Any, fmt: Format | BlockFormat, shape: tuple[int, ...], order: tuple[Role, ...]
-) -> tuple[dict[Role, Any], tuple[Role, ...]]:
+    returned: Any, fmt: Format | BlockFormat, shape: tuple[int, ...], order: tuple[str, ...]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the parts by their roles, and the roles in their order."""
     if isinstance(returned, Packed):
-        parts: dict[Role, Any] = {"codes": returned.codes}
+        parts: dict[str, Any] = {"codes": returned.codes}
         if returned.scales is not None:
             parts["scales"] = returned.scales
         if returned.tensor_scale is not None:
@@ -96,7 +69,7 @@ def _roles(
         return dict(zip(order, items, strict=True)), order
     if not isinstance(fmt, BlockFormat):
         return {"codes": items[0]} if items else {}, ("codes",)
-    found: dict[Role, Any] = {}
+    found: dict[str, Any] = {}
     for part in items:
         role = _role(part, fmt, shape)
         if role is not None and role not in found:

@@ -28,23 +28,14 @@ _ROUNDINGS: dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Width:
-    """Accumulator of one partial sum.
+    """Accumulator of one partial sum."""
 
-    Attributes:
-        terms: Number of terms of the partial sum.
-        bits: Bits of its significand; at least so many if `open`.
-        open: Whether the terms of the format reach no further.
-        rounding: How it rounds, or "unknown", or "not visible".
-        places: Where the larger term, the smaller one and the one that cancels the larger are.
-        largest: The larger term.
-    """
-
-    terms: int
-    bits: int
-    open: bool
-    rounding: str
-    places: tuple[int, int, int]
-    largest: float
+    terms: int  # number of terms of the partial sum
+    bits: int  # bits of its significand; at least so many if `open`
+    open: bool  # whether the terms of the format reach no further
+    rounding: str  # how it rounds, or "unknown", or "not visible"
+    places: tuple[int, int, int]  # where the larger term, the smaller one and the one that cancels the larger are
+    largest: float  # the larger term
 
     @property
     def last_place(self) -> float:

@@ -27,19 +27,12 @@ _SHARE = 0.3  # of the time left, for the search
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Order of the additions of a sum.
+    """Order of the additions of a sum."""
 
-    Attributes:
-        tree: The tree of additions, or None.
-        words: The order in words, or why it is not visible.
-        length: Number of terms.
-        stable: Whether it is the same in every call.
-    """
-
-    tree: "Tree | None"
-    words: str
-    length: int
-    stable: bool = True
+    tree: "Tree | None"  # the tree of additions, or None
+    words: str  # the order in words, or why it is not visible
+    length: int  # number of terms
+    stable: bool = True  # whether it is the same in every call
 
 
 class Reduction:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from plimsoll.certification.certificate import Kind
 from plimsoll.certification.probing.arrays import CallFailedError, Result, Values, read_values
-from plimsoll.certification.probing.caller import Caller
+from plimsoll.certification.probing.caller import Caller, refusal
 from plimsoll.certification.probing.conventions import SIDE
-from plimsoll.errors import ArgumentError
 from plimsoll.formats import Format, get_element
 
 
@@ -58,9 +57,7 @@ class Reducer:
             "sum": "a function of a vector that returns its sum",
             "matmul": "a function of two matrices, of shapes (M, K) and (K, N), that returns their product",
         }[self.kind]
-        named = "; ".join(f"{dtype}: {error}" for dtype, error in errors.items())
-        remedy = "Call it with device='cuda'" if "cuda" in named.lower() else "Wrap it in a function that does"
-        raise ArgumentError(f"certify: expected {wanted}; got errors ({named}). {remedy}.")
+        raise refusal(wanted, errors)
 
     def _trial(self) -> Result:
         """Call the function twice, as the first call may compile something, and keep the time of the second call."""

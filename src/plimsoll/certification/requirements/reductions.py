@@ -1,46 +1,42 @@
 """Requirements of sums and matrix products."""
 
+import functools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from plimsoll.certification.certificate import Counterexample, Outcome
-from plimsoll.certification.probing.arrays import CallFailedError, Values, held, same
+from plimsoll.certification.certificate import Outcome
+from plimsoll.certification.probing.arrays import Values, held
+from plimsoll.certification.probing.comparing import attempted, compared, deviation, same, shortest
 from plimsoll.certification.probing.conventions import SIDE
-from plimsoll.certification.probing.shortest import shortest
 from plimsoll.certification.reductions import accumulator
 from plimsoll.certification.reductions.observed import Reduction
 from plimsoll.certification.reductions.reducer import Reducer
-from plimsoll.certification.registry import requirement
+from plimsoll.certification.registry import REDUCTIONS, requirement
 from plimsoll.certification.specifications import ERROR_BOUND, FP32_SUMS, IEEE_754, TENSORS
 from plimsoll.certification.trial import NotTriedError, Subject, Trial
 from plimsoll.formats import Format
 
-_REDUCTIONS = ("matmul", "sum")
+_row = functools.partial(requirement, kinds=REDUCTIONS)
 _WHOLE = (16, 64, 128, 256)
 _ODD = (1, 2, 3, 5, 7, 15, 17, 31, 33, 63, 65, 127, 129, 257)
 _SIDES = ((1, 1), (3, 5), (17, 33))
 _MOST_TERMS = 127  # so that an accumulator of 7 bits has every partial sum exactly
 
 
-@requirement(
-    "exact-sums",
-    "Sums that every accumulator has exactly are exact.",
-    kinds=_REDUCTIONS,
-    general=(IEEE_754, "9.4"),
-)
+@_row("exact-sums", "Sums that every accumulator has exactly are exact.", general=(IEEE_754, "9.4"))
 def exact_sums(trial: Trial) -> Outcome:
     """Try terms of 1 and -1 in lengths that are multiples of 16."""
     return _exact(trial, _WHOLE, ((SIDE, SIDE),))
 
 
-@requirement(
+@_row(
     "odd-lengths",
     "Lengths and sides of any number give exact sums too: no term is dropped or read twice.",
-    kinds=_REDUCTIONS,
     general=(TENSORS, "shapes"),
     may_refuse=True,
 )
@@ -49,56 +45,38 @@ def odd_lengths(trial: Trial) -> Outcome:
     return _exact(trial, _ODD, _SIDES)
 
 
-@requirement(
-    "empty-sums",
-    "A sum of no terms is zero.",
-    kinds=_REDUCTIONS,
-    general=(TENSORS, "shapes"),
-)
+@_row("empty-sums", "A sum of no terms is zero.", general=(TENSORS, "shapes"))
 def empty_sums(trial: Trial) -> Outcome:
     """Try a length of zero."""
     found = _result(trial.reduction.reducer, np.zeros((2, 0)), np.zeros((0, 3)))
-    if not (found != 0).any():
-        return Outcome(tried=1)
-    example = Counterexample(input="no terms", expected=0.0, got=float(found.flat[0]))
-    return Outcome(tried=1, wrong=1, counterexample=example)
+    outcome = compared(found, np.zeros(found.shape), lambda _: ("no terms", ""), right=found == 0)
+    return replace(outcome, tried=1)
 
 
-@requirement(
+@_row(
     "sum-strides",
     "Inputs give the results of their contiguous copies, whatever their strides and offsets.",
-    kinds=_REDUCTIONS,
     general=(TENSORS, "strides"),
     may_refuse=True,
 )
 def sum_strides(trial: Trial) -> Outcome:
     """Try transposed, stepped and offset inputs."""
-    reducer = trial.reduction.reducer
+    reducer, outcome = trial.reduction.reducer, Outcome(tried=0)
     left, right = _signs((SIDE, SIDE), 0), _signs((SIDE, SIDE), 1)
-    exact = left @ right if reducer.kind == "matmul" else np.array(left[0].sum())
-    count, refused = 0, ""
+    exact = left @ right if reducer.kind == "matmul" else left[:1].sum(axis=1)
+
+    def of(what: str, inputs: tuple[Tensor, ...]) -> Outcome:
+        found = reducer.read(*inputs, shape=exact.shape)
+        found_right = compared(found.values, held(exact, found.dtype), lambda _: (what, "terms of 1 and -1"))
+        return replace(found_right, tried=1)
+
     for what, inputs in _layouts(reducer, left, right):
-        count += 1
-        try:
-            found = reducer.read(*inputs, shape=exact.shape)
-        except CallFailedError as error:
-            refused = refused or f"{what}: {error}"
-            continue
-        wrong = np.argwhere(~same(found.values, held(exact, found.dtype)))
-        if len(wrong):
-            place = tuple(wrong[0])
-            example = Counterexample(
-                input=what, expected=float(exact[place]), got=float(found.values[place]), note="terms of 1 and -1"
-            )
-            return Outcome(tried=count, wrong=len(wrong), counterexample=example)
-    return Outcome(tried=count, wrong=int(bool(refused)), refused=refused or None)
+        outcome += attempted(what, lambda w=what, i=inputs: of(w, i))
+    return outcome
 
 
-@requirement(
-    "single-terms",
-    "One term among zeros is the sum, rounded to the result's dtype alone.",
-    kinds=_REDUCTIONS,
-    general=(IEEE_754, "5.4.1"),
+@_row(
+    "single-terms", "One term among zeros is the sum, rounded to the result's dtype alone.", general=(IEEE_754, "5.4.1")
 )
 def single_terms(trial: Trial) -> Outcome:
     """Try values of the format that are normal, alone: an operand that is used with fewer bits shows here."""
@@ -106,10 +84,9 @@ def single_terms(trial: Trial) -> Outcome:
     return _alone(reducer, _values(reducer.fmt, subnormal=False))
 
 
-@requirement(
+@_row(
     "subnormal-terms",
     "Subnormal inputs count as what they are.",
-    kinds=_REDUCTIONS,
     general=(IEEE_754, "3.3"),
     applies=lambda subject: subject.element.has_subnormals,
 )
@@ -119,12 +96,7 @@ def subnormal_terms(trial: Trial) -> Outcome:
     return _alone(reducer, _values(reducer.fmt, subnormal=True))
 
 
-@requirement(
-    "accumulator",
-    "Partial sums have {accumulator_bits} bits or more.",
-    kinds=_REDUCTIONS,
-    general=(FP32_SUMS, "3.3"),
-)
+@_row("accumulator", "Partial sums have {accumulator_bits} bits or more.", general=(FP32_SUMS, "3.3"))
 def accumulator_bits(trial: Trial) -> Outcome:
     """Look for the smallest term that is kept beside a larger one, in partial sums of several sizes."""
     reduction = _stable(trial)
@@ -137,12 +109,7 @@ def accumulator_bits(trial: Trial) -> Outcome:
     return _three_terms(trial, width, terms, expected=terms[1], wrong=len(narrow))
 
 
-@requirement(
-    "accumulator-rounding",
-    "Partial sums are rounded to the nearest, and not cut off.",
-    kinds=_REDUCTIONS,
-    general=(IEEE_754, "4.3.1"),
-)
+@_row("accumulator-rounding", "Partial sums are rounded to the nearest, and not cut off.", general=(IEEE_754, "4.3.1"))
 def accumulator_rounding(trial: Trial) -> Outcome:
     """Look at terms of 1/4, 1/2 and 3/4 of the last place of a partial sum."""
     seen = [width for width in _stable(trial).widths if not width.open]
@@ -162,10 +129,9 @@ def accumulator_rounding(trial: Trial) -> Outcome:
     return Outcome(tried=len(seen), wrong=len(wrong), detail=f"rounding: {width.rounding}")
 
 
-@requirement(
+@_row(
     "accumulator-range",
     "A partial sum beyond FP16's range does not overflow where the result is within it.",
-    kinds=_REDUCTIONS,
     general=(FP32_SUMS, "3.3"),
 )
 def accumulator_range(trial: Trial) -> Outcome:
@@ -179,10 +145,9 @@ def accumulator_range(trial: Trial) -> Outcome:
     return _three_terms(trial, width, (2.0**15, 2.0**15, -(2.0**15)), expected=2.0**15, wrong=1)
 
 
-@requirement(
+@_row(
     "special-values",
     "NaN and infinities reach the result: a NaN gives NaN, Inf - Inf gives NaN, and so does Inf times 0.",
-    kinds=_REDUCTIONS,
     general=(IEEE_754, "6.1, 6.2"),
     applies=lambda subject: subject.element.has_nan,
 )
@@ -200,16 +165,14 @@ def special_values(trial: Trial) -> Outcome:
     for left, right, expected in cases:
         row, column = np.ones((SIDE, SIDE)), np.ones((SIDE, SIDE))
         row[0, :2], column[:2, :] = left, np.array(right)[:, None]
-        found = _result(reducer, row, column)
-        got = float(found.flat[0])
+        got = float(_result(reducer, row, column).flat[0])
         if not same(np.array(got), np.array(expected)):
             terms = left if reducer.kind == "sum" else [f"{a:g} * {b:g}" for a, b in zip(left, right, strict=True)]
-            example = Counterexample(input=terms, expected=expected, got=got, note="the other terms are 1")
-            return Outcome(tried=len(cases), wrong=1, counterexample=example)
+            return deviation(terms, expected, got, "the other terms are 1", tried=len(cases))
     return Outcome(tried=len(cases))
 
 
-@requirement(
+@_row(
     "own-row",
     "A result depends on its own row and column alone: NaN in one row does not reach the others.",
     kinds=("matmul",),
@@ -224,21 +187,13 @@ def own_row(trial: Trial) -> Outcome:
     found = trial.reduction.reducer.product(left, right).values
     other = np.ones(found.shape, np.bool_)
     other[1], other[:, 2] = False, False
-    wrong = np.argwhere(other & ~same(found, expected))
-    if not len(wrong):
-        return Outcome(tried=int(np.count_nonzero(other)))
-    place = tuple(wrong[0])
-    example = Counterexample(
-        input="NaN in row 1 of the left matrix and column 2 of the right one", expected=float(expected[place]),
-        got=float(found[place]), note=f"result at index ({place[0]}, {place[1]})",
-    )  # fmt: skip
-    return Outcome(tried=int(np.count_nonzero(other)), wrong=len(wrong), counterexample=example)
+    where = "NaN in row 1 of the left matrix and column 2 of the right one"
+    return compared(found, expected, lambda at: (where, f"result at index {at}"), where=other)
 
 
-@requirement(
+@_row(
     "error-bound",
     "The error of a sum stays below the bound for any order of additions in the accumulator that was found.",
-    kinds=_REDUCTIONS,
     general=(ERROR_BOUND, "4.2"),
 )
 def error_bound(trial: Trial) -> Outcome:
@@ -254,38 +209,23 @@ def error_bound(trial: Trial) -> Outcome:
         exact, size = (left.astype(np.longdouble) @ right).astype(np.float64), np.abs(left) @ np.abs(right)
     step = length * 2.0 ** (1 - bits)  # twice what rounding to nearest needs: an accumulator may cut off
     bound = step / (1 - step) * size + 2.0**-(reducer.result_format.mantissa_bits) * np.abs(exact)
-    wrong = np.argwhere(~(np.abs(found.reshape(exact.shape) - exact) <= bound))
-    largest = float(np.max(np.abs(found.reshape(exact.shape) - exact)))
-    detail = f"bound {float(np.max(bound)):.2g}, largest error {largest:.2g}"
+    error = np.abs(found.reshape(exact.shape) - exact)
+    detail = f"bound {float(np.max(bound)):.2g}, largest error {float(np.max(error)):.2g}"
+    wrong = np.argwhere(~(error <= bound))
     if not len(wrong):
         return Outcome(tried=exact.size, detail=detail)
     place = tuple(wrong[0])
-    example = Counterexample(
-        input=f"{length} random terms", expected=f"{float(exact[place]):g} within {float(bound[place]):.2g}",
-        got=float(found.reshape(exact.shape)[place]),
-    )  # fmt: skip
-    return Outcome(tried=exact.size, wrong=len(wrong), counterexample=example, detail=detail)
+    expected, got = f"{exact[place]:g} within {bound[place]:.2g}", float(found.reshape(exact.shape)[place])
+    return deviation(f"{length} random terms", expected, got, tried=exact.size, wrong=len(wrong), detail=detail)
 
 
-@requirement(
-    "same-sum-twice",
-    "Two calls with the same inputs give the same result.",
-    kinds=_REDUCTIONS,
-    general=(TENSORS, "determinism"),
-)
+@_row("same-sum-twice", "Two calls with the same inputs give the same result.", general=(TENSORS, "determinism"))
 def same_sum_twice(trial: Trial) -> Outcome:
     """Call twice with random terms."""
     reducer = trial.reduction.reducer
     left, right = _random(reducer, (SIDE, 256), 6), _random(reducer, (256, SIDE), 7)
     first, second = (_result(reducer, left, right) for _ in range(2))
-    moved = np.argwhere(~same(first, second))
-    if not len(moved):
-        return Outcome(tried=first.size)
-    place = tuple(moved[0])
-    example = Counterexample(
-        input="256 random terms", expected=float(first[place]), got=float(second[place]), note="in a second call"
-    )
-    return Outcome(tried=first.size, wrong=len(moved), counterexample=example)
+    return compared(second, first, lambda _: ("256 random terms", "in a second call"))
 
 
 def _stable(trial: Trial) -> Reduction:
@@ -302,30 +242,25 @@ def _needed_bits(subject: Subject) -> int:
 
 def _exact(trial: Trial, lengths: tuple[int, ...], sides: tuple[tuple[int, int], ...]) -> Outcome:
     """Compare sums of 1 and -1 with the exact ones, short sums first."""
-    reducer, tried, refused = trial.reduction.reducer, 0, ""
-    for index, length in enumerate(lengths):
-        rows, columns = sides[index % len(sides)]
+    reducer, outcome = trial.reduction.reducer, Outcome(tried=0)
+
+    def of(length: int, rows: int, columns: int) -> Outcome:
         left, right = _signs((rows, length), length), _signs((columns, length), length + 1).T
         exact = left @ right if reducer.kind == "matmul" else left[0].sum(keepdims=True)
-        tried += exact.size
-        try:
-            found = _result(reducer, left, right)
-        except CallFailedError as error:
-            refused = refused or f"length {length}: {error}"
-            continue
-        wrong = np.argwhere(~same(found, held(exact, reducer.result)) & ~((found == 0) & (exact == 0)))
-        if len(wrong):
-            place = tuple(wrong[0])
-            row = left[place[0]] if reducer.kind == "matmul" else left[0]
-            column = right[:, place[1]] if reducer.kind == "matmul" else np.ones(length)
-            terms = (row * column).tolist()
-            note = f"{length} terms" + (f", result of shape ({rows}, {columns})" if reducer.kind == "matmul" else "")
-            example = Counterexample(
-                input=terms if length <= 33 else f"{length} terms of 1 and -1", expected=float(exact[place]),
-                got=float(found[place]), note=note,
-            )  # fmt: skip
-            return Outcome(tried=tried, wrong=len(wrong), counterexample=example)
-    return Outcome(tried=tried, wrong=int(bool(refused)), refused=refused or None)
+        found = _result(reducer, left, right)
+
+        def shown(at: tuple[int, ...]) -> tuple[object, str]:
+            terms = left[at[0]] * right[:, at[1]] if reducer.kind == "matmul" else left[0]
+            note = f", result of shape ({rows}, {columns})" if reducer.kind == "matmul" else ""
+            return terms.tolist() if length <= 33 else f"{length} terms of 1 and -1", f"{length} terms{note}"
+
+        right_or_zero = same(found, held(exact, reducer.result)) | ((found == 0) & (exact == 0))
+        return compared(found, exact, shown, right=right_or_zero)
+
+    for index, length in enumerate(lengths):
+        side = sides[index % len(sides)]
+        outcome += attempted(f"length {length}", lambda n=length, s=side: of(n, *s))
+    return outcome
 
 
 def _alone(reducer: Reducer, values: Values) -> Outcome:
@@ -334,27 +269,17 @@ def _alone(reducer: Reducer, values: Values) -> Outcome:
     if reducer.kind == "sum":
         found = np.array([float(reducer.total(np.array([0.0, 0.0, value, 0.0])).values) for value in values])
     else:
-        places = np.arange(-(-len(values) // SIDE) * SIDE)
-        full = np.zeros(len(places))
-        full[: len(values)] = values
-        parts: list[Values] = []
-        for begin in range(0, len(places), SIDE):
-            left = np.zeros((SIDE, SIDE))
-            left[np.arange(SIDE), places[begin : begin + SIDE] % SIDE] = full[begin : begin + SIDE]
-            parts.append(reducer.product(left, np.ones((SIDE, 16))).values[:, 0])
-        found = np.concatenate(parts)[: len(values)]
+        diagonals = np.zeros((-(-len(values) // SIDE), SIDE))
+        diagonals.reshape(-1)[: len(values)] = values
+        columns = [reducer.product(np.diag(each), np.ones((SIDE, 16))).values[:, 0] for each in diagonals]
+        found = np.concatenate(columns)[: len(values)]
     reachable = np.isfinite(expected)
-    wrong = np.flatnonzero(reachable & ~same(found, expected))
+    tried, wrong = int(np.count_nonzero(reachable)), np.flatnonzero(reachable & ~same(found, expected))
     if not len(wrong):
-        return Outcome(tried=int(np.count_nonzero(reachable)))
+        return Outcome(tried=tried)
     index = int(wrong[shortest(values[wrong])])
-    example = Counterexample(
-        input=float(values[index]),
-        expected=float(expected[index]),
-        got=float(found[index]),
-        note="the other terms are 0",
-    )
-    return Outcome(tried=int(np.count_nonzero(reachable)), wrong=len(wrong), counterexample=example)
+    value, exact, got = (float(each[index]) for each in (values, expected, found))
+    return deviation(value, exact, got, "the other terms are 0", tried=tried, wrong=len(wrong))
 
 
 def _three_terms(
@@ -362,11 +287,8 @@ def _three_terms(
 ) -> Outcome:
     reduction = trial.reduction
     got = float(accumulator.three(reduction.reducer, reduction.order.length, width.places, [terms])[0])
-    example = Counterexample(
-        input=list(terms), expected=expected, got=got,
-        note=f"terms {', '.join(map(str, width.places))} of {reduction.order.length}, the others are 0",
-    )  # fmt: skip
-    return Outcome(tried=len(reduction.widths), wrong=wrong, counterexample=example)
+    note = f"terms {', '.join(map(str, width.places))} of {reduction.order.length}, the others are 0"
+    return deviation(list(terms), expected, got, note, tried=len(reduction.widths), wrong=wrong)
 
 
 def _result(reducer: Reducer, left: Values, right: Values) -> Values:

@@ -1,18 +1,29 @@
-"""Convention of an unpack, found by calling it: a `Packed`, codes, or codes and scales in either order."""
+"""Calls of an unpack with a `Packed`, codes, or codes and scales in either order, and its results for all codes."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plimsoll.certification.probing.arrays import CallFailedError, Result, Values, held, read_values, same
-from plimsoll.certification.probing.caller import Caller
+from plimsoll.certification.certificate import Outcome
+from plimsoll.certification.probing.arrays import (
+    CallFailedError,
+    Result,
+    Values,
+    element_of,
+    format_of_dtype,
+    held,
+    read_values,
+)
+from plimsoll.certification.probing.caller import Caller, refusal
+from plimsoll.certification.probing.comparing import Mask, compared, same
 from plimsoll.certification.probing.conventions import SIDE
 from plimsoll.certification.probing.packed import HalfOrder
-from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, Format
 from plimsoll.rounding import Packed
 
@@ -22,22 +33,16 @@ _ROWS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTensors:
-    """Codes of a matrix, with their scales.
+    """Codes of a matrix, with their scales."""
 
-    Attributes:
-        codes: One code for each value, in rows.
-        scales: Codes of the blocks' scales, blocks along the rows; None for element formats.
-        tensor_scale: The tensor's scale; 1 for formats that have none.
-    """
-
-    codes: Codes
-    scales: Codes | None
-    tensor_scale: float
+    codes: Codes  # one code for each value, in rows
+    scales: Codes | None  # codes of the blocks' scales, blocks along the rows; None for element formats
+    tensor_scale: float  # the tensor's scale; 1 for formats that have none
 
     def values(self, fmt: Format | BlockFormat) -> Values:
         """Return what the codes stand for, exactly."""
         if not isinstance(fmt, BlockFormat) or self.scales is None:
-            return (fmt.element if isinstance(fmt, BlockFormat) else fmt).decode(self.codes)
+            return element_of(fmt).decode(self.codes)
         scales = np.repeat(fmt.scale.decode(self.scales), fmt.block, axis=-1)
         with np.errstate(invalid="ignore"):  # an infinite element times a scale of zero
             return fmt.element.decode(self.codes) * scales * self.tensor_scale
@@ -45,19 +50,12 @@ class CodeTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """How codes are given.
+    """How codes are given."""
 
-    Attributes:
-        codes: Dtype of the codes: "uint8", "uint16", a torch dtype, or "Packed".
-        scales: Dtype of the scales: "uint8", a torch dtype, or "float32" for their values.
-        scales_first: Whether scales come before codes.
-        first: Half byte of the first of two 4-bit codes; None where each code has a byte.
-    """
-
-    codes: str
-    scales: str = ""
-    scales_first: bool = False
-    first: HalfOrder | None = None
+    codes: str  # dtype of the codes: "uint8", "uint16", a torch dtype, or "Packed"
+    scales: str = ""  # dtype of the scales: "uint8", a torch dtype, or "float32" for their values
+    scales_first: bool = False  # whether scales come before codes
+    first: HalfOrder | None = None  # half byte of the first of two 4-bit codes; None where each code has a byte
 
     def __str__(self) -> str:
         """Return the arguments in words."""
@@ -120,18 +118,14 @@ class UnpackConvention:
                 if right == expected.size:
                     return form
         if best is None:
-            named = "; ".join(f"{form}: {error}" for form, error in list(errors.items())[:4])
-            raise ArgumentError(
-                "certify: expected a function of a Packed, of codes, or of codes and scales that returns values; "
-                f"got errors ({named}). Wrap it in a function that takes one of these."
-            )
+            raise refusal("a function of a Packed, of codes, or of codes and scales that returns values", errors)
         form, self.caller.numpy = best
         return form
 
 
 def ordinary_codes(fmt: Format | BlockFormat) -> CodeTensors:
     """Return finite codes of both signs, no pattern of two, with scales around 1."""
-    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    element = element_of(fmt)
     count = _ROWS * SIDE
     magnitude = np.arange(count) * 5 % (element.max_code + 1)
     sign = (np.arange(count) % 3 == 1).astype(np.int64) << (element.bits - 1) if element.signed else 0
@@ -146,7 +140,7 @@ def ordinary_codes(fmt: Format | BlockFormat) -> CodeTensors:
 
 def _forms(fmt: Format | BlockFormat) -> Iterator[Form]:
     yield Form(codes="Packed")
-    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    element = element_of(fmt)
     words = ["uint8" if element.bits <= 8 else "uint16", *_own_dtype(element)]
     halves: tuple[HalfOrder | None, ...] = ("low", None, "high") if element.bits == 4 else (None,)
     if element.bits == 4:
@@ -191,11 +185,82 @@ def _bytes_of(codes: Codes, form: Form) -> Tensor:
 
 
 def _packed(given: CodeTensors, fmt: Format | BlockFormat) -> Packed:
-    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    element = element_of(fmt)
     form = Form(codes="uint8" if element.bits <= 8 else "uint16", first="low" if element.bits == 4 else None)
     return Packed(
         codes=_bytes_of(given.codes, form),
         scales=None if given.scales is None else torch.from_numpy(given.scales.astype(np.uint8)),
         tensor_scale=torch.tensor(given.tensor_scale) if isinstance(fmt, BlockFormat) and fmt.tensor_scale else None,
         scale=None, format=fmt, shape=torch.Size(given.codes.shape), axis=-1, dtype=torch.float32,
+    )  # fmt: skip
+
+
+class Decoded:
+    """Codes with what the function makes of them.
+
+    Args:
+        convention: The function.
+        fmt: The format.
+    """
+
+    def __init__(self, convention: UnpackConvention, fmt: Format | BlockFormat) -> None:
+        self.fmt = fmt
+        self.element = element_of(fmt)
+        self.given = _all_codes(fmt)
+        result = convention(self.given)
+        self.y = result.values
+        self.dtype = result.dtype
+        self.exact = self.given.values(fmt)
+        self.expected = held(self.exact, self.dtype)
+
+    @cached_property
+    def elements(self) -> Values:
+        """Values of the element codes."""
+        return self.element.decode(self.given.codes)
+
+    @cached_property
+    def scales(self) -> Values:
+        """The scale of each value; ones for element formats."""
+        if not isinstance(self.fmt, BlockFormat) or self.given.scales is None:
+            return np.ones(self.elements.shape)
+        return np.repeat(self.fmt.scale.decode(self.given.scales), self.fmt.block, axis=-1)
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest normal value of the results' dtype."""
+        fmt = format_of_dtype(self.dtype)
+        return 0.0 if fmt is None else fmt.smallest_normal
+
+    @cached_property
+    def finite(self) -> Mask:
+        """Where a finite element has a scale, and the product is in the range of the results' dtype."""
+        return np.isfinite(self.elements) & np.isfinite(self.scales) & np.isfinite(self.expected)
+
+    def compare(self, where: Mask) -> Outcome:
+        """Return how results compare with the exact products, rounded once to the results' dtype."""
+        return compared(self.y, self.expected, self._shown, where=where)  # codes and scales ascend
+
+    def _shown(self, place: tuple[int, ...]) -> tuple[object, str]:
+        row, column = place
+        code = int(self.given.codes[place])
+        note = f"code 0x{code:x}"
+        if isinstance(self.fmt, BlockFormat) and self.given.scales is not None:
+            scale = int(self.given.scales[row, column // self.fmt.block])
+            note = f"{note} = {self.elements[place]:g}, scale 0x{scale:02x} = {self.scales[place]:g}"
+        return code, note
+
+
+def _all_codes(fmt: Format | BlockFormat) -> CodeTensors:
+    if not isinstance(fmt, BlockFormat):
+        codes = np.arange(max(1 << fmt.bits, SIDE)) % (1 << fmt.bits)
+        return CodeTensors(codes=codes.reshape(-1, SIDE), scales=None, tensor_scale=1.0)
+    # A scale with a sign is never negative: its sign bit is clear in every code tried.
+    scales = np.arange(1 << (fmt.scale.bits - fmt.scale.signed))
+    each = math.lcm(1 << fmt.element.bits, fmt.block)  # every code under every scale, in whole blocks
+    blocks = each // fmt.block
+    codes = np.tile(np.arange(each) % (1 << fmt.element.bits), len(scales))
+    tensor_scale = 0.125 if fmt.tensor_scale else 1.0
+    return CodeTensors(
+        codes=codes.reshape(-1, SIDE), scales=np.repeat(scales, blocks).reshape(-1, SIDE // fmt.block),
+        tensor_scale=tensor_scale,
     )  # fmt: skip
