@@ -410,6 +410,16 @@ def test_seconds_of_each_step_will_do(tmp_path: Path) -> None:
     assert pl.parity(*runs, tolerance=0.1).speed.per_step == pytest.approx(0.5)
 
 
+def test_runs_that_were_watched_have_the_times_of_their_records(tmp_path: Path) -> None:
+    for name, seconds in (("base", 0.4), ("candidate", 0.1)):
+        with RunWriter(tmp_path / name) as writer:
+            for step, value in enumerate(losses(0, steps=200)):
+                pause = 60.0 if step >= 100 else 0.0  # an evaluation
+                writer.write(Scalars(step=step, values={"loss": value}, time=1e9 + seconds * step + pause))
+    found = pl.parity(tmp_path / "base", tmp_path / "candidate", tolerance=0.1)
+    assert found.speed.per_step == pytest.approx(4.0, rel=1e-3)
+
+
 def test_it_is_shown_as_text_and_as_data() -> None:
     found = judged(losses(0), losses(1))
     assert pretty(found) == str(found)

@@ -32,7 +32,7 @@ class Curve:
         name: What sentences call it.
         steps: Distinct and ascending.
         values: One for each step. NaN and infinities are as recorded.
-        seconds: Seconds since the run began at each step. Empty where they were not recorded.
+        seconds: Seconds at each step, from any beginning. Empty or NaN where they were not recorded.
         ended: Whether nothing will be added.
     """
 
@@ -123,13 +123,14 @@ def _curve(source: Any, name: str, which: str, scalar: str) -> Curve:
 
 def _recorded(run: Run, scalar: str) -> Curve:
     steps, values = run.scalars(scalar)
-    seconds = np.empty(0)
     if ELAPSED in run.scalar_names:
         seconds = np.interp(steps, *run.scalars(ELAPSED))
     elif EACH_STEP in run.scalar_names:
         known, each = run.scalars(EACH_STEP)
         gaps = np.diff(known, prepend=known[0] - 1)
         seconds = np.interp(steps, known, np.cumsum(np.where(np.isfinite(each), each, 0.0) * gaps))
+    else:
+        seconds = run.scalar_times(scalar)[1]  # NaN in runs of other trackers, and of versions without times
     ended = run.closed or run.was_abandoned
     return Curve(name=run.path.name, steps=steps, values=values, seconds=seconds, ended=ended)
 
