@@ -182,6 +182,17 @@ def test_missing_values_are_left_out() -> None:
     assert any("left out" in note for note in found.notes)
 
 
+@each("end", [1, 2])
+def test_a_gap_at_the_end_is_like_those_before(end: int) -> None:
+    """A value that is missing now and then is missing at the last step too, now and then."""
+    candidate = losses(1)
+    candidate[[100, 101, 300]] = np.nan
+    candidate[-end:] = np.nan
+    assert judged(losses(0), candidate).diverged == (0, 0)
+    candidate[-3:] = np.nan
+    assert judged(losses(0), candidate).diverged == (0, 1)
+
+
 def test_none_is_a_missing_value() -> None:
     assert judged([*losses(0)], [None, *losses(1)[1:]]).steps == STEPS - 1
 

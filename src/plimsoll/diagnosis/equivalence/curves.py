@@ -143,7 +143,7 @@ def diverged(curve: Curve, base: Sequence[Curve], sign: float) -> int | None:
 
     Lost are NaN and infinities, and values that are worse than where the base began. The latter only where the base
     gained clearly, or where they are far beyond all that the base had. A few at the end of a run that goes on are not
-    yet a divergence.
+    yet a divergence, and neither are missing values at the end of one that has had gaps as long.
 
     Args:
         curve: The curve.
@@ -153,7 +153,7 @@ def diverged(curve: Curve, base: Sequence[Curve], sign: float) -> int | None:
     values = np.where(np.isfinite(curve.values), sign * curve.values, np.inf)
     limits = _Limits.of(base, sign)
     lasting = [
-        (values == np.inf, 1 if curve.ended else _STREAK),
+        (values == np.inf, max(_longest_gap(values == np.inf) + 1, 1 if curve.ended else _STREAK)),
         (values > limits.absurd, 2 * _FIRST),
         (values > limits.first, max(2 * _FIRST, _LASTING * len(values))),
     ]
@@ -164,6 +164,15 @@ def diverged(curve: Curve, base: Sequence[Curve], sign: float) -> int | None:
         if streak >= least:
             return int(curve.steps[-streak])
     return None
+
+
+def _longest_gap(lost: NDArray[np.bool_]) -> int:
+    """Return the longest streak of lost values that ends again.
+
+    >>> _longest_gap(np.array([True, False, True, True, False, True]))
+    2
+    """
+    return int(np.diff(np.flatnonzero(~lost), prepend=-1).max(initial=1)) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
