@@ -132,6 +132,9 @@ OWN: Sequence[Goal] = (
          bound="at most", value=200, unit=" ms"),
     Goal(what="its JSON", stem="figures", table="*", column="JSON KB", rows={}, bound="at most", value=300,
          unit=" KB"),
+    *(Goal(what=f"{command}, of the processor", stem="command-line", table="Commands", rows={"command": command},
+           column="processor s", bound="at most", value=value, unit=" s")
+      for command, value in (("plimsoll --help", 0.15), ("plimsoll check", 0.5))),
     Goal(what="4 bytes a parameter, 16-bit weights: above FP32's loss", stem="masters", table="Loss", unit=" %",
          rows={"weights": "bf16[, -][cks]*", "bytes a parameter": "[24]*"}, column="above fp32, %", bound="at most",
          value=1),

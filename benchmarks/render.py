@@ -36,11 +36,13 @@ BENCHMARKS: Mapping[str, tuple[str, str]] = {
     "run-log": ("run_log.py", "Writing and reading a run"),
     "scale": ("scale.py", "Large runs, and larger ones"),
     "diagnose": ("diagnose.py", "Diagnosing a run"),
+    "parity": ("parity.py", "How often the parity verdict errs"),
     "locate": ("locate.py", "Locating a fault"),
     "figures": ("figures.py", "Figures"),
     "report": ("report.py", "The report"),
     "serve": ("serve.py", "The live page"),
     "page": ("page.py", "The live page in a browser"),
+    "command-line": ("command_line.py", "The command line"),
 }
 _NAME = re.compile(r"(\d{4}-\d\d-\d\d)-(.+)-(cpu|cuda)\.json")
 _INTRODUCTION = """# Benchmarks

@@ -182,6 +182,17 @@ def test_missing_values_are_left_out() -> None:
     assert any("left out" in note for note in found.notes)
 
 
+@each("end", [1, 2])
+def test_a_gap_at_the_end_is_like_those_before(end: int) -> None:
+    """A value that is missing now and then is missing at the last step too, now and then."""
+    candidate = losses(1)
+    candidate[[100, 101, 300]] = np.nan
+    candidate[-end:] = np.nan
+    assert judged(losses(0), candidate).diverged == (0, 0)
+    candidate[-3:] = np.nan
+    assert judged(losses(0), candidate).diverged == (0, 1)
+
+
 def test_none_is_a_missing_value() -> None:
     assert judged([*losses(0)], [None, *losses(1)[1:]]).steps == STEPS - 1
 
@@ -408,6 +419,16 @@ def test_speed_at_equal_quality(tmp_path: Path) -> None:
 def test_seconds_of_each_step_will_do(tmp_path: Path) -> None:
     runs = [recorded(tmp_path / f"{s}", losses(s), step_seconds=np.full(STEPS, 0.1 * (1 + s))) for s in (0, 1)]
     assert pl.parity(*runs, tolerance=0.1).speed.per_step == pytest.approx(0.5)
+
+
+def test_runs_that_were_watched_have_the_times_of_their_records(tmp_path: Path) -> None:
+    for name, seconds in (("base", 0.4), ("candidate", 0.1)):
+        with RunWriter(tmp_path / name) as writer:
+            for step, value in enumerate(losses(0, steps=200)):
+                pause = 60.0 if step >= 100 else 0.0  # an evaluation
+                writer.write(Scalars(step=step, values={"loss": value}, time=1e9 + seconds * step + pause))
+    found = pl.parity(tmp_path / "base", tmp_path / "candidate", tolerance=0.1)
+    assert found.speed.per_step == pytest.approx(4.0, rel=1e-3)
 
 
 def test_it_is_shown_as_text_and_as_data() -> None:

@@ -32,7 +32,7 @@ class Curve:
         name: What sentences call it.
         steps: Distinct and ascending.
         values: One for each step. NaN and infinities are as recorded.
-        seconds: Seconds since the run began at each step. Empty where they were not recorded.
+        seconds: Seconds at each step, from any beginning. Empty or NaN where they were not recorded.
         ended: Whether nothing will be added.
     """
 
@@ -123,13 +123,14 @@ def _curve(source: Any, name: str, which: str, scalar: str) -> Curve:
 
 def _recorded(run: Run, scalar: str) -> Curve:
     steps, values = run.scalars(scalar)
-    seconds = np.empty(0)
     if ELAPSED in run.scalar_names:
         seconds = np.interp(steps, *run.scalars(ELAPSED))
     elif EACH_STEP in run.scalar_names:
         known, each = run.scalars(EACH_STEP)
         gaps = np.diff(known, prepend=known[0] - 1)
         seconds = np.interp(steps, known, np.cumsum(np.where(np.isfinite(each), each, 0.0) * gaps))
+    else:
+        seconds = run.scalar_times(scalar)[1]  # NaN in runs of other trackers, and of versions without times
     ended = run.closed or run.was_abandoned
     return Curve(name=run.path.name, steps=steps, values=values, seconds=seconds, ended=ended)
 
@@ -142,7 +143,7 @@ def diverged(curve: Curve, base: Sequence[Curve], sign: float) -> int | None:
 
     Lost are NaN and infinities, and values that are worse than where the base began. The latter only where the base
     gained clearly, or where they are far beyond all that the base had. A few at the end of a run that goes on are not
-    yet a divergence.
+    yet a divergence, and neither are missing values at the end of one that has had gaps as long.
 
     Args:
         curve: The curve.
@@ -152,7 +153,7 @@ def diverged(curve: Curve, base: Sequence[Curve], sign: float) -> int | None:
     values = np.where(np.isfinite(curve.values), sign * curve.values, np.inf)
     limits = _Limits.of(base, sign)
     lasting = [
-        (values == np.inf, 1 if curve.ended else _STREAK),
+        (values == np.inf, max(_longest_gap(values == np.inf) + 1, 1 if curve.ended else _STREAK)),
         (values > limits.absurd, 2 * _FIRST),
         (values > limits.first, max(2 * _FIRST, _LASTING * len(values))),
     ]
@@ -163,6 +164,15 @@ def diverged(curve: Curve, base: Sequence[Curve], sign: float) -> int | None:
         if streak >= least:
             return int(curve.steps[-streak])
     return None
+
+
+def _longest_gap(lost: NDArray[np.bool_]) -> int:
+    """Return the longest streak of lost values that ends again.
+
+    >>> _longest_gap(np.array([True, False, True, True, False, True]))
+    2
+    """
+    return int(np.diff(np.flatnonzero(~lost), prepend=-1).max(initial=1)) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
