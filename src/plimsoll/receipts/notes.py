@@ -95,12 +95,12 @@ def _of_devices(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def _of_compiled(recording: Recording, entries: Sequence[Entry]) -> Iterator[str]:
-    for name, regions in recording.backends.items():
+    for name, regions in recording.compiled.backends.items():
         yield f"{counted(regions, 'region')} compiled by {name}."
-    for reason, breaks in recording.breaks.items():
+    for reason, breaks in recording.compiled.breaks().items():
         first = reason.strip().split("\n", 1)[0]
         yield f"{counted(breaks, 'graph break')}, where compiled code returns to Python: {first}."
-    for failure in dict.fromkeys(recording.failures):
+    for failure in dict.fromkeys(recording.compiled.failures):
         yield f"A compiled graph could not be read, and is recorded by name: {failure}."
     if any(entry.where == "compiled" for entry in entries):
         config = sys.modules.get("torch._inductor.config")
