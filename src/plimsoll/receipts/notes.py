@@ -35,6 +35,16 @@ def _notes(recording: Recording, rows: Sequence[Row]) -> Iterator[str]:
             f"Partial sums of products may be added in {fmt} (torch's default): "
             f"torch.backends.cuda.matmul.allow_{fmt}_reduced_precision_reduction = False forbids it."
         )
+    sharded = (  # by fully_shard itself, and not over a tensor-parallel mesh
+        entry.output
+        for entry in entries
+        if entry.of_parameters and entry.place.sharding and not entry.operation.startswith("_c10d_functional")
+    )
+    for fmt in dict.fromkeys(fmt for fmt in sharded if narrower(fmt, "fp32")):
+        yield (
+            f"fully_shard adds up gradients across ranks in {fmt}: "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32) adds them up in FP32."
+        )
     emulated = sum(entry.calls for entry in entries if entry.where == "emulated" and entry.kind in MULTIPLYING)
     if emulated:
         yield f"{counted(emulated, 'product')} emulated: other formats compute, the rounding is that of the row."

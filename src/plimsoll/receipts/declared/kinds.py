@@ -41,7 +41,7 @@ _ALL = (
         advice="Cast the model's output with .float() before the loss.",
     ),
     DeviationKind(
-        name="loss-scale", meaning="the loss is not scaled, so that small FP16 gradients become zero",
+        name="loss-scale", meaning="the loss is not scaled, so that small gradients become zero",
         advice="Use a loss scaler: plimsoll.scaling.DynamicScaler, or plimsoll.prepare.",
     ),
     DeviationKind(
