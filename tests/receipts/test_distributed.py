@@ -25,6 +25,10 @@ def test_steps_that_do_as_configured(found: dict[str, dict[str, Any]]):
     assert found["fully_sharded"]["reductions"] == [["backward", "0", "bf16"], ["backward", "1", "bf16"]]
     both = [["backward", "0", "fp32"], ["backward", "1", "fp32"]]
     assert found["fully_sharded_and_reduced_in_fp32"]["reductions"] == both
+    said = {
+        name: "fully_shard adds up gradients across ranks in bf16" in str(case["notes"]) for name, case in found.items()
+    }
+    assert [name for name, is_said in said.items() if is_said] == ["fully_sharded"]
     assert ["forward", "down", "bf16"] in found["tensor_parallel"]["reductions"]
 
 

@@ -1,5 +1,7 @@
 """Rows: formats, places, casts and their causes, emulation, wrappers of tensors, memory."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -11,8 +13,10 @@ import plimsoll as pl
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Plan
 from plimsoll.receipts import Row
+from plimsoll.receipts.assembly import line_of
 from plimsoll.receipts.recording.values import Memory
 from plimsoll.receipts.take import receipt
+from plimsoll.tracing.call_site import INSTALLED, Place
 from tests.support.cases import each
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -184,6 +188,31 @@ def test_memory_that_is_resized_and_freed():
     assert memory.live["other"] == 0
 
 
+def test_autocast_does_not_reach_a_model_on_meta():
+    with torch.device("meta"):
+        model, x = nn.Linear(64, 64), torch.empty(8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = receipt(model, x, declared="amp-bf16")
+    assert {deviation.kind for deviation in found.deviations} == {"product-wide"}
+    assert any("autocast does not reach tensors on meta" in note for note in found.notes)
+
+
+def test_both_ways_of_a_recurrent_layer_are_products():
+    found = receipt(nn.LSTM(4, 8), torch.ones(3, 2, 4), declared="fp32")
+    assert {row.phase for row in found.rows if row.kind == "product"} == {"forward", "backward"}
+    assert {row.kind for row in found.rows if "rnn_layer" in row.operation} <= {"product"}  # oneDNN's own operations
+    assert not found.deviations
+
+
+def test_lines_are_named_below_the_folder_of_packages_or_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    for file, name in ((f"{INSTALLED[0]}llama/model.py", "llama/model.py"), (str(tmp_path / "train.py"), "train.py")):
+        assert line_of(Place(file=file, line=3)) == f"{Path(name)}:3"
+    assert line_of(Place()) is None
+
+
 def test_a_model_without_values():
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(1 << 16, 1 << 16, bias=False), nn.Softmax(-1)), torch.empty(8, 1 << 16)
@@ -246,6 +275,10 @@ MODEL = nn.Linear(8, 4)
         (lambda: receipt(MODEL, X, declared=3), "expected declared to be a level, a policy, a plan or a plan file"),
         (lambda: receipt(MODEL, X, declared="bf16"), "got declared='bf16', which can mean several"),
         (lambda: receipt(MODEL, X, declared="amp-b16"), "Did you mean amp-bf16"),
+        (
+            lambda: receipt(MODEL, X, declared="x"),
+            "expected a level or a plan file (.toml); got declared='x'. Levels: ",
+        ),
         (lambda: receipt(MODEL, X, declared="no.toml"), "got 'no.toml', which does not exist"),
         (lambda: receipt(MODEL, X, declared="fp8-unit"), "receipt: expected a unit-scaled model at fp8-unit"),
         (lambda: receipt(MODEL, X, declared=Plan(target="fp8", formats={"a": "bf16"})), "got 'a', which matches none"),

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from plimsoll.errors import ArgumentError
 from plimsoll.receipts import page, terminal, wording
-from plimsoll.text import printable, size
+from plimsoll.text import printable
 
 if TYPE_CHECKING:
     from plimsoll.receipts.result import Receipt
@@ -39,16 +39,10 @@ def markdown(receipt: "Receipt") -> str:
     if groups:
         rows = [(g.title, g.where, g.first.expected, g.first.actual, g.first.advice) for g in groups]
         parts.append(_table(("deviation", "where", "expected", "got", "what to do"), rows))
-    lines = wording.operation_lines(receipt.rows)
-    if lines:
-        phases = wording.phases_of(lines)
-        rows_of_lines = [(x.what, x.formats, x.sums, *(x.count(phase) for phase in phases), x.where) for x in lines]
-        parts.append(_table(("operation", "formats", "sums", *phases, "where"), rows_of_lines))
-    if receipt.tensors:
-        kept = [(x.role, x.format, f"{x.count:,}", size(x.bytes)) for x in wording.tensor_lines(receipt.tensors)]
-        parts.append(_table(("tensors", "format", "number", "size"), kept))
-    closing = [wording.memory_words(receipt.memory), wording.cache_words(receipt), *receipt.notes]
-    parts.append("\n".join(f"- {_escaped(line)}" for line in closing if line))
+    for heads, lines in (wording.operation_table(receipt.rows), wording.tensor_table(receipt.tensors)):
+        if lines:
+            parts.append(_table(heads, lines))
+    parts.append("\n".join(f"- {_escaped(line)}" for line in wording.closing(receipt)))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

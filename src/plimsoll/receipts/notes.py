@@ -35,6 +35,16 @@ def _notes(recording: Recording, rows: Sequence[Row]) -> Iterator[str]:
             f"Partial sums of products may be added in {fmt} (torch's default): "
             f"torch.backends.cuda.matmul.allow_{fmt}_reduced_precision_reduction = False forbids it."
         )
+    sharded = (  # by fully_shard itself, and not over a tensor-parallel mesh
+        entry.output
+        for entry in entries
+        if entry.of_parameters and entry.place.sharding and not entry.operation.startswith("_c10d_functional")
+    )
+    for fmt in dict.fromkeys(fmt for fmt in sharded if narrower(fmt, "fp32")):
+        yield (
+            f"fully_shard adds up gradients across ranks in {fmt}: "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32) adds them up in FP32."
+        )
     emulated = sum(entry.calls for entry in entries if entry.where == "emulated" and entry.kind in MULTIPLYING)
     if emulated:
         yield f"{counted(emulated, 'product')} emulated: other formats compute, the rounding is that of the row."
@@ -95,12 +105,12 @@ def _of_devices(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def _of_compiled(recording: Recording, entries: Sequence[Entry]) -> Iterator[str]:
-    for name, regions in recording.backends.items():
+    for name, regions in recording.compiled.backends.items():
         yield f"{counted(regions, 'region')} compiled by {name}."
-    for reason, breaks in recording.breaks.items():
+    for reason, breaks in recording.compiled.breaks().items():
         first = reason.strip().split("\n", 1)[0]
         yield f"{counted(breaks, 'graph break')}, where compiled code returns to Python: {first}."
-    for failure in dict.fromkeys(recording.failures):
+    for failure in dict.fromkeys(recording.compiled.failures):
         yield f"A compiled graph could not be read, and is recorded by name: {failure}."
     if any(entry.where == "compiled" for entry in entries):
         config = sys.modules.get("torch._inductor.config")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from plimsoll.receipts import wording
-from plimsoll.text import printable, size
+from plimsoll.text import printable
 
 if TYPE_CHECKING:
     from plimsoll.receipts.result import Receipt
@@ -40,7 +40,6 @@ summary { cursor: pointer; margin: 1.25rem 0 0.5rem; }
 @media print { details > * { display: block; } }
 """
 _LONG = frozenset(("where", "module", "value"))
-_RIGHT = frozenset(("forward", "recomputation", "backward", "optimizer", "number", "size", "calls", "bytes"))
 
 
 def html(receipt: "Receipt") -> str:
@@ -76,18 +75,11 @@ def _sections(receipt: "Receipt") -> Iterator[str]:
             + f"<p>Expected {_text(group.first.expected)}; got {_text(group.first.actual)}{_text(when)}.</p>"
             f"<p>{_text(group.first.advice)}</p></section>"
         )
-    lines = wording.operation_lines(receipt.rows)
-    if lines:
-        phases = wording.phases_of(lines)
-        yield "<h2>Operations</h2>"
-        yield _table(
-            ("operation", "formats", "sums", *phases, "bytes", "where"),
-            ((x.what, x.formats, x.sums, *(x.count(phase) for phase in phases), size(x.bytes), x.where) for x in lines),
-        )
-    if receipt.tensors:
-        yield "<h2>Tensors that last</h2>"
-        kept = ((x.role, x.format, f"{x.count:,}", size(x.bytes)) for x in wording.tensor_lines(receipt.tensors))
-        yield _table(("tensors", "format", "number", "size"), kept)
+    operations, kept = wording.operation_table(receipt.rows), wording.tensor_table(receipt.tensors)
+    for title, (heads, lines) in (("Operations", operations), ("Tensors that last", kept)):
+        if lines:
+            yield f"<h2>{title}</h2>"
+            yield _table(heads, lines)
     if receipt.memory.peak:
         yield f"<p>{_text(wording.memory_words(receipt.memory))}</p>"
     notes = [line for line in (wording.cache_words(receipt), *receipt.notes) if line]
@@ -99,14 +91,7 @@ def _sections(receipt: "Receipt") -> Iterator[str]:
 def _rows(receipt: "Receipt") -> Iterator[str]:
     if receipt.rows:
         yield f"<details><summary>All {len(receipt.rows):,} rows, in the order of the step</summary>"
-        yield _table(
-            ("phase", "operation", "module", "line", "formats", "sums", "calls", "bytes"),
-            (
-                (r.phase, r.operation, r.module or "", r.source_line or "", r.formats, r.accumulate or "",
-                 f"{r.calls:,}", size(r.bytes))
-                for r in receipt.rows
-            ),
-        )  # fmt: skip
+        yield _table(*wording.row_table(receipt.rows))
         yield "</details>"
     if receipt.settings:
         yield "<details><summary>Settings</summary>"
@@ -115,7 +100,7 @@ def _rows(receipt: "Receipt") -> Iterator[str]:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    classes = ["number" if head in _RIGHT else "name" if head in _LONG else "plain" for head in heads]
+    classes = ["number" if head in wording.NUMBERS else "name" if head in _LONG else "plain" for head in heads]
     head = "".join(f'<th scope="col" class="{c}">{_text(h)}</th>' for h, c in zip(heads, classes, strict=True))
     body = "".join(
         "<tr>" + "".join(f'<td class="{c}">{_text(x)}</td>' for x, c in zip(row, classes, strict=True)) + "</tr>\n"

@@ -12,7 +12,7 @@ from plimsoll.formats import Plan
 from plimsoll.precision.levels.catalogue import Level, level_of_plan
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.receipts.declared.declaration import parse
-from plimsoll.receipts.declared.kinds import KINDS, ORDER
+from plimsoll.receipts.declared.kinds import ORDER, deviation
 from plimsoll.receipts.recording.values import narrower
 from plimsoll.receipts.result import Receipt
 from plimsoll.receipts.rows import Deviation, Role, Row, TensorRow
@@ -119,25 +119,25 @@ def _deviations(
     deviations = [] if level is None else list(_of_level(run, level, tensors))
     if isinstance(found, Plan):
         deviations += _of_plan(found, rows)
-    return tuple(sorted(deviations, key=lambda deviation: ORDER[deviation.kind]))
+    return tuple(sorted(deviations, key=lambda one: ORDER[one.kind]))
 
 
 def _of_level(run: Run, level: Level, tensors: Sequence[TensorRow]) -> Iterator[Deviation]:
     trained = run.manifest.get("precision")
     if isinstance(trained, str) and not level.name.startswith("plan") and trained != level.name:
-        yield _deviation("level", None, level.name, trained)
+        yield deviation("level", None, level.name, trained)
     allowed = {level.weights, level.norms}
     weights = {tensor.format for tensor in tensors if tensor.role == "weights"}
     if weights and level.weights not in weights and weights <= allowed:  # norms alone may be wider
-        yield _deviation("weights", None, level.weights, " and ".join(sorted(weights)))
+        yield deviation("weights", None, level.weights, " and ".join(sorted(weights)))
     pure = level.casts and level.update == "plain"
     for tensor in tensors:
         if tensor.role == "weights" and tensor.format not in allowed:
-            yield _deviation("weights", tensor.name, " or ".join(sorted(allowed)), tensor.format)
+            yield deviation("weights", tensor.name, " or ".join(sorted(allowed)), tensor.format)
         elif tensor.role == "optimizer" and narrower(tensor.format, level.weights if pure else "fp32"):
-            yield _deviation("optimizer-state", tensor.name, level.weights if pure else "fp32", tensor.format)
+            yield deviation("optimizer-state", tensor.name, level.weights if pure else "fp32", tensor.format)
     if level.scaled and not _has_scale(run):
-        yield _deviation("loss-scale", None, "a loss scaler", "an unscaled loss")
+        yield deviation("loss-scale", None, "a loss scaler", "an unscaled loss")
 
 
 def _has_scale(run: Run) -> bool:
@@ -154,11 +154,4 @@ def _of_plan(plan: Plan, rows: Sequence[Row]) -> Iterator[Deviation]:
         planned = None if row.module is None or row.kind != "module" else plan.module(row.module)
         named = planned is not None and row.module in plan.formats and planned.forward == "e4m3"
         if named and row.phase == "forward" and row.module not in in_fp8:
-            yield _deviation("fp8-missing", row.module, "e4m3", row.output)
-
-
-def _deviation(kind: str, module: str | None, expected: str, actual: str) -> Deviation:
-    return Deviation(
-        kind=kind, module=module, source_line=None, operation="", expected=expected, actual=actual,
-        advice=KINDS[kind].advice,
-    )  # fmt: skip
+            yield deviation("fp8-missing", row.module, "e4m3", row.output)

@@ -1,12 +1,18 @@
 """Records of a receipt: operations, tensors that last, memory, deviations."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from plimsoll.receipts.recording.entries import Cause as Cause, Phase as Phase, Where as Where
 from plimsoll.receipts.recording.operations import Kind as Kind
 
 Role = Literal["weights", "masters", "buffers", "gradients", "optimizer"]
+
+
+def _as_dict(record: "Row | TensorRow | MemoryUse | Deviation") -> dict[str, object]:
+    """Return a record's fields; tuples as lists."""
+    found = {name: getattr(record, name) for name in record.__slots__}
+    return {name: [*cast("tuple[object, ...]", x)] if isinstance(x, tuple) else x for name, x in found.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +73,7 @@ class Row:
 
     def to_dict(self) -> dict[str, object]:
         """Return the row as data that JSON can hold."""
-        return {
-            "operation": self.operation, "kind": self.kind, "phase": self.phase, "module": self.module,
-            "source_line": self.source_line, "source_text": self.source_text, "operands": list(self.operands),
-            "values": list(self.values), "output": self.output, "accumulate": self.accumulate,
-            "partial": self.partial, "cause": self.cause, "where": self.where, "rounded": self.rounded,
-            "calls": self.calls, "bytes": self.bytes, "note": self.note,
-        }  # fmt: skip
+        return _as_dict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +96,7 @@ class TensorRow:
 
     def to_dict(self) -> dict[str, object]:
         """Return the tensor as data that JSON can hold."""
-        return {
-            "name": self.name, "role": self.role, "format": self.format, "bytes": self.bytes, "module": self.module,
-        }  # fmt: skip
+        return _as_dict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +123,7 @@ class MemoryUse:
 
     def to_dict(self) -> dict[str, object]:
         """Return the bytes as data that JSON can hold."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return _as_dict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,11 +154,7 @@ class Deviation:
 
     def to_dict(self) -> dict[str, object]:
         """Return the deviation as data that JSON can hold."""
-        return {
-            "kind": self.kind, "module": self.module, "source_line": self.source_line, "operation": self.operation,
-            "expected": self.expected, "actual": self.actual, "advice": self.advice, "phases": list(self.phases),
-            "calls": self.calls,
-        }  # fmt: skip
+        return _as_dict(self)
 
     def __str__(self) -> str:
         where = ", ".join(part for part in (self.module, self.source_line) if part)

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.receipts import wording
-from plimsoll.text import size
 
 if TYPE_CHECKING:
     from plimsoll.receipts.result import Receipt
@@ -36,55 +35,30 @@ def _parts(receipt: "Receipt", *, full: bool) -> Iterator[RenderableType]:
         when = f" ({group.when})" if group.when else ""
         yield _indented(f"expected {group.first.expected}; got {group.first.actual}{when}")
         yield _indented(f"-> {group.first.advice}")
-    lines = wording.operation_lines(receipt.rows)
-    if lines:
+    for heads, lines in (wording.operation_table(receipt.rows, sizes=False), wording.tensor_table(receipt.tensors)):
+        if lines:
+            yield Text()
+            yield _table(heads, lines)
+    closing = wording.closing(receipt)
+    if closing:
         yield Text()
-        yield _operations(lines)
-    if receipt.tensors:
-        yield Text()
-        yield _tensors(receipt)
-    closing = [wording.memory_words(receipt.memory), wording.cache_words(receipt), *receipt.notes]
-    if any(closing):
-        yield Text()
-    yield from (Text(line) for line in closing if line)
+    yield from map(Text, closing)
     if full:
         yield Text()
-        yield _rows(receipt)
+        yield _table(*wording.row_table(receipt.rows))
 
 
 def _indented(text: str) -> Padding:
     return Padding(Text(text), (0, 0, 0, 4))
 
 
-def _table(*columns: str, right: Iterable[str] = ()) -> Table:
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in columns:
-        options: dict[str, Any] = {"justify": "right", "no_wrap": True} if name in right else {"overflow": "fold"}
-        table.add_column(name, **options)
-    return table
-
-
-def _operations(lines: list[wording.OperationLine]) -> Table:
-    phases = wording.phases_of(lines)
-    table = _table("operation", "formats", "sums", *phases, "where", right=phases)
-    for line in lines:
-        counts = (line.count(phase) for phase in phases)
-        table.add_row(line.what, line.formats, line.sums, *counts, line.where)
-    return table
-
-
-def _tensors(receipt: "Receipt") -> Table:
-    table = _table("tensors", "format", "number", "size", right=("number", "size"))
-    for line in wording.tensor_lines(receipt.tensors):
-        table.add_row(line.role, line.format, f"{line.count:,}", size(line.bytes))
-    return table
-
-
-def _rows(receipt: "Receipt") -> Table:
-    table = _table("phase", "operation", "module", "line", "formats", "sums", "calls", right=("calls",))
-    for row in receipt.rows:
-        table.add_row(
-            row.phase, row.operation, row.module or "", row.source_line or "", row.formats, row.accumulate or "",
-            f"{row.calls:,}",
-        )  # fmt: skip
+    for head in heads:
+        options: dict[str, Any] = {"overflow": "fold"}
+        if head in wording.NUMBERS:
+            options = {"justify": "right", "no_wrap": True}
+        table.add_column(head, **options)
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -127,10 +127,9 @@ class OperationLine:
         """Operands and result."""
         return self.first.formats + ("" if self.first.rounded else " (not rounded)")
 
-    def count(self, *phases: str) -> str:
-        """Return the number of calls in some phases; empty for none."""
-        total = sum(self.calls[phase] for phase in phases)
-        return f"{total:,}" if total else ""
+    def count(self, phase: str) -> str:
+        """Return the number of calls in a phase; empty for none."""
+        return f"{self.calls[phase]:,}" if self.calls[phase] else ""
 
     @property
     def where(self) -> str:
@@ -189,6 +188,50 @@ def tensor_lines(tensors: Iterable[TensorRow]) -> list[TensorLine]:
     return sorted(lines, key=lambda line: (get_args(Role).index(line.role), -line.bytes))
 
 
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+TableData = tuple[tuple[str, ...], list[tuple[str, ...]]]  # heads and rows
+NUMBERS = frozenset((*_PHASES, "number", "size", "calls", "bytes"))  # heads of columns that are aligned to the right
+
+
+def operation_table(rows: Iterable[Row], *, sizes: bool = True) -> TableData:
+    """Return lines of operations as a table, with their bytes if `sizes`."""
+    lines = operation_lines(rows)
+    ran = {phase for line in lines for phase, count in line.calls.items() if count}
+    phases = [phase for phase in _PHASES if phase in ran]
+    heads = ("operation", "formats", "sums", *phases, *(("bytes",) if sizes else ()), "where")
+    return heads, [
+        (x.what, x.formats, x.sums, *map(x.count, phases), *((size(x.bytes),) if sizes else ()), x.where)
+        for x in lines
+    ]  # fmt: skip
+
+
+def tensor_table(tensors: Iterable[TensorRow]) -> TableData:
+    """Return tensors by role and format as a table."""
+    lines = tensor_lines(tensors)
+    return ("tensors", "format", "number", "size"), [
+        (x.role, x.format, f"{x.count:,}", size(x.bytes)) for x in lines
+    ]  # fmt: skip
+
+
+def row_table(rows: Iterable[Row]) -> TableData:
+    """Return every row as a table."""
+    return ("phase", "operation", "module", "line", "formats", "sums", "calls", "bytes"), [
+        (x.phase, x.operation, x.module or "", x.source_line or "", x.formats, x.accumulate or "", f"{x.calls:,}",
+         size(x.bytes))
+        for x in rows
+    ]  # fmt: skip
+
+
+# -- sentences ---------------------------------------------------------------------------------------------------------
+
+
+def closing(receipt: "Receipt") -> list[str]:
+    """Return the sentences below the tables: memory, autocast's cache, notes."""
+    return [x for x in (memory_words(receipt.memory), cache_words(receipt), *receipt.notes) if x]
+
+
 def memory_words(memory: MemoryUse) -> str:
     """Return the bytes of a step in one sentence."""
     parts = [
@@ -209,9 +252,3 @@ def cache_words(receipt: "Receipt") -> str:
         f"autocast cast weights {counted(receipt.cache_misses, 'time')} and used kept casts "
         f"{counted(receipt.cache_hits, 'time')}."
     )
-
-
-def phases_of(lines: Iterable[OperationLine]) -> list[str]:
-    """Return the phases in which something ran, in their order."""
-    ran = {phase for line in lines for phase, count in line.calls.items() if count}
-    return [phase for phase in _PHASES if phase in ran]

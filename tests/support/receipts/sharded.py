@@ -68,6 +68,7 @@ def taken(model: nn.Module, declared: str, *, autocast: bool = False) -> dict[st
         "reductions": sorted({(row.phase, row.module or "", row.output) for row in reduced}),
         "products": calls,
         "weights": receipt.memory.weights,
+        "notes": receipt.notes,
         "advice": [d.advice for d in receipt.deviations],
     }  # fmt: skip
 

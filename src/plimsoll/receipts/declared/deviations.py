@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from plimsoll.precision.levels.fp8_layers import FP8
 from plimsoll.receipts.assembly import line_of, module_of
 from plimsoll.receipts.declared.declaration import Declaration
-from plimsoll.receipts.declared.kinds import KINDS, ORDER
+from plimsoll.receipts.declared.kinds import KINDS, ORDER, deviation
 from plimsoll.receipts.recording.accumulators import Switches
 from plimsoll.receipts.recording.entries import Entry
 from plimsoll.receipts.recording.operations import MULTIPLYING, listed_as
@@ -52,9 +52,9 @@ def deviations_of(
     found += _of_loss(declaration, recording)
     found += _of_tensors(declaration, recording, tensors)
     found += _of_switches(declaration, seen)
-    for backend, error in recording.errors.items():
-        found.append(_plain("fallback", None, f"code compiled by {backend}", f"eager code, since {error}"))
-    return tuple(sorted(_merged(found), key=lambda deviation: ORDER[deviation.kind]))
+    for backend, error in recording.compiled.errors.items():
+        found.append(deviation("fallback", None, f"code compiled by {backend}", f"eager code, since {error}"))
+    return tuple(sorted(_merged(found), key=lambda one: ORDER[one.kind]))
 
 
 def _of_operation(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
@@ -66,12 +66,12 @@ def _of_operation(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
     else:
         yield from _of_other(declaration, one)
     if entry.accumulate is not None and entry.kind != "collective" and narrower(entry.accumulate, "fp32"):
-        found = _deviation("accumulate", one, "fp32", f"sums in {entry.accumulate}")
+        found = _deviation_at("accumulate", one, "fp32", f"sums in {entry.accumulate}")
         yield found if entry.kind in MULTIPLYING else replace(found, advice=_OWN_SUMS)
     elif entry.partial is not None and entry.device == "cpu":
-        yield _deviation("accumulate", one, "fp32", f"partial sums in {entry.partial}")
+        yield _deviation_at("accumulate", one, "fp32", f"partial sums in {entry.partial}")
     if entry.output == "fp64" and "fp64" in entry.operands and entry.where != "emulated" and entry.kind != "exact":
-        yield _deviation("fp64", one, "fp32 at most", "fp64")
+        yield _deviation_at("fp64", one, "fp32 at most", "fp64")
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -90,10 +90,10 @@ def _of_product(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
         return
     expected, formats = _listed(allowed), " x ".join(actual)
     if allowed & {FP8.forward, FP8.backward} and not any(is_code(fmt) for fmt in actual):
-        yield _deviation("fp8-missing", one, expected, formats)
+        yield _deviation_at("fp8-missing", one, expected, formats)
         return
     kind = _kind_of_product(entry, strange, allowed)
-    yield _deviation(kind, one, expected, formats)
+    yield _deviation_at(kind, one, expected, formats)
 
 
 def _factors(entry: Entry) -> tuple[str, ...]:
@@ -131,16 +131,16 @@ def _is_custom(node: str) -> bool:
 def _of_cast(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
     entry, row = one.entry, one.row
     if not entry.rounded:
-        yield _deviation(
+        yield _deviation_at(
             "compiled-cast", one, f"values rounded to {entry.output}", f"kept in {entry.operands[0]} by the compiler"
         )
     if entry.cause != "script" or row.phase not in ("forward", "recomputation"):
         return
     before, values, after = entry.operands[0], entry.values[0], entry.output
     if values in SIXTEEN_BIT and after in SIXTEEN_BIT and values != after:
-        yield _deviation("double-rounding", one, "one rounding", f"{values}, then {after}")
+        yield _deviation_at("double-rounding", one, "one rounding", f"{values}, then {after}")
     elif entry.after_cast and before in SIXTEEN_BIT and after == "fp32" and declaration.inside(row.module) is None:
-        yield _deviation("round-trip", one, "fp32", f"fp32 -> {values} -> fp32")
+        yield _deviation_at("round-trip", one, "fp32", f"fp32 -> {values} -> fp32")
 
 
 # -- other operations --------------------------------------------------------------------------------------------------
@@ -158,15 +158,15 @@ def _of_other(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
         must_be_wide = True
     if must_be_wide and narrow and entry.where != "emulated" and not is_left_by_autocast(entry):
         kind = _HIGH_KINDS.get(entry.kind, "operation")
-        yield _deviation(kind, one, "fp32", " + ".join(dict.fromkeys(entry.operands)))
+        yield _deviation_at(kind, one, "fp32", " + ".join(dict.fromkeys(entry.operands)))
     elif category == "low" and entry.operands and not any(fmt in SIXTEEN_BIT for fmt in _factors(entry)):
-        yield _deviation("operation-wide", one, _listed(SIXTEEN_BIT), " + ".join(dict.fromkeys(entry.operands)))
+        yield _deviation_at("operation-wide", one, _listed(SIXTEEN_BIT), " + ".join(dict.fromkeys(entry.operands)))
     inside = None if "norm" in entry.part_of else declaration.inside(row.module)  # norms compute in FP32
     if inside is not None and entry.mixed and entry.output == "fp32" and entry.kind in ("pointwise", "exact"):
-        yield _deviation("promotion", one, inside, " + ".join(dict.fromkeys(entry.operands)) + " -> fp32")
+        yield _deviation_at("promotion", one, inside, " + ".join(dict.fromkeys(entry.operands)) + " -> fp32")
     computes = None if row.module is None else declaration.computes.get(row.module)
     if entry.kind == "normalization" and computes == "fp32" and set(entry.operands) <= SIXTEEN_BIT:
-        yield _deviation("normalization", one, "fp32", " + ".join(dict.fromkeys(entry.operands)))
+        yield _deviation_at("normalization", one, "fp32", " + ".join(dict.fromkeys(entry.operands)))
 
 
 def is_left_by_autocast(entry: Entry) -> bool:
@@ -186,7 +186,7 @@ def _of_collective(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
     if not entry.of_parameters or wanted is None or not entry.operands:
         return
     if narrower(entry.output, wanted):
-        found = _deviation("gradient-reduction", one, wanted, entry.output)
+        found = _deviation_at("gradient-reduction", one, wanted, entry.output)
         yield replace(found, advice=_TENSOR_PARALLEL) if entry.operation.startswith("_c10d_functional") else found
 
 
@@ -194,10 +194,10 @@ def _of_loss(declaration: Declaration, recording: Recording) -> Iterator[Deviati
     loss = recording.loss
     if loss is None or not narrower(loss.format, "fp32"):
         if declaration.level is not None and declaration.level.scaled and recording.backwards and not recording.scaled:
-            yield _plain("loss-scale", None, "a loss scaler", "an unscaled loss")
+            yield deviation("loss-scale", None, "a loss scaler", "an unscaled loss")
         return
     made = loss.producer
-    found = _plain("loss", None, "fp32", loss.format)
+    found = deviation("loss", None, "fp32", loss.format)
     if made is not None:
         found = replace(
             found, module=module_of(made, recording.names), source_line=line_of(made.place), operation=made.operation
@@ -214,9 +214,9 @@ def _of_tensors(declaration: Declaration, recording: Recording, tensors: Sequenc
     for t in tensors:
         wanted = declaration.weights.get(t.module or "")
         if t.role == "weights" and wanted is not None and t.format != wanted:
-            yield _plain("weights", t.name, wanted, t.format)
+            yield deviation("weights", t.name, wanted, t.format)
         elif t.role == "buffers" and wanted is not None and narrower(t.format, wanted):
-            yield _plain("buffers", t.name, wanted, t.format)
+            yield deviation("buffers", t.name, wanted, t.format)
         elif t.role == "optimizer":
             yield from _of_state(declaration, t)
     if recording.optimizers:
@@ -230,10 +230,10 @@ def _of_update(declaration: Declaration, recording: Recording, tensors: Sequence
     if declaration.update == "masters":
         mastered = {t.name.partition(":")[0] for t in tensors if t.role == "masters"}
         by_hand = _has_outside_masters(tensors)
-        yield from (_plain("masters", t.name, "an fp32 master", "none")
+        yield from (deviation("masters", t.name, "an fp32 master", "none")
                     for t in narrow if not by_hand and t.name not in mastered)  # fmt: skip
     elif declaration.update != "plain" and narrow and declaration.update not in updates:
-        yield _plain("update", None, declaration.update, "plain updates of 16-bit weights")
+        yield deviation("update", None, declaration.update, "plain updates of 16-bit weights")
 
 
 def _of_state(declaration: Declaration, t: TensorRow) -> Iterator[Deviation]:
@@ -242,7 +242,7 @@ def _of_state(declaration: Declaration, t: TensorRow) -> Iterator[Deviation]:
     pure = level.casts and level.update == "plain"
     wanted = declaration.weights.get(t.module or "", level.weights) if pure else "fp32"
     if narrower(t.format, wanted) and not is_code(t.format):
-        yield _plain("optimizer-state", t.name, wanted, t.format)
+        yield deviation("optimizer-state", t.name, wanted, t.format)
 
 
 def _has_outside_masters(tensors: Iterable[TensorRow]) -> bool:
@@ -255,24 +255,17 @@ def _of_switches(declaration: Declaration, seen: Sequence[_Seen]) -> Iterator[De
     if declaration.products != frozenset(("fp32",)) or any(one.entry.device == "cuda" for one in seen):
         return
     if Switches.now().cuda_matmul == "tf32" and any(one.entry.kind in MULTIPLYING for one in seen):
-        yield _plain("tf32", None, "fp32", "tf32, allowed by torch.backends.cuda.matmul on CUDA")
+        yield deviation("tf32", None, "fp32", "tf32, allowed by torch.backends.cuda.matmul on CUDA")
 
 
 # -- deviations --------------------------------------------------------------------------------------------------------
 
 
-def _deviation(kind: str, one: _Seen, expected: str, actual: str) -> Deviation:
+def _deviation_at(kind: str, one: _Seen, expected: str, actual: str) -> Deviation:
     row = one.row
-    return Deviation(
-        kind=kind, module=row.module, source_line=row.source_line, operation=row.operation, expected=expected,
-        actual=actual, advice=KINDS[kind].advice, phases=(row.phase,), calls=row.calls,
-    )  # fmt: skip
-
-
-def _plain(kind: str, module: str | None, expected: str, actual: str) -> Deviation:
-    return Deviation(
-        kind=kind, module=module, source_line=None, operation="", expected=expected, actual=actual,
-        advice=KINDS[kind].advice,
+    return replace(
+        deviation(kind, row.module, expected, actual), source_line=row.source_line, operation=row.operation,
+        phases=(row.phase,), calls=row.calls,
     )  # fmt: skip
 
 

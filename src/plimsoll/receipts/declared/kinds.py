@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from plimsoll.receipts.rows import Deviation
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviationKind:
@@ -39,7 +41,7 @@ _ALL = (
         advice="Cast the model's output with .float() before the loss.",
     ),
     DeviationKind(
-        name="loss-scale", meaning="the loss is not scaled, so that small FP16 gradients become zero",
+        name="loss-scale", meaning="the loss is not scaled, so that small gradients become zero",
         advice="Use a loss scaler: plimsoll.scaling.DynamicScaler, or plimsoll.prepare.",
     ),
     DeviationKind(
@@ -133,3 +135,11 @@ _ALL = (
 )  # fmt: skip
 KINDS: Mapping[str, DeviationKind] = {kind.name: kind for kind in _ALL}
 ORDER = {kind.name: place for place, kind in enumerate(_ALL)}
+
+
+def deviation(kind: str, module: str | None, expected: str, actual: str) -> Deviation:
+    """Return a deviation of a kind that no operation is to blame for."""
+    return Deviation(
+        kind=kind, module=module, source_line=None, operation="", expected=expected, actual=actual,
+        advice=KINDS[kind].advice,
+    )  # fmt: skip

@@ -79,7 +79,6 @@ class CompiledCode:
         self.backends: dict[str, int] = {}  # name -> regions
         self.failures: list[str] = []  # of reading a graph
         self.errors: dict[str, str] = {}  # backend -> why its compilation failed, so that code runs eagerly
-        self.breaks: dict[str, int] = {}  # reason -> breaks of graphs
         self._breaks_before: Counter[str] = Counter()
         self._autocast = False  # whether the code that is being compiled switches autocast on
 
@@ -93,10 +92,13 @@ class CompiledCode:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.breaks = dict(_counted_breaks() - self._breaks_before)
         while self._undo:
             self._undo.pop()()
         reset()
+
+    def breaks(self) -> dict[str, int]:
+        """Return the number of graph breaks so far, by their reasons."""
+        return dict(_counted_breaks() - self._breaks_before)
 
     def _set_off(self, setting: str, module: ModuleType) -> None:
         before = getattr(module, setting)
@@ -264,7 +266,8 @@ def _backend_name(compiler: Any) -> str:
 
 
 def _switches_autocast_on(node: Any) -> bool:
-    return node.target is torch.amp.autocast_mode._enter_autocast and bool(node.args[2])  # noqa: SLF001
+    enter = cast("Any", torch.amp).autocast_mode._enter_autocast  # noqa: SLF001
+    return node.target is enter and bool(node.args[2])
 
 
 def _read(graph: Any, *, autocast: bool) -> _Graph:

@@ -32,6 +32,7 @@ class Recording:
     """Everything that one step has left."""
 
     recorder: Recorder
+    compiled: CompiledCode
     names: Names
     models: Sequence[nn.Module]
     optimizers: Sequence[Any] = ()
@@ -40,10 +41,6 @@ class Recording:
     scaled: bool = False  # whether a loss scaler has scaled the loss
     activations: int = 0  # bytes alive when a backward began
     gradients: Mapping[int, tuple[str, int]] = field(default_factory=dict[int, "tuple[str, int]"])  # by parameter
-    backends: Mapping[str, int] = field(default_factory=dict[str, int])  # of compiled code
-    failures: Sequence[str] = ()  # of reading it
-    errors: Mapping[str, str] = field(default_factory=dict[str, str])  # of compiling it, by backend
-    breaks: Mapping[str, int] = field(default_factory=dict[str, int])  # of its graphs, by reason
 
     @property
     def entries(self) -> list[Entry]:
@@ -88,11 +85,9 @@ class TrainingRecorder(torch_hooks.TrainingEvents):
         found = models_of(models, self._recorder)
         names.learn(self._recorder.roots.values(), self.optimizers)
         return Recording(
-            recorder=self._recorder, names=names, models=found, optimizers=_outermost(self.optimizers),
-            backwards=self.backwards, loss=self._loss, scaled=self.scaled, activations=self._activations,
-            gradients=dict(self._gradients),
-            backends=dict(compiled.backends), failures=tuple(compiled.failures), errors=dict(compiled.errors),
-            breaks=dict(compiled.breaks),
+            recorder=self._recorder, compiled=compiled, names=names, models=found,
+            optimizers=_outermost(self.optimizers), backwards=self.backwards, loss=self._loss, scaled=self.scaled,
+            activations=self._activations, gradients=dict(self._gradients),
         )  # fmt: skip
 
     # -- events --------------------------------------------------------------------------------------------------------
