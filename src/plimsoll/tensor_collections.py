@@ -78,7 +78,7 @@ COLLECTIONS: tuple[TensorCollection, ...] = (
         supports_blocks=True,
         is_shadowed=True,
         format_in_summary=True,
-        heatmaps=("underflow", "zero", "norm"),
+        heatmaps=("underflow", "zero", "norm", "error"),
     ),
     TensorCollection(
         name="activations",
@@ -93,7 +93,7 @@ COLLECTIONS: tuple[TensorCollection, ...] = (
         is_shadowed=True,
         role="activations",
         format_in_summary=True,
-        heatmaps=("underflow", "std"),
+        heatmaps=("underflow", "std", "error"),
     ),
     TensorCollection(
         name="activation_gradients",
@@ -109,7 +109,7 @@ COLLECTIONS: tuple[TensorCollection, ...] = (
         is_shadowed=True,
         # The operand of both products of a backward is the gradient of a module's output, not that of its weight.
         role="gradients",
-        heatmaps=("underflow",),
+        heatmaps=("underflow", "error"),
     ),
     TensorCollection(
         name="optimizer",

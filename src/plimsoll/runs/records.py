@@ -17,6 +17,9 @@ from plimsoll.spectrum.error_sums import NAMES as ERRORS
 # (`ErrorSums`) of a shadow step.
 EXTRAS = ("pushed", "unmoved", "weight_norm", "underflowed", "structural", "last_bin", *ERRORS)
 OPTIONAL_EXTRAS = (("last_bin",), ERRORS)
+# Prefixes of scalars of shadow steps, before a module's name: shares of decisions that are flipped and tied, and the
+# median distance of the scores over its error.
+FLIPS, TIES, MARGIN = "flips:", "ties:", "margin:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

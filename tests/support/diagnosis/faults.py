@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.runs import Event
-from tests.support.diagnosis.stories import LAYERS, SOUND, Story, constant, of_layer, since, told
+from tests.support.diagnosis.stories import LAYERS, SOUND, Size, Story, constant, of_layer, since, told
 
 A, B = LAYERS[4], LAYERS[9]  # blocks.2.attn, blocks.4.mlp
 INF, NAN = float("inf"), float("nan")
@@ -66,6 +66,21 @@ def eight(**changes: object) -> Story:
     })  # fmt: skip
 
 
+def noisy(layer: str, size: Size) -> Callable[[str, int], tuple[float, float]]:
+    """Errors of one layer of this size against its values, and of the others as BF16 leaves them."""
+    return lambda here, step: (0.0, size(here, step) if here == layer else 0.005)
+
+
+def outliers(layer: str, size: Callable[[int], float]) -> Callable[[Tensor, str, int], Tensor]:
+    """One value of a layer that is so much larger than the others."""
+    return lambda x, here, step: torch.cat([torch.tensor([4 * size(step)]), x[1:]]) if here == layer else x
+
+
+def flips(share: float) -> dict[str, float]:
+    """The scalars of a router of which so many decisions flip."""
+    return {"flips:blocks.1.router": share, "ties:blocks.1.router": share / 4, "margin:blocks.1.router": 0.5 / share}
+
+
 QUIET, ONE = constant(2.0**-8), constant(1.0)
 
 
@@ -76,6 +91,11 @@ def fault(name: str, story: Story, rule: str, severity: str, layer: str | None =
 def ended(reason: str, message: str, step: int = 199) -> Event:
     """What the flight recorder writes when the process ends."""
     return Event(step=step, kind="trigger", message=message, details={"reason": reason, "steps": []})
+
+
+def emulated(fmt: str) -> Event:
+    """What a watch writes when weights are emulated in a format."""
+    return Event(step=0, kind="emulation", message="", details={"formats": {"weights": fmt}})
 
 
 def wired(fact: str, step: int, **details: object) -> Event:
@@ -164,6 +184,30 @@ FAULTS = [
     fault("FP8 activations saturate",
           told(activation_fmt="e4m3", activation_std=of_layer(B, constant(2000.0), constant(9.0))),
           "saturated-fp8", "alarm", f"{B}:output"),
+    fault(
+        "attention scores explode",
+        told(activation_fmt="bf16", score=of_layer(A, growing(0.03, 3), constant(12.0))), "attention-logits", "warning",
+        A, first=130, last=160,
+    ),
+    fault(
+        "outliers grow",
+        told(activation_fmt="bf16", change_activation=outliers(B, lambda step: 2.0 ** (0.05 * step))),
+        "kurtosis-growth", "warning", f"{B}:output", first=60, last=199,
+    ),
+    # -- errors
+    fault("gradients drown in rounding noise", told(error=noisy(A, since(60, constant(0.9), constant(0.1)))),
+          "error-above-signal", "warning", A, first=60, last=60),
+    fault("the error rises toward the gradient", told(error=noisy(B, growing(0.011, -3.3))), "error-above-signal",
+          "warning", B, first=90, last=199),
+    fault("casts cut off toward zero", told(error=lambda name, step: (-0.003 if step >= 50 else 0.0, 0.002)),
+          "biased-rounding", "warning", first=50, last=50),
+    fault("a kernel that truncates", told(error=lambda name, step: (-0.03 * (name in LAYERS[4:8]), 0.02)),
+          "biased-rounding", "warning"),
+    fault("norm weights in one bin of MXFP8",
+          told(events=(emulated("mxfp8_e4m3"),), last_bin=of_layer(A, constant(0.9), constant(0.02))),
+          "clustered-block", "warning", A),
+    fault("routes flip", told(decisions=lambda step: flips(0.3 if step >= 100 else 0.02)), "decision-flips", "warning",
+          "blocks.1.router", first=100, last=100),
     # -- casts to FP8
     fault("a cast saturates since 100", eight(activation_std=of_layer(B, since(100, constant(600.0), ONE), ONE)),
           "cast-saturates", "alarm", f"{B}:output", first=100, last=100),
@@ -282,6 +326,22 @@ INNOCENT = {
     "small gradients in FP32": told(gradient_fmt="fp32", gradient_std=constant(2.0**-30), scale=lambda step: None),
     "gradients that fall with the loss": told(gradient_std=lambda name, s: 2.0**-8 / (1 + s / 20)),
     "one value of noise": told(change_gradient=lambda g, name, s: torch.cat([g[:1] * 2.0**-30, g[1:]])),
+    "errors of BF16": told(error=lambda name, step: (0.0002 * (-1) ** step, 0.005)),
+    "errors of E5M2 gradients": told(error=lambda name, step: (-0.002, 0.12)),
+    "the error of a gradient of next to nothing": told(
+        gradient_fmt="fp32",
+        scale=lambda step: None,
+        gradient_std=of_layer(A, constant(2.0**-30), QUIET),
+        error=noisy(A, constant(3.0)),
+    ),
+    "two layers whose weights are rounded one way": told(error=lambda name, step: (-0.004 * (name in (A, B)), 0.002)),
+    "scores that stay": told(score=constant(150.0)),
+    "scores that settle below": told(score=lambda name, step: 60.0 * (1 - 0.97**step)),
+    "a sparse layer": told(change_activation=outliers(A, lambda step: 100.0)),
+    "few routes flip": told(decisions=lambda step: flips(0.05)),
+    "norm weights that are all one": told(
+        change_weight=lambda x, name, step: torch.ones_like(x), last_bin=constant(1.0)
+    ),
     "continued after an exception": told(events=(ended("exception", "KeyError: 'lost'", 100),)),
     "a zero-initialised branch": told(
         change_activation=lambda x, name, s: x * (s > 5 or name != A),
@@ -299,6 +359,12 @@ WORDS: Mapping[str, str] = {
     "no-single-scale": r"no single loss scale has worked .* needs 2\^19 or more, .* overflows above 2\^10",
     "overflow-ahead": r"came within .* of the format's largest value",
     "activation-growth": r"activations of .* have grown steadily",
+    "attention-logits": r"attention scores of .* have grown steadily",
+    "kurtosis-growth": r"outliers among the activations of .* have outgrown the rest",
+    "error-above-signal": r"gradients of .* have been mostly rounding error|the rounding error of .* has grown",
+    "biased-rounding": r"rounding has pulled the .* toward zero",
+    "clustered-block": r"\d+ % of the weights of .* have shared the last bin",
+    "decision-flips": r"rounding has changed up to \d+ % of the decisions of",
     "saturated-fp8": r"\d+ % of the activations .* FP8's top binade",
     "cast-saturates": r"up to [\d.]+ % of the .* have been beyond E\dM\d",
     "cast-flushes": r"up to [\d.]+ % of the .* have been below E\dM\d",

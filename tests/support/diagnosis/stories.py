@@ -15,6 +15,7 @@ from torch import Tensor
 from plimsoll.kernels import measure_into, new_bank
 from plimsoll.runs import Batch, Event, RunWriter, Scalars
 from plimsoll.runs.reading.module_casts import scalar_of
+from plimsoll.runs.records import EXTRAS
 
 LAYERS = tuple(f"blocks.{i}.{part}" for i in range(6) for part in ("attn", "mlp"))
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
@@ -61,6 +62,10 @@ class Story:
     moment_fmt: str = "fp32"
     unmoved: Size = lambda layer, step: 0.01
     update_ratio: Size = lambda layer, step: 2.0**-10
+    error: Callable[[str, int], tuple[float, float]] | None = None  # of gradients and activations: bias and noise
+    last_bin: Size | None = None
+    score: Size | None = None
+    decisions: Callable[[int], Mapping[str, float]] = lambda step: {}
     casts: Mapping[str, tuple[str, float | Callable[[int], float]]] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
     losses: Mapping[int, Callable[[int], float]] = field(default_factory=dict)  # of further ranks
@@ -82,6 +87,7 @@ class Story:
                 if until is not None and step > until:
                     break
                 scalars = {"loss": self.loss(step), "nonfinite": self.skipped(step)}
+                scalars |= self.decisions(step) if step % self.every == 0 else {}
                 scale = self.scale(step)
                 writer.write(Scalars(step=step, values=scalars | ({} if scale is None else {"scale": scale})))
                 if step == 0 and self.casts:
@@ -112,12 +118,20 @@ class Story:
             normal = torch.randn(3, VALUES, generator=random)
             gradient = self.change_gradient(normal[0] * self.gradient_std(layer, step), layer, step)
             held = held_in(gradient * scale, self.gradient_fmt)
-            add("gradients", f"{layer}.weight", self.gradient_fmt, held / scale)
-            add("activation_gradients", f"{layer}:output", self.gradient_fmt, held, scale)
+            bias, noise = self.error(layer, step) if self.error else (0.0, 0.0)
+            wrong = errors(held / scale, bias, noise) if self.error else {}
+            add("gradients", f"{layer}.weight", self.gradient_fmt, held / scale, **wrong)
+            wrong = errors(held, bias, noise) if self.error else {}
+            add("activation_gradients", f"{layer}:output", self.gradient_fmt, held, scale, **wrong)
             x = self.change_activation(normal[1] * self.activation_std(layer, step), layer, step)
-            add("activations", f"{layer}:output", self.activation_fmt, held_in(x, self.activation_fmt))
+            wrong = errors(x, bias / 8, noise / 8) if self.error else {}
+            add("activations", f"{layer}:output", self.activation_fmt, held_in(x, self.activation_fmt), **wrong)
+            if self.score:
+                top = torch.full((16,), self.score(layer, step)) - torch.rand(16, generator=random)
+                add("activations", f"{layer}:scores", self.activation_fmt, held_in(top, self.activation_fmt))
             weight = self.change_weight(normal[2] * self.weight_std(layer, step), layer, step)
-            add("weights", f"{layer}.weight", self.weight_fmt, held_in(weight, self.weight_fmt))
+            full = {"last_bin": VALUES * self.last_bin(layer, step)} if self.last_bin else {}
+            add("weights", f"{layer}.weight", self.weight_fmt, held_in(weight, self.weight_fmt), **full)
             norm = float(weight.norm())
             update = normal[0] * norm * self.update_ratio(layer, step) / VALUES**0.5
             moved = {"pushed": VALUES, "unmoved": VALUES * self.unmoved(layer, step), "weight_norm": norm}
@@ -130,10 +144,24 @@ class Story:
             writer.write(Scalars(step=step, values=values))
         bank = new_bank(len(tensors))
         measure_into(tensors, bank, list(range(len(tensors))), accumulate=False)
-        columns = {n: np.array([e.get(n, np.nan) for e in extras]) for n in ("pushed", "unmoved", "weight_norm")}
+        columns = {n: np.array([e.get(n, np.nan) for e in extras]) for n in EXTRAS}
         index = np.arange(len(tensors))
         rows, ids = bank.numpy()[: len(tensors)], np.array(series)
         writer.write(Batch(step=step, rows=rows, index=index, series=ids, scales=np.array(scales), extras=columns))
+
+
+def errors(x: Tensor, bias: float, noise: float) -> dict[str, float]:
+    """Sums of errors against a shadow step: a share of the values, and noise of a size relative to theirs."""
+    y = x.double()
+    e = (
+        bias * y
+        + noise * torch.randn(len(y), generator=torch.Generator().manual_seed(1)).double() * y.square().mean().sqrt()
+    )
+    return {
+        "compared": len(y), "error": float(e.sum()), "errorsq": float(e.square().sum()), "reference": float(y.sum()),
+        "referencesq": float(y.square().sum()), "error_reference": float((e * y).sum()),
+        "largest_error": float(e.abs().max()), "made_nonfinite": 0.0, "reference_nonfinite": 0.0,
+    }  # fmt: skip
 
 
 def held_in(x: Tensor, fmt: str) -> Tensor:

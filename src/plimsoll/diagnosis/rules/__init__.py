@@ -16,6 +16,7 @@ _ORDER = (
     "nonfinite",
     "optimizer",
     "loss",
+    "errors",
     "layers",
     "wiring",
     "ranks",

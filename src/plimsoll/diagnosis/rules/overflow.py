@@ -1,7 +1,7 @@
 """Rules of the top of the format: values near it, values that approach it, and values that saturate."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, last_of, spells, threshold, worst
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
-from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.trend import Trend, looks, trend
 from plimsoll.diagnosis.view import View, log2
 from plimsoll.formats import FP16, get_element
@@ -18,6 +18,7 @@ from plimsoll.tensor_collections import OVERFLOW_ORDER
 from plimsoll.text import percent, times_two_to
 
 _SAMPLES = "not reported from a single sample"
+_SCORES = ":scores"  # of a module: the largest attention score of each head and sample
 _FEW = 8  # samples without which there is no trend
 _WIDE = 2.0**100  # formats that reach above it do not overflow before FP32 does
 
@@ -126,6 +127,57 @@ class OverflowAhead(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionLogits(Rule):
+    """Attention scores that grow until the softmax is a choice of one key.
+
+    Scores are recorded as "MODULE:scores", the largest of each head and sample. A rounding to BF16 moves a score of 128
+    by up to a half, and so its weight by a factor of 1.6.
+    """
+
+    id = "attention-logits"
+    says = "the largest attention scores of a layer grow steadily, beyond those of sound trainings"
+    meaning = "Attention collapses to single keys, whose scores BF16 holds with errors of a quarter and more."
+    advice = "Normalise queries and keys (QK-norm), clip their weights (QK-clip), or cap the scores."
+    actions = ("to_bf16",)
+    figure = "spectrogram"
+    explained_by = {Nonfinite.id: "anywhere"}
+    items = {"score": EvidenceItem("Largest score"), "grown_binades": EvidenceItem("Binades grown")}
+    location_item = EvidenceItem("Largest score")
+
+    score: float = threshold(100.0, "where QK-clip intervenes (arXiv 2507.20534); sound scores stay near 10 to 30")
+    binades: float = threshold(2.0, "a factor of four since the first samples")
+    confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, of the activations."""
+        cells = view.cells("activations")
+        if cells is None or not any(name.endswith(_SCORES) for name in cells.names):
+            return
+        top = cells.highest(cells.column("max") / cells.scale)
+        found: list[tuple[Spot, float, int, bool]] = []
+        for layer, name in enumerate(cells.names):
+            if name.endswith(_SCORES):
+                sizes = log2(top[layer])
+                found += _risen(cells.steps, sizes, name, self.binades, math.log2(self.score), self.confidence)
+        yield from _settled_or_not(
+            self, found, "activations", lambda spot, grown: {"score": spot.value, "grown_binades": grown},
+            "The scores grew while the model learned, and have settled.",
+        )  # fmt: skip
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return where, since when, and how far."""
+        return Phrase(
+            what=f"attention scores of {context.layers.replace(_SCORES, '')} have grown steadily, seen {context.since}",
+            effect=f"to {context.number('score'):,.0f} so far",
+            remedy="normalise queries and keys, or cap the scores",
+        )
+
+    def figure_arguments(self, finding: Finding) -> Mapping[str, Any]:  # noqa: ARG002  (the same for every finding)
+        """Mark the score from which on the rule speaks."""
+        return {"mark": (self.score, "where QK-clip intervenes")}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActivationGrowth(Rule):
     """Activations that grow and grow, as attention values and residual sums of deep transformers do (T9).
 
@@ -141,7 +193,7 @@ class ActivationGrowth(Rule):
     advice = "Watch these layers. Clamp them, normalise the branch (QK-norm, pre-norm), or keep them out of FP16."
     actions = ("clamp", "to_bf16")
     figure = "spectrogram"
-    explained_by = {Nonfinite.id: "anywhere"}
+    explained_by = {Nonfinite.id: "anywhere", AttentionLogits.id: "same module"}
     location_item = EvidenceItem("Binades grown")
 
     binades: float = threshold(5.0, "a factor of 32 since the first samples")
@@ -225,6 +277,67 @@ class ActivationGrowth(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KurtosisGrowth(Rule):
+    """Activations whose outliers outgrow all other values.
+
+    The kurtosis of normal values is 3, and that of a few outliers the number of values over theirs. Where the largest
+    value grows along, the outliers are large and not only rare, as those of a sparse layer or a softmax are.
+    """
+
+    id = "kurtosis-growth"
+    says = "a few activations of a layer outgrow all others steadily"
+    meaning = "Outliers set the layer's scale, so that 8-bit formats leave few digits to all other values."
+    advice = "Keep the layer in 16 bits, scale it in small blocks, or normalise the branch that makes the outliers."
+    actions = ("to_bf16",)
+    figure = "heatmap"
+    explained_by = {Nonfinite.id: "anywhere"}
+    items = {"kurtosis": EvidenceItem("Kurtosis"), "grown_binades": EvidenceItem("Binades grown")}
+    location_item = EvidenceItem("Kurtosis")
+    is_secondary = True
+
+    kurtosis: float = threshold(256.0, "normal values have 3, ReLU's 6, activations of sound small models under 100")
+    binades: float = threshold(4.0, "a factor of 16 since the first samples")
+    largest: float = threshold(2.0, "binades that the largest value has grown by: not the others that shrank")
+    reach: float = threshold(16.0, "the largest value: softmax and gates end at 1")
+    confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, of the activations."""
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        kurtosis, sizes = log2(cells.kurtosis), log2(cells.true_absmax)
+        found: list[tuple[Spot, float, int, bool]] = []
+        level = math.log2(self.kurtosis)
+        for layer in np.flatnonzero((kurtosis >= level).any(axis=1) & (sizes >= np.log2(self.reach)).any(axis=1)):
+            name, there = cells.names[layer], sizes[layer]
+            grown = _risen(cells.steps, kurtosis[layer], name, self.binades, level, self.confidence)
+            wide = _risen(cells.steps, there, name, self.largest, math.log2(self.reach), self.confidence)
+            if grown and wide:
+                spot, by, until, on = grown[0]
+                since = max(spot.since_step, wide[0][0].since_step)
+                spot = Spot(name=name, since_step=since, value=spot.value)
+                found.append((spot, by, max(until, since), on and wide[0][3]))
+        yield from _settled_or_not(
+            self, found, "activations", lambda spot, grown: {"kurtosis": spot.value, "grown_binades": grown},
+            "The layer's outliers grew while the model learned, and have settled.",
+        )  # fmt: skip
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return where, since when, and the kurtosis."""
+        return Phrase(
+            what=f"outliers among the {context.tensors} of {context.layers} have outgrown the rest, seen "
+            f"{context.since}",
+            effect=f"kurtosis {context.number('kurtosis'):,.0f} so far",
+            remedy="keep the layer in 16 bits or normalise it",
+        )
+
+    def figure_arguments(self, finding: Finding) -> Mapping[str, Any]:  # noqa: ARG002  (the same for every finding)
+        """Draw the kurtosis."""
+        return {"statistic": "kurtosis"}
+
+
+@dataclass(frozen=True, kw_only=True)
 class SaturatedFP8(Rule):
     """Tensors in 8 bits or fewer that press against the top of their format."""
 
@@ -278,6 +391,64 @@ class SaturatedFP8(Rule):
         with np.errstate(all="ignore"):
             shares = cells.total(counts) / cells.total(cells.nonzero)
         return np.where(cells.total(narrow.astype(np.int64)) > 0, shares, np.nan)
+
+
+def _risen(
+    steps: Ints, sizes: Floats, name: str, binades: float, level: float, confidence: float
+) -> list[tuple[Spot, float, int, bool]]:
+    """Return where a size has risen by so many binades to a level, if it has.
+
+    Returns:
+        The location with its largest size, the binades grown, until which step, and whether it still rises at the end.
+    """
+    known = np.flatnonzero(~np.isnan(sizes))
+    since, most, until = None, 0.0, 0
+    for samples in looks(len(known)):
+        seen = known[:samples]
+        first, now = (float(np.median(part)) for part in _ends(sizes[seen]))
+        rise = trend(steps[seen], sizes[seen])
+        if now < level or now - first < binades or rise is None or rise.confidence < confidence or rise.low <= 0:
+            continue
+        until = int(steps[seen[-1]])
+        since, most = (until if since is None else since), max(most, now - first)
+    if since is None:
+        return []
+    half = known[len(known) // 2 :]
+    late = trend(steps[half], sizes[half])
+    # A trend of the second half needs eight samples. With fewer, the whole one is all there is.
+    on = len(half) < _FEW or (late is not None and late.confidence >= confidence and late.low > 0)
+    on = on and float(np.median(_ends(sizes[known])[1])) >= level
+    spot = Spot(name=name, since_step=since, value=float(2.0 ** np.max(sizes[known])))
+    return [(spot, most, int(steps[known[-1]]) if on else until, on)]
+
+
+def _ends(sizes: Floats) -> tuple[Floats, Floats]:
+    """Return the first and the last eighth."""
+    width = max(len(sizes) // 8, 1)
+    return sizes[:width], sizes[-width:]
+
+
+def _settled_or_not(
+    rule: Rule,
+    found: list[tuple[Spot, float, int, bool]],
+    collection: str,
+    evidence: Callable[[Spot, float], Mapping[str, float]],
+    settled: str,
+) -> Iterator[Finding]:
+    """Yield the finding of what still rises. A note of what rose if nothing does."""
+    on = [each for each in found if each[3]]
+    shown = sorted(on or found, key=lambda each: -each[0].value)
+    if not shown:
+        return
+    spots, until = [spot for spot, *_ in shown], max(until for _, _, until, _ in shown)
+    numbers = {"worst": spots[0].name, **evidence(spots[0], shown[0][1])}
+    if on:
+        yield rule.finding("warning", spots, numbers, until_step=until, collection=collection)
+        return
+    yield rule.finding(
+        "info", spots, numbers, until_step=until, collection=collection, actions=(), meaning=settled,
+        advice="No action is needed.",
+    )  # fmt: skip
 
 
 def _magnitudes(cells: Cells) -> Floats:

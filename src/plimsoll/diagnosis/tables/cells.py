@@ -19,6 +19,7 @@ from plimsoll.runs.columns.arrow import Table, pa, pc, values_of
 from plimsoll.runs.columns.schema import COUNTS, EXTREMES, SUMS
 from plimsoll.runs.columns.spectrum_columns import numbers
 from plimsoll.runs.records import EXTRAS
+from plimsoll.spectrum import error_sums
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -183,6 +184,17 @@ class Cells:
         """Euclidean norm of the finite values, scale undone."""
         with np.errstate(all="ignore"):
             return np.sqrt(self.total(self.columns["sumsq"] / self.scale**2))
+
+    @cached_property
+    def kurtosis(self) -> Floats:
+        """Mean fourth power over the square of the mean square, as `Spectrum.kurtosis`. NaN where it is not known."""
+        with np.errstate(all="ignore"):
+            found = self.total(self.columns["sumfourth"] / self.scale**4) / self.finite / self.rms**4
+        return np.where(np.isfinite(found) & (found > 0), np.maximum(found, 1.0), np.nan)
+
+    def error_sum(self, name: str) -> Floats:
+        """Return a sum of `ErrorSums` of each cell, scale undone. NaN where there was no shadow step."""
+        return self.total(self.columns[name] / self.scale ** error_sums.POWERS.get(name, 0))
 
     @cached_property
     def zero_fraction(self) -> Floats:

@@ -16,6 +16,7 @@ from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import log2
 from plimsoll.formats import get_element
 from plimsoll.report.drawing.aggregation import How
+from plimsoll.spectrum import error_sums
 
 Scale = Literal["share", "power", "binades", "count"]
 
@@ -118,6 +119,31 @@ def _unmoved(cells: Cells) -> Floats:
         return cells.total_of("unmoved") / cells.total_of("pushed")
 
 
+def _kurtosis(cells: Cells) -> Floats:
+    return log2(cells.kurtosis)
+
+
+def _last_bin(cells: Cells) -> Floats:
+    with np.errstate(all="ignore"):
+        return cells.total_of("last_bin") / cells.total_of("count")
+
+
+def _error(cells: Cells) -> Floats:
+    return log2(error_sums.relative_error(*_error_squares(cells)))
+
+
+def _bias(cells: Cells) -> Floats:
+    names = ("compared", "error", "reference", "referencesq", "error_reference")
+    bias = error_sums.directions(*(cells.error_sum(name) for name in names))
+    error, reference = _error_squares(cells)
+    with np.errstate(all="ignore"):
+        return np.square(bias).sum(axis=-1) * reference / error
+
+
+def _error_squares(cells: Cells) -> tuple[Floats, Floats]:
+    return cells.error_sum("errorsq"), cells.error_sum("referencesq")
+
+
 def _zero(cells: Cells) -> Floats:
     return cells.zero_fraction
 
@@ -138,5 +164,9 @@ STATISTICS: Mapping[str, Statistic] = {
     "absmean": _statistic("their mean magnitude", "mean magnitude", "mean", "power", _absmean),
     "absmax": _statistic("their largest magnitude", "largest magnitude", "max", "power", _absmax),
     "ratio": _statistic("size against the weights", "update / weight", "mean", "power", _ratio),
+    "error": _statistic("their error against a shadow step", "relative error", "max", "power", _error),
+    "bias": _statistic("the part of their error that is bias", "bias", "mean", "share", _bias),
+    "last_bin": _statistic("values in the last bin of their block", "in the last bin", "max", "share", _last_bin),
+    "kurtosis": _statistic("their kurtosis", "kurtosis", "max", "power", _kurtosis),
     "unmoved": _statistic("weights that did not move", "unmoved", "max", "share", _unmoved),
 }

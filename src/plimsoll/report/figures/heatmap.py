@@ -26,6 +26,7 @@ from plimsoll.report.drawing.plotly_parts import (
 )
 from plimsoll.report.figure_declaration import Case, figure
 from plimsoll.report.labels import capital, joined, labels, of, power, powers
+from plimsoll.runs.records import FLIPS
 from plimsoll.tensor_collections import IN_DISPLAY_ORDER
 from plimsoll.text import percent
 
@@ -41,6 +42,7 @@ _COUNT_TICKS = (0, 1, 10, 100, 1000, 10_000, 1_000_000)
 # In the order of the page's list, whose first entry is shown at first.
 _LABELS = {
     "underflow": "Underflow of {}",
+    "error": "Error of {}",
     "ratio": "Update / weight",
     "norm": "Norm of {}",
     "std": "Standard deviation of {}",
@@ -61,6 +63,7 @@ def _cases(view: View) -> list[Case]:
         if statistic in collection.heatmaps
         and collection.name in view.run.tensors
         and not (statistic == "underflow" and _flushes_nothing(view_formats(view, collection.name)))
+        and not (statistic == "error" and not _shadowed(view, collection.name))
     ]
 
 
@@ -76,7 +79,12 @@ def _height(view: View, arguments: Mapping[str, Any]) -> int:
     return height_of_rows(len(names))
 
 
-@figure(offered="layers", cases=_cases, height=_height)
+def _of_finding(view: View, finding: Finding, *, statistic: str, **arguments: Any) -> "Figure":
+    collection = finding.collection or "gradients"
+    return heatmap(view, statistic, collection, focus=finding.where, since_step=finding.since_step, **arguments)
+
+
+@figure(offered="layers", cases=_cases, of_finding=_of_finding, height=_height)
 def heatmap(
     run: Source,
     statistic: str = "underflow",
@@ -90,7 +98,8 @@ def heatmap(
 
     - `statistic`: "underflow" (of parameters' gradients by module, as the rules judge it), "zero", "nonfinite",
       "headroom" (binades left to the top of the format that held the values), "norm", "rms", "std", "absmean",
-      "absmax", and of updates "ratio" and "unmoved".
+      "absmax", "kurtosis", of updates "ratio" and "unmoved", of shadow steps "error" (relative) and "bias" (its part
+      along the values, or the same in all), of weights in blocks "last_bin".
     - `focus`: names whose rows are set in bold, or drawn alone where there are more than 60; `since_step` is marked.
 
     Layers stand in the order in which they were first measured. Of many, those with one prefix share a row, and many
@@ -133,6 +142,38 @@ def _underflow_of_finding(view: View, finding: Finding, **arguments: Any) -> "Fi
 def underflow_heatmap(run: Source, collection: str = "gradients", **more: Any) -> "Figure":
     """Heat map of underflow: `heatmap` with this statistic."""
     return heatmap(run, "underflow", collection, **more)
+
+
+def _flips_of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
+    return flips_heatmap(view, focus=finding.where, since_step=finding.since_step, **arguments)
+
+
+@figure(of_finding=_flips_of_finding)
+def flips_heatmap(
+    run: Source, *, focus: Sequence[str] = (), since_step: int | None = None, until: int | None = None
+) -> "Figure":
+    """Modules that decide by shadow steps: the share of their decisions that rounding has changed.
+
+    - `focus`: names whose rows are set in bold; `since_step` is marked.
+    """
+    view = view_of(run, until, "flips_heatmap")
+    found = {name: view.scalar(name) for name in view.run.scalar_names if name.startswith(FLIPS)}
+    title, meta = "Decisions that rounding has changed", {"figure": "flips_heatmap"}
+    steps = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(at for at, _ in found.values())]))
+    if not len(steps):
+        return nothing("flips_heatmap", title, "No shadow step has seen a decision up to this step.", meta)
+    values = np.full((len(found), len(steps)), np.nan)
+    for row, (at, shares) in enumerate(found.values()):
+        values[row, np.searchsorted(steps, at)] = shares
+    names = tuple(name.removeprefix(FLIPS) for name in found)
+    kind = Statistic(title=title, words="flipped", how="max", scale="share", of=lambda _, __: None)
+    matrix = Matrix(names=names, series=names, steps=steps, values=values)
+    return painted("flips_heatmap", title, "", kind, matrix, meta, focus=focus, since_step=since_step)
+
+
+def _shadowed(view: View, collection: str) -> bool:
+    cells = view.cells(collection)
+    return cells is not None and not np.isnan(cells.column("compared")).all()
 
 
 def view_formats(view: Any, collection: str) -> list[str]:

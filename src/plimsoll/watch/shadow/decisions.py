@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-FLIPS, TIES, MARGIN = "flips", "ties", "margin"  # scalars of a run, as "flips:MODULE"
+from plimsoll.runs.records import FLIPS, MARGIN, TIES
+
 _TOPK, _ARGMAX, _ARGMIN = ((getattr(torch, n), getattr(Tensor, n)) for n in ("topk", "argmax", "argmin"))
 _unheard: Any = cast("Any", torch)._C.DisableTorchFunction  # noqa: SLF001  (torch offers it nowhere else)
 _MOST = 1 << 24  # scores of one decision that are kept
@@ -93,11 +94,11 @@ class Tally:
         found: dict[str, float] = {}
         for name, parts in self._compared.items():
             rows = sum(part.flipped.numel() for part in parts)
-            found[f"{FLIPS}:{name}"] = sum(float(part.flipped.sum()) for part in parts) / rows
-            found[f"{TIES}:{name}"] = sum(float(part.tied.sum()) for part in parts) / rows
+            found[f"{FLIPS}{name}"] = sum(float(part.flipped.sum()) for part in parts) / rows
+            found[f"{TIES}{name}"] = sum(float(part.tied.sum()) for part in parts) / rows
             margin = float(torch.cat([part.margins for part in parts]).median())
             if math.isfinite(margin):
-                found[f"{MARGIN}:{name}"] = margin
+                found[f"{MARGIN}{name}"] = margin
         return found
 
 
