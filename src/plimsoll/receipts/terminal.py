@@ -1,7 +1,7 @@
 """A receipt for the terminal: the verdict and the deviations first, then what ran, then notes."""
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -10,13 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.receipts import wording
+from plimsoll.receipts.rows import ReceiptRecord
 from plimsoll.text import size
 
-if TYPE_CHECKING:
-    from plimsoll.receipts.result import Receipt
 
-
-def renderable(receipt: "Receipt", *, full: bool) -> RenderableType:
+def renderable(receipt: ReceiptRecord, *, full: bool) -> RenderableType:
     """Return the receipt as one renderable.
 
     Args:
@@ -26,9 +24,9 @@ def renderable(receipt: "Receipt", *, full: bool) -> RenderableType:
     return Group(*_parts(receipt, full=full))
 
 
-def _parts(receipt: "Receipt", *, full: bool) -> Iterator[RenderableType]:
+def _parts(receipt: ReceiptRecord, *, full: bool) -> Iterator[RenderableType]:
     style = "bold" if receipt.declared is None else "bold red" if receipt.deviations else "bold green"
-    yield Text(receipt.verdict, style=style)
+    yield Text(wording.verdict(receipt), style=style)
     yield Text(wording.facts(receipt), style="dim")
     for group in wording.deviation_groups(receipt.deviations):
         yield Text()
@@ -73,14 +71,14 @@ def _operations(lines: list[wording.OperationLine]) -> Table:
     return table
 
 
-def _tensors(receipt: "Receipt") -> Table:
+def _tensors(receipt: ReceiptRecord) -> Table:
     table = _table("tensors", "format", "number", "size", right=("number", "size"))
     for line in wording.tensor_lines(receipt.tensors):
         table.add_row(line.role, line.format, f"{line.count:,}", size(line.bytes))
     return table
 
 
-def _rows(receipt: "Receipt") -> Table:
+def _rows(receipt: ReceiptRecord) -> Table:
     table = _table("phase", "operation", "module", "line", "formats", "sums", "calls", right=("calls",))
     for row in receipt.rows:
         table.add_row(
