@@ -33,7 +33,7 @@ _BELOW = 0.5**_EXPONENTS / (3.5**_EXPONENTS - 0.5**_EXPONENTS)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Narrow:
+class FormatLosses:
     """Effect of formats narrower than FP32 on one collection.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""`Keeper`: checkpoints that a guard may roll back to, and what of the training is in them.
+"""`CheckpointStore`: checkpoints that a guard may roll back to, and what of the training is in them.
 
 Without being told otherwise that is the loop, or in a loop of one's own the model, the watch's optimizers and the
 scaler; always the random generators of Python, NumPy, the CPU and the model's device. Where the data loader stands is
@@ -40,7 +40,7 @@ class Saved:
     random: Mapping[str, Any]
 
 
-class Keeper:
+class CheckpointStore:
     """The last checkpoints of one guard."""
 
     def __init__(

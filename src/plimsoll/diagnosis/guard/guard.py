@@ -14,13 +14,13 @@ from types import TracebackType
 from typing import Any
 
 from plimsoll.diagnosis.finding import SEVERITIES, Action, Finding, Severity
-from plimsoll.diagnosis.guard.action_choice import Chooser
+from plimsoll.diagnosis.guard.action_choice import ActionChooser
 from plimsoll.diagnosis.guard.arguments import check_arguments, remedies_of, training_of
-from plimsoll.diagnosis.guard.background_checks import Looker
+from plimsoll.diagnosis.guard.background_checks import BackgroundChecker
 from plimsoll.diagnosis.guard.checkpoints import Restore, Stateful
 from plimsoll.diagnosis.guard.rank_agreement import ranks_of
 from plimsoll.diagnosis.guard.records import Act, Limits, Look, Order
-from plimsoll.diagnosis.guard.step_boundary import Boundary, OfLoop, OfSeams
+from plimsoll.diagnosis.guard.step_boundary import Boundary, HookedBoundary, LoopBoundary
 from plimsoll.diagnosis.rules.base import Rule
 from plimsoll.diagnosis.run_rules import rules_named, with_thresholds
 from plimsoll.errors import ArgumentError, GuardStop
@@ -87,9 +87,11 @@ class Guard:
         self._remedies = remedies_of(names, self._training, report)
         self._beside = self._training.beside
         self._on_finding, self._dry_run, self._every = on_finding, bool(dry_run), every
-        self._chooser = Chooser(names, limits or Limits(), self._beside.next_step, severity, dry_run=self._dry_run)
+        self._chooser = ActionChooser(
+            names, limits or Limits(), self._beside.next_step, severity, dry_run=self._dry_run
+        )
         self._ranks = ranks_of(self._beside.path, self._beside.rank, self._beside.world)
-        self._looker = Looker(
+        self._looker = BackgroundChecker(
             self._beside.path, applied, share=cpu_share, gather=self._gather,
             failed=lambda error: self._beside.failed("the guard's look", error),
         )  # fmt: skip
@@ -101,7 +103,7 @@ class Guard:
         self._helpless: set[tuple[str, str]] = set()
         self._busy = self._closed = False
         self._boundary: Boundary
-        made = OfSeams(self._beside, self._between) if loop is None else OfLoop(loop, self._between)
+        made = HookedBoundary(self._beside, self._between) if loop is None else LoopBoundary(loop, self._between)
         self._boundary = made
         self._forget = self._beside.at_close(self.close)
 

@@ -21,7 +21,7 @@ _PATIENCE_SECONDS = 30.0  # for the slowest rank's flush
 _POLL_SECONDS = 0.05
 
 
-class Alone:
+class SingleRank:
     """One process: it agrees with itself."""
 
     decides = True
@@ -36,7 +36,7 @@ class Alone:
         return True
 
 
-class Several:
+class ManyRanks:
     """One of several processes."""
 
     several = True
@@ -74,13 +74,13 @@ class Several:
         return not missing
 
 
-def ranks_of(path: Path, rank: int, world: int) -> Alone | Several:
+def ranks_of(path: Path, rank: int, world: int) -> SingleRank | ManyRanks:
     """What agrees; raises `ArgumentError` where there are several ranks and nothing that connects them."""
     if world == 1:
-        return Alone()
+        return SingleRank()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise ArgumentError(
             f"Guard: expected a process group on rank {rank} of {world}; got none, so that ranks could not act alike. "
             "Call torch.distributed.init_process_group before pl.watch."
         )
-    return Several(path, rank, world)
+    return ManyRanks(path, rank, world)

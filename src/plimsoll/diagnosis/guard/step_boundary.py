@@ -20,14 +20,14 @@ class Boundary(Protocol):
         """Ends the calls."""
 
 
-class OfLoop:
+class LoopBoundary:
     """The boundary of a loop's steps."""
 
     def __init__(self, loop: Any, between: Callable[[], None]) -> None:
         self.remove = loop.after_each_step(between)
 
 
-class OfSeams(torch_hooks.TrainingEvents):
+class HookedBoundary(torch_hooks.TrainingEvents):
     """The boundary of a hand-written loop, heard where a watch hears of it: a `torch_hooks.TrainingEvents`.
 
     What `between` raises leaves the user's call of ``update`` or ``step``, whose work is done by then.

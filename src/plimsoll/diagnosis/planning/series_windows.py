@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from plimsoll.diagnosis.estimates.block_counts import BlockTallies
 from plimsoll.diagnosis.estimates.element_counts import Populations, Tallies, ordinals
-from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.tables.block_cells import BlockCells
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
@@ -91,7 +91,7 @@ class Bad:
 class Collection:
     """One collection of a run, asked about by the names of its series."""
 
-    def __init__(self, narrow: Narrow, tolerance: float, blocks: BlockCells | None = None) -> None:
+    def __init__(self, narrow: FormatLosses, tolerance: float, blocks: BlockCells | None = None) -> None:
         self.narrow, self.cells, self.tolerance, self.blocks = narrow, narrow.cells, tolerance, blocks
         self.values = Populations(cells=narrow.cells)
         self._place = {name: layer for layer, name in enumerate(self.cells.names)}

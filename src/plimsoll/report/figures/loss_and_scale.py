@@ -15,10 +15,10 @@ from plimsoll.report.drawing.plotly_parts import (
     Source,
     Trace,
     band,
+    build_figure,
+    empty_figure,
     lanes,
     line,
-    made,
-    nothing,
     plotted,
     since_mark,
     view_of,
@@ -78,7 +78,7 @@ def loss_and_scale(
             panel: [*parts.get(panel, []), *more.get(panel, [])] for panel in _PANELS if panel in parts or panel in more
         }
     if not parts and not strips:
-        return nothing("loss_and_scale", title, "Neither a loss nor a loss scale was recorded in this run.", meta)
+        return empty_figure("loss_and_scale", title, "Neither a loss nor a loss scale was recorded in this run.", meta)
     shapes, notes = since_mark(told[0].since_step if len(told) == 1 else None)
     return _arranged(title, _said(told, parts), parts, strips, {"shapes": shapes, "annotations": notes}, meta)
 
@@ -208,7 +208,7 @@ def _arranged(
         top -= height + _GAP
     lowest = "" if len(heights) == 1 else str(len(heights))
     layout["xaxis"] = {**STEP_AXIS, "anchor": f"y{lowest}", "showgrid": True}
-    return made("loss_and_scale", title, subtitle, traces, layout, meta)
+    return build_figure("loss_and_scale", title, subtitle, traces, layout, meta)
 
 
 def _loss_axis(traces: list[Trace]) -> Layout:

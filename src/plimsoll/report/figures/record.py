@@ -7,7 +7,16 @@ import numpy as np
 
 from plimsoll.diagnosis import View
 from plimsoll.report.drawing.aggregation import Columns
-from plimsoll.report.drawing.plotly_parts import STEP_AXIS, Lane, Layout, Source, lanes, made, nothing, view_of
+from plimsoll.report.drawing.plotly_parts import (
+    STEP_AXIS,
+    Lane,
+    Layout,
+    Source,
+    build_figure,
+    empty_figure,
+    lanes,
+    view_of,
+)
 from plimsoll.report.drawing.theme import GREEN, GREY, ORANGE, RED
 from plimsoll.report.figure_declaration import figure
 from plimsoll.report.labels import joined, safe, wrapped
@@ -31,7 +40,7 @@ def record(run: Source, *, until: int | None = None) -> "Figure":
     strips = [*_samples(view), *_events(view)]
     words = _missing(view)
     if not strips:
-        return nothing("record", title, "<br>".join(["Nothing was recorded in this run.", *words]), meta)
+        return empty_figure("record", title, "<br>".join(["Nothing was recorded in this run.", *words]), meta)
     traces, axis = lanes(strips)
     below = 18 * len(words) + 12 if words else 0
     layout: Layout = {
@@ -41,7 +50,7 @@ def record(run: Source, *, until: int | None = None) -> "Figure":
         "height": 160 + 24 * len(strips) + below,
         "margin": {"b": 52 + below},
     }
-    return made("record", title, _said(view), traces, layout, meta)
+    return build_figure("record", title, _said(view), traces, layout, meta)
 
 
 def _samples(view: View) -> list[Lane]:

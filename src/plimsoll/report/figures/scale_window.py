@@ -16,9 +16,9 @@ from plimsoll.report.drawing.plotly_parts import (
     Layout,
     Source,
     Trace,
+    build_figure,
+    empty_figure,
     line,
-    made,
-    nothing,
     series_checked,
     since_mark,
     view_of,
@@ -61,11 +61,11 @@ def scale_window(
     title = f"Loss scales that work for all layers in {chosen.name.upper()}"
     meta: Layout = {"figure": "scale_window", "format": chosen.name}
     if not view.run.tensors:
-        return nothing("scale_window", title, "Nothing was recorded in this run.", meta)
+        return empty_figure("scale_window", title, "Nothing was recorded in this run.", meta)
     series_checked(view, "scale_window", "gradients")
     scales = Scales.of(view, chosen)
     if scales is None or np.isnan(scales.need).all():
-        return nothing("scale_window", title, "No gradients but zeros were recorded up to this step.", meta)
+        return empty_figure("scale_window", title, "No gradients but zeros were recorded up to this step.", meta)
     columns = Columns.of(scales.cells.steps)
     need, room = columns.merged(scales.need, "max"), columns.merged(scales.room, "min")
     used = _used(view, columns)
@@ -90,7 +90,7 @@ def scale_window(
             columns.said("min").replace("the lowest", "the worst"),
         ]
     )
-    return made("scale_window", title, subtitle, traces, layout, meta)
+    return build_figure("scale_window", title, subtitle, traces, layout, meta)
 
 
 def _bounds(columns: Columns, need: Floats, room: Floats) -> list[Trace]:

@@ -17,9 +17,9 @@ from plimsoll.report.drawing.plotly_parts import (
     Layout,
     Source,
     Trace,
+    build_figure,
+    empty_figure,
     line,
-    made,
-    nothing,
     series_checked,
     since_mark,
     view_of,
@@ -71,11 +71,11 @@ def underflow_over_time(
     title = f"{capital(of(collection))}: what is flushed to zero, over time"
     meta: Layout = {"figure": "underflow_over_time", "collection": collection}
     if not view.run.tensors:
-        return nothing("underflow_over_time", title, "Nothing was recorded in this run.", meta)
+        return empty_figure("underflow_over_time", title, "Nothing was recorded in this run.", meta)
     series_checked(view, "underflow_over_time", collection)
     matrix = underflow(view, collection)
     if matrix is None or np.isnan(matrix.values).all():
-        return nothing("underflow_over_time", title, f"No {of(collection)} were recorded up to this step.", meta)
+        return empty_figure("underflow_over_time", title, f"No {of(collection)} were recorded up to this step.", meta)
     columns = Columns.of(matrix.steps)
     everything, layers = _overall(view, collection, matrix), _share_of_layers(matrix)
     traces = [
@@ -96,7 +96,7 @@ def underflow_over_time(
     }
     formats = f"recorded in {', '.join(view_formats(view, collection))}"
     subtitle = joined([_outlook(view, collection, findings), formats, columns.said("max")])
-    return made("underflow_over_time", title, subtitle, traces, layout, meta)
+    return build_figure("underflow_over_time", title, subtitle, traces, layout, meta)
 
 
 def _overall(view: View, collection: str, matrix: Matrix) -> Floats:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.tables.cells import Cells, from_table
 from plimsoll.diagnosis.tables.growing_cells import before, joined, size_bytes
 from plimsoll.diagnosis.what_if.answer import predictor_bytes
@@ -57,7 +57,7 @@ class LiveView(View):
         self._narrow |= {name: each for name, each in narrow.items() if name not in self._narrow}
 
     @property
-    def _read(self) -> tuple[dict[str, Cells | None], dict[str, Narrow]]:
+    def _read(self) -> tuple[dict[str, Cells | None], dict[str, FormatLosses]]:
         return self._cells, self._narrow
 
     def follow(self) -> None:

@@ -1,4 +1,4 @@
-"""What an action is to a guard: `Remedy`; and what all of them work on: `Training`."""
+"""What an action is to a guard: `GuardAction`; and what all of them work on: `Training`."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from plimsoll.diagnosis.finding import Action, Finding
-from plimsoll.diagnosis.guard.checkpoints import Keeper
+from plimsoll.diagnosis.guard.checkpoints import CheckpointStore
 from plimsoll.diagnosis.guard.records import Look, Order, Value
 from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch.companion import WatchAccess
@@ -21,7 +21,7 @@ class Training:
         self.beside = beside
         self._loop = None if loop is None else weakref.ref(loop)
         self._scaler = None if scaler is None else weakref.ref(scaler)
-        self.keeper: Keeper
+        self.keeper: CheckpointStore
 
     @property
     def loop(self) -> Any:
@@ -50,7 +50,7 @@ class Training:
         return self.beside.modules()[name]
 
 
-class Remedy(ABC):
+class GuardAction(ABC):
     """One action; a guard has one of each kind that it is allowed."""
 
     action: ClassVar[Action]

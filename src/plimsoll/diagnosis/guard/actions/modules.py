@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plimsoll.diagnosis.finding import Finding
-from plimsoll.diagnosis.guard.actions.base import Remedy
+from plimsoll.diagnosis.guard.actions.base import GuardAction
 from plimsoll.diagnosis.guard.records import Look, Order
 from plimsoll.diagnosis.rules.loss_scale import NoSingleScale
 from plimsoll.diagnosis.rules.overflow import ActivationGrowth, OverflowAhead
@@ -23,7 +23,7 @@ _IN_BF16 = {"fp16-master": "bf16-master", "fp16-pure": "bf16-master"}
 _HALF = torch.float16
 
 
-class ToBF16(Remedy):
+class ToBF16(GuardAction):
     """Modules, or the whole run, in BF16 from the next step on.
 
     The whole run is meant where the finding names no modules or more than half of those with parameters, and where the
@@ -114,7 +114,7 @@ class ToBF16(Remedy):
         return any(".".join(parts[:n]) in self._done for n in range(1, len(parts) + 1))
 
 
-class Clamp(Remedy):
+class Clamp(GuardAction):
     """What modules return is held to FP16's largest value; gradients pass, so that training can bring it down."""
 
     action = "clamp"

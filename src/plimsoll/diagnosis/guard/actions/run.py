@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from plimsoll import display
 from plimsoll.diagnosis.finding import Finding
-from plimsoll.diagnosis.guard.actions.base import Remedy
+from plimsoll.diagnosis.guard.actions.base import GuardAction
 from plimsoll.diagnosis.guard.records import Look, Order
 from plimsoll.errors import GuardStop, MissingExtraError
 from plimsoll.extras import install_line
@@ -15,7 +15,7 @@ from plimsoll.extras import install_line
 _FLUSH_SECONDS = 60.0
 
 
-class Skip(Remedy):
+class Skip(GuardAction):
     """The next step changes nothing: its gradients are dropped.
 
     A `Loop`'s schedulers do not advance then, and its outcome says why. In a loop of one's own the optimizers are
@@ -56,7 +56,7 @@ class Skip(Remedy):
             self._drops = None
 
 
-class Rollback(Remedy):
+class Rollback(GuardAction):
     """The last checkpoint from before the finding is put back; the run's steps are counted on."""
 
     action = "rollback"
@@ -79,7 +79,7 @@ class Rollback(Remedy):
         self.training.keeper.restore(int(order.after or 0))
 
 
-class Stop(Remedy):
+class Stop(GuardAction):
     """The training ends with `GuardStop`, the run being on disk; with a report, if one was asked for."""
 
     action = "stop"

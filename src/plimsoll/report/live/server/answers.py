@@ -25,7 +25,7 @@ _LIST_SECONDS = 0.5  # how old the list may be
 _FOLLOWED_SECONDS = 1.5  # the same for who only waits to hear of a change
 
 
-class Answers:
+class Api:
     """The answers to all questions about the runs of a folder. Raises Plimsoll's errors."""
 
     def __init__(self, folder: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:

@@ -80,10 +80,10 @@ def _load_slow_packages() -> None:
     import numpy as np
 
     from plimsoll.diagnosis.tables.trend import trend
-    from plimsoll.report.drawing.plotly_parts import nothing
+    from plimsoll.report.drawing.plotly_parts import empty_figure
 
     trend(np.arange(9), np.arange(9.0))
-    nothing("serve", "", "", {}).to_json()
+    empty_figure("serve", "", "", {}).to_json()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
