@@ -159,10 +159,10 @@ class View:
     @cached_property
     def ending(self) -> Ending | None:
         """The last recorded early end. None if the run ended properly or still goes on."""
-        told = [e for e in self.events if e.kind == "trigger" and e.details.get("reason") in ("exception", "signal")]
-        told = [e for e in told if e.message not in _SUCCESS]
-        if told:
-            last = max(told, key=lambda event: event.step)
+        endings = [e for e in self.events if e.kind == "trigger" and e.details.get("reason") in ("exception", "signal")]
+        endings = [e for e in endings if e.message not in _SUCCESS]
+        if endings:
+            last = max(endings, key=lambda event: event.step)
             interrupted = last.message.startswith("KeyboardInterrupt")
             how = "signal" if last.details.get("reason") == "signal" else "interrupt" if interrupted else "exception"
             return Ending(how=how, step=last.step, message=last.message.rstrip(": "))

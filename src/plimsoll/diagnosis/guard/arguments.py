@@ -1,4 +1,4 @@
-"""What a guard is told, checked and put into the form that it works with."""
+"""Arguments of a guard, checked."""
 
 import difflib
 import os
@@ -59,17 +59,17 @@ def training_of(
     watch: Watch, loop: Any, scaler: Any, checkpoint: "Mapping[str, Stateful] | None", kept: int
 ) -> Training:
     """What the guard works on; raises `ArgumentError` where its parts do not belong together."""
-    beside = watch.beside
+    access = watch.beside
     if loop is not None:
-        _check_loop(loop, scaler, beside.model)
+        _check_loop(loop, scaler, access.model)
     elif scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ArgumentError(
             f"Guard: expected scaler as a torch.amp.GradScaler or one of plimsoll.scaling; got "
             f"{type(scaler).__name__}. Leave it out, and allow no action on scales."
         )
     check_parts(checkpoint)
-    training = Training(beside, loop, scaler)
-    training.keeper = CheckpointStore(beside, lambda: training.loop, lambda: training.scaler, checkpoint, kept)
+    training = Training(access, loop, scaler)
+    training.keeper = CheckpointStore(access, lambda: training.loop, lambda: training.scaler, checkpoint, kept)
     return training
 
 

@@ -3,7 +3,7 @@
 At every look that is due, all ranks meet once: rank 0 broadcasts what is to be done, over a gloo group of its own, so
 that no device waits. That is the one collective of a guard, of some bytes, every so many steps; a rank that lags holds
 the others up there as it would in the next gradient reduction. Before rank 0 reads the run, each rank has flushed its
-part; that is told through the process group's store, in the background, with no collective.
+part; that is exchanged through the process group's store, in the background, with no collective.
 """
 
 import threading

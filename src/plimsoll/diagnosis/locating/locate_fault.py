@@ -8,7 +8,6 @@ the first is the fault. An Inf that reached nothing is harmless, and no fault.
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -30,6 +29,7 @@ from plimsoll.tracing.tensor_names import Names
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.session import nothing_recorded
+from plimsoll.watch.shadow.replay import eagerly
 
 _C = cast("Any", torch)._C  # noqa: SLF001
 
@@ -94,9 +94,10 @@ class _Search(torch_hooks.TrainingEvents):
         error: Exception | None = None
         names = Names(closure, self._model)
         try:
-            with nothing_recorded(), torch_hooks.exclusive(self), _eagerly(), self._witness:
+            # Compiled code calls no operation that could be checked.
+            with nothing_recorded(), torch_hooks.exclusive(self), eagerly(), self._witness:
                 self._run(closure)
-        except Exception as raised:  # noqa: BLE001  (passed on below, or told in the fault)
+        except Exception as raised:  # noqa: BLE001  (passed on below, or named in the fault)
             error = raised
         finally:
             with torch.no_grad():
@@ -206,11 +207,6 @@ def _check_surroundings() -> None:
             "locate: expected a call between training steps; got one inside a backward or another TorchDispatchMode "
             "(locate itself, a FLOP counter). Call it outside."
         )
-
-
-def _eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Inside, nothing compiled runs: what is compiled calls no operation that could be looked at."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def _no_modes() -> contextlib.AbstractContextManager[Any]:

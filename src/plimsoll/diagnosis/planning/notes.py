@@ -52,8 +52,8 @@ def _left(judge: Judge, choice: FormatChoice) -> str:
     """Return the headroom for steps between samples, if it is larger than the margin."""
     if not judge.follows:
         return ""
-    told = [f"{role} 2^{k}" for role, k in choice.verdict.spare.items() if judge.margin < k < _ENOUGH]
-    return f"; room above for steps not recorded: {', '.join(told)}" if told else ""
+    rooms = [f"{role} 2^{k}" for role, k in choice.verdict.spare.items() if judge.margin < k < _ENOUGH]
+    return f"; room above for steps not recorded: {', '.join(rooms)}" if rooms else ""
 
 
 def remarks(judge: Judge, chosen: Sequence[FormatChoice], scales: Scales | None, idle: Sequence[str]) -> list[str]:
@@ -88,8 +88,8 @@ def _summary(judge: Judge, chosen: Sequence[FormatChoice]) -> str:
     for choice in chosen:
         name = "/".join(dict.fromkeys((choice.forward, choice.backward))).upper()
         pairs[name] = pairs.get(name, 0) + 1
-    told = ", ".join(f"{count} in {name}" for name, count in sorted(pairs.items(), key=lambda pair: -pair[1]))
-    return f"{len(chosen)} module{'s' * (len(chosen) > 1)}: {told}{_cost(judge, chosen)}."
+    listed = ", ".join(f"{count} in {name}" for name, count in sorted(pairs.items(), key=lambda pair: -pair[1]))
+    return f"{len(chosen)} module{'s' * (len(chosen) > 1)}: {listed}{_cost(judge, chosen)}."
 
 
 def _cost(judge: Judge, chosen: Sequence[FormatChoice]) -> str:

@@ -238,10 +238,10 @@ def _said(use: _Use, fmt: Format, columns: Columns) -> str:
     how = "" if use.recorded else f"as {fmt.name} would hold them, each scaled to fit its largest value"
     how = how if use.cast is None else "at the scale that they are cast with"
     top = float(use.shares[-1])
-    told = [
+    parts = [
         how,
         counted(use.tensors, "tensor"),
         f"{percent(top)} in the top power of two",
         f"{percent(use.below + use.zeros)} zero",
     ]
-    return joined([*told, columns.said("max")])
+    return joined([*parts, columns.said("max")])

@@ -26,7 +26,7 @@ from plimsoll.text import counted
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
-# Kinds of events by which the watch says that something is missing; the others are told of in grey.
+# Kinds of events by which the watch says that something is missing; the others are grey.
 _LOST = ("failure", "not measured", "capped", "rank lost", "folder lost", "dropped")
 _MOST_LANES, _MOST_MARKS, _MOST_LINES = 12, 300, 8
 
@@ -86,10 +86,10 @@ def _lane(kind: str, events: Sequence[Event]) -> Lane:
 
 def _missing(view: View) -> list[str]:
     """Missing parts of the record, line by line, safe to show."""
-    told = [f"dropped: {counted(n, 'record')} ({safe(reason)})" for reason, n in sorted(view.run.dropped.items())]
-    told += [wrapped(problem, 110, 220) for problem in view.run.problems]
-    more = len(told) - _MOST_LINES
-    return told if more <= 0 else [*told[:_MOST_LINES], f"and {more:,} more"]
+    lines = [f"dropped: {counted(n, 'record')} ({safe(reason)})" for reason, n in sorted(view.run.dropped.items())]
+    lines += [wrapped(problem, 110, 220) for problem in view.run.problems]
+    more = len(lines) - _MOST_LINES
+    return lines if more <= 0 else [*lines[:_MOST_LINES], f"and {more:,} more"]
 
 
 def _under(words: Sequence[str]) -> list[Layout]:

@@ -169,13 +169,13 @@ def _summed(cells: Cells) -> Cells:
 
 def _said(window: tuple[int, int] | None, used: tuple[int, int] | None, lost: Floats, over: Floats) -> str:
     if window is not None:
-        told = f"{scale_range(*window)} work at all steps: nothing overflows, less than 1 % of any layer is lost"
+        usable = f"{scale_range(*window)} work at all steps: nothing overflows, less than 1 % of any layer is lost"
     else:
         best = int(np.argmax(over > 0)) - 1
-        told = f"no scale works for all layers: below overflow, {percent(float(lost[max(best, 0)]))} is lost at best"
+        usable = f"no scale works for all layers: below overflow, {percent(float(lost[max(best, 0)]))} is lost at best"
     if used is None:
-        return joined([told, "no loss scale was recorded"])
-    return joined([told, f"used: {scale_range(*used)}"])
+        return joined([usable, "no loss scale was recorded"])
+    return joined([usable, f"used: {scale_range(*used)}"])
 
 
 def _window_mark(window: tuple[int, int] | None) -> tuple[list[Layout], list[Layout]]:

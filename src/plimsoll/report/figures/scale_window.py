@@ -163,15 +163,15 @@ def _said(window: tuple[int, int] | None, need: Floats, room: Floats, used: Floa
     known = ~np.isnan(need)
     none, columns = int((need > room)[known].sum()), counted(int(known.sum()), noun)
     if window is not None:
-        told = [f"{scale_range(*window)} work at all steps"]
+        parts = [f"{scale_range(*window)} work at all steps"]
     elif none:
-        told = [f"none works at {none:,} of {columns}, shaded red"]
+        parts = [f"none works at {none:,} of {columns}, shaded red"]
     else:
-        told = ["one works at each step, but no single one at all steps"]
+        parts = ["one works at each step, but no single one at all steps"]
     if used is None:
-        return joined([*told, "no loss scale was recorded"])
+        return joined([*parts, "no loss scale was recorded"])
     below = int(((used < need) & known).sum())
     above = int(((used > room) & known).sum())
-    told += [f"the one used was too low at {below:,} of {columns}"] if below else []
-    told += [f"too high at {above:,} of {columns}"] if above else []
-    return joined(told)
+    parts += [f"the one used was too low at {below:,} of {columns}"] if below else []
+    parts += [f"too high at {above:,} of {columns}"] if above else []
+    return joined(parts)

@@ -153,12 +153,12 @@ def _outlook(view: View, collection: str, findings: Sequence[Finding] | None) ->
     """The early rule's outlook in words, with the underflow rate since the finding began, or of the last quarter."""
     if collection != "gradients":
         return ""
-    told = diagnose(view, rules=[UnderflowRising.id, UnderflowHigh.id]) if findings is None else findings
-    rising = next((f for f in told if f.rule == UnderflowRising.id), None)
+    judged = diagnose(view, rules=[UnderflowRising.id, UnderflowHigh.id]) if findings is None else findings
+    rising = next((f for f in judged if f.rule == UnderflowRising.id), None)
     if rising is not None:
         outlook = safe(str(rising.evidence.get("outlook", "watch")))
         return f"<b>outlook: {outlook}</b> (rising since step {rising.since_step:,})"
-    high = next((f for f in told if f.rule == UnderflowHigh.id and f.collection == collection), None)
+    high = next((f for f in judged if f.rule == UnderflowHigh.id and f.collection == collection), None)
     at, _ = underflow_by_step(view, collection)
     rate = underflow_rate(view, collection, int(at[-max(len(at) // 4, 1)]) if len(at) else None)
     if high is not None:

@@ -123,8 +123,8 @@ def _painted(
 def _said(narrow: FormatLosses) -> str:
     if not narrow.censors.any():
         return f"recorded in {', '.join(narrow.cells.formats)}, which flushes nothing"
-    told = ~np.isnan(narrow.cells.column("underflowed"))
-    if not told.any():
+    counted_apart = ~np.isnan(narrow.cells.column("underflowed"))
+    if not counted_apart.any():
         return "what underflowed is estimated; a shadow step would count it"
-    steps = len(np.unique(narrow.cells.at[told]))
+    steps = len(np.unique(narrow.cells.at[counted_apart]))
     return f"what underflowed is counted at {counted(steps, 'shadow step')}, and estimated at the others"

@@ -17,8 +17,8 @@ from plimsoll.watch.companion import WatchAccess
 class Training:
     """The training that a guard acts on; loop and scaler are held weakly, so that the guard keeps no model alive."""
 
-    def __init__(self, beside: WatchAccess, loop: Any, scaler: Any) -> None:
-        self.beside = beside
+    def __init__(self, access: WatchAccess, loop: Any, scaler: Any) -> None:
+        self.access = access
         self._loop = None if loop is None else weakref.ref(loop)
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self.keeper: CheckpointStore
@@ -37,17 +37,17 @@ class Training:
 
     def modules_of(self, finding: Finding) -> list[str]:
         """The modules that a finding names, by the run's names; those that are not in the model are left out."""
-        found = dict.fromkeys(_module_of(name, finding.collection, self.beside.root) for name in finding.where)
-        known = self.beside.modules()
+        found = dict.fromkeys(_module_of(name, finding.collection, self.access.root) for name in finding.where)
+        known = self.access.modules()
         return [name for name in found if name in known]
 
     def in_model(self, name: str) -> str:
         """A module's name within the model, where the root's is empty."""
-        return "" if name == self.beside.root else name
+        return "" if name == self.access.root else name
 
     def module(self, name: str) -> nn.Module:
         """A module by the run's name."""
-        return self.beside.modules()[name]
+        return self.access.modules()[name]
 
 
 class GuardAction(ABC):

@@ -43,18 +43,18 @@ class ToBF16(GuardAction):
         """The modules that are not in BF16 yet, or the run."""
         named = self.training.modules_of(finding)
         left = [name for name in named if not self._is_done(name)]
-        beside, loop = self.training.beside, self.training.loop
+        access, loop = self.training.access, self.training.loop
         owners = [
             name
-            for name, module in beside.modules().items()
+            for name, module in access.modules().items()
             if next(module.parameters(recurse=False), None) is not None
         ]
-        whole = not named or tries > 0 or beside.root in named or 2 * len(set(named) & set(owners)) > len(owners)
-        if beside.root in self._done or (not whole and not left):
+        whole = not named or tries > 0 or access.root in named or 2 * len(set(named) & set(owners)) > len(owners)
+        if access.root in self._done or (not whole and not left):
             return "it runs in BF16 already"
         if loop is not None and whole:
             return self._run_of_loop(finding, since, loop)
-        where = [beside.root] if whole else left
+        where = [access.root] if whole else left
         half = next((n for n in where if any(p.dtype is _HALF for p in self.training.module(n).parameters())), None)
         if half is not None and loop is None:
             return f"the weights of {half} are torch.float16, which autocast does not change"
@@ -77,7 +77,7 @@ class ToBF16(GuardAction):
         loop = self.training.loop
         if loop is not None and not order.where:
             loop.change(str(order.after))
-            self._done.add(self.training.beside.root)
+            self._done.add(self.training.access.root)
             return
         if loop is not None:
             policy = loop.policy
@@ -130,7 +130,7 @@ class Clamp(GuardAction):
             return "only what modules return is clamped"
         named = [name for name in finding.where if ":output" in name]
         modules = dict.fromkeys(name.partition(":")[0] for name in named)
-        known = self.training.beside.modules()
+        known = self.training.access.modules()
         left = [name for name in modules if name in known and name not in self._done]
         if not left:
             return "these modules are clamped already" if modules else "the finding is about inputs of modules"
@@ -147,7 +147,7 @@ class Clamp(GuardAction):
         """Clamps them, before the watch's own hooks see what they return."""
         from plimsoll.precision import clamp_residuals
 
-        model: Any = self.training.beside.model
+        model: Any = self.training.access.model
         modules = [self.training.in_model(name) or "model" for name in order.where]
         self._clamps.append(clamp_residuals(model, modules, "fp16", gradient="pass", first=True))
         self._done |= set(order.where)

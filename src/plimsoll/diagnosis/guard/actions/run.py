@@ -30,7 +30,7 @@ class Skip(GuardAction):
 
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
         """The next step."""
-        if self.training.loop is None and not self.training.beside.optimizers:
+        if self.training.loop is None and not self.training.access.optimizers:
             return "the watch has no optimizer whose step could be skipped"
         return self.order(finding, since, "the next optimizer step is skipped")
 
@@ -41,9 +41,9 @@ class Skip(GuardAction):
             return
         from plimsoll.precision.training.loop_control import DropsGradients
 
-        beside = self.training.beside
-        if beside.model is not None:
-            self._drops = DropsGradients(beside.model, beside.optimizers)
+        access = self.training.access
+        if access.model is not None:
+            self._drops = DropsGradients(access.model, access.optimizers)
 
     def between(self) -> None:
         """The step that was to be left out is over."""
@@ -71,7 +71,7 @@ class Rollback(GuardAction):
         if saved is None:
             there = ", ".join(map(str, self.training.keeper.steps)) or "none"
             return f"no checkpoint was passed before step {since} (of steps: {there}); call guard.checkpoint()"
-        now = self.training.beside.next_step
+        now = self.training.access.next_step
         return self.order(finding, since, "the last checkpoint from before it", before=now, after=saved.step)
 
     def carry_out(self, order: Order) -> None:
@@ -94,19 +94,19 @@ class Stop(GuardAction):
 
     def carry_out(self, order: Order) -> NoReturn:
         """Flushes the run, writes the report, and raises."""
-        beside = self.training.beside
-        beside.settle()
-        beside.hand_over()
-        beside.flush(_FLUSH_SECONDS)
+        access = self.training.access
+        access.settle()
+        access.hand_over()
+        access.flush(_FLUSH_SECONDS)
         where = None
-        if self._report is not None and beside.rank == 0:
+        if self._report is not None and access.rank == 0:
             try:
-                where = self._report(beside.path)
-            except Exception as error:  # noqa: BLE001  (the training is to end as it was told to, report or not)
-                beside.failed("the guard's report", error)
+                where = self._report(access.path)
+            except Exception as error:  # noqa: BLE001  (the training is to end, report or not)
+                access.failed("the guard's report", error)
         report = f" The report is at {where}." if isinstance(where, Path) else ""
         raise GuardStop(
-            f"Guard: expected a training that is sound; got {order.finding} Look at the run in {beside.path}; stop was "
+            f"Guard: expected a training that is sound; got {order.finding} Look at the run in {access.path}; stop was "
             f"allowed by actions=.{report}"
         )
 

@@ -50,7 +50,7 @@ class Origin:
     outputs: Sequence[Operand] = ()
     memory: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])  # of its operands
     scalars: Mapping[str, float | int | str] = field(default_factory=dict[str, "float | int | str"])
-    worst: str = ""  # the output that is told of
+    worst: str = ""  # the output that is named
     count: int = 0
     total: int = 0
     first_index: tuple[int, ...] = ()

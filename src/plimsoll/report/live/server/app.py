@@ -219,20 +219,20 @@ def _takes_gzip(request: Request) -> bool:
 
 
 def _add_errors(inner: FastAPI, answers: Api) -> None:
-    def told(request: Request, status: int, text: str) -> Response:
+    def refusal(request: Request, status: int, text: str) -> Response:
         if is_api(request.url.path):
             return Response(encoded({"error": text}), status, media_type="application/json")
         return Response(f"{text}\n", status, media_type="text/plain")
 
     async def refused(request: Request, error: Exception) -> Response:
         status = next(number for kind, number in _STATUS if isinstance(error, kind))
-        return told(request, status, within(str(error), answers.root))
+        return refusal(request, status, within(str(error), answers.root))
 
     async def unknown(request: Request, _: Exception) -> Response:
-        return told(request, 404, "plimsoll: there is nothing at this address. The page begins at /.")
+        return refusal(request, 404, "plimsoll: there is nothing at this address. The page begins at /.")
 
     async def defect(request: Request, _: Exception) -> Response:  # uvicorn prints the traceback
-        return told(request, 500, "plimsoll: internal error. See the terminal that runs plimsoll serve.")
+        return refusal(request, 500, "plimsoll: internal error. See the terminal that runs plimsoll serve.")
 
     handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
         PlimsollError: refused, 404: unknown, 405: unknown, Exception: defect

@@ -111,8 +111,8 @@ class _Place:
         names = [*LOOPBACK, _bracketed(self.host)]
         if self._address.is_unspecified:  # of every address of this machine, and of its names
             names = [*LOOPBACK, socket.gethostname(), socket.getfqdn()]
-        told = [f"{name}:{self.port}" for name in dict.fromkeys(names)]
-        return [*told, ANY_ADDRESS] if self._address.is_unspecified else told
+        hosts = [f"{name}:{self.port}" for name in dict.fromkeys(names)]
+        return [*hosts, ANY_ADDRESS] if self._address.is_unspecified else hosts
 
     def address(self, token: str | None) -> str:
         """The page's address, with the token in it."""
