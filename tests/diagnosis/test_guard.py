@@ -78,8 +78,8 @@ def test_rules_and_thresholds_are_those_of_diagnose(tmp_path: Path) -> None:
 def test_looks_happen_in_the_background_and_acts_on_the_training_thread(tmp_path: Path) -> None:
     model, optimizer, scaler, watch, guard = low(tmp_path, dry_run=False, every=5, cpu_share=1.0)
     looked, acted = [], []
-    look, carry_out = guard._looker._look, guard._remedies["raise_scale"].carry_out
-    guard._looker._look = lambda step: (looked.append((threading.current_thread().name, step)), look(step))[1]
+    look, carry_out = guard._checker._look, guard._remedies["raise_scale"].carry_out
+    guard._checker._look = lambda step: (looked.append((threading.current_thread().name, step)), look(step))[1]
     guard._remedies["raise_scale"].carry_out = lambda o: (acted.append(threading.current_thread().name), carry_out(o))
 
     train(model, optimizer, scaler, range(12), between=lambda step: wait_for_look(guard))
@@ -94,11 +94,11 @@ def test_a_look_is_left_out_while_one_is_under_way_or_would_cost_too_much(tmp_pa
     model, optimizer, scaler, watch, guard = low(tmp_path, every=1, cpu_share=1e-6)
     going_on = threading.Event()
     gathered: list[int] = []
-    guard._looker._gather = lambda step: (gathered.append(step), going_on.wait(HANG_SECONDS), True)[2]
+    guard._checker._gather = lambda step: (gathered.append(step), going_on.wait(HANG_SECONDS), True)[2]
     train(model, optimizer, scaler, range(5))
     assert gathered == [1]
     going_on.set()
-    guard._looker._thread.join()
+    guard._checker._thread.join()
     train(model, optimizer, scaler, range(5, 10))
     assert gathered == [1]  # the next is due a million times as long after the first as that has taken
     assert len(guard.looks) == 1
@@ -180,9 +180,9 @@ def test_a_look_that_fails_is_recorded_and_training_goes_on(tmp_path: Path) -> N
     def broken(step: int) -> None:
         raise OSError("the folder is gone")
 
-    guard._looker._look = broken
+    guard._checker._look = broken
     train(model, optimizer, scaler, range(4))
-    guard._looker._thread.join()
+    guard._checker._thread.join()
     train(model, optimizer, scaler, range(4, 6))
     watch.close()
     failures = [e.message for e in pl.Run(tmp_path / "run").events() if e.kind == "failure"]

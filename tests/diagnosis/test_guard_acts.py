@@ -95,7 +95,7 @@ def test_a_model_by_hand_goes_over_to_bf16_where_all_layers_suffer(tmp_path: Pat
 
 def test_bf16_enters_whatever_autocast_is_in_force() -> None:
     """torch's own, an emulation, or none; and leaves it as it was when the module raises."""
-    from plimsoll.diagnosis.guard.actions.bf16_region import InBF16
+    from plimsoll.diagnosis.guard.actions.modules import InBF16
 
     seen: list[torch.dtype] = []
 
@@ -224,7 +224,7 @@ def test_a_run_that_goes_nan_is_rolled_back_and_trains_on(tmp_path: Path) -> Non
     for now, then in zip(generators[0][:1], saved["random"][:1], strict=True):
         assert torch.equal(now, then)
     assert generators[0][1] == saved["random"][1] and (generators[0][2] == saved["random"][2]).all()
-    refused = [event for event in pl.Run(tmp_path / "run").events() if "no checkpoint was kept" in event.message]
+    refused = [event for event in pl.Run(tmp_path / "run").events() if "no checkpoint was saved" in event.message]
     assert "b.weight holds values that are not finite" in refused[0].message
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from plimsoll.diagnosis import Finding, Limits, Look
 from plimsoll.diagnosis.finding import Action
-from plimsoll.diagnosis.guard.action_choice import Chooser, chain
+from plimsoll.diagnosis.guard.action_choice import ActionChooser, chain
 from plimsoll.diagnosis.guard.records import ACTIONS, Act, Order
 from plimsoll.errors import ArgumentError
 
@@ -50,11 +50,11 @@ class Proposer:
 
 def chooser(
     *allowed: Action, dry_run: bool = False, begin: int = 0, severity: str = "warning", **limits: int
-) -> Chooser:
-    return Chooser(allowed or ACTIONS, Limits(**limits), begin, severity, dry_run=dry_run)
+) -> ActionChooser:
+    return ActionChooser(allowed or ACTIONS, Limits(**limits), begin, severity, dry_run=dry_run)
 
 
-def taken(chooser: Chooser, looks: list[Look], propose: Proposer | None = None) -> list[tuple[int, str]]:
+def taken(chooser: ActionChooser, looks: list[Look], propose: Proposer | None = None) -> list[tuple[int, str]]:
     """The steps after which something was done, and what."""
     found = []
     for each in looks:
@@ -171,7 +171,7 @@ def test_no_action_is_taken_more_often_than_its_total() -> None:
 
 
 def test_why_nothing_can_be_done_is_told() -> None:
-    def helpless(chosen: Chooser, *findings: Finding, **proposer: object) -> dict[str, str]:
+    def helpless(chosen: ActionChooser, *findings: Finding, **proposer: object) -> dict[str, str]:
         return chosen.choose(look(10, *findings), 11, Proposer("raise_scale"))[1]
 
     assert helpless(chooser("raise_scale"), finding(until=10)) == {"underflow-high": "raise_scale: it cannot be"}

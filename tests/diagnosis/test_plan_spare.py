@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from plimsoll.diagnosis import plan
-from plimsoll.diagnosis.planning.headroom import spare
+from plimsoll.diagnosis.planning.series_windows import spare
 from plimsoll.formats import E5M2
 from tests.support.cases import each
 from tests.support.diagnosis.planned import layers, written

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plimsoll.diagnosis.estimates.element_counts import Populations
-from plimsoll.diagnosis.estimates.rounding_noise import noise_and_signal
+from plimsoll.diagnosis.estimates.rounding_noise import Noise
 from plimsoll.diagnosis.tables.cells import Cells, read
 from plimsoll.formats import get
 from plimsoll.runs import Batch, Run, RunWriter
@@ -71,7 +71,7 @@ def test_fractions_are_those_of_fit(recorded: tuple[Run, Cells], name: str) -> N
 def test_noise_is_that_of_fit(recorded: tuple[Run, Cells], name: str) -> None:
     run, cells = recorded
     for shift in SHIFTS:
-        noise, signal = noise_and_signal(Populations(cells=cells), get(name), shift)
+        noise, signal = Noise(values=Populations(cells=cells)).of(get(name), shift)
         for row, s in spectra(run, cells):
             found = 10 * math.log10(signal[row] / noise[row]) if noise[row] > 0 else math.inf
             expected = s.fit(name, shift).snr_db

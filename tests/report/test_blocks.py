@@ -9,7 +9,7 @@ import torch
 
 from plimsoll.diagnosis import View, whatif
 from plimsoll.errors import NotRecordedError
-from plimsoll.report.live.server.answers import Answers
+from plimsoll.report.live.server.answers import Api
 from plimsoll.report.single_file.offline_whatif import SHIFTS, offline
 from plimsoll.runs import Batch, Run, RunWriter
 from tests.runs.test_blocks import wide_rows
@@ -35,7 +35,7 @@ def written(path: Path, block: int) -> Path:
 )
 def test_the_page_offers_what_the_run_can_answer(tmp_path: Path, block: int, offered: list[str]) -> None:
     written(tmp_path / "runs" / "run", block)
-    answers = Answers(tmp_path / "runs")
+    answers = Api(tmp_path / "runs")
     formats = json.loads(answers.run("run"))["formats"]
     assert [name for name in formats if name.startswith(("mx", "nv"))] == offered
     assert "e4m3" in formats

@@ -20,7 +20,7 @@ from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
 from plimsoll.diagnosis.what_if.scale_windows import scales
 from plimsoll.diagnosis.wording import layer_name
 from plimsoll.report import html, markdown, summary
-from plimsoll.report.live.server.answers import Answers
+from plimsoll.report.live.server.answers import Api
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary
 from plimsoll.report.verdicts.verdict import leading
@@ -54,7 +54,7 @@ def plain(page: str) -> str:
 @pytest.fixture(scope="module")
 def surfaces(folder: Path) -> dict[str, str]:
     runner = CliRunner(env={"COLUMNS": "400"})
-    answers = Answers(folder)
+    answers = Api(folder)
     ids = {run.name: run.id for run in answers.live.list.runs(0)}
     try:
         found = {
@@ -142,14 +142,14 @@ def test_numbers_of_every_rule_are_spelled_alike(fault: Fault, tmp_path: Path) -
 
 
 @pytest.fixture(scope="module")
-def answers(folder: Path) -> Iterator[Answers]:
-    found = Answers(folder)
+def answers(folder: Path) -> Iterator[Api]:
+    found = Api(folder)
     yield found
     found.close()
 
 
 @pytest.mark.parametrize("fmt", ["fp16", "bf16", "e4m3"])
-def test_there_is_one_window_of_scales(folder: Path, answers: Answers, fmt: str) -> None:
+def test_there_is_one_window_of_scales(folder: Path, answers: Api, fmt: str) -> None:
     view = View(Run(folder / "fp16"))
     found = whatif(view, fmt)
     window = found.overall.window
@@ -177,7 +177,7 @@ def test_what_a_format_lost_itself_raises_the_scale_that_it_needs(folder: Path) 
 
 
 def test_what_if_says_the_same_in_the_report_the_terminal_and_the_page(
-    surfaces: dict[str, str], folder: Path, answers: Answers
+    surfaces: dict[str, str], folder: Path, answers: Api
 ) -> None:
     for fmt in ("fp16", "bf16", "e4m3", "e5m2"):
         found = whatif(folder / "fp16", fmt)
@@ -193,7 +193,7 @@ def test_what_if_says_the_same_in_the_report_the_terminal_and_the_page(
     assert "about 0 % (0 % to" in surfaces["html"]  # what FP16 has lost is in the bounds
 
 
-def test_tensors_of_a_what_if_stand_in_one_order(surfaces: dict[str, str], folder: Path, answers: Answers) -> None:
+def test_tensors_of_a_what_if_stand_in_one_order(surfaces: dict[str, str], folder: Path, answers: Api) -> None:
     found = whatif(folder / "fp16", "fp16").rows
     asked = json.loads(answers.whatif("fp16", {"format": "fp16"}))["rows"]
     assert [row["name"] for row in asked] == [row.name for row in found]
@@ -206,7 +206,7 @@ def test_tensors_of_a_what_if_stand_in_one_order(surfaces: dict[str, str], folde
 # -- facts, events, findings
 
 
-def test_facts_have_one_name_and_one_value(surfaces: dict[str, str], told: Summary, answers: Answers) -> None:
+def test_facts_have_one_name_and_one_value(surfaces: dict[str, str], told: Summary, answers: Api) -> None:
     asked = json.loads(answers.run("fp16"))["shown"]
     facts = [list(fact) for fact in summary_text.facts(told)]
     assert asked["facts"] == facts and {"Steps", "Samples", "Started", "Record"} <= {name for name, _ in facts}
@@ -223,7 +223,7 @@ def test_events_stand_in_the_same_columns_and_order(tmp_path: Path) -> None:
             Event(step=60, kind="skip", message="skipped at scale 2^10", details={"scale": 1024.0, "steps": []})
         )
         writer.write(Event(step=70, kind="trigger", message="the loss rose", details={"loss": 2.26279, "count": 12288}))
-    found = Answers(tmp_path)
+    found = Api(tmp_path)
     try:
         asked = json.loads(found.run("run"))["shown"]["events"]
     finally:

@@ -14,7 +14,7 @@ pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip 
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.report.live.growing_view import LiveView
 from plimsoll.report.live.run_index.run_list import RunsList
-from plimsoll.report.live.server.answers import Answers
+from plimsoll.report.live.server.answers import Api
 from plimsoll.report.live.server.app import app
 from plimsoll.runs import Run, RunWriter, Scalars
 from plimsoll.runs.storage import location as _location
@@ -203,7 +203,7 @@ def _memory() -> Any:
 def test_storage_that_stops_answering_keeps_what_was_found(tmp_path: Path, store: Any, asked: Asked) -> None:
     put(store, a_run(tmp_path / "a", 1), "a")
     clock = Clock()
-    answers = Answers(URI, clock=clock)
+    answers = Api(URI, clock=clock)
     answers.verdicts.close()
     found = answers.live.list
     (before,) = found.runs()
@@ -278,7 +278,7 @@ QUESTIONS = [
 
 
 def test_answers_are_those_of_a_folder_here(runs_folder: Path, stored: str) -> None:
-    here, there = Answers(runs_folder), Answers(stored)
+    here, there = Api(runs_folder), Api(stored)
     for answers in (here, there):
         answers.verdicts.looked_at("low")
         answers.verdicts.close()  # no thread: the questions find their verdicts

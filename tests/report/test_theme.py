@@ -8,7 +8,7 @@ import pytest
 
 from plimsoll.errors import ArgumentError
 from plimsoll.report import TEMPLATES, themed
-from plimsoll.report.drawing.plotly_parts import line, made
+from plimsoll.report.drawing.plotly_parts import build_figure, line
 from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SEVERITY
 
 MARKS = {"blue": BLUE, "orange": ORANGE, "green": GREEN, "red": RED, "purple": PURPLE, "grey": GREY}
@@ -57,7 +57,7 @@ def test_no_font_is_fetched_and_templates_are_plain_data() -> None:
 
 def test_a_theme_changes_the_template_and_leaves_the_figure() -> None:
     trace = line(np.arange(3), np.ones(3), "a", BLUE, "%{y}")
-    figure = made("test", "title", "", [trace], {"height": 300}, {})
+    figure = build_figure("test", "title", "", [trace], {"height": 300}, {})
     dark = themed(figure, "dark")
     assert dark.layout.template.layout.paper_bgcolor == TEMPLATES["dark"]["layout"]["paper_bgcolor"]
     assert figure.layout.template.layout.paper_bgcolor == "#ffffff"
@@ -65,7 +65,7 @@ def test_a_theme_changes_the_template_and_leaves_the_figure() -> None:
 
 
 def test_another_theme_is_refused() -> None:
-    figure = made("test", "title", "", [], {"height": 300}, {})
+    figure = build_figure("test", "title", "", [], {"height": 300}, {})
     with pytest.raises(ArgumentError, match="themed: expected a theme, 'light' or 'dark'; got 'sepia'. Choose one"):
         themed(figure, "sepia")  # pyright: ignore[reportArgumentType]
 
@@ -73,5 +73,5 @@ def test_another_theme_is_refused() -> None:
 def test_no_figure_offers_to_upload_its_data() -> None:
     for template in TEMPLATES.values():
         assert "sendChartToCloud" in template["layout"]["modebar"]["remove"]
-    figure = made("test", "title", "", [], {"height": 300}, {})
+    figure = build_figure("test", "title", "", [], {"height": 300}, {})
     assert "sendChartToCloud" in figure.layout.modebar.remove  # whatever template a user gives it

@@ -19,7 +19,7 @@ from plimsoll.cli import messages, old_spellings
 from plimsoll.cli.options import Quiet, with_repeated_names
 from plimsoll.cli.paths import report_missing_records, start_reading
 from plimsoll.cli.registry import COMMANDS, Command
-from plimsoll.cli.script.runner import Handover
+from plimsoll.cli.script.runner import RunAfterCli
 from plimsoll.errors import MissingExtraError, PlimsollError
 from plimsoll.text import printable
 from plimsoll.version import __version__
@@ -240,7 +240,7 @@ def main() -> None:
     gc.set_threshold(_MANY_OBJECTS, *thresholds[1:])
     try:
         app(prog_name="plimsoll")
-    except Handover as handover:
+    except RunAfterCli as handover:
         script = handover.script
     except Exception:  # noqa: BLE001  (as Python does, with the error's text as a terminal can show it)
         print(printable(traceback.format_exc()), file=sys.stderr, end="")  # noqa: T201

@@ -37,7 +37,7 @@ def rewritten(command: str, arguments: Sequence[str], parameters: Sequence[Any],
     Args:
         command: Name of the command.
         arguments: What follows its name on the command line.
-        parameters: The command's parameters, by which an option with a value is told from a flag.
+        parameters: The command's parameters, which show whether an option takes a value.
         interspersed: Whether options may follow arguments. If not, the first argument ends them: `plimsoll run` leaves
             the options of the script alone.
     """

@@ -14,7 +14,7 @@ from typing import Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.tables.block_cells import BlockCells, read_blocks
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, read
 from plimsoll.errors import ArgumentError, PlimsollError
@@ -71,8 +71,8 @@ class View:
             )
         self.run, self.until = run, until
         self._cells: dict[str, Cells | None] = {}
-        self._narrow: dict[str, Narrow] = {}
-        self._blocks: dict[str, tuple[BlockCells, Narrow] | None] = {}
+        self._narrow: dict[str, FormatLosses] = {}
+        self._blocks: dict[str, tuple[BlockCells, FormatLosses] | None] = {}
         self._scalars: dict[str, tuple[Ints, Floats]] = {}
 
     def cells(self, collection: str) -> Cells | None:
@@ -159,10 +159,10 @@ class View:
     @cached_property
     def ending(self) -> Ending | None:
         """The last recorded early end. None if the run ended properly or still goes on."""
-        told = [e for e in self.events if e.kind == "trigger" and e.details.get("reason") in ("exception", "signal")]
-        told = [e for e in told if e.message not in _SUCCESS]
-        if told:
-            last = max(told, key=lambda event: event.step)
+        endings = [e for e in self.events if e.kind == "trigger" and e.details.get("reason") in ("exception", "signal")]
+        endings = [e for e in endings if e.message not in _SUCCESS]
+        if endings:
+            last = max(endings, key=lambda event: event.step)
             interrupted = last.message.startswith("KeyboardInterrupt")
             how = "signal" if last.details.get("reason") == "signal" else "interrupt" if interrupted else "exception"
             return Ending(how=how, step=last.step, message=last.message.rstrip(": "))
@@ -199,22 +199,22 @@ class View:
         nothing = np.abs(loss[place]) <= _NOTHING * abs(float(np.median(loss[:5])))
         return (known[place] == steps) & nothing
 
-    def narrow(self, collection: str) -> Narrow | None:
+    def narrow(self, collection: str) -> FormatLosses | None:
         """Return the effect of narrow formats on a collection. None if it was not recorded."""
         cells = self.cells(collection)
         if cells is None:
             return None
         if collection not in self._narrow:
-            self._narrow[collection] = Narrow(cells=cells, held=self._held(cells))
+            self._narrow[collection] = FormatLosses(cells=cells, held=self._held(cells))
         return self._narrow[collection]
 
-    def in_blocks(self, collection: str) -> tuple[BlockCells, Narrow] | None:
+    def in_blocks(self, collection: str) -> tuple[BlockCells, FormatLosses] | None:
         """Return the spectra of a collection with their block records. None if it has none."""
         if collection not in self._blocks:
             found = read_blocks(self.run, collection, self.until)
             self._blocks[collection] = None
             if found is not None:
-                self._blocks[collection] = found, Narrow(cells=found.cells, held=self._held(found.cells))
+                self._blocks[collection] = found, FormatLosses(cells=found.cells, held=self._held(found.cells))
         return self._blocks[collection]
 
     def formats(self, collection: str) -> Mapping[str, Format]:

@@ -64,5 +64,5 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
     >>> first_of(["a.0.w", "a.1.w", "b", "c"], 2)
     'a.{0-1}.w, b, ...'
     """
-    told, more, _ = grouped(names, most).partition(" and ")
-    return f"{told}, ..." if more else told
+    listed, more, _ = grouped(names, most).partition(" and ")
+    return f"{listed}, ..." if more else listed

@@ -3,9 +3,8 @@
 from plimsoll import exports
 from plimsoll.fp8.conversion import convert as convert
 from plimsoll.fp8.layer_choice import Left as Left
-from plimsoll.fp8.linear import Linear as Linear
+from plimsoll.fp8.linear import Linear as Linear, cached_weights as cached_weights
 from plimsoll.fp8.products import check as check
 from plimsoll.fp8.scales import agree as agree
-from plimsoll.fp8.weight_cache import cached_weights as cached_weights
 
 exports.show_classes(__name__)

@@ -21,7 +21,7 @@ except ImportError as error:
 def use_scaler(accelerator: Accelerator, scaler: Any) -> None:
     """Make an accelerator scale its losses with this scaler. Call it before `prepare` of the optimizer.
 
-    The scaler is saved and restored with the accelerator's state, and skipped steps are told as its own scaler's are.
+    The scaler is saved and restored with the accelerator's state, and skipped steps are reported like those of its own.
     Raises `ArgumentError` for what is no loss scaler, and where the accelerator trains without one (only at fp16 it has
     one); `StateError` where an optimizer is prepared already, since that keeps the scaler it was given.
     """
@@ -53,4 +53,4 @@ def watch(accelerator: Accelerator, model: nn.Module, *, run: "str | os.PathLike
 
 
 def _optimizers(accelerator: Accelerator) -> list[Any]:
-    return list(cast("Any", accelerator)._optimizers)  # noqa: SLF001  (told nowhere else)
+    return list(cast("Any", accelerator)._optimizers)  # noqa: SLF001  (listed nowhere else)

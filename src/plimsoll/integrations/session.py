@@ -85,13 +85,13 @@ class Session:
 
     def _judge(self) -> None:
         try:
-            told = summary(self.path)
+            result = summary(self.path)
         except PlimsollError as error:
             self._warn(f"{self.path} could not be judged: {error}")
             return
-        self.findings = list(told.findings)
-        if told.state == "alarm":
-            self._warn(f"{told.verdict} plimsoll check {self.path} has the details.")
+        self.findings = list(result.findings)
+        if result.state == "alarm":
+            self._warn(f"{result.verdict} plimsoll check {self.path} has the details.")
 
     def _warn(self, text: str) -> None:
         warnings.warn(printable(f"plimsoll: {text}", lines=False), RuntimeWarning, stacklevel=5)

@@ -5,21 +5,18 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from plimsoll.errors import ArgumentError
 from plimsoll.receipts import page, terminal, wording
+from plimsoll.receipts.rows import ReceiptRecord
 from plimsoll.text import printable
-
-if TYPE_CHECKING:
-    from plimsoll.receipts.result import Receipt
 
 _WIDTH = 120
 
 
-def text(receipt: "Receipt", *, full: bool = False) -> str:
+def text(receipt: ReceiptRecord, *, full: bool = False) -> str:
     """Return the receipt as plain text of at most 120 columns."""
     target = Console(file=io.StringIO(), width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
     with target.capture() as captured:
@@ -27,14 +24,33 @@ def text(receipt: "Receipt", *, full: bool = False) -> str:
     return printable("\n".join(line.rstrip() for line in captured.get().rstrip().split("\n")))
 
 
-def as_json(receipt: "Receipt") -> str:
+def data(receipt: ReceiptRecord) -> dict[str, object]:
+    """Return the receipt as data that JSON can hold."""
+    return {
+        "receipt": 1,
+        "subject": receipt.subject,
+        "verdict": wording.verdict(receipt),
+        "declared": receipt.declared,
+        "did": list(receipt.did),
+        "parameters": receipt.parameters,
+        "deviations": [deviation.to_dict() for deviation in receipt.deviations],
+        "notes": list(receipt.notes),
+        "memory": receipt.memory.to_dict(),
+        "cache": {"hits": receipt.cache_hits, "misses": receipt.cache_misses},
+        "settings": dict(receipt.settings),
+        "rows": [row.to_dict() for row in receipt.rows],
+        "tensors": [tensor.to_dict() for tensor in receipt.tensors],
+    }
+
+
+def as_json(receipt: ReceiptRecord) -> str:
     """Return the receipt as JSON in printable ASCII."""
-    return json.dumps(receipt.to_dict(), indent=2, allow_nan=False).replace("\x7f", "\\u007f")
+    return json.dumps(data(receipt), indent=2, allow_nan=False).replace("\x7f", "\\u007f")
 
 
-def markdown(receipt: "Receipt") -> str:
+def markdown(receipt: ReceiptRecord) -> str:
     """Return the receipt as Markdown, for an issue or a pull request."""
-    parts = [f"**{_escaped(receipt.verdict)}**", _escaped(wording.facts(receipt))]
+    parts = [f"**{_escaped(wording.verdict(receipt))}**", _escaped(wording.facts(receipt))]
     groups = wording.deviation_groups(receipt.deviations)
     if groups:
         rows = [(g.title, g.where, g.first.expected, g.first.actual, g.first.advice) for g in groups]
@@ -58,7 +74,7 @@ def _escaped(cell: str) -> str:
     return clean
 
 
-_FORMS: Mapping[str, Callable[["Receipt"], str]] = {
+_FORMS: Mapping[str, Callable[[ReceiptRecord], str]] = {
     ".html": page.html, ".json": as_json, ".md": markdown, ".txt": text,
 }  # fmt: skip
 ENDINGS = tuple(_FORMS)
@@ -78,7 +94,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return place
 
 
-def write(receipt: "Receipt", path: str | os.PathLike[str]) -> None:
+def write(receipt: ReceiptRecord, path: str | os.PathLike[str]) -> None:
     """Write a receipt in the form that the path's ending names.
 
     Raises:

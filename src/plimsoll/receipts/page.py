@@ -2,13 +2,10 @@
 
 import html as escaping
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from plimsoll.receipts import wording
+from plimsoll.receipts.rows import ReceiptRecord
 from plimsoll.text import printable
-
-if TYPE_CHECKING:
-    from plimsoll.receipts.result import Receipt
 
 # The colours are those of the report (report/page/files/css/base.css).
 _STYLE = """
@@ -42,7 +39,7 @@ summary { cursor: pointer; margin: 1.25rem 0 0.5rem; }
 _LONG = frozenset(("where", "module", "value"))
 
 
-def html(receipt: "Receipt") -> str:
+def html(receipt: ReceiptRecord) -> str:
     """Return the receipt as one page. It loads nothing, and shows every row on demand."""
     rows = "".join(_rows(receipt))
     return (
@@ -54,18 +51,18 @@ def html(receipt: "Receipt") -> str:
     )
 
 
-def fragment(receipt: "Receipt") -> str:
+def fragment(receipt: ReceiptRecord) -> str:
     """Return the receipt for a notebook, which has colours and sizes of its own."""
     return f"<div>{_body(receipt)}</div>"
 
 
-def _body(receipt: "Receipt") -> str:
+def _body(receipt: ReceiptRecord) -> str:
     return "\n".join(_sections(receipt))
 
 
-def _sections(receipt: "Receipt") -> Iterator[str]:
+def _sections(receipt: ReceiptRecord) -> Iterator[str]:
     state = "" if receipt.declared is None else ' class="deviates"' if receipt.deviations else ' class="clean"'
-    yield f"<h1{state}>{_text(receipt.verdict)}</h1>"
+    yield f"<h1{state}>{_text(wording.verdict(receipt))}</h1>"
     yield f'<p class="soft">{_text(wording.facts(receipt))}</p>'
     for group in wording.deviation_groups(receipt.deviations):
         when = f" ({group.when})" if group.when else ""
@@ -88,7 +85,7 @@ def _sections(receipt: "Receipt") -> Iterator[str]:
         yield "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in notes) + "</ul>"
 
 
-def _rows(receipt: "Receipt") -> Iterator[str]:
+def _rows(receipt: ReceiptRecord) -> Iterator[str]:
     if receipt.rows:
         yield f"<details><summary>All {len(receipt.rows):,} rows, in the order of the step</summary>"
         yield _table(*wording.row_table(receipt.rows))

@@ -1,19 +1,19 @@
 """`Receipt`: what one training step really ran in, and where that differs from what was declared."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from plimsoll.notebook_repr import NotebookRepr
-from plimsoll.receipts.rows import Deviation, MemoryUse, Row, TensorRow
+from plimsoll.receipts import wording
+from plimsoll.receipts.rows import ReceiptRecord, Row
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt(NotebookRepr):
+class Receipt(ReceiptRecord, NotebookRepr):
     """Precision receipt of one training step.
 
     Attributes:
@@ -32,49 +32,20 @@ class Receipt(NotebookRepr):
         cache_misses: Casts of weights by autocast.
     """
 
-    subject: str
-    did: tuple[str, ...] = ()
-    declared: str | None = None
-    rows: tuple[Row, ...] = ()
-    deviations: tuple[Deviation, ...] = ()
-    tensors: tuple[TensorRow, ...] = ()
-    memory: MemoryUse = field(default_factory=MemoryUse)
-    settings: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
-    notes: tuple[str, ...] = ()
-    parameters: int = 0
-    cache_hits: int = 0
-    cache_misses: int = 0
-
     @property
     def verdict(self) -> str:
         """One sentence: what was declared, and how many deviations there are."""
-        from plimsoll.receipts.wording import verdict
-
-        return verdict(self)
+        return wording.verdict(self)
 
     def of_module(self, glob: str) -> tuple[Row, ...]:
         """Return the rows of the modules that match a name or glob; the root is "model"."""
-        from plimsoll.receipts.wording import matches
-
-        return tuple(row for row in self.rows if row.module is not None and matches(row.module, glob))
+        return tuple(row for row in self.rows if row.module is not None and wording.matches(row.module, glob))
 
     def to_dict(self) -> dict[str, object]:
         """Return the receipt as data that JSON can hold."""
-        return {
-            "receipt": 1,
-            "subject": self.subject,
-            "verdict": self.verdict,
-            "declared": self.declared,
-            "did": list(self.did),
-            "parameters": self.parameters,
-            "deviations": [deviation.to_dict() for deviation in self.deviations],
-            "notes": list(self.notes),
-            "memory": self.memory.to_dict(),
-            "cache": {"hits": self.cache_hits, "misses": self.cache_misses},
-            "settings": dict(self.settings),
-            "rows": [row.to_dict() for row in self.rows],
-            "tensors": [tensor.to_dict() for tensor in self.tensors],
-        }
+        from plimsoll.receipts.files import data
+
+        return data(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the receipt to a file: .html, .json, .md or .txt.

@@ -1,6 +1,7 @@
 """Records of a receipt: operations, tensors that last, memory, deviations."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from plimsoll.receipts.recording.entries import Cause as Cause, Phase as Phase, Where as Where
@@ -159,3 +160,21 @@ class Deviation:
     def __str__(self) -> str:
         where = ", ".join(part for part in (self.module, self.source_line) if part)
         return f"{self.kind}{f' in {where}' if where else ''}: expected {self.expected}; got {self.actual}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiptRecord:
+    """Facts of a receipt, which its texts, page and table are made from. Documented in `Receipt`."""
+
+    subject: str
+    did: tuple[str, ...] = ()
+    declared: str | None = None
+    rows: tuple[Row, ...] = ()
+    deviations: tuple[Deviation, ...] = ()
+    tensors: tuple[TensorRow, ...] = ()
+    memory: MemoryUse = field(default_factory=MemoryUse)
+    settings: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    notes: tuple[str, ...] = ()
+    parameters: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0

@@ -1,7 +1,7 @@
 """A receipt for the terminal: the verdict and the deviations first, then what ran, then notes."""
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -10,12 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.receipts import wording
-
-if TYPE_CHECKING:
-    from plimsoll.receipts.result import Receipt
+from plimsoll.receipts.rows import ReceiptRecord
 
 
-def renderable(receipt: "Receipt", *, full: bool) -> RenderableType:
+def renderable(receipt: ReceiptRecord, *, full: bool) -> RenderableType:
     """Return the receipt as one renderable.
 
     Args:
@@ -25,9 +23,9 @@ def renderable(receipt: "Receipt", *, full: bool) -> RenderableType:
     return Group(*_parts(receipt, full=full))
 
 
-def _parts(receipt: "Receipt", *, full: bool) -> Iterator[RenderableType]:
+def _parts(receipt: ReceiptRecord, *, full: bool) -> Iterator[RenderableType]:
     style = "bold" if receipt.declared is None else "bold red" if receipt.deviations else "bold green"
-    yield Text(receipt.verdict, style=style)
+    yield Text(wording.verdict(receipt), style=style)
     yield Text(wording.facts(receipt), style="dim")
     for group in wording.deviation_groups(receipt.deviations):
         yield Text()

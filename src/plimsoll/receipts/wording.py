@@ -4,15 +4,12 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from plimsoll.receipts.declared.kinds import KINDS
 from plimsoll.receipts.recording.operations import KINDS as OPERATION_KINDS
-from plimsoll.receipts.rows import Deviation, MemoryUse, Role, Row, TensorRow
+from plimsoll.receipts.rows import Deviation, MemoryUse, ReceiptRecord, Role, Row, TensorRow
 from plimsoll.text import counted, grouped, size
-
-if TYPE_CHECKING:
-    from plimsoll.receipts.result import Receipt
 
 _PHASES = ("forward", "recomputation", "backward", "optimizer")
 _WIDEST = 48  # characters of the modules of a line, for which there is room in 120 columns
@@ -23,7 +20,7 @@ _CAUSES = {
 }  # fmt: skip
 
 
-def verdict(receipt: "Receipt") -> str:
+def verdict(receipt: ReceiptRecord) -> str:
     """Return what was declared, and how many deviations there are."""
     if receipt.declared is None:
         return "Nothing declared."
@@ -40,7 +37,7 @@ def matches(module: str, glob: str) -> bool:
     return module == glob or fnmatch.fnmatchcase(module, glob)
 
 
-def facts(receipt: "Receipt") -> str:
+def facts(receipt: ReceiptRecord) -> str:
     """Return what ran, on which devices."""
     did = ", ".join(receipt.did) or "nothing"
     size_of = f"{receipt.subject}, {receipt.parameters:,} parameters" if receipt.parameters else receipt.subject
@@ -227,7 +224,7 @@ def row_table(rows: Iterable[Row]) -> TableData:
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
 
-def closing(receipt: "Receipt") -> list[str]:
+def closing(receipt: ReceiptRecord) -> list[str]:
     """Return the sentences below the tables: memory, autocast's cache, notes."""
     return [x for x in (memory_words(receipt.memory), cache_words(receipt), *receipt.notes) if x]
 
@@ -244,7 +241,7 @@ def memory_words(memory: MemoryUse) -> str:
     return f"Memory: {', '.join(parts)}; at most {size(memory.peak)} at once. {size(memory.moved)} read and written."
 
 
-def cache_words(receipt: "Receipt") -> str:
+def cache_words(receipt: ReceiptRecord) -> str:
     """Return what autocast's cache did; empty where autocast cast no weight."""
     if not receipt.cache_misses:
         return ""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         Kept as Kept,
         RemainingFactor as RemainingFactor,
     )
-    from plimsoll.unit.folding.fold_model import fold as fold
+    from plimsoll.unit.folding import fold as fold
     from plimsoll.unit.optim.parameter_kinds import (
         kinds_of as kinds_of,
         tag as tag,
@@ -46,7 +46,7 @@ _MODULES = {
     **dict.fromkeys(("Left", "SkippedOperation"), "changes"),
     **dict.fromkeys(("Converted", "Folded", "Kept", "RemainingFactor"), "conversion.converted_modules"),
     "convert": "conversion.convert_model",
-    "fold": "folding.fold_model",
+    "fold": "folding",
     **dict.fromkeys(("kinds_of", "tag", "tag_depth", "tag_fan_in"), "optim.parameter_kinds"),
 }
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plimsoll.unit.conversion.convert_model import convert
-from plimsoll.unit.folding.fold_model import fold
+from plimsoll.unit.folding import fold
 from tests.support.unit.models import MODELS
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from plimsoll import row_layout
 from plimsoll.diagnosis import View
 from plimsoll.formats import FP16
-from plimsoll.report.drawing.plotly_parts import Layout, Trace, made
+from plimsoll.report.drawing.plotly_parts import Layout, Trace, build_figure
 from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, PURPLE
 from plimsoll.report.labels import powers
 from plimsoll.runs import Run
@@ -122,7 +122,7 @@ def histogram(spectrum: Spectrum, title: str) -> "Figure":
     }  # fmt: skip
     meta = {"figure": "gradients", "zero": spectrum.zero_fraction}
     traces = [_bars(exponents, share, *part) for part in _parts(high)]
-    return made("gradients", title, _said(spectrum), [t for t in traces if t["y"].any()], layout_, meta)
+    return build_figure("gradients", title, _said(spectrum), [t for t in traces if t["y"].any()], layout_, meta)
 
 
 def _parts(high: int) -> list[tuple[int, int, str, str]]:

@@ -68,7 +68,7 @@ def receipt(
     printer = Printer(file=_file(output), as_json=as_json, rows=rows, fail=fail_on_deviation, several=False)
     if as_module or _is_script(target):
         session = ReceiptSession(declared, Path(target).name, printer.show, messages.error)
-        raise runner.Handover(lambda: session.run(target, arguments or [], as_module=as_module))
+        raise runner.RunAfterCli(lambda: session.run(target, arguments or [], as_module=as_module))
     if arguments:
         raise ArgumentError(
             f"receipt: expected no arguments after a recorded run; got {' '.join(arguments)!r}. Leave it out."

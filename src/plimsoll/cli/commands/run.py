@@ -111,7 +111,7 @@ def run(
     )
     atexit.register(session.end)
     runner.hear(session.note, session.note_backward)
-    raise runner.Handover(lambda: runner.execute(script, arguments or [], as_module=as_module))
+    raise runner.RunAfterCli(lambda: runner.execute(script, arguments or [], as_module=as_module))
 
 
 class _Session:

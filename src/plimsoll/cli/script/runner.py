@@ -1,7 +1,7 @@
 """Runs a script as ``python SCRIPT`` or ``python -m MODULE`` would, inside this process.
 
 The script gets a `__main__` of its own, for good: classes pickle by it, worker processes find it by its file, and exit
-handlers still see its variables. It is run when the command line's own work is done and off the stack (`Handover`),
+handlers still see its variables. It is run when the command line's own work is done and off the stack (`RunAfterCli`),
 so that what leaves it goes on to the interpreter, which ends as it always does: 1, the script's own status, or SIGINT.
 An uncaught exception is shown here, by whatever `sys.excepthook` is then, without the frames of Plimsoll.
 """
@@ -71,7 +71,7 @@ def _telling(original: Callable[..., Any], tell: Callable[[Any], None]) -> Calla
     return method
 
 
-class Handover(BaseException):
+class RunAfterCli(BaseException):
     """Leaves the command line, and asks for `script` to be called then."""
 
     def __init__(self, script: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from plimsoll.diagnosis.comparison.divergence import Divergence
 from plimsoll.diagnosis.comparison.divergence_search import Search
 from plimsoll.diagnosis.comparison.paired_matrices import Pair
 from plimsoll.diagnosis.tables.cells import Floats, Ints
-from plimsoll.diagnosis.tables.scale_search import said
+from plimsoll.diagnosis.tables.scale_search import sentences
 from plimsoll.diagnosis.view import View
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, get, get_element
@@ -72,7 +72,7 @@ def diff(
         only_a=_only(views[0], views[1]),
         only_b=_only(views[1], views[0]),
         changed=tuple(_changed(views)),
-        notes=tuple(said(search.searches)),
+        notes=tuple(sentences(search.searches)),
     )
 
 

@@ -150,10 +150,10 @@ class Search:
         if name == "gradients":
             np.maximum.at(self.chance, pair.owners, np.nan_to_num(pair.chance[:, at]))
         by_chance, by_luck = self.chance[pair.owners] > _CHANCE, self._by_luck(pair, at)
-        told = np.where(by_chance, 0.0, explained)  # what others inherit
+        passed_on = np.where(by_chance, 0.0, explained)  # what others inherit
         if name == "weights":
             self.wandering = float(np.where(by_chance & (raw <= by_luck), explained, 0.0).max(initial=0.0))
-        upstream = np.concatenate([[0.0], np.maximum.accumulate(told)[:-1]]) * in_order
+        upstream = np.concatenate([[0.0], np.maximum.accumulate(passed_on)[:-1]]) * in_order
         behind = np.inf if self.catching_up else 0.0
         inherited = np.maximum(_AMPLIFIED * np.maximum(self.inherited * since, upstream), behind)
         plain = np.maximum(_UNITS * self.rounding * np.sqrt(1.0 + depth) * few(pair.a.count[:, at]), inherited)
@@ -170,7 +170,7 @@ class Search:
             if parting is not None:
                 yield parting
         if not self.catching_up or name in FORWARD:
-            self.inherited = max(self.inherited, float(told[explained <= plain].max(initial=0.0)))
+            self.inherited = max(self.inherited, float(passed_on[explained <= plain].max(initial=0.0)))
         np.maximum.at(self.noise, pair.owners, np.nan_to_num(raw))
         if name == "updates":
             self.update[pair.owners] = np.nan_to_num(np.fmax(pair.a.rms[:, at], pair.b.rms[:, at]))
@@ -258,7 +258,7 @@ class Search:
         The values of the other run are held against that format.
         """
         more, which, fewer = (1, "B", 0) if b > a else (0, "A", 1)
-        told = f"{percent(max(a, b))} of its values are zero in {which}, {percent(min(a, b))} in {'AB'[fewer]}"
+        shares = f"{percent(max(a, b))} of its values are zero in {which}, {percent(min(a, b))} in {'AB'[fewer]}"
         narrow = self.views[more].narrow(collection)
         assert narrow is not None
         cells = narrow.cells
@@ -268,8 +268,8 @@ class Search:
         shift = round(np.log2(scale))
         fit = self.views[fewer].run.spectrum(collection, name, step).fit(fmt, shift=shift)
         if fit.lost.high * (1 - min(a, b)) < abs(a - b) / 2:
-            return "zeros", told
-        return "underflow", f"{told}: {fmt.name.upper()} at scale 2^{shift} cannot hold them"
+            return "zeros", shares
+        return "underflow", f"{shares}: {fmt.name.upper()} at scale 2^{shift} cannot hold them"
 
     def _loss(self, step: int, depth: int) -> Iterator[Parting]:
         place = self.loss_places.get(step)

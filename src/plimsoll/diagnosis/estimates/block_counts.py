@@ -161,15 +161,15 @@ class BlockTallies:
             bits=np.where(self._scale[1], _NO_GRID, self._grid),
         )
 
-    def _at_least(self, number: Tallies, beside: Tallies, where: NDArray[np.bool_]) -> Tallies:
+    def _at_least(self, number: Tallies, at_end: Tallies, where: NDArray[np.bool_]) -> Tallies:
         """Return a number by depths with the values at the end of the scale's format added.
 
         That number includes values of blocks with NaN or Inf.
         """
         poisoned, total = self.blocks.poisoned, self.blocks.values
-        low = np.where(where, np.maximum(number.low, beside.low - poisoned), number.low)
-        high = np.where(where, np.minimum(number.high + beside.high, total), number.high)
-        estimate = np.where(where, np.maximum(number.estimate, beside.estimate - poisoned), number.estimate)
+        low = np.where(where, np.maximum(number.low, at_end.low - poisoned), number.low)
+        high = np.where(where, np.minimum(number.high + at_end.high, total), number.high)
+        estimate = np.where(where, np.maximum(number.estimate, at_end.estimate - poisoned), number.estimate)
         return _within(low, high, estimate)
 
     def _landed(self, element: Format) -> tuple[Tallies, Tallies, Tallies, Floats]:

@@ -33,7 +33,7 @@ _BELOW = 0.5**_EXPONENTS / (3.5**_EXPONENTS - 0.5**_EXPONENTS)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Narrow:
+class FormatLosses:
     """Effect of formats narrower than FP32 on one collection.
 
     Attributes:
@@ -116,8 +116,8 @@ class Narrow:
         """Cells of narrow formats that are all zero, without the counts of a shadow step."""
         zeros, nonzero = self.cells.total_of("zeros"), self.cells.total(self.cells.nonzero)
         narrow = self.cells.total(self.censors.astype(np.int64)) > 0
-        told = ~np.isnan(self.cells.total_of("underflowed"))
-        return narrow & (zeros > 0) & (nonzero == 0) & ~told
+        known = ~np.isnan(self.cells.total_of("underflowed"))
+        return narrow & (zeros > 0) & (nonzero == 0) & ~known
 
     @cached_property
     def _of_what_was(self) -> Floats:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.diagnosis.estimates.format_losses import Narrow, share
+from plimsoll.diagnosis.estimates.format_losses import FormatLosses, share
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 
 
@@ -46,7 +46,7 @@ class Modules:
         np.logical_or.at(there, self.of_layer, known)
         return np.where(there, result, np.nan)
 
-    def underflow(self, narrow: Narrow) -> Floats:
+    def underflow(self, narrow: FormatLosses) -> Floats:
         """Return the underflow rate of each module."""
         return share(self.total(narrow.lost_of_cell), self.total(narrow.cells.total(narrow.cells.nonzero)))
 

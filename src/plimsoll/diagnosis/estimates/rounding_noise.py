@@ -21,16 +21,6 @@ from plimsoll.spectrum.fit.population import BINADE, overflow_point
 _BINADES: Ints = np.arange(row_layout.BINADES, dtype=np.int64) + row_layout.LOWEST_BINADE
 
 
-def noise_and_signal(values: Populations, fmt: Format, shift: int) -> tuple[Floats, Floats]:
-    """Return the expected sum of squared errors and the sum of squares, by row.
-
-    Both are of the true values. A value that the format represents has an evenly distributed error of its spacing, a
-    lost one the error of its size, an overflowing one its distance to the format's largest value (it is taken to
-    saturate). Values of one binade are spread evenly over it, or over the numbers of the row's grid.
-    """
-    return Noise(values=values).of(fmt, shift)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Kin:
     """Rows of one scale that are on one grid, or on none.
@@ -84,7 +74,11 @@ class Noise:
     values: Populations
 
     def of(self, fmt: Format, shift: int, over: Floats | None = None) -> tuple[Floats, Floats]:
-        """Return noise and signal, as `noise_and_signal` does.
+        """Return the expected sum of squared errors and the sum of squares of the true values, by row.
+
+        A value that the format represents has an evenly distributed error of its spacing, a lost one the error of its
+        size, an overflowing one its distance to the format's largest value (it is taken to saturate). Values of one
+        binade are spread evenly over it, or over the numbers of the row's grid.
 
         Args:
             fmt: The format.

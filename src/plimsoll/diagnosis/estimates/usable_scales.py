@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from plimsoll.diagnosis.estimates.element_counts import Populations
-from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.estimates.module_parameters import Modules
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.view import View
@@ -23,7 +23,7 @@ from plimsoll.formats import FP16, Format
 TOLERANCE = 0.01  # of a layer's values that may be lost
 
 # What was computed of a record, by format.
-_KNOWN: WeakKeyDictionary[Narrow, dict[Format, tuple[Floats, Floats]]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[FormatLosses, dict[Format, tuple[Floats, Floats]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,7 +47,7 @@ class Scales:
         return None if narrow is None else cls.of_record(narrow, fmt, until)
 
     @classmethod
-    def of_record(cls, narrow: Narrow, fmt: Format, until: int | None = None) -> Self:
+    def of_record(cls, narrow: FormatLosses, fmt: Format, until: int | None = None) -> Self:
         """Return the usable scales of a collection up to a step.
 
         They are computed once for each record and format.
@@ -118,7 +118,7 @@ def _layers(cells: Cells) -> Modules:
     return Modules.of(cells) if cells.collection == "gradients" else Modules.apart(cells)
 
 
-def _bounds(narrow: Narrow, layers: Modules, fmt: Format) -> tuple[Floats, Floats]:
+def _bounds(narrow: FormatLosses, layers: Modules, fmt: Format) -> tuple[Floats, Floats]:
     cells, values = narrow.cells, Populations(cells=narrow.cells)
     shape = (len(layers.names), len(cells.steps))
     group, size = layers.of_layer[cells.layer] * shape[1] + cells.at, shape[0] * shape[1]

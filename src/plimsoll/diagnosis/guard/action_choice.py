@@ -32,7 +32,7 @@ class _Track:
     tries: Counter[Action] = field(default_factory=Counter["Action"])
 
 
-class Chooser:
+class ActionChooser:
     """Chooses for one guard; `begin` is the first step that counts."""
 
     def __init__(

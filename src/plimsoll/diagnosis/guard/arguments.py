@@ -1,4 +1,4 @@
-"""What a guard is told, checked and put into the form that it works with."""
+"""Arguments of a guard, checked."""
 
 import difflib
 import os
@@ -9,16 +9,16 @@ from typing import Any, cast, get_args
 import torch
 
 from plimsoll.diagnosis.finding import Action, Severity
-from plimsoll.diagnosis.guard.actions.base import Remedy, Training
+from plimsoll.diagnosis.guard.actions.base import GuardAction, Training
 from plimsoll.diagnosis.guard.actions.modules import Clamp, ToBF16
 from plimsoll.diagnosis.guard.actions.run import Rollback, Skip, Stop, reporting
 from plimsoll.diagnosis.guard.actions.scales import LayerScale, LowerScale, RaiseScale
-from plimsoll.diagnosis.guard.checkpoints import Keeper, Stateful, check_parts
+from plimsoll.diagnosis.guard.checkpoints import CheckpointStore, Stateful, check_parts
 from plimsoll.diagnosis.guard.records import ACTIONS
 from plimsoll.errors import ArgumentError
 from plimsoll.watch import Watch
 
-_KINDS: tuple[type[Remedy], ...] = (LowerScale, RaiseScale, LayerScale, ToBF16, Clamp, Skip, Rollback)
+_KINDS: tuple[type[GuardAction], ...] = (LowerScale, RaiseScale, LayerScale, ToBF16, Clamp, Skip, Rollback)
 
 
 def check_arguments(
@@ -59,17 +59,17 @@ def training_of(
     watch: Watch, loop: Any, scaler: Any, checkpoint: "Mapping[str, Stateful] | None", kept: int
 ) -> Training:
     """What the guard works on; raises `ArgumentError` where its parts do not belong together."""
-    beside = watch.beside
+    access = watch.beside
     if loop is not None:
-        _check_loop(loop, scaler, beside.model)
+        _check_loop(loop, scaler, access.model)
     elif scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ArgumentError(
             f"Guard: expected scaler as a torch.amp.GradScaler or one of plimsoll.scaling; got "
             f"{type(scaler).__name__}. Leave it out, and allow no action on scales."
         )
     check_parts(checkpoint)
-    training = Training(beside, loop, scaler)
-    training.keeper = Keeper(beside, lambda: training.loop, lambda: training.scaler, checkpoint, kept)
+    training = Training(access, loop, scaler)
+    training.keeper = CheckpointStore(access, lambda: training.loop, lambda: training.scaler, checkpoint, kept)
     return training
 
 
@@ -77,12 +77,12 @@ def remedies_of(
     names: Sequence[Action],
     training: Training,
     report: "str | os.PathLike[str] | Callable[[Path], object] | None",
-) -> dict[str, Remedy]:
+) -> dict[str, GuardAction]:
     """The actions that are allowed; raises `ArgumentError` for one that this training cannot have."""
     if report is not None and "stop" not in names:
         raise ArgumentError("Guard: expected report= together with the action stop; got it without. Allow stop.")
     write = None if report is None else reporting(cast("Any", report))
-    made: dict[str, Remedy] = {kind.action: kind(training) for kind in _KINDS if kind.action in names}
+    made: dict[str, GuardAction] = {kind.action: kind(training) for kind in _KINDS if kind.action in names}
     if "stop" in names:
         made["stop"] = Stop(training, write)
     for name, remedy in made.items():

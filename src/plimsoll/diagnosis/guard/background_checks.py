@@ -25,7 +25,7 @@ _RECENT = 8  # samples whose largest gradient tells how much room there is
 _CLOSE_SECONDS = 5.0
 
 
-class Looker:
+class BackgroundChecker:
     """Looks at one run.
 
     - `gather`: called on the looking thread before each look, with its step; says whether all is on disk.

@@ -1,6 +1,6 @@
-"""`Keeper`: checkpoints that a guard may roll back to, and what of the training is in them.
+"""`CheckpointStore`: checkpoints that a guard may roll back to, and what of the training is in them.
 
-Without being told otherwise that is the loop, or in a loop of one's own the model, the watch's optimizers and the
+By default that is the loop, or in a loop of one's own the model, the watch's optimizers and the
 scaler; always the random generators of Python, NumPy, the CPU and the model's device. Where the data loader stands is
 not in it: training goes on with the next batch. Copies lie in the host's memory.
 """
@@ -40,18 +40,18 @@ class Saved:
     random: Mapping[str, Any]
 
 
-class Keeper:
+class CheckpointStore:
     """The last checkpoints of one guard."""
 
     def __init__(
         self,
-        beside: WatchAccess,
+        access: WatchAccess,
         loop: Callable[[], Any],
         scaler: Callable[[], Any],
         given: Mapping[str, Stateful] | None,
         kept: int,
     ) -> None:
-        self._beside, self._loop, self._scaler = beside, loop, scaler
+        self._access, self._loop, self._scaler = access, loop, scaler
         self._given = None if given is None else dict(given)
         self._saved: deque[Saved] = deque(maxlen=kept)
 
@@ -67,20 +67,20 @@ class Keeper:
         loop = self._loop()
         if loop is not None:
             return {"loop": loop}
-        model, scaler = self._beside.model, self._scaler()
+        model, scaler = self._access.model, self._scaler()
         found: dict[str, Any] = {} if model is None else {"model": model}
-        found |= {f"optimizer {i}": optimizer for i, optimizer in enumerate(self._beside.optimizers)}
+        found |= {f"optimizer {i}": optimizer for i, optimizer in enumerate(self._access.optimizers)}
         return found | ({} if scaler is None else {"scaler": scaler})
 
     def refusal(self) -> str | None:
         """Why what would be saved by itself is not all that there is; None if it is."""
-        model = self._beside.model
+        model = self._access.model
         if self._given is not None or self._loop() is not None or model is None:
             return None
-        if not self._beside.optimizers:
+        if not self._access.optimizers:
             return "the watch was given no optimizer; name it in pl.watch, or what to save with checkpoint={...}"
         own = {id(p) for p in model.parameters()}
-        for optimizer in self._beside.optimizers:
+        for optimizer in self._access.optimizers:
             if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
                 return (
                     f"{type(optimizer).__name__} steps tensors other than the model's parameters (master weights?); "
@@ -93,8 +93,8 @@ class Keeper:
         broken = self._broken()
         if broken is None:
             states = state if callable(state) else copied(self._states(state))
-            random = copied(_random().random_state(self._beside.model))
-            self._saved.append(Saved(step=self._beside.next_step, states=states, random=random))
+            random = copied(_random().random_state(self._access.model))
+            self._saved.append(Saved(step=self._access.next_step, states=states, random=random))
         return broken
 
     def good(self, since: int) -> Saved | None:
@@ -112,9 +112,9 @@ class Keeper:
             parts = self.parts()
             for name, state in saved.states.items():
                 parts[name].load_state_dict(copied(state))  # an optimizer goes on writing into what it was given
-        for optimizer in self._beside.optimizers:
+        for optimizer in self._access.optimizers:
             optimizer.zero_grad()
-        _random().restore_random(saved.random, self._beside.model)
+        _random().restore_random(saved.random, self._access.model)
 
     def _states(self, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
         parts = self.parts()
@@ -131,7 +131,7 @@ class Keeper:
 
     def _broken(self) -> str | None:
         """What is not finite in the weights; waits for the device."""
-        model: Any = self._beside.model
+        model: Any = self._access.model
         for name, parameter in () if model is None else model.named_parameters():
             known = parameter.is_floating_point() and parameter.element_size() > 1  # torch cannot ask this of 8 bits
             if known and not bool(parameter.detach().isfinite().all()):

@@ -14,13 +14,13 @@ from types import TracebackType
 from typing import Any
 
 from plimsoll.diagnosis.finding import SEVERITIES, Action, Finding, Severity
-from plimsoll.diagnosis.guard.action_choice import Chooser
+from plimsoll.diagnosis.guard.action_choice import ActionChooser
 from plimsoll.diagnosis.guard.arguments import check_arguments, remedies_of, training_of
-from plimsoll.diagnosis.guard.background_checks import Looker
+from plimsoll.diagnosis.guard.background_checks import BackgroundChecker
 from plimsoll.diagnosis.guard.checkpoints import Restore, Stateful
 from plimsoll.diagnosis.guard.rank_agreement import ranks_of
 from plimsoll.diagnosis.guard.records import Act, Limits, Look, Order
-from plimsoll.diagnosis.guard.step_boundary import Boundary, OfLoop, OfSeams
+from plimsoll.diagnosis.guard.step_boundary import Boundary, HookedBoundary, LoopBoundary
 from plimsoll.diagnosis.rules.base import Rule
 from plimsoll.diagnosis.run_rules import rules_named, with_thresholds
 from plimsoll.errors import ArgumentError, GuardStop
@@ -85,13 +85,15 @@ class Guard:
         applied = with_thresholds(rules_named(rules), thresholds or {})
         self._training = training_of(watch, loop, scaler, checkpoint, kept)
         self._remedies = remedies_of(names, self._training, report)
-        self._beside = self._training.beside
+        self._access = self._training.access
         self._on_finding, self._dry_run, self._every = on_finding, bool(dry_run), every
-        self._chooser = Chooser(names, limits or Limits(), self._beside.next_step, severity, dry_run=self._dry_run)
-        self._ranks = ranks_of(self._beside.path, self._beside.rank, self._beside.world)
-        self._looker = Looker(
-            self._beside.path, applied, share=cpu_share, gather=self._gather,
-            failed=lambda error: self._beside.failed("the guard's look", error),
+        self._chooser = ActionChooser(
+            names, limits or Limits(), self._access.next_step, severity, dry_run=self._dry_run
+        )
+        self._ranks = ranks_of(self._access.path, self._access.rank, self._access.world)
+        self._checker = BackgroundChecker(
+            self._access.path, applied, share=cpu_share, gather=self._gather,
+            failed=lambda error: self._access.failed("the guard's look", error),
         )  # fmt: skip
         self._acts: list[Act] = []
         self._looks: deque[Look] = deque(maxlen=_KEPT_LOOKS)
@@ -101,9 +103,9 @@ class Guard:
         self._helpless: set[tuple[str, str]] = set()
         self._busy = self._closed = False
         self._boundary: Boundary
-        made = OfSeams(self._beside, self._between) if loop is None else OfLoop(loop, self._between)
+        made = HookedBoundary(self._access, self._between) if loop is None else LoopBoundary(loop, self._between)
         self._boundary = made
-        self._forget = self._beside.at_close(self.close)
+        self._forget = self._access.at_close(self.close)
 
     # -- what it has ---------------------------------------------------------------------------------------------------
 
@@ -145,12 +147,12 @@ class Guard:
         Call it between two steps; with several ranks on all of them. On ranks other than 0 it finds nothing.
         """
         self._check_open("look")
-        self._beside.settle()
-        self._beside.hand_over()
-        found = self._looker.now(self._beside.step - 1)
+        self._access.settle()
+        self._access.hand_over()
+        found = self._checker.now(self._access.step - 1)
         self._asked, self._meets = found, True
         if found is None and self._ranks.decides:
-            self._beside.record(
+            self._access.record(
                 "guard", "a check was skipped: not all records were on disk in time", {"action": "none"}
             )
         return () if found is None else found.findings
@@ -166,7 +168,7 @@ class Guard:
         self._check_open("checkpoint")
         broken = self._training.keeper.save(state)
         if broken is not None:
-            self._beside.record("guard", f"no checkpoint was saved: {broken}", {"action": "none"}, warn=True)
+            self._access.record("guard", f"no checkpoint was saved: {broken}", {"action": "none"}, warn=True)
         return broken is None
 
     def close(self) -> None:
@@ -175,7 +177,7 @@ class Guard:
         self._boundary.remove()
         for remedy in self._remedies.values():
             remedy.undo()
-        self._looker.close()
+        self._checker.close()
         self._forget()
 
     def __enter__(self) -> "Guard":
@@ -202,14 +204,14 @@ class Guard:
         except GuardStop:
             raise
         except Exception as error:  # noqa: BLE001  (P2: a guard's mistake must not end the training)
-            self._beside.failed("Guard", error)
+            self._access.failed("Guard", error)
         finally:
             self._busy = False
 
     def _go_on(self) -> None:
         for remedy in self._remedies.values():
             remedy.between()
-        step = self._beside.step
+        step = self._access.step
         due = step > 1 and (step - 1) % self._every == 0
         if not self._ranks.several or due or self._meets:
             order = self._ranks.agree(self._decision(step))
@@ -217,12 +219,12 @@ class Guard:
             if order is not None:
                 self._act(order, step)
         if due:
-            self._beside.hand_over()
-            self._looker.ask(step - 1)
+            self._access.hand_over()
+            self._checker.ask(step - 1)
 
     def _decision(self, step: int) -> Order | None:
         """What to do about what was seen since the last step, if anything was."""
-        look, self._asked = self._asked or self._looker.take(), None
+        look, self._asked = self._asked or self._checker.take(), None
         if look is None:
             return None
         self._looks.append(look)
@@ -231,7 +233,7 @@ class Guard:
         for rule, why in helpless.items():
             if (rule, why) not in self._helpless:
                 self._helpless.add((rule, why))
-                self._beside.record("guard", f"no action for {rule}: {why}", {"action": "none", "rule": rule})
+                self._access.record("guard", f"no action for {rule}: {why}", {"action": "none", "rule": rule})
         return order
 
     def _tell(self, look: Look) -> None:
@@ -243,7 +245,7 @@ class Guard:
                     try:
                         self._on_finding(finding)
                     except Exception as error:  # noqa: BLE001  (the user's function is part of the guard: P2)
-                        self._beside.failed("on_finding", error)
+                        self._access.failed("on_finding", error)
 
     def _propose(self, look: Look, action: Action, finding: Finding, since: int, tries: int) -> Order | str:
         done = next((r for r in self._remedies.values() if r.handled(finding)), None)
@@ -273,15 +275,15 @@ class Guard:
         )  # fmt: skip
         self._acts.append(act)
         if self._ranks.decides or problem is not None:
-            self._beside.record("guard", str(act), act.to_dict(), warn=True)
+            self._access.record("guard", str(act), act.to_dict(), warn=True)
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def _gather(self, step: int) -> bool:
         """All ranks' parts up to the step are on disk; on rank 0 alone it is true."""
         if self._ranks.decides:
-            return self._ranks.gather(step, self._looker.closing) and self._beside.gather(_FLUSH_SECONDS)
-        return self._beside.flush(_FLUSH_SECONDS) and self._ranks.gather(step, self._looker.closing)
+            return self._ranks.gather(step, self._checker.closing) and self._access.gather(_FLUSH_SECONDS)
+        return self._access.flush(_FLUSH_SECONDS) and self._ranks.gather(step, self._checker.closing)
 
     def _check_open(self, operation: str) -> None:
         if self._closed:

@@ -3,7 +3,7 @@
 At every look that is due, all ranks meet once: rank 0 broadcasts what is to be done, over a gloo group of its own, so
 that no device waits. That is the one collective of a guard, of some bytes, every so many steps; a rank that lags holds
 the others up there as it would in the next gradient reduction. Before rank 0 reads the run, each rank has flushed its
-part; that is told through the process group's store, in the background, with no collective.
+part; that is exchanged through the process group's store, in the background, with no collective.
 """
 
 import threading
@@ -21,7 +21,7 @@ _PATIENCE_SECONDS = 30.0  # for the slowest rank's flush
 _POLL_SECONDS = 0.05
 
 
-class Alone:
+class SingleRank:
     """One process: it agrees with itself."""
 
     decides = True
@@ -36,7 +36,7 @@ class Alone:
         return True
 
 
-class Several:
+class ManyRanks:
     """One of several processes."""
 
     several = True
@@ -74,13 +74,13 @@ class Several:
         return not missing
 
 
-def ranks_of(path: Path, rank: int, world: int) -> Alone | Several:
+def ranks_of(path: Path, rank: int, world: int) -> SingleRank | ManyRanks:
     """What agrees; raises `ArgumentError` where there are several ranks and nothing that connects them."""
     if world == 1:
-        return Alone()
+        return SingleRank()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise ArgumentError(
             f"Guard: expected a process group on rank {rank} of {world}; got none, so that ranks could not act alike. "
             "Call torch.distributed.init_process_group before pl.watch."
         )
-    return Several(path, rank, world)
+    return ManyRanks(path, rank, world)

@@ -20,21 +20,21 @@ class Boundary(Protocol):
         """Ends the calls."""
 
 
-class OfLoop:
+class LoopBoundary:
     """The boundary of a loop's steps."""
 
     def __init__(self, loop: Any, between: Callable[[], None]) -> None:
         self.remove = loop.after_each_step(between)
 
 
-class OfSeams(torch_hooks.TrainingEvents):
+class HookedBoundary(torch_hooks.TrainingEvents):
     """The boundary of a hand-written loop, heard where a watch hears of it: a `torch_hooks.TrainingEvents`.
 
     What `between` raises leaves the user's call of ``update`` or ``step``, whose work is done by then.
     """
 
-    def __init__(self, beside: WatchAccess, between: Callable[[], None]) -> None:
-        self._beside, self._between = beside, between
+    def __init__(self, access: WatchAccess, between: Callable[[], None]) -> None:
+        self._access, self._between = access, between
         self._scaler: weakref.ref[Any] | None = None  # what has stepped one of our optimizers
         self._scaled = False  # a loss was scaled in this step: its end is the scaler's update
         self._stepped: set[int] = set()
@@ -50,7 +50,7 @@ class OfSeams(torch_hooks.TrainingEvents):
 
     def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None:
         """A scaler's step has returned."""
-        if innermost(optimizer) in self._beside.optimizers:
+        if innermost(optimizer) in self._access.optimizers:
             self._scaler = weakref.ref(scaler)
 
     def scaler_update_ends(self, scaler: Any) -> None:
@@ -60,7 +60,7 @@ class OfSeams(torch_hooks.TrainingEvents):
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer's step has returned."""
-        ours = self._beside.optimizers
+        ours = self._access.optimizers
         if self._scaled or optimizer not in ours:
             return
         self._stepped.add(id(optimizer))

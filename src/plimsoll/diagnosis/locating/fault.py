@@ -36,7 +36,7 @@ class Operand:
     """A tensor that went into an operation, or came out of it.
 
     `name` is the operation's own name for it, `called` what it is known as (a parameter's name) if it is. The
-    `spectrum` is None where there are no floating values. An operand that is changed in place is told as it was before.
+    `spectrum` is None where there are no floating values. An operand that is changed in place is as it was before.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Fault(NotebookRepr):
 
 _WIDTH = 80
 _INDENT = " " * 11
-_MOST = 6  # operands of one kind that are told
+_MOST = 6  # operands of one kind that are listed
 _PLACES = {
     "before": "before any operation",
     "recomputation": "recomputation of a checkpoint",

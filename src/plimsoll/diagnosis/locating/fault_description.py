@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from plimsoll.diagnosis.finding import shown
 from plimsoll.diagnosis.locating.fault import Fault, Operand, Source, number
-from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Origin, Reached
+from plimsoll.diagnosis.locating.tracing.nonfinite_trail import NonfiniteResult, Origin
 from plimsoll.errors import FormatError
 from plimsoll.formats import Format, get
 from plimsoll.text import percent
@@ -16,9 +16,9 @@ _STEEP = ("exp", "exp2", "expm1", "sinh", "cosh")  # finite for all finite numbe
 _CAST = ("_to_copy", "copy", "to", "type_as", "_copy_from")
 
 
-def told(
+def describe_fault(
     origin: Origin,
-    reached: Reached | None,
+    reached: NonfiniteResult | None,
     names: Names,
     *,
     scale: float | None,
@@ -63,7 +63,7 @@ def source_of(place: Place) -> Source | None:
     return Source(file=place.file, line=place.line, function=place.function, text=place.text)
 
 
-def label(reached: Reached, names: Names) -> str:
+def label(reached: NonfiniteResult, names: Names) -> str:
     """What was reached, in words."""
     if reached.what != "gradient":
         return reached.what

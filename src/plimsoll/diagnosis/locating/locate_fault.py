@@ -8,7 +8,6 @@ the first is the fault. An Inf that reached nothing is harmless, and no fault.
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
 
 from plimsoll.diagnosis.locating.fault import Fault
-from plimsoll.diagnosis.locating.fault_description import label, source_of, told
+from plimsoll.diagnosis.locating.fault_description import describe_fault, label, source_of
 from plimsoll.diagnosis.locating.optimizer_settings import BadSetting, bad_settings
-from plimsoll.diagnosis.locating.tracing.end_checks import Ends
-from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Origin, Reached, blamed
+from plimsoll.diagnosis.locating.tracing.end_checks import EndChecks
+from plimsoll.diagnosis.locating.tracing.nonfinite_trail import NonfiniteResult, Origin, first_cause
 from plimsoll.diagnosis.locating.tracing.operation_check import OperationTracer
 from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.errors import ArgumentError
@@ -30,6 +29,7 @@ from plimsoll.tracing.tensor_names import Names
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.session import nothing_recorded
+from plimsoll.watch.shadow.replay import eagerly
 
 _C = cast("Any", torch)._C  # noqa: SLF001
 
@@ -83,7 +83,7 @@ class _Search(torch_hooks.TrainingEvents):
         self._model = model
         self._before = Before(model) if restore else None
         self._witness = OperationTracer(flush_share, None if self._before is None else self._before.about_to_write)
-        self._ends = Ends(self._witness.trail, [] if model is None else list(model.parameters()))
+        self._ends = EndChecks(self._witness.trail, [] if model is None else list(model.parameters()))
         self._optimizers: list[Any] = []
         self._scale: float | None = None
         self._settings: list[BadSetting] = []  # of the optimizers that step
@@ -94,9 +94,10 @@ class _Search(torch_hooks.TrainingEvents):
         error: Exception | None = None
         names = Names(closure, self._model)
         try:
-            with nothing_recorded(), torch_hooks.exclusive(self), _eagerly(), self._witness:
+            # Compiled code calls no operation that could be checked.
+            with nothing_recorded(), torch_hooks.exclusive(self), eagerly(), self._witness:
                 self._run(closure)
-        except Exception as raised:  # noqa: BLE001  (passed on below, or told in the fault)
+        except Exception as raised:  # noqa: BLE001  (passed on below, or named in the fault)
             error = raised
         finally:
             with torch.no_grad():
@@ -134,14 +135,14 @@ class _Search(torch_hooks.TrainingEvents):
         spoiled = None
         if origin.phase == "backward" and origin.forward is not None and origin.forward.origin is not None:
             origin, spoiled = origin.forward.origin, origin  # harmless itself, but not to its gradient
-        return told(origin, reached, names, scale=self._scale, error=error, spoiled=spoiled)
+        return describe_fault(origin, reached, names, scale=self._scale, error=error, spoiled=spoiled)
 
-    def _first(self, raised: bool) -> tuple[Origin | None, Reached | None]:
+    def _first(self, raised: bool) -> tuple[Origin | None, NonfiniteResult | None]:
         """The origin that is to blame, and what it reached."""
         reached = self._ends.reached
-        origin = blamed({origin for end in reached for origin in end.origins})
+        origin = first_cause({origin for end in reached for origin in end.origins})
         if origin is None and raised:
-            origin = blamed(o for o in self._witness.trail.origins if not o.deliberate)
+            origin = first_cause(o for o in self._witness.trail.origins if not o.deliberate)
         if origin is None:
             return None, None
         found = min((end for end in reached if origin in end.origins), key=lambda end: end.rank, default=None)
@@ -206,11 +207,6 @@ def _check_surroundings() -> None:
             "locate: expected a call between training steps; got one inside a backward or another TorchDispatchMode "
             "(locate itself, a FLOP counter). Call it outside."
         )
-
-
-def _eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Inside, nothing compiled runs: what is compiled calls no operation that could be looked at."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def _no_modes() -> contextlib.AbstractContextManager[Any]:

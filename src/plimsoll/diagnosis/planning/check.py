@@ -101,8 +101,8 @@ class PlanCheck(NotebookRepr):
             holds = f"The plan holds: {len(modules)} module{'s' * (len(modules) != 1)}, none out of range."
             return holds if not self.unknown else f"The plan is not of this model: {missing}{more}."
         first = next(row for row in self.rows if not row.ok)
-        told = f"The plan fails in {len(failing)} of {len(modules)} modules: {shown(first.module)}, {first.why}."
-        return told if not self.unknown else f"{told} And {missing}{more}."
+        sentence = f"The plan fails in {len(failing)} of {len(modules)} modules: {shown(first.module)}, {first.why}."
+        return sentence if not self.unknown else f"{sentence} And {missing}{more}."
 
     def __str__(self) -> str:
         """Return the sentence."""

@@ -8,7 +8,7 @@ from typing import Any
 from plimsoll.diagnosis.planning.format_choice import Judge, Verdict, outward
 from plimsoll.diagnosis.planning.loss_scale import Scales, solve
 from plimsoll.diagnosis.planning.modules import Module, computes, modules_of, named
-from plimsoll.diagnosis.planning.notes import Choice, note, remarks
+from plimsoll.diagnosis.planning.notes import FormatChoice, note, remarks
 from plimsoll.diagnosis.view import View
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.formats import ROLES, Plan, catalogue
@@ -87,27 +87,29 @@ def plan(
     return _made(view, judge, chosen, scales, target.lower(), idle)
 
 
-def _choice(judge: Judge, module: Module, target: str, fallback: str) -> Choice:
+def _choice(judge: Judge, module: Module, target: str, fallback: str) -> FormatChoice:
     tried = catalogue.CHEAPEST if target == "cheapest" else (target,)
     pairs = [pair for name in tried for pair in _PAIRS[name]]
     verdict = Verdict()
     for forward, backward in pairs:
         verdict = judge.verdict(module, forward, backward)
         if verdict.why is None:
-            return Choice(module=module, forward=forward, backward=backward, verdict=verdict, scales=verdict.shifts)
+            return FormatChoice(
+                module=module, forward=forward, backward=backward, verdict=verdict, scales=verdict.shifts
+            )
     return _fallback(judge, module, verdict, fallback)
 
 
-def _fallback(judge: Judge, module: Module, verdict: Verdict, fallback: str) -> Choice:
+def _fallback(judge: Judge, module: Module, verdict: Verdict, fallback: str) -> FormatChoice:
     why = verdict.why
     held = judge.verdict(module, fallback, fallback)
     if held.why is not None and not held.unknown and fallback != "fp32":
         why = why if why == held.why else f"{why}; {held.why}"
         fallback, held = "fp32", Verdict()
-    return Choice(module=module, forward=fallback, backward=fallback, verdict=held, why_not=why)
+    return FormatChoice(module=module, forward=fallback, backward=fallback, verdict=held, why_not=why)
 
 
-def _with_scales(judge: Judge, choice: Choice, scales: Scales, fallback: str) -> Choice:
+def _with_scales(judge: Judge, choice: FormatChoice, scales: Scales, fallback: str) -> FormatChoice:
     name = choice.module.name
     if choice.forward != "fp16":
         return choice
@@ -121,7 +123,9 @@ def _with_scales(judge: Judge, choice: Choice, scales: Scales, fallback: str) ->
     return replace(choice, scales={"gradients": scales.layers[name]} if name in scales.layers else {})
 
 
-def _made(view: View, judge: Judge, chosen: Sequence[Choice], scales: Scales, target: str, idle: Sequence[str]) -> Plan:
+def _made(
+    view: View, judge: Judge, chosen: Sequence[FormatChoice], scales: Scales, target: str, idle: Sequence[str]
+) -> Plan:
     narrow = any(choice.forward == "fp16" for choice in chosen)
     predicted = {choice.module.name: _predicted(judge, choice, scales) for choice in chosen}
     own = {choice.module.name: {role: 2.0**k for role, k in choice.scales.items()} for choice in chosen}
@@ -139,7 +143,7 @@ def _made(view: View, judge: Judge, chosen: Sequence[Choice], scales: Scales, ta
     )
 
 
-def _predicted(judge: Judge, choice: Choice, scales: Scales) -> dict[str, tuple[float, float, float]]:
+def _predicted(judge: Judge, choice: FormatChoice, scales: Scales) -> dict[str, tuple[float, float, float]]:
     found: dict[str, tuple[float, float, float]] = {}
     for role in ROLES:
         shift = choice.scales.get(role, scales.loss if choice.forward == "fp16" and role == "gradients" else 0)

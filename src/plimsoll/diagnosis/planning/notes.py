@@ -19,7 +19,7 @@ Losses = Mapping[str, tuple[float, float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class FormatChoice:
     """Decision on one module.
 
     Attributes:
@@ -35,7 +35,7 @@ class Choice:
     scales: Mapping[Role, int] = field(default_factory=dict["Role", int])
 
 
-def note(judge: Judge, choice: Choice, predicted: Losses) -> str:
+def note(judge: Judge, choice: FormatChoice, predicted: Losses) -> str:
     """Why the module has its format, and what it loses in it."""
     worst = max(predicted, key=lambda role: predicted[role][2], default=None)
     loses = "loses nothing"
@@ -48,15 +48,15 @@ def note(judge: Judge, choice: Choice, predicted: Losses) -> str:
     return f"{loses}{needs}{_left(judge, choice)}"
 
 
-def _left(judge: Judge, choice: Choice) -> str:
+def _left(judge: Judge, choice: FormatChoice) -> str:
     """Return the headroom for steps between samples, if it is larger than the margin."""
     if not judge.follows:
         return ""
-    told = [f"{role} 2^{k}" for role, k in choice.verdict.spare.items() if judge.margin < k < _ENOUGH]
-    return f"; room above for steps not recorded: {', '.join(told)}" if told else ""
+    rooms = [f"{role} 2^{k}" for role, k in choice.verdict.spare.items() if judge.margin < k < _ENOUGH]
+    return f"; room above for steps not recorded: {', '.join(rooms)}" if rooms else ""
 
 
-def remarks(judge: Judge, chosen: Sequence[Choice], scales: Scales | None, idle: Sequence[str]) -> list[str]:
+def remarks(judge: Judge, chosen: Sequence[FormatChoice], scales: Scales | None, idle: Sequence[str]) -> list[str]:
     """Return the plan in one sentence, and remarks on missing data.
 
     Args:
@@ -83,16 +83,16 @@ def remarks(judge: Judge, chosen: Sequence[Choice], scales: Scales | None, idle:
     return found
 
 
-def _summary(judge: Judge, chosen: Sequence[Choice]) -> str:
+def _summary(judge: Judge, chosen: Sequence[FormatChoice]) -> str:
     pairs: dict[str, int] = {}
     for choice in chosen:
         name = "/".join(dict.fromkeys((choice.forward, choice.backward))).upper()
         pairs[name] = pairs.get(name, 0) + 1
-    told = ", ".join(f"{count} in {name}" for name, count in sorted(pairs.items(), key=lambda pair: -pair[1]))
-    return f"{len(chosen)} module{'s' * (len(chosen) > 1)}: {told}{_cost(judge, chosen)}."
+    listed = ", ".join(f"{count} in {name}" for name, count in sorted(pairs.items(), key=lambda pair: -pair[1]))
+    return f"{len(chosen)} module{'s' * (len(chosen) > 1)}: {listed}{_cost(judge, chosen)}."
 
 
-def _cost(judge: Judge, chosen: Sequence[Choice]) -> str:
+def _cost(judge: Judge, chosen: Sequence[FormatChoice]) -> str:
     values = [judge.values(choice.module) for choice in chosen]
     total = sum(forward + backward for forward, backward in values)
     if not total:

@@ -6,6 +6,7 @@ tensor's absmax, and a block's scale rises with its largest value. So a value is
 scale of the tensor's absmax.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +16,7 @@ from numpy.typing import NDArray
 
 from plimsoll.diagnosis.estimates.block_counts import BlockTallies
 from plimsoll.diagnosis.estimates.element_counts import Populations, Tallies, ordinals
-from plimsoll.diagnosis.estimates.format_losses import Narrow
-from plimsoll.diagnosis.planning.headroom import spare
+from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.tables.block_cells import BlockCells
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
@@ -91,7 +91,7 @@ class Bad:
 class Collection:
     """One collection of a run, asked about by the names of its series."""
 
-    def __init__(self, narrow: Narrow, tolerance: float, blocks: BlockCells | None = None) -> None:
+    def __init__(self, narrow: FormatLosses, tolerance: float, blocks: BlockCells | None = None) -> None:
         self.narrow, self.cells, self.tolerance, self.blocks = narrow, narrow.cells, tolerance, blocks
         self.values = Populations(cells=narrow.cells)
         self._place = {name: layer for layer, name in enumerate(self.cells.names)}
@@ -248,3 +248,40 @@ def _flushed_without_tensor_scale(absmax: Floats, fmt: BlockFormat) -> Floats:
     # Blocks below this have a scale of zero.
     dead = np.minimum(absmax, element.max * scale.smallest_subnormal / 2)
     return np.where(absmax > 0, np.maximum(element.smallest_subnormal / 2 * rounded, dead), 0.0)
+
+
+# The largest value of a tensor moves between samples, by an unknown amount. Known is how far it moved from sample to
+# sample. Let the log2 of largest values have exponential tails, which fall by e in b binades. The values then
+# have tails of a power law, heavier than those of most gradients.
+#
+# b is the mean of the absolute difference of two samples: such a difference is Laplace distributed with scale b. With n
+# steps for each recorded one, the largest of the others exceeds the largest recorded one by x binades with probability
+# (n - 1) / (n - 1 + exp(x / b)), since the difference of two Gumbel variables is logistic. For a risk r that is
+# x = b ln((n - 1) (1 - r) / r).
+#
+# For a tensor that moves evenly up or down, b is its movement between samples, and it gets several times that. The mean
+# of k differences is raised by two of its standard errors, 2 / sqrt(k) of it.
+_RISK = 1e-3  # of a tensor whose steps in between go beyond
+_UNKNOWN = 1.0  # binades: a single sample has no known movement
+
+
+def spare(steps: Ints, largest: Floats, trained: int) -> float:
+    """Return the binades to leave above the largest recorded value of a series.
+
+    0 if every step was recorded.
+
+    Args:
+        steps: The recorded steps.
+        largest: The largest value at each. NaN where nothing was recorded.
+        trained: Number of steps of the run. 0: unknown.
+    """
+    known = np.isfinite(largest) & (largest > 0)
+    tops, at = np.log2(largest[known]), steps[known]
+    if not len(tops):
+        return 0.0
+    apart = max(float(np.diff(at).mean()) if len(at) > 1 else 1.0, trained / len(at))
+    if apart <= 1:
+        return 0.0
+    moved = np.abs(np.diff(tops))
+    scale = float(moved.mean()) * (1 + 2 / math.sqrt(len(moved))) if len(moved) else _UNKNOWN
+    return scale * max(math.log((apart - 1) * (1 - _RISK) / _RISK), 0.0)

@@ -26,7 +26,7 @@ def searching(view: View, first: int) -> set[int]:
     return set(found) if after < before else set()
 
 
-def said(searches: tuple[set[int], set[int]]) -> Iterator[str]:
+def sentences(searches: tuple[set[int], set[int]]) -> Iterator[str]:
     """Return a sentence for each run that skipped steps which the other one took.
 
     >>> print(*said(({0}, {0, 1, 2})))

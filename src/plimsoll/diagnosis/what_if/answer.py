@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 
 from plimsoll.diagnosis.estimates.element_counts import Populations, Tallies
-from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.estimates.prediction import Prediction
 from plimsoll.diagnosis.estimates.rounding_noise import Noise
 from plimsoll.diagnosis.estimates.usable_scales import Scales
@@ -108,7 +108,7 @@ def _part(view: View, collection: str, fmt: Format | BlockFormat, shift: int | N
     return predictor_of(narrow).answer(str(view.run.path), fmt, shift)
 
 
-def predictor_of(narrow: Narrow) -> "Predictor":
+def predictor_of(narrow: FormatLosses) -> "Predictor":
     """Return the predictor of a collection, kept as long as the view keeps the collection.
 
     A user asks about many shifts.
@@ -119,7 +119,7 @@ def predictor_of(narrow: Narrow) -> "Predictor":
     return found
 
 
-def predictor_bytes(narrow: Narrow) -> int:
+def predictor_bytes(narrow: FormatLosses) -> int:
     """Return the memory of a collection's predictor, if there is one."""
     found = _PREDICTORS.get(narrow)
     return 0 if found is None else found.size_bytes
@@ -131,7 +131,7 @@ class Predictor:
     Whatever does not depend on the shift is computed once.
     """
 
-    def __init__(self, narrow: Narrow) -> None:
+    def __init__(self, narrow: FormatLosses) -> None:
         self._cells = cells = narrow.cells
         # Not the record itself, which is the key that this is kept by, and would then stay for ever.
         self._narrow = ref(narrow)
@@ -196,7 +196,7 @@ class Predictor:
         )
 
 
-_PREDICTORS: WeakKeyDictionary[Narrow, Predictor] = WeakKeyDictionary()
+_PREDICTORS: WeakKeyDictionary[FormatLosses, Predictor] = WeakKeyDictionary()
 
 
 def _by_cell(cells: Cells, tallies: Tallies) -> tuple[Floats, Floats, Floats]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from plimsoll.diagnosis.estimates.block_counts import BlockTallies
 from plimsoll.diagnosis.estimates.element_counts import Tallies
-from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.estimates.prediction import Prediction
 from plimsoll.diagnosis.tables.block_cells import BlockCells
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
@@ -73,13 +73,13 @@ def has_records(view: View, collection: str, fmt: BlockFormat) -> bool:
     return found is not None and bool((found[0].length == fmt.block).any())
 
 
-def size_bytes(found: tuple[BlockCells, Narrow]) -> int:
+def size_bytes(found: tuple[BlockCells, FormatLosses]) -> int:
     """Return the memory of a collection's records and of the tallies made from them."""
     kept = _TALLIES.get(found[0], {})
     return found[0].size_bytes + sum(each.blocks.size_bytes for _, _, each in kept.values())
 
 
-def _tallies_of(found: tuple[BlockCells, Narrow], block: int) -> tuple[Ints, int, BlockTallies]:
+def _tallies_of(found: tuple[BlockCells, FormatLosses], block: int) -> tuple[Ints, int, BlockTallies]:
     """Return the rows with a record of that block length, the omitted cells, the tallies."""
     blocks = found[0]
     kept = _TALLIES.setdefault(blocks, {})

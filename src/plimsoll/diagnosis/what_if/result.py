@@ -22,7 +22,7 @@ from plimsoll.text import percent, steps
 if TYPE_CHECKING:
     from rich.table import Table
 
-_NARROW = 0.005  # half a per cent of values: an interval of blocks so narrow is told as a point
+_NARROW = 0.005  # half a per cent of values: an interval of blocks so narrow is shown as a point
 
 
 @exports.exported_by("plimsoll.diagnosis")

@@ -2,14 +2,15 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch.utils import checkpoint as _torch_checkpoint
 
 from plimsoll.emulate.casting.argument_casts import CastCache
-from plimsoll.emulate.dispatch import activation_checkpoints
 from plimsoll.emulate.dispatch.operation_kernels import intercept, key_of
 from plimsoll.emulate.dispatch.thread_frame import NO_LISTS, Frame, categories_of, graph_task, local, nesting
 from plimsoll.emulate.operation_counts import Counts
@@ -28,7 +29,7 @@ def entered(frame: Frame) -> Generator[Frame]:
     frame = replace(frame, without_lists=replace(frame, lists=NO_LISTS, categories={}, without_lists=None))
     key = key_of(frame)
     intercept(key, frame.lists, tuple(frame.rules))
-    activation_checkpoints.patch(_under_frame)
+    _patch_checkpoints()
     restore = _switch(before, frame)
     local.frame, local.bypassed = frame, False
     try:
@@ -36,7 +37,7 @@ def entered(frame: Frame) -> Generator[Frame]:
     finally:
         local.frame, local.bypassed = before, bypassed
         restore()
-        activation_checkpoints.unpatch()
+        _unpatch_checkpoints()
 
 
 def _without_tracer(frame: Frame) -> Frame:
@@ -85,3 +86,61 @@ def _under_frame(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return remembered
+
+
+# torch saves the state of its own autocast with an activation checkpoint, and no other state. So while any context is
+# open, the two functions that `torch.utils.checkpoint.checkpoint` calls run the user's function under its frame. A
+# checkpoint made inside recomputes correctly even if its backward runs after the patch is gone.
+_module: Any = _torch_checkpoint
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+
+_lock = threading.Lock()
+_open = 0
+_undo: list[Callable[[], None]] = []
+
+
+def _patch_checkpoints() -> None:
+    """Count one more open context. The first installs the patch."""
+    global _open  # noqa: PLW0603  (the count of the process's one patch)
+    with _lock:
+        if not _open:
+            _undo.append(_replace(_module, _GENERATOR, _generator(getattr(_module, _GENERATOR))))
+            kind = _module.CheckpointFunction
+            _undo.append(_replace(kind, "forward", staticmethod(_forward(kind.forward))))
+        _open += 1
+
+
+def _unpatch_checkpoints() -> None:
+    """Count one open context less. The last removes the patch."""
+    global _open  # noqa: PLW0603
+    with _lock:
+        _open -= 1
+        while not _open and _undo:
+            _undo.pop()()
+
+
+def _generator(original: Any) -> Any:
+    @functools.wraps(original)
+    def generator(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(_under_frame(function), *args, **kwargs)
+
+    return generator
+
+
+def _forward(original: Any) -> Any:
+    @functools.wraps(original)
+    def forward(ctx: Any, run_function: Any, *args: Any) -> Any:
+        return original(ctx, _under_frame(run_function), *args)
+
+    return forward
+
+
+def _replace(owner: Any, name: str, ours: Any) -> Callable[[], None]:
+    original = owner.__dict__[name]
+    setattr(owner, name, ours)
+
+    def undo() -> None:
+        if owner.__dict__.get(name) is ours:  # other code may have wrapped our function since
+            setattr(owner, name, original)
+
+    return undo

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from torch import Tensor
 from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.receipts.recording.accumulators import Switches, product_arithmetic, sum_accumulator
 from plimsoll.receipts.recording.entries import Cause, Entry
-from plimsoll.receipts.recording.observation import Forward
 from plimsoll.receipts.recording.operations import MULTIPLYING, factors_of_names, kind_of
+from plimsoll.receipts.recording.recorder import Forward, Recorder
 from plimsoll.receipts.recording.values import dtype_name, narrower
 from plimsoll.tracing.call_site import Place, look
 from plimsoll.tracing.graph_nodes import cause_of, path_of, place_of
@@ -32,9 +32,6 @@ from plimsoll.tracing.late_patches import when_imported
 from plimsoll.tracing.operation_schema import Facts, facts_of
 from plimsoll.tracing.tensor_memory import tensors_in
 from plimsoll.watch.names import unwrapped
-
-if TYPE_CHECKING:
-    from plimsoll.receipts.recording.recorder import Recorder
 
 _C = cast("Any", torch)._C  # noqa: SLF001
 _ATTENTION = "scaled_dot_product_attention"
@@ -72,7 +69,7 @@ class _Graph:
 class CompiledCode:
     """Adds the operations of compiled code to a recording. Code that is compiled already is compiled again."""
 
-    def __init__(self, recorder: "Recorder") -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._graphs: dict[Any, _Graph] = {}
         self._undo: list[Callable[[], None]] = []

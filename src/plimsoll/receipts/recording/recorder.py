@@ -7,8 +7,9 @@ recorded. Code of torch.compile is compiled as ever; `compiled_code` adds its op
 
 import contextlib
 import os
-from collections.abc import Generator
-from typing import Any, cast
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,18 +17,306 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.emulate import recipe
+from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.formats import Format
-from plimsoll.receipts.recording.entries import Entries
-from plimsoll.receipts.recording.observation import Forward, Observation
-from plimsoll.receipts.recording.values import Memory
-from plimsoll.tracing.call_site import ForwardIndex
-from plimsoll.tracing.operation_schema import bound, facts_of
+from plimsoll.receipts.recording.accumulators import Switches, product_arithmetic, sum_accumulator
+from plimsoll.receipts.recording.entries import Cause, Entries, Entry, Phase
+from plimsoll.receipts.recording.operations import MULTIPLYING, Kind, factors, kind_of
+from plimsoll.receipts.recording.values import Held, Memory, dtype_name, holds, is_code, narrower, size_bytes, spec_name
+from plimsoll.tracing.call_site import ForwardIndex, Place, innermost, look
+from plimsoll.tracing.graph_nodes import cause_of, path_of, place_of
+from plimsoll.tracing.operation_schema import Facts, bound, facts_of
 from plimsoll.tracing.state_snapshot import Before
+from plimsoll.tracing.tensor_memory import tensors_in
 
 _C = cast("Any", torch)._C  # noqa: SLF001
+_CAST_CALLS = frozenset(
+    ("to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy", "convert_element_type")
+)
+_OURS = (str(Path(__file__).parents[2]) + os.sep,)
+_EMULATE, _FP8 = (f"{_OURS[0]}{package}{os.sep}" for package in ("emulate", "fp8"))
+_LISTS, _OPERATIONS = (f"{_EMULATE}{folder}{os.sep}" for folder in ("casting", "operations"))
+_RECIPE = f"{_EMULATE}recipe.py"
+_OBSERVERS = (__file__,)
+_GATHERING = frozenset(("embedding", "index_select", "gather", "index"))  # they read only what they return
 _OPERATOR = cast("Any", torch)._ops.OpOverload  # noqa: SLF001
 _SILENT = frozenset(("detach", "lift_fresh", "alias", "wait_tensor", "_wrap_tensor_autograd", "barrier"))
 _PLAIN = ("torch._subclasses.functional_tensor",)
+
+
+class Forward(NamedTuple):
+    """A forward operation, remembered for its backward."""
+
+    place: Place
+    emulated: bool = False
+    internal: bool = False  # a cast that an emulation makes around an operation of its own
+    callee: str = ""  # the function of torch that was called
+
+
+class Observation:
+    """What an operation reads, and after it has run, what it has made of that."""
+
+    def __init__(self, recorder: "Recorder", facts: Facts, given: Mapping[str, Any]) -> None:
+        self._recorder, self._facts, self._given = recorder, facts, given
+        self._kind: Kind = kind_of(facts)
+        self._backward = _C._current_graph_task_id() != -1  # noqa: SLF001
+        self._node: Any = _C._current_autograd_node() if self._backward else None  # noqa: SLF001
+        self._forward = recorder.forwards.of(self._node) if self._backward else None
+        self._place = look(backward=self._backward)
+        if self._place.root is not None:
+            recorder.roots.setdefault(id(self._place.root), self._place.root)
+        self._inputs = list(tensors_in(dict(given)))
+        self._held = {id(x): recorder.memory.of(x) for x in self._inputs}
+        self._values = {id(x): self._values_of(x) for x in self._inputs}
+        self._scripted = any(held is not None and held.scripted for held in self._held.values())
+        self._caller = innermost(_OBSERVERS) if self._kind == "cast" else innermost(_OURS)
+        self._emulated = self._is_emulated()
+        self._internal = self._is_internal()
+        self._differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in self._inputs)
+        for x in self._inputs:
+            if self._is_written(x):
+                recorder.about_to_write(x)
+        if not self._backward:
+            number = _C._autograd._get_sequence_nr() - 1  # noqa: SLF001  (of the node that was just made for it)
+            made = Forward(self._place, self._emulated, self._internal, self._caller.callee)
+            recorder.forwards.note(made, number)
+
+    def end(self, result: Any) -> None:
+        """Record the operation with its result."""
+        outputs = self._outputs(result)
+        if self._facts.view and any(x is y for x in outputs for y in self._inputs):
+            return  # `to` the dtype that a tensor has
+        floating = [x for x in outputs if x.is_floating_point() or x.is_complex()]
+        entry = None
+        if floating and not self._recorder.muted:
+            found = self._found(floating)
+            entry = self._recorder.entries.add(found, bytes=self._bytes(outputs)) if not self._internal else found
+        self._note_results(floating, entry)
+
+    def end_sum(self, accumulator: str) -> None:
+        """Record it as a product that an emulation has added up in a format of its own."""
+        operands = list(self._inputs)
+        entry = self._entry(operands, dtype_name(operands[0].dtype))
+        entry.accumulate, entry.where = accumulator, "emulated"
+        if self._recorder.recording and self._recorder.muted == 0:
+            self._recorder.entries.add(entry)
+
+    # -- before --------------------------------------------------------------------------------------------------------
+
+    def _values_of(self, x: Tensor) -> str:
+        """Return the format that the values of a tensor have, which may be narrower than its dtype."""
+        held, own = self._held[id(x)], dtype_name(x.dtype)
+        return own if held is None or not holds(own, held.values) else held.values
+
+    def _is_emulated(self) -> bool:
+        if self._backward:
+            return self._forward is not None and self._forward.emulated
+        return thread_frame.current() is not None and thread_frame.local.bypassed
+
+    def _is_internal(self) -> bool:
+        """Whether it is a cast that an emulation makes around an operation of its own, and no cast of the step."""
+        if self._kind != "cast":
+            return False
+        if self._backward and self._forward is not None and self._forward.internal:
+            return True
+        return self._caller.file.startswith((_OPERATIONS, _FP8)) and self._facts.name.startswith("aten.")
+
+    # -- the entry -----------------------------------------------------------------------------------------------------
+
+    def _found(self, outputs: list[Tensor]) -> Entry:
+        if self._kind == "cast":
+            return self._cast(outputs)
+        operands = factors(self._facts, self._given)
+        entry = self._entry(operands, dtype_name(outputs[0].dtype))
+        entry.mixed = len({x.dtype for x in operands if x.dim() and x.is_floating_point()}) > 1
+        if self._kind in MULTIPLYING and operands:
+            self._multiply(entry, operands)
+        elif self._kind in ("reduction", "embedding", "exact") and operands:
+            entry.accumulate = sum_accumulator(self._facts.base, operands[0].dtype, operands[0].device)
+        elif self._kind == "collective" and "reduce" in self._facts.base:
+            entry.accumulate = entry.output  # each hop rounds to the tensor's dtype
+            entry.of_parameters = self._reduces_parameters()
+        return entry
+
+    def _multiply(self, entry: Entry, operands: list[Tensor]) -> None:
+        """Note in which formats a product is multiplied and added up."""
+        a, b = operands[0], operands[-1]
+        size = a.numel() * (b.shape[-1] if b.dim() > 1 else 1)
+        fast = bool(self._given.get("use_fast_accum", False))
+        found = product_arithmetic(self._facts.base, a.dtype, a.device, size, Switches.now(), fast=fast)
+        entry.accumulate, entry.partial = found.accumulate, found.partial
+        rounded = found.multiplied
+        if rounded is not None:
+            entry.values = tuple(rounded if narrower(rounded, value) else value for value in entry.values)
+        if any(is_code(value) and x.element_size() > 1 for value, x in zip(entry.values, operands, strict=True)):
+            entry.where = "emulated"
+
+    def _cast(self, outputs: list[Tensor]) -> Entry:
+        source = self._source(outputs)
+        before, after = dtype_name(source.dtype), self._rounds_to() or dtype_name(outputs[0].dtype)
+        if self._internal:
+            held = self._held.get(id(source))
+            made = None if held is None else held.producer
+            if made is not None and made.where == "emulated":
+                if narrower(after, before):
+                    made.output = after
+                return made
+        if before == after:
+            self._kind = "exact"
+        entry = self._entry([source], after)
+        if self._kind == "cast":
+            entry.cause = self._cause(after, source.device.type)
+            entry.weight = entry.cause == "autocast" and source.is_leaf and source.requires_grad
+            entry.where = "emulated" if entry.cause == "emulation" else "eager"
+            held = self._held.get(id(source))
+            made = None if held is None else held.producer
+            entry.after_cast = made is not None and made.kind == "cast" and made.cause == "script"
+        return entry
+
+    def _source(self, outputs: list[Tensor]) -> Tensor:
+        source = self._given.get("src", self._given.get("self", self._given.get("x")))
+        found = next(tensors_in(source), None)
+        return outputs[0] if found is None else found
+
+    def _rounds_to(self) -> str | None:
+        """Return the format that a cast of Plimsoll rounds to; None for a cast to another dtype."""
+        if not self._facts.name.startswith("plimsoll."):
+            return None
+        spec, dtype = self._given.get("spec"), self._given.get("dtype")
+        if spec is not None:
+            return spec_name(list(spec))
+        return dtype_name(dtype) if isinstance(dtype, torch.dtype) else None
+
+    def _cause(self, after: str, device: str) -> Cause:
+        caller, node = self._caller, self._place.node
+        if node is not None and "original_aten" in node.meta:
+            return cause_of(node, place_of(node))
+        if caller.file.startswith(_LISTS):
+            return "autocast"
+        if self._emulated or caller.file == _RECIPE:
+            return "emulation"
+        if self._node is not None and "ToCopyBackward" in self._node.name():
+            return "backward"
+        if caller.owner == "plimsoll":
+            return "level"
+        if caller.callee in _CAST_CALLS:
+            return "script" if caller.owner == "user" else "torch"
+        listed = after == "fp32" or after == dtype_name(torch.get_autocast_dtype(device))
+        return "autocast" if listed and self._is_autocasting() else "operation"
+
+    def _is_autocasting(self) -> bool:
+        """Whether torch's autocast is around it, or was around what a checkpoint runs again."""
+        return thread_frame.nesting() > 0 and (not self._backward or self._place.recomputing)
+
+    def _entry(self, operands: list[Tensor], output: str) -> Entry:
+        place, path = self._attributed(), None
+        if place.node is not None:
+            traced, path = place_of(place.node), path_of(place.node)
+            place.file, place.line, place.function = traced.file, traced.line, traced.function
+        first = next(iter((*operands, *self._inputs)), None)
+        made = self._forward
+        callee = self._caller.callee if not self._backward else "" if made is None else made.callee
+        return Entry(
+            kind=self._kind,
+            operation=self._facts.name,
+            base=self._facts.base,
+            phase=self._phase(),
+            place=place,
+            module=place.module,
+            path=path,
+            part_of=callee,
+            operands=tuple(dtype_name(x.dtype) for x in operands),
+            values=tuple(self._values[id(x)] for x in operands),
+            output=output,
+            where="emulated" if self._emulated else "eager",
+            node=None if self._node is None else self._node.name(),
+            autocast=self._is_autocasting(),
+            scripted=self._scripted,
+            device="cpu" if first is None else first.device.type,
+        )
+
+    def _attributed(self) -> Place:
+        """Return where it was called from; in a backward, where its forward was, unless code of the user runs."""
+        place = self._place
+        if self._backward and self._forward is not None:
+            there = self._forward.place
+            if place.file is None:
+                place.file, place.line, place.function = there.file, there.line, there.function
+            if place.module is None and not place.recomputing:
+                place.module, place.root = there.module, there.root
+            if place.node is None:
+                place.node = there.node
+        return place
+
+    def _phase(self) -> Phase:
+        recorder = self._recorder
+        if self._backward:
+            return "recomputation" if self._place.recomputing else "backward"
+        inside = self._place.module is not None
+        if recorder.stepping and not self._differentiates and not (inside and torch.is_grad_enabled()):
+            return "optimizer"  # and no forward that a closure of the optimizer runs
+        if inside or self._differentiates:
+            recorder.after_backward = False
+        return "optimizer" if recorder.after_backward else "forward"
+
+    def _reduces_parameters(self) -> bool:
+        """Return whether a collective adds up gradients of parameters, and not those of activations."""
+        if self._place.sharding or (self._node is not None and "AccumulateGrad" in self._node.name()):
+            return True
+        return (self._backward and self._node is None) or self._recorder.after_backward
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def _outputs(self, result: Any) -> list[Tensor]:
+        found = {id(x): x for x in tensors_in(result)}
+        for name in self._facts.written:
+            found |= {id(x): x for x in tensors_in(self._given.get(name))}
+        if self._facts.collective:  # its schema does not say what it writes
+            found |= {id(x): x for x in self._inputs}
+        return list(found.values())
+
+    def _bytes(self, outputs: list[Tensor]) -> int:
+        written = sum(map(size_bytes, outputs))
+        if self._facts.base in _GATHERING:
+            return 2 * written
+        ignored = {id(x) for name in self._facts.discarded for x in tensors_in(self._given.get(name))}
+        read = sum(size_bytes(x) for x in self._inputs if id(x) not in ignored)
+        return 0 if self._facts.uninitialised else read + written
+
+    def _note_results(self, outputs: list[Tensor], entry: Entry | None) -> None:
+        """Note which values the results have, and what has made them."""
+        source = {self._values[id(x)] for x in self._inputs if x.is_floating_point() and not self._is_written(x)}
+        for x in outputs:
+            held = self._recorder.memory.of(x, "other")
+            if held is None:
+                continue
+            own = dtype_name(x.dtype)
+            low = narrower(own, "fp32")
+            held.producer, held.values, held.cast_of = entry, own, None
+            held.scripted = low and self._scripted and self._kind not in MULTIPLYING
+            if self._kind == "cast" and entry is not None:
+                rounded, before = self._rounds_to() or own, self._values[id(self._source(outputs))]
+                held.values = rounded if narrower(rounded, before) else before
+                held.scripted = low and (entry.cause == "script" or self._scripted)
+                self._note_weight(held, outputs, entry)
+            elif self._kind == "exact" and len(source) == 1 and holds(own, next(iter(source))):
+                held.values = next(iter(source))
+        if entry is not None and not self._backward and self._kind != "cast":
+            self._count_uses(entry)
+
+    def _is_written(self, x: Tensor) -> bool:
+        return any(x is y for name in self._facts.written for y in tensors_in(self._given.get(name)))
+
+    def _note_weight(self, held: Held, outputs: list[Tensor], entry: Entry) -> None:
+        """Note memory that holds a weight's cast by autocast, which is kept for the next use."""
+        if entry.weight:
+            held.cast_of, held.uses = self._recorder.memory.key(self._source(outputs)), 0
+
+    def _count_uses(self, entry: Entry) -> None:
+        for held in {id(h): h for h in self._held.values() if h is not None and h.cast_of is not None}.values():
+            held.uses += 1
+            if held.uses > 1:
+                entry.cache_hits += 1
 
 
 class Recorder(TorchDispatchMode):

@@ -140,17 +140,17 @@ def _words(row: Row, reading: Reading | None, direction: Direction, when: str) -
     if reading is None:
         return "<br>".join([head, _ABSENT[row.absence], *source])
     s = reading.spectrum
-    told = [f"{direction}: std {power(round(reading.scale, 1))}" if math.isfinite(reading.scale) else direction]
+    lines = [f"{direction}: std {power(round(reading.scale, 1))}" if math.isfinite(reading.scale) else direction]
     if s.nonzero:
         low, high = middle(reading)
-        told.append(f"5 to 95 %: {power(round(low, 1))} to {power(round(high, 1))}, largest {s.absmax:.3g}")
-        told.append(", ".join(f"{name} {_lost(reading, name)}" for name in FORMATS))
+        lines.append(f"5 to 95 %: {power(round(low, 1))} to {power(round(high, 1))}, largest {s.absmax:.3g}")
+        lines.append(", ".join(f"{name} {_lost(reading, name)}" for name in FORMATS))
     if s.zeros:
-        told.append(f"{percent(s.zero_fraction)} zero")
+        lines.append(f"{percent(s.zero_fraction)} zero")
     if s.nonfinite:
-        told.append(f"{s.nans:,} NaN, {s.pos_infs:,} Inf, {s.neg_infs:,} {MINUS}Inf")
+        lines.append(f"{s.nans:,} NaN, {s.pos_infs:,} Inf, {s.neg_infs:,} {MINUS}Inf")
     shape = " \N{MULTIPLICATION SIGN} ".join(str(size) for size in row.shape)
-    return "<br>".join([head, *told, f"{shape or 'scalar'}, {row.dtype}", *source])
+    return "<br>".join([head, *lines, f"{shape or 'scalar'}, {row.dtype}", *source])
 
 
 def _lost(reading: Reading, fmt: str) -> str:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.estimates.module_parameters import Modules
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import log2
@@ -69,7 +69,7 @@ def underflow(view: View, collection: str) -> Matrix | None:
     return Matrix(names=modules.names, series=series, steps=cells.steps, values=values)
 
 
-def _blank(share: Floats, narrow: Narrow, nonzero: Floats, lost: Floats) -> Floats:
+def _blank(share: Floats, narrow: FormatLosses, nonzero: Floats, lost: Floats) -> Floats:
     """The share; NaN where all values of a narrow format are zero and nothing says why."""
     return np.where((nonzero == 0) & (lost == 0) & narrow.censors.any(), np.nan, share)
 

@@ -1,7 +1,7 @@
 """Parts of all figures: the view, a Plotly figure from plain data, lines, marks, bands and lanes.
 
-A figure is put together as plain data, and made a Plotly object by `made` at the very end: so Plotly is loaded only
-when a figure is asked for. A figure that has nothing to show says in words what is missing; it is never an exception,
+A figure is put together as plain data. `build_figure` makes a Plotly object of it at the very end, so Plotly is loaded
+only when a figure is asked for. A figure without anything to show says in words what is missing. It is never an error,
 since a report must not fail for want of one recorded thing.
 """
 
@@ -44,7 +44,7 @@ def view_of(run: Source, until: int | None, operation: str) -> View:
     return View(run if isinstance(run, Run) else Run(run), until)
 
 
-def made(
+def build_figure(
     operation: str, title: str, subtitle: str, traces: Sequence[Trace], layout: Layout, meta: Mapping[str, Any]
 ) -> "Figure":
     """The Plotly figure, in the light theme. `meta` is data for whoever shows it: `figure`, `rows` and the like."""
@@ -72,7 +72,7 @@ def _with_legend(traces: Sequence[Trace], layout: Layout) -> Layout:
     return {**layout, "margin": below, "height": layout["height"] + room, "showlegend": True}
 
 
-def nothing(operation: str, title: str, words: str, meta: Mapping[str, Any]) -> "Figure":
+def empty_figure(operation: str, title: str, words: str, meta: Mapping[str, Any]) -> "Figure":
     """A figure without data that says what is missing."""
     note = {
         "text": words,
@@ -85,7 +85,7 @@ def nothing(operation: str, title: str, words: str, meta: Mapping[str, Any]) -> 
     }
     hidden = {"visible": False}
     layout = {"annotations": [note], "xaxis": hidden, "yaxis": hidden, "height": 240}
-    return made(operation, title, "", [], layout, {**meta, "empty": True})
+    return build_figure(operation, title, "", [], layout, {**meta, "empty": True})
 
 
 def series_checked(view: View, operation: str, collection: str, name: str | None = None) -> None:

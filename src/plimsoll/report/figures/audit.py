@@ -14,7 +14,7 @@ import numpy as np
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Format, get_element
 from plimsoll.report.drawing.audit_rows import Line, Place, lines_of, middle, ticks_of
-from plimsoll.report.drawing.plotly_parts import Layout, Trace, made, nothing
+from plimsoll.report.drawing.plotly_parts import Layout, Trace, build_figure, empty_figure
 from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE, RED
 from plimsoll.report.labels import joined, power, powers, safe
 from plimsoll.text import counted
@@ -50,13 +50,13 @@ def audit(before: Audit, after: Audit | None = None) -> "Figure":
     lines = lines_of(before, after)
     meta: Layout = {"figure": "audit", "operations": len(lines)}
     if not lines:
-        return nothing("audit figure", "Scale of every operation", "The model ran no operation on numbers.", meta)
+        return empty_figure("audit figure", "Scale of every operation", "The model ran no operation on numbers.", meta)
     ticks = ticks_of([line.row for line in lines])
     low, high = _reach(lines)
     traces = _each_once([t for d in DIRECTIONS for t in _traces(lines, d, low, high, two=after is not None)])
     traces += _legend_of_bars()
     shown = before if after is None else after
-    return made("audit figure", _title(before, after), _said(before, after), traces,
+    return build_figure("audit figure", _title(before, after), _said(before, after), traces,
                 _layout(lines, ticks, low, high, shown), meta)  # fmt: skip
 
 

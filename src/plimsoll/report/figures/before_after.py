@@ -10,7 +10,15 @@ from plimsoll.diagnosis.planning.check import check_plan
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Plan
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Statistic
-from plimsoll.report.drawing.plotly_parts import Layout, Source, Trace, made, nothing, series_checked, view_of
+from plimsoll.report.drawing.plotly_parts import (
+    Layout,
+    Source,
+    Trace,
+    build_figure,
+    empty_figure,
+    series_checked,
+    view_of,
+)
 from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE
 from plimsoll.report.figure_declaration import figure
 from plimsoll.report.labels import capital, joined, labels, of, powers, safe
@@ -48,7 +56,7 @@ def before_after(
     title = f"{capital(of(collection))}: {kind.title}, {of_what}"
     meta: Layout = {"figure": "before_after", "collection": collection, "statistic": statistic}
     if not view.run.tensors:
-        return nothing("before_after", title, "Nothing was recorded in the first run.", meta)
+        return empty_figure("before_after", title, "Nothing was recorded in the first run.", meta)
     if isinstance(after, Plan):
         first, second = _as_it_was(view, collection), _as_planned(view, after, collection)
         names = ("as it was", f"as planned ({safe(after.target)})")
@@ -59,7 +67,7 @@ def before_after(
         names = names if names[0] != names[1] else ("the first run", "the second run")
     common = [name for name in first if name in second]
     if not common:
-        return nothing("before_after", title, "The two have no layer with such a number in common.", meta)
+        return empty_figure("before_after", title, "The two have no layer with such a number in common.", meta)
     common.sort(key=lambda name: -abs(first[name] - second[name]))
     shown = common[:_MOST_LAYERS]
     where = names if isinstance(after, Plan) else (f"in {names[0]}", f"in {names[1]}")
@@ -144,7 +152,7 @@ def _painted(
         "yaxis": {"type": "category", "autorange": "reversed", "categoryorder": "array", "categoryarray": ticks},
         "height": int(max(150 + 22 * len(shown), 280)),
     }
-    return made("before_after", title, subtitle, traces, layout, {**meta, "layers": len(shown)})
+    return build_figure("before_after", title, subtitle, traces, layout, {**meta, "layers": len(shown)})
 
 
 def _axis(kind: Statistic, values: list[float]) -> Layout:

@@ -16,9 +16,9 @@ from plimsoll.report.drawing.plotly_parts import (
     Layout,
     Source,
     Trace,
+    build_figure,
+    empty_figure,
     line,
-    made,
-    nothing,
     series_checked,
     since_mark,
     view_of,
@@ -65,11 +65,11 @@ def code_usage(
     wanted = None if fmt is None else element(fmt, "code_usage")
     title, meta = f"How {of(collection)} use their format", {"figure": "code_usage", "collection": collection}
     if not view.run.tensors:
-        return nothing("code_usage", title, "Nothing was recorded in this run.", meta)
+        return empty_figure("code_usage", title, "Nothing was recorded in this run.", meta)
     series_checked(view, "code_usage", collection, name)
     cells = (view if name is None else view.only(collection, name)).cells(collection)
     if cells is None or not cells.nonzero.any():
-        return nothing("code_usage", title, f"No {of(collection)} but zeros were recorded up to this step.", meta)
+        return empty_figure("code_usage", title, f"No {of(collection)} but zeros were recorded up to this step.", meta)
     cast = (
         None if _recorded(cells) else _cast(view if name is None else view.only(collection, name), collection, wanted)
     )
@@ -81,7 +81,7 @@ def code_usage(
     over_time, layout = _over_time(use, columns, since_step)
     layout["xaxis"] = {**axis, "domain": [0.0, 0.52]}
     layout["yaxis"] = {"title": {"text": "share of the values"}, "tickformat": "~%", "rangemode": "tozero"}
-    return made("code_usage", title, _said(use, chosen, columns), [*traces, *over_time], layout, meta)
+    return build_figure("code_usage", title, _said(use, chosen, columns), [*traces, *over_time], layout, meta)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -238,10 +238,10 @@ def _said(use: _Use, fmt: Format, columns: Columns) -> str:
     how = "" if use.recorded else f"as {fmt.name} would hold them, each scaled to fit its largest value"
     how = how if use.cast is None else "at the scale that they are cast with"
     top = float(use.shares[-1])
-    told = [
+    parts = [
         how,
         counted(use.tensors, "tensor"),
         f"{percent(top)} in the top power of two",
         f"{percent(use.below + use.zeros)} zero",
     ]
-    return joined([*told, columns.said("max")])
+    return joined([*parts, columns.said("max")])

@@ -18,8 +18,8 @@ from plimsoll.report.drawing.plotly_parts import (
     Layout,
     Source,
     Trace,
-    made,
-    nothing,
+    build_figure,
+    empty_figure,
     series_checked,
     since_mark,
     view_of,
@@ -115,7 +115,7 @@ def heatmap(
     title = f"{capital(of(collection))}: {kind.title}"
     meta = {"figure": "heatmap", "collection": collection, "statistic": statistic}
     if not view.run.tensors:
-        return nothing("heatmap", title, "Nothing was recorded in this run.", meta)
+        return empty_figure("heatmap", title, "Nothing was recorded in this run.", meta)
     if statistic in ("ratio", "unmoved") and collection != "updates":
         raise ArgumentError(
             f"heatmap: expected collection='updates' with {statistic!r}; got {collection!r}. Give that collection."
@@ -125,7 +125,7 @@ def heatmap(
     if matrix is not None:  # a size over a weight that is all zeros is infinite, and no colour
         matrix = replace(matrix, values=np.where(np.isfinite(matrix.values), matrix.values, np.nan))
     if matrix is None or np.isnan(matrix.values).all():
-        return nothing("heatmap", title, f"No {of(collection)} with such a number up to this step.", meta)
+        return empty_figure("heatmap", title, f"No {of(collection)} with such a number up to this step.", meta)
     formats = view_formats(view, collection)
     wide = statistic == "underflow" and _flushes_nothing(formats)
     note = f"recorded in {', '.join(formats)}, which flushes nothing" if wide else ""
@@ -205,7 +205,7 @@ def painted(
         "annotations": notes,
     }
     subtitle = joined([drawn.only, note, *drawn.merged])
-    return made(operation, title, subtitle, [drawn.trace], layout, {**meta, "rows": drawn.rows})
+    return build_figure(operation, title, subtitle, [drawn.trace], layout, {**meta, "rows": drawn.rows})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

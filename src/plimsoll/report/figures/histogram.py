@@ -11,7 +11,7 @@ from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP16, Format
 from plimsoll.report.drawing.load_lines import LoadLine, in_reach, load_lines
-from plimsoll.report.drawing.plotly_parts import Layout, Trace, made, nothing
+from plimsoll.report.drawing.plotly_parts import Layout, Trace, build_figure, empty_figure
 from plimsoll.report.drawing.theme import BLUE
 from plimsoll.report.figures.scale_curve import element
 from plimsoll.report.labels import joined, power, powers
@@ -47,7 +47,7 @@ def histogram(spectrum: Spectrum, formats: Sequence[object] | None = None, *, sh
     chosen = _own(spectrum) if formats is None else [element(fmt, "histogram") for fmt in formats]
     title, meta = "Values by power of two", {"figure": "histogram", "count": spectrum.count}
     if not spectrum.nonzero:
-        return nothing("histogram", title, f"No finite value but zero among {spectrum.count:,} values.", meta)
+        return empty_figure("histogram", title, f"No finite value but zero among {spectrum.count:,} values.", meta)
     exponents = np.flatnonzero(spectrum.binades) + row_layout.LOWEST_BINADE
     shares = spectrum.binades[exponents - row_layout.LOWEST_BINADE] / spectrum.count
     lines = load_lines([(fmt, np.full(1, float(shift))) for fmt in chosen])
@@ -58,7 +58,7 @@ def histogram(spectrum: Spectrum, formats: Sequence[object] | None = None, *, sh
         "customdata": spectrum.binades[exponents - row_layout.LOWEST_BINADE], "showlegend": False,
         "hovertemplate": "2<sup>%{x}</sup>: %{customdata:,} values, %{y:.3~%}<extra></extra>",
     }  # fmt: skip
-    return made("histogram", title, joined(words), [bars], _layout(exponents, shares, near), meta)
+    return build_figure("histogram", title, joined(words), [bars], _layout(exponents, shares, near), meta)
 
 
 def _own(spectrum: Spectrum) -> list[Format]:

@@ -15,10 +15,10 @@ from plimsoll.report.drawing.plotly_parts import (
     Source,
     Trace,
     band,
+    build_figure,
+    empty_figure,
     lanes,
     line,
-    made,
-    nothing,
     plotted,
     since_mark,
     view_of,
@@ -67,10 +67,10 @@ def loss_and_scale(
     """
     view = view_of(run, until, "loss_and_scale")
     other = None if beside is None else view_of(beside, None if isinstance(beside, View) else until, "loss_and_scale")
-    told = list(diagnose(view) if findings is None else findings)
+    shown = list(diagnose(view) if findings is None else findings)
     meta: Layout = {"figure": "loss_and_scale"}
     title = "Loss and loss scale" if len(view.scalar("scale")[0]) else "Loss"
-    strips = [*_found(told), *_acts(view)]
+    strips = [*_found(shown), *_acts(view)]
     parts = _curves(view, "", safe(view.run.path.name) if other is not None else "")
     if other is not None:
         more = _curves(other, "dash", safe(other.run.path.name))
@@ -78,9 +78,9 @@ def loss_and_scale(
             panel: [*parts.get(panel, []), *more.get(panel, [])] for panel in _PANELS if panel in parts or panel in more
         }
     if not parts and not strips:
-        return nothing("loss_and_scale", title, "Neither a loss nor a loss scale was recorded in this run.", meta)
-    shapes, notes = since_mark(told[0].since_step if len(told) == 1 else None)
-    return _arranged(title, _said(told, parts), parts, strips, {"shapes": shapes, "annotations": notes}, meta)
+        return empty_figure("loss_and_scale", title, "Neither a loss nor a loss scale was recorded in this run.", meta)
+    shapes, notes = since_mark(shown[0].since_step if len(shown) == 1 else None)
+    return _arranged(title, _said(shown, parts), parts, strips, {"shapes": shapes, "annotations": notes}, meta)
 
 
 def _curves(view: View, dash: str, run: str) -> dict[str, list[Trace]]:
@@ -157,7 +157,7 @@ def _marked(at: Ints, steps: Ints, values: Floats, name: str, colour: str, symbo
 
 
 def _found(findings: Sequence[Finding]) -> list[Lane]:
-    told = [
+    strips = [
         Lane(
             label=f"{f.severity}: {f.rule}",
             colour=SEVERITY[f.severity],
@@ -169,8 +169,8 @@ def _found(findings: Sequence[Finding]) -> list[Lane]:
     rest = findings[_MOST_FINDINGS:]
     if rest:
         spans = ((min(f.since_step for f in rest), max(f.until_step for f in rest)),)
-        told.append(Lane(label=f"and {len(rest)} more", colour=SEVERITY["info"], spans=spans, words=("",)))
-    return told
+        strips.append(Lane(label=f"and {len(rest)} more", colour=SEVERITY["info"], spans=spans, words=("",)))
+    return strips
 
 
 def _acts(view: View) -> list[Lane]:
@@ -208,7 +208,7 @@ def _arranged(
         top -= height + _GAP
     lowest = "" if len(heights) == 1 else str(len(heights))
     layout["xaxis"] = {**STEP_AXIS, "anchor": f"y{lowest}", "showgrid": True}
-    return made("loss_and_scale", title, subtitle, traces, layout, meta)
+    return build_figure("loss_and_scale", title, subtitle, traces, layout, meta)
 
 
 def _loss_axis(traces: list[Trace]) -> Layout:

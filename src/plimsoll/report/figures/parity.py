@@ -6,7 +6,7 @@ import numpy as np
 
 from plimsoll.diagnosis import Parity
 from plimsoll.errors import ArgumentError
-from plimsoll.report.drawing.plotly_parts import STEP_AXIS, Layout, band, line, made, nothing, since_mark
+from plimsoll.report.drawing.plotly_parts import STEP_AXIS, Layout, band, build_figure, empty_figure, line, since_mark
 from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
 from plimsoll.report.labels import capital, joined, safe, wrapped
 
@@ -35,7 +35,7 @@ def parity(found: Parity) -> "Figure":
     title = f"{capital(found.verdict)}: paired difference of the {safe(found.scalar)}"
     said = capital(found.sentence.partition(": ")[2])
     if not found.history:
-        return nothing("parity figure", title, wrapped(said), meta)
+        return empty_figure("parity figure", title, wrapped(said), meta)
     per_cent = found.relative and found.level != 0
     unit = 100 / abs(found.level) if per_cent else 1.0
     steps = np.array([moment.step for moment in found.history], dtype=np.int64)
@@ -63,7 +63,7 @@ def parity(found: Parity) -> "Figure":
         "annotations": [*(_word(side * allowed, word) for side, word in ((1, "tolerance"), (-1, "tolerance"))), *notes],
         "height": _HEIGHT,
     }  # fmt: skip
-    return made("parity figure", title, joined([wrapped(said), wrapped(found.remaining)]), traces, layout, meta)
+    return build_figure("parity figure", title, joined([wrapped(said), wrapped(found.remaining)]), traces, layout, meta)
 
 
 def _reach(allowed: float, paired: "np.ndarray[tuple[int], np.dtype[np.float64]]", low: float, high: float) -> float:

@@ -7,7 +7,16 @@ import numpy as np
 
 from plimsoll.diagnosis import View
 from plimsoll.report.drawing.aggregation import Columns
-from plimsoll.report.drawing.plotly_parts import STEP_AXIS, Lane, Layout, Source, lanes, made, nothing, view_of
+from plimsoll.report.drawing.plotly_parts import (
+    STEP_AXIS,
+    Lane,
+    Layout,
+    Source,
+    build_figure,
+    empty_figure,
+    lanes,
+    view_of,
+)
 from plimsoll.report.drawing.theme import GREEN, GREY, ORANGE, RED
 from plimsoll.report.figure_declaration import figure
 from plimsoll.report.labels import joined, safe, wrapped
@@ -17,7 +26,7 @@ from plimsoll.text import counted
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
-# Kinds of events by which the watch says that something is missing; the others are told of in grey.
+# Kinds of events by which the watch says that something is missing; the others are grey.
 _LOST = ("failure", "not measured", "capped", "rank lost", "folder lost", "dropped")
 _MOST_LANES, _MOST_MARKS, _MOST_LINES = 12, 300, 8
 
@@ -31,7 +40,7 @@ def record(run: Source, *, until: int | None = None) -> "Figure":
     strips = [*_samples(view), *_events(view)]
     words = _missing(view)
     if not strips:
-        return nothing("record", title, "<br>".join(["Nothing was recorded in this run.", *words]), meta)
+        return empty_figure("record", title, "<br>".join(["Nothing was recorded in this run.", *words]), meta)
     traces, axis = lanes(strips)
     below = 18 * len(words) + 12 if words else 0
     layout: Layout = {
@@ -41,7 +50,7 @@ def record(run: Source, *, until: int | None = None) -> "Figure":
         "height": 160 + 24 * len(strips) + below,
         "margin": {"b": 52 + below},
     }
-    return made("record", title, _said(view), traces, layout, meta)
+    return build_figure("record", title, _said(view), traces, layout, meta)
 
 
 def _samples(view: View) -> list[Lane]:
@@ -77,10 +86,10 @@ def _lane(kind: str, events: Sequence[Event]) -> Lane:
 
 def _missing(view: View) -> list[str]:
     """Missing parts of the record, line by line, safe to show."""
-    told = [f"dropped: {counted(n, 'record')} ({safe(reason)})" for reason, n in sorted(view.run.dropped.items())]
-    told += [wrapped(problem, 110, 220) for problem in view.run.problems]
-    more = len(told) - _MOST_LINES
-    return told if more <= 0 else [*told[:_MOST_LINES], f"and {more:,} more"]
+    lines = [f"dropped: {counted(n, 'record')} ({safe(reason)})" for reason, n in sorted(view.run.dropped.items())]
+    lines += [wrapped(problem, 110, 220) for problem in view.run.problems]
+    more = len(lines) - _MOST_LINES
+    return lines if more <= 0 else [*lines[:_MOST_LINES], f"and {more:,} more"]
 
 
 def _under(words: Sequence[str]) -> list[Layout]:

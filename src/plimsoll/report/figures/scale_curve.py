@@ -8,13 +8,21 @@ import numpy as np
 
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis.estimates.element_counts import Populations
-from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.estimates.usable_scales import TOLERANCE, Scales
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.errors import FormatError
 from plimsoll.formats import FP16, BlockFormat, Format, get, get_element
 from plimsoll.report.drawing.aggregation import histogram
-from plimsoll.report.drawing.plotly_parts import Layout, Source, line, made, nothing, series_checked, view_of
+from plimsoll.report.drawing.plotly_parts import (
+    Layout,
+    Source,
+    build_figure,
+    empty_figure,
+    line,
+    series_checked,
+    view_of,
+)
 from plimsoll.report.drawing.theme import BLUE, GREEN, PURPLE, RED
 from plimsoll.report.figure_declaration import figure, if_scaled
 from plimsoll.report.labels import capital, joined, of, powers, scale_range
@@ -24,7 +32,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
 _AROUND = 4  # powers of two that are drawn beyond the window
-_COSTS: WeakKeyDictionary[Narrow, dict[Format, tuple[Ints, Floats, Floats]]] = WeakKeyDictionary()
+_COSTS: WeakKeyDictionary[FormatLosses, dict[Format, tuple[Ints, Floats, Floats]]] = WeakKeyDictionary()
 _WIDE_BINADES = 100  # formats that reach farther are no one's trouble
 
 
@@ -45,11 +53,11 @@ def scale_curve(
     chosen = None if fmt is None else element(fmt, "scale_curve")
     title, meta = "What each loss scale would cost", {"figure": "scale_curve", "collection": collection}
     if not view.run.tensors:
-        return nothing("scale_curve", title, "Nothing was recorded in this run.", meta)
+        return empty_figure("scale_curve", title, "Nothing was recorded in this run.", meta)
     series_checked(view, "scale_curve", collection)
     cells = view.cells(collection)
     if cells is None or not cells.nonzero.any():
-        return nothing("scale_curve", title, f"No {of(collection)} but zeros were recorded up to this step.", meta)
+        return empty_figure("scale_curve", title, f"No {of(collection)} but zeros were recorded up to this step.", meta)
     chosen = chosen or _narrowest(cells)
     title = f"{capital(of(collection))} in {chosen.name.upper()}: what each loss scale would cost"
     shifts, lost, over = _known_costs(view, cells, chosen)
@@ -72,7 +80,7 @@ def scale_curve(
         line(shifts, lost, "lost: rounds to zero", PURPLE, hover),
         line(shifts, over, "overflows", RED, hover),
     ]
-    return made("scale_curve", title, _said(window, used, lost, over), traces, layout, meta)
+    return build_figure("scale_curve", title, _said(window, used, lost, over), traces, layout, meta)
 
 
 def _known_costs(view: View, cells: Cells, fmt: Format) -> tuple[Ints, Floats, Floats]:
@@ -161,13 +169,13 @@ def _summed(cells: Cells) -> Cells:
 
 def _said(window: tuple[int, int] | None, used: tuple[int, int] | None, lost: Floats, over: Floats) -> str:
     if window is not None:
-        told = f"{scale_range(*window)} work at all steps: nothing overflows, less than 1 % of any layer is lost"
+        usable = f"{scale_range(*window)} work at all steps: nothing overflows, less than 1 % of any layer is lost"
     else:
         best = int(np.argmax(over > 0)) - 1
-        told = f"no scale works for all layers: below overflow, {percent(float(lost[max(best, 0)]))} is lost at best"
+        usable = f"no scale works for all layers: below overflow, {percent(float(lost[max(best, 0)]))} is lost at best"
     if used is None:
-        return joined([told, "no loss scale was recorded"])
-    return joined([told, f"used: {scale_range(*used)}"])
+        return joined([usable, "no loss scale was recorded"])
+    return joined([usable, f"used: {scale_range(*used)}"])
 
 
 def _window_mark(window: tuple[int, int] | None) -> tuple[list[Layout], list[Layout]]:

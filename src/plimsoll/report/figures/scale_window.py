@@ -16,9 +16,9 @@ from plimsoll.report.drawing.plotly_parts import (
     Layout,
     Source,
     Trace,
+    build_figure,
+    empty_figure,
     line,
-    made,
-    nothing,
     series_checked,
     since_mark,
     view_of,
@@ -61,11 +61,11 @@ def scale_window(
     title = f"Loss scales that work for all layers in {chosen.name.upper()}"
     meta: Layout = {"figure": "scale_window", "format": chosen.name}
     if not view.run.tensors:
-        return nothing("scale_window", title, "Nothing was recorded in this run.", meta)
+        return empty_figure("scale_window", title, "Nothing was recorded in this run.", meta)
     series_checked(view, "scale_window", "gradients")
     scales = Scales.of(view, chosen)
     if scales is None or np.isnan(scales.need).all():
-        return nothing("scale_window", title, "No gradients but zeros were recorded up to this step.", meta)
+        return empty_figure("scale_window", title, "No gradients but zeros were recorded up to this step.", meta)
     columns = Columns.of(scales.cells.steps)
     need, room = columns.merged(scales.need, "max"), columns.merged(scales.room, "min")
     used = _used(view, columns)
@@ -90,7 +90,7 @@ def scale_window(
             columns.said("min").replace("the lowest", "the worst"),
         ]
     )
-    return made("scale_window", title, subtitle, traces, layout, meta)
+    return build_figure("scale_window", title, subtitle, traces, layout, meta)
 
 
 def _bounds(columns: Columns, need: Floats, room: Floats) -> list[Trace]:
@@ -163,15 +163,15 @@ def _said(window: tuple[int, int] | None, need: Floats, room: Floats, used: Floa
     known = ~np.isnan(need)
     none, columns = int((need > room)[known].sum()), counted(int(known.sum()), noun)
     if window is not None:
-        told = [f"{scale_range(*window)} work at all steps"]
+        parts = [f"{scale_range(*window)} work at all steps"]
     elif none:
-        told = [f"none works at {none:,} of {columns}, shaded red"]
+        parts = [f"none works at {none:,} of {columns}, shaded red"]
     else:
-        told = ["one works at each step, but no single one at all steps"]
+        parts = ["one works at each step, but no single one at all steps"]
     if used is None:
-        return joined([*told, "no loss scale was recorded"])
+        return joined([*parts, "no loss scale was recorded"])
     below = int(((used < need) & known).sum())
     above = int(((used > room) & known).sum())
-    told += [f"the one used was too low at {below:,} of {columns}"] if below else []
-    told += [f"too high at {above:,} of {columns}"] if above else []
-    return joined(told)
+    parts += [f"the one used was too low at {below:,} of {columns}"] if below else []
+    parts += [f"too high at {above:,} of {columns}"] if above else []
+    return joined(parts)

@@ -18,8 +18,8 @@ from plimsoll.report.drawing.plotly_parts import (
     Layout,
     Source,
     Trace,
-    made,
-    nothing,
+    build_figure,
+    empty_figure,
     series_checked,
     since_mark,
     view_of,
@@ -79,7 +79,7 @@ def spectrogram(
     mine = view.only(collection, name)
     cells = mine.cells(collection)
     if cells is None:
-        return nothing("spectrogram", title, "Nothing of this tensor was recorded up to this step.", meta)
+        return empty_figure("spectrogram", title, "Nothing of this tensor was recorded up to this step.", meta)
     picture = _Picture.of(cells)
     lines, said = _lines(mine, cells, picture, chosen, shift)
     near, far = in_reach(lines, *picture.span)
@@ -192,7 +192,7 @@ def _painted(
         "shapes": marks,
         "annotations": [*notes, *words],
     }
-    return made("spectrogram", title, subtitle, [_cells_trace(z, y, picture.columns), *traces], layout, meta)
+    return build_figure("spectrogram", title, subtitle, [_cells_trace(z, y, picture.columns), *traces], layout, meta)
 
 
 def _stacked(picture: _Picture, low: int, high: int) -> tuple[Floats, Ints, dict[str, float]]:

@@ -17,9 +17,9 @@ from plimsoll.report.drawing.plotly_parts import (
     Layout,
     Source,
     Trace,
+    build_figure,
+    empty_figure,
     line,
-    made,
-    nothing,
     series_checked,
     since_mark,
     view_of,
@@ -71,11 +71,11 @@ def underflow_over_time(
     title = f"{capital(of(collection))}: what is flushed to zero, over time"
     meta: Layout = {"figure": "underflow_over_time", "collection": collection}
     if not view.run.tensors:
-        return nothing("underflow_over_time", title, "Nothing was recorded in this run.", meta)
+        return empty_figure("underflow_over_time", title, "Nothing was recorded in this run.", meta)
     series_checked(view, "underflow_over_time", collection)
     matrix = underflow(view, collection)
     if matrix is None or np.isnan(matrix.values).all():
-        return nothing("underflow_over_time", title, f"No {of(collection)} were recorded up to this step.", meta)
+        return empty_figure("underflow_over_time", title, f"No {of(collection)} were recorded up to this step.", meta)
     columns = Columns.of(matrix.steps)
     everything, layers = _overall(view, collection, matrix), _share_of_layers(matrix)
     traces = [
@@ -96,7 +96,7 @@ def underflow_over_time(
     }
     formats = f"recorded in {', '.join(view_formats(view, collection))}"
     subtitle = joined([_outlook(view, collection, findings), formats, columns.said("max")])
-    return made("underflow_over_time", title, subtitle, traces, layout, meta)
+    return build_figure("underflow_over_time", title, subtitle, traces, layout, meta)
 
 
 def _overall(view: View, collection: str, matrix: Matrix) -> Floats:
@@ -153,12 +153,12 @@ def _outlook(view: View, collection: str, findings: Sequence[Finding] | None) ->
     """The early rule's outlook in words, with the underflow rate since the finding began, or of the last quarter."""
     if collection != "gradients":
         return ""
-    told = diagnose(view, rules=[UnderflowRising.id, UnderflowHigh.id]) if findings is None else findings
-    rising = next((f for f in told if f.rule == UnderflowRising.id), None)
+    judged = diagnose(view, rules=[UnderflowRising.id, UnderflowHigh.id]) if findings is None else findings
+    rising = next((f for f in judged if f.rule == UnderflowRising.id), None)
     if rising is not None:
         outlook = safe(str(rising.evidence.get("outlook", "watch")))
         return f"<b>outlook: {outlook}</b> (rising since step {rising.since_step:,})"
-    high = next((f for f in told if f.rule == UnderflowHigh.id and f.collection == collection), None)
+    high = next((f for f in judged if f.rule == UnderflowHigh.id and f.collection == collection), None)
     at, _ = underflow_by_step(view, collection)
     rate = underflow_rate(view, collection, int(at[-max(len(at) // 4, 1)]) if len(at) else None)
     if high is not None:

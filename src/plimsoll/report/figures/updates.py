@@ -17,9 +17,9 @@ from plimsoll.report.drawing.plotly_parts import (
     Source,
     Trace,
     band,
+    build_figure,
+    empty_figure,
     line,
-    made,
-    nothing,
     since_mark,
     view_of,
 )
@@ -63,7 +63,7 @@ def updates(
     title, meta = "How far updates move the weights", {"figure": "updates", "collection": "updates"}
     cells = view.cells("updates")
     if cells is None:
-        return nothing("updates", title, _NOTHING, meta)
+        return empty_figure("updates", title, _NOTHING, meta)
     columns = Columns.of(cells.steps)
     ratio, unmoved = _statistic(view, "ratio"), _statistic(view, "unmoved")
     chosen = _chosen(cells.names, unmoved, focus)
@@ -71,7 +71,7 @@ def updates(
     under = _Panel("y2", cells.names, unmoved, "max", "unmoved", "%{y:.2~%}")
     known = [each for each in (over, under) if not np.isnan(each.values).all()]
     if not known:
-        return nothing("updates", title, "Updates were recorded, but not against their weights.", meta)
+        return empty_figure("updates", title, "Updates were recorded, but not against their weights.", meta)
     traces = [trace for each in known for trace in _traces(each, columns, chosen, each is known[0])]
     marks, notes = since_mark(since_step)
     limits, words = _swallowed_below(cells.formats)
@@ -92,7 +92,7 @@ def updates(
             "range": [-0.03, 1.03],
         }
     formats = f"weights in {', '.join(cells.formats)}"
-    return made("updates", title, joined([formats, columns.said("mean")]), traces, layout, meta)
+    return build_figure("updates", title, joined([formats, columns.said("mean")]), traces, layout, meta)
 
 
 def lag(run: Source, *, focus: Sequence[str] = (), since_step: int | None = None, until: int | None = None) -> "Figure":
@@ -101,7 +101,9 @@ def lag(run: Source, *, focus: Sequence[str] = (), since_step: int | None = None
     title, meta = "Gradients against Adam's memory of them", {"figure": "updates", "collection": "gradients"}
     found = _lags(view)
     if found is None:
-        return nothing("lag", title, "Gradients and Adam's second moments were not recorded at the same steps.", meta)
+        return empty_figure(
+            "lag", title, "Gradients and Adam's second moments were not recorded at the same steps.", meta
+        )
     names, steps, values = found
     columns = Columns.of(steps)
     with np.errstate(all="ignore"):
@@ -116,7 +118,7 @@ def lag(run: Source, *, focus: Sequence[str] = (), since_step: int | None = None
         "annotations": [*notes, _at_right(limit, f"{_LAG:.0f} times: a spike may follow", RED)],
         "height": 400,
     }
-    return made("lag", title, columns.said("max"), traces, layout, meta)
+    return build_figure("lag", title, columns.said("max"), traces, layout, meta)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plimsoll.diagnosis import Finding, View
-from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.report.drawing.aggregation import MOST_CELLS
 from plimsoll.report.drawing.heatmap_statistics import Matrix
@@ -15,8 +15,8 @@ from plimsoll.report.drawing.plotly_parts import (
     Layout,
     Source,
     Trace,
-    made,
-    nothing,
+    build_figure,
+    empty_figure,
     series_checked,
     since_mark,
     view_of,
@@ -66,15 +66,15 @@ def zero_heatmap(
     title = f"{capital(of(collection))}: values that are zero"
     meta: Layout = {"figure": "zero_heatmap", "collection": collection}
     if not view.run.tensors:
-        return nothing("zero_heatmap", title, "Nothing was recorded in this run.", meta)
+        return empty_figure("zero_heatmap", title, "Nothing was recorded in this run.", meta)
     series_checked(view, "zero_heatmap", collection)
     narrow = view.narrow(collection)
     if narrow is None or np.isnan(narrow.cells.zero_fraction).all():
-        return nothing("zero_heatmap", title, f"No {of(collection)} were recorded up to this step.", meta)
+        return empty_figure("zero_heatmap", title, f"No {of(collection)} were recorded up to this step.", meta)
     return _painted(title, _parts(narrow), _said(narrow), narrow.cells, meta, focus, since_step)
 
 
-def _parts(narrow: Narrow) -> list[tuple[str, Floats]]:
+def _parts(narrow: FormatLosses) -> list[tuple[str, Floats]]:
     """Pictures with their share of all values, by cell."""
     cells = narrow.cells
     count = cells.total_of("count")
@@ -117,14 +117,14 @@ def _painted(
     meta["rows"] = drawn.rows
     layout["height"] = _height_of(drawn.count, len(parts))
     subtitle = joined([said, drawn.only, *drawn.merged])
-    return made("zero_heatmap", title, subtitle, traces, layout, meta)
+    return build_figure("zero_heatmap", title, subtitle, traces, layout, meta)
 
 
-def _said(narrow: Narrow) -> str:
+def _said(narrow: FormatLosses) -> str:
     if not narrow.censors.any():
         return f"recorded in {', '.join(narrow.cells.formats)}, which flushes nothing"
-    told = ~np.isnan(narrow.cells.column("underflowed"))
-    if not told.any():
+    counted_apart = ~np.isnan(narrow.cells.column("underflowed"))
+    if not counted_apart.any():
         return "what underflowed is estimated; a shadow step would count it"
-    steps = len(np.unique(narrow.cells.at[told]))
+    steps = len(np.unique(narrow.cells.at[counted_apart]))
     return f"what underflowed is counted at {counted(steps, 'shadow step')}, and estimated at the others"

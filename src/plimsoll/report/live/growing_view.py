@@ -1,7 +1,7 @@
 """`LiveView`: a view that follows a run as it is written, reading only what was added.
 
 Parts never change, they are added and merged. So what changed since the last look follows from the parts' names: the
-lowest step that a new part holds. Cells below it stay, those from it on are read anew. Where that cannot be told
+lowest step that a new part holds. Cells below it stay, those from it on are read again. Where that is unknown
 (a part has gone, sessions replaced steps and were merged, rows were thinned, replicas of several ranks), all is read
 again.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.tables.cells import Cells, from_table
 from plimsoll.diagnosis.tables.growing_cells import before, joined, size_bytes
 from plimsoll.diagnosis.what_if.answer import predictor_bytes
@@ -57,7 +57,7 @@ class LiveView(View):
         self._narrow |= {name: each for name, each in narrow.items() if name not in self._narrow}
 
     @property
-    def _read(self) -> tuple[dict[str, Cells | None], dict[str, Narrow]]:
+    def _read(self) -> tuple[dict[str, Cells | None], dict[str, FormatLosses]]:
         return self._cells, self._narrow
 
     def follow(self) -> None:
@@ -94,7 +94,7 @@ def _state_of(catalog: RunFolder) -> dict[Part, int]:
 
 
 def _since(known: Mapping[Part, int], now: Mapping[Part, int], catalog: RunFolder) -> int | None:
-    """The lowest step at which spectra may have changed; None for no step, `ALL` where that cannot be told."""
+    """The lowest step at which spectra may have changed; None for no step, `ALL` where that is unknown."""
     gone = [part for part in known if part.kind == "spectra" and part not in now]
     new = [part for part in now if part.kind == "spectra" and part not in known]
     if _may_be_replicas(catalog) and (gone or new):

@@ -1,4 +1,4 @@
-"""`Gate`: what every request to the live page must pass, and what every answer carries. Promise P9.
+"""`SecurityMiddleware`: what every request to the live page must pass, and what every answer carries. Promise P9.
 
 - The Host header must be one that the page is known under, or else a foreign name that is made to resolve to this
   machine (DNS rebinding) would let any web page read the runs: 403.
@@ -48,7 +48,7 @@ _METHODS = ("GET", "HEAD")
 LONGEST_HEAD_BYTES = 16 << 10  # of a request: its address and headers
 
 
-class Gate:
+class SecurityMiddleware:
     """An ASGI application in front of another one, which sees only requests that may pass.
 
     `hosts`: names, addresses (IPv6 in brackets), each with a port, or without for any port. `token`: None for none.

@@ -101,21 +101,21 @@ def _needs_plotly() -> None:
 
 
 def _page(view: View, title: str | None, findings: Sequence[Finding] | None) -> str:
-    told = summary(view, findings)
-    name = summary_text.cut(told.name if title is None else title, 120) or "Run"
+    judged = summary(view, findings)
+    name = summary_text.cut(judged.name if title is None else title, 120) or "Run"
     collection = collection_of(view)
     answers = offline(view, collection) if collection else []
-    content = embedded(view, told, answers, collection)
+    content = embedded(view, judged, answers, collection)
     content["run"] |= {
         "id": "run",
         "name": name,
         "live": False,
         "token": "",
         "made": f"Made by Plimsoll {__version__} on {summary_text.moment(time.time())} from "
-        f"{summary_text.cut(told.path)}. This file is self-contained and makes no network requests.",
+        f"{summary_text.cut(judged.path)}. This file is self-contained and makes no network requests.",
     }
-    text = text_page(view, told, answers, collection)
-    return _assembled(f"{name} ({told.state})", content, text, content["run"]["made"])
+    text = text_page(view, judged, answers, collection)
+    return _assembled(f"{name} ({judged.state})", content, text, content["run"]["made"])
 
 
 def _assembled(title: str, content: object, text: str, made: str) -> str:

@@ -29,13 +29,13 @@ def markdown(run: Source, *, findings: Sequence[Finding] | None = None, until: i
     return of_summary(summary(run, findings, until=until))
 
 
-def of_summary(told: Summary) -> str:
+def of_summary(judged: Summary) -> str:
     """The same of a summary; as many findings as there is room for."""
     for most in (50, 25, 12, 6, 3):
-        text = _page(told, most)
+        text = _page(judged, most)
         if len(text.encode("utf-8")) <= LONGEST_BYTES:
             return text
-    return _page(told, 0)
+    return _page(judged, 0)
 
 
 def code(text: str, *, in_table: bool = False) -> str:
@@ -62,23 +62,23 @@ def escaped(text: str) -> str:
     return _LEADS_AWAY.sub(rf"\1{_ZERO_WIDTH}", _MARKUP.sub(r"\\\1", clean))
 
 
-def _page(told: Summary, most: int) -> str:
-    counts = summary_text.counted(told)
-    lines = [f"### {_SIGNS[told.state]} {escaped(told.verdict)}", "", f"**{summary_text.STATES[told.state]}**"]
+def _page(judged: Summary, most: int) -> str:
+    counts = summary_text.counted(judged)
+    lines = [f"### {_SIGNS[judged.state]} {escaped(judged.verdict)}", "", f"**{summary_text.STATES[judged.state]}**"]
     lines[-1] += f" ({counts})" if counts else ""
-    lines[-1] += f" · run {code(told.name)}"
-    lines[-1] += f" · steps {told.first_step:,} to {told.last_step:,}" if told.last_step >= 0 else ""
-    kept = told.findings[:most]
+    lines[-1] += f" · run {code(judged.name)}"
+    lines[-1] += f" · steps {judged.first_step:,} to {judged.last_step:,}" if judged.last_step >= 0 else ""
+    kept = judged.findings[:most]
     if kept:
         lines += ["", "| | rule | when | where |", "|---|---|---|---|", *(_row(f) for f in kept)]
-    left = len(told.findings) - len(kept)
+    left = len(judged.findings) - len(kept)
     if left:
         lines += ["", f"And {left} more: `plimsoll check` lists them."]
     if kept:
         lines += ["", "<details><summary>What they mean and what to do</summary>", ""]
         lines += [line for finding in kept for line in _details(finding)]
         lines += ["</details>"]
-    lines += ["", "<details><summary>The run</summary>", "", *_facts(told), "", "</details>", ""]
+    lines += ["", "<details><summary>The run</summary>", "", *_facts(judged), "", "</details>", ""]
     return "\n".join(lines)
 
 
@@ -104,6 +104,6 @@ def _value(value: str) -> str:
     return value if re.fullmatch(r"[-+\d.,^ %einfa]+|over 99 %|under 0.01 %", value) else code(value)
 
 
-def _facts(told: Summary) -> list[str]:
-    rows = [*summary_text.facts(told), *((f"Problem {i}", p) for i, p in enumerate(told.problems[:10], 1))]
+def _facts(judged: Summary) -> list[str]:
+    rows = [*summary_text.facts(judged), *((f"Problem {i}", p) for i, p in enumerate(judged.problems[:10], 1))]
     return ["| | |", "|---|---|", *(f"| {escaped(label)} | {escaped(value)} |" for label, value in rows)]

@@ -28,18 +28,18 @@ def shown(run: Run) -> dict[str, Any]:
     """The run by media type; a run that cannot be judged says why."""
     try:
         view = View(run)
-        told = summary(view)
-        return {"text/html": _page(told), **_figure(view, told)}
+        judged = summary(view)
+        return {"text/html": _page(judged), **_figure(view, judged)}
     except PlimsollError as error:
         return {"text/html": f"<p>{_text(str(error))}</p>"}
 
 
-def _figure(view: View, told: Summary) -> dict[str, Any]:
+def _figure(view: View, judged: Summary) -> dict[str, Any]:
     try:
-        figure: Any = loss_and_scale(view, told.findings)
+        figure: Any = loss_and_scale(view, judged.findings)
     except MissingExtraError:  # the HTML says as much without it
         return {}
-    title = textwrap.wrap(told.verdict, _LINE, max_lines=3, placeholder=" …")
+    title = textwrap.wrap(judged.verdict, _LINE, max_lines=3, placeholder=" …")
     figure.update_layout(
         title_text="<br>".join(_text(line) for line in title),
         margin_t=80 + _LINE_PIXELS * len(title),
@@ -48,26 +48,26 @@ def _figure(view: View, told: Summary) -> dict[str, Any]:
     return {PLOTLY: json.loads(str(figure.to_json()))}
 
 
-def _page(told: Summary) -> str:
-    colour = SEVERITY.get(told.state, GREEN)
-    facts = f"run <code>{_text(told.name)}</code>"
-    if told.last_step >= 0:
-        facts += f", steps {told.first_step:,} to {told.last_step:,}"
-    if told.loss is not None:
-        facts += f", loss {number(told.loss)} at step {told.last_step:,}"
+def _page(judged: Summary) -> str:
+    colour = SEVERITY.get(judged.state, GREEN)
+    facts = f"run <code>{_text(judged.name)}</code>"
+    if judged.last_step >= 0:
+        facts += f", steps {judged.first_step:,} to {judged.last_step:,}"
+    if judged.loss is not None:
+        facts += f", loss {number(judged.loss)} at step {judged.last_step:,}"
     parts = [
         f'<div style="border-left:4px solid {colour};padding:2px 12px">',
-        f"<p><strong>{_text(told.verdict)}</strong><br>{_text(summary_text.STATES[told.state])}: {facts}</p>",
+        f"<p><strong>{_text(judged.verdict)}</strong><br>{_text(summary_text.STATES[judged.state])}: {facts}</p>",
     ]
-    if told.findings:
+    if judged.findings:
         rows = "".join(
             f"<tr><td>{_text(f.severity)}</td><td>{_text(summary_text.heading(f))}</td>"
             f"<td>{_text(summary_text.when(f))}</td><td>{_text(summary_text.where(f))}</td></tr>"
-            for f in told.findings[:_MOST]
+            for f in judged.findings[:_MOST]
         )
         parts.append(f"<table><tr><th></th><th>finding</th><th>when</th><th>where</th></tr>{rows}</table>")
-    if len(told.findings) > _MOST:
-        parts.append(f"<p>And {len(told.findings) - _MOST} more: <code>plimsoll.diagnose</code> lists them.</p>")
+    if len(judged.findings) > _MOST:
+        parts.append(f"<p>And {len(judged.findings) - _MOST} more: <code>plimsoll.diagnose</code> lists them.</p>")
     return "".join([*parts, "</div>"])
 
 

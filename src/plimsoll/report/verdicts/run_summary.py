@@ -1,4 +1,4 @@
-"""`summary`: what is told of a run everywhere, in the report, in Markdown, in JSON and on the live page, made once."""
+"""`summary`: what is shown of a run everywhere: in the report, in Markdown, in JSON and on the live page, made once."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ class Summary:
 
 
 def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: int | None = None) -> Summary:
-    """What is to be told of a run, its folder, or a `View` of it.
+    """Facts of a run, its folder, or a `View` of it.
 
     - `findings`: those of `diagnose`, unless others are given, found with other rules or thresholds.
     - `until`: tells of the run as it was at this step; not with a `View`, which has its own.

@@ -36,11 +36,11 @@ def shown_as(finding: Finding) -> dict[str, object]:
 
 def run_shown(summary: Summary, found: Sequence[Event]) -> dict[str, object]:
     """A run's facts, events and record in words, for the live page."""
-    rows, told = events(found)
+    rows, words = events(found)
     return {
         "facts": list(facts(summary)),
         "events": rows,
-        "events_words": told,
+        "events_words": words,
         "record": list(record(summary))[:100],
         "settings": settings(summary)[:100],
     }
@@ -222,8 +222,8 @@ def _setting(value: object) -> str:
 def events(found: Sequence[Event], most: int = 200) -> tuple[list[tuple[str, str, str, str, str]], str]:
     """Step, kind, message, details and time of events, the latest first, and what is said where some are left out."""
     kept = list(found) if len(found) <= most else [*found[: most // 2], *found[-most // 2 :]]
-    told = "" if len(found) <= most else f"The first and the last {most // 2} of {len(found):,} events."
-    return [_event(event) for event in reversed(kept)], told
+    words = "" if len(found) <= most else f"The first and the last {most // 2} of {len(found):,} events."
+    return [_event(event) for event in reversed(kept)], words
 
 
 def _event(event: Event) -> tuple[str, str, str, str, str]:
@@ -247,12 +247,12 @@ def duration(seconds: float) -> str:
     >>> [duration(s) for s in (5, 61, 3600, 100000)]
     ['5 s', '1 min 1 s', '1 h', '1 d 3 h']
     """
-    left, told = int(seconds), list[str]()
+    left, parts = int(seconds), list[str]()
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         number, left = divmod(left, size)
         if number:
-            told.append(f"{number} {unit}")
-    return " ".join(told[:2]) or "0 s"
+            parts.append(f"{number} {unit}")
+    return " ".join(parts[:2]) or "0 s"
 
 
 def moment(unix_seconds: float) -> str:

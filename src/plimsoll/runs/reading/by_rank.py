@@ -38,11 +38,11 @@ def parts_of(run: Run) -> dict[int, int]:
     if len(run.ranks) < 2:
         return {}
     folder = run._folder  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    told = {rank: cast("dict[str, Any]", m.get("ranks") or {}) for rank, m in folder.manifests.items()}
-    if told and all(int(entry.get("data_parallel", 1)) > 1 for entry in told.values()):
-        return {rank: int(entry.get("data_index", 0)) for rank, entry in told.items()}
+    entries = {rank: cast("dict[str, Any]", m.get("ranks") or {}) for rank, m in folder.manifests.items()}
+    if entries and all(int(entry.get("data_parallel", 1)) > 1 for entry in entries.values()):
+        return {rank: int(entry.get("data_index", 0)) for rank, entry in entries.items()}
     weights = run.tensors.get("weights", ())
-    if not weights or any(entry.get("wrapper") or entry.get("mesh") for entry in told.values()):
+    if not weights or any(entry.get("wrapper") or entry.get("mesh") for entry in entries.values()):
         return {}
     wanted = {"collection": ["weights"], "name": [weights[0]]}
     table = row_order.by(select(folder, "spectra", equal=wanted, blocks=False), ("name",))

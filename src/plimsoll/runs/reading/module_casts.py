@@ -83,9 +83,9 @@ def casts_of(
         events: Events of a run.
         scales: Steps and values of the scalars, by name.
     """
-    told = [event for event in events if event.kind == EVENT]
-    lowest = min((event.rank for event in told), default=0)
-    tables = [(event.step, _entries(event)) for event in told if event.rank == lowest]
+    cast_events = [event for event in events if event.kind == EVENT]
+    lowest = min((event.rank for event in cast_events), default=0)
+    tables = [(event.step, _entries(event)) for event in cast_events if event.rank == lowest]
     keys = list(dict.fromkeys(key for _, table in tables for key in table))
     return [found for key in keys for found in _spans(key, tables, scales)]
 

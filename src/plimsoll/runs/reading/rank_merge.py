@@ -30,8 +30,8 @@ def parts_of_batch(manifests: Mapping[int, Mapping[str, Any]], collection: str) 
     """Return the part of the batch that each rank has, if the collection depends on it. Others have part 0."""
     if collection not in OF_MODULES:
         return {}
-    told: dict[int, dict[str, Any]] = {rank: manifest.get("ranks") or {} for rank, manifest in manifests.items()}
-    return {rank: int(entry.get("data_index", 0)) for rank, entry in told.items()}
+    entries: dict[int, dict[str, Any]] = {rank: manifest.get("ranks") or {} for rank, manifest in manifests.items()}
+    return {rank: int(entry.get("data_index", 0)) for rank, entry in entries.items()}
 
 
 def is_plain(table: Table) -> bool:

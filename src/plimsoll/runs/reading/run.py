@@ -431,10 +431,10 @@ class Run:
     def events(self) -> list[Event]:
         """Return all events by step and time."""
         rows = select(self._folder, "events").to_pylist()
-        told = [Event(**{**row, "details": json.loads(row["details"])}) for row in rows]
-        events = [event for event in told if limits.details_fit(event.kind, event.details)]
-        if len(events) < len(told):
-            self._folder.leave_out("events whose details no watch writes", len(told) - len(events), 0)
+        read = [Event(**{**row, "details": json.loads(row["details"])}) for row in rows]
+        events = [event for event in read if limits.details_fit(event.kind, event.details)]
+        if len(events) < len(read):
+            self._folder.leave_out("events whose details no watch writes", len(read) - len(events), 0)
         return sorted(events, key=lambda event: (event.step, event.time))
 
     def table(

@@ -96,8 +96,8 @@ def _is_group(group: object) -> bool:
     """Return whether it is a group of parameters with a learning rate and a decay."""
     if not isinstance(group, dict):
         return False
-    told = cast("dict[str, object]", group)
-    return _are_names(told.get("parameters")) and isinstance(told.get("decay") or 0.0, int | float)
+    entries = cast("dict[str, object]", group)
+    return _are_names(entries.get("parameters")) and isinstance(entries.get("decay") or 0.0, int | float)
 
 
 def _are_names(value: object) -> bool:

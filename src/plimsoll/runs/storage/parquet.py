@@ -130,12 +130,12 @@ def _checksum(footer: bytes) -> bytes:
 
 def _check_schema(place: StorageLocation, part: Part, metadata: Any) -> None:
     entries: dict[bytes, bytes] = metadata.metadata or {}
-    told = entries.get(SCHEMA_KEY, b"1")
-    if not told.isdigit() or len(told) > 9:
-        raise DamageError(f"its schema is {told[:20]!r}")
-    if int(told) > SCHEMA:
+    schema = entries.get(SCHEMA_KEY, b"1")
+    if not schema.isdigit() or len(schema) > 9:
+        raise DamageError(f"its schema is {schema[:20]!r}")
+    if int(schema) > SCHEMA:
         raise RunError(
-            f"Run: expected parts of schema {SCHEMA} or older; got schema={int(told)} in {place}: {part.name}. "
+            f"Run: expected parts of schema {SCHEMA} or older; got schema={int(schema)} in {place}: {part.name}. "
             "Install the plimsoll that wrote it, or a newer one."
         )
 

@@ -8,7 +8,6 @@
 """
 
 import contextlib
-import sys
 from collections.abc import Generator, Iterable
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.hooks.autograd_graph import leaves_of
 from plimsoll.watch.session import nothing_recorded
-from plimsoll.watch.shadow.replay import borrowed, buffers_of
+from plimsoll.watch.shadow.replay import borrowed, buffers_of, eagerly
 from plimsoll.watch.shadow.rng_state import RandomState
 
 _MODULE_STATE = ("_parameters", "_buffers", "_modules")
@@ -33,7 +32,7 @@ def borrowed_models(roots: Iterable[nn.Module], devices: set[torch.device]) -> G
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_without_watches())
-            stack.enter_context(_eager())
+            stack.enter_context(eagerly())  # compiled code calls no operation that can be observed
             stack.enter_context(torch.enable_grad())
             for root in roots:
                 stack.enter_context(borrowed(root, {}, buffers_of(root)))
@@ -112,8 +111,3 @@ class _NoListener:
 
 def _nothing(*_: object) -> None:
     return
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Run compiled code eagerly: it calls no operation that can be observed."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

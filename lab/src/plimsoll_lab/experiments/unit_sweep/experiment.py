@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plimsoll.diagnosis import View, diagnose
-from plimsoll.report.drawing.plotly_parts import Trace, made
+from plimsoll.report.drawing.plotly_parts import Trace, build_figure
 from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, RED
 from plimsoll.runs import Run
 from plimsoll.version import __version__
@@ -197,7 +197,7 @@ def figure(found: Scores) -> "Figure":
     }
     traces = [line, *(_trace(way, points, edge) for way, points in drawn.items() if points)]
     title = "Small character models in FP32 and FP16"
-    return made("lab unit-sweep", title, _subtitle(found, drawn, edge), traces, layout, {"figure": "sweep"})
+    return build_figure("lab unit-sweep", title, _subtitle(found, drawn, edge), traces, layout, {"figure": "sweep"})
 
 
 def _subtitle(found: Scores, drawn: Mapping[Way, Sequence[_Point]], edge: float) -> str:

@@ -1,4 +1,4 @@
-"""What an action is to a guard: `Remedy`; and what all of them work on: `Training`."""
+"""What an action is to a guard: `GuardAction`; and what all of them work on: `Training`."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from plimsoll.diagnosis.finding import Action, Finding
-from plimsoll.diagnosis.guard.checkpoints import Keeper
+from plimsoll.diagnosis.guard.checkpoints import CheckpointStore
 from plimsoll.diagnosis.guard.records import Look, Order, Value
 from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch.companion import WatchAccess
@@ -17,11 +17,11 @@ from plimsoll.watch.companion import WatchAccess
 class Training:
     """The training that a guard acts on; loop and scaler are held weakly, so that the guard keeps no model alive."""
 
-    def __init__(self, beside: WatchAccess, loop: Any, scaler: Any) -> None:
-        self.beside = beside
+    def __init__(self, access: WatchAccess, loop: Any, scaler: Any) -> None:
+        self.access = access
         self._loop = None if loop is None else weakref.ref(loop)
         self._scaler = None if scaler is None else weakref.ref(scaler)
-        self.keeper: Keeper
+        self.keeper: CheckpointStore
 
     @property
     def loop(self) -> Any:
@@ -37,20 +37,20 @@ class Training:
 
     def modules_of(self, finding: Finding) -> list[str]:
         """The modules that a finding names, by the run's names; those that are not in the model are left out."""
-        found = dict.fromkeys(_module_of(name, finding.collection, self.beside.root) for name in finding.where)
-        known = self.beside.modules()
+        found = dict.fromkeys(_module_of(name, finding.collection, self.access.root) for name in finding.where)
+        known = self.access.modules()
         return [name for name in found if name in known]
 
     def in_model(self, name: str) -> str:
         """A module's name within the model, where the root's is empty."""
-        return "" if name == self.beside.root else name
+        return "" if name == self.access.root else name
 
     def module(self, name: str) -> nn.Module:
         """A module by the run's name."""
-        return self.beside.modules()[name]
+        return self.access.modules()[name]
 
 
-class Remedy(ABC):
+class GuardAction(ABC):
     """One action; a guard has one of each kind that it is allowed."""
 
     action: ClassVar[Action]

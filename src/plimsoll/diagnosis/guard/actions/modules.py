@@ -1,21 +1,29 @@
 """The actions on modules: BF16 instead of what they run in, and clamping of what they return."""
 
+import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from plimsoll.diagnosis.finding import Finding
-from plimsoll.diagnosis.guard.actions.base import Remedy
+from plimsoll.diagnosis.guard.actions.base import GuardAction
 from plimsoll.diagnosis.guard.records import Look, Order
 from plimsoll.diagnosis.rules.loss_scale import NoSingleScale
 from plimsoll.diagnosis.rules.overflow import ActivationGrowth, OverflowAhead
+from plimsoll.emulate import CUDA, Autocast, emulate
+from plimsoll.emulate.dispatch import thread_frame
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
+from plimsoll.watch.taps.compiled_taps import inlined_only
 
 # The level that the whole run goes over to, from the level that it is at; from any other to amp-bf16.
 _IN_BF16 = {"fp16-master": "bf16-master", "fp16-pure": "bf16-master"}
 _HALF = torch.float16
 
 
-class ToBF16(Remedy):
+class ToBF16(GuardAction):
     """Modules, or the whole run, in BF16 from the next step on.
 
     The whole run is meant where the finding names no modules or more than half of those with parameters, and where the
@@ -35,18 +43,18 @@ class ToBF16(Remedy):
         """The modules that are not in BF16 yet, or the run."""
         named = self.training.modules_of(finding)
         left = [name for name in named if not self._is_done(name)]
-        beside, loop = self.training.beside, self.training.loop
+        access, loop = self.training.access, self.training.loop
         owners = [
             name
-            for name, module in beside.modules().items()
+            for name, module in access.modules().items()
             if next(module.parameters(recurse=False), None) is not None
         ]
-        whole = not named or tries > 0 or beside.root in named or 2 * len(set(named) & set(owners)) > len(owners)
-        if beside.root in self._done or (not whole and not left):
+        whole = not named or tries > 0 or access.root in named or 2 * len(set(named) & set(owners)) > len(owners)
+        if access.root in self._done or (not whole and not left):
             return "it runs in BF16 already"
         if loop is not None and whole:
             return self._run_of_loop(finding, since, loop)
-        where = [beside.root] if whole else left
+        where = [access.root] if whole else left
         half = next((n for n in where if any(p.dtype is _HALF for p in self.training.module(n).parameters())), None)
         if half is not None and loop is None:
             return f"the weights of {half} are torch.float16, which autocast does not change"
@@ -69,7 +77,7 @@ class ToBF16(Remedy):
         loop = self.training.loop
         if loop is not None and not order.where:
             loop.change(str(order.after))
-            self._done.add(self.training.beside.root)
+            self._done.add(self.training.access.root)
             return
         if loop is not None:
             policy = loop.policy
@@ -91,7 +99,7 @@ class ToBF16(Remedy):
             self._regions.pop()
 
     def _enter_by_hooks(self, order: Order) -> None:
-        from plimsoll.diagnosis.guard.actions.bf16_region import InBF16
+        from plimsoll.diagnosis.guard.actions.modules import InBF16
 
         modules = [self.training.module(name) for name in order.where]
         first = next((p for module in modules for p in module.parameters()), None)
@@ -106,7 +114,7 @@ class ToBF16(Remedy):
         return any(".".join(parts[:n]) in self._done for n in range(1, len(parts) + 1))
 
 
-class Clamp(Remedy):
+class Clamp(GuardAction):
     """What modules return is held to FP16's largest value; gradients pass, so that training can bring it down."""
 
     action = "clamp"
@@ -122,7 +130,7 @@ class Clamp(Remedy):
             return "only what modules return is clamped"
         named = [name for name in finding.where if ":output" in name]
         modules = dict.fromkeys(name.partition(":")[0] for name in named)
-        known = self.training.beside.modules()
+        known = self.training.access.modules()
         left = [name for name in modules if name in known and name not in self._done]
         if not left:
             return "these modules are clamped already" if modules else "the finding is about inputs of modules"
@@ -139,7 +147,7 @@ class Clamp(Remedy):
         """Clamps them, before the watch's own hooks see what they return."""
         from plimsoll.precision import clamp_residuals
 
-        model: Any = self.training.beside.model
+        model: Any = self.training.access.model
         modules = [self.training.in_model(name) or "model" for name in order.where]
         self._clamps.append(clamp_residuals(model, modules, "fp16", gradient="pass", first=True))
         self._done |= set(order.where)
@@ -149,3 +157,57 @@ class Clamp(Remedy):
         while self._clamps:
             self._clamps[-1].remove()
             self._clamps.pop()
+
+
+class InBF16:
+    """Modules of a hand-written loop that compute in BF16 until `remove`.
+
+    FP16 inputs are FP32 inside, and outputs are FP32. So all of it has FP32's range, and the code around casts as with
+    any FP32 value.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], kind: str) -> None:
+        self._handles: list[Any] = []
+        for module in modules:
+            region = _Region(kind)
+            self._handles.append(module.register_forward_pre_hook(region.enter, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(region.leave, always_call=True))
+
+    def remove(self) -> None:
+        """The modules compute as what is around them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _Region:
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._open: list[contextlib.AbstractContextManager[Any]] = []
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ARG002  (torch's to choose)
+        """Before the module's forward."""
+        context = _bf16(self._kind)
+        context.__enter__()
+        self._open.append(context)
+        return _wide(args), _wide(kwargs)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002  (torch's to choose)
+        """After it, also where it has raised."""
+        self._open.pop().__exit__(None, None, None)
+        return _wide(output)
+
+
+inlined_only(_Region.enter, _Region.leave)
+
+
+def _bf16(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """BF16 in the way of what is in force around: an emulation, the lists of `Autocast`, or torch's autocast."""
+    if thread_frame.current() is not None:
+        return emulate("bf16") if kind == "cpu" else Autocast(CUDA, torch.bfloat16)
+    # Without the cache, which is by weight alone: one that is used in FP16 too would be found in that.
+    return torch.autocast(kind, torch.bfloat16, cache_enabled=False)
+
+
+def _wide(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda x: x.float() if x.dtype in SIXTEEN_BIT else x, value)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from plimsoll import display
 from plimsoll.diagnosis.finding import Finding
-from plimsoll.diagnosis.guard.actions.base import Remedy
+from plimsoll.diagnosis.guard.actions.base import GuardAction
 from plimsoll.diagnosis.guard.records import Look, Order
 from plimsoll.errors import GuardStop, MissingExtraError
 from plimsoll.extras import install_line
@@ -15,7 +15,7 @@ from plimsoll.extras import install_line
 _FLUSH_SECONDS = 60.0
 
 
-class Skip(Remedy):
+class Skip(GuardAction):
     """The next step changes nothing: its gradients are dropped.
 
     A `Loop`'s schedulers do not advance then, and its outcome says why. In a loop of one's own the optimizers are
@@ -30,7 +30,7 @@ class Skip(Remedy):
 
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
         """The next step."""
-        if self.training.loop is None and not self.training.beside.optimizers:
+        if self.training.loop is None and not self.training.access.optimizers:
             return "the watch has no optimizer whose step could be skipped"
         return self.order(finding, since, "the next optimizer step is skipped")
 
@@ -41,9 +41,9 @@ class Skip(Remedy):
             return
         from plimsoll.precision.training.loop_control import DropsGradients
 
-        beside = self.training.beside
-        if beside.model is not None:
-            self._drops = DropsGradients(beside.model, beside.optimizers)
+        access = self.training.access
+        if access.model is not None:
+            self._drops = DropsGradients(access.model, access.optimizers)
 
     def between(self) -> None:
         """The step that was to be left out is over."""
@@ -56,7 +56,7 @@ class Skip(Remedy):
             self._drops = None
 
 
-class Rollback(Remedy):
+class Rollback(GuardAction):
     """The last checkpoint from before the finding is put back; the run's steps are counted on."""
 
     action = "rollback"
@@ -71,7 +71,7 @@ class Rollback(Remedy):
         if saved is None:
             there = ", ".join(map(str, self.training.keeper.steps)) or "none"
             return f"no checkpoint was passed before step {since} (of steps: {there}); call guard.checkpoint()"
-        now = self.training.beside.next_step
+        now = self.training.access.next_step
         return self.order(finding, since, "the last checkpoint from before it", before=now, after=saved.step)
 
     def carry_out(self, order: Order) -> None:
@@ -79,7 +79,7 @@ class Rollback(Remedy):
         self.training.keeper.restore(int(order.after or 0))
 
 
-class Stop(Remedy):
+class Stop(GuardAction):
     """The training ends with `GuardStop`, the run being on disk; with a report, if one was asked for."""
 
     action = "stop"
@@ -94,19 +94,19 @@ class Stop(Remedy):
 
     def carry_out(self, order: Order) -> NoReturn:
         """Flushes the run, writes the report, and raises."""
-        beside = self.training.beside
-        beside.settle()
-        beside.hand_over()
-        beside.flush(_FLUSH_SECONDS)
+        access = self.training.access
+        access.settle()
+        access.hand_over()
+        access.flush(_FLUSH_SECONDS)
         where = None
-        if self._report is not None and beside.rank == 0:
+        if self._report is not None and access.rank == 0:
             try:
-                where = self._report(beside.path)
-            except Exception as error:  # noqa: BLE001  (the training is to end as it was told to, report or not)
-                beside.failed("the guard's report", error)
+                where = self._report(access.path)
+            except Exception as error:  # noqa: BLE001  (the training is to end, report or not)
+                access.failed("the guard's report", error)
         report = f" The report is at {where}." if isinstance(where, Path) else ""
         raise GuardStop(
-            f"Guard: expected a training that is sound; got {order.finding} Look at the run in {beside.path}; stop was "
+            f"Guard: expected a training that is sound; got {order.finding} Look at the run in {access.path}; stop was "
             f"allowed by actions=.{report}"
         )
 

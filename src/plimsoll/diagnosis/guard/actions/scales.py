@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from plimsoll.diagnosis.finding import Finding
-from plimsoll.diagnosis.guard.actions.base import Remedy
+from plimsoll.diagnosis.guard.actions.base import GuardAction
 from plimsoll.diagnosis.guard.records import Look, Order
 from plimsoll.tensor_collections import WITHOUT_LOSS_SCALE
 
@@ -21,7 +21,7 @@ _BLIND = 4  # binades by which the scale is raised where no gradient is left to 
 _LOWEST, _HIGHEST = 2.0**-14, 2.0**64  # for scalers without bounds of their own
 
 
-class LossScale(Remedy):
+class LossScale(GuardAction):
     """What raising and lowering share."""
 
     def refusal(self) -> str | None:
@@ -103,7 +103,7 @@ class LowerScale(LossScale):
         return self.change(finding, since, now - 1, "half of the present scale")
 
 
-class LayerScale(Remedy):
+class LayerScale(GuardAction):
     """Layers of a `LayerScaler` get their scales from their gradients of now."""
 
     action = "layer_scale"

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Reached, Trail
+from plimsoll.diagnosis.locating.tracing.nonfinite_trail import MemoryProvenance, NonfiniteResult
 from plimsoll.diagnosis.locating.tracing.tensor_facts import count_nonfinite, readable
 from plimsoll.tracing.tensor_memory import memory_of, tensors_in
 from plimsoll.tracing.tensor_names import Names
@@ -13,13 +13,13 @@ from plimsoll.tracing.tensor_names import Names
 _LOSS, _RESULT, _GRADIENT, _LEFT = range(4)
 
 
-class Ends:
+class EndChecks:
     """Looks at them, and keeps those that are not finite."""
 
-    def __init__(self, trail: Trail, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, trail: MemoryProvenance, leaves: Sequence[Tensor]) -> None:
         self._trail = trail
         self._leaves = {id(leaf): leaf for leaf in leaves}
-        self.reached: list[Reached] = []
+        self.reached: list[NonfiniteResult] = []
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -63,7 +63,7 @@ class Ends:
         if blame or not origins:
             held = not origins and rank in {_RESULT, _LEFT}
             if not held:
-                self.reached.append(Reached(what=what, rank=rank, origins=blame, tensor=x, owner=owner))
+                self.reached.append(NonfiniteResult(what=what, rank=rank, origins=blame, tensor=x, owner=owner))
 
 
 def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:

@@ -50,7 +50,7 @@ class Origin:
     outputs: Sequence[Operand] = ()
     memory: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])  # of its operands
     scalars: Mapping[str, float | int | str] = field(default_factory=dict[str, "float | int | str"])
-    worst: str = ""  # the output that is told of
+    worst: str = ""  # the output that is named
     count: int = 0
     total: int = 0
     first_index: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class Origin:
     scaling: bool = False
 
 
-class Trail:
+class MemoryProvenance:
     """Memory, by its identity: what is known of how it came to be, and which origins it has."""
 
     def __init__(self) -> None:
@@ -118,14 +118,14 @@ class Trail:
             self._alive[int(ref.cdata)] = ref
 
 
-def blamed(candidates: Iterable[Origin]) -> Origin | None:
+def first_cause(candidates: Iterable[Origin]) -> Origin | None:
     """Of the origins that reached something, the first; one that was not asked for before one that was."""
     found = sorted(candidates, key=lambda origin: (origin.deliberate, origin.index))
     return found[0] if found else None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Reached:
+class NonfiniteResult:
     """Something of the training that is not finite."""
 
     what: str  # "the loss"

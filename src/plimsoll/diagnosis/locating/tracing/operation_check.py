@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.diagnosis.locating.fault import Phase
-from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Forward, Origin, Trail, What
+from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Forward, MemoryProvenance, Origin, What
 from plimsoll.diagnosis.locating.tracing.operation_arguments import Named, copied, flat, is_odd, scalars, values_at
 from plimsoll.diagnosis.locating.tracing.tensor_facts import (
     count_nonfinite,
@@ -345,7 +345,7 @@ class OperationTracer(TorchDispatchMode):
 
     def __init__(self, flush_share: float | None, about_to_write: Callable[[Tensor], None] | None) -> None:
         super().__init__()
-        self.trail = Trail()
+        self.trail = MemoryProvenance()
         self.flushed: Origin | None = None
         self.operations = 0
         self.backwards = 0

@@ -65,7 +65,7 @@ class Listed:
         return self.problem is None and not self.closed and now - self.modified < _LIVE_SECONDS
 
 
-def told(
+def listing_of(
     catalog: Callable[[], RunFolder], run_id: str, path: Path, root: Path, modified: float, mark: Callable[[str], str]
 ) -> Listed:
     """The row of a run; whatever is wrong with it costs its own row.

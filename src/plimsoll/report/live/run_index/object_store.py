@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.errors import ArgumentError
-from plimsoll.report.live.run_index.listed_run import Listed, Stamp, told
+from plimsoll.report.live.run_index.listed_run import Listed, Stamp, listing_of
 from plimsoll.runs import Run
 from plimsoll.runs.columns.schema import KINDS
 from plimsoll.runs.reading.run_folder import RunFolder
@@ -81,7 +81,7 @@ class StoredRuns:
         name, newest = self._name(path), stamp[0][0] / 1e9
         files = self._files(name)
         place = _AsListed(self._place.within(name), files)
-        found = told(
+        found = listing_of(
             lambda: RunFolder(place, warn=False), run_id, path, self.folder, newest, lambda file: str(files.get(file))
         )
         return found if newest else self._timed(found)

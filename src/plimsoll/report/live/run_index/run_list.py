@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.report.live.run_index.listed_run import Listed as Listed, Stamp as Stamp, told
+from plimsoll.report.live.run_index.listed_run import Listed as Listed, Stamp as Stamp, listing_of
 from plimsoll.report.live.run_index.object_store import StoredRuns
 from plimsoll.runs import Run
 from plimsoll.runs.columns.schema import KINDS
@@ -208,7 +208,7 @@ def listed(run_id: str, path: Path, root: Path, stamp: Stamp) -> Listed:
         found = (path / name).stat()
         return f"{found.st_mtime_ns} {found.st_size} {found.st_ino}"
 
-    return told(catalog, run_id, path, root, max(entry[0] for entry in stamp) / 1e9, mark)
+    return listing_of(catalog, run_id, path, root, max(entry[0] for entry in stamp) / 1e9, mark)
 
 
 def refuse_links_out(path: Path, root: Path, within_folders: bool = True) -> None:

@@ -25,7 +25,7 @@ _LIST_SECONDS = 0.5  # how old the list may be
 _FOLLOWED_SECONDS = 1.5  # the same for who only waits to hear of a change
 
 
-class Answers:
+class Api:
     """The answers to all questions about the runs of a folder. Raises Plimsoll's errors."""
 
     def __init__(self, folder: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
@@ -129,12 +129,18 @@ class Answers:
         """Two runs side by side, and where they part."""
         listed = [self.live.opened(each) for each in (first, second)]
         verdicts = [self.verdicts.for_page(each) for each in listed]
-        told = [summary_answer(_summary_of(verdict), self.root) for verdict in verdicts]
+        summaries = [summary_answer(_summary_of(verdict), self.root) for verdict in verdicts]
 
         def make(a: LiveView, b: LiveView) -> bytes:
             divergence, sentence = difference(a, b, self.root)
             return encoded(
-                {"a": told[0], "b": told[1], "diff": divergence, "sentence": sentence, "collection_labels": LABELS}
+                {
+                    "a": summaries[0],
+                    "b": summaries[1],
+                    "diff": divergence,
+                    "sentence": sentence,
+                    "collection_labels": LABELS,
+                }
             )
 
         question = ("compare", *(verdict.serial for verdict in verdicts))

@@ -1,4 +1,4 @@
-"""`app`: the live page and its API as an ASGI application, behind the `Gate`. Only `serve` loads FastAPI.
+"""`app`: the live page and its API as an ASGI application, behind the `SecurityMiddleware`. Only `serve` loads FastAPI.
 
 Questions are answered in `Turns`, so a slow run delays no other; `Live` keeps the runs, `Streams` tells what is new.
 """
@@ -16,8 +16,8 @@ from fastapi import FastAPI, Request, Response
 
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError, PlimsollError, RunError, StateError
 from plimsoll.report.live.event_streams import MOST_RUNS, EventStream, Streams
-from plimsoll.report.live.security import LOOPBACK, Gate, Receive, Scope, Send, is_api
-from plimsoll.report.live.server.answers import Answers
+from plimsoll.report.live.security import LOOPBACK, Receive, Scope, SecurityMiddleware, Send, is_api
+from plimsoll.report.live.server.answers import Api
 from plimsoll.report.live.server.turns import BusyError, Turns
 from plimsoll.report.page.answers import encoded, within
 from plimsoll.report.page.assets import Asset, assets
@@ -49,7 +49,7 @@ _PACKED_FROM_BYTES = 1400  # what fits into one packet is not compressed
 class App:
     """The ASGI application. `answers` and `streams` are what it answers from; `close` ends both."""
 
-    def __init__(self, answers: Answers, streams: Streams, gate: Gate) -> None:
+    def __init__(self, answers: Api, streams: Streams, gate: SecurityMiddleware) -> None:
         self.answers, self.streams, self._gate = answers, streams, gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,15 +79,15 @@ def app(
 
     Raises `ArgumentError` for a folder that is none, `RunError` for storage that does not answer.
     """
-    answers = Answers(os.fspath(folder))
+    answers = Api(os.fspath(folder))
     streams = Streams(
         answers.look, poll_seconds=answers.live.list.source.poll_seconds if poll_seconds is None else poll_seconds
     )
     inner = _application(answers, streams)
-    return App(answers, streams, Gate(inner, hosts=hosts, token=token))
+    return App(answers, streams, SecurityMiddleware(inner, hosts=hosts, token=token))
 
 
-def _application(answers: Answers, streams: Streams) -> FastAPI:
+def _application(answers: Api, streams: Streams) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         yield
@@ -113,7 +113,7 @@ def _application(answers: Answers, streams: Streams) -> FastAPI:
     return inner
 
 
-def _add_api(inner: FastAPI, answers: Answers, turns: Turns) -> None:
+def _add_api(inner: FastAPI, answers: Api, turns: Turns) -> None:
     def get(path: str, answer: Callable[[Request], bytes]) -> None:
         async def endpoint(request: Request) -> Response:
             runs, takes_gzip = _runs(request), _takes_gzip(request)
@@ -155,7 +155,7 @@ def _packed(body: bytes, takes_gzip: bool) -> bytes:
     return gzip.compress(body, 1, mtime=0)
 
 
-def _compare_figure(answers: Answers, request: Request) -> bytes:
+def _compare_figure(answers: Api, request: Request) -> bytes:
     query = _query(request)
     first, second = _pair(query)
     rest = {key: value for key, value in query.items() if key not in ("a", "b")}
@@ -218,21 +218,21 @@ def _takes_gzip(request: Request) -> bool:
     return any(name.strip() == "gzip" and _REFUSED.match(weight) is None for name, _, weight in offers)
 
 
-def _add_errors(inner: FastAPI, answers: Answers) -> None:
-    def told(request: Request, status: int, text: str) -> Response:
+def _add_errors(inner: FastAPI, answers: Api) -> None:
+    def refusal(request: Request, status: int, text: str) -> Response:
         if is_api(request.url.path):
             return Response(encoded({"error": text}), status, media_type="application/json")
         return Response(f"{text}\n", status, media_type="text/plain")
 
     async def refused(request: Request, error: Exception) -> Response:
         status = next(number for kind, number in _STATUS if isinstance(error, kind))
-        return told(request, status, within(str(error), answers.root))
+        return refusal(request, status, within(str(error), answers.root))
 
     async def unknown(request: Request, _: Exception) -> Response:
-        return told(request, 404, "plimsoll: there is nothing at this address. The page begins at /.")
+        return refusal(request, 404, "plimsoll: there is nothing at this address. The page begins at /.")
 
     async def defect(request: Request, _: Exception) -> Response:  # uvicorn prints the traceback
-        return told(request, 500, "plimsoll: internal error. See the terminal that runs plimsoll serve.")
+        return refusal(request, 500, "plimsoll: internal error. See the terminal that runs plimsoll serve.")
 
     handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
         PlimsollError: refused, 404: unknown, 405: unknown, Exception: defect

@@ -80,10 +80,10 @@ def _load_slow_packages() -> None:
     import numpy as np
 
     from plimsoll.diagnosis.tables.trend import trend
-    from plimsoll.report.drawing.plotly_parts import nothing
+    from plimsoll.report.drawing.plotly_parts import empty_figure
 
     trend(np.arange(9), np.arange(9.0))
-    nothing("serve", "", "", {}).to_json()
+    empty_figure("serve", "", "", {}).to_json()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,8 @@ class _Place:
         names = [*LOOPBACK, _bracketed(self.host)]
         if self._address.is_unspecified:  # of every address of this machine, and of its names
             names = [*LOOPBACK, socket.gethostname(), socket.getfqdn()]
-        told = [f"{name}:{self.port}" for name in dict.fromkeys(names)]
-        return [*told, ANY_ADDRESS] if self._address.is_unspecified else told
+        hosts = [f"{name}:{self.port}" for name in dict.fromkeys(names)]
+        return [*hosts, ANY_ADDRESS] if self._address.is_unspecified else hosts
 
     def address(self, token: str | None) -> str:
         """The page's address, with the token in it."""

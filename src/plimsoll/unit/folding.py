@@ -1,4 +1,4 @@
-"""Plan of a folded model: its steps, its parameters' multipliers, its scales.
+"""`fold`, which turns a converted model into plain weights, and its plan: steps, multipliers, scales.
 
 A value V of the converted model is s V' in the folded one. A homogeneous operation ties s of its result to s of its
 input, so values form classes whose members follow from one number. An operation that cannot absorb a factor wants a
@@ -13,7 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from torch import nn
+
+from plimsoll.errors import ArgumentError, StateError
 from plimsoll.unit.changes import ONE, Factor, NodeChange, Port, Scale
+from plimsoll.unit.conversion.codegen.module_builder import Builder
 from plimsoll.unit.conversion.codegen.operation_facts import (
     EMBEDDING,
     NORMS,
@@ -25,7 +30,7 @@ from plimsoll.unit.conversion.codegen.operation_facts import (
     terms_of,
 )
 from plimsoll.unit.conversion.codegen.steps import Here, Recipe, Ref, Step, WhenTraining, mapped, refs_in
-from plimsoll.unit.conversion.converted_modules import RemainingFactor
+from plimsoll.unit.conversion.converted_modules import Converted, Folded, RemainingFactor, named_modules
 
 _TOLERANCE = 1e-7  # of a factor that is one
 _DIGITS = 9  # of logarithms that are equal: factors come from roots of small numbers
@@ -377,3 +382,61 @@ class Scales:
             up += self._ratio[value]
             value = self._parent[value]
         return value, up
+
+
+@torch.no_grad()
+def fold(converted: nn.Module) -> Folded:
+    """Return a converted model with its factors in the weights, for inference.
+
+    Outputs are the same up to rounding. Forward factors move into weights, biases, tables, running statistics and the
+    epsilon of norms, through every operation that is homogeneous: views, ReLU, pooling, sums whose terms agree.
+    Backward factors and dropout are dropped. Modules keep their names. A module without remaining factors is torch's
+    own again. The result stays in evaluation mode and refuses `train()`.
+
+    Its `kept` lists the multiplications that remain, with reasons: those that follow the batch's sizes, those at a
+    function that is not linear, and those at a value that is used at several scales. Its state has the original's names
+    and loads into a model folded from the same conversion.
+
+    Args:
+        converted: Result of `unit.convert`.
+
+    Returns:
+        The folded model.
+
+    Raises:
+        ArgumentError: The model is not a converted one.
+        StateError: Its modules were replaced by those of FP8.
+
+    >>> import plimsoll as pl
+    >>> converted = pl.unit.convert(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(4, 8))
+    >>> folded = fold(converted.eval())
+    >>> folded.kept, type(folded.get_submodule("0"))
+    ([], <class 'torch.nn.modules.linear.Linear'>)
+    """
+    if not isinstance(converted, Converted):
+        raise ArgumentError(
+            f"fold: expected a result of plimsoll.unit.convert; got {type(converted).__name__}. Only it contains a "
+            "record of its factors."
+        )
+    _check_plain(converted)
+    plan = plan_of(converted.recipe)
+    folded = Builder(plan.recipe, converted, converted.signature, {}, base=Folded).build()
+    assert isinstance(folded, Folded)
+    sources = plan.recipe.sources
+    tensors = {
+        **dict(folded.named_parameters(remove_duplicate=False)),
+        **dict(folded.named_buffers(remove_duplicate=False)),
+    }
+    for name, factor in plan.tensors.items():
+        tensors[sources[name].paths[0]].mul_(factor)
+    folded.note(plan.remaining)
+    return folded.eval()
+
+
+def _check_plain(converted: Converted) -> None:
+    for name, module in named_modules(converted):
+        if callable(getattr(module, "casts", None)):
+            raise StateError(
+                f"fold: expected a converted model in its own modules; got {type(module).__name__} at '{name}', whose "
+                "scales are of FP8. Fold before fp8.convert."
+            )

@@ -1,1 +1,0 @@
-"""`fold` turns a unit-scaled model into a plain one."""
