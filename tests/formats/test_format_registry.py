@@ -39,7 +39,7 @@ ALLOWED = {
     "precision/levels": "names of widths that several levels have; what torch's batch norm takes",
     "precision/scripts": "the dtypes of leaves that are scaled",
     "precision/training": "a type annotation",
-    "receipts/recording/observation.py": "torch's functions that cast",
+    "receipts/recording/recorder.py": "torch's functions that cast",
     "report/figures/audit.py": "the columns of an audit",
     "unit/auditing": "the columns of an audit",
     "watch/shadow/replay.py": "methods of tensors",

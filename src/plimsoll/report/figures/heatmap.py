@@ -161,7 +161,7 @@ def flips_heatmap(
     title, meta = "Decisions that rounding has changed", {"figure": "flips_heatmap"}
     steps = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(at for at, _ in found.values())]))
     if not len(steps):
-        return nothing("flips_heatmap", title, "No shadow step has seen a decision up to this step.", meta)
+        return empty_figure("flips_heatmap", title, "No shadow step has seen a decision up to this step.", meta)
     values = np.full((len(found), len(steps)), np.nan)
     for row, (at, shares) in enumerate(found.values()):
         values[row, np.searchsorted(steps, at)] = shares
