@@ -138,6 +138,13 @@ def by_hand(path: Path, **arguments: Any) -> tuple[str, str, str]:
     return found[0].rule, found[0].severity, str(found[0].evidence.get("cause", ""))
 
 
+def clip_by_an_infinite_norm(model: torch.nn.Module) -> None:
+    """What clipping does if the norm is computed in FP16 and overflows there."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(1 / torch.tensor(70000.0).half())
+
+
 WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "never zeroed": ({"zero": nothing}, ("gradients-mishandled", "warning", "never set to zero")),
     "never zeroed, clipped": (
@@ -161,6 +168,14 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     ),
     "zeroed before the step": (
         {"between": lambda m, o, s: o.zero_grad()}, ("optimizer-idle", "alarm", "its parameters have no gradients"),
+    ),
+    "multiplied by 0 before the step": (
+        {"between": lambda m, o, s: clip_by_an_infinite_norm(m)},
+        ("gradients-mishandled", "alarm", "all zero when the optimizer steps, and not after the backward"),
+    ),
+    "zeroed in place before the step": (
+        {"between": lambda m, o, s: o.zero_grad(set_to_none=False)},
+        ("gradients-mishandled", "alarm", "all zero when the optimizer steps, and not after the backward"),
     ),
     "never stepped": ({"step": nothing}, ("optimizer-idle", "alarm", "it has never stepped")),
     "parameters of a copy": (

@@ -11,6 +11,7 @@ from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, 
 from plimsoll.diagnosis.rules.casts import CastFlushes
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
+from plimsoll.diagnosis.rules.wiring import erased_samples
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
 from plimsoll.diagnosis.view import View, log2
@@ -78,8 +79,9 @@ class DeadLayer(Rule):
         values = modules.total(cells.total_of("zeros"))
         silent = (values > 0) & (nonzero == 0) & (lost == 0)
         alive = np.array([name not in dead for name in modules.names])[:, None]
-        # NaN is no zero; and a loss of zero has no gradient, which says nothing about a layer.
-        judged = ~np.isnan(nonzero) & (modules.total(cells.nonfinite) == 0) & ~view.solved(cells.steps)[None, :]
+        # NaN is no zero. A loss of zero has no gradient, and gradients that the script erased say nothing of a layer.
+        elsewhere = view.solved(cells.steps) | erased_samples(view)
+        judged = ~np.isnan(nonzero) & (modules.total(cells.nonfinite) == 0) & ~elsewhere[None, :]
         found = spells(silent & alive, judged, self.samples)
         if not found:
             return

@@ -9,15 +9,22 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, threshold
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.view import View
+from plimsoll.formats import FP16
 from plimsoll.runs import Event
 
 _OUTSIDE = "in no optimizer"  # a fact of the watch, and the cause in the evidence
-_MISSING_CALLS = {"never set to zero": "call zero_grad() once a step", "never unscaled": "call scaler.step(optimizer)"}
+_ERASED = "all zero when the optimizer steps, and not after the backward"
+_REMEDIES = {
+    "never set to zero": "call zero_grad() once a step",
+    "never unscaled": "call scaler.step(optimizer)",
+    _ERASED: "compute the norm for clipping in FP32, and look for a misplaced zero_grad()",
+}
 _NEVER = float("nan")  # a spot without a number
 
 
@@ -186,14 +193,15 @@ class OptimizerIdle(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsMishandled(Rule):
-    """Gradients that are never set to zero, never unscaled, or clipped while they carry the loss scale.
+    """Gradients that are never set to zero, never unscaled, clipped while they carry the loss scale, or erased.
 
     The first two are facts. Gradients that were clipped while scaled, and unscaled afterwards, have a norm (or a
-    largest value) that times the loss scale is the same round number at every step.
+    largest value) that times the loss scale is the same round number at every step. Those that something sets to zero
+    before the step are all zero, while the backward gives the activations others.
     """
 
     id = "gradients-mishandled"
-    says = "gradients are never set to zero, never unscaled, or clipped while they carry the loss scale"
+    says = "gradients are never set to zero, never unscaled, clipped while they carry the loss scale, or all erased"
     meaning = "The optimizer gets gradients that are not those of the step's loss."
     advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."
     figure = "loss_and_scale"
@@ -216,6 +224,15 @@ class GradientsMishandled(Rule):
                 meaning="The optimizer gets gradients times the loss scale.",
                 advice="Call scaler.step(optimizer) in place of optimizer.step().",
             )  # fmt: skip
+        cells = view.cells("gradients")
+        steps = np.zeros(0, dtype=np.int64) if cells is None else cells.steps[erased_samples(view)]
+        if len(steps) >= self.samples:
+            yield self._finding(
+                view, "alarm", int(steps[0]), _ERASED, "all gradients", until_step=int(steps[-1]),
+                meaning="The backward pass gives gradients, and all of them are zero when the optimizer steps.",
+                advice="Look between backward() and step(). Clipping by a norm that is infinite multiplies gradients "
+                "by 0: compute the norm in FP32. So does zero_grad() in the wrong place.",
+            )  # fmt: skip
         found = self._clipped(view)
         if found is not None:
             since, what, bound = found
@@ -226,14 +243,14 @@ class GradientsMishandled(Rule):
             )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
-        """Return the mistake and the call that is missing."""
+        """Return the mistake and its remedy."""
         cause = context.text("cause")
-        remedy = _MISSING_CALLS.get(cause, "call scaler.unscale_(optimizer) before clipping")
+        remedy = _REMEDIES.get(cause, "call scaler.unscale_(optimizer) before clipping")
         return Phrase(what=f"gradients are {cause}, seen {context.since}", remedy=remedy)
 
     def _finding(self, view: View, severity: Any, since: int, cause: str, whose: str, **more: Any) -> Finding:
         evidence = {"cause": cause, "of": whose}
-        until = max(view.last_step, since)
+        until = more.pop("until_step", max(view.last_step, since))
         return self.finding(severity, (), evidence, since_step=since, until_step=until, **more)
 
     def _clipped(self, view: View) -> tuple[int, str, float] | None:
@@ -260,6 +277,23 @@ class GradientsMishandled(Rule):
         bound = float(f"{float(np.median(values)):.1e}")
         near = bound > 0 and bool((np.abs(values / bound - 1) <= self.tolerance).all())
         return bound if near else None
+
+
+def erased_samples(view: View) -> NDArray[np.bool_]:
+    """Return the samples in which all parameters' gradients are zero, though those of activations are not.
+
+    Underflow is excluded: a bias's gradient is the sum of its output's gradients, and sums of normal numbers are none.
+    """
+    gradients, passed = view.cells("gradients"), view.cells("activation_gradients")
+    if gradients is None or passed is None:
+        return np.zeros(0 if gradients is None else len(gradients.steps), dtype=bool)
+    counts = np.nansum(gradients.total(gradients.nonzero), axis=0) + np.nansum(gradients.nonfinite, axis=0)
+    erased = (counts == 0) & gradients.recorded.all(axis=0) & ~view.solved(gradients.steps)
+    _, mine, theirs = np.intersect1d(gradients.steps, passed.steps, return_indices=True)
+    largest = np.nan_to_num(passed.highest(passed.columns["absmax"])).max(axis=0)
+    alive = np.zeros(len(gradients.steps), dtype=bool)
+    alive[mine] = largest[theirs] >= FP16.smallest_normal
+    return erased & alive
 
 
 @dataclass(frozen=True, kw_only=True)
