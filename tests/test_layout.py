@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 import plimsoll
@@ -43,6 +44,12 @@ def test_the_map_of_the_source_names_what_there_is() -> None:
     ] == []
     rooms = {path.split("/")[0] for path in paths}
     assert set(PACKAGES) - rooms == set()
+
+
+def test_there_is_no_circle_of_imports() -> None:
+    """Neither of lazy imports nor of those for types alone: import-linter sees no circle within a layer."""
+    graph = house.import_graph({house.dotted(path): path for path in house.SOURCE.rglob("*.py")})
+    assert [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1] == []
 
 
 @each("package", PACKAGES)
