@@ -28,7 +28,7 @@ def main() -> None:
 def numbers() -> Mapping[str, str]:
     """What is measured, by name."""
     files = sorted(SOURCE.rglob("*.py"))
-    modules = {path: _dotted(path) for path in files}
+    modules = {path: dotted(path) for path in files}
     folders = Counter(path.parent for path in files if path.name != "__init__.py")
     largest, entries = folders.most_common(1)[0]
     python = sum(_lines(path) for path in files)
@@ -65,7 +65,7 @@ def import_graph(modules: Mapping[str, Path]) -> "nx.DiGraph[str]":
 
 def foreign_private_imports(path: Path) -> Iterator[str]:
     """Imports of modules whose name begins with an underscore from a folder that is not the file's own."""
-    own = _dotted(path.parent / "__init__.py") if SOURCE in path.parents else ""
+    own = dotted(path.parent / "__init__.py") if SOURCE in path.parents else ""
     for imported in _imports(path):
         folder, _, module = imported.rpartition(".")
         if imported.startswith("plimsoll.") and module.startswith("_") and folder != own and _is_module(imported):
@@ -100,7 +100,7 @@ def _is_module(name: str) -> bool:
     return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
 
 
-def _dotted(path: Path) -> str:
+def dotted(path: Path) -> str:
     parts = path.relative_to(SOURCE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

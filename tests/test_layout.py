@@ -2,9 +2,11 @@
 
 import ast
 import pkgutil
+import re
 from collections import Counter
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 import plimsoll
@@ -31,6 +33,23 @@ def test_every_folder_says_what_it_holds() -> None:
 @pytest.mark.parametrize("files", [MODULES, sorted(Path(__file__).parent.rglob("*.py"))], ids=["src", "tests"])
 def test_an_underscored_module_is_imported_from_its_own_folder_alone(files: list[Path]) -> None:
     assert {str(path): found for path in files if (found := list(house.foreign_private_imports(path)))} == {}
+
+
+def test_the_map_of_the_source_names_what_there_is() -> None:
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text("utf-8")
+    start = text.index("## Where is what")
+    paths = re.findall(r"`([a-z_0-9]+/[a-z_0-9/.]*)`", text[start : text.index("- A package under", start)])
+    assert [
+        path for path in paths if path != "lab/" and not (house.SOURCE / path.removeprefix("src/plimsoll/")).exists()
+    ] == []
+    rooms = {path.split("/")[0] for path in paths}
+    assert set(PACKAGES) - rooms == set()
+
+
+def test_there_is_no_circle_of_imports() -> None:
+    """Neither of lazy imports nor of those for types alone: import-linter sees no circle within a layer."""
+    graph = house.import_graph({house.dotted(path): path for path in house.SOURCE.rglob("*.py")})
+    assert [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1] == []
 
 
 @each("package", PACKAGES)

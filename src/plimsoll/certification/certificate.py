@@ -1,11 +1,10 @@
-"""`Certificate`: what an implementation does, row by row, with the smallest counterexamples."""
+"""Facts of a certificate: what an implementation does, row by row, with the smallest counterexamples."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, cast
 
-from plimsoll.certification import sheet
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.text import counted
 
@@ -104,25 +103,8 @@ class Inferred(dict[str, Any]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certificate(NotebookRepr):
-    """What `certify` found.
-
-    Attributes:
-        function: Name of the function.
-        format: Name of the number format.
-        kind: Kind of the function.
-        device: Device of the tensors that it was given.
-        inferred: What the implementation does, by name. A cast has ``rounding``, ``saturate``, ``infinities``, ``nan``,
-            ``negative_zero`` and ``subnormals``. A block format adds ``scale_rule``. A product or a sum has
-            ``accumulate``, ``accumulate_rounding`` and ``order``. The reference lists all.
-        rows: The requirements, each with its status.
-        not_tried: Sentences on what was not tried, and why.
-        notes: Sentences on what else was noticed: text that the function prints, warnings that it gives.
-        calls: Number of calls of the function.
-        seconds: Time that they and the checks took.
-        versions: Versions of the packages and the machine.
-        date: Day of the certificate, as 2026-11-24.
-    """
+class CertificateRecord:
+    """Facts of a certificate, which its sheets are made from. Documented in `Certificate`."""
 
     function: str
     format: str
@@ -178,21 +160,6 @@ class Certificate(NotebookRepr):
         data = cast("dict[str, object]", plain(self))
         summed_up = {"conforms": self.conforms, "verdict": self.verdict, "counterexamples": plain(self.counterexamples)}
         return data | summed_up | {"seconds": round(self.seconds, 3)}
-
-    def to_markdown(self) -> str:
-        """Return the sheet in Markdown, for a bug report or a page."""
-        return sheet.markdown(self)
-
-    def to_html(self) -> str:
-        """Return the sheet as one page of HTML, which needs no other file."""
-        return sheet.page(self)
-
-    def _repr_html_(self) -> str:
-        return sheet.html(self)
-
-    def __str__(self) -> str:
-        """Return the sheet as text, 100 columns wide."""
-        return sheet.text(self)
 
 
 def plain(value: object) -> object:

@@ -19,7 +19,7 @@ from plimsoll import checks
 from plimsoll.certification import requirements
 from plimsoll.certification.blocks.anchored import element_call
 from plimsoll.certification.blocks.scales import RULES
-from plimsoll.certification.certificate import KINDS, Certificate, Counterexample, Inferred, Kind, Outcome, Row, Status
+from plimsoll.certification.certificate import KINDS, Counterexample, Inferred, Kind, Outcome, Row, Status
 from plimsoll.certification.codes import UnpackConvention
 from plimsoll.certification.elements import inference
 from plimsoll.certification.elements.stochastic import varies
@@ -28,6 +28,7 @@ from plimsoll.certification.probing.caller import Caller, OutOfTimeError, kept_g
 from plimsoll.certification.probing.conventions import CastConvention
 from plimsoll.certification.reductions.reducer import Reducer
 from plimsoll.certification.registry import Requirement
+from plimsoll.certification.sheet import Certificate
 from plimsoll.certification.trial import NotTriedError, Subject, Trial
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import BlockFormat, Format, get

@@ -1,22 +1,23 @@
-"""Sheets of a certificate: text for a terminal, Markdown, and a page of HTML that needs no other file."""
+"""`Certificate` and its sheets: text for a terminal, Markdown, and a page of HTML that needs no other file."""
 
 import html as _html
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from plimsoll.certification.certificate import CertificateRecord, Row, Status
+from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.text import counted, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from plimsoll.certification.certificate import Certificate, Row, Status
-
 _WIDTH = 100
 _HEADS = ("", "requirement", "what holds, or the smallest counterexample", "source", "tried")
-_ORDER: "tuple[Status, ...]" = ("deviates", "refuses", "conforms", "not tried")
-_COLOURS: "dict[Status, str]" = {"deviates": "bold red", "refuses": "yellow", "conforms": "green", "not tried": "dim"}
+_ORDER: tuple[Status, ...] = ("deviates", "refuses", "conforms", "not tried")
+_COLOURS: dict[Status, str] = {"deviates": "bold red", "refuses": "yellow", "conforms": "green", "not tried": "dim"}
 # Chosen for a contrast of at least 4.5 to 1 on white and on the dark background.
 _STYLE = """
 .plimsoll-certificate{font:15px/1.5 system-ui,sans-serif;color:#1b1f24;max-width:70em;overflow-x:auto}
@@ -46,12 +47,12 @@ _PAGE = """<!doctype html>
 # ------------------------------------------------------------------------------------------------------ what it has
 
 
-def sorted_rows(certificate: "Certificate") -> "list[Row]":
+def sorted_rows(certificate: CertificateRecord) -> list[Row]:
     """Return the rows that deviate first, then refusals, those that conform, and those that were not tried."""
     return sorted(certificate.rows, key=lambda row: _ORDER.index(row.status))
 
 
-def specification_lines(certificate: "Certificate") -> list[str]:
+def specification_lines(certificate: CertificateRecord) -> list[str]:
     """Return for each specification a sentence on the rows that cite it."""
     lines: list[str] = []
     for name in dict.fromkeys(row.source.split(",")[0] for row in certificate.rows):
@@ -66,14 +67,14 @@ def specification_lines(certificate: "Certificate") -> list[str]:
     return lines
 
 
-def facts_line(certificate: "Certificate") -> str:
+def facts_line(certificate: CertificateRecord) -> str:
     """Return versions, machine, day, calls and time in one line."""
     versions = [f"{name} {version}" for name, version in certificate.versions.items()]
     work = f"{counted(certificate.calls, 'call')} in {certificate.seconds:.1f} s on {certificate.device}"
     return ", ".join([*versions, certificate.date, work])
 
 
-def inferred_lines(certificate: "Certificate") -> list[tuple[str, str]]:
+def inferred_lines(certificate: CertificateRecord) -> list[tuple[str, str]]:
     """Return names and values of what was inferred; facts without a value are left out."""
     shown = {True: "yes", False: "no"}
     return [
@@ -83,14 +84,14 @@ def inferred_lines(certificate: "Certificate") -> list[tuple[str, str]]:
     ]
 
 
-def remark(row: "Row") -> str:
+def remark(row: Row) -> str:
     """Return the counterexample of a row that deviates, the error of a refusal, or the detail of another."""
     if row.counterexample is not None:
         return str(row.counterexample)
     return row.detail
 
 
-def _counts(row: "Row") -> str:
+def _counts(row: Row) -> str:
     """Return how many inputs were tried, and how many of them were wrong."""
     if row.status == "not tried":
         return "not tried"
@@ -98,7 +99,7 @@ def _counts(row: "Row") -> str:
     return f"{tried}, {row.wrong:,} wrong" if row.status == "deviates" and row.tried > 1 else tried
 
 
-def _paragraphs(certificate: "Certificate") -> list[tuple[str, tuple[str, ...]]]:
+def _paragraphs(certificate: CertificateRecord) -> list[tuple[str, tuple[str, ...]]]:
     found = [("Not tried", certificate.not_tried), ("Noticed", certificate.notes)]
     return [(title, sentences) for title, sentences in found if sentences]
 
@@ -106,7 +107,7 @@ def _paragraphs(certificate: "Certificate") -> list[tuple[str, tuple[str, ...]]]
 # ------------------------------------------------------------------------------------------------------------- text
 
 
-def renderables(certificate: "Certificate") -> "Iterator[RenderableType]":
+def renderables(certificate: CertificateRecord) -> "Iterator[RenderableType]":
     """Yield the sheet's parts for a console of any width."""
     from rich.padding import Padding
     from rich.table import Table
@@ -141,7 +142,7 @@ def renderables(certificate: "Certificate") -> "Iterator[RenderableType]":
             yield Padding(Text(printable(sentence)), (0, 0, 0, 2))
 
 
-def text(certificate: "Certificate") -> str:
+def text(certificate: CertificateRecord) -> str:
     """Return the sheet as text of `_WIDTH` columns, without colours."""
     from rich.console import Console
 
@@ -154,7 +155,7 @@ def text(certificate: "Certificate") -> str:
 # -------------------------------------------------------------------------------------------------- Markdown and HTML
 
 
-def markdown(certificate: "Certificate") -> str:
+def markdown(certificate: CertificateRecord) -> str:
     """Return the sheet in Markdown."""
 
     def shown(value: str) -> str:  # as it is: on one line, without marks of its own
@@ -178,7 +179,7 @@ def markdown(certificate: "Certificate") -> str:
     return "\n".join(lines)
 
 
-def html(certificate: "Certificate") -> str:
+def html(certificate: CertificateRecord) -> str:
     """Return the sheet as a part of a page of HTML, with its style."""
 
     def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -205,7 +206,7 @@ def html(certificate: "Certificate") -> str:
     return f"<div class='plimsoll-certificate'><style>{_STYLE}</style>{''.join(parts)}</div>"
 
 
-def page(certificate: "Certificate") -> str:
+def page(certificate: CertificateRecord) -> str:
     """Return the sheet as a whole page."""
     title = f"{certificate.function}: certificate for {certificate.format}"
     return _PAGE.format(title=_shown(title), body=html(certificate))
@@ -213,3 +214,40 @@ def page(certificate: "Certificate") -> str:
 
 def _shown(value: str) -> str:
     return _html.escape(printable(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate(CertificateRecord, NotebookRepr):
+    """What `certify` found.
+
+    Attributes:
+        function: Name of the function.
+        format: Name of the number format.
+        kind: Kind of the function.
+        device: Device of the tensors that it was given.
+        inferred: What the implementation does, by name. A cast has ``rounding``, ``saturate``, ``infinities``, ``nan``,
+            ``negative_zero`` and ``subnormals``. A block format adds ``scale_rule``. A product or a sum has
+            ``accumulate``, ``accumulate_rounding`` and ``order``. The reference lists all.
+        rows: The requirements, each with its status.
+        not_tried: Sentences on what was not tried, and why.
+        notes: Sentences on what else was noticed: text that the function prints, warnings that it gives.
+        calls: Number of calls of the function.
+        seconds: Time that they and the checks took.
+        versions: Versions of the packages and the machine.
+        date: Day of the certificate, as 2026-11-24.
+    """
+
+    def to_markdown(self) -> str:
+        """Return the sheet in Markdown, for a bug report or a page."""
+        return markdown(self)
+
+    def to_html(self) -> str:
+        """Return the sheet as one page of HTML, which needs no other file."""
+        return page(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+    def __str__(self) -> str:
+        """Return the sheet as text, 100 columns wide."""
+        return text(self)

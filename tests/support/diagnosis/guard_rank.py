@@ -31,8 +31,8 @@ def train(folder: Path, ranks: str, *, by_look: bool) -> dict[str, Any]:
         scales.append(scaler.get_scale())
         if by_look and step == 9:
             guard.look()
-        elif not by_look and guard._looker._thread is not None:
-            guard._looker._thread.join()
+        elif not by_look and guard._checker._thread is not None:
+            guard._checker._thread.join()
 
     by_hand(model, optimizer, scaler, range(18), factor=1e-6, between=between)
     found = {

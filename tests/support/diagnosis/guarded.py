@@ -17,8 +17,8 @@ Between = Callable[[int], object]
 
 def wait_for_look(guard: Guard) -> None:
     """Wait until a check in the background has ended: on a busy machine a short training is over before it."""
-    if guard._looker._thread is not None:
-        guard._looker._thread.join()
+    if guard._checker._thread is not None:
+        guard._checker._thread.join()
 
 
 class Faint(nn.Linear):
