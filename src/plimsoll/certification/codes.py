@@ -67,18 +67,7 @@ class Form:
 
 
 class UnpackConvention:
-    """How an unpack is called.
-
-    Args:
-        caller: The function.
-        fmt: The format.
-
-    Attributes:
-        form: How it takes codes.
-
-    Raises:
-        ArgumentError: It takes codes in no known form.
-    """
+    """Calls of an unpack, in the form in which it takes codes. One that takes no known form is an `ArgumentError`."""
 
     def __init__(self, caller: Caller, fmt: Format | BlockFormat) -> None:
         self.caller = caller
@@ -196,12 +185,7 @@ def _packed(given: CodeTensors, fmt: Format | BlockFormat) -> Packed:
 
 
 class Decoded:
-    """Codes with what the function makes of them.
-
-    Args:
-        convention: The function.
-        fmt: The format.
-    """
+    """Codes with what the function makes of them."""
 
     def __init__(self, convention: UnpackConvention, fmt: Format | BlockFormat) -> None:
         self.fmt = fmt

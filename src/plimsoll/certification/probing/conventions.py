@@ -21,29 +21,16 @@ Call = Callable[[Tensor], Result]
 
 
 class CastConvention:
-    """How a cast or a pack is called.
-
-    Args:
-        caller: The function.
-        kind: "cast" or "pack".
-        fmt: The format.
-
-    Attributes:
-        carrier: The first dtype that the function takes.
-        first: Half byte of the first of two 4-bit codes.
-        order: Roles of the parts of a packed result in their order; none for a cast and a `Packed`.
-
-    Raises:
-        ArgumentError: The function takes no matrix of any dtype.
-    """
+    """Calls of a cast or a pack. A function that takes no matrix of any dtype is an `ArgumentError`."""
 
     def __init__(self, caller: Caller, kind: Kind, fmt: Format | BlockFormat) -> None:
         self.caller = caller
         self.kind: Kind = kind
         self.fmt = fmt
-        self.first: HalfOrder = "low"
-        self.order: tuple[str, ...] = ()
-        self.carrier = self._settled()
+        self.first: HalfOrder = "low"  # half byte of the first of two 4-bit codes
+        self.order: tuple[str, ...] = ()  # roles of the parts of a packed result; none for a cast and a `Packed`
+        self.rows = _FEW_ROWS  # rows of a matrix that the function takes
+        self.carrier = self._settled()  # the first dtype that the function takes
         if kind == "pack":
             self._find_half_order()
 
@@ -73,11 +60,11 @@ class CastConvention:
 
     def _settled(self) -> str:
         errors: dict[str, str] = {}
-        for rows in (_FEW_ROWS, SIDE):  # a slow function gets few rows first
+        for self.rows in (_FEW_ROWS, SIDE):  # a slow function gets few rows first
             for numpy in (False, True):
                 self.caller.numpy = numpy
                 for carrier in CARRIERS:
-                    x = _exact_matrix(rows, carrier)
+                    x = _exact_matrix(self.rows, carrier)
                     try:
                         self(x)
                         self.sized(x)  # again: the first call may have compiled something, and the time counts

@@ -47,7 +47,7 @@ def read_packed(
         return Result(values=values, dtype="codes", parts=order)
     scales = _scales(found["scales"], fmt, shape)
     if "tensor scale" in found:
-        scales = scales * float(read_values(found["tensor scale"]).values.reshape(()))
+        scales = scales * read_values(found["tensor scale"]).values.reshape(-1)[:1]
     with np.errstate(invalid="ignore"):  # Inf times a scale of zero
         values = values * np.repeat(scales, fmt.block, axis=-1)[..., : shape[-1]]
     return Result(values=values, dtype="codes", scales=scales, parts=order)
@@ -58,29 +58,28 @@ def _roles(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the parts by their roles, and the roles in their order."""
     if isinstance(returned, Packed):
-        parts: dict[str, Any] = {"codes": returned.codes}
-        if returned.scales is not None:
-            parts["scales"] = returned.scales
-        if returned.tensor_scale is not None:
-            parts["tensor scale"] = returned.tensor_scale
-        return parts, ()
-    items = _items(returned)
-    if order and len(items) == len(order):
-        return dict(zip(order, items, strict=True)), order
-    if not isinstance(fmt, BlockFormat):
-        return {"codes": items[0]} if items else {}, ("codes",)
-    found: dict[str, Any] = {}
-    for part in items:
-        role = _role(part, fmt, shape)
-        if role is not None and role not in found:
-            found[role] = part
-    missing = [role for role in ("codes", "scales") if role not in found]
+        parts = {"codes": returned.codes, "scales": returned.scales, "tensor scale": returned.tensor_scale}
+        found: dict[str, Any] = {role: part for role, part in parts.items() if part is not None}
+        order = ()
+    elif order and len(_items(returned)) == len(order):
+        found = dict(zip(order, _items(returned), strict=True))
+    elif isinstance(fmt, BlockFormat):
+        found = {}
+        for part in _items(returned):
+            role = _role(part, fmt, shape)
+            if role is not None:
+                found.setdefault(role, part)
+        order = tuple(found)
+    else:
+        found, order = {"codes": _items(returned)[0]} if _items(returned) else {}, ("codes",)
+    needed = ("codes", "scales") if isinstance(fmt, BlockFormat) else ("codes",)
+    missing = [role for role in needed if role not in found]
     if missing:
         raise CallFailedError(
             f"of what it returns no part has the size of {' or '.join(missing)} for a tensor of shape {shape}; "
             "expected are a Packed, or a tuple of codes and scales"
         )
-    return found, tuple(found)
+    return found, order
 
 
 def _items(returned: Any) -> list[Any]:
@@ -138,4 +137,7 @@ def _scales(part: Any, fmt: BlockFormat, shape: tuple[int, ...]) -> Values:
         isinstance(part, Tensor) and part.dtype.itemsize == 1
     )
     values = fmt.scale.decode(read_codes(part) & 255) if is_code else read_values(part).values
-    return values.reshape(*shape[:-1], -(-shape[-1] // fmt.block))
+    blocks = (*shape[:-1], -(-shape[-1] // fmt.block))
+    if values.size != np.prod(blocks, dtype=np.int64):
+        raise CallFailedError(f"it returns {values.size} scales for a tensor of shape {shape}")
+    return values.reshape(blocks)
