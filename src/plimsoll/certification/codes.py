@@ -22,8 +22,7 @@ from plimsoll.certification.probing.arrays import (
 )
 from plimsoll.certification.probing.caller import Caller, refusal
 from plimsoll.certification.probing.comparing import Mask, compared, same
-from plimsoll.certification.probing.conventions import SIDE
-from plimsoll.certification.probing.packed import HalfOrder
+from plimsoll.certification.probing.conventions import SIDE, HalfOrder
 from plimsoll.formats import BlockFormat, Format
 from plimsoll.rounding import Packed
 
