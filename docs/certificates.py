@@ -31,9 +31,9 @@ _HEAD = """# Certificates
 
 *Written by `python docs/certificates.py`.*
 
-What `plimsoll certify` says of functions of PyTorch, torchao, transformers, ml_dtypes, gfloat, NumPy, QPyTorch and
-Plimsoll. A row that deviates is no judgement: it says in what a function differs from a text, and the smallest input
-that shows it. What the rows mean is in [the reference](certification.md#requirements).
+Certificates of functions of PyTorch, torchao, transformers, ml_dtypes, gfloat, NumPy, QPyTorch and Plimsoll, by
+`plimsoll certify`. A row that deviates is no judgement: it names the difference from a text, and the smallest input
+that shows it. [The reference](certification.md#requirements) explains the rows.
 """
 _TAIL = """
 To repeat one of them, write the call into a file, say `kernels.py`, and run `plimsoll certify kernels.py:NAME --format

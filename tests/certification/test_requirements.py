@@ -1,5 +1,9 @@
 """The registry of requirements: each is a sentence with a source, and is for the functions that it should be for."""
 
+import runpy
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -56,3 +60,17 @@ def test_rows_are_those_of_the_registry_in_its_order(kind: str) -> None:
     shown = [row.requirement for row in found.rows]
     assert shown == [name for name in names if name in shown] and len(shown) >= 5
     assert all(row.source for row in found.rows)
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(Path(__file__).parents[2] / "docs" / "certificates.py"))
+
+
+def test_the_reference_has_every_requirement(script: dict[str, Any]) -> None:
+    assert script["REFERENCE"].read_text("utf-8") == script["reference"](), "run: python docs/certificates.py --table"
+
+
+def test_the_page_of_certificates_has_every_subject(script: dict[str, Any]) -> None:
+    heads = [line[3:] for line in script["PAGE"].read_text("utf-8").splitlines() if line.startswith("## ")]
+    assert heads == [script["title"](subject) for subject in script["SUBJECTS"]], "run: python docs/certificates.py"

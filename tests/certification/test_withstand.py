@@ -42,11 +42,39 @@ def test_a_function_that_never_works_is_refused_with_its_errors() -> None:
 
 
 @each(
-    "returned", [None, "text", (1, 2), torch.ones(3), torch.ones(8, 128, dtype=torch.complex64), torch.ones(8, 128) > 0]
+    "returned",
+    [
+        None,
+        "text",
+        (1, 2),
+        torch.ones(3),
+        torch.ones(8, 128, dtype=torch.complex64),
+        torch.ones(8, 128) > 0,
+        torch.ones(8, 128, device="meta"),
+        torch.ones(8, 128).to_sparse(),
+    ],
 )
 def test_what_is_no_result_is_refused(returned: object) -> None:
     with pytest.raises(ArgumentError, match="it returns"):
         pl.certify(lambda x: returned, "e4m3")
+
+
+@each("returned", [(), {}, (torch.ones(8, 128), torch.ones(3)), pl.pack(torch.ones(8, 128), "e4m3")])
+def test_what_is_no_packed_result_is_refused(returned: object) -> None:
+    with pytest.raises(ArgumentError, match="of what it returns no part has the size of"):
+        pl.certify(lambda x: returned, "mxfp8_e4m3", kind="pack")
+
+
+def test_scales_that_are_padded_in_small_tensors_are_refusals() -> None:
+    def padded(x: Tensor) -> tuple[Tensor, Tensor]:
+        packed = pl.pack(x, "mxfp8_e4m3")
+        assert packed.scales is not None
+        rows = -(-packed.scales.shape[0] // 128) * 128
+        return packed.codes, torch.cat([packed.scales, packed.scales.new_zeros(rows, packed.scales.shape[1])])[:rows]
+
+    found = pl.certify(padded, "mxfp8_e4m3", kind="pack")
+    assert found.conforms
+    assert {row.requirement for row in found.rows if row.status == "refuses"} >= {"odd-shapes", "ragged-block"}
 
 
 def test_an_exit_is_an_error_like_others() -> None:
@@ -191,7 +219,7 @@ def test_arguments_are_checked() -> None:
         pl.certify(3, "fp16")
     with pytest.raises(ArgumentError, match="expected rounding to be 'nearest_even'"):
         pl.certify(torch.float16, "fp16", rounding="nearest")
-    with pytest.raises(ArgumentError, match="rounding with kind='cast' or kind='pack' only"):
+    with pytest.raises(ArgumentError, match="rounding with a cast or pack only"):
         pl.certify(torch.sum, "fp16", kind="sum", rounding="up")
     with pytest.raises(ArgumentError, match="scale_rule with a cast or pack of a block format only"):
         pl.certify(torch.float16, "fp16", scale_rule="floor")

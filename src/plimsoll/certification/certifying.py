@@ -27,7 +27,7 @@ from plimsoll.certification.probing.arrays import CallFailedError, element_of
 from plimsoll.certification.probing.caller import Caller, OutOfTimeError, kept_generators
 from plimsoll.certification.probing.conventions import CastConvention
 from plimsoll.certification.reductions.reducer import Reducer
-from plimsoll.certification.registry import Requirement
+from plimsoll.certification.registry import CASTS, Requirement
 from plimsoll.certification.sheet import Certificate
 from plimsoll.certification.trial import NotTriedError, Subject, Trial
 from plimsoll.errors import ArgumentError, FormatError
@@ -91,7 +91,7 @@ def certify(
     start = time.perf_counter()
     with kept_generators(place):
         caller = Caller(called, place, limit)
-        trial = _trial(caller, name, chosen, kind, place, rounding, scale_rule)
+        trial = _trial(caller, chosen, kind, rounding, scale_rule)
         rows = tuple(
             _row(each, trial, source)
             for each in requirements.REQUIREMENTS.values()
@@ -107,13 +107,7 @@ def certify(
 
 
 def _trial(
-    caller: Caller,
-    name: str,
-    fmt: Format | BlockFormat,
-    kind: Kind,
-    place: torch.device,
-    rounding: Rounding | None,
-    scale_rule: str | None,
+    caller: Caller, fmt: Format | BlockFormat, kind: Kind, rounding: Rounding | None, scale_rule: str | None
 ) -> Trial:
     """Find out how the function is called, and whether it rounds at random."""
     found: Rounding = rounding or "nearest_even"
@@ -124,11 +118,9 @@ def _trial(
         convention = Reducer(caller, kind, cast("Format", fmt))
     else:
         convention = CastConvention(caller, kind, fmt)
-        element = element_of(fmt)
-        if rounding is None and varies(element_call(convention, fmt)[0], element):
+        if rounding is None and varies(element_call(convention, fmt)[0], element_of(fmt)):
             found = "stochastic"
-    subject = Subject(name=name, fmt=fmt, kind=kind, device=place, rounding=found, scale_rule=scale_rule)
-    return Trial(subject, caller, convention)
+    return Trial(Subject(fmt=fmt, kind=kind, rounding=found, scale_rule=scale_rule), caller, convention)
 
 
 def _row(requirement: Requirement, trial: Trial, source: str) -> Row:
@@ -195,20 +187,18 @@ def _checked_format(fmt: object, kind: Kind) -> Format | BlockFormat:
 
 
 def _check_choices(fmt: Format | BlockFormat, kind: Kind, rounding: str | None, scale_rule: str | None) -> None:
+    def refuse(name: str, value: str, wanted: str) -> ArgumentError:
+        got = f"{name}={value!r} with {fmt.name}, kind={kind!r}"
+        return ArgumentError(f"certify: expected {name} with a cast or pack{wanted} only; got {got}. Leave it out.")
+
     if rounding is not None:
         checks.one_of("certify", "rounding", rounding, get_args(Rounding))
-        if kind not in ("cast", "pack"):
-            raise ArgumentError(
-                f"certify: expected rounding with kind='cast' or kind='pack' only; got rounding={rounding!r} with "
-                f"kind={kind!r}. Leave it out."
-            )
+        if kind not in CASTS:
+            raise refuse("rounding", rounding, "")
     if scale_rule is not None:
         checks.one_of("certify", "scale_rule", scale_rule, RULES)
-        if not isinstance(fmt, BlockFormat) or kind not in ("cast", "pack"):
-            raise ArgumentError(
-                "certify: expected scale_rule with a cast or pack of a block format only; got "
-                f"scale_rule={scale_rule!r} with {fmt.name}, kind={kind!r}. Leave it out."
-            )
+        if not isinstance(fmt, BlockFormat) or kind not in CASTS:
+            raise refuse("scale_rule", scale_rule, " of a block format")
 
 
 def _checked_device(device: str | torch.device) -> torch.device:

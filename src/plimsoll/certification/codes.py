@@ -22,8 +22,7 @@ from plimsoll.certification.probing.arrays import (
 )
 from plimsoll.certification.probing.caller import Caller, refusal
 from plimsoll.certification.probing.comparing import Mask, compared, same
-from plimsoll.certification.probing.conventions import SIDE
-from plimsoll.certification.probing.packed import HalfOrder
+from plimsoll.certification.probing.conventions import SIDE, HalfOrder
 from plimsoll.formats import BlockFormat, Format
 from plimsoll.rounding import Packed
 
@@ -67,18 +66,7 @@ class Form:
 
 
 class UnpackConvention:
-    """How an unpack is called.
-
-    Args:
-        caller: The function.
-        fmt: The format.
-
-    Attributes:
-        form: How it takes codes.
-
-    Raises:
-        ArgumentError: It takes codes in no known form.
-    """
+    """Calls of an unpack, in the form in which it takes codes. One that takes no known form is an `ArgumentError`."""
 
     def __init__(self, caller: Caller, fmt: Format | BlockFormat) -> None:
         self.caller = caller
@@ -196,12 +184,7 @@ def _packed(given: CodeTensors, fmt: Format | BlockFormat) -> Packed:
 
 
 class Decoded:
-    """Codes with what the function makes of them.
-
-    Args:
-        convention: The function.
-        fmt: The format.
-    """
+    """Codes with what the function makes of them."""
 
     def __init__(self, convention: UnpackConvention, fmt: Format | BlockFormat) -> None:
         self.fmt = fmt

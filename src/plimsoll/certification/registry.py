@@ -23,28 +23,17 @@ NO_SECTIONS: Mapping[Specification, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirement:
-    """One thing that holds of a conforming implementation.
+    """One thing that holds of a conforming implementation: one row of a certificate."""
 
-    Args:
-        id: Name of the row.
-        says: The requirement as a sentence. ``{rounding}`` stands for the rounding mode in words.
-        kinds: Kinds of function that it is for.
-        check: Function that tries it.
-        sections: Sections that ask for it, by the specification that governs the format. Empty: none.
-        general: A specification that asks for it whatever the format, with the section. None: the requirement is
-            for the formats of `sections` only.
-        applies: Whether it is for this function.
-        may_refuse: Whether a function that raises an error instead still conforms.
-    """
-
-    id: str
-    says: str
-    kinds: tuple[Kind, ...]
-    check: Check
-    sections: Mapping[Specification, str]
+    id: str  # name of the row
+    says: str  # the requirement as a sentence; ``{rounding}`` stands for the rounding mode in words
+    kinds: tuple[Kind, ...]  # kinds of function that it is for
+    check: Check  # function that tries it
+    sections: Mapping[Specification, str]  # sections that ask for it, by the specification that governs the format
+    # A specification that asks for it whatever the format, with the section. None: it is for the formats of `sections`.
     general: tuple[Specification, str] | None
-    applies: "Callable[[Subject], bool]"
-    may_refuse: bool
+    applies: "Callable[[Subject], bool]"  # whether it is for this function
+    may_refuse: bool  # whether a function that raises an error instead still conforms
 
     def source(self, subject: "Subject") -> str | None:
         """Return the citation for a function; None if the requirement is not for it."""

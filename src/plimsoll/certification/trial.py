@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 
 from plimsoll.certification.blocks.anchored import element_call
 from plimsoll.certification.blocks.observed import BlockTrials
@@ -34,10 +33,8 @@ class NotTriedError(Exception):
 class Subject:
     """What is certified."""
 
-    name: str  # name of the function
     fmt: Format | BlockFormat  # the number format
     kind: Kind  # kind of the function
-    device: torch.device  # device of its tensors
     rounding: Rounding  # the rounding mode that it is held to
     scale_rule: str | None  # the rule for scales that it is held to, by request; None for that of its specification
 
@@ -52,29 +49,25 @@ class Subject:
         return self.fmt if isinstance(self.fmt, BlockFormat) else None
 
     @property
+    def accumulator_bits(self) -> int:
+        """Bits that partial sums must have: those of FP32's significand, or of the format's where it has more."""
+        return max(24, self.element.mantissa_bits + 1)
+
+    @property
     def element(self) -> Format:
         """The format of single values."""
         return element_of(self.fmt)
 
 
 class Trial:
-    """A function under test.
-
-    Args:
-        subject: What is certified.
-        caller: Calls of the function.
-        convention: How the function is called, by its kind.
-
-    Attributes:
-        not_tried: Sentences on what was not tried.
-    """
+    """A function under test, and all that was found of it."""
 
     def __init__(
         self, subject: Subject, caller: Caller, convention: CastConvention | UnpackConvention | Reducer
     ) -> None:
         self.subject = subject
         self.caller = caller
-        self.not_tried: list[str] = []
+        self.not_tried: list[str] = []  # sentences on what was not tried
         self._convention = convention
 
     @property
@@ -111,9 +104,7 @@ class Trial:
     @cached_property
     def rule(self) -> Rule:
         """How single values are rounded."""
-        if self.subject.rounding == "stochastic":
-            return Rule(name="stochastic")
-        return rounding_rule(self.observed)
+        return Rule(name="stochastic") if self.subject.rounding == "stochastic" else rounding_rule(self.observed)
 
     @cached_property
     def saturate(self) -> bool:
@@ -156,28 +147,23 @@ class Trial:
     @cached_property
     def blocks(self) -> BlockTrials:
         """Results of whole blocks."""
-        fmt = self.subject.fmt
-        if not isinstance(fmt, BlockFormat):
-            raise NotTriedError(f"it is for block formats, and {fmt.name} is none")
+        fmt = self.subject.blocks
+        assert fmt is not None
         modes: tuple[Rounding, ...] = tuple(mode for mode in MODES if mode == self.rule.name)
         return BlockTrials(self.convention, fmt, self.carriers, modes or ("down", "up"))
 
     def sentence(self, says: str) -> str:
         """Return a requirement's sentence, with words of this function in its placeholders."""
-        fmt = self.subject.fmt
+        blocks, element = self.subject.blocks, self.subject.element
         words = {
             "rounding": IN_WORDS[self.subject.rounding],
-            "scale_rule": rule_words(fmt, self.subject.held_to_scale_rule) if isinstance(fmt, BlockFormat) else "",
-            "accumulator_bits": str(max(24, self.subject.element.mantissa_bits + 1)),
+            "scale_rule": rule_words(blocks, self.subject.held_to_scale_rule) if blocks is not None else "",
+            "accumulator_bits": str(self.subject.accumulator_bits),
         }
         if "{overflow}" in says:  # looked up only if needed: it is inferred from all results
             try:
-                words["overflow"] = overflow_words(self.subject.element, self.saturate)
+                infinity = "Inf" if element.has_inf else "NaN"
+                words["overflow"] = "the largest value" if self.saturate else infinity
             except (CallFailedError, OutOfTimeError):
                 words["overflow"] = "what their specification says"
         return says.format(**words)
-
-
-def overflow_words(fmt: Format, saturate: bool) -> str:
-    """Return in words what overflow gives."""
-    return "the largest value" if saturate else "Inf" if fmt.has_inf else "NaN"

@@ -28,23 +28,14 @@ class BlockBatch:
 
 
 class BlockTrials:
-    """Calls of a block format's cast or pack with blocks.
-
-    Args:
-        convention: The function.
-        fmt: The block format.
-        carriers: Dtypes that the function takes.
-        roundings: Modes of which one gives each result.
-
-    Attributes:
-        carrier: The dtype for single blocks: float32 if the function takes it.
-    """
+    """Calls of a block format's cast or pack with blocks, of whose rounding modes one gives each result."""
 
     def __init__(
         self, convention: CastConvention, fmt: BlockFormat, carriers: list[str], roundings: tuple[Rounding, ...]
     ) -> None:
         self.convention = convention
         self.fmt = fmt
+        # The dtype for single blocks.
         self.carrier = "float32" if "float32" in carriers else carriers[0]
         self.roundings = roundings
         self.batches = [self._observed(blocks(fmt, carrier)) for carrier in carriers]

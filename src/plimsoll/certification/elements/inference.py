@@ -22,20 +22,13 @@ _OTHER_RULES: dict[str, Callable[[Observed], Mask]] = {
     "to_odd": lambda o: (o.fraction > 0) & o.lower_is_even,
     "away_from_zero": lambda o: o.fraction > 0,
 }
-IN_WORDS = {
+IN_WORDS: dict[Rounding, str] = {
     "nearest_even": "to the nearest, ties to even",
     "nearest_away": "to the nearest, ties away from zero",
     "toward_zero": "toward zero",
     "up": "up",
     "down": "down",
     "stochastic": "to either neighbour at random",
-    "nearest_odd": "to the nearest, ties to odd",
-    "nearest_zero": "to the nearest, ties toward zero",
-    "nearest_up": "to the nearest, ties up",
-    "nearest_down": "to the nearest, ties down",
-    "to_odd": "to the neighbour with the odd code",
-    "away_from_zero": "away from zero",
-    "unknown": "by no known rule",
 }
 _KNOWN = 0.9  # share of inexact inputs that a rule must explain to be named although others deviate
 

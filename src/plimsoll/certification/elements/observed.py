@@ -36,12 +36,7 @@ class Batch:
 
 
 class Observed:
-    """Inputs and results of a cast to an element format, with the neighbours of each input in the format.
-
-    Args:
-        fmt: The format.
-        batches: What was observed, one batch for each dtype of inputs.
-    """
+    """Inputs and results of a cast to an element format, with the neighbours of each input in the format."""
 
     def __init__(self, fmt: Format, batches: list[Batch]) -> None:
         self.fmt = fmt

@@ -61,14 +61,7 @@ def varies(call: Call, fmt: Format) -> bool:
 
 
 class Draws:
-    """Draws of all points, made when they are first asked for.
-
-    Args:
-        caller: The function under test.
-        call: A call of it that returns values of the format.
-        fmt: The format.
-        carriers: Dtypes that the function takes.
-    """
+    """Draws of all points, made when they are first asked for, by a call that returns values of a format."""
 
     def __init__(self, caller: Caller, call: Call, fmt: Format, carriers: list[str]) -> None:
         self._caller = caller

@@ -122,9 +122,11 @@ def held(values: Values, dtype: str) -> Values:
 
 
 def _of_tensor(tensor: Tensor) -> Values:
-    local = tensor.detach().cpu()
-    if local.dtype.is_complex or local.dtype == torch.bool or local.layout != torch.strided:
-        raise CallFailedError(f"it returns a tensor of {local.dtype}, layout {local.layout}")
+    local = tensor.detach() if tensor.is_meta else tensor.detach().cpu()
+    if local.is_meta or local.dtype.is_complex or local.dtype == torch.bool or local.layout != torch.strided:
+        raise CallFailedError(
+            f"it returns a tensor of {local.dtype}, layout {local.layout}, device {local.device.type}"
+        )
     fmt = FORMATS.get(local.dtype)
     if fmt is not None and fmt.bits <= 8:
         return fmt.decode(local.contiguous().view(torch.uint8).numpy())

@@ -32,51 +32,30 @@ class OutOfTimeError(Exception):
 
 
 class Caller:
-    """The function under test.
-
-    Args:
-        function: The function.
-        device: Device of the tensors that it is given.
-        seconds: Limit of the time of all calls. It is checked between calls.
-
-    Attributes:
-        numpy: Whether it takes NumPy arrays; False at first.
-        calls: Number of calls so far.
-        notes: Sentences on what was noticed.
-        changed: The first input that the function changed, or None.
-    """
+    """The function under test, with tensors on a device and a limit of the time that is checked between calls."""
 
     def __init__(self, function: Callable[..., Any], device: torch.device, seconds: float) -> None:
         self.function = function
         self.device = device
-        self.numpy = False
+        self.limit = seconds
+        self.numpy = False  # whether it takes NumPy arrays
         self.calls = 0
-        self.notes: list[str] = []
-        self.changed: Counterexample | None = None
+        self.notes: list[str] = []  # sentences on what was noticed
+        self.changed: Counterexample | None = None  # the first input that the function changed
+        # By the fastest call of many values, since the first may have compiled something.
+        self.seconds_per_value = math.inf
         self._begin = time.perf_counter()
-        self._limit = seconds
-        self._seconds_per_value = math.inf
 
     @property
     def remaining(self) -> float:
         """Seconds left of the limit; negative when it has been passed."""
-        return self._limit - (time.perf_counter() - self._begin)
-
-    @property
-    def limit(self) -> float:
-        """The limit in seconds."""
-        return self._limit
-
-    @property
-    def seconds_per_value(self) -> float:
-        """Seconds for one value, by the fastest call of many values; the first may have compiled something."""
-        return self._seconds_per_value
+        return self.limit - (time.perf_counter() - self._begin)
 
     def affordable(self, values: int, share: float) -> int:
         """Return how many of so many values a call may have, to take at most this share of the time left."""
-        if self._seconds_per_value * values <= self.remaining * share:
+        if self.seconds_per_value * values <= self.remaining * share:
             return values
-        return max(0, int(self.remaining * share / self._seconds_per_value))
+        return max(0, int(self.remaining * share / self.seconds_per_value))
 
     def __call__(self, *arguments: object) -> Any:
         """Return the function's result for tensors, which are moved to the device; other arguments go as they are.
@@ -86,7 +65,7 @@ class Caller:
             OutOfTimeError: There is no time left for the call.
         """
         if self.remaining < 0:
-            raise OutOfTimeError(f"the limit of {self._limit:g} s was reached")
+            raise OutOfTimeError(f"the limit of {self.limit:g} s was reached")
         given = [self._given(argument) for argument in arguments]
         before = [_bytes(argument) for argument in given]
         self.calls += 1
@@ -102,7 +81,7 @@ class Caller:
         taken = time.perf_counter() - start
         values = sum(argument.numel() for argument in arguments if isinstance(argument, Tensor))
         if values >= _FEWEST_TIMED:
-            self._seconds_per_value = min(self._seconds_per_value, taken / values)
+            self.seconds_per_value = min(self.seconds_per_value, taken / values)
         self._compare(arguments, given, before)
         return result
 
@@ -154,10 +133,11 @@ def _first_change(argument: Tensor, old: bytes, new: bytes) -> Counterexample:
     was, became = (read_values(torch.frombuffer(bytearray(b), dtype=argument.dtype)).values for b in (old, new))
     moved = np.flatnonzero(~same(was, became))
     note = f"{argument.dtype} of shape {tuple(argument.shape)}".removeprefix("torch.")
-    if not len(moved):  # other bits of NaN
-        return Counterexample(input="NaN", expected="the same bits after the call", got="others", note=note)
-    index = int(moved[shortest(was[moved])])
-    return Counterexample(input=float(was[index]), expected=float(was[index]), got=float(became[index]), note=note)
+    value, expected, got = "NaN", "the same bits after the call", "others"
+    if len(moved):
+        index = moved[shortest(was[moved])]
+        value, expected, got = float(was[index]), float(was[index]), float(became[index])
+    return Counterexample(input=value, expected=expected, got=got, note=note)
 
 
 @contextlib.contextmanager

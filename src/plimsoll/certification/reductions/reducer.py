@@ -19,20 +19,10 @@ from plimsoll.formats import Format, get_element
 
 
 class Reducer:
-    """A sum or a matrix product under test.
+    """A sum of a vector, or a product of two matrices, under test.
 
-    Args:
-        caller: The function.
-        kind: "sum", of a vector, or "matmul", of two matrices.
-        fmt: Format of the elements.
-
-    Attributes:
-        dtype: Name of the dtype of its inputs: the format's own if it takes it, else float32.
-        result: Name of the dtype of its results.
-        seconds_per_call: Time of one call with short rows.
-
-    Raises:
-        ArgumentError: The function takes no inputs that it should.
+    Its inputs have the format's own dtype if the function takes it, else float32. A function that takes neither is an
+    `ArgumentError`.
     """
 
     def __init__(self, caller: Caller, kind: Kind, fmt: Format) -> None:

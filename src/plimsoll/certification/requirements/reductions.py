@@ -13,12 +13,11 @@ from plimsoll.certification.certificate import Outcome
 from plimsoll.certification.probing.arrays import Values, held
 from plimsoll.certification.probing.comparing import attempted, compared, deviation, same, shortest
 from plimsoll.certification.probing.conventions import SIDE
-from plimsoll.certification.reductions import accumulator
-from plimsoll.certification.reductions.observed import Reduction
+from plimsoll.certification.reductions.observed import Reduction, Width
 from plimsoll.certification.reductions.reducer import Reducer
 from plimsoll.certification.registry import REDUCTIONS, requirement
 from plimsoll.certification.specifications import ERROR_BOUND, FP32_SUMS, IEEE_754, TENSORS
-from plimsoll.certification.trial import NotTriedError, Subject, Trial
+from plimsoll.certification.trial import NotTriedError, Trial
 from plimsoll.formats import Format
 
 _row = functools.partial(requirement, kinds=REDUCTIONS)
@@ -100,7 +99,7 @@ def subnormal_terms(trial: Trial) -> Outcome:
 def accumulator_bits(trial: Trial) -> Outcome:
     """Look for the smallest term that is kept beside a larger one, in partial sums of several sizes."""
     reduction = _stable(trial)
-    needed = _needed_bits(trial.subject)
+    needed = trial.subject.accumulator_bits
     narrow = [width for width in reduction.widths if not width.open and width.bits < needed]
     if not narrow or reduction.compensated:
         return Outcome(tried=len(reduction.widths), detail=reduction.accumulator_words())
@@ -199,7 +198,7 @@ def own_row(trial: Trial) -> Outcome:
 def error_bound(trial: Trial) -> Outcome:
     """Try sums of 256 random terms, fewer in a narrow accumulator, and compare with the exact sums."""
     reducer = trial.reduction.reducer
-    bits = min(width.bits if not width.open else _needed_bits(trial.subject) for width in trial.reduction.widths)
+    bits = min(width.bits if not width.open else trial.subject.accumulator_bits for width in trial.reduction.widths)
     length = min(256, 1 << max(1, bits - 3))  # so that the bound is a small part of the terms' sum
     left, right = _random(reducer, (SIDE, length), 4), _random(reducer, (length, SIDE), 5)
     found = _result(reducer, left, right)
@@ -233,11 +232,6 @@ def _stable(trial: Trial) -> Reduction:
     if not trial.reduction.order.stable:
         raise NotTriedError(f"the order of additions is {trial.reduction.order.words}")
     return trial.reduction
-
-
-def _needed_bits(subject: Subject) -> int:
-    """Bits of FP32's significand; those of the format itself where it has more."""
-    return max(24, subject.element.mantissa_bits + 1)
 
 
 def _exact(trial: Trial, lengths: tuple[int, ...], sides: tuple[tuple[int, int], ...]) -> Outcome:
@@ -283,10 +277,10 @@ def _alone(reducer: Reducer, values: Values) -> Outcome:
 
 
 def _three_terms(
-    trial: Trial, width: accumulator.Width, terms: tuple[float, float, float], *, expected: float, wrong: int
+    trial: Trial, width: Width, terms: tuple[float, float, float], *, expected: float, wrong: int
 ) -> Outcome:
     reduction = trial.reduction
-    got = float(accumulator.three(reduction.reducer, reduction.order.length, width.places, [terms])[0])
+    got = float(reduction.three(width.places, terms)[0])
     note = f"terms {', '.join(map(str, width.places))} of {reduction.order.length}, the others are 0"
     return deviation(list(terms), expected, got, note, tried=len(reduction.widths), wrong=wrong)
 

@@ -63,7 +63,7 @@ def strides(trial: Trial) -> Outcome:
 @requirement("result-shape", "The result has the shape of the input.", kinds=("cast",), general=(TENSORS, "shapes"))
 def result_shape(trial: Trial) -> Outcome:
     """Look at the result for a matrix."""
-    shape = (8, SIDE)
+    shape = (trial.convention.rows, SIDE)
     found = trial.convention(_ordinary(trial, shape)).values.shape
     if found == shape:
         return Outcome(tried=1)
@@ -96,7 +96,7 @@ def result_dtype(trial: Trial) -> Outcome:
 )
 def deterministic(trial: Trial) -> Outcome:
     """Call twice."""
-    x = _ordinary(trial, (8, SIDE))
+    x = _ordinary(trial, (trial.convention.rows, SIDE))
     first, second = (trial.convention(x.clone()).values.reshape(x.shape) for _ in range(2))
     return compared(second, first, lambda at: (float(x[at]), f"{trial.convention.carrier}, in a second call"))
 
