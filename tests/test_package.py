@@ -14,7 +14,7 @@ import pytest
 import plimsoll
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = {"report", "serve", "tensorboard", "wandb", "mlflow", "lightning", "transformers", "sql", "pandas"}
+EXTRAS = {"report", "serve", "tensorboard", "wandb", "mlflow", "lightning", "transformers", "sql", "pandas", "mcp"}
 
 
 @pytest.fixture(scope="module")

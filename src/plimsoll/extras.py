@@ -15,6 +15,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers[torch]>=4.44",),
     "sql": ("duckdb>=1.0",),
     "pandas": ("pandas>=2.0",),
+    "mcp": ("mcp>=2.0",),
 }
 
 

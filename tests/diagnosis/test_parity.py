@@ -259,7 +259,11 @@ def never_came_back(values: Floats) -> Floats:
     return np.where(np.arange(len(values)) >= 900, 4.0, values)
 
 
-FAILURES = [nan_to_the_end, infinite_at_the_end, stopped_at_a_nan, exploded, never_came_back]
+def never_finite(values: Floats) -> Floats:
+    return np.full_like(values, np.nan)
+
+
+FAILURES = [nan_to_the_end, infinite_at_the_end, stopped_at_a_nan, exploded, never_came_back, never_finite]
 
 
 @each("fail", FAILURES)
@@ -338,7 +342,7 @@ def test_an_unfinished_step_of_a_live_run_is_no_divergence(tmp_path: Path) -> No
 
 def test_a_scalar_that_was_not_recorded_is_named(tmp_path: Path) -> None:
     recorded(tmp_path / "run", losses(0)[:50])
-    with pytest.raises(NotRecordedError, match="'loss'"):
+    with pytest.raises(NotRecordedError, match="scalar 'train_loss'; got run, which has loss"):
         judged(tmp_path / "run", losses(1), scalar="train_loss")
     with pytest.raises(RunError):
         judged(tmp_path / "none", losses(1))

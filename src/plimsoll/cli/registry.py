@@ -47,6 +47,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(name="parity", heading="Diagnose", summary="Judge whether one recipe trains as well as another."),
     Command(name="report", heading="Diagnose", summary="Write a run as one HTML, Markdown or JSON file."),
     Command(name="serve", heading="Diagnose", summary="Serve a web page that follows runs live."),
+    Command(name="mcp", heading="Diagnose", summary="Answer agents and editors from recorded runs, over MCP."),
     Command(name="whatif", heading="Choose a precision", summary="Estimate the losses of another format or scale."),
     Command(name="plan", heading="Choose a precision", summary="Choose a format and scale for each module."),
     Command(name="certify", heading="Facts", summary="Test a cast, pack, product or sum against its format."),

@@ -46,12 +46,9 @@ def ls(
     root = Path(folder)
     if not root.is_dir():
         raise RunError(f"No such folder: {folder}. Name the folder that runs are recorded below.")
-    from plimsoll.runs import Run
-
-    rows = [_row(path, root, judge=not fast) for path in Run.find(root)]
+    rows = rows_below(root, sort, judge=not fast)
     if not rows:
         raise RunError(f"No Plimsoll run in or below {folder}. plimsoll run SCRIPT records one.")
-    rows.sort(key=_ORDERS[sort])
     if as_json:
         messages.write_json([row.to_dict() for row in rows])
     else:
@@ -115,6 +112,13 @@ _ORDERS: Mapping[Order, Callable[[RunRow], Any]] = {
     "started": lambda row: (-(row.started or 0.0), row.name),
     "size": lambda row: (-row.size_bytes, row.name),
 }
+
+
+def rows_below(root: Path, sort: Order, *, judge: bool = True) -> list[RunRow]:
+    """Return the rows of the runs in a folder and below it, in an order."""
+    from plimsoll.runs import Run
+
+    return sorted((_row(path, root, judge=judge) for path in Run.find(root)), key=_ORDERS[sort])
 
 
 def _row(path: Path, root: Path, *, judge: bool) -> RunRow:

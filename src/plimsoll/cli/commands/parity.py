@@ -74,13 +74,13 @@ def parity(
 
         check_parity_path(file)  # before the work
     found = judged(
-        _runs(base),
-        _runs(against),
-        tolerance=_amount(tolerance),
+        runs_at(base),
+        runs_at(against),
+        tolerance=amount(tolerance),
         scalar=scalar,
         better=better,
         confidence=confidence,
-        run_noise=None if run_noise is None else _amount(run_noise),
+        run_noise=None if run_noise is None else amount(run_noise),
         until=until,
     )
     if file is not None:
@@ -97,7 +97,7 @@ def parity(
         raise typer.Exit(1 if found.verdict == "worse" else 2)
 
 
-def _runs(paths: list[str]) -> "list[Run]":
+def runs_at(paths: list[str]) -> "list[Run]":
     """Return the runs at paths, whoever recorded them."""
     from plimsoll.runs import Run
     from plimsoll.runs.importing.tracker import kind_of
@@ -107,7 +107,7 @@ def _runs(paths: list[str]) -> "list[Run]":
     ]
 
 
-def _amount(text: str) -> float | str:
+def amount(text: str) -> float | str:
     """Return a number of the command line as one, and a share with its sign as it is."""
     try:
         return float(text)

@@ -9,8 +9,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.checks import nearest
 from plimsoll.diagnosis.tables.cells import Floats, Ints
-from plimsoll.errors import ArgumentError
+from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.runs import Run
 from plimsoll.runs.importing.scalar_table import ELAPSED, without_replaced
 from plimsoll.text import counted
@@ -122,6 +123,12 @@ def _curve(source: Any, name: str, which: str, scalar: str) -> Curve:
 
 
 def _recorded(run: Run, scalar: str) -> Curve:
+    if scalar not in run.scalar_names:
+        names = ", ".join(nearest(scalar, run.scalar_names) or run.scalar_names[:8]) or "no scalar"
+        raise NotRecordedError(
+            f"parity: expected runs with the scalar {scalar!r}; got {run.path.name}, which has {names}. Name one that "
+            "all runs have."
+        )
     steps, values = run.scalars(scalar)
     if ELAPSED in run.scalar_names:
         seconds = np.interp(steps, *run.scalars(ELAPSED))
@@ -157,7 +164,7 @@ def diverged(curve: Curve, base: Sequence[Curve], sign: float) -> int | None:
         (values > limits.absurd, 2 * _FIRST),
         (values > limits.first, max(2 * _FIRST, _LASTING * len(values))),
     ]
-    if float(np.quantile(values, 0.1)) > limits.first - limits.clear:
+    if float(np.sort(values)[len(values) // 10]) > limits.first - limits.clear:
         del lasting[-1]  # it had never learned anything: no gain is lost
     for lost, least in lasting:
         streak = len(lost) if lost.all() else int(np.argmin(lost[::-1]))
