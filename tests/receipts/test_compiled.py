@@ -73,8 +73,10 @@ class Normed(nn.Module):
     def __init__(self, *, autocast: bool) -> None:
         super().__init__()
         self.layer, self.norm, self.autocast = nn.Linear(8, 8), nn.LayerNorm(8), autocast
+        self.register_buffer("signs", torch.ones(8, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x * self.signs.float()
         if not self.autocast:
             return self.norm(self.layer(x))
         with torch.autocast("cpu", torch.bfloat16):
@@ -89,6 +91,7 @@ def test_autocast_around_compiled_code_and_within_it_deviates_in_nothing(inducto
         norm = next(row for row in found.rows if row.kind == "normalization")
         assert (norm.where, norm.operands[0]) == ("compiled", "bf16")
         assert not found.deviations
+        assert ("int64",) in {row.operands for row in found.rows if row.kind == "cast"}
         assert any("leaves layer_norm in 16 bits" in note for note in found.notes)
 
 

@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
@@ -142,47 +142,16 @@ def operation_lines(rows: Iterable[Row]) -> list[OperationLine]:
         if row.kind != "exact":
             key = (row.kind, row.formats, row.accumulate, row.partial, row.cause, row.where, row.rounded)
             found.setdefault(key, []).append(row)
-    lines = [_line(several) for several in found.values()]
-    return sorted(lines, key=lambda line: (OPERATION_KINDS.index(line.first.kind), -sum(line.calls.values())))
-
-
-def _line(several: Sequence[Row]) -> OperationLine:
-    calls: Counter[str] = Counter()
-    for row in several:
-        calls[row.phase] += row.calls
-    return OperationLine(
-        first=several[0],
-        calls=calls,
-        modules=tuple(dict.fromkeys(row.module for row in several if row.module is not None)),
-        bytes=sum(row.bytes for row in several),
-    )
-
-
-# -- tensors and memory ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorLine:
-    """Tensors of one role and format."""
-
-    role: str
-    format: str
-    count: int
-    bytes: int
-    names: tuple[str, ...]
-
-
-def tensor_lines(tensors: Iterable[TensorRow]) -> list[TensorLine]:
-    """Return tensors by role and format."""
-    found: dict[tuple[str, str], list[TensorRow]] = {}
-    for tensor in tensors:
-        found.setdefault((tensor.role, tensor.format), []).append(tensor)
     lines = [
-        TensorLine(role=role, format=fmt, count=len(several), bytes=sum(t.bytes for t in several),
-                   names=tuple(t.name for t in several))
-        for (role, fmt), several in found.items()
-    ]  # fmt: skip
-    return sorted(lines, key=lambda line: (get_args(Role).index(line.role), -line.bytes))
+        OperationLine(
+            first=several[0],
+            calls=sum((Counter({row.phase: row.calls}) for row in several), Counter[str]()),
+            modules=tuple(dict.fromkeys(row.module for row in several if row.module is not None)),
+            bytes=sum(row.bytes for row in several),
+        )
+        for several in found.values()
+    ]
+    return sorted(lines, key=lambda line: (OPERATION_KINDS.index(line.first.kind), -sum(line.calls.values())))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -206,10 +175,13 @@ def operation_table(rows: Iterable[Row], *, sizes: bool = True) -> TableData:
 
 def tensor_table(tensors: Iterable[TensorRow]) -> TableData:
     """Return tensors by role and format as a table."""
-    lines = tensor_lines(tensors)
-    return ("tensors", "format", "number", "size"), [
-        (x.role, x.format, f"{x.count:,}", size(x.bytes)) for x in lines
-    ]  # fmt: skip
+    found: dict[tuple[Role, str], list[int]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.role, tensor.format), []).append(tensor.bytes)
+    roles = get_args(Role)
+    listed = sorted(found.items(), key=lambda one: (roles.index(one[0][0]), -sum(one[1])))
+    lines = [(role, fmt, f"{len(bytes_each):,}", size(sum(bytes_each))) for (role, fmt), bytes_each in listed]
+    return ("tensors", "format", "number", "size"), lines
 
 
 def row_table(rows: Iterable[Row]) -> TableData:

@@ -134,7 +134,7 @@ def _of_cast(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
         yield _deviation_at(
             "compiled-cast", one, f"values rounded to {entry.output}", f"kept in {entry.operands[0]} by the compiler"
         )
-    if entry.cause != "script" or row.phase not in ("forward", "recomputation"):
+    if entry.cause != "script" or not entry.operands or row.phase not in ("forward", "recomputation"):
         return
     before, values, after = entry.operands[0], entry.values[0], entry.output
     if values in SIXTEEN_BIT and after in SIXTEEN_BIT and values != after:

@@ -323,7 +323,10 @@ def _operation(
     floating = [n for n in dict.fromkeys(inputs) if _dtype(n) is not None]
     last = next((n for n in reversed(nodes) if any(user not in inside for user in n.users)), nodes[-1])
     output = _dtype(last)
+    operands = tuple(dtype_name(cast("torch.dtype", _dtype(n))) for n in floating)
     values = tuple(_narrowest(n) for n in floating)
+    if is_cast and not floating:
+        operands = values = tuple(dtype_name(x.dtype) for n in inputs for x in tensors_in(_value(n)))
     accumulate = partial = None
     if floating and kind_of(facts) in MULTIPLYING:
         first, size = cast("torch.dtype", _dtype(floating[0])), _size(floating)
@@ -338,7 +341,7 @@ def _operation(
     moved = sum(_bytes(n) for n in (*dict.fromkeys(inputs), last)) if not is_cast or rounded else 0
     return _Operation(
         facts=facts,
-        operands=tuple(dtype_name(cast("torch.dtype", _dtype(n))) for n in floating),
+        operands=operands,
         values=values,
         output="" if output is None else dtype_name(output),
         accumulate=accumulate,

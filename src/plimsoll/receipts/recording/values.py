@@ -116,7 +116,6 @@ class Memory:
         self._held: dict[int, Held] = {}
         self.live: Counter[Role] = Counter()
         self.peak = 0
-        self.at_peak: dict[Role, int] = {}
 
     def close(self) -> None:
         """Forget everything; memory that dies later is not counted."""
@@ -160,9 +159,7 @@ class Memory:
 
     def _grow(self, role: Role, size: int) -> None:
         self.live[role] += size
-        total = sum(self.live.values())
-        if total > self.peak:
-            self.peak, self.at_peak = total, dict(self.live)
+        self.peak = max(self.peak, sum(self.live.values()))
 
     def _dies(self, key: int, reference: object) -> None:
         held = self._held.get(key)
