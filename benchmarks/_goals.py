@@ -135,6 +135,10 @@ OWN: Sequence[Goal] = (
     *(Goal(what=f"{command}, of the processor", stem="command-line", table="Commands", rows={"command": command},
            column="processor s", bound="at most", value=value, unit=" s")
       for command, value in (("plimsoll --help", 0.15), ("plimsoll check", 0.5))),
+    Goal(what="a shadow step, all errors recorded, over a plain step", stem="microscope", table="A step*", unit="x",
+         rows={"precision": "FP32", "what": "a shadow step"}, column="x the step", bound="at most", value=2.6),
+    Goal(what="blame of a 6-layer transformer", stem="microscope", table="One look", unit=" s",
+         rows={"what": "blame"}, column="seconds", bound="at most", value=60),
     Goal(what="4 bytes a parameter, 16-bit weights: above FP32's loss", stem="masters", table="Loss", unit=" %",
          rows={"weights": "bf16[, -][cks]*", "bytes a parameter": "[24]*"}, column="above fp32, %", bound="at most",
          value=1),

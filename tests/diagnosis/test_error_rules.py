@@ -4,14 +4,19 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 import plimsoll as pl
-from plimsoll.diagnosis import Finding, diagnose
+from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.diagnosis.rules import errors, overflow
+from plimsoll.report import FIGURES, heatmap
+from plimsoll.report.figure_declaration import DECLARED
+from plimsoll.runs import Run
 from tests.support.cases import each
-from tests.support.diagnosis.faults import INNOCENT, outliers, since
+from tests.support.diagnosis.faults import INNOCENT, flips, outliers, since
 from tests.support.diagnosis.stories import LAYERS, Story, constant, of_layer, told
 from tests.support.diagnosis.trainings import GPT, MODELS, mlp, text
 
@@ -149,3 +154,23 @@ def test_a_single_look_above_the_signal_is_no_finding(tmp_path: Path) -> None:
     assert mine(once) == []
     later = since(150, constant(2.0), constant(0.01))
     assert mine(told(error=lambda name, step: (0.0, later(name, step))).write(tmp_path / "later"))
+
+
+def test_pictures_of_errors(tmp_path: Path) -> None:
+    found = told(error=lambda name, step: (-0.03, 0.04), last_bin=constant(0.25), decisions=lambda step: flips(0.2))
+    run, plain = found.write(tmp_path / "run", until=40), told().write(tmp_path / "plain", until=40)
+    z = {
+        name: heatmap(run, name, collection).data[0]
+        for name, collection in (("error", "gradients"), ("bias", "gradients"), ("last_bin", "weights"))
+    }
+    assert np.asarray(z["error"].z) == pytest.approx(np.log2(0.05), abs=0.1)  # sqrt(0.03^2 + 0.04^2)
+    assert np.asarray(z["bias"].customdata) == pytest.approx(36, abs=15)  # per cent of the square, of 512 values
+    assert np.asarray(z["last_bin"].customdata) == pytest.approx(25)
+    assert np.asarray(heatmap(run, "kurtosis", "weights").data[0].z) == pytest.approx(np.log2(3), abs=0.7)
+    assert np.asarray(FIGURES["flips_heatmap"](run).data[0].customdata) == pytest.approx(20)
+    for empty in (FIGURES["flips_heatmap"](plain), heatmap(plain, "error", "gradients")):
+        assert empty.layout.meta["empty"]
+    offered = [
+        {case.arguments["statistic"] for case in DECLARED["heatmap"].cases(View(Run(at)))} for at in (run, plain)
+    ]
+    assert "error" in offered[0] and "error" not in offered[1]

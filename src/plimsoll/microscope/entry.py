@@ -86,7 +86,7 @@ def microscope(
     with untouched(root), watches_muted(), tempfile.TemporaryDirectory(prefix="plimsoll-") as folder:
         w = watch(
             model, run=Path(folder) / "run", every=1 << 30, collect=chosen, recorder=(), shadow_every=1,
-            max_bytes=1 << 62,
+            max_bytes=1 << 62, quiet=True,
         )  # fmt: skip
         try:
             shadow = _replaced(w, root, wide, found)

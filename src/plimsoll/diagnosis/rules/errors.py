@@ -66,7 +66,7 @@ class ErrorAboveSignal(Rule):
 
     ratio: float = threshold(3**-0.5, "4.77 dB: training in FP4 stalls below it (arXiv 2505.19115); BF16 is near 40 dB")
     samples: float = threshold(3, _LOOKS)
-    least: float = threshold(1e-4, "of the largest gradient: smaller ones may be zero in exact arithmetic")
+    least: float = threshold(0.01, "of the largest gradient: in exact arithmetic smaller ones may be zero")
     forward: float = threshold(0.5, _OTHER_COURSE)
     within: float = threshold(5.0, "dB above the limit from which on the trend counts")
     horizon: float = threshold(1, "a warning if the limit is reached within so many times the steps so far")
