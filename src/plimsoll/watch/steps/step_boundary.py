@@ -350,6 +350,12 @@ class Steps(torch_hooks.TrainingEvents):
     def _plan_forward(self) -> None:
         step = self.core.step + 1
         self.core.plan_forward(step, self._turns.number(step))
+        self._attach_taps()
+
+    def _attach_taps(self) -> None:
+        """Attach the taps if the forward that is planned is due, and remove them otherwise."""
+        if self.taps is not None:
+            self.taps.attach(self.core.due.forward)
 
     def settle(self) -> None:
         """The step has ended: what was measured goes to the log, and the next one is planned."""
@@ -359,6 +365,7 @@ class Steps(torch_hooks.TrainingEvents):
         core.step, self._ended = core.step + 1, False  # both: after an interrupt the step is settled again, or no more
         core.on_request = max(0, core.on_request - 1)
         core.plan(core.step, self._turns.number(core.step))
+        self._attach_taps()
         self.parameters.start_step()
         self.losses.start_step()
         self._stepped_by_scaler.clear()

@@ -103,6 +103,11 @@ class CompiledTaps:
         self.keeps = core.settings.shadow_every is not None
         _known[self.number] = self
 
+    @property
+    def in_use(self) -> bool:
+        """Whether code was compiled, or a CUDA graph captured, with taps in it."""
+        return self.captured or any(sites.names for sites in self.sites.values())
+
     def seal(self) -> None:
         """Hands what was counted in this step to its sample."""
         for device, sites in self.sites.items():
