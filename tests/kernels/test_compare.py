@@ -99,7 +99,7 @@ def test_tensors_that_lie_otherwise_in_memory(backend: str) -> None:
 def test_shares_of_several_threads_add_up(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if "numba" not in BACKENDS:
         pytest.skip("no Numba here")
-    monkeypatch.setattr("plimsoll.kernels.numba_backend.threads._SMALLEST_SHARE", 1 << 10)
+    monkeypatch.setattr("plimsoll.kernels.numba_backend.threads.SMALLEST_SHARE", 1 << 10)
     monkeypatch.setattr("plimsoll.kernels.numba_backend.threads._FINE_SHARE", 1 << 10)
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     values, reference = pair(10_001, torch.float32)

@@ -36,7 +36,7 @@ def fast(request):
 @pytest.fixture(params=[1, 3])
 def threads(request, monkeypatch):
     """One or three threads, and shares so small that these tests' tensors are cut between them."""
-    monkeypatch.setattr("plimsoll.kernels.numba_backend.threads._SMALLEST_SHARE", 1 << 10)
+    monkeypatch.setattr("plimsoll.kernels.numba_backend.threads.SMALLEST_SHARE", 1 << 10)
     monkeypatch.setattr("plimsoll.kernels.numba_backend.threads._FINE_SHARE", 1 << 12)
     monkeypatch.setattr("torch.get_num_threads", lambda: request.param)
 

@@ -89,7 +89,7 @@ def test_strides_change_nothing(backend, fmt, rounding):
 
 
 def test_large_tensors_in_pieces_and_threads(monkeypatch):
-    monkeypatch.setattr("plimsoll.kernels.numba_backend.threads._SMALLEST_SHARE", 1 << 12)
+    monkeypatch.setattr("plimsoll.kernels.numba_backend.threads.SMALLEST_SHARE", 1 << 12)
     monkeypatch.setattr("torch.get_num_threads", lambda: 3)
     x = torch.randn(3, 100_001)
     for view in (x, x[:, ::2], x.t()):

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import EXTRAS, Batch
+from plimsoll.runs.columns import row_order
+from plimsoll.runs.columns.schema import SCHEMAS, Series, conformed
+from plimsoll.runs.columns.spectrum_columns import columns_of, rows_of, spectra_table, summed
 from plimsoll.runs.columns.step_table import StepTable, concatenated, from_batch, merged
 from tests.support.cases import each
 from tests.support.runs import making
@@ -31,6 +35,23 @@ def test_merged_rows_are_the_sum_of_their_spectra(pairs: list[tuple[int, int]]) 
         assert spectrum._counts() == expected[series]._counts()
         assert spectrum._floats() == pytest.approx(expected[series]._floats(), rel=1e-12, nan_ok=True)
         assert np.array_equal(spectrum.binades, expected[series].binades)
+
+
+@given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), min_size=1, max_size=30))
+def test_stored_rows_add_up_as_those_of_a_bank_do(pairs: list[tuple[int, int]]) -> None:
+    index, series = np.array(pairs, np.int64).T
+    empty = np.full((len(pairs), len(EXTRAS)), np.nan)
+    steps = StepTable(series=series, scales=np.ones(len(pairs)), rows=ROWS[index], extras=empty)
+    known = [Series(collection="weights", name=f"w{i}", format="fp32", shared=True) for i in range(5)]
+    stored = conformed(spectra_table([columns_of(0, steps)], known), SCHEMAS["spectra"])
+    found = summed(stored, row_order.starts([row_order.codes(stored["name"])]))
+    expected = merged(steps)
+    assert found["name"].to_pylist() == [f"w{i}" for i in expected.series]
+    rows, sums = rows_of(found), row_layout.SUMS
+    expected_sums = expected.rows[:, sums].copy().view(np.float64)
+    assert rows[:, sums].copy().view(np.float64) == pytest.approx(expected_sums, rel=1e-12, nan_ok=True)
+    rows[:, sums] = expected.rows[:, sums]
+    assert np.array_equal(rows, expected.rows)
 
 
 def test_one_row_may_be_several_entries() -> None:

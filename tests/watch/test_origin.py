@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import plimsoll as pl
@@ -26,14 +27,15 @@ class Net(nn.Module):
 
 
 class Middle(nn.Module):
-    """Passes its input on, as `change` makes it."""
+    """A root that NaN comes from if `shift` is low, and then what `change` makes of it."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.shift = 1.0
         self.change: Callable[[Tensor], Tensor] = lambda x: x
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.change(x * 1)
+        return self.change((x + self.shift).sqrt())
 
 
 class Wild(torch.autograd.Function):
@@ -57,6 +59,10 @@ def batch(model: Net, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) ->
 
 
 def values(model: Net, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    model.middle.shift = -1e9
+
+
+def other_graph(model: Net, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
     model.middle.change = lambda z: (z - 1e9).sqrt()
 
 
@@ -101,6 +107,7 @@ def train(
         (weight, "weights norm.weight", 13, "loss"),
         (batch, "input model:input", 13, "loss"),
         (values, "activations middle:output", 13, "loss"),
+        (other_graph, "activations second:input", 13, "loss"),
         (targets, "the loss, of outputs that were finite", 13, None),
         (backward, "gradients norm.weight", 13, "gradients"),
         (state, "weights second.weight", 14, "loss"),
@@ -126,8 +133,7 @@ def test_a_sound_training_is_silent_and_nothing_is_kept_alive(tmp_path: Path) ->
             model(torch.randn(4, 8)).sum().backward()
             optimizer.step()
         origin = watch._steps.origin
-        assert origin is not None and len(origin.outputs) == 5
-        assert [ref() for *_, ref in origin.outputs] == [None] * 5
+        assert origin is not None and origin._held == [] and [ref() for _, ref in origin._inputs] == [None]
 
 
 def test_where_the_place_is_not_known_the_finding_says_how_to_get_it(tmp_path: Path) -> None:
@@ -143,6 +149,66 @@ def test_where_the_place_is_not_known_the_finding_says_how_to_get_it(tmp_path: P
     (found,) = diagnose(tmp_path / "run", rules=["nonfinite"])
     assert found.evidence["place"] == "not recorded: it began between samples"
     assert 'recorder=("loss", "scale", "nonfinite", "weights", "activations")' in found.advice
+
+
+class Functional(nn.Module):
+    """Operations outside of modules, in a checkpoint if asked for, and one module that is frozen."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen, self.first, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.checkpointed, self.power, self.shift = checkpointed, nn.Softplus(), 1.0
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.power(self.first(x)) + (x.square() + self.shift).log()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(x)
+        x = (
+            torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+            if self.checkpointed
+            else self.inner(x)
+        )
+        return self.last(torch.tanh(x))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("every", [1000, 4])
+def test_what_breaks_outside_of_modules_is_first_seen_in_the_next(
+    checkpointed: bool, every: int, tmp_path: Path
+) -> None:
+    model = Functional(checkpointed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=every):
+        for step in range(6):
+            model.shift = -10.0 if step == 3 else 1.0
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+    events = [event for event in pl.Run(tmp_path / "run").events() if event.kind == "origin"]
+    assert (events[0].step, events[0].details["where"], events[0].details["names"]) == (
+        3,
+        "activations",
+        ["last:output"],
+    )
+
+
+def test_modules_have_hooks_in_sampled_steps_only(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inside = [module for module in model.modules() if module is not model]
+    hooked: list[int] = []
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=3):
+        for _ in range(7):
+            model(torch.randn(4, 8)).sum().backward()
+            hooked.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in inside))
+            optimizer.step()
+    assert hooked == [8, 0, 0, 8, 0, 0, 8]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    names = pl.Run(tmp_path / "run").tensors["activations"]
+    assert {"model:input", "model:output", "middle:input", "middle:output"} <= set(names)
 
 
 class Normed(nn.Module):

@@ -195,11 +195,12 @@ class Watch:
         shadow_step.attach(core, root, self._steps.begin)
         _describe(core, root)
         core.plan(core.step)
+        taps.attach(core.due.forward)
         torch_hooks.subscribe(self._steps, scaler)
         self._steps.wiring = Wiring(core, optimizers)
         torch_hooks.subscribe(self._steps.wiring)
         self._steps.origin = origin = Origin(core, parameters, self._steps.losses, root)
-        taps.trace = origin.sees
+        taps.learn = origin.sees
         torch_hooks.subscribe(origin)
 
     @property
@@ -326,7 +327,11 @@ class _RootBegins(ModuleHook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
+            taps = self.steps.taps
+            late = taps is not None and not taps.attached
             self.steps.forward_begins(module)
+            if late and taps is not None and taps.attached:  # torch has listed the root's hooks before it called this
+                taps.begin_root(module, args, kwargs)
             if (origin := self.steps.origin) is not None and torch.is_grad_enabled():
                 origin.forward_begins(args, kwargs)
             if (core := self.steps.core).shadow is not None and core.live:

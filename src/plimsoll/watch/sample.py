@@ -245,18 +245,12 @@ class Sample:
     @property
     def entries(self) -> int:
         """Number of entries."""
-        count = 0
-        for rows in self._rows.values():  # a loop: this is asked for every tensor
-            count += len(rows.index)
-        return count
+        return sum([len(rows.index) for rows in self._rows.values()])
 
     @property
     def size_bytes(self) -> int:
         """About how much memory it holds."""
-        count = 0
-        for rows in self._rows.values():
-            count += rows.held
-        return count * self._pool.row_bytes
+        return self._pool.row_bytes * sum([rows.held for rows in self._rows.values()])
 
     def fold(self) -> bool:
         """Add up rows of the same series if that frees enough of them; return whether it did."""

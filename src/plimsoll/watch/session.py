@@ -30,6 +30,7 @@ from plimsoll.watch.settings import COLLECTIONS, Settings
 P = ParamSpec("P")
 R = TypeVar("R")
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_PlainSeries = tuple[torch.dtype, torch.device, int]
 
 
 class ShadowStep(Protocol):
@@ -101,6 +102,7 @@ class WatchSession:
         self.name, self.settings, self.writer, self.ranks = name, settings, writer, ranks
         self.step = 0
         self.due = StepSchedule()
+        self._intervals = set(settings.intervals.values())
         self.on_request = 0  # so many further steps are sampled whole
         self.open = True
         self.pool = Pool(settings.block)
@@ -116,6 +118,7 @@ class WatchSession:
         self.collections: list[str] = []  # by series number
         self.names: list[str] = []  # of tensors, by series number
         self._series: dict[tuple[str, str, torch.dtype, bool], int] = {}
+        self._plain_series: dict[str, dict[str, _PlainSeries]] = {name: {} for name in COLLECTIONS}
         self._said: set[str] = set()
         _cores.add(self)
 
@@ -124,10 +127,14 @@ class WatchSession:
 
         Then nothing may read gradients: they are written without Python's lock, and who reads one then may crash.
         """
-        return threading.get_ident() in self.elsewhere
+        return bool(self.elsewhere) and threading.get_ident() in self.elsewhere
 
     def plan(self, step: int, number: int | None = None) -> None:
         """Set the collections that are due at the step; `number` is the count for the intervals if it differs."""
+        if not self.on_request and self._is_idle(step, number):
+            if self.sample is not None or self.due.forward:
+                self._clear()
+            return
         wanted = {name for name in COLLECTIONS if self.on_request or self.settings.due(name, step, number)}
         wanted &= self.settings.intervals.keys()
         kept = frozenset(self.settings.recorded) - wanted
@@ -140,6 +147,18 @@ class WatchSession:
         else:
             self.sample = None
 
+    def _is_idle(self, step: int, number: int | None) -> bool:
+        """Return whether the schedule asks for nothing at the step; in one look, since most steps are such."""
+        settings, count = self.settings, step if number is None else number
+        if settings.recorded or count < settings.warmup or settings.shadows(step):
+            return False
+        return all(count % every for every in self._intervals)
+
+    def _clear(self) -> None:
+        for name in (*COLLECTIONS, "forward"):
+            setattr(self.due, name, False)
+        self.ring_only, self.sample = frozenset(), None
+
     def take(self, collection: str) -> None:
         """Make one more collection due in the current step."""
         if not self.open or self.muted:
@@ -151,6 +170,9 @@ class WatchSession:
 
     def plan_forward(self, step: int, number: int | None = None) -> None:
         """Sets what is due in the next step's forward, for compiled code, which looks before anyone else can."""
+        if self.on_request <= 1 and self._is_idle(step, number):
+            self.due.activations = self.due.activation_gradients = self.due.forward = False
+            return
         for name in OF_MODULES:
             scheduled = self.on_request > 1 or self.settings.due(name, step, number)
             asked = (scheduled and name in self.settings.intervals) or name in self.settings.recorded
@@ -167,9 +189,8 @@ class WatchSession:
 
     def shut(self) -> None:
         """Stop all measurements."""
-        self.open, self.sample = False, None
-        for name in (*COLLECTIONS, "forward"):
-            setattr(self.due, name, False)
+        self.open = False
+        self._clear()
 
     def leave(self) -> None:
         """In a forked child: nothing is measured, recorded or printed: the run is the parent's.
@@ -183,8 +204,18 @@ class WatchSession:
 
     def series_of(self, collection: str, name: str, x: Tensor, dtype: torch.dtype | None = None) -> int:
         """The number of a series; `dtype` is a narrower one that the values came through."""
+        known = self._plain_series[collection].get(name)
+        if known is not None and known[0] is (dtype or x.dtype) and type(x) in _PLAIN:
+            return known[2]
         sharded = type(x) not in _PLAIN and hasattr(x, "placements")
-        key = (collection, name, dtype or x.dtype, sharded)
+        if not sharded:
+            number = self._series_of(collection, name, dtype or x.dtype, sharded)
+            self._plain_series[collection][name] = dtype or x.dtype, x.device, number
+            return number
+        return self._series_of(collection, name, dtype or x.dtype, sharded)
+
+    def _series_of(self, collection: str, name: str, dtype: torch.dtype, sharded: bool) -> int:
+        key = (collection, name, dtype, sharded)
         known = self._series.get(key)
         if known is not None:
             return known
@@ -196,6 +227,42 @@ class WatchSession:
         self.collections[number], self.names[number] = collection, name
         self._series[key] = number
         return number
+
+    def gather(
+        self, collection: str, named: Mapping[str, Tensor], narrowed: Mapping[str, torch.dtype]
+    ) -> tuple[list[str], dict[torch.device, tuple[list[Tensor], list[int]]]]:
+        """Return the names that can be read, and by device the plain tensors and the numbers of their series.
+
+        Args:
+            collection: Name of the collection.
+            named: Tensors by name. Those that are not floating are left out.
+            narrowed: Narrower dtypes that values came through, by name.
+        """
+        known = self._plain_series[collection]
+        names: list[str] = []
+        ready: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
+        device: torch.device | None = None
+        tensors, series = list[Tensor](), list[int]()
+        for name, x in named.items():
+            entry = known.get(name)
+            # Of a tensor as it was the last time this takes half a microsecond, and all the rest three.
+            if (
+                entry is None or entry[0] is not x.dtype or entry[1] != x.device or type(x) not in _PLAIN
+                or x.layout is not torch.strided or x.is_neg() or name in narrowed
+            ):  # fmt: skip
+                plain = self.readable(x, collection, name) if x.is_floating_point() else None
+                if plain is None:
+                    continue
+                number = self.series_of(collection, name, x, narrowed.get(name))
+            else:
+                plain, number = x, entry[2]
+            if plain.device != device:
+                device = plain.device
+                tensors, series = ready.setdefault(device, ([], []))
+            names.append(name)
+            tensors.append(plain)
+            series.append(number)
+        return names, ready
 
     def series_in(self, collections: Collection[str]) -> set[int]:
         """The numbers of all series of these collections."""

@@ -170,7 +170,7 @@ class Nonfinite(Rule):
 
     def _too_high(self, view: View) -> float | None:
         """Return the loss scale at which gradients overflow again and again, to the end, and which hardly falls."""
-        steps, values = view.scalar("nonfinite")
+        steps, values = _counts(view)
         spans = stretches(values > 0, self.fixed)
         if not view.scaled or not spans or spans[-1][1] != len(steps) - 1:
             return None
@@ -180,8 +180,18 @@ class Nonfinite(Rule):
         return now if stays and _overflow_first(view, int(steps[spans[-1][0]])) else None
 
     def _on_and_on(self, view: View) -> bool:
-        steps, values = view.scalar("nonfinite")
-        return bool(stretches(values > 0, self.skips)) if len(steps) else False
+        return bool(stretches(_counts(view)[1] > 0, self.skips))
+
+
+def _counts(view: View) -> tuple[Ints, Floats]:
+    """Return the number of non-finite gradient values at every step; 0 where nothing spoke for any."""
+    steps, values = view.scalar("nonfinite")
+    if not len(steps):
+        return steps, values
+    every: Ints = np.arange(int(steps[0]), int(steps[-1]) + 1, dtype=np.int64)
+    counts = np.zeros(len(every))
+    counts[steps - steps[0]] = values
+    return every, counts
 
 
 def _bad(scalar: tuple[Ints, Floats], test: Callable[[Floats], Mask]) -> Ints:

@@ -17,7 +17,10 @@ from plimsoll.kernels.numba_backend.measuring.launch import (
 )
 from plimsoll.kernels.numba_backend.measuring.rows import merge_rows as merge_rows
 from plimsoll.kernels.numba_backend.unscaling.launch import unscale as unscale
-from plimsoll.kernels.numba_backend.unscaling.nonfinite import count_nonfinite as count_nonfinite
+from plimsoll.kernels.numba_backend.unscaling.nonfinite import (
+    count_nonfinite as count_nonfinite,
+    count_values as count_values,
+)
 from plimsoll.kernels.numba_backend.updates.launch import update as update
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-_SMALLEST_SHARE = 1 << 18  # values: below this, waking a thread (some 100 us) costs more than it brings
+SMALLEST_SHARE = 1 << 18  # values: below this, waking a thread (some 100 us) costs more than it brings
 _SHARES_PER_THREAD = 4  # so that one thread's delay (another process on its core) is not everyone's
 _FINE_SHARE = 1 << 19
 _SPLIT = 1 << 12  # pieces of one tensor begin at a multiple of this many values
@@ -28,7 +28,7 @@ _size = 0
 
 def shares(values: int) -> int:
     """Into how many parts work over that many values should be cut."""
-    threads = min(torch.get_num_threads(), values // _SMALLEST_SHARE)
+    threads = min(torch.get_num_threads(), values // SMALLEST_SHARE)
     if threads <= 1:
         return 1
     return max(threads, min(threads * _SHARES_PER_THREAD, values // _FINE_SHARE))

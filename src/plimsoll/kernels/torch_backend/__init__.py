@@ -10,6 +10,7 @@ from plimsoll.kernels.torch_backend.casting import (
 )
 from plimsoll.kernels.torch_backend.measuring import (
     count_nonfinite as count_nonfinite,
+    count_values as count_values,
     measure as measure,
     measure_one as measure_one,
     merge_rows as merge_rows,

@@ -120,6 +120,11 @@ def count_nonfinite(tensors: Sequence[Tensor], counts: Tensor, index: int) -> No
         counts[index] += (~x.to(torch.float64).isfinite()).sum()
 
 
+def count_values(tensors: Sequence[Tensor]) -> int:
+    """Return the number of NaN and Inf values of all tensors."""
+    return sum(int((~x.to(torch.float64).isfinite()).sum()) for x in tensors)
+
+
 def unscale(
     gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor, bank: Tensor | None, rows: Sequence[int]
 ) -> None:

@@ -1,6 +1,6 @@
 """Order of the rows of a part, and which of two rows with the same key is the valid one: the later."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,19 @@ KEYS: Mapping[Kind, tuple[str, ...]] = {"spectra": ("collection", "name"), "scal
 _DISTINGUISHING: Mapping[Kind, tuple[str, ...]] = {"spectra": ("format", "scale"), "scalars": (), "events": ()}
 
 
-def ordered(table: Table, kind: Kind, first: Sequence[str] = ()) -> Table:
-    """Return the rows sorted by the columns `first`, the kind's key and the step, without replaced rows.
+def ordered(table: Table, kind: Kind, last: Sequence[str] = ()) -> Table:
+    """Return the rows sorted by the kind's key, the step and the columns `last`, without replaced rows.
 
     Events have no key: all stay, in the order of their steps.
     """
     if kind == "events":
         return table.take(array(np.argsort(values_of(table["step"]), kind="stable")))
-    columns = [codes(table[name]) for name in (*first, *KEYS[kind], "step", *_DISTINGUISHING[kind])]
+    columns = [codes(table[name]) for name in (*KEYS[kind], "step", *_DISTINGUISHING[kind], *last)]
     order = np.lexsort(columns[::-1])
-    last = np.ones(len(order), dtype=bool)
+    is_last = np.ones(len(order), dtype=bool)
     if len(order):
-        last[:-1] = changes([column[order] for column in columns])
-    return table.take(array(order[last]))
+        is_last[:-1] = changes([column[order] for column in columns])
+    return table.take(array(order[is_last]))
 
 
 def by(table: Table, names: Sequence[str]) -> Table:
@@ -58,3 +58,11 @@ def starts(columns: Sequence[NDArray[Any]]) -> NDArray[np.intp]:
     if not len(columns[0]):
         return np.empty(0, dtype=np.intp)
     return np.concatenate([[0], np.flatnonzero(changes(columns)) + 1])
+
+
+def spans(table: Table, name: str) -> Iterator[tuple[Any, slice]]:
+    """Yield each value of a column by which the rows are sorted, and its rows."""
+    first = starts([codes(table[name])])
+    ends = [*first[1:].tolist(), len(table)]
+    for value, start, end in zip(table[name].take(array(first)).to_pylist(), first.tolist(), ends, strict=False):
+        yield value, slice(start, end)

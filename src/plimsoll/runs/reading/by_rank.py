@@ -66,11 +66,11 @@ def activation_sizes(run: Run, parts: Mapping[int, int]) -> Iterator[ByRank]:
         some = names[start : start + at_once]
         wanted = {"collection": ["activations"], "name": some}
         table = select(run._folder, "spectra", equal=wanted, columns=columns)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        of = np.asarray(table["name"].to_pylist(), dtype=object)
         squares, counts = numbers(table, "sumsq") / numbers(table, "scale") ** 2, numbers(table, "count")
+        spans = dict(row_order.spans(table, "name"))
         for name in some:
-            mine = np.flatnonzero(of == name)
-            found = _apart(name, table.take(mine), squares[mine], counts[mine], parts)
+            mine = spans.get(name, slice(0))
+            found = _apart(name, table[mine], squares[mine], counts[mine], parts)
             with np.errstate(invalid="ignore"):
                 yield ByRank(name=name, ranks=found.ranks, steps=found.steps, values=np.sqrt(found.values))
 

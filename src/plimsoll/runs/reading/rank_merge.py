@@ -58,13 +58,13 @@ def are_replicas(table: Table, parts: Mapping[int, int]) -> bool:
     return bool(same_step.any()) and not bool((same_step & differs).any())
 
 
-def counted_once(table: Table, parts: Mapping[int, int]) -> Table:
-    """Return of replicas the rows of the lowest rank that has each step and part."""
+def counted_once(table: Table, parts: Mapping[int, int]) -> NDArray[np.bool_]:
+    """Return which rows of replicas are those of the lowest rank that has each step and part."""
     steps, ranks = np.stack([values_of(table["step"]), _part(table, parts)]), values_of(table["rank"])
     distinct, place = np.unique(steps, axis=1, return_inverse=True)
     lowest = np.full(distinct.shape[1], np.iinfo(np.int64).max)
     np.minimum.at(lowest, place, ranks)
-    return table.filter(array(ranks == lowest[place]))
+    return ranks == lowest[place]
 
 
 def one_of_scalars(

@@ -87,7 +87,7 @@ def select(
     columns: Sequence[str] | None = None,
     blocks: bool = True,
 ) -> Table:
-    """Return rows with a column `rank`, sorted by key, step and rank.
+    """Return rows with a column `rank`, sorted by key, step, format, scale and rank.
 
     Row groups that cannot have such rows are not read.
 
@@ -114,7 +114,7 @@ def select(
     table = pa.concat_tables([pa.Table.from_batches([], schema), *tables], promote_options="default")
     if wanted.every != 1:
         table = table.filter(array(wanted.mask(values_of(table["step"]))))
-    return row_order.ordered(table, kind, ("rank",))
+    return row_order.ordered(table, kind, last=("rank",))
 
 
 def _is_worth_reading(folder: RunFolder, part: Part, steps: Steps) -> bool:

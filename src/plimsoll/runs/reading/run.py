@@ -3,7 +3,6 @@
 Each call reads only the rows that it needs. New records of an open run are visible after `refresh`.
 """
 
-import itertools
 import json
 import os
 import shutil
@@ -405,14 +404,10 @@ class Run:
         table = select(self._folder, "scalars", equal={"name": names}) if names else None
         if table is None or not len(table):
             return {name: (np.empty(0, dtype=np.int64), np.empty(0)) for name in names}
-        table = row_order.by(table, ("name",))
         columns = [values_of(table[column]) for column in ("step", "value", "rank")]
-        bounds = [*row_order.starts([row_order.codes(table["name"])]).tolist(), len(table)]
         found = {
-            table["name"][start].as_py(): rank_merge.one_of_scalars(
-                table["name"][start].as_py(), *(column[start:stop] for column in columns)
-            )
-            for start, stop in itertools.pairwise(bounds)
+            each: rank_merge.one_of_scalars(each, *(column[here] for column in columns))
+            for each, here in row_order.spans(table, "name")
         }
         return {name: found.get(name, (np.empty(0, dtype=np.int64), np.empty(0))) for name in names}
 

@@ -1,11 +1,11 @@
 """Spectra read from parts: ranks merged, scales undone, in pieces of bounded size."""
 
-import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plimsoll.runs.columns import row_order, step_table
 from plimsoll.runs.columns.arrow import Table, array, pa, values_of
@@ -17,6 +17,7 @@ from plimsoll.runs.columns.spectrum_columns import (
     rows_of,
     spectra_table,
     stored_spectrum,
+    summed,
     true_spectrum,
 )
 from plimsoll.runs.reading import rank_merge
@@ -79,6 +80,10 @@ def table(contents: RunContents, chosen: Sequence[tuple[str, Sequence[str]]], st
 
 def _summed(piece: Table) -> Iterator[Table]:
     """Yield the rows with those of all ranks added up."""
+    if blocks_of(piece) is None:
+        made = summed(piece, row_order.starts([row_order.codes(piece[c]) for c in ("name", "step", "format", "scale")]))
+        yield conformed(made, schema_with("spectra", made.column_names))
+        return
     for start in range(0, len(piece), _ROWS):
         table = _whole_steps(piece, start)
         columns = [row_order.codes(table[c]) for c in ("name", "step", "format", "scale")]
@@ -112,8 +117,11 @@ def _pieces(
 
 
 def _groups(contents: RunContents, names: Sequence[str], steps: Steps) -> Iterator[Sequence[str]]:
-    """Yield the names in groups of about `_READ` rows at these steps."""
-    many = len(names) > 1
+    """Yield the names in groups of about `_READ` rows at these steps.
+
+    Parts are sorted by name. So groups of neighbours in this order are in few row groups of each part.
+    """
+    many, names = len(names) > 1, sorted(names)
     per_series = max(1, int(steps.mask(contents.steps()).sum()) * len(contents.folder.ranks)) if many else 1
     at_once = max(1, _READ // per_series)
     for start in range(0, len(names), at_once):
@@ -121,22 +129,29 @@ def _groups(contents: RunContents, names: Sequence[str], steps: Steps) -> Iterat
 
 
 def _without_replicas(contents: RunContents, collection: str, rows: Table, steps: Steps) -> Table:
-    rows = row_order.by(rows, ("name", "step", "format", "scale", "rank"))
-    pieces = _by_series(rows)
-    plain = {name: series for name, series in pieces if rank_merge.is_plain(series)}
+    # A table for each series takes 0.1 ms, so that the shared ones, which are most, are passed over at once.
+    candidates = rows.filter(array(~_has_shared(rows)))
+    plain = {name: series for name, series in _series(candidates) if rank_merge.is_plain(series)}
     _decide(contents, collection, plain, steps)
     parts = rank_merge.parts_of_batch(contents.folder.manifests, collection)
     replicas = {name for name in plain if contents.replicas[collection, name]}
-    result = [rank_merge.counted_once(series, parts) if name in replicas else series for name, series in pieces]
-    return pa.concat_tables([rows.slice(0, 0), *result]) if replicas else rows
+    keep = np.ones(len(rows), dtype=bool)
+    for name, here in row_order.spans(rows, "name"):
+        if name in replicas:
+            keep[here] = rank_merge.counted_once(plain[name], parts)
+    return rows.filter(array(keep)) if replicas else rows
 
 
-def _by_series(table: Table) -> list[tuple[str, Table]]:
-    """Return the name and the rows of each series. The rows are sorted by name."""
-    bounds = [*row_order.starts([row_order.codes(table["name"])]).tolist(), len(table)]
-    return [
-        (table["name"][start].as_py(), table.slice(start, stop - start)) for start, stop in itertools.pairwise(bounds)
-    ]
+def _has_shared(rows: Table) -> NDArray[np.bool_]:
+    """Return for each row whether its series has shared rows."""
+    names = row_order.codes(rows["name"])
+    return np.isin(names, names[values_of(rows["shared"])])
+
+
+def _series(table: Table) -> Iterator[tuple[str, Table]]:
+    """Yield the name and the rows of each series."""
+    for name, here in row_order.spans(table, "name"):
+        yield name, table[here]
 
 
 def _decide(contents: RunContents, collection: str, plain: dict[str, Table], steps: Steps) -> None:
@@ -150,8 +165,7 @@ def _decide(contents: RunContents, collection: str, plain: dict[str, Table], ste
         return
     for some in _groups(contents, undecided, Steps()):
         wanted = {"collection": [collection], "name": some}
-        whole = row_order.by(select(contents.folder, "spectra", equal=wanted, blocks=False), ("name",))
-        for name, series in _by_series(whole):
+        for name, series in _series(select(contents.folder, "spectra", equal=wanted, blocks=False)):
             contents.replicas[collection, name] = rank_merge.are_replicas(series, parts)
 
 

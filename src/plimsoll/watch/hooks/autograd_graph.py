@@ -1,11 +1,13 @@
-"""The autograd graph behind a loss: the leaves that it reaches, and the loss scale that it carries."""
+"""The autograd graph behind a loss: its leaves, its loss scale, and the values that it keeps for the backward."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+_RESULTS = ("_saved_result", "_saved_out", "_saved_logsumexp")  # attributes of results; others have arguments
 _NEAREST = 64  # nodes behind a loss among which its loss scale is looked for
 
 # The number of the backward that runs on this thread, -1 for none. torch has it nowhere in public.
@@ -16,6 +18,37 @@ def leaves_of(roots: "list[Tensor]") -> dict[int, Tensor]:
     """The leaves that a backward from these tensors reaches, by identity; not those inside a checkpoint."""
     variables = (getattr(node, "variable", None) for node in _nodes(roots))
     return {id(found): found for found in variables if found is not None}
+
+
+def operations_of(root: Tensor) -> list[Any]:
+    """Return the nodes of the operations behind a tensor, in the order in which they ran."""
+    nodes = [cast("Any", node) for node in _nodes([root]) if getattr(node, "variable", None) is None]
+    return sorted(nodes, key=position)
+
+
+def position(node: Any) -> int:
+    """Return the place of a node among all operations that autograd has recorded on its thread."""
+    return node._sequence_nr()  # noqa: SLF001  (public in all but name)
+
+
+def kept_values(node: Any) -> Iterator[tuple[bool, Tensor]]:
+    """Yield the tensors that a node keeps for its backward, each with whether the operation has made it.
+
+    Those that were freed, or changed in place since, are left out.
+    """
+    for name in _kept_names(cast("type[object]", type(node))):
+        try:
+            value: Any = getattr(node, name)
+        except RuntimeError:
+            continue
+        for x in cast("list[Any]", value) if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(x, Tensor):
+                yield name.startswith(_RESULTS), x
+
+
+@functools.cache
+def _kept_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")
 
 
 def is_scaled_by(root: Tensor, scale: Tensor) -> bool:

@@ -6,6 +6,7 @@ They are installed with the first listener and removed with the last:
 - `torch.autograd.backward`, through which every ``loss.backward()`` goes: the loss, and that a backward begins;
 - `scale`, `step` and `update` of `torch.amp.GradScaler`, of the classes given to `add_scaler_class`, and of the class
   of any other scaler that a watch was given;
+- the norm of gradients that `torch.nn.utils.clip_grad_norm_` takes;
 - `replay` of `torch.cuda.CUDAGraph`: what was captured with taps in it runs again;
 - `skip_nnmodule_hook_guards` of torch's compiler is off: with it, a model with taps would run a graph that was
   compiled for another of its class without;
@@ -45,6 +46,9 @@ class TrainingEvents:
 
     def backward_begins(self, tensors: Any) -> None:
         """A backward begins, of these tensors."""
+
+    def norm_taken(self, norm: Any) -> None:
+        """The norm of some gradients was taken, to clip them."""
 
     def graph_replays(self) -> None:
         """A CUDA graph, which may hold whole steps, is about to run again."""
@@ -160,6 +164,7 @@ def _install() -> None:
     _undo.append(register_optimizer_step_pre_hook(_optimizer_begins).remove)
     _undo.append(register_optimizer_step_post_hook(_optimizer_ends).remove)
     _patch_backward()
+    _patch_norm()
     _patch_excepthook()
     _patch_compiler()
     if torch.cuda.is_available():
@@ -199,8 +204,10 @@ def _optimizer_ends(optimizer: Any, *_: Any) -> None:
 
 
 def _notify(event: str, *facts: object) -> None:
-    for listener in listeners():
-        getattr(listener, event)(*facts)
+    for ref in tuple(_listeners):
+        listener = ref()
+        if listener is not None:
+            getattr(listener, event)(*facts)
 
 
 def _patch_backward() -> None:
@@ -217,6 +224,22 @@ def _patch_backward() -> None:
         _notify("backward_ends")
 
     _put(torch.autograd, "backward", backward, original, _undo)
+
+
+def _patch_norm() -> None:
+    # The function inside `clip_grad_norm_`, since scripts import that one by name. torch has it from 2.6 on.
+    owner = sys.modules.get("torch.nn.utils.clip_grad")
+    original: Any = getattr(owner, "_get_total_norm", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def get_total_norm(*args: Any, **kwargs: Any) -> Any:
+        norm = original(*args, **kwargs)
+        _notify("norm_taken", norm)
+        return norm
+
+    _put(owner, "_get_total_norm", get_total_norm, original, _undo)
 
 
 def _patch_compiler() -> None:

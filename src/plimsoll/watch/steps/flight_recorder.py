@@ -8,6 +8,7 @@ It fires on a non-finite loss or gradient, a loss spike, a fall of the loss scal
 loop, and a signal; for one reason at most once in as many steps as it keeps.
 """
 
+import bisect
 import math
 import statistics
 import threading
@@ -70,6 +71,7 @@ class Recorder:
         self._sent_at = time.monotonic()
         self._unread: deque[StepScalars] = deque()
         self._losses: deque[float] = deque(maxlen=steps)
+        self._ordered: list[float] = []  # the same losses by size
         self._last_scale: float | None = None
         self._samples: deque[tuple[FinishedSample, StepScalars]] = deque()
         self._fired: dict[str, int] = {}
@@ -163,11 +165,16 @@ class Recorder:
             self._last_scale = scale
 
     def _look_for_spike(self, loss: float, step: int) -> None:
-        if len(self._losses) >= min(_SPIKE_HISTORY, self._losses.maxlen or _SPIKE_HISTORY):
-            median = statistics.median(self._losses)
-            deviation = statistics.median(abs(x - median) for x in self._losses)
-            if loss - median > max(_SPIKE_DEVIATIONS * deviation, _SPIKE_LEAST * abs(median)):
-                self.fire("spike", f"the loss rose from about {number(median)} to {number(loss)}", step, loss=loss)
+        count, most = len(self._ordered), self._losses.maxlen or _SPIKE_HISTORY
+        if count >= min(_SPIKE_HISTORY, most):
+            median = (self._ordered[(count - 1) // 2] + self._ordered[count // 2]) / 2
+            if loss - median > _SPIKE_LEAST * abs(median):
+                deviation = statistics.median(abs(x - median) for x in self._ordered)
+                if loss - median > _SPIKE_DEVIATIONS * deviation:
+                    self.fire("spike", f"the loss rose from about {number(median)} to {number(loss)}", step, loss=loss)
+        if count == most:
+            del self._ordered[bisect.bisect_left(self._ordered, self._losses[0])]
+        bisect.insort(self._ordered, loss)
         self._losses.append(loss)
 
 

@@ -19,13 +19,11 @@ from torch import Tensor
 
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.watch.hooks.autograd_graph import backward_running
-from plimsoll.watch.parameters.optimizer_tensors import Parameters, parameters_of
+from plimsoll.watch.parameters.optimizer_tensors import Marks, Parameters, parameters_of
 from plimsoll.watch.session import WatchSession
 
 MAIN = "loss"
 _WAITING = 4096  # losses that wait for an optimizer; of parameters that nobody steps they would be ever more
-
-_Marks = dict[int, tuple[int, int] | None]  # of each parameter's gradient: identity and version
 
 
 class Loss:
@@ -44,7 +42,7 @@ class _Running:
 
     __slots__ = ("before", "loss", "roots", "taken")
 
-    def __init__(self, loss: Loss, before: _Marks, roots: list[Tensor]) -> None:
+    def __init__(self, loss: Loss, before: Marks, roots: list[Tensor]) -> None:
         self.loss, self.before, self.roots = loss, before, roots
         self.taken: set[int] = set()  # parameters that were stepped within it
 
@@ -56,7 +54,7 @@ class Losses:
         self.core, self._parameters = core, parameters
         self._waiting: list[Loss] = []
         self._unplaced: list[Loss] = []  # that changed no gradient of ours
-        self._after: _Marks = {}  # the gradients when the last backward ended
+        self._after: Marks = {}  # the gradients when the last backward ended
         self._running: _Running | None = None
         self._placed = False  # an optimizer has stepped on gradients that hold a loss
         self._inside: dict[int, _Step] = {}  # by optimizer
@@ -67,7 +65,7 @@ class Losses:
 
     def backward_begins(self, value: float | DeviceValue | None, roots: list[Tensor]) -> None:
         """A backward begins from these tensors, with this loss."""
-        now = self._marks()
+        now = self._parameters.gradient_marks()
         self._drop(now)
         self._running = _Running(Loss(value, set()), now, roots)
 
@@ -76,9 +74,15 @@ class Losses:
         running, self._running = self._running, None
         if running is None:
             return False
-        self._after = now = self._marks()
+        now = self._parameters.gradient_marks()
         changed = {key for key, mark in now.items() if mark is not None and mark != running.before.get(key)}
-        loss = running.loss
+        if not changed and not running.taken and not self._parameters.marks_all:
+            # It may have reached others than the few that were looked at.
+            self._parameters.marks_all = True
+            now = self._parameters.gradient_marks()
+            reached = self._parameters.reached(running.roots)
+            changed = {key for key in reached if now.get(key) is not None}
+        self._after, loss = now, running.loss
         changed -= running.taken
         loss.holders |= changed
         if changed:
@@ -101,11 +105,11 @@ class Losses:
         """The loss whose backward runs."""
         return None if self._running is None else self._running.loss
 
-    def _marks(self) -> _Marks:
-        return {key: _mark(p.grad) for key, p in self._parameters.members()}
-
-    def _drop(self, now: _Marks) -> None:
+    def _drop(self, now: Marks) -> None:
         """Forgets the losses whose gradients are gone."""
+        if not self._waiting and not self._inside:
+            self._after = now
+            return
         gone = {key for key, mark in self._after.items() if mark is not None and now.get(key) is None}
         written = {key for key, mark in self._after.items() if mark is not None and now.get(key) not in (mark, None)}
         self._after = now
@@ -158,7 +162,7 @@ class Losses:
 
     def are_used(self) -> bool:
         """Whether gradients that hold losses were dropped or changed since the last backward."""
-        now = self._marks()
+        now = self._parameters.gradient_marks()
         return any(now.get(key) != self._after.get(key) for loss in self._waiting for key in loss.holders)
 
     def take_all(self) -> None:
@@ -269,10 +273,3 @@ def total(losses: list[float | DeviceValue], divisor: int) -> float | DeviceValu
     if len(losses) == 1 and divisor == 1:
         return losses[0]
     return _Sum(losses, divisor)
-
-
-def _mark(g: Tensor | None) -> tuple[int, int] | None:
-    if g is None:
-        return None
-    inner: Any = g if type(g) is Tensor else getattr(g, "_local_tensor", g)  # FSDP2 adds to a DTensor's inside
-    return id(g), inner._version  # noqa: SLF001  (public in all but name)

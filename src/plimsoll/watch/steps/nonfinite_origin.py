@@ -1,9 +1,9 @@
-"""The first place of NaN or Inf at any step, sampled or not, found at the moment when the loss or a gradient breaks.
+"""Location of the first NaN or Inf of any step, sampled or not, found when the loss or a gradient breaks.
 
-Looking at every module's output at every step costs some per cent of a training step. So an idle step keeps no more
-than a reference to each output until the backward begins, a weak one beyond the first few megabytes. When the loss that
-goes backward is not finite, all is still there: inputs, weights as the forward has used them, and the outputs that are
-small or that the backward needs. Then they are looked through, once, in the order in which one makes the other.
+Steps that are not sampled pay nothing for it. When the loss that goes backward is not finite, all is still there: the
+inputs, the weights as the forward has used them, and in the autograd graph the values that the backward needs. They are
+searched once, in the order in which one makes the other. A sampled step has shown which module's output each operation
+of the graph is, and the graph of a later step is the same if its operations are.
 
 The loss must be known without waiting, so this is for models on a CPU that run eagerly. `recorder=` names the
 collections that a watch measures at every step elsewhere.
@@ -12,7 +12,7 @@ collections that a watch measures at every step elsewhere.
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,16 +22,27 @@ from plimsoll import kernels
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.names import clean, tensors_among, tensors_in
+from plimsoll.watch.hooks.autograd_graph import kept_values, operations_of, position
+from plimsoll.watch.names import clean, tensors_among
 from plimsoll.watch.parameters.optimizer_tensors import Parameters
-from plimsoll.watch.session import WatchSession, contained
+from plimsoll.watch.session import WatchSession, contained, nothing_recorded
 from plimsoll.watch.steps.losses import Loss, Losses
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
-_MOST_OUTPUTS = 10_000  # that a step's references are kept of
+_MOST_OUTPUTS = 10_000  # of a step whose graph is learned
+_MOST_GRAPHS = 8  # that are known at a time: models that alternate, inputs that some batches lack
 _MOST_EVENTS = 5  # a training that overflows now and then is looked through so often
 _NAMED = 20
-_HELD_BYTES = 16 << 20  # of outputs that are kept alive up to the backward
+_HELD_BYTES = 16 << 20  # of inputs that are kept alive up to the backward
+# Operations that give NaN or Inf only if they are given some, or that only rearrange values.
+_PASSING = tuple(
+    f"{name}Backward"
+    for name in (
+        "Relu", "LeakyRelu", "Hardtanh", "Elu", "Sigmoid", "Tanh", "NativeDropout", "Clone", "View", "UnsafeView",
+        "Alias", "ReshapeAlias", "T", "Transpose", "Permute", "Expand", "Squeeze", "Unsqueeze", "Slice", "Select",
+        "Split",
+    )
+)  # fmt: skip
 _LARGEST_BUFFER = 1 << 20  # values; running statistics are far smaller
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -92,10 +103,9 @@ class Origin(torch_hooks.TrainingEvents):
 
     def __init__(self, core: WatchSession, parameters: Parameters, losses: Losses, model: nn.Module) -> None:
         self.core, self._parameters, self._losses = core, parameters, losses
-        self.outputs: list[tuple[str, str, weakref.ref[Tensor]]] = []
+        self._graphs = GraphNames()
         self._inputs: list[tuple[str, weakref.ref[Tensor]]] = []
-        self._held: list[Tensor] = []
-        self._room = 0  # bytes
+        self._held: list[Tensor] = []  # inputs that the backward may not keep
         self._broken = False  # the last loss was not finite
         self._found: tuple[Loss | None, _Place] | None = None  # of a loss that another model may step on
         self._events = 0
@@ -106,30 +116,25 @@ class Origin(torch_hooks.TrainingEvents):
         self._buffers.look()
         core.at_close.append(self._held.clear)
 
+    @property
+    def sees(self) -> Callable[[str, list[tuple[str, Tensor]]], None] | None:
+        """The function to be called with each module's outputs in sampled steps; None if graphs are of no use."""
+        return self._graphs.add if self.core.due.traced else None
+
     @contained
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The root module is called: what the forward before has left is of no use any more."""
-        self.outputs.clear()
+        """The root module is called: the forward before is of no use any more."""
+        self._graphs.forget()
         self._held.clear()
-        self._room = _HELD_BYTES
-        self._inputs = (
-            [(path, self._kept(x)) for path, x in tensors_among(args, kwargs)] if self.core.due.traced else []
-        )
-
-    @contained
-    def sees(self, name: str, output: Any) -> None:
-        """A module has returned, in a step that does not sample its output."""
-        if not self.core.muted and torch.is_grad_enabled() and len(self.outputs) < _MOST_OUTPUTS:
-            for path, x in [("", output)] if type(output) is Tensor else tensors_in(output):
-                self.outputs.append((name, path, self._kept(x)))
-
-    def _kept(self, x: Tensor) -> weakref.ref[Tensor]:
-        """A reference to a tensor, which is kept alive too while there is room."""
-        size = x.numel() * x.element_size()
-        if size <= self._room:
-            self._room -= size
-            self._held.append(x)
-        return weakref.ref(x)
+        self._inputs.clear()
+        if not self.core.due.traced:
+            return
+        room = _HELD_BYTES
+        for path, x in tensors_among(args, kwargs):
+            self._inputs.append((path, weakref.ref(x)))
+            room -= x.numel() * x.element_size()
+            if room >= 0:
+                self._held.append(x)
 
     @contained
     def backward_begins(self, tensors: Any) -> None:
@@ -138,17 +143,16 @@ class Origin(torch_hooks.TrainingEvents):
             self._held.clear()
             return
         broken = not math.isfinite(float(tensors.detach()))
+        if self._graphs.has_new:
+            self._graphs.learn(tensors)
         whose = self._parameters.reach([tensors]) if broken or self._broken else "ours"  # a walk of the graph
         if whose == "both":
-            self._found = (self._losses.running, place) if broken and (place := self._place()) else None
+            self._found = (self._losses.running, place) if broken and (place := self._place(tensors)) else None
         elif whose != "others":
-            if broken and not self._broken and (place := self._place()):
+            if broken and not self._broken and (place := self._place(tensors)):
                 self._say(*place)
             self._broken = broken
         self._held.clear()
-
-    def backward_ends(self) -> None:
-        """A backward has ended."""
 
     @contained
     def optimizer_begins(self, optimizer: Any) -> None:
@@ -166,7 +170,7 @@ class Origin(torch_hooks.TrainingEvents):
         named = [] if model is None else [(clean(name), p.grad) for name, p in model.named_parameters()]
         found = [name for name, _ in self._broken_among(((n, g) for n, g in named if g is not None), masked=False)]
         if found:
-            ran = {name: place for place, (name, *_) in enumerate(self.outputs)}
+            ran = self._graphs.order
             last = max(found, key=lambda name: ran.get(name.rpartition(".")[0], -1))
             first = [last, *(name for name in reversed(found) if name != last)] if ran else found[::-1]
             self._say("gradients", first, "the loss was finite")
@@ -193,51 +197,41 @@ class Origin(torch_hooks.TrainingEvents):
                 self._say(*place)
             self._broken = True
 
-    def graph_replays(self) -> None:
-        """A CUDA graph runs again."""
-
-    def scaler_update_begins(self, scaler: Any) -> None:
-        """A scaler is about to change its scale."""
-
-    def scaler_update_ends(self, scaler: Any) -> None:
-        """A scaler has changed its scale."""
-
-    def gradients_divided(self, stage: Any, microbatches: int) -> None:
-        """A pipeline is about to divide the weights' gradients."""
-
-    def trial(self, stage: Any, begins: bool) -> None:
-        """A pipeline's stage runs on made-up values."""
-
-    def process_ends(self, reason: str, message: str, seconds: float) -> None:
-        """The process is about to end."""
-
     # -- the search
 
-    def _place(self) -> "_Place | None":
+    def _place(self, loss: Tensor) -> "_Place | None":
         """Return the location of the first non-finite value: its kind, its names, and a remark."""
         model = self.core.model()
-        if model is None or not (self._inputs or self.outputs):
+        if model is None:
             return None
-        gone = 0  # outputs
         inputs = [(f"{self.core.name}:input{path}", x) for path, ref in self._inputs if (x := ref()) is not None]
-        outputs: list[tuple[str, Tensor]] = []
-        for name, path, ref in self.outputs:
-            x = ref()
-            gone += x is None
-            if x is not None:
-                outputs.append((f"{name}:output{path}", x))
         weights = ((clean(name), p) for name, p in model.named_parameters())
-        # Of outputs one is enough: all that follow have it from there.
-        for where, named in (("weights", weights), ("input", inputs), ("activations", outputs)):
-            found = self._broken_among(named, masked=where != "weights")
-            names = [name for name, _ in (itertools.islice(found, 1) if where == "activations" else found)]
-            if names:
-                return where, names, f"{gone} outputs were gone" if gone else ""
-        if not outputs:
-            return None
-        last = outputs[-1][0]
-        whole = last == f"{self.core.name}:output"
-        return "loss", [] if whole else [last], "all that is left is finite"
+        for where, named in (("weights", weights), ("input", inputs)):
+            found = [name for name, _ in self._broken_among(named, masked=where != "weights")]
+            if found:
+                return where, found, ""
+        with nothing_recorded():  # what a checkpoint has not kept is computed again
+            operations = operations_of(loss)
+            first = _first_broken(operations)
+        if first is None:
+            return "loss", [], "all that is left is finite"
+        names = self._graphs.of(operations) or self._by_parameters(model, operations)
+        # An operation belongs to the first module that returns after it, and of those at once to the inner one.
+        module = next((name for place, name in names if place >= first), None)
+        if module is not None:
+            return "activations", [module], ""
+        last = names[-1][1] if names else ""
+        return "loss", [last] if last and last != f"{self.core.name}:output" else [], "the outputs are finite"
+
+    def _by_parameters(self, model: nn.Module, operations: list[Any]) -> list[tuple[int, str]]:
+        """Return names in a graph that was not learned: what modules with parameters are given and return."""
+        modules = {id(p): clean(name).rpartition(".")[0] or self.core.name for name, p in model.named_parameters()}
+        names: list[tuple[int, str]] = []
+        for place, node in enumerate(operations):
+            module = next((name for p in _leaves(node) if (name := modules.get(id(p))) is not None), None)
+            if module is not None and not _passes(node):
+                names += [(place - 1, f"{module}:input"), (place, f"{module}:output")]
+        return names
 
     def _say(self, where: str, names: list[str], more: str) -> None:
         self._events += 1
@@ -261,3 +255,94 @@ class Origin(torch_hooks.TrainingEvents):
         if not self.core.due.traced or not self.core.open or self._events >= _MOST_EVENTS:
             return True
         return self.core.muted or self.core.is_elsewhere() or WatchSession.repeating or is_capturing()
+
+
+class GraphNames:
+    """Names of the modules' outputs in autograd graphs, by the place of the operation that made each.
+
+    Learned in sampled steps, whose modules have hooks. A graph is known again by its operations.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: list[tuple[str, int]] = []  # of the forward that runs: name, and position of the operation
+        self._learned: dict[tuple[int, int], None] = {}  # forwards: number of outputs and of operations
+        self._known: dict[int, list[tuple[int, str]]] = {}
+        self.order: dict[str, int] = {}  # modules by when they return
+
+    def add(self, module: str, outputs: list[tuple[str, Tensor]]) -> None:
+        """A module has returned."""
+        for path, x in outputs:
+            if x.grad_fn is not None and len(self._outputs) < _MOST_OUTPUTS:
+                self._outputs.append((f"{module}:output{path}", position(x.grad_fn)))
+
+    def forget(self) -> None:
+        """Another forward begins."""
+        self._outputs.clear()
+
+    @property
+    def has_new(self) -> bool:
+        """Whether the forward differs from those that were learned."""
+        return bool(self._outputs) and self._forward not in self._learned
+
+    @property
+    def _forward(self) -> tuple[int, int]:
+        return len(self._outputs), self._outputs[-1][1] - self._outputs[0][1]
+
+    def learn(self, loss: Tensor) -> None:
+        """Learn the names in the graph behind a loss."""
+        if len(self._learned) >= _MOST_GRAPHS:
+            self._learned.clear()
+            self._known.clear()
+        self._learned[self._forward] = None
+        operations = operations_of(loss)
+        places = {position(node): place for place, node in enumerate(operations)}
+        self._known[_signature(operations)] = [(places[at], name) for name, at in self._outputs if at in places]
+        self.order = {name.rpartition(":")[0]: place for place, (name, _) in enumerate(self._outputs)}
+
+    def of(self, operations: list[Any]) -> list[tuple[int, str]] | None:
+        """Return the names in a graph, each with the place of its operation, in the order in which modules return."""
+        return self._known.get(_signature(operations))
+
+
+def _signature(operations: list[Any]) -> int:
+    return hash(tuple(type(node).__name__ for node in operations))
+
+
+def _first_broken(operations: list[Any]) -> int | None:
+    """Return the place of the operation that has made the first value that is NaN or Inf; -Inf may be a mask."""
+    places = {node: place for place, node in enumerate(operations)}
+    for place, node in enumerate(operations):
+        for made, x in kept_values(node):
+            if x.is_floating_point() and x.device.type == "cpu" and x.layout == torch.strided:
+                values = x.detach()
+                if bool((torch.isnan(values) | (values == math.inf)).any()):
+                    return place if made and not _passes(node) else _maker(node, places, place)
+    return None
+
+
+def _maker(node: Any, places: dict[Any, int], place: int) -> int:
+    """Return the place of the operation whose result a node was given, past those that make no NaN or Inf."""
+    while True:
+        before = [places[made] for made, _ in node.next_functions if made in places]
+        if not before:
+            return place
+        place = max(before)
+        node = next(made for made, _ in node.next_functions if places.get(made) == place)
+        if not _passes(node):
+            return place
+
+
+def _leaves(node: Any) -> Iterator[Any]:
+    """Yield the leaves that an operation is given, as they are or transposed."""
+    for made, _ in node.next_functions:
+        leaf = getattr(made, "variable", None)
+        if leaf is not None:
+            yield leaf
+        elif made is not None and _passes(made):
+            yield from (
+                found for inner, _ in made.next_functions if (found := getattr(inner, "variable", None)) is not None
+            )
+
+
+def _passes(node: Any) -> bool:
+    return type(node).__name__.rstrip("0123456789") in _PASSING

@@ -7,6 +7,7 @@ Optimizers that are given a closure run forward and backward inside their step: 
 before, and the optimizers that are in the middle of theirs enter the new one.
 """
 
+import math
 import threading
 import weakref
 from typing import Any
@@ -57,6 +58,7 @@ class Steps(torch_hooks.TrainingEvents):
         self._microbatches = 1
         self._trained_forwards = 0  # of this step, with the model in training mode
         self.losses = Losses(core, parameters)
+        self._broken = False  # the loss of the last backward is not finite
         self._micro_losses: list[float | DeviceValue] = []  # of this step's backwards, for a pipeline
         self._turns = Turns(core)
         self._unled = not optimizers  # as long as no optimizer steps, and nobody says where a step ends
@@ -168,6 +170,13 @@ class Steps(torch_hooks.TrainingEvents):
         if value is not None and self.core.ranks.world > 1:
             self._micro_losses.append(value)
         self.losses.backward_begins(value, roots)
+        self._broken = isinstance(value, float) and not math.isfinite(value)
+
+    @contained
+    def norm_taken(self, norm: Any) -> None:
+        """The norm of some gradients was taken, to clip them."""
+        if isinstance(norm, Tensor) and norm.device.type == "cpu" and norm.numel() == 1 and not norm.is_meta:
+            self.parameters.suspect |= not math.isfinite(float(norm.detach()))
 
     @contained
     def graph_replays(self) -> None:
@@ -184,6 +193,7 @@ class Steps(torch_hooks.TrainingEvents):
         if backward_running() == -1 and self.losses.backward_ends():
             self.begin()
             self.parameters.backwards += 1
+            self.parameters.suspect |= self._broken
             if self._unled and self.core.ranks.world == 1:
                 self.parameters.read_early()
                 self._probe = Probe(p for _, p in self.parameters.members() if p.grad is not None)
@@ -299,6 +309,8 @@ class Steps(torch_hooks.TrainingEvents):
             self._scale = _scale_of(scaler)
         if id(optimizer) in self._stepped_by_scaler:
             self._stepped_by_scaler.discard(id(optimizer))
+            if isinstance(scaler, torch.amp.GradScaler):
+                self.parameters.judge(optimizer, finite=not isinstance(self._skipped, float) or not self._skipped)
             return
         self.losses.step_begins(optimizer)
         self._turns.enter(optimizer)
@@ -350,6 +362,12 @@ class Steps(torch_hooks.TrainingEvents):
     def _plan_forward(self) -> None:
         step = self.core.step + 1
         self.core.plan_forward(step, self._turns.number(step))
+        self._attach_taps()
+
+    def _attach_taps(self) -> None:
+        """Attach the taps if the forward that is planned is due, and remove them otherwise."""
+        if self.taps is not None:
+            self.taps.attach(self.core.due.forward)
 
     def settle(self) -> None:
         """The step has ended: what was measured goes to the log, and the next one is planned."""
@@ -359,6 +377,7 @@ class Steps(torch_hooks.TrainingEvents):
         core.step, self._ended = core.step + 1, False  # both: after an interrupt the step is settled again, or no more
         core.on_request = max(0, core.on_request - 1)
         core.plan(core.step, self._turns.number(core.step))
+        self._attach_taps()
         self.parameters.start_step()
         self.losses.start_step()
         self._stepped_by_scaler.clear()

@@ -11,7 +11,8 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - averages of weights that rounding keeps where they are (`averages`).
 
 Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a few
-parameters of each optimizer are followed, and nothing here waits for a device. Each fact is one event of kind "wiring".
+parameters of each optimizer are followed, in its first steps and then in some of every 64, since errors last.
+Nothing here waits for a device. Each fact is one event of kind "wiring".
 """
 
 import math
@@ -38,6 +39,7 @@ _PATIENCE = 200  # backwards, or steps of others, after which an optimizer that 
 _FEWEST = 3  # backwards or steps by which a watch that closes may be judged
 _REPEATS = 3  # steps on end in which gradients were carried over, or not unscaled
 _FOLLOWED = 3  # parameters of each optimizer
+_FIRST_STEPS, _PERIOD, _LOOK = 64, 64, 8  # in which they are followed: the first ones, then the first of each period
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 _FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
 # Less than this of a weight is lost at any weight.
@@ -120,11 +122,21 @@ class _Optimizer:
         places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
         self.followed = [_Followed(own[place]) for place in places[:_FOLLOWED]]
         self.steps = 0
+        self.follows = True  # in this step
         self.empty = self.carried = self.scaled = 0  # steps on end
         self.had_gradients = False
         self.from_scaled = False  # the backward of a scaled loss has reached the parameters since the last step
         self.was_scaled = False  # and they were stepped on as it left them
         self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
+
+    def step_ends(self) -> None:
+        """Prepare for the next step."""
+        if self.follows:
+            for followed in self.followed:
+                followed.step_ends()
+        before, self.follows = self.follows, self.steps < _FIRST_STEPS or self.steps % _PERIOD < _LOOK
+        if self.follows and not before:
+            self.followed = [_Followed(p) for followed in self.followed if (p := followed.param()) is not None]
 
 
 class Wiring(torch_hooks.TrainingEvents):
@@ -170,7 +182,7 @@ class Wiring(torch_hooks.TrainingEvents):
                 known.scaled += 1
                 if known.scaled == _REPEATS:
                     self._say_unscaled(known)
-            for followed in known.followed:
+            for followed in known.followed if known.follows else ():
                 followed.backward_begins(known.carried >= _REPEATS - 1 and "carried over" not in self._said)
         if self._since_step == _PATIENCE and not self._steps:
             self._say_no_step()
@@ -179,7 +191,9 @@ class Wiring(torch_hooks.TrainingEvents):
     def backward_ends(self) -> None:
         """A backward has ended."""
         if not self._idle():
-            for known in self._known.values():
+            for known in list(self._known.values()):
+                if not known.follows:
+                    continue
                 reached = [followed.backward_ends() for followed in known.followed]
                 known.from_scaled |= self._of_scaled and any(reached)
 
@@ -194,6 +208,11 @@ class Wiring(torch_hooks.TrainingEvents):
         if not self._judged or (self._ungraded and self.core.sample is not None):
             self._look_for_gradients()
         known.had_gradients = _has_gradients(optimizer)
+        if known.follows:
+            self._follow(optimizer, known)
+        self._look_at_groups(optimizer, known)
+
+    def _follow(self, optimizer: Any, known: _Optimizer) -> None:
         known.was_scaled = known.from_scaled and getattr(optimizer, "grad_scale", None) is None
         known.was_scaled &= all(followed.is_as_backward_left_it() for followed in known.followed)
         known.from_scaled = False
@@ -203,7 +222,6 @@ class Wiring(torch_hooks.TrainingEvents):
         known.carried = known.carried + 1 if known.followed and len(carried) == len(known.followed) else 0
         if known.carried == _REPEATS:
             self._say_carried(known, carried)
-        self._look_at_groups(optimizer, known)
 
     @contained
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -228,8 +246,7 @@ class Wiring(torch_hooks.TrainingEvents):
                 key=f"no gradients: {known.name}",
                 optimizer=known.name,
             )
-        for followed in known.followed:
-            followed.step_ends()
+        known.step_ends()
         if known.steps == _JUDGED_STEPS and not self._judged:
             self._judge(warn=True)
         if known.steps == _PATIENCE:
@@ -251,24 +268,6 @@ class Wiring(torch_hooks.TrainingEvents):
             known.was_scaled, known.scaled = False, 0
             known.steps += not known.steps  # a step that a scaler skips is one
             self._steps = max(self._steps, known.steps)
-
-    def graph_replays(self) -> None:
-        """A CUDA graph runs again."""
-
-    def scaler_update_begins(self, scaler: Any) -> None:
-        """A scaler is about to change its scale."""
-
-    def scaler_update_ends(self, scaler: Any) -> None:
-        """A scaler has changed its scale."""
-
-    def gradients_divided(self, stage: Any, microbatches: int) -> None:
-        """A pipeline is about to divide the weights' gradients."""
-
-    def trial(self, stage: Any, begins: bool) -> None:
-        """A pipeline's stage runs on made-up values."""
-
-    def process_ends(self, reason: str, message: str, seconds: float) -> None:
-        """The process is about to end."""
 
     # -- what is said
 

@@ -40,6 +40,7 @@ _ROUNDING = (
 )
 _known: "weakref.WeakValueDictionary[int, CompiledTaps]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_BUILT = torch.backends.cuda.is_built()
 
 
 def inlined_only(*hooks: Callable[..., Any]) -> None:
@@ -56,7 +57,7 @@ def inlined_only(*hooks: Callable[..., Any]) -> None:
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return _BUILT and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _Sites:
@@ -102,6 +103,11 @@ class CompiledTaps:
         self.captured = False  # there are taps in a CUDA graph
         self.keeps = core.settings.shadow_every is not None
         _known[self.number] = self
+
+    @property
+    def in_use(self) -> bool:
+        """Whether code was compiled, or a CUDA graph captured, with taps in it."""
+        return self.captured or any(sites.names for sites in self.sites.values())
 
     def seal(self) -> None:
         """Hands what was counted in this step to its sample."""

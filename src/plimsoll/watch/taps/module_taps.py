@@ -1,9 +1,10 @@
 """Taps on modules: activations when a module is called, activation gradients when the backward comes to them.
 
 A tap is two hooks on a module, one before its forward (inputs, which the module may change in place) and one after it.
-When nothing is due a hook asks one flag and returns. Eager code measures at once, in the hook: the values are in the
-cache then, and nothing has to be kept alive. A tensor that two taps see (one module's output, the next one's input) is
-recognised by identity and version, and measured once.
+Only steps that are due have them: torch calls a module without hooks by a shorter way. Compiled code keeps its taps and
+asks one flag, since hooks that come and go would have it compiled again. Eager code measures at once, in the hook: the
+values are in the cache then, and nothing has to be kept alive. A tensor that two taps see (one module's output, the
+next one's input) is recognised by identity and version, and measured once.
 
 Forwards that run inside a backward are recomputations of activation checkpointing: their activations were counted the
 first time. Their gradients are read all the same, since under re-entrant checkpointing only the second forward has any.
@@ -58,12 +59,13 @@ class Taps:
     ) -> None:
         self.core, self._begin, self._narrowed = core, begin, narrowed
         self.compiled = CompiledTaps(core, _devices(modules), len(modules))
-        self.trace: Callable[[str, Any], None] = _pass_by
+        self.attached = True
+        self.learn: Callable[[str, list[tuple[str, Tensor]]], None] | None = None  # is called with modules' outputs
         self.saw_eval_forward = False
         self.takes_eval_forward = False
         self._sights: dict[int, _Sight] = {}
         self._leaf_handles: list[Any] = []
-        self._handles: dict[str, tuple[weakref.ref[nn.Module], list[Any]]] = {}  # by module
+        self._handles: dict[str, tuple[weakref.ref[nn.Module], list[tuple[Any, _Tap]]]] = {}  # by module
         self.inside: list[str] = []  # modules whose forward runs, innermost last
         if modules:
             attention_scores.listen(self)
@@ -72,15 +74,42 @@ class Taps:
         """Taps these modules: those that it has tapped already, and new ones; no others."""
         for name, (ref, handles) in list(self._handles.items()):
             if ref() is None or ref() is not modules.get(name):
-                for handle in handles:
+                for handle, _ in handles:
                     handle.remove()
                 del self._handles[name]
         for name, module in modules.items():
             if name not in self._handles:
-                handles: list[Any] = []
+                handles: list[tuple[Any, _Tap]] = []
                 self._handles[name] = weakref.ref(module), handles  # first: an interrupt may come between the two
-                handles.append(module.register_forward_pre_hook(_Before(self, name), with_kwargs=True))
-                handles.append(module.register_forward_hook(_After(self, name), with_kwargs=True))
+                before, after = _Before(self, name), _After(self, name)
+                handles.append((module.register_forward_pre_hook(before, with_kwargs=True), before))
+                handles.append((module.register_forward_hook(after), after))
+        self._put(self.attached)
+
+    def attach(self, due: bool) -> None:
+        """Attach the taps, or remove them while nothing is due; those that code was compiled with stay."""
+        if due is not self.attached and (due or not self.compiled.in_use):
+            self.attached = due
+            self._put(due)
+
+    def _put(self, attached: bool) -> None:
+        # The handles stay valid: torch removes by number what is there. Registering again takes ten times as long.
+        for _, handles in self._handles.values():
+            for handle, tap in handles:
+                hooks = handle.hooks_dict_ref()
+                if hooks is None:  # the module is gone
+                    continue
+                if attached:
+                    hooks[handle.id] = tap
+                else:
+                    hooks.pop(handle.id, None)
+
+    def begin_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call the root's first tap, which was attached when its forward had begun."""
+        if self.core.name in self._handles:
+            for _, tap in self._handles[self.core.name][1]:
+                if isinstance(tap, _Before):
+                    tap(module, args, kwargs)
 
     def detach(self) -> None:
         """Removes every hook."""
@@ -90,7 +119,7 @@ class Taps:
 
     def come_last(self) -> None:
         """Move the taps behind later hooks, such as those that make a module's tensors DTensors and plain again."""
-        for handle in (handle for _, handles in self._handles.values() for handle in handles):
+        for handle in (handle for _, handles in self._handles.values() for handle, _ in handles):
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
                 hooks.move_to_end(handle.id)
@@ -111,20 +140,18 @@ class Taps:
             if core.shadow is not None:
                 core.shadow.meet(tap.name, tap.role, found)
             return
-        recomputing = _backward_running() != -1
         if core.muted:
             return
+        recomputing = _backward_running() != -1
         if recomputing:
             self._begin()  # of a checkpoint whose first forward was under no_grad nobody else has told
-        else:
+        elif not core.live:
             if not self._is_training_forward():
                 return
-            if not core.live:  # the root's own hook has not opened the step: a part of the model is called by itself
-                self._begin()
-        if not core.due.forward:
-            return
-        for path, x in found:
-            self._see_one(tap.prefix + path, x, recomputing)
+            self._begin()  # the root's own hook has not opened the step: a part of the model is called by itself
+        if core.due.forward:
+            for path, x in found:
+                self._see_one(tap.prefix + path, x, recomputing)
 
     @contained
     def attends(self, query: Tensor, key: Tensor, rest: dict[str, Any]) -> None:
@@ -143,12 +170,11 @@ class Taps:
     def narrow(self, name: str, module: nn.Module, dtype: torch.dtype) -> None:
         """Notes that autocast ran the module in 16 bits: its parameters' gradients come through that dtype."""
         for key, p in module.named_parameters(recurse=False):
-            if p.dtype == torch.float32:
-                self._narrowed[key if name == self.core.name else f"{name}.{key}"] = dtype
+            full = key if name == self.core.name else f"{name}.{key}"
+            if p.dtype == torch.float32 and self._narrowed.get(full) is not dtype:
+                self._narrowed[full] = dtype
 
     def _is_training_forward(self) -> bool:
-        if self.core.live:
-            return True
         if not torch.is_grad_enabled():
             return False
         model = self.core.model()
@@ -165,12 +191,14 @@ class Taps:
         version = 0 if x.is_inference() else x._version  # noqa: SLF001  (public in all but name)
         sight = self._sights.get(id(x))
         if sight is None or sight.ref() is not x or sight.version != version:
-            sight = _Sight(x, version)
-            self._sights[id(x)] = sight
+            sight = self._sights[id(x)] = _Sight(x, version)
         if core.due.activations and not recomputing:
             self._record(sight, name, x)
         if core.due.activation_gradients and x.requires_grad:
-            self._hook(sight, name, x)
+            if sight.gradients is None:
+                self._hook(sight, name, x)
+            else:
+                sight.gradients.append(name)
         if core.shadow is not None:
             core.shadow.see(name, x, recomputing)
 
@@ -178,18 +206,16 @@ class Taps:
         core = self.core
         if core.ranks.mesh is not None:
             x = dtensors.behind(x)
-        if sight.rows is None or sight.folds != sight.rows.folds:  # else its row was added to that of other names
+        rows = sight.rows
+        if rows is None or sight.folds != rows.folds:  # else its row was added to that of other names
             plain = core.readable(x, "activations", name)
             if plain is None or not core.has_room():
                 return
-            sight.rows, sight.row = core.measure(plain)
-            sight.folds = sight.rows.folds
-        sight.rows.enter(sight.row, core.series_of("activations", name, x))
+            rows, sight.row = core.measure(plain)
+            sight.rows, sight.folds = rows, rows.folds
+        rows.enter(sight.row, core.series_of("activations", name, x))
 
     def _hook(self, sight: _Sight, name: str, x: Tensor) -> None:
-        if sight.gradients is not None:
-            sight.gradients.append(name)
-            return
         sight.gradients = [name]
         sample = self.core.sample
         assert sample is not None
@@ -253,10 +279,8 @@ class _Before(_Tap):
 class _After(_Tap):
     role = "output"
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self.due.forward:
-            if self.due.traced and not torch.compiler.is_compiling():
-                self.taps.trace(self.name, output)
             return None
         if torch.compiler.is_compiling():
             return self.taps.compiled.outputs(self.name, output)
@@ -264,16 +288,14 @@ class _After(_Tap):
         if self.taps.inside and self.taps.inside[-1] == self.name:
             self.taps.inside.pop()
         self.taps.see(self, found)
+        if self.taps.learn is not None:
+            self.taps.learn(self.name, found)
         if found and (dtype := found[0][1].dtype) in SIXTEEN_BIT:
             self.taps.narrow(self.name, module, dtype)
         return None
 
 
 inlined_only(_Before.__call__, _After.__call__)
-
-
-def _pass_by(name: str, output: Any) -> None:
-    """Ignore an output: the default of a tap without a trace."""
 
 
 def _devices(modules: Mapping[str, nn.Module]) -> set[torch.device]:

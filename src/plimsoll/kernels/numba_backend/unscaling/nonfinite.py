@@ -37,7 +37,11 @@ _ENCODINGS = {dtype: _encoding(FORMATS[dtype]) for dtype in (*FLOATING, *EIGHT_B
 
 def count_nonfinite(tensors: Sequence[Tensor], counts: Tensor, index: int) -> None:
     """Adds the number of NaN and Inf values of all tensors to ``counts[index]``."""
-    place = word_address(counts, index)
+    ctypes.c_int64.from_address(word_address(counts, index)).value += count_values(tensors)
+
+
+def count_values(tensors: Sequence[Tensor]) -> int:
+    """Return the number of NaN and Inf values of all tensors."""
     words: list[int] = []
     total = 0
     for x in tensors:
@@ -48,11 +52,12 @@ def count_nonfinite(tensors: Sequence[Tensor], counts: Tensor, index: int) -> No
             words += (x.data_ptr(), x.numel(), encoding)
         else:
             total += _count_strided(x, encoding)
-    ctypes.c_int64.from_address(place).value += total + _count(words)
+    return total + _count(words)
 
 
 def _count(words: list[int]) -> int:
-    shares = threads.shares(sum(words[1::3]))
+    values = sum(words[1::3])
+    shares = threads.shares(values) if values > threads.SMALLEST_SHARE else 1
     if shares == 1:
         return _launch(words)
     shared, _ = threads.cut(words[1::3], shares)
