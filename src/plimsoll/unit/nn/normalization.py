@@ -1,8 +1,8 @@
-"""Normalizations, with factors for the gradients of their parameters."""
+"""Normalizations, with factors for the gradients of their parameters.
 
-from typing import Any
+The constructors are torch's, which end with `reset_parameters`.
+"""
 
-import torch
 from torch import Tensor, nn
 
 from plimsoll.unit import functional as U  # noqa: N812
@@ -12,16 +12,9 @@ from plimsoll.unit.optim.parameter_kinds import tag
 class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` whose parameters' gradients are at unit scale."""
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+    def reset_parameters(self) -> None:
+        """Set the weight to one and the bias to zero, as torch does, and give them their kinds."""
+        super().reset_parameters()
         tag(self, weight="norm", bias="bias")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
@@ -32,15 +25,9 @@ class LayerNorm(nn.LayerNorm):
 class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` whose weight's gradient is at unit scale."""
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+    def reset_parameters(self) -> None:
+        """Set the weight to one, as torch does, and give it its kind."""
+        super().reset_parameters()
         tag(self, weight="norm")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,16 +38,9 @@ class RMSNorm(nn.RMSNorm):
 class GroupNorm(nn.GroupNorm):
     """`torch.nn.GroupNorm` whose parameters' gradients are at unit scale."""
 
-    def __init__(
-        self,
-        num_groups: int,
-        num_channels: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_groups, num_channels, eps, affine, device, dtype)
+    def reset_parameters(self) -> None:
+        """Set the weight to one and the bias to zero, as torch does, and give them their kinds."""
+        super().reset_parameters()
         tag(self, weight="norm", bias="bias")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
@@ -74,17 +54,9 @@ class BatchNorm2d(nn.BatchNorm2d):
     In evaluation it divides by the running deviation, so its output is at unit scale if that follows the data.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+    def reset_parameters(self) -> None:
+        """Set the weight to one and the bias to zero, as torch does, and give them their kinds."""
+        super().reset_parameters()
         tag(self, weight="norm", bias="bias")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)

@@ -5,7 +5,7 @@ has no factors, so it is not used.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,36 +27,43 @@ class _Layer(nn.Module):
 
     taus: list[float]
     norm_first: bool
+    _attentions: ClassVar[tuple[str, ...]]
 
-    def _replace_parts(
+    def __init__(
         self,
-        attentions: tuple[str, ...],
-        width: int,
-        heads: int,
-        hidden: int,
-        dropout: float,
-        activation: object,
-        eps: float,
-        batch_first: bool,
-        bias: bool,
-        device: Any,
-        dtype: Any,
-        mult: float,
-        constraint: Constraint | None,
-        taus: tuple[float, ...] | None,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: object = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        taus: tuple[float, ...] | None = None,
+        mult: float = 1.0,
+        constraint: Constraint | None = "gmean",
     ) -> None:
+        # The class of torch that comes next among the bases takes these. On the meta device, since all of its parts are
+        # replaced.
+        cast("Any", super()).__init__(d_model, nhead, dim_feedforward, norm_first=norm_first, bias=bias, device="meta")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        branches = len(attentions) + 1
-        for name in attentions:
+        branches = len(self._attentions) + 1
+        for name in self._attentions:
             attention = MultiheadAttention(
-                width, heads, dropout, bias, batch_first=batch_first, mult=mult, constraint=constraint, **place
+                d_model, nhead, dropout, bias, batch_first=batch_first, mult=mult, constraint=constraint, **place
             )
             setattr(self, name, attention)
-        self.linear1, self.linear2 = chained(width, hidden, width, bias, constraint, device, dtype)
+        self.linear1, self.linear2 = chained(d_model, dim_feedforward, d_model, bias, constraint, device, dtype)
         for name in ("dropout", *(f"dropout{i + 1}" for i in range(branches))):
             setattr(self, name, Dropout(dropout))
         for i in range(branches):
-            setattr(self, f"norm{i + 1}", LayerNorm(width, eps, bias=bias, **place))
+            setattr(self, f"norm{i + 1}", LayerNorm(d_model, layer_norm_eps, bias=bias, **place))
+        if len(self._attentions) == 1:
+            self.activation_relu_or_gelu = 0  # an encoder of torch asks whether its fused path is possible
         delattr(self, "activation")
         self.activation = activation_from(type(self).__name__, activation, constraint)
         self.taus = [residual_tau(i, 1) for i in range(branches)] if taus is None else list(taus)
@@ -105,45 +112,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         ArgumentError: An option is not allowed.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: object = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        taus: tuple[float, float] | None = None,
-        mult: float = 1.0,
-        constraint: Constraint | None = "gmean",
-    ) -> None:
-        # On the meta device, since all of its parts are replaced.
-        nn.TransformerEncoderLayer.__init__(
-            self, d_model, nhead, dim_feedforward, norm_first=norm_first, bias=bias, device="meta"
-        )
-        self.activation_relu_or_gelu = 0
-        self._replace_parts(
-            ("self_attn",),
-            d_model,
-            nhead,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            batch_first,
-            bias,
-            device,
-            dtype,
-            mult,
-            constraint,
-            taus,
-        )
+    _attentions = ("self_attn",)
 
     def forward(
         self,
@@ -164,43 +133,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     memory, and of the feed-forward part.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: object = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        taus: tuple[float, float, float] | None = None,
-        mult: float = 1.0,
-        constraint: Constraint | None = "gmean",
-    ) -> None:
-        nn.TransformerDecoderLayer.__init__(
-            self, d_model, nhead, dim_feedforward, norm_first=norm_first, bias=bias, device="meta"
-        )
-        self._replace_parts(
-            ("self_attn", "multihead_attn"),
-            d_model,
-            nhead,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            batch_first,
-            bias,
-            device,
-            dtype,
-            mult,
-            constraint,
-            taus,
-        )
+    _attentions = ("self_attn", "multihead_attn")
 
     def forward(
         self,
