@@ -179,6 +179,23 @@ def test_an_optimizer_that_steps_inside_the_backward(tmp_path: Path) -> None:
     assert "weights changed before the backward had ended" in messages(only_run(tmp_path / "run"))[0]
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_gradient_that_is_differentiated_itself(again: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loss(m: nn.Module) -> Tensor:
+        x = torch.randn(16, 3).requires_grad_()
+        y = m(x)
+        if not again:
+            return spread(y)
+        return torch.autograd.grad(y.sum(), x, create_graph=True)[0].square().mean()  # its own backward is another way
+
+    run = shadowed(model, tmp_path / f"{again}", loss)
+    assert bool(list(run.errors())) != again
+    assert [("create_graph" in message) for message in messages(run)] == [True] * again
+
+
 def test_parts_that_are_called_by_themselves_and_outputs_that_nothing_uses(tmp_path: Path) -> None:
     model = halves()
     run = shadowed(model, tmp_path / "a", lambda m: spread(m[0](batches(1, 8, 8)[0])))

@@ -43,6 +43,7 @@ from plimsoll.watch.shadow.rng_state import RandomState
 _opened: Counter[str] = Counter()
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (see _taps)
 _UNSEEN = "no forward of the model was seen (it runs inside compiled code, or its parts are called by themselves)"
+_TWICE = "a gradient is differentiated itself (create_graph), which the repetition does not do"
 OTHER_DRAWS = (
     "compiled code draws other random numbers (for dropout) than eager code: set "
     "torch._inductor.config.fallback_random = True before it is compiled"
@@ -162,6 +163,8 @@ class Shadow:
     @contained
     def _arrives(self, call: CapturedCall, index: int, g: Tensor) -> None:
         if call in self._calls:
+            if torch.is_grad_enabled():  # autograd leaves it on for create_graph alone
+                self._reason = self._reason or _TWICE
             call.gradients[index] = g.detach()
 
     @contained
