@@ -122,7 +122,6 @@ class Parameters:
     def leave(self, optimizer: Any, *, stepped: bool = True) -> None:
         """The optimizer has stepped, or a scaler has kept it from stepping."""
         key, due = id(optimizer), self.core.due
-        self.suspect |= not stepped
         if key not in self._graded:
             self.read_gradients(optimizer)
         if key in self._left:

@@ -314,6 +314,7 @@ class Steps(torch_hooks.TrainingEvents):
             return
         self.losses.step_begins(optimizer)
         self._turns.enter(optimizer)
+        self.parameters.suspect = True
         self.parameters.enter(optimizer)
         self.losses.step_ends(optimizer)
         self.parameters.leave(optimizer, stepped=False)
