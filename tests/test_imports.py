@@ -85,6 +85,18 @@ def test_commands_that_read_import_no_torch(
     assert "pyarrow" in loaded or "--rules" in command
 
 
+def test_a_table_without_rows_needs_no_pandas() -> None:
+    code = (
+        "from plimsoll.runs.columns.arrow import pa\n"
+        "from plimsoll.runs.columns.row_order import ordered\n"
+        "from plimsoll.runs.columns.schema import SCHEMAS\n"
+        "for kind, schema in SCHEMAS.items():\n"
+        "    columns = [pa.chunked_array([], field.type) for field in schema]\n"
+        "    assert len(ordered(pa.table(columns, schema=schema), kind)) == 0"
+    )
+    assert not loaded_by(code) & {"torch", "pandas"}
+
+
 def test_what_if_and_the_page_need_no_torch(tmp_path: Path) -> None:
     SOUND.write(tmp_path / "run")
     code = (

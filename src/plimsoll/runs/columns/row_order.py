@@ -39,13 +39,15 @@ def codes(column: Array) -> NDArray[Any]:
     """Return numbers that sort and compare as the values of a column do."""
     if not pa.types.is_string(column.type):
         return values_of(column)
+    if not len(column):  # combine_chunks of no chunk imports pandas
+        return np.empty(0, dtype=np.int64)
     encoded = column.combine_chunks().dictionary_encode()
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.combine_chunks()
     distinct = encoded.dictionary.to_pylist()
     rank = np.empty(len(distinct), dtype=np.int64)
     rank[sorted(range(len(distinct)), key=distinct.__getitem__)] = np.arange(len(distinct))
-    return rank[values_of(encoded.indices)] if distinct else np.empty(0, dtype=np.int64)
+    return rank[values_of(encoded.indices)]
 
 
 def changes(columns: Sequence[NDArray[Any]]) -> NDArray[np.bool_]:
