@@ -332,7 +332,7 @@ def draw(tables: Sequence[tuple[str, list[dict[str, object]]]]) -> None:
         parts.append(label(12, y, title, weight=600))
         for entry in rows:
             y += line
-            parts.append(label(12, y, str(entry["comparison"])))
+            parts.append(label(12, y, str(entry["comparison"]).partition(" (")[0]))
             for column, colour, shift in (("false equivalent", blue, -8), ("false worse", orange, 0)):
                 rate, upper = (float(word.rstrip("%)")) / 100 for word in str(entry[column]).split(" (at most "))
                 at = y + shift
