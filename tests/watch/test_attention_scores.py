@@ -84,6 +84,30 @@ def test_largest_score_of_each_head(tmp_path: Path, settings: dict[str, Any]) ->
     assert spectrum.mean == pytest.approx(float(largest.mean()), rel=1e-5, abs=1e-6)
 
 
+@each("setting", ["autocast in FP16", "emulation of all operations"])
+def test_scores_beyond_half_precision_are_finite(tmp_path: Path, setting: str) -> None:
+    """The kernel scales before it rounds; a product in FP16 would overflow, and be a NaN that the training has not."""
+    torch.manual_seed(1)
+    attention = Attention(scale=1e-4)
+    model = Model(attention)
+    with torch.no_grad():
+        attention.queries.weight.mul_(1e3), attention.keys.weight.mul_(1e3)
+
+    def call(x: Tensor) -> Tensor:
+        if setting == "autocast in FP16":
+            with torch.autocast("cpu", torch.float16):
+                return model(x)
+        with pl.emulate(forward="fp16", operations="all"):
+            return model(x)
+
+    run = run_of(model, tmp_path / setting, 1, call)
+    q, k = attention.seen[0]
+    spectrum = run.spectrum("activations", NAME, 0)
+    largest = (q @ k.mT).amax((-2, -1)) * 1e-4
+    assert float(largest.max()) * 1e4 > 65504 and spectrum.nonfinite == 0
+    assert spectrum.max == pytest.approx(float(largest.max()), rel=1e-3)
+
+
 def test_rows_of_long_sequences_are_sampled(tmp_path: Path) -> None:
     attention = Attention()
     model = Model(attention)

@@ -13,7 +13,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, BlockFormat, Format, Role, get
 from plimsoll.rounding import cast, fake_quantize
 from plimsoll.rounding.arguments import plan
-from plimsoll.watch.shadow.replay import active_casts
+from plimsoll.watch.thread_casts import active_casts
 
 _PASSED_ON = ("rounding", "saturate", "scale", "scale_rule", "generator")
 AnyFormat = Format | BlockFormat
@@ -31,7 +31,7 @@ class Recipe:
     chunk: int
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     scales: Mapping[str, float] = field(default_factory=dict[str, float])  # by role; empty: one for all
-    idle: frozenset[str] = frozenset()  # casts that are left out, as `watch.shadow.replay.ActiveCasts` names them
+    idle: frozenset[str] = frozenset()  # casts that are left out, as `watch.thread_casts.ActiveCasts` names them
 
     def acting(self) -> "Recipe":
         """Return the recipe with the casts that act on this thread now; its backward has the same."""

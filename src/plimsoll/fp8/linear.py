@@ -24,7 +24,7 @@ from plimsoll.unit.functional.ideal_factors import resolve_factors
 from plimsoll.unit.functional.products import linear
 from plimsoll.unit.optim.parameter_kinds import tag
 from plimsoll.unit.scaled_multiply import multiplied
-from plimsoll.watch.shadow.replay import active_casts
+from plimsoll.watch.thread_casts import active_casts
 
 _TRANSIENT = {"fp8_counting": None, "fp8_cached": None, "fp8_caching": False}  # in no copy and no pickle
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plimsoll.watch.shadow.replay import active_casts
+from plimsoll.watch.thread_casts import active_casts
 
 LEAST, MOST = 2.0**-12, 2.0**-4
 

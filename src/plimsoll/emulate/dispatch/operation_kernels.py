@@ -19,7 +19,7 @@ from plimsoll.emulate.dispatch.dispatch_key import Key, all_overloads, takes_ten
 from plimsoll.emulate.dispatch.thread_frame import Frame, Rule, categories_of, local
 from plimsoll.emulate.operation_counts import computes
 from plimsoll.errors import ArgumentError
-from plimsoll.watch.shadow.replay import active_casts
+from plimsoll.watch.thread_casts import active_casts
 
 
 def key_of(frame: Frame) -> Key:

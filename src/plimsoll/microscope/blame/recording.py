@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plimsoll.microscope.blame.interception import Call, in_backward, intercepted, is_float
-from plimsoll.watch.shadow.replay import active_casts
 from plimsoll.watch.shadow.rng_state import RandomState
+from plimsoll.watch.thread_casts import active_casts
 
 LOSS = "loss"  # name of the unit that is the closure itself, around the model
 Key = tuple[str, int]  # a module's name, and how many times it had been called

@@ -13,8 +13,9 @@ from plimsoll.microscope.blame.local_errors import LocalErrors, Player, units
 from plimsoll.microscope.blame.recording import CallRecord, Recorder, called_modules
 from plimsoll.microscope.untouched import untouched
 from plimsoll.watch.names import ROOT
-from plimsoll.watch.shadow.replay import active_casts, buffers_of, eagerly, in_reference
+from plimsoll.watch.shadow.replay import buffers_of, eagerly, in_reference
 from plimsoll.watch.shadow.rng_state import RandomState
+from plimsoll.watch.thread_casts import active_casts
 
 PASSES = 4.0  # of one step: a forward to see what is called, the step, its units again, and the reference
 ARITHMETIC = ""  # of a module: what is left of its errors without those of its casts

@@ -25,34 +25,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from plimsoll.watch.shadow.rng_state import ALIKE, Dropouts, is_dropout
+from plimsoll.watch.thread_casts import without_rounding
 
 _MISSING = object()
 _DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like}
 _NARROWING = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
-
-
-class ActiveCasts(threading.local):
-    """State of a thread: which casts act in what runs now.
-
-    Attributes:
-        reference: The dtype of the reference that runs, None where none does. In a reference nothing is rounded.
-        kept: The casts that act: "weights", "activations" and "gradients" (operands of products), "sums" (a product's
-            accumulator) and "results" (of operations). None: all.
-        heard: Takes each cast that would act, and its format. None: nobody asks.
-    """
-
-    reference: torch.dtype | None = None
-    kept: frozenset[str] | None = None
-    heard: set[tuple[str, str]] | None = None
-
-    def acts(self, cast: str, fmt: str) -> bool:
-        """Whether a cast to a format acts now."""
-        if self.heard is not None:
-            self.heard.add((cast, fmt))
-        return self.kept is None or cast in self.kept
-
-
-active_casts = ActiveCasts()
 
 
 def is_narrow(dtype: torch.dtype, wide: torch.dtype = torch.float32) -> bool:
@@ -193,14 +170,14 @@ def _kinds(devices: Iterable[torch.device]) -> list[str]:
 
 @contextlib.contextmanager
 def _as_reference(wide: torch.dtype) -> Generator[None]:
-    before, default, active_casts.reference = active_casts.reference, torch.get_default_dtype(), wide
-    try:
-        if wide == torch.float64:  # what a model makes without a dtype meets wide tensors in products
-            torch.set_default_dtype(wide)
-        yield
-    finally:
-        torch.set_default_dtype(default)
-        active_casts.reference = before
+    default = torch.get_default_dtype()
+    with without_rounding(wide):
+        try:
+            if wide == torch.float64:  # what a model makes without a dtype meets wide tensors in products
+                torch.set_default_dtype(wide)
+            yield
+        finally:
+            torch.set_default_dtype(default)
 
 
 @contextlib.contextmanager

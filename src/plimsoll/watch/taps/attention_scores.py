@@ -6,17 +6,22 @@ the largest score of each head and sample, as activations of the module that cal
 itself stays the kernel that it is. Compiled code is not heard.
 """
 
+import contextlib
 import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Generator
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils import _python_dispatch as dispatch
 
+from plimsoll.watch.thread_casts import without_rounding
+
+_C = cast("Any", torch)._C  # noqa: SLF001  (it has DisableTorchFunction, which torch offers nowhere else)
 SIDE = "scores"  # of a module, as "input" and "output" are
 _ROWS = 32  # queries of each head and sample that are looked at, evenly spread
 
@@ -72,20 +77,41 @@ def largest_scores(query: Tensor, key: Tensor, rest: dict[str, Any]) -> Tensor |
         key: (..., S, E); fewer heads than the query's with `enable_gqa`.
         rest: The call's other arguments by name: attn_mask, is_causal, scale, enable_gqa.
     """
-    rows, columns = query.shape[-2], key.shape[-2]
-    if not rows or not columns or not query.numel():
+    rows = query.shape[-2]
+    if not rows or not key.shape[-2] or not query.numel():
         return None
     chosen = torch.linspace(0, rows - 1, min(_ROWS, rows), device=query.device).round().long()
     q, k = query.detach()[..., chosen, :].float(), key.detach().float()
     if rest.get("enable_gqa") and q.shape[-3] != k.shape[-3]:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
     scale = rest.get("scale")
-    scores = (q @ k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    with _as_written(q.device.type):
+        scores = (q @ k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        largest = _masked(scores, chosen, rest, rows).amax((-2, -1)).reshape(-1)
+        return largest[largest > -math.inf]
+
+
+@contextlib.contextmanager
+def _as_written(kind: str) -> Generator[None]:
+    """Compute in the dtypes of the operands, hidden from every mode.
+
+    Under autocast, or an emulation of it, the product would be rounded to 16 bits. In FP16 it overflows where the
+    attention does not: the kernel adds up in FP32, and scales before it rounds.
+    """
+    with contextlib.ExitStack() as stack:
+        if torch.amp.is_autocast_available(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(without_rounding())
+        stack.enter_context(_C.DisableTorchFunction())
+        stack.enter_context(cast("Any", dispatch)._disable_current_modes())  # noqa: SLF001
+        yield
+
+
+def _masked(scores: Tensor, chosen: Tensor, rest: dict[str, Any], rows: int) -> Tensor:
     mask = rest.get("attn_mask")
     if rest.get("is_causal"):
-        scores = scores.masked_fill(torch.arange(columns, device=q.device) > chosen[:, None], -math.inf)
-    elif isinstance(mask, Tensor):
-        mask = mask.detach()[..., chosen, :] if mask.shape[-2] == rows else mask.detach()
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.float()
-    largest = scores.amax((-2, -1)).reshape(-1)
-    return largest[largest > -math.inf]
+        return scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) > chosen[:, None], -math.inf)
+    if not isinstance(mask, Tensor):
+        return scores
+    mask = mask.detach()[..., chosen, :] if mask.shape[-2] == rows else mask.detach()
+    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.float()

@@ -1,0 +1,41 @@
+"""State of a thread: which emulated casts and FP8 layers act in what runs now."""
+
+import contextlib
+import threading
+from collections.abc import Generator
+
+import torch
+
+
+class ActiveCasts(threading.local):
+    """State of a thread: which casts act in what runs now.
+
+    Attributes:
+        reference: The dtype of the reference that runs, None where none does. In a reference nothing is rounded.
+        kept: The casts that act: "weights", "activations" and "gradients" (operands of products), "sums" (a product's
+            accumulator) and "results" (of operations). None: all.
+        heard: Takes each cast that would act, and its format. None: nobody asks.
+    """
+
+    reference: torch.dtype | None = None
+    kept: frozenset[str] | None = None
+    heard: set[tuple[str, str]] | None = None
+
+    def acts(self, cast: str, fmt: str) -> bool:
+        """Whether a cast to a format acts now."""
+        if self.heard is not None:
+            self.heard.add((cast, fmt))
+        return self.kept is None or cast in self.kept
+
+
+active_casts = ActiveCasts()
+
+
+@contextlib.contextmanager
+def without_rounding(dtype: torch.dtype = torch.float32) -> Generator[None]:
+    """Inside, nothing is rounded to a narrower format by an emulation or an FP8 layer."""
+    before, active_casts.reference = active_casts.reference, dtype
+    try:
+        yield
+    finally:
+        active_casts.reference = before
