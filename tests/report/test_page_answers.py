@@ -143,4 +143,4 @@ def test_two_runs_are_compared(page: Any, site: Served, runs_folder: Path) -> No
     page.get_by_role("link", name="Swap the two").click()
     expect(page.get_by_role("region", name="Run A")).to_contain_text("Healthy through step 99")
     page.go_back()
-    expect(page.get_by_role("region", name="Run A")).to_contain_text("Problem: FP16")
+    expect(page.get_by_role("region", name="Run A")).to_contain_text("have underflowed in FP16")

@@ -1,9 +1,13 @@
-"""Waits of the tests, and the one limit of all of them: only a hang reaches it, on a busy machine too."""
+"""Waits of the tests, and the one limit of all of them: only a hang reaches it, on a busy machine too.
 
+While a page is changed, `PLIMSOLL_HANG_SECONDS=20` lets a test that waits for the wrong words fail sooner.
+"""
+
+import os
 import time
 from collections.abc import Callable
 
-HANG_SECONDS = 300.0
+HANG_SECONDS = float(os.environ.get("PLIMSOLL_HANG_SECONDS", "300"))
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -252,7 +252,6 @@ def accumulated(run: Training) -> None:
     r"|gradients? [^.]*(are|is|all) (exactly )?(0|zero)|moves? nothing|not move",
     misleading="raise the loss scale|scale-low|dead-layer",
     precision="fp16",
-    held_back=True,
 )
 def norm_overflows(run: Training) -> None:
     """Gradients are clipped by a norm that is computed in FP16: it is infinite, and all of them are multiplied by 0."""
