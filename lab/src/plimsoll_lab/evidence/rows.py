@@ -128,6 +128,9 @@ _ROWS = (
         id="X8", says="The best precision may change over a run: a schedule of precisions.",
         tests=("precision/test_schedule.py",),
     ),
+    Row(
+        id="E1", says="BF16 flash attention: where scores tie, P V rounds one way; that adds up in the weights.",
+    ),
 )  # fmt: skip
 
 ROWS = {row.id: row for row in _ROWS}
