@@ -131,6 +131,7 @@ _ROWS = (
     Row(
         id="E1", says="BF16 flash attention: where scores tie, P V rounds one way; that adds up in the weights.",
     ),
+    Row(id="E2", says="MX: the weights of a norm that lie close end in one bin, and bias the gradients of all layers."),
 )  # fmt: skip
 
 ROWS = {row.id: row for row in _ROWS}

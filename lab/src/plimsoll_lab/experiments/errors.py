@@ -1,4 +1,4 @@
-"""Experiment `errors` (E1): what rounding does to training by its bias and its noise, as mechanisms.
+"""Experiment `errors` (E1, E2): what rounding does to training by its bias and its noise, as mechanisms.
 
 Each mechanism is planted: a small model is put under the conditions that its paper names, and beside it a control that
 lacks one of them. `plimsoll.microscope` and recorded shadow steps measure the errors, and rules judge the runs.
@@ -14,6 +14,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 
 from plimsoll.diagnosis import diagnose
+from plimsoll.emulate import emulate
 from plimsoll.errors import ArgumentError
 from plimsoll.microscope import microscope
 from plimsoll.runs import Run
@@ -22,7 +23,7 @@ from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import claims
 from plimsoll_lab.result import Measured, Training
 from plimsoll_lab.statistics import columns
-from plimsoll_lab.study import Experiment
+from plimsoll_lab.study import Experiment, Kind
 
 STEPS, FULL_STEPS, FEWEST_STEPS = 100, 400, 20
 DRAWS = 16
@@ -37,7 +38,7 @@ _RATE = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class Head(Kind):
     """A way to compute an attention head.
 
     Attributes:
@@ -47,8 +48,6 @@ class Head:
         sign: Sign of the outputs' gradient. The outputs are negative.
     """
 
-    name: str
-    title: str
     ties: bool = True
     shifts: bool = False
     rounds: bool = True
@@ -175,6 +174,112 @@ ATTENTION_CLAIMS = """
 """
 
 
+# -- E2: norms --------------------------------------------------------------------------------------------------------
+
+_FEATURES, _ROWS = 64, 64
+_NORM_RATE = 0.05
+_LAST = 0.875  # the largest number of an E4M3 block whose largest value is between 0.5 and 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norms(Kind):
+    """A training in MXFP8, or in BF16.
+
+    Attributes:
+        center: Mean of the norms' weights. Their standard deviation is 0.02.
+        cast: The operations that `emulate` casts. "mul" casts the norms' weights.
+    """
+
+    center: float = 0.93
+    format: str = "mxfp8_e4m3"
+    cast: tuple[str, ...] = ("linear", "mul")
+
+
+NORMS = (
+    Norms(name="clustered", title="MXFP8, norm weights near 0.93"),
+    Norms(name="apart", title="MXFP8, norm weights near 1.06", center=1.06),
+    Norms(name="kept", title="MXFP8, norm weights near 0.93, not cast", cast=("linear",)),
+    Norms(name="bf16", title="BF16, norm weights near 0.93", format="bf16"),
+)
+
+
+class Block(nn.Module):
+    """A residual block with a norm. A multiplication by one stands where the norm's weights are cast."""
+
+    def __init__(self, center: float) -> None:
+        super().__init__()
+        self.norm = _Norm(_FEATURES, bias=False)
+        self.up, self.down = nn.Linear(_FEATURES, 2 * _FEATURES), nn.Linear(2 * _FEATURES, _FEATURES)
+        nn.init.normal_(self.norm.weight, center, 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of the input and the branch."""
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class _Norm(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        return functional.layer_norm(input, self.normalized_shape, self.weight * 1.0)
+
+
+def norms(kind: Norms, bench: Bench, steps: int) -> tuple[Training, Numbers]:
+    """Look at a student of residual blocks through the microscope, then train it on a teacher's outputs."""
+    torch.manual_seed(bench.seed)
+    teacher, student = (nn.Sequential(*(Block(center) for _ in range(4))) for center in (1.0, kind.center))
+
+    def loss(number: int) -> Tensor:
+        x = torch.randn(_ROWS, _FEATURES, generator=torch.Generator().manual_seed(1000 * bench.seed + number))
+        with torch.no_grad():
+            y = teacher(x)
+        with emulate(forward=kind.format, operations=kind.cast):
+            return functional.mse_loss(student(x), y)
+
+    first = student.get_parameter("0.norm.weight").detach()
+    report = microscope(student, [lambda number=number: loss(number) for number in range(4)], draws=4)
+    numbers = {
+        "mean": float(first.mean()),
+        "output": report.row("0.norm:output", "activations").along_reference,
+        "gradient": report.row("3.up.weight", "gradients").along_reference,
+    }
+    losses: list[float] = []
+
+    def watched_loss(step: int) -> Tensor:
+        found = loss(100 + step)
+        losses.append(found.item())
+        return found
+
+    optimizer = optim.SGD(student.parameters(), lr=_NORM_RATE)
+    _trained(student, optimizer, bench, kind.name, steps, watched_loss, lambda _: losses[-1])
+    outcome = f"gradients {numbers['gradient']:+.1%} along themselves"
+    training = _training(
+        kind, bench, numbers, losses, outcome=outcome, good=abs(numbers["gradient"]) < 0.01, series_of="loss"
+    )
+    for rule in ("clustered-block", "biased-rounding"):
+        numbers[rule.partition("-")[0]] = float(any(found.rule == rule for found in training.findings))
+    return training, numbers
+
+
+NORM_CLAIMS = """
+    [E2]
+    clustered-output | clustered.output - (last / clustered.mean - 1) | at least -0.005 and at most 0.005 of the output
+        | weights near 0.93, in MXFP8: each becomes 0.875, and the norm's output is smaller by that
+    clustered-gradient | clustered.gradient | at most -0.05 along the gradient
+        | and the last block's gradient is too small by more than 5 %
+    apart-output | abs(apart.output) | at most 0.025 of the output
+        | weights near 1.06: they are rounded both ways
+    kept-output | abs(kept.output) | at most 0.001 of the output | weights near 0.93, not cast: no bias
+    apart-gradient | abs(apart.gradient) / abs(clustered.gradient) | at most 0.5 of that bias
+        | weights near 1.06: the gradient is biased less
+    kept-gradient | abs(kept.gradient) / abs(clustered.gradient) | at most 0.5 of that bias
+        | weights near 0.93, not cast: the gradient is biased less
+    bf16-gradient | abs(bf16.gradient) | at most 0.001 along the gradient | weights near 0.93, in BF16: no bias
+    clustered-reported | clustered.clustered + clustered.biased | at least 2 rules
+        | weights near 0.93, in MXFP8: clustered-block and biased-rounding report them
+    others-unreported | apart.clustered + apart.biased + kept.biased + bf16.biased | at most 0 rules
+        | clustered-block does not report weights near 1.06, nor biased-rounding any other training
+"""
+
+
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
@@ -186,7 +291,11 @@ def measure(bench: Bench) -> Measured:
     for head in HEADS:
         training, numbers[head.name] = attention(head, bench, steps)
         trainings.append(training)
-    return Measured(trainings=tuple(trainings), claims=claims(ATTENTION_CLAIMS, **numbers))
+    for kind in NORMS:
+        training, numbers[kind.name] = norms(kind, bench, steps)
+        trainings.append(training)
+    found = [claim for table in (ATTENTION_CLAIMS, NORM_CLAIMS) for claim in claims(table, last=_LAST, **numbers)]
+    return Measured(trainings=tuple(trainings), claims=tuple(found))
 
 
 def _trained(
@@ -211,7 +320,7 @@ def _trained(
     return series
 
 
-def _training(kind: Head, bench: Bench, numbers: Numbers, series: list[float], **more: Any) -> Training:
+def _training(kind: Kind, bench: Bench, numbers: Numbers, series: list[float], **more: Any) -> Training:
     path = bench.runs / kind.name
     found = tuple(diagnose(Run(path)))
     drawn = columns(np.arange(len(series)), np.array(series))
@@ -233,8 +342,8 @@ def _settings(bench: Bench) -> Mapping[str, object]:
 
 ERRORS = Experiment(
     name="errors",
-    claim="Rounding that errs one way adds up in the weights: attention in BF16.",
-    source="E1",
+    claim="Rounding that errs one way adds up in the weights of BF16 attention, and biases gradients of MX norms.",
+    source="E1, E2",
     settings=_settings,
     measure=measure,
 )
