@@ -8,7 +8,17 @@ from plimsoll.errors import ArgumentError
 from plimsoll_lab import Bench
 from plimsoll_lab.bench import Silent
 from plimsoll_lab.experiments import errors
-from plimsoll_lab.experiments.errors import ERRORS, HEADS, NORMS, Numbers, attention, norms
+from plimsoll_lab.experiments.errors import (
+    DESCENTS,
+    ERRORS,
+    HEADS,
+    NORMS,
+    Numbers,
+    attention,
+    efficiencies,
+    norms,
+    stall,
+)
 
 
 def bench(folder: Path, steps: int | None = None, *, full: bool = False) -> Bench:
@@ -40,6 +50,15 @@ def test_norm_weights_in_one_bin_bias_the_gradients_and_their_controls_do_not(tm
     assert failed(errors.NORM_CLAIMS, {**found, "apart": found["clustered"]}) == {
         "apart-output", "apart-gradient", "others-unreported",
     }  # fmt: skip
+
+
+def test_the_loss_stands_still_where_noise_exceeds_the_gradient_and_its_controls_go_on(tmp_path: Path) -> None:
+    found = {kind.name: stall(kind, bench(tmp_path))[1] for kind in DESCENTS}
+    found["steps"] = efficiencies(5)
+    assert not failed(errors.STALL_CLAIMS, found)
+    assert failed(errors.STALL_CLAIMS, {**found, "fp4": found["fp32"]}) == {"crossed", "after", "warned"}
+    assert failed(errors.STALL_CLAIMS, {**found, "fp32": found["fp4"]}) == {"fp32", "unwarned"}
+    assert failed(errors.STALL_CLAIMS, {**found, "switched": found["fp4"]}) == {"bf16"}
 
 
 def test_steps_and_full_set_how_long_it_trains(tmp_path: Path) -> None:

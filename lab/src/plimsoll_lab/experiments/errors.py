@@ -1,9 +1,10 @@
-"""Experiment `errors` (E1, E2): what rounding does to training by its bias and its noise, as mechanisms.
+"""Experiment `errors` (E1 to E3): what rounding does to training by its bias and its noise, as mechanisms.
 
 Each mechanism is planted: a small model is put under the conditions that its paper names, and beside it a control that
 lacks one of them. `plimsoll.microscope` and recorded shadow steps measure the errors, and rules judge the runs.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -280,6 +281,137 @@ NORM_CLAIMS = """
 """
 
 
+# -- E3: the stall ----------------------------------------------------------------------------------------------------
+
+_EXAMPLES, _PLACES = 512, 48
+_STALL_RATE, _STALL_STEPS, _SWITCH = 0.2, 80, 50
+RATIOS = (0.1, 0.3, 0.5, 3**-0.5, 0.7, 0.9, 1.1)  # of noise to gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descent(Kind):
+    """A training of the regression. `switches`: whether the last steps have their backward in BF16."""
+
+    format: str | None = "nvfp4"
+    switches: bool = False
+
+
+DESCENTS = (
+    Descent(name="fp4", title="regression, backward in NVFP4"),
+    Descent(name="switched", title="the same, its last 30 steps in BF16", switches=True),
+    Descent(name="fp32", title="regression in FP32", format=None),
+)
+
+
+class Regression:
+    """A linear regression whose loss is half the squared distance to its solution, plus what stays.
+
+    Inputs are orthogonal, so that every direction has a curvature of 1. Labels have noise, so that the gradients of
+    examples do not vanish at the solution, where their mean does. What FP4 rounds are gradients of examples.
+    """
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.inputs = nn.init.orthogonal_(torch.empty(_EXAMPLES, _PLACES)) * _EXAMPLES**0.5
+        self.solution = torch.randn(_PLACES, _PLACES) / _PLACES**0.5
+        noise = torch.randn(_EXAMPLES, _PLACES)
+        noise = noise - self.inputs @ (self.inputs.T @ noise) / _EXAMPLES
+        self.labels = self.inputs @ self.solution.T + noise
+        self.model = nn.Linear(_PLACES, _PLACES, bias=False)
+        self.direction = functional.normalize(torch.randn(_PLACES * _PLACES), dim=0).view(_PLACES, _PLACES)
+
+    def at(self, distance: float) -> None:
+        """Put the weights at a distance from the solution, which is the norm of the gradient."""
+        with torch.no_grad():
+            self.model.weight.copy_(self.solution + distance * self.direction)
+
+    def loss(self, fmt: str | None) -> Tensor:
+        """Return the loss, with a backward in a format."""
+        with emulate(backward=fmt, rounding="stochastic") if fmt else emulate("fp32"):
+            outputs: Tensor = self.model(self.inputs)
+            return (outputs - self.labels).square().sum() / (2 * _EXAMPLES)
+
+    def excess(self, weight: Tensor) -> float:
+        """Return the loss above that of the solution."""
+        return float((weight.detach() - self.solution).double().square().sum()) / 2
+
+
+def efficiency(regression: Regression, distance: float) -> tuple[float, float]:
+    """Return the ratio of noise to gradient by the microscope, and how much of its decrease a step keeps.
+
+    The decrease is the mean one of the loss over steps of the best length, of the decrease without noise.
+    """
+    regression.at(distance)
+    weight = regression.model.weight
+    report = microscope(regression.model, lambda: regression.loss("nvfp4"), draws=8, collect=["gradients"])
+    gradients = [torch.autograd.grad(regression.loss("nvfp4"), weight)[0] for _ in range(DRAWS)]
+    exact = (weight.detach() - regression.solution).square().sum()
+    length = exact / torch.stack([g.square().sum() for g in gradients]).mean()
+    after = sum(regression.excess(weight - length * g) for g in gradients) / DRAWS
+    return report.row("weight", "gradients").relative_error, 1 - after / regression.excess(weight)
+
+
+def stall(kind: Descent, bench: Bench) -> tuple[Training, Numbers]:
+    """Train the regression from afar, at a fixed rate."""
+    regression = Regression(bench.seed)
+    regression.at(30.0)
+
+    def loss(step: int) -> Tensor:
+        return regression.loss("bf16" if kind.switches and step >= _SWITCH else kind.format)
+
+    optimizer = optim.SGD(regression.model.parameters(), lr=_STALL_RATE)
+    series = _trained(
+        regression.model, optimizer, bench, kind.name, _STALL_STEPS, loss,
+        lambda _: regression.excess(regression.model.weight),
+    )  # fmt: skip
+    steps, errors = Run(bench.runs / kind.name).series("gradients", "weight", "relative_error")
+    crossed = next((int(step) for step, error in zip(steps, errors, strict=True) if error > 3**-0.5), _STALL_STEPS)
+    numbers = {
+        "crossed": float(crossed), "middle": float(np.mean(series[_SWITCH - 10 : _SWITCH])),
+        "end": float(np.mean(series[-10:])), "early": series[10],
+    }  # fmt: skip
+    good = numbers["end"] < 1e-3
+    outcome = f"{numbers['end']:.2g} above the least loss"
+    training = _training(
+        kind,
+        bench,
+        numbers,
+        [12 + math.log10(max(value, 1e-12)) for value in series],
+        outcome=outcome,
+        good=good,
+        series_of="excess loss, digits",
+    )
+    warnings = [found.rule for found in training.findings if found.severity == "warning"]
+    numbers["warned"] = float(warnings.count("error-above-signal"))
+    return training, numbers
+
+
+def efficiencies(seed: int) -> Numbers:
+    """Return how far efficiencies are from 1 / (1 + ratio^2), and the one at a ratio of 1 / sqrt(3)."""
+    regression = Regression(seed)
+    noise = efficiency(regression, 1.0)[0]
+    found = {aimed: efficiency(regression, noise / aimed) for aimed in RATIOS}
+    apart = max(abs(kept - 1 / (1 + ratio**2)) for ratio, kept in found.values())
+    return {"apart": apart, "at_root": found[3**-0.5][1]}
+
+
+STALL_CLAIMS = """
+    [E3]
+    efficiency | steps.apart | at most 0.03 of the decrease
+        | a step of the best length keeps 1 / (1 + r^2) of its decrease, r the microscope's noise over the gradient
+    efficiency-root | steps.at_root | at least 0.72 and at most 0.78 of the decrease
+        | so three quarters where the gradient is sqrt(3) times its noise
+    before | fp4.early / fp32.early | at most 1.3 of FP32's | before that a training in NVFP4 is as far as in FP32
+    crossed | fp4.crossed | at least 12 and at most 40 steps | the ratio falls below sqrt(3)
+    after | fp4.end / fp4.middle | at least 0.7 of the excess 30 steps before | after that the loss stands still
+    fp32 | fp32.end / fp32.middle | at most 0.001 of the excess 30 steps before | in FP32 it falls on
+    bf16 | switched.end / switched.middle | at most 0.01 of the excess 30 steps before
+        | and so it does as soon as the backward is in BF16
+    warned | fp4.warned | at least 1 findings | error-above-signal warns
+    unwarned | fp32.warned | at most 0 findings | and not in FP32
+"""
+
+
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +426,15 @@ def measure(bench: Bench) -> Measured:
     for kind in NORMS:
         training, numbers[kind.name] = norms(kind, bench, steps)
         trainings.append(training)
-    found = [claim for table in (ATTENTION_CLAIMS, NORM_CLAIMS) for claim in claims(table, last=_LAST, **numbers)]
+    for kind in DESCENTS:
+        training, numbers[kind.name] = stall(kind, bench)
+        trainings.append(training)
+    numbers["steps"] = efficiencies(bench.seed)
+    found = [
+        claim
+        for table in (ATTENTION_CLAIMS, NORM_CLAIMS, STALL_CLAIMS)
+        for claim in claims(table, last=_LAST, **numbers)
+    ]
     return Measured(trainings=tuple(trainings), claims=tuple(found))
 
 
@@ -342,8 +482,8 @@ def _settings(bench: Bench) -> Mapping[str, object]:
 
 ERRORS = Experiment(
     name="errors",
-    claim="Rounding that errs one way adds up in the weights of BF16 attention, and biases gradients of MX norms.",
-    source="E1, E2",
+    claim="Bias of rounding adds up in BF16 attention and MX norms; its noise stalls FP4 below sqrt(3).",
+    source="E1, E2, E3",
     settings=_settings,
     measure=measure,
 )
