@@ -17,7 +17,7 @@ for which tests stand.
 
 `plimsoll lab --list` prints the same; `plimsoll lab --all` carries all experiments out again, and `make lab` writes
 this page. T: the tensor collection hook and the limits of mixed precision. U: unit scaling. A: automatic mixed
-precision. N: the method, step by step. X: levels and the accounting of memory.
+precision. N: the method, step by step. X: levels and the accounting of memory. E: bias and noise of rounding.
 """
 
 

@@ -10,6 +10,7 @@ from plimsoll_lab.experiments.amp import AMP
 from plimsoll_lab.experiments.audit import AUDIT
 from plimsoll_lab.experiments.bert import BERT
 from plimsoll_lab.experiments.clip import CLIP, DEMO
+from plimsoll_lab.experiments.errors import ERRORS
 from plimsoll_lab.experiments.formats import FORMATS
 from plimsoll_lab.experiments.gradients import GRADIENTS
 from plimsoll_lab.experiments.layerwise import LAYERWISE
@@ -25,7 +26,7 @@ from plimsoll_lab.study import Experiment, Study
 
 _IN_ORDER: tuple[Experiment | Study[Any, Any], ...] = (
     DEMO, CLIP, UNDERFLOW, Adam(), T5, TF32, LAYERWISE, UNIT, UNIT_FACTORS, AUDIT, UNIT_SWEEP, BERT, AMP, TECHNIQUES,
-    GRADIENTS, LEVELS, FORMATS,
+    GRADIENTS, LEVELS, FORMATS, ERRORS,
 )  # fmt: skip
 EXPERIMENTS: Mapping[str, Experiment | Study[Any, Any]] = {experiment.name: experiment for experiment in _IN_ORDER}
 

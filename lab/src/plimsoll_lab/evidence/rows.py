@@ -128,6 +128,11 @@ _ROWS = (
         id="X8", says="The best precision may change over a run: a schedule of precisions.",
         tests=("precision/test_schedule.py",),
     ),
+    Row(
+        id="E1", says="BF16 flash attention: where scores tie, P V rounds one way; that adds up in the weights.",
+    ),
+    Row(id="E2", says="MX: the weights of a norm that lie close end in one bin, and bias the gradients of all layers."),
+    Row(id="E3", says="FP4 training is less effective where the gradient is below sqrt(3) times its rounding noise."),
 )  # fmt: skip
 
 ROWS = {row.id: row for row in _ROWS}
