@@ -45,6 +45,7 @@ def measured(folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Cos
         probe = CostProbe(steps, optimizer, ROUNDS, reports.append)
         while not probe.finished:
             clock.kinds.append(probe._kind)
+            assert len(clock.kinds) < 1000
             clock.now += clock.slow * clock.planted.get(probe._kind, 10.0)
             clock.slow *= 1.001
             optimizer.zero_grad()
