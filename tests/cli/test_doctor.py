@@ -15,7 +15,11 @@ from plimsoll import kernels
 from plimsoll.cli import app
 from plimsoll.cli.commands.doctor import _print
 from plimsoll.cli.machine import Backend, Cache, Device, Extra, cpu_formats, cuda_formats, examine
+from plimsoll.cli.script import cost_session
 from plimsoll.extras import EXTRAS, install_line
+from plimsoll.tensor_collections import NAMES as COLLECTIONS
+from plimsoll.watch.cost import EVERYTHING, FLOOR, Cost, CostReport
+from tests.support import processes
 from tests.support.cases import each
 
 ROOT = Path(__file__).parents[2]
@@ -153,3 +157,73 @@ def _shown(machine: object) -> str:
     with console.capture() as captured:
         _print(machine, console)
     return captured.get()
+
+
+# -- the cost of watching ----------------------------------------------------------------------------------------------
+
+TRAINING = """
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters())
+try:
+    for step in range(int(sys.argv[2])):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+finally:
+    print("steps", step + 1, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("steps", [1000, 20])
+def test_a_script_is_trained_until_its_cost_is_known(tmp_path: Path, steps: int) -> None:
+    (tmp_path / "train.py").write_text(TRAINING, encoding="utf-8")
+    command = ("doctor", "--cost", "--json", "--rounds", "2", "train.py", "--steps", steps)
+    done = processes.python("-m", "plimsoll", *command, cwd=tmp_path)
+    first, *rest = done.stdout.splitlines()
+    taken = int(first.split()[1])
+    assert first.endswith("--steps")
+    if steps == 20:
+        assert (done.returncode, taken, rest) == (2, 20, [])
+        assert "the cost was not measured: the script ended before enough of its steps were measured" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    report = json.loads(rest[-1])
+    assert taken < 100  # 9 kinds of step, twice a round, and the steps before the watch
+    assert (report["model"], report["parameters"], report["rounds"]) == ("Sequential", 90, 2)
+    assert [found["name"] for found in report["costs"]] == [FLOOR, *COLLECTIONS, EVERYTHING]
+    assert list(tmp_path.iterdir()) == [tmp_path / "train.py"]
+
+
+@pytest.mark.parametrize("floor", [True, False])
+def test_the_cost_of_a_training_is_printed_by_collection(monkeypatch: pytest.MonkeyPatch, floor: bool) -> None:
+    found = [Cost(name=FLOOR, extra_seconds=0.002, extra=0.2, spread=0.01, of_floor=1.0)] if floor else []
+    everything = Cost(
+        name=EVERYTHING, extra_seconds=0.0041, extra=0.41, spread=0.03, of_floor=2.05 if floor else None
+    )  # fmt: skip
+    report = CostReport(
+        model="GPT", parameters=12_345, threads=1, rounds=9, step_seconds=0.01, costs=(*found, everything),
+        every={"0.01": 41, "0.05": 9},
+    )  # fmt: skip
+    monkeypatch.setattr(cost_session, "measure_example", lambda rounds: report)
+    shown = doctor("--cost", width=100).stdout
+    assert "GPT, 12,345 parameters, 1 thread, 9 rounds" in shown
+    assert re.search(r"nothing sampled +10\.00 ms", shown)
+    assert bool(re.search(r"one aminmax of each tensor +\+2\.00 ms +\+20\.0%, spread 1\.0%\n", shown)) == floor
+    assert re.search(
+        r"everything +\+4\.10 ms +\+41\.0%, spread 3\.0%" + (r", 2\.05 of the aminmax\n" if floor else "\n"), shown
+    )
+    assert "Other work disturbs" not in shown
+    report = dataclasses.replace(report, costs=(dataclasses.replace(everything, spread=0.21),))
+    assert "Other work disturbs these times." in doctor("--cost", width=100).stdout
+    assert re.search(r"1% of the time +every=41\n +5% of the time +every=9\n", shown)
+
+
+def test_the_options_of_the_cost_are_refused_without_it() -> None:
+    for words in ("train.py", "--rounds 3", "-m"):
+        result = doctor(*words.split())
+        assert result.exit_code == 2
+        assert f"doctor: expected --cost with {words}; got none. Put it before, or leave {words} out." in result.stderr
+    result = doctor("--cost", "missing.py")
+    assert result.exit_code == 2
+    assert "doctor: expected a Python script; got 'missing.py'" in result.stderr

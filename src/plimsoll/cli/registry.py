@@ -52,5 +52,10 @@ COMMANDS: tuple[Command, ...] = (
     Command(name="plan", heading="Choose a precision", summary="Choose a format and scale for each module."),
     Command(name="certify", heading="Facts", summary="Test a cast, pack, product or sum against its format."),
     Command(name="formats", heading="Facts", summary="List number formats, or show one in full."),
-    Command(name="doctor", heading="Facts", summary="Show devices, kernel backends and optional packages."),
+    Command(
+        name="doctor",
+        heading="Facts",
+        summary="Show devices, kernel backends and optional packages.",
+        own_arguments=True,
+    ),
 )

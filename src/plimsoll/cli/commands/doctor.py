@@ -1,8 +1,11 @@
-"""``plimsoll doctor``: devices, kernel backends and optional packages of this machine."""
+"""``plimsoll doctor``: devices, kernel backends, optional packages of this machine, and the cost of watching on it."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -11,19 +14,86 @@ from rich.text import Text
 from plimsoll.cli import messages
 from plimsoll.cli.machine import Cache, Device, Extra, Machine, examine
 from plimsoll.cli.options import Json, Quiet
+from plimsoll.cli.script import runner
 from plimsoll.cli.terminal import Glyphs, console, glyphs
+from plimsoll.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from plimsoll.watch.cost import CostReport
 
 
-def doctor(as_json: Json = False, _quiet: Quiet = False) -> None:
+_ROUNDS = 9
+
+
+def doctor(
+    script: Annotated[
+        str | None, typer.Argument(metavar="SCRIPT", help="With --cost: a training script. Default: a transformer.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own arguments and options.")
+    ] = None,
+    as_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
+    cost: Annotated[bool, typer.Option("--cost", help="Measure the time that watching a training takes.")] = False,
+    rounds: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="With --cost: rounds of 18 steps to measure. Default: 9.")
+    ] = None,
+    as_json: Json = False,
+    _quiet: Quiet = False,
+) -> None:
     """Show devices, kernel backends and optional packages.
 
-    Paste its output into a bug report.
+    Paste its output into a bug report. With --cost it trains instead, and measures the extra time of a sampled step by
+    collection.
     """
+    if cost:
+        _measure_cost(script, arguments or [], rounds or _ROUNDS, as_module=as_module, as_json=as_json)
+        return
+    words = script or (f"--rounds {rounds}" if rounds else "-m" if as_module else "")
+    if words:
+        raise ArgumentError(f"doctor: expected --cost with {words}; got none. Put it before, or leave {words} out.")
     machine = examine()
     if as_json:
         messages.write_json(dataclasses.asdict(machine))
     else:
         _print(machine, console())
+
+
+def _measure_cost(script: str | None, arguments: Sequence[str], rounds: int, *, as_module: bool, as_json: bool) -> None:
+    if script is not None and not as_module:
+        runner.check(script, "doctor")
+    from plimsoll.cli.script.cost_session import CostSession, measure_example
+
+    def show(report: "CostReport") -> None:
+        if as_json:
+            print(json.dumps(dataclasses.asdict(report)), flush=True)  # noqa: T201  (one line, after the script's own)
+        else:
+            _print_cost(report, console())
+
+    if script is not None:
+        session = CostSession(rounds, show, messages.error)
+        raise runner.RunAfterCli(lambda: session.run(script, arguments, as_module=as_module))
+    messages.note(f"a small transformer is trained for {18 * (rounds + 1)} steps")
+    show(measure_example(rounds))
+
+
+def _print_cost(report: "CostReport", target: Console) -> None:
+    threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
+    about = f"  {report.model}, {report.parameters:,} parameters, {threads}, {report.rounds} rounds"
+    target.print(Text.assemble(("Cost of watching", "bold"), (about, "dim")))
+    rows: list[tuple[str | Text, str, str]] = [("a step, nothing sampled", f"{report.step_seconds * 1e3:,.2f} ms", "")]
+    for found in report.costs:
+        of_floor = (
+            ""
+            if found.of_floor is None or found.name == report.costs[0].name
+            else f", {found.of_floor:.2f} of the aminmax"
+        )
+        extra = f"{found.extra_seconds * 1e3:+,.2f} ms"
+        rows.append((found.name, extra, f"{found.extra:+.1%}, spread {found.spread:.1%}{of_floor}"))
+    _section(target, "Extra time of a sampled step", rows)
+    if report.costs[-1].spread > report.costs[-1].extra / 2:
+        _note(target, "Other work disturbs these times. Repeat on a quieter machine, or with more --rounds.", "yellow")
+    intervals = [(f"{float(budget):.0%} of the time", f"every={every}", "") for budget, every in report.every.items()]
+    _section(target, "Everything within a budget", intervals)
 
 
 def _print(machine: Machine, target: Console) -> None:

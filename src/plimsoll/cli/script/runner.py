@@ -78,14 +78,14 @@ class RunAfterCli(BaseException):
         self.script = script
 
 
-def check(script: str) -> None:
-    """Raise `ArgumentError` where there is no such script."""
+def check(script: str, command: str = "run") -> None:
+    """Raise `ArgumentError`, in the words of the command, where there is no such script."""
     try:
         if not Path(script).is_dir():
             Path(script).open("rb").close()
     except OSError as error:
         raise ArgumentError(
-            f"run: expected a Python script; got {script!r}, which cannot be read ({error.strerror}). "
+            f"{command}: expected a Python script; got {script!r}, which cannot be read ({error.strerror}). "
             "Give its path, or -m and the name of a module."
         ) from error
 
