@@ -64,7 +64,7 @@ class Nonfinite(Rule):
         "steps_with_gradients": EvidenceItem("Of these with gradients", hide_zero=True),
         "first_seen_in": EvidenceItem("First seen in", "place"),
         "first_seen_at": EvidenceItem("First seen at step"),
-        "weights_since": EvidenceItem("In the weights since step"),
+        "weights_since": EvidenceItem("Seen in the weights at step"),
     }
 
     skips: float = threshold(25, "steps in a row: from 2^24 a scale halves 24 times down to 1")
