@@ -18,6 +18,7 @@ from plimsoll.cli.machine import Backend, Cache, Device, Extra, cpu_formats, cud
 from plimsoll.cli.script import cost_session
 from plimsoll.extras import EXTRAS, install_line
 from plimsoll.tensor_collections import NAMES as COLLECTIONS
+from plimsoll.text import counted
 from plimsoll.watch.cost import EVERYTHING, FLOOR, Cost, CostReport
 from tests.support import processes
 from tests.support.cases import each
@@ -42,7 +43,8 @@ def test_it_tells_versions_devices_backends_cache_and_extras() -> None:
     assert f"torch    {torch.__version__}" in shown
     for heading in ("Versions", "Devices", "Kernel backends", "Cache of compiled kernels", "Optional parts"):
         assert re.search(rf"^{heading}$", shown, re.MULTILINE)
-    assert f"{torch.get_num_threads()} threads" in shown
+    assert f"{counted(torch.get_num_threads(), 'thread')} on " in shown
+    assert "BackendError" not in shown  # the reason is a sentence, without the exception's class
     for name in EXTRAS:
         assert name in shown
 

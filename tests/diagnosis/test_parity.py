@@ -75,6 +75,7 @@ def test_a_tolerance_in_per_cent_is_of_the_level_of_the_base() -> None:
     assert relative.tolerance == pytest.approx(0.025 * relative.level)
     assert relative.difference == absolute.difference
     assert " %" in relative.sentence and " %" not in absolute.sentence
+    assert "differs by +200 %" in judged(losses(0), 3 * losses(0), tolerance="1 %").sentence
 
 
 def test_identical_runs_are_equivalent() -> None:

@@ -223,7 +223,7 @@ def test_a_plan_is_made_from_the_records_and_from_a_bound_without(tmp_path: Path
     assert real == 0 and made.predicted["a"]["weights"][2] < 0.01
     for name in ("without", "other"):
         told = plan(tmp_path / name, "mxfp4", include=["a"])
-        assert told.formats == {"a": "bf16"} and "what blocks hold is not recorded" in told.notes["a"]
+        assert told.formats == {"a": "bf16"} and "block records are missing" in told.notes["a"]
 
 
 def test_an_interval_of_blocks_is_shown_from_end_to_end_where_it_is_wide() -> None:

@@ -390,6 +390,11 @@ def test_a_report_is_data() -> None:
     assert table.splitlines()[1].startswith(worst[0].name) and len(table.splitlines()) == 7
     with pytest.raises(pl.NotRecordedError, match=r"expected a tensor of the report; got 'nowhere'"):
         report.row("nowhere")
+    for ask in (report.worst, report.table, lambda name: report.row(worst[0].name, name)):
+        with pytest.raises(
+            pl.ArgumentError, match="collection to be .*; got collection='gradient'. Did you mean 'gradients'"
+        ):
+            ask("gradient")
 
 
 @each(

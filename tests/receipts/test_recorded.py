@@ -41,6 +41,9 @@ def test_what_a_run_has_and_what_it_lacks(run: Run):
     assert {(t.role, t.format) for t in found.tensors} >= {("weights", "fp32"), ("optimizer", "bf16")}
     assert {t.name.partition(":")[2] for t in found.tensors if t.role == "optimizer"} == {"momentum_buffer"}
     assert "no single operations, accumulators, collectives or compiled kernels" in found.notes[0].replace("\n", " ")
+    # No gradient of the model's input was recorded, and no size of any tensor.
+    assert next(row.formats for row in found.rows if row.phase == "backward" and row.module == "0") == "bf16"
+    assert "unknown" in str(found) and " 0 B" not in str(found)
     assert found.settings["torch"] == str(torch.__version__)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, diagnose
+from plimsoll.report.verdicts import summary_text
+from plimsoll.watch.hooks.autograd_graph import widens
 
 
 class Net(nn.Module):
@@ -101,6 +103,33 @@ def train(
     return diagnose(path, rules=["nonfinite"]), losses
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_logits_that_overflow_are_found_behind_the_cast_of_the_loss(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The graph keeps no value of them: only what `log_softmax` has made of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=10):
+        for step in range(15):
+            if step == 13:
+                model[2].weight.data.mul_(1e5)  # at most 35,355: below FP16's largest value
+            logits = model(torch.randn(16, 8).half())
+            loss = nn.functional.cross_entropy(logits.to(dtype), torch.zeros(16, dtype=torch.long))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (found,) = diagnose(tmp_path / "run", rules=["nonfinite"])
+    assert (found.evidence["first_seen_in"], found.evidence["first_seen_at"]) == ("activations 2:output", 13)
+    assert "loss function" not in found.advice
+
+
+def test_a_cast_to_fewer_values_may_overflow_itself() -> None:
+    x = torch.ones(2, requires_grad=True)
+    half = x.half()
+    assert not widens(half.grad_fn) and widens(half.float().grad_fn)
+    assert not widens(half.bfloat16().grad_fn) and widens(half.double().grad_fn)
+
+
 @pytest.mark.parametrize(
     ("breaks", "place", "at", "broke_first"),
     [
@@ -120,6 +149,8 @@ def test_the_place_is_found_between_samples(
     assert found.severity == "alarm"
     assert (found.evidence["first_seen_in"], found.evidence["first_seen_at"]) == (place, at)
     assert found.evidence.get("broke_first") == broke_first
+    shown = dict(summary_text.evidence(found))["First seen in"]
+    assert shown == place if place.startswith("the loss") else shown.endswith(f" of {place.partition(' ')[2]}")
     assert "place" not in found.evidence and "recorder=" not in found.advice
     assert [repr(x) for x in losses] == [repr(x) for x in train(tmp_path / "bare", breaks, watched=False)[1]]
 

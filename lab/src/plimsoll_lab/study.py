@@ -2,7 +2,7 @@
 
 An experiment is a subclass of `Study` in `plimsoll_lab.experiments`. It declares its name, its claim, its sizes and its
 ways to train, and it implements `train` (one training, in a worker process) and `measure_with` (all trainings, and the
-claims from their runs). The registry finds it by itself.
+claims from their runs). `plimsoll_lab.registry` lists it.
 """
 
 import contextlib

@@ -14,6 +14,7 @@ from plimsoll import __version__
 from plimsoll.errors import PlimsollError
 from plimsoll.extras import EXTRAS, install_line
 from plimsoll.formats import BLOCKS, ELEMENTS
+from plimsoll.text import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,7 @@ def _cpu() -> Device:
     return Device(
         name="cpu",
         model=models[0] if models else platform.processor() or platform.machine(),
-        detail=f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, {vector}",
+        detail=f"{counted(torch.get_num_threads(), 'thread')} on {counted(os.cpu_count() or 1, 'core')}, {vector}",
         memory_bytes=_memory_bytes(),
         formats=cpu_formats(cpuinfo),
         backend=_chosen("cpu"),

@@ -48,7 +48,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(name="report", heading="Diagnose", summary="Write a run as one HTML, Markdown or JSON file."),
     Command(name="serve", heading="Diagnose", summary="Serve a web page that follows runs live."),
     Command(name="mcp", heading="Diagnose", summary="Answer agents and editors from recorded runs, over MCP."),
-    Command(name="whatif", heading="Choose a precision", summary="Estimate the losses of another format or scale."),
+    Command(name="whatif", heading="Choose a precision", summary="Estimate how many values another format would lose."),
     Command(name="plan", heading="Choose a precision", summary="Choose a format and scale for each module."),
     Command(name="certify", heading="Facts", summary="Test a cast, pack, product or sum against its format."),
     Command(name="formats", heading="Facts", summary="List number formats, or show one in full."),

@@ -85,7 +85,8 @@ def status(name: Name) -> BackendStatus:
     try:
         detail = _load(name).describe()
     except Exception as error:  # noqa: BLE001  (a broken install may fail in any way, and must not stop training)
-        return BackendStatus(name=name, available=False, detail=f"{type(error).__name__}: {error}")
+        own = isinstance(error, BackendError)  # a sentence for people
+        return BackendStatus(name=name, available=False, detail=f"{'' if own else f'{type(error).__name__}: '}{error}")
     return BackendStatus(name=name, available=True, detail=detail)
 
 

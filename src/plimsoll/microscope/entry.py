@@ -16,14 +16,12 @@ from plimsoll.microscope.blame.search import Blamer
 from plimsoll.microscope.closure_shadow import ClosureShadow
 from plimsoll.microscope.draws import Draws
 from plimsoll.microscope.perturbation import Perturbation
-from plimsoll.microscope.report import ErrorReport, ErrorRow
+from plimsoll.microscope.report import SHADOWED, ErrorReport, ErrorRow
 from plimsoll.microscope.untouched import untouched
-from plimsoll.tensor_collections import COLLECTIONS
 from plimsoll.watch import watch
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.session import watches_muted
 
-SHADOWED = tuple(c.name for c in COLLECTIONS if c.is_shadowed)
 WIDE = {"fp32": torch.float32, "fp64": torch.float64}
 
 Closure = Callable[[], Any]

@@ -5,19 +5,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from plimsoll.checks import one_of
 from plimsoll.errors import NotRecordedError
 from plimsoll.microscope.blame.result import Blame, without_model
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Interval
 from plimsoll.spectrum.bias_and_noise import CONFIDENCE
-from plimsoll.tensor_collections import LABELS
+from plimsoll.tensor_collections import COLLECTIONS, LABELS
 from plimsoll.text import counted, number, percent
 
+SHADOWED = tuple(c.name for c in COLLECTIONS if c.is_shadowed)
 _SHOWN = 12  # rows of a report's text
 _VARIED = {
     "batches": "batches",
     "random numbers": "the step's random numbers",
-    "weights": "weights and inputs, by as much as the error is large",
+    "weights": "weights and inputs, changed by amounts as large as the error",
 }
 
 
@@ -108,20 +110,31 @@ class ErrorReport(NotebookRepr):
             collection: Its collection. Default: the first that has the name.
 
         Raises:
-            NotRecordedError: There is none.
+            ArgumentError: There is no such collection.
+            NotRecordedError: There is no such tensor.
         """
-        found = [row for row in self.rows if row.name == name and collection in (None, row.collection)]
+        rows = self._of(collection)
+        found = [row for row in rows if row.name == name]
         if not found:
-            some = ", ".join(dict.fromkeys(row.name for row in self.rows[:5]))
+            some = ", ".join(dict.fromkeys(row.name for row in rows[:5]))
             raise NotRecordedError(
                 f"ErrorReport.row: expected a tensor of the report; got {name!r}"
                 f"{f' of {collection}' if collection else ''}. There are {some or 'none'}."
             )
         return found[0]
 
+    def _of(self, collection: str | None) -> list[ErrorRow]:
+        if collection is not None:
+            one_of("ErrorReport", "collection", collection, SHADOWED)
+        return [row for row in self.rows if collection in (None, row.collection)]
+
     def worst(self, collection: str | None = None) -> list[ErrorRow]:
-        """Return the rows, or those of a collection, the largest relative error first. NaN is last."""
-        rows = [row for row in self.rows if collection in (None, row.collection)]
+        """Return the rows, or those of a collection, the largest relative error first. NaN is last.
+
+        Raises:
+            ArgumentError: There is no such collection.
+        """
+        rows = self._of(collection)
         return sorted(rows, key=lambda row: math.inf if math.isnan(row.relative_error) else -row.relative_error)
 
     def blame(self, *, budget: int = 200, of: str = "gradients") -> Blame:

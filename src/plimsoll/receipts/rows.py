@@ -70,7 +70,8 @@ class Row:
         """Operands and result in short: "bf16 x bf16 -> bf16"."""
         multiplied = self.kind in ("product", "attention")
         listed = (self.values or self.operands) if multiplied else tuple(sorted(set(self.operands)))
-        return f"{(' x ' if multiplied else ' + ').join(listed)} -> {self.output}" if listed else self.output
+        operands = (" x " if multiplied else " + ").join(listed)
+        return " -> ".join(part for part in (operands, self.output) if part)
 
     def to_dict(self) -> dict[str, object]:
         """Return the row as data that JSON can hold."""
@@ -85,7 +86,7 @@ class TensorRow:
         name: Name of the parameter or buffer; of optimizer state "parameter:state".
         role: "weights", "buffers", "gradients", "optimizer" (its state) or "masters" (wider copies of weights).
         format: Format of its values.
-        bytes: Its size. Of a sharded tensor, this rank's part.
+        bytes: Its size. Of a sharded tensor, this rank's part. 0 where a recorded run does not have it.
         module: Module that it belongs to.
     """
 

@@ -180,7 +180,10 @@ def tensor_table(tensors: Iterable[TensorRow]) -> TableData:
         found.setdefault((tensor.role, tensor.format), []).append(tensor.bytes)
     roles = get_args(Role)
     listed = sorted(found.items(), key=lambda one: (roles.index(one[0][0]), -sum(one[1])))
-    lines = [(role, fmt, f"{len(bytes_each):,}", size(sum(bytes_each))) for (role, fmt), bytes_each in listed]
+    lines = [
+        (role, fmt, f"{len(bytes_each):,}", size(sum(bytes_each)) if any(bytes_each) else "unknown")
+        for (role, fmt), bytes_each in listed
+    ]
     return ("tensors", "format", "number", "size"), lines
 
 

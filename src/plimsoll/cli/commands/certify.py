@@ -117,8 +117,8 @@ def _loaded(function: str) -> Any:
             from plimsoll.checks import nearest
 
             near = nearest(part, [known for known in dir(found) if not known.startswith("_")])
-            hint = f"Nearest: {', '.join(near)}." if near else "Look into its source."
-            raise ArgumentError(f"certify: expected a name of {place}; got {name!r}. {hint}")
+            hint = f"Nearest: {', '.join(near)}." if near else "Check the spelling."
+            raise ArgumentError(f"certify: expected a name that {place} defines; got {name!r}. {hint}")
         found = getattr(found, part)
     return found
 

@@ -56,9 +56,9 @@ def receipt(
 ) -> None:
     """Record the precision that one training step really runs in.
 
-    A script runs until one training step is done, and is stopped then; what it prints goes to standard error. A
-    recorded run is read: it has the formats between modules and of weights and state, and no single operations. Exit
-    code 0: a receipt. 1: deviations, with --fail-on-deviation. 2: no training step, or no run.
+    A script runs until its second training step is done and recorded, and is stopped then. What it prints goes to
+    standard error. The receipt of a recorded run has the formats between modules and of weights and state, and no
+    single operations. Exit code 0: a receipt. 1: deviations, with --fail-on-deviation. 2: no training step, or no run.
     """
     if fail_on_deviation and declared is None:
         raise ArgumentError(

@@ -41,7 +41,7 @@ def whatif(
     as_json: Json = False,
     _quiet: Quiet = False,
 ) -> None:
-    """Estimate the losses of another format or scale.
+    """Estimate how many values another format would lose.
 
     Nothing is trained again: the answer comes from the values that a run recorded. It says how much would be lost,
     subnormal or overflow, and which scales work.

@@ -54,6 +54,7 @@ def print_rules(rules: "Sequence[Rule]") -> None:
             table.add_row(f"{name}", number(value), source)
         target.print(_indented(table, 2))
         target.print()
+    target.print("T, U or N with a number: published results, listed by plimsoll lab --list.")
 
 
 def _print(run: "CheckedRun", target: Console) -> None:

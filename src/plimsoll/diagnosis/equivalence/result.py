@@ -216,7 +216,8 @@ class Parity(NotebookRepr):
     def _written(self, value: float) -> str:
         """Return a difference with its sign: in per cent of the level where the tolerance is."""
         if self.relative and self.level:
-            return f"{100 * value / abs(self.level):+.2g} %"
+            share = 100 * value / abs(self.level)
+            return f"{share:+,.0f} %" if abs(share) >= 99.5 else f"{share:+.2g} %"
         text = number(value)
         return text if text.startswith("-") else f"+{text}"
 

@@ -64,6 +64,7 @@ class Nonfinite(Rule):
         "steps_with_gradients": EvidenceItem("Of these with gradients", hide_zero=True),
         "first_seen_in": EvidenceItem("First seen in", "place"),
         "first_seen_at": EvidenceItem("First seen at step"),
+        "weights_since": EvidenceItem("Seen in the weights at step"),
     }
 
     skips: float = threshold(25, "steps in a row: from 2^24 a scale halves 24 times down to 1")
@@ -103,7 +104,7 @@ class Nonfinite(Rule):
         held = next((step for step, where, _ in places if where == "weights"), None)
         if held is not None:
             evidence["weights_since"] = held
-            advice = f"{advice} {_BEYOND_REPAIR}" if advice else _BEYOND_REPAIR
+            advice = f"{_BEYOND_REPAIR} {advice}" if advice else _BEYOND_REPAIR
         since, until = int(steps[0]), int(steps[-1])
         if too_high is not None:
             evidence |= {"cause": _TOO_HIGH, "scale": too_high}
@@ -246,7 +247,7 @@ def _of_loss(names: list[str]) -> str:
 
 
 def _traced(view: View) -> list[tuple[int, str, list[str]]]:
-    """The same of the places that the watch has traced back (`watch.sampling.nonfinite_origin`)."""
+    """The same of the places that the watch has traced back (`watch.steps.nonfinite_origin`)."""
     found: list[tuple[int, str, list[str]]] = []
     for event in view.events:
         names = event.details.get("names")

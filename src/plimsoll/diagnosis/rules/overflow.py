@@ -35,7 +35,7 @@ class OverflowAhead(Rule):
     id = "overflow-ahead"
     says = "values come near the largest one of their format"
     meaning = "Slightly larger values would be infinite, and everything computed from them NaN."
-    advice = "Run these layers in BF16 or FP32, or clamp them: a value held at the maximum does little harm (T9)."
+    advice = "Run these layers in BF16 or FP32, or clamp them: a value held at the maximum does little harm."
     actions = ("to_bf16", "clamp")
     figure = "spectrogram"
 

@@ -142,7 +142,8 @@ def written(finding: Finding, item: EvidenceItem, value: float | int | str) -> s
 def _place(text: str) -> str:
     """Return a location that a rule wrote as a collection and a name."""
     collection, _, name = text.partition(" ")
-    return f"{collection_words(collection)} of {name}" if name else text
+    # A place outside of all tensors is words already: "the loss, ...".
+    return f"{collection_words(collection)} of {name}" if name and collection != "the" else text
 
 
 def counted(summary: Summary) -> str:

@@ -31,6 +31,13 @@ def position(node: Any) -> int:
     return node._sequence_nr()  # noqa: SLF001  (public in all but name)
 
 
+def widens(node: Any) -> bool:
+    """Return whether a cast to another dtype was to one that has every value of the dtype before."""
+    maker, output = node.next_functions[0]
+    before, after = maker._input_metadata[output].dtype, node._input_metadata[0].dtype  # noqa: SLF001  (likewise)
+    return torch.promote_types(before, after) == after
+
+
 def kept_values(node: Any) -> Iterator[tuple[bool, Tensor]]:
     """Yield the tensors that a node keeps for its backward, each with whether the operation has made it.
 

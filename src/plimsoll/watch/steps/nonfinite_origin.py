@@ -22,7 +22,7 @@ from plimsoll import kernels
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.autograd_graph import kept_values, operations_of, position
+from plimsoll.watch.hooks.autograd_graph import kept_values, operations_of, position, widens
 from plimsoll.watch.names import clean, tensors_among
 from plimsoll.watch.parameters.optimizer_tensors import Parameters
 from plimsoll.watch.session import WatchSession, contained, nothing_recorded
@@ -40,7 +40,7 @@ _PASSING = tuple(
     for name in (
         "Relu", "LeakyRelu", "Hardtanh", "Elu", "Sigmoid", "Tanh", "NativeDropout", "Clone", "View", "UnsafeView",
         "Alias", "ReshapeAlias", "T", "Transpose", "Permute", "Expand", "Squeeze", "Unsqueeze", "Slice", "Select",
-        "Split",
+        "Split", "LogSoftmax",
     )
 )  # fmt: skip
 _LARGEST_BUFFER = 1 << 20  # values; running statistics are far smaller
@@ -345,4 +345,5 @@ def _leaves(node: Any) -> Iterator[Any]:
 
 
 def _passes(node: Any) -> bool:
-    return type(node).__name__.rstrip("0123456789") in _PASSING
+    name = type(node).__name__.rstrip("0123456789")
+    return name in _PASSING or (name == "ToCopyBackward" and widens(node))

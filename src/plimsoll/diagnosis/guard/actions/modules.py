@@ -134,7 +134,7 @@ class Clamp(GuardAction):
         left = [name for name in modules if name in known and name not in self._done]
         if not left:
             return "these modules are clamped already" if modules else "the finding is about inputs of modules"
-        reason = "a value clamped to the format's largest does little harm (T9), and an infinite one spreads"
+        reason = "a value clamped to the format's largest does little harm, and an infinite one spreads"
         return self.order(finding, since, reason, before="free", after="at most 65504", where=left, targets=left)
 
     def handled(self, finding: Finding) -> bool:
