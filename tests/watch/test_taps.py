@@ -248,3 +248,20 @@ def test_include_and_exclude(tmp_path: Path) -> None:
     assert set(run.tensors["weights"]) == {"0.weight", "0.bias"}
     with pytest.raises(pl.ArgumentError, match=r"each pattern of include to match a module or parameter; 'blocks.*' m"):
         watched_step(mlp(), tmp_path / "b", torch.randn(4, 8), include=["blocks.*"])
+
+
+def test_the_place_among_other_hooks_is_kept_between_samples(tmp_path: Path) -> None:
+    """Hooks of before and after the watch change the output: what is recorded lies between them at every step."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda _m, _x, y: y * 2)
+    with pl.watch(model, torch.optim.SGD(model.parameters(), lr=0.0), run=tmp_path / "run", every=3) as watching:
+        for step in range(10):
+            if step == 4:  # while nothing is due
+                model[0].register_forward_hook(lambda _m, _x, y: y * 1024)
+            model(torch.ones(2, 4)).sum().backward()
+            watching.step()
+    with torch.no_grad():
+        expected = float((torch.nn.functional.linear(torch.ones(2, 4), model[0].weight, model[0].bias) * 2).max())
+    run = Run(tmp_path / "run")
+    assert run.steps == [0, 3, 6, 9]
+    assert [run.spectrum("activations", "0:output", step).max for step in run.steps] == pytest.approx([expected] * 4)

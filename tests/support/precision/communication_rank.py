@@ -112,7 +112,7 @@ def check_refusals(rank: int, ranks: int) -> None:
     compress_gradients(ddp)
     with pytest.raises(RuntimeError, match="can only be called once"):
         compress_gradients(ddp)
-    with pytest.raises(ArgumentError, match="expected fmt to be 'fp16' or 'bf16'; got 'fp8'"):
+    with pytest.raises(ArgumentError, match="expected fmt to be 'fp16' or 'bf16'; got fmt='fp8'"):
         compress_gradients(DistributedDataParallel(Given()), "fp8")
     with pytest.raises(UnsupportedTensorError, match="expected dense gradients; got a module with sparse=True"):
         compress_gradients(DistributedDataParallel(nn.Embedding(4, 2, sparse=True)))

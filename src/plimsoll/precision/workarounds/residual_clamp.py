@@ -19,6 +19,7 @@ from plimsoll.checks import integer, nearest, one_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, get
 from plimsoll.kernels.dtypes import FLOATING
+from plimsoll.watch.hooks import torch_hooks
 
 Gradient = Literal["zero", "pass"]
 
@@ -102,6 +103,8 @@ class ResidualClamp:
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(self._hook(name), prepend=first) for name, module in modules.items()
         ]
+        if first:
+            torch_hooks.in_front.update(handle.id for handle in self._handles)
 
     def counts(self) -> dict[str, Clamped]:
         """Return the counts so far by module. Waits for the device."""

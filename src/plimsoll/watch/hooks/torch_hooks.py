@@ -34,6 +34,9 @@ from plimsoll.runs.writing import signal_deferral
 
 _SIGNAL_SECONDS = 5.0  # what the recorder may take of a dying process's time
 
+# Numbers of hooks that were put in front of those of a watch, and stay there when the watch attaches its own again.
+in_front: set[int] = set()
+
 
 class TrainingEvents:
     """Base class of listeners: methods that are called at the events of a training. None of them may raise."""

@@ -15,6 +15,7 @@ the standard library in a hook's place.
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -66,6 +67,7 @@ class Taps:
         self._sights: dict[int, _Sight] = {}
         self._leaf_handles: list[Any] = []
         self._handles: dict[str, tuple[weakref.ref[nn.Module], list[tuple[Any, _Tap]]]] = {}  # by module
+        self._earlier: dict[int, list[int]] = {}  # of a tap that is not attached: the hooks in front of it
         self.inside: list[str] = []  # modules whose forward runs, innermost last
         if modules:
             attention_scores.listen(self)
@@ -101,8 +103,22 @@ class Taps:
                     continue
                 if attached:
                     hooks[handle.id] = tap
-                else:
-                    hooks.pop(handle.id, None)
+                    if len(hooks) > 1:
+                        self._put_back(hooks, handle.id)
+                elif handle.id in hooks:
+                    self._earlier[handle.id] = list(itertools.takewhile(lambda key, own=handle.id: key != own, hooks))
+                    del hooks[handle.id]
+
+    def _put_back(self, hooks: Any, own: int) -> None:
+        """Move a tap from the end to its place: behind the hooks that it came after, in front of all others.
+
+        A hook that was registered later, and changes the output, must not change what is recorded of the module.
+        """
+        keys = [key for key in hooks if key != own and key not in torch_hooks.in_front]
+        earlier = set(self._earlier.pop(own, keys))
+        start = max((place + 1 for place, key in enumerate(keys) if key in earlier), default=0)
+        for key in keys[start:]:
+            hooks.move_to_end(key)
 
     def begin_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call the root's first tap, which was attached when its forward had begun."""

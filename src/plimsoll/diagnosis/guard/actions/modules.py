@@ -16,6 +16,7 @@ from plimsoll.diagnosis.rules.overflow import ActivationGrowth, OverflowAhead
 from plimsoll.emulate import CUDA, Autocast, emulate
 from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
+from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.taps.compiled_taps import inlined_only
 
 # The level that the whole run goes over to, from the level that it is at; from any other to amp-bf16.
@@ -171,6 +172,7 @@ class InBF16:
         for module in modules:
             region = _Region(kind)
             self._handles.append(module.register_forward_pre_hook(region.enter, prepend=True, with_kwargs=True))
+            torch_hooks.in_front.add(self._handles[-1].id)
             self._handles.append(module.register_forward_hook(region.leave, always_call=True))
 
     def remove(self) -> None:
