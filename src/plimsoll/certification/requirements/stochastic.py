@@ -7,6 +7,7 @@ from plimsoll.certification.probing.comparing import deviation
 from plimsoll.certification.registry import requirement
 from plimsoll.certification.specifications import STOCHASTIC
 from plimsoll.certification.trial import NotTriedError, Trial
+from plimsoll.text import percent
 
 _row = functools.partial(
     requirement, general=(STOCHASTIC, "section 2"), applies=lambda subject: subject.rounding == "stochastic"
@@ -41,8 +42,8 @@ def unbiased(trial: Trial) -> Outcome:
     if not biased:
         return Outcome(tried=tried, detail=detail)
     point = min(biased, key=lambda p: (p.chance, -p.fraction))
-    expected = f"{point.upper:g} in {point.fraction:.4%} of draws"
-    got = f"{point.ups:,} of {point.draws:,} draws, {point.ups / point.draws:.4%}"
+    expected = f"{point.upper:g} in {percent(point.fraction, 4)} of draws"
+    got = f"{point.ups:,} of {point.draws:,} draws, {percent(point.ups / point.draws, 4)}"
     return deviation(point.x, expected, got, draws.carrier, tried=tried, wrong=len(biased), detail=detail)
 
 

@@ -17,6 +17,7 @@ from plimsoll.cli.options import Json, Quiet
 from plimsoll.cli.script import runner
 from plimsoll.cli.terminal import Glyphs, console, glyphs
 from plimsoll.errors import ArgumentError
+from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from plimsoll.watch.cost import CostReport
@@ -88,11 +89,13 @@ def _print_cost(report: "CostReport", target: Console) -> None:
             else f", {found.of_floor:.2f} of the aminmax"
         )
         extra = f"{found.extra_seconds * 1e3:+,.2f} ms"
-        rows.append((found.name, extra, f"{found.extra:+.1%}, spread {found.spread:.1%}{of_floor}"))
+        rows.append((found.name, extra, f"{100 * found.extra:+.1f} %, spread {percent(found.spread, 1)}{of_floor}"))
     _section(target, "Extra time of a sampled step", rows)
     if report.costs[-1].spread > report.costs[-1].extra / 2:
         _note(target, "Other work disturbs these times. Repeat on a quieter machine, or with more --rounds.", "yellow")
-    intervals = [(f"{float(budget):.0%} of the time", f"every={every}", "") for budget, every in report.every.items()]
+    intervals = [
+        (f"{percent(float(budget))} of the time", f"every={every}", "") for budget, every in report.every.items()
+    ]
     _section(target, "Everything within a budget", intervals)
 
 
