@@ -211,14 +211,14 @@ def test_the_cost_of_a_training_is_printed_by_collection(monkeypatch: pytest.Mon
     shown = doctor("--cost", width=100).stdout
     assert "GPT, 12,345 parameters, 1 thread, 9 rounds" in shown
     assert re.search(r"nothing sampled +10\.00 ms", shown)
-    assert bool(re.search(r"one aminmax of each tensor +\+2\.00 ms +\+20\.0%, spread 1\.0%\n", shown)) == floor
+    assert bool(re.search(r"one aminmax of each tensor +\+2\.00 ms +\+20\.0 %, spread 1\.0 %\n", shown)) == floor
     assert re.search(
-        r"everything +\+4\.10 ms +\+41\.0%, spread 3\.0%" + (r", 2\.05 of the aminmax\n" if floor else "\n"), shown
+        r"everything +\+4\.10 ms +\+41\.0 %, spread 3\.0 %" + (r", 2\.05 of the aminmax\n" if floor else "\n"), shown
     )
     assert "Other work disturbs" not in shown
     report = dataclasses.replace(report, costs=(dataclasses.replace(everything, spread=0.21),))
     assert "Other work disturbs these times." in doctor("--cost", width=100).stdout
-    assert re.search(r"1% of the time +every=41\n +5% of the time +every=9\n", shown)
+    assert re.search(r"1 % of the time +every=41\n +5 % of the time +every=9\n", shown)
 
 
 def test_the_options_of_the_cost_are_refused_without_it() -> None:

@@ -94,7 +94,7 @@ def _print_cost(report: "CostReport", target: Console) -> None:
     if report.costs[-1].spread > report.costs[-1].extra / 2:
         _note(target, "Other work disturbs these times. Repeat on a quieter machine, or with more --rounds.", "yellow")
     intervals = [
-        (f"{percent(float(budget))} of the time", f"every={every}", "") for budget, every in report.every.items()
+        (f"{percent(float(share))} of the time", f"every={every}", "") for share, every in report.every.items()
     ]
     _section(target, "Everything within a budget", intervals)
 
