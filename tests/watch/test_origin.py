@@ -265,3 +265,19 @@ def test_running_statistics_that_overflow_are_named(size: float, tmp_path: Path)
             optimizer.step()
     found = diagnose(tmp_path / "run", rules=["nonfinite"])
     assert [f.evidence["first_seen_in"] for f in found] == (["buffers norm.running_var"] if size > 1 else [])
+
+
+def test_a_norm_with_broken_statistics_is_named_and_not_what_it_is_given(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    norm = model[1].eval()
+    assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=10):
+        for step in range(15):
+            if step == 13:
+                norm.running_mean[3] = math.nan
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+    (found,) = diagnose(tmp_path / "run", rules=["nonfinite"])
+    assert (found.evidence["first_seen_in"], found.evidence["first_seen_at"]) == ("activations 1:output", 13)

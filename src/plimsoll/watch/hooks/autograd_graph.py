@@ -7,7 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-_RESULTS = ("_saved_result", "_saved_out", "_saved_logsumexp")  # attributes of results; others have arguments
+# Attributes of results, and of running statistics, which come from no other operation; others have arguments.
+_RESULTS = ("_saved_result", "_saved_out", "_saved_logsumexp", "_saved_running_")
 _NEAREST = 64  # nodes behind a loss among which its loss scale is looked for
 
 # The number of the backward that runs on this thread, -1 for none. torch has it nowhere in public.
