@@ -29,7 +29,7 @@ def searching(view: View, first: int) -> set[int]:
 def sentences(searches: tuple[set[int], set[int]]) -> Iterator[str]:
     """Return a sentence for each run that skipped steps which the other one took.
 
-    >>> print(*said(({0}, {0, 1, 2})))
+    >>> print(*sentences(({0}, {0, 1, 2})))
     B skipped 2 steps that A took (1 to 2) while its scaler searched for a loss scale: these are not compared.
     """
     for which, other, alone in (("A", "B", searches[0] - searches[1]), ("B", "A", searches[1] - searches[0])):
