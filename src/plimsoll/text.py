@@ -1,10 +1,11 @@
 """Numbers as text: one way to write shares, powers of two, counts and steps. Names of many layers in few words.
 
-And text as a terminal can show it. Every surface writes its numbers with these functions: terminal, report, Markdown,
-live page, findings. The live page and the report's script write the same in JavaScript (`_page/words.js`,
-`_templates/report.js`).
+And text as a terminal, a page of HTML or a table of Markdown can show it. Every surface writes its numbers with these
+functions: terminal, report, Markdown, live page, findings. The scripts of the page and the report write the same in
+JavaScript (`report/page/files/js/words.js`).
 """
 
+import html
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -131,6 +132,24 @@ def printable(text: str, *, lines: bool = True) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text)
+
+
+def in_html(text: str) -> str:
+    """Return text for a page of HTML, on one line, without markup of its own.
+
+    >>> in_html("a<b>")
+    'a&lt;b&gt;'
+    """
+    return html.escape(printable(text, lines=False))
+
+
+def escaped_cell(text: str) -> str:
+    r"""Return text for a cell of a Markdown table, on one line, without markup of its own.
+
+    >>> print(escaped_cell("a|b *c*"))
+    a\|b \*c\*
+    """
+    return re.sub(r"([\\|<*`\[])", r"\\\1", printable(text, lines=False))
 
 
 def grouped(names: Sequence[str], most: int = 3) -> str:

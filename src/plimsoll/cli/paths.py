@@ -186,17 +186,9 @@ def write_text(operation: str, file: Path, text: str) -> None:
         ArgumentError: The path is a folder.
         RunError: It cannot be written.
     """
-    from plimsoll.runs.storage.atomic_files import replacing
+    from plimsoll.runs.storage import answer_file
 
-    if file.is_dir():
-        raise ArgumentError(f"{operation}: expected the path of a file; got {file}, a folder. Name a file in it.")
-    try:
-        with replacing(file) as stream:
-            stream.write(text.encode("utf-8", "replace"))
-    except OSError as error:
-        raise RunError(
-            f"{operation}: expected a file that can be written; got {file} ({error}). Choose another."
-        ) from error
+    answer_file.write_text(operation, file, text)
     messages.write_line(str(file))
 
 

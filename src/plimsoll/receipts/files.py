@@ -4,14 +4,13 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 from rich.console import Console
 
-from plimsoll.errors import ArgumentError
 from plimsoll.receipts import page, terminal, wording
 from plimsoll.receipts.rows import ReceiptRecord
-from plimsoll.text import printable
+from plimsoll.runs.storage.answer_file import check_place, write_text
+from plimsoll.text import escaped_cell, printable
 
 _WIDTH = 120
 
@@ -50,7 +49,7 @@ def as_json(receipt: ReceiptRecord) -> str:
 
 def markdown(receipt: ReceiptRecord) -> str:
     """Return the receipt as Markdown, for an issue or a pull request."""
-    parts = [f"**{_escaped(wording.verdict(receipt))}**", _escaped(wording.facts(receipt))]
+    parts = [f"**{escaped_cell(wording.verdict(receipt))}**", escaped_cell(wording.facts(receipt))]
     groups = wording.deviation_groups(receipt.deviations)
     if groups:
         rows = [(g.title, g.where, g.first.expected, g.first.actual, g.first.advice) for g in groups]
@@ -58,20 +57,13 @@ def markdown(receipt: ReceiptRecord) -> str:
     for heads, lines in (wording.operation_table(receipt.rows), wording.tensor_table(receipt.tensors)):
         if lines:
             parts.append(_table(heads, lines))
-    parts.append("\n".join(f"- {_escaped(line)}" for line in wording.closing(receipt)))
+    parts.append("\n".join(f"- {escaped_cell(line)}" for line in wording.closing(receipt)))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
-
-
-def _escaped(cell: str) -> str:
-    clean = printable(cell, lines=False)
-    for sign in ("\\", "|", "<", "*", "`", "["):
-        clean = clean.replace(sign, f"\\{sign}")
-    return clean
+    return "\n".join(f"| {' | '.join(escaped_cell(cell) for cell in line)} |" for line in lines)
 
 
 _FORMS: Mapping[str, Callable[[ReceiptRecord], str]] = {
@@ -80,30 +72,12 @@ _FORMS: Mapping[str, Callable[[ReceiptRecord], str]] = {
 ENDINGS = tuple(_FORMS)
 
 
-def check_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a file to write; raise `ArgumentError` for another ending, or without its folder."""
-    place = Path(path)
-    if place.suffix not in _FORMS:
-        raise ArgumentError(
-            f"receipt: expected a file that ends in {', '.join(_FORMS)}; got {os.fspath(place)!r}. Choose one of these."
-        )
-    if not place.parent.is_dir() or place.is_dir():
-        raise ArgumentError(
-            f"receipt: expected a file in a folder that exists; got {os.fspath(place)!r}. Make its folder first."
-        )
-    return place
-
-
 def write(receipt: ReceiptRecord, path: str | os.PathLike[str]) -> None:
     """Write a receipt in the form that the path's ending names.
 
     Raises:
-        ArgumentError: The ending is none of these, or the file cannot be written.
+        ArgumentError: The ending is none of these, or the folder does not exist.
+        RunError: The file cannot be written.
     """
-    place = check_path(path)
-    try:
-        place.write_text(_FORMS[place.suffix](receipt), encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(
-            f"receipt: expected a file that can be written; got {os.fspath(place)!r} ({error.strerror}). Name another."
-        ) from error
+    place = check_place("receipt", path, _FORMS)
+    write_text("receipt", place, _FORMS[place.suffix.lower()](receipt))

@@ -1,11 +1,10 @@
 """A receipt as a page: one HTML file that loads nothing, and the part of it that a notebook shows."""
 
-import html as escaping
 from collections.abc import Iterable, Iterator, Sequence
 
 from plimsoll.receipts import wording
 from plimsoll.receipts.rows import ReceiptRecord
-from plimsoll.text import printable
+from plimsoll.text import in_html
 
 # The colours are those of the report (report/page/files/css/base.css).
 _STYLE = """
@@ -46,7 +45,7 @@ def html(receipt: ReceiptRecord) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{_text(receipt.subject)}: precision receipt</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{in_html(receipt.subject)}: precision receipt</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         f"<main>\n{_body(receipt)}\n{rows}\n</main>\n</body>\n</html>\n"
     )
 
@@ -62,15 +61,15 @@ def _body(receipt: ReceiptRecord) -> str:
 
 def _sections(receipt: ReceiptRecord) -> Iterator[str]:
     state = "" if receipt.declared is None else ' class="deviates"' if receipt.deviations else ' class="clean"'
-    yield f"<h1{state}>{_text(wording.verdict(receipt))}</h1>"
-    yield f'<p class="soft">{_text(wording.facts(receipt))}</p>'
+    yield f"<h1{state}>{in_html(wording.verdict(receipt))}</h1>"
+    yield f'<p class="soft">{in_html(wording.facts(receipt))}</p>'
     for group in wording.deviation_groups(receipt.deviations):
         when = f" ({group.when})" if group.when else ""
         yield (
-            f'<section class="deviation"><h3>{_text(group.title)}</h3>'
-            + (f"<p><code>{_text(group.where)}</code></p>" if group.where else "")
-            + f"<p>Expected {_text(group.first.expected)}; got {_text(group.first.actual)}{_text(when)}.</p>"
-            f"<p>{_text(group.first.advice)}</p></section>"
+            f'<section class="deviation"><h3>{in_html(group.title)}</h3>'
+            + (f"<p><code>{in_html(group.where)}</code></p>" if group.where else "")
+            + f"<p>Expected {in_html(group.first.expected)}; got {in_html(group.first.actual)}{in_html(when)}.</p>"
+            f"<p>{in_html(group.first.advice)}</p></section>"
         )
     operations, kept = wording.operation_table(receipt.rows), wording.tensor_table(receipt.tensors)
     for title, (heads, lines) in (("Operations", operations), ("Tensors that last", kept)):
@@ -78,11 +77,11 @@ def _sections(receipt: ReceiptRecord) -> Iterator[str]:
             yield f"<h2>{title}</h2>"
             yield _table(heads, lines)
     if receipt.memory.peak:
-        yield f"<p>{_text(wording.memory_words(receipt.memory))}</p>"
+        yield f"<p>{in_html(wording.memory_words(receipt.memory))}</p>"
     notes = [line for line in (wording.cache_words(receipt), *receipt.notes) if line]
     if notes:
         yield "<h2>Notes</h2>"
-        yield "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in notes) + "</ul>"
+        yield "<ul>" + "".join(f"<li>{in_html(line)}</li>" for line in notes) + "</ul>"
 
 
 def _rows(receipt: ReceiptRecord) -> Iterator[str]:
@@ -98,13 +97,9 @@ def _rows(receipt: ReceiptRecord) -> Iterator[str]:
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     classes = ["number" if head in wording.NUMBERS else "name" if head in _LONG else "plain" for head in heads]
-    head = "".join(f'<th scope="col" class="{c}">{_text(h)}</th>' for h, c in zip(heads, classes, strict=True))
+    head = "".join(f'<th scope="col" class="{c}">{in_html(h)}</th>' for h, c in zip(heads, classes, strict=True))
     body = "".join(
-        "<tr>" + "".join(f'<td class="{c}">{_text(x)}</td>' for x, c in zip(row, classes, strict=True)) + "</tr>\n"
+        "<tr>" + "".join(f'<td class="{c}">{in_html(x)}</td>' for x, c in zip(row, classes, strict=True)) + "</tr>\n"
         for row in rows
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
-
-
-def _text(text: str) -> str:
-    return escaping.escape(printable(text, lines=False))

@@ -57,8 +57,10 @@ def certify(
     code 0: it conforms. 1: it deviates, and the smallest counterexamples are shown. 2: it cannot be tried.
     """
     file = local_file("certify", "-o", output, "certificate.html")
-    if file is not None and file.suffix.lower() not in _ENDINGS:
-        raise ArgumentError(f"certify: expected a file that ends in {', '.join(_ENDINGS)}; got {file}. Choose one.")
+    if file is not None:
+        from plimsoll.runs.storage.answer_file import check_place
+
+        check_place("certify", file, _ENDINGS)  # before the work
     from plimsoll.certification import certify as certified
 
     certificate = certified(

@@ -1,19 +1,17 @@
 """`write_parity`: a verdict on two recipes as one file, an HTML page with its figure, Markdown, JSON or text."""
 
-import html as markup
 import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from plimsoll.diagnosis import Parity
-from plimsoll.errors import ArgumentError, RunError
 from plimsoll.report.drawing.theme import TEMPLATES
 from plimsoll.report.figures.parity import parity as figure_of
 from plimsoll.report.page.assets import FILES, PLOTLY
 from plimsoll.report.single_file.html_report import packed, policy
-from plimsoll.runs.storage.atomic_files import replacing
-from plimsoll.text import printable
+from plimsoll.runs.storage.answer_file import check_place, write_text
+from plimsoll.text import escaped_cell, in_html, printable
 from plimsoll.version import __version__
 
 _STYLE = """
@@ -64,36 +62,22 @@ def write_parity(found: Parity, path: str | os.PathLike[str]) -> Path:
         MissingExtraError: plotly is not installed, which a page needs.
     """
     place = check_parity_path(path)
-    text = _FORMS[place.suffix.lower()](found)
-    try:
-        with replacing(place) as file:
-            file.write(text.encode("utf-8", "replace"))
-    except OSError as error:
-        raise RunError(f"parity: expected a file that can be written; got {place} ({error}). Name another.") from error
+    write_text("parity", place, _FORMS[place.suffix.lower()](found))
     return place
 
 
 def check_parity_path(path: str | os.PathLike[str]) -> Path:
     """Return the path of a file to write; raise `ArgumentError` for one that cannot be written."""
-    place = Path(path)
-    if place.suffix.lower() not in _FORMS:
-        raise ArgumentError(
-            f"parity: expected a file that ends in {', '.join(_FORMS)}; got {os.fspath(place)!r}. Choose one of these."
-        )
-    if place.is_dir() or not place.parent.is_dir():
-        raise ArgumentError(
-            f"parity: expected a file in a folder that exists; got {os.fspath(place)!r}. Make its folder first."
-        )
-    return place
+    return check_place("parity", path, _FORMS)
 
 
 def _html(found: Parity) -> str:
     plotly = PLOTLY.read_text("utf-8")
     base = (FILES / "css" / "base.css").read_text("utf-8")
     facts = "".join(
-        f'<tr><th scope="row">{_text(name)}</th><td>{_text(value)}</td></tr>\n' for name, value in found.facts()
+        f'<tr><th scope="row">{in_html(name)}</th><td>{in_html(value)}</td></tr>\n' for name, value in found.facts()
     )
-    notes = "".join(f"<p>{_text(line)}</p>\n" for line in (found.remaining, *found.notes) if line)
+    notes = "".join(f"<p>{in_html(line)}</p>\n" for line in (found.remaining, *found.notes) if line)
     picture, scripts = "", ""
     if found.history:
         picture = '<div id="picture"></div>\n'
@@ -105,9 +89,9 @@ def _html(found: Parity) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy((plotly, _SCRIPT))}">\n'
-        f"<title>{_text(found.verdict.capitalize())} - Plimsoll parity</title>\n"
+        f"<title>{in_html(found.verdict.capitalize())} - Plimsoll parity</title>\n"
         f"<style>{base}{_STYLE}</style>\n</head>\n"
-        f"<body>\n<main>\n<h1>{_text(found.sentence)}</h1>\n{notes}{picture}<table>\n{facts}</table>\n</main>\n"
+        f"<body>\n<main>\n<h1>{in_html(found.sentence)}</h1>\n{notes}{picture}<table>\n{facts}</table>\n</main>\n"
         f"<footer>Made by Plimsoll {__version__}. This file makes no network requests.</footer>\n"
         f"{scripts}</body>\n</html>\n"
     )
@@ -123,9 +107,9 @@ def _answers(found: Parity) -> str:
 
 
 def _markdown(found: Parity) -> str:
-    rows = "\n".join(f"| {_escaped(name)} | {_escaped(value)} |" for name, value in found.facts())
-    notes = "\n\n".join(_escaped(line) for line in (found.remaining, *found.notes) if line)
-    return f"**{_escaped(found.sentence)}**\n\n| | |\n|---|---|\n{rows}\n\n{notes}".rstrip() + "\n"
+    rows = "\n".join(f"| {escaped_cell(name)} | {escaped_cell(value)} |" for name, value in found.facts())
+    notes = "\n\n".join(escaped_cell(line) for line in (found.remaining, *found.notes) if line)
+    return f"**{escaped_cell(found.sentence)}**\n\n| | |\n|---|---|\n{rows}\n\n{notes}".rstrip() + "\n"
 
 
 def _json(found: Parity) -> str:
@@ -134,17 +118,6 @@ def _json(found: Parity) -> str:
 
 def _plain(found: Parity) -> str:
     return printable(f"{found}\n\n" + "".join(f"{name}: {value}\n" for name, value in found.facts()))
-
-
-def _text(text: str) -> str:
-    return markup.escape(printable(text, lines=False))
-
-
-def _escaped(text: str) -> str:
-    clean = printable(text, lines=False)
-    for sign in ("\\", "|", "<", "*", "`", "["):
-        clean = clean.replace(sign, f"\\{sign}")
-    return clean
 
 
 _FORMS: Mapping[str, Callable[[Parity], str]] = {".html": _html, ".md": _markdown, ".json": _json, ".txt": _plain}
