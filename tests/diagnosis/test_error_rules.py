@@ -110,7 +110,7 @@ def test_a_repetition_that_took_another_course_is_a_note(tmp_path: Path) -> None
 CLUSTERED = told(last_bin=of_layer(LAYERS[4], constant(0.9), constant(0.02)))
 
 
-def test_weights_in_one_bin_are_a_note_without_a_block_format(tmp_path: Path) -> None:
+def test_weights_in_one_bin_are_a_note(tmp_path: Path) -> None:
     (finding,) = mine(CLUSTERED.write(tmp_path / "run"))
     assert (finding.rule, finding.severity, finding.where) == ("clustered-block", "info", (f"{LAYERS[4]}.weight",))
 

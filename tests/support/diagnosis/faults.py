@@ -93,11 +93,6 @@ def ended(reason: str, message: str, step: int = 199) -> Event:
     return Event(step=step, kind="trigger", message=message, details={"reason": reason, "steps": []})
 
 
-def emulated(fmt: str) -> Event:
-    """What a watch writes when weights are emulated in a format."""
-    return Event(step=0, kind="emulation", message="", details={"formats": {"weights": fmt}})
-
-
 def wired(fact: str, step: int, **details: object) -> Event:
     """A fact of `plimsoll.watch.steps.wiring`."""
     return Event(step=step, kind="wiring", message=fact, details={"fact": fact, "optimizer": "AdamW", **details})
@@ -203,9 +198,8 @@ FAULTS = [
           "biased-rounding", "warning", first=50, last=50),
     fault("a kernel that truncates", told(error=lambda name, step: (-0.03 * (name in LAYERS[4:8]), 0.02)),
           "biased-rounding", "warning"),
-    fault("norm weights in one bin of MXFP8",
-          told(events=(emulated("mxfp8_e4m3"),), last_bin=of_layer(A, constant(0.9), constant(0.02))),
-          "clustered-block", "warning", A),
+    fault("norm weights in one bin of MXFP8", told(last_bin=of_layer(A, constant(0.9), constant(0.02))),
+          "clustered-block", "info", A),
     fault("routes flip", told(decisions=lambda step: flips(0.3 if step >= 100 else 0.02)), "decision-flips", "warning",
           "blocks.1.router", first=100, last=100),
     # -- casts to FP8

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -26,8 +26,6 @@ from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.trend import looks, trend
 from plimsoll.diagnosis.view import View
-from plimsoll.errors import FormatError
-from plimsoll.formats import BlockFormat, get
 from plimsoll.runs.records import FLIPS, MARGIN, TIES
 from plimsoll.spectrum import error_sums
 from plimsoll.tensor_collections import COLLECTIONS
@@ -246,14 +244,14 @@ class ClusteredBlock(Rule):
     """Weights of which most share the last bin of their block's format, so that a block holds one number.
 
     The weights of a norm lie close to each other. In MX formats those at 1.69 to 2 times a power of two are all rounded
-    to the largest number of the block, or clipped to it. That is a note without a recorded emulation
-    of a block format.
+    to the largest number of the block, or clipped to it. It is a note: no record says which weights a training casts to
+    a block format.
     """
 
     id = "clustered-block"
     says = "most weights of a layer fall into the last bin of their block's format"
-    meaning = "The block format makes one number of them: a bias that the layer multiplies into all that it puts out."
-    advice = "Keep these weights (those of norms, as a rule) in BF16 or FP32."
+    meaning = "A block format makes one number of them: a bias that the layer multiplies into all that it puts out."
+    advice = "Keep these weights (those of norms, as a rule) in BF16 or FP32 if you train in a block format."
     figure = "heatmap"
     items = {"in_last_bin": EvidenceItem(unit="share", of_worst=" in the last bin")}
     location_item = EvidenceItem("In the last bin", "share")
@@ -276,15 +274,7 @@ class ClusteredBlock(Rule):
             return
         spots = worst(cells, found, shares)
         evidence = {"worst": spots[0].name, "in_last_bin": spots[0].value, "layers": len(spots)}
-        until = last_of(cells, found)
-        if _emulates_blocks(view):
-            yield self.finding("warning", spots, evidence, until_step=until, collection="weights")
-            return
-        yield self.finding(
-            "info", spots, evidence, until_step=until, collection="weights",
-            meaning="A block format would make one number of them. No emulation of one was recorded.",
-            advice="Leave them out if you go to a block format.",
-        )  # fmt: skip
+        yield self.finding("info", spots, evidence, until_step=last_of(cells, found), collection="weights")
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share, where, and since when."""
@@ -406,17 +396,3 @@ def _forward_error(view: View, step: int, before: str | None = None) -> float:
         errors = errors[: mine.index(True) if any(mine) else None]
     now = errors[:, cells.steps == step]
     return float(np.max(now[np.isfinite(now)], initial=0.0))
-
-
-def _emulates_blocks(view: View) -> bool:
-    """Return whether an emulation that was recorded takes weights to a block format."""
-    recorded = [event.details.get("formats") for event in view.events if event.kind == "emulation"]
-    tables = [cast("Mapping[str, object]", table) for table in recorded if isinstance(table, Mapping)]
-    return any(isinstance(_known(str(table.get("weights"))), BlockFormat) for table in tables)
-
-
-def _known(name: str) -> object:
-    try:
-        return get(name)
-    except FormatError:  # a damaged event, or one of a later version
-        return None
