@@ -118,6 +118,7 @@ class ResidualClamp:
         """Stop clamping, and warn of modules not warned of yet. The counts stay."""
         for handle in self._handles:
             handle.remove()
+            torch_hooks.in_front.discard(handle.id)
         self._handles.clear()
         self.counts()
 
