@@ -13,7 +13,7 @@ def half_up(x: Tensor) -> Tensor:
 
 
 def through_fp16(x: Tensor) -> Tensor:
-    """Round to E5M2 by way of FP16: two roundings, which differ from one just beside a tie."""
+    """Round to E5M2 by way of FP16: two roundings, which differ from one just off a tie."""
     return x.to(torch.float16).to(torch.float8_e5m2)
 
 

@@ -83,7 +83,7 @@ def test_a_sum_that_loses_nothing_shows_no_order() -> None:
         return torch.tensor(math.fsum(x.tolist()))
 
     found = reduction(exact)
-    assert found.order.words == "not visible: no term of the format is lost beside the largest one"
+    assert found.order.words == "not visible: no term of the format is lost against the largest one"
     assert found.accumulator_words() == "at least 61 bits"
 
 

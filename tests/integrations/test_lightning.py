@@ -158,7 +158,7 @@ def test_a_level_holds_in_the_forward(fit: Callable[..., Any], level: str, insid
 
 
 def test_the_level_equals_prepare(fit: Callable[..., Any]) -> None:
-    """The same training in a loop of one's own."""
+    """The same training in a hand-written loop."""
     task, alone = Task(), Task()
     fit(task, plugins=[PrecisionPlugin("amp-fp16")], gradient_clip_val=0.1)
     optimizer = alone.configure_optimizers()

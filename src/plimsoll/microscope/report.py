@@ -84,7 +84,7 @@ class ErrorReport(NotebookRepr):
     Attributes:
         rows: A row for each tensor, in the order of the step.
         reference: Name of the format that the reference was computed in.
-        draws: Number of draws that bias and noise are told from.
+        draws: Number of draws that separate bias from noise.
         varied: What differed between draws: "batches", "random numbers" or "weights".
         losses: The loss of each draw, as the step computes it.
     """

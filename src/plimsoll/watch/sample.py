@@ -117,7 +117,7 @@ class Rows:
         entries: dict[int, list[int]] = defaultdict(list)
         for entry, row in enumerate(self.index):
             entries[row].append(entry)
-        # What is beside the row cannot be added up.
+        # What stands outside of the row cannot be added up.
         apart = {*self.updates, *self.last_bins, *(found.entry for found in self.errors)}
         scaled, empty = set(self.scaled), set(self.unless_empty)
         first: dict[object, int] = {}

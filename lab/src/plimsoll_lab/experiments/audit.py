@@ -260,7 +260,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def measure_with(bench: Bench, setup: Setup, costed: Mapping[str, int] = BERT_LARGE) -> Measured:
-    """Likewise, with sizes of one's own; `costed`: those at which the added operations are counted."""
+    """Do the same with your own sizes; `costed`: those at which the added operations are counted."""
     text = standard_library()
 
     def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 The detector is trained in FP32 and its activation gradients are recorded: how many are zero, where the others lie, and
 what FP16 would lose of them at the loss scales 1, 8 and 32K; of its weights' gradients, how many are updates that FP16
 does not hold. Then it is trained in FP16 at these scales, from the same weights on the same scenes. Zeros that FP16 has
-made are told from those of FP32 by shadow steps.
+made are distinguished from those of FP32 by shadow steps.
 
 Where the gradients lie is stated, not hidden. Activations are 2^10 times those of a normalised network, as a VGG under
 SSD takes pixels of 0 to 255 and amplifies them; and the loss is the share that 8 pictures have of a batch of 2,048.
@@ -202,7 +202,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def measure_with(bench: Bench, setup: Setup) -> Measured:
-    """Likewise, with sizes of one's own."""
+    """Do the same with your own sizes."""
     jobs = jobs_of(bench, KINDS, setup.seeds)
     train_all(jobs, setup, bench)
     by_kind = {kind.name: [job for job in jobs if job.kind == kind] for kind in KINDS}

@@ -107,7 +107,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def measure_with(bench: Bench, setup: Setup) -> Measured:
-    """Likewise, with sizes of one's own."""
+    """Do the same with your own sizes."""
     jobs = jobs_of(bench, KINDS, setup.seeds)
     train_all(jobs, setup, bench)
     by_kind = {kind.name: [job for job in jobs if job.kind == kind] for kind in KINDS}

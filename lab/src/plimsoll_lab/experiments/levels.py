@@ -367,7 +367,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
-    """Likewise, with sizes of one's own."""
+    """Do the same with your own sizes."""
     runs = {kind.name: runs_of(kind, bench, setup) for kind in KINDS}
     tasks = [
         to_task(kind, bench.seed + number, run, setup, bench.device, watched=kind.watched and number == 0)

@@ -387,7 +387,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
-    """Likewise, with sizes and a number of workers of one's own."""
+    """Do the same with your own sizes and number of workers."""
     tasks = [task_of(kind, setup, bench.runs / kind.name, seed=bench.seed, device=bench.device) for kind in KINDS]
     with contextlib.nullcontext() if bench.full else one_thread():
         said = carry_out("plimsoll_lab.experiments.t5:trained", tasks, workers=workers, progress=bench.progress)

@@ -252,7 +252,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
-    """Likewise, with sizes of one's own."""
+    """Do the same with your own sizes."""
     # The slowest comes first, so that no worker is left alone with it at the end.
     ordered = sorted(KINDS, key=lambda kind: kind.wide_sums)
     tasks = [task_of(kind, setup, bench.runs / kind.name, seed=bench.seed, device=bench.device) for kind in ordered]

@@ -363,7 +363,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def measure_with(bench: Bench, setup: Setup, *, workers: int) -> Measured:
-    """Likewise, with sizes of one's own."""
+    """Do the same with your own sizes."""
     jobs = jobs_of(bench, setup)
     tasks = [job.to_task(setup, bench.device) for job in jobs]
     with one_thread():

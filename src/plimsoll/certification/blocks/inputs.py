@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from plimsoll.certification.probing.arrays import Values
 from plimsoll.formats import BlockFormat
 
-# ordinary: far from a power of two and from where a rule's choice changes. edge: at such a place or one step beside it.
+# ordinary: far from a power of two and from where a rule's choice changes. edge: at such a place or one step off it.
 # range: where the scale would leave its format, or the largest magnitude is subnormal.
 BlockClass = Literal["ordinary", "edge", "range"]
 _TINY = 4  # binades of the smallest values of a block

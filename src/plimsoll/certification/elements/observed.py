@@ -157,7 +157,7 @@ class Observed:
         return self._encoded(np.where(self.nan, 0.0, self.x), rounding, saturate, self.nan)
 
     def side_lost(self, saturate: bool) -> Mask:
-        """Return where the result is that of the tie beside the input, and that of the input is another one."""
+        """Return where the result is that of the tie next to the input, and that of the input is another one."""
         middle = np.copysign((self.lower + self.upper) / 2, self.x)
         tied = self._encoded(middle, "nearest_even", saturate, ~self.beside_tie)
         # A zero may have been flushed: it says nothing of rounding.

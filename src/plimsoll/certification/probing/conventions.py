@@ -127,7 +127,7 @@ def read_packed(
         order: Roles of the parts, where they are known. Default: they are found by size.
 
     Raises:
-        CallFailedError: The parts cannot be told apart, or do not fit the shape.
+        CallFailedError: The parts cannot be distinguished, or do not fit the shape.
     """
     element = element_of(fmt)
     found, order = _roles(returned, fmt, shape, order)

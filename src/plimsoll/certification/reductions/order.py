@@ -38,7 +38,7 @@ def reveal(reducer: Reducer, length: int) -> Tree:
     if once != _sizes(reducer, length, mask, unit, 0, others):
         raise UnstableOrderError("it changes from call to call")
     if max(once) <= 2:
-        raise NotVisibleError("no term of the format is lost beside the largest one")
+        raise NotVisibleError("no term of the format is lost against the largest one")
     known = {(0, other): size for other, size in zip(others, once, strict=True)}
 
     def sizes(first: int, others: Sequence[int]) -> list[int]:

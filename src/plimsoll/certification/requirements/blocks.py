@@ -118,7 +118,7 @@ def nan_block(trial: Trial) -> Outcome:
 
 @requirement(
     "own-block",
-    "A block's result depends on its own values alone, whatever the blocks beside, above and below it have.",
+    "A block's result depends on its own values alone, whatever its neighbours hold.",
     sections={OCP_MX: "5.1", NVFP4_RECIPE: ""},
     applies=_block,
 )

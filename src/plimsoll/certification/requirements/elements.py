@@ -62,12 +62,12 @@ def ties(trial: Trial) -> Outcome:
 
 @requirement(
     "rounded-once",
-    "Values are rounded once: beside half-way, where a step through FP16 or BF16 would lose it, the side counts.",
+    "Values are rounded once: near half-way, where a step through FP16 or BF16 would lose it, the side counts.",
     sections={IEEE_754: "4.3", OFP8: "5.2", OCP_MX: "5.3", FNUZ: "", NVFP4_RECIPE: ""},
     applies=_to_nearest,
 )
 def rounded_once(trial: Trial) -> Outcome:
-    """Try values beside ties, in every range. What becomes something else than the tie does is for other rows."""
+    """Try values next to ties, in every range. What becomes something else than the tie does is for other rows."""
     return trial.observed.judge(trial.observed.beside_tie, ~trial.side_lost, trial.expected)
 
 

@@ -40,7 +40,7 @@ def exact_sums(trial: Trial) -> Outcome:
     may_refuse=True,
 )
 def odd_lengths(trial: Trial) -> Outcome:
-    """Try lengths from 1 to 257 beside multiples of 16, and odd sides of matrices."""
+    """Try lengths from 1 to 257 as well as multiples of 16, and odd sides of matrices."""
     return _exact(trial, _ODD, _SIDES)
 
 
@@ -97,7 +97,7 @@ def subnormal_terms(trial: Trial) -> Outcome:
 
 @_row("accumulator", "Partial sums have {accumulator_bits} bits or more.", general=(FP32_SUMS, "3.3"))
 def accumulator_bits(trial: Trial) -> Outcome:
-    """Look for the smallest term that is kept beside a larger one, in partial sums of several sizes."""
+    """Look for the smallest term that is kept in a sum with a larger one, in partial sums of several sizes."""
     reduction = _stable(trial)
     needed = trial.subject.accumulator_bits
     narrow = [width for width in reduction.widths if not width.open and width.bits < needed]

@@ -98,7 +98,7 @@ def averaged(values: Floats) -> Floats:
 def _noise(values: Floats) -> tuple[Floats, int, int]:
     """Return the weighted values less their trend, the number of independent blocks, and what the trend takes of them.
 
-    The trend of a recipe that is worse is smooth but of any form, and is told from noise by its slowness alone. So the
+    The trend of a recipe that is worse is smooth but of any form, and differs from noise only in its slowness. So the
     first one of `_TRENDS` that leaves noise much faster than itself counts. Where noise itself is slow the last one
     does, which takes little of it away.
     """

@@ -1,6 +1,6 @@
 """`CheckpointStore`: checkpoints that a guard may roll back to, and what of the training is in them.
 
-By default that is the loop, or in a loop of one's own the model, the watch's optimizers and the
+By default that is the loop, or in a hand-written loop the model, the watch's optimizers and the
 scaler; always the random generators of Python, NumPy, the CPU and the model's device. Where the data loader stands is
 not in it: training goes on with the next batch. Copies lie in the host's memory.
 """

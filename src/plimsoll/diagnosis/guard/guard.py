@@ -47,7 +47,7 @@ class Guard:
       - "rollback": the last checkpoint from before the finding, handed over with `checkpoint`, is put back.
       - "stop": the training ends with `GuardStop`, after the run is flushed and `report` is written.
     - `on_finding`: called between steps with each finding that is new, or graver than before.
-    - `loop`: what `plimsoll.prepare` gave. `scaler`: that of a loop of one's own.
+    - `loop`: what `plimsoll.prepare` gave. `scaler`: that of a hand-written loop.
     - `every`: steps between looks. `cpu_share`: the share of one core that they may take in the mean; a look that is
       due too early for that, or while another is under way, is left out.
     - `severity`: the least that is acted on. `limits`: how often; see `Limits`.

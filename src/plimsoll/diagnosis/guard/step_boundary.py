@@ -1,6 +1,6 @@
 """Where one step has ended and the next not begun, on the thread that trains: there, and only there, a guard acts.
 
-With a `Loop` that is the end of ``loop.step``. In a loop of one's own it is the end of ``scaler.update()``, or, where
+With a `Loop` that is the end of ``loop.step``. In a hand-written loop it is the end of ``scaler.update()``, or, where
 no loss is scaled, of the last optimizer's step: once each of the watch's optimizers has stepped.
 """
 

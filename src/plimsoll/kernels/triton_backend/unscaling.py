@@ -69,7 +69,7 @@ def _unscale(
         raw, loaded = load(address, head, length, 0, 0, tile, POINTEE, ITEM, 0, TILE)
         bits = input_bits.decode(raw, KIND)
         product, result = _multiply(raw, bits, factor, KIND)
-        # A value that there is none of is 0: its product tells of nothing but a factor that is not finite.
+        # A value that there is none of is 0: its product shows nothing but a factor that is not finite.
         limit = infinity(WIDE)
         wrong = (magnitude_of(bits, WIDE) >= limit) | (magnitude_of(product, WIDE) >= limit)
         bad += by_thread(wrong.to(tl.int32), ITEM, TILE)

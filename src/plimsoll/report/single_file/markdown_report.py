@@ -22,7 +22,7 @@ _ZERO_WIDTH = "\u200b"
 def markdown(run: Source, *, findings: Sequence[Finding] | None = None, until: int | None = None) -> str:
     """The verdict, a table of findings, and what is behind them folded away; at most 60 KB.
 
-    - `findings`: those of `diagnose`, unless others are given. `until`: tells of the run as it was at this step.
+    - `findings`: those of `diagnose`, unless others are given. `until`: the last step that counts.
 
     Raises `RunError` for a folder that holds no run.
     """

@@ -92,7 +92,7 @@ def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: in
     """Facts of a run, its folder, or a `View` of it.
 
     - `findings`: those of `diagnose`, unless others are given, found with other rules or thresholds.
-    - `until`: tells of the run as it was at this step; not with a `View`, which has its own.
+    - `until`: the last step that counts; not with a `View`, which has its own.
 
     Raises `RunError` for a folder that holds no run.
     """

@@ -191,6 +191,6 @@ def _check_flat(module: nn.Module) -> None:
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is not None and isinstance(module, kind):
         raise ArgumentError(
-            "watch: expected a model whose parameters can be told apart; got one wrapped in FullyShardedDataParallel, "
+            "watch: expected a model whose parameters are separate; got one wrapped in FullyShardedDataParallel, "
             "which keeps them as pieces of flat tensors. Shard it with torch.distributed.fsdp.fully_shard instead."
         )

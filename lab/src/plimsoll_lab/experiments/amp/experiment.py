@@ -284,7 +284,7 @@ def _of_savings(memory: Memory, batches: Mapping[str, int], parameters: int) -> 
 
 
 def _of_parts(memory: Memory, batch: int) -> tuple[Claim, ...]:
-    """Static and dynamic memory told apart."""
+    """Static and dynamic memory, each by itself."""
     bert, masters = memory["bert", "fp32"], memory["bert", "fp16-master"]
     return claims_of(
         f"""

@@ -1,4 +1,4 @@
-"""The memory of a training step, static and dynamic told apart (X2), counted to the byte.
+"""The memory of a training step, static and dynamic apart (X2), counted to the byte.
 
 Counted on "meta", where a tensor has a shape, a dtype and a storage, and no values: so BERT-base at 64 texts of 128
 tokens takes seconds, and the level casts as it does on a GPU, with no emulation to widen anything.

@@ -437,7 +437,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
-    """Likewise, with sizes of one's own."""
+    """Do the same with your own sizes."""
     jobs = jobs_of(bench, setup)
     for job in jobs:
         job.folder.mkdir()

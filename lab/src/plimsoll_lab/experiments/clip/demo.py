@@ -152,7 +152,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
-    """Likewise, with sizes of one's own."""
+    """Do the same with your own sizes."""
     train_all(DEMO_KINDS, setup, bench, workers)
     trainings = [judged(kind, setup, Run(bench.runs / kind.name)) for kind in DEMO_KINDS]
     numbers = [training.numbers for training in trainings]

@@ -297,7 +297,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
-    """Likewise, with sizes of one's own."""
+    """Do the same with your own sizes."""
     kinds = list(ALL_KINDS.values())
     train_all(kinds, setup, bench, workers)
     trainings = tuple(_judged(kind, setup, bench) for kind in kinds)

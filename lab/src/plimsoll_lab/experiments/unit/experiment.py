@@ -186,7 +186,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
-    """Likewise, with sizes of one's own."""
+    """Do the same with your own sizes."""
     jobs = jobs_of(bench, setup)
     with contextlib.nullcontext() if bench.full else one_thread():
         train_all(jobs, setup, bench.device, workers, bench.progress)

@@ -25,7 +25,7 @@ class Training:
 
     @property
     def loop(self) -> Any:
-        """The loop; None for a loop of one's own."""
+        """The loop; None for a hand-written loop."""
         return None if self._loop is None else self._loop()
 
     @property

@@ -29,7 +29,7 @@ class ToBF16(GuardAction):
 
     The whole run is meant where the finding names no modules or more than half of those with parameters, and where the
     modules alone have not helped. With a `Loop` its policy or its level changes, and stays changed when the guard ends.
-    In a loop of one's own the modules run under BF16 autocast, or emulation where that is what the training runs in,
+    In a hand-written loop the modules run under BF16 autocast, or emulation where that is what the training runs in,
     and return FP32; that goes with the guard.
     """
 
@@ -94,7 +94,7 @@ class ToBF16(GuardAction):
         return finding.rule == NoSingleScale.id and any(map(self._is_done, self.training.modules_of(finding)))
 
     def undo(self) -> None:
-        """In a loop of one's own: the modules run as before."""
+        """In a hand-written loop: the modules run as before."""
         while self._regions:  # dropped once it is gone: an interrupted close is taken up again
             self._regions[-1].remove()
             self._regions.pop()
@@ -179,6 +179,7 @@ class InBF16:
         """The modules compute as what is around them."""
         for handle in self._handles:
             handle.remove()
+            torch_hooks.in_front.discard(handle.id)
         self._handles.clear()
 
 
@@ -204,7 +205,7 @@ inlined_only(_Region.enter, _Region.leave)
 
 
 def _bf16(kind: str) -> contextlib.AbstractContextManager[Any]:
-    """BF16 in the way of what is in force around: an emulation, the lists of `Autocast`, or torch's autocast."""
+    """BF16 by the means that are active outside: an emulation, the lists of `Autocast`, or torch's autocast."""
     if thread_frame.current() is not None:
         return emulate("bf16") if kind == "cpu" else Autocast(CUDA, torch.bfloat16)
     # Without the cache, which is by weight alone: one that is used in FP16 too would be found in that.

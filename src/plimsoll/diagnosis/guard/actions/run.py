@@ -18,7 +18,7 @@ _FLUSH_SECONDS = 60.0
 class Skip(GuardAction):
     """The next step changes nothing: its gradients are dropped.
 
-    A `Loop`'s schedulers do not advance then, and its outcome says why. In a loop of one's own the optimizers are
+    A `Loop`'s schedulers do not advance then, and its outcome says why. In a hand-written loop the optimizers are
     called and find no gradients; what you step besides (schedulers) is yours.
     """
 
