@@ -157,6 +157,13 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "never unscaled": (
         {"scaler": scaler, "step": lambda o, s: o.step()}, ("gradients-mishandled", "alarm", "never unscaled"),
     ),
+    "unscaled twice": (
+        {"scaler": scaler, "between": divide}, ("gradients-mishandled", "warning", "divided by the loss scale twice"),
+    ),
+    "unscaled twice, accumulated": (
+        {"scaler": scaler, "between": divide, "accumulate": 3},
+        ("gradients-mishandled", "warning", "divided by the loss scale twice"),
+    ),
     "clipped while scaled": (
         {"scaler": scaler, "between": lambda m, o, s: clip_grad_norm_(m.parameters(), 0.1)},
         ("gradients-mishandled", "warning", "clipped to 0.1 while scaled"),

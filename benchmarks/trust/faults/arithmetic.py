@@ -47,7 +47,6 @@ def unscaled_within(run: Training) -> None:
     r"|updates-swallowed|smaller than (the )?rounding|moves? (nothing|hardly)|unscale",
     misleading="dead-layer",
     precision="fp16",
-    held_back=True,
 )
 def unscaled_twice(run: Training) -> None:
     """Gradients are divided by the scale by hand, and once more by the scaler: updates are 65,536 times too small."""

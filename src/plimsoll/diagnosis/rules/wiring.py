@@ -13,14 +13,16 @@ from numpy.typing import NDArray
 
 from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, threshold
-from plimsoll.diagnosis.tables.cells import Floats
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import FP16
 from plimsoll.runs import Event
 
 _OUTSIDE = "in no optimizer"  # a fact of the watch, and the cause in the evidence
 _ERASED = "all zero when the optimizer steps, and not after the backward"
+_TWICE = "divided by the loss scale twice"
 _REMEDIES = {
+    _TWICE: "divide by hand, or let the scaler do it, but not both",
     "never set to zero": "call zero_grad() once a step",
     "never unscaled": "call scaler.step(optimizer)",
     _ERASED: "compute the norm for clipping in FP32, and look for a misplaced zero_grad()",
@@ -193,21 +195,26 @@ class OptimizerIdle(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsMishandled(Rule):
-    """Gradients that are never set to zero, never unscaled, clipped while they carry the loss scale, or erased.
+    """Gradients that are not set to zero, unscaled never or twice, clipped while they carry the loss scale, or erased.
 
     The first two are facts. Gradients that were clipped while scaled, and unscaled afterwards, have a norm (or a
     largest value) that times the loss scale is the same round number at every step. Those that something sets to zero
-    before the step are all zero, while the backward gives the activations others.
+    before the step are all zero, while the backward gives the activations others. Those that were unscaled twice have
+    biases whose gradients times the loss scale add up to the gradients of their module's output.
     """
 
     id = "gradients-mishandled"
-    says = "gradients are never set to zero, never unscaled, clipped while they carry the loss scale, or all erased"
+    says = (
+        "gradients are never set to zero, unscaled never or twice, clipped while they carry the loss scale, or erased"
+    )
     meaning = "The optimizer gets gradients that are not those of the step's loss."
     advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."
     figure = "loss_and_scale"
 
     samples: float = threshold(5, "five equal norms are no coincidence")
     tolerance: float = threshold(0.002, "rounding of FP16 gradients, summed")
+    rounding: float = threshold(0.001, "of the sum of magnitudes, twice what FP16 can lose of each")
+    clear: float = threshold(0.01, "of the sum of magnitudes: smaller sums show nothing")
 
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each."""
@@ -241,6 +248,13 @@ class GradientsMishandled(Rule):
                 meaning="Gradients are clipped while they carry the loss scale, which leaves them far too small.",
                 advice="Call scaler.unscale_(optimizer) before clipping.",
             )  # fmt: skip
+        since = self._unscaled_twice(view)
+        if since is not None:
+            yield self._finding(
+                view, "warning", since, _TWICE, "all gradients",
+                meaning="The optimizer gets gradients that are too small by the loss scale.",
+                advice="scaler.step(optimizer) divides by the scale: take the division by hand out.",
+            )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the mistake and its remedy."""
@@ -271,6 +285,36 @@ class GradientsMishandled(Rule):
             if bound is not None and self._round_constant(values[first]) is None:
                 return int(steps[first][-1]), what, bound
         return None
+
+    def _unscaled_twice(self, view: View) -> int | None:
+        """Since when biases' gradients are too small by the loss scale; None if they are not.
+
+        A bias is added to its module's output, so both gradients have one sum, whatever the batch is.
+        """
+        gradients, passed = view.cells("gradients"), view.cells("activation_gradients")
+        if gradients is None or passed is None or not view.scaled:
+            return None
+        steps, mine, theirs = np.intersect1d(gradients.steps, passed.steps, return_indices=True)
+        places = {name: place for place, name in enumerate(passed.names)}
+        pairs = [
+            (place, places[output])
+            for place, name in enumerate(gradients.names)
+            if name.endswith(".bias") and (output := f"{name.removesuffix('.bias')}:output") in places
+        ]
+        if not pairs or len(steps) < self.samples:
+            return None
+        first, of_outputs = slice(0, int(self.samples)), [place for _, place in pairs]  # judged once, for good
+
+        def sums(cells: Cells, column: str, rows: list[int], at: Ints) -> Floats:
+            return cells.total(cells.columns[column] / cells.scale)[rows][:, at][:, first]
+
+        biases = sums(gradients, "sum", [place for place, _ in pairs], mine)
+        outputs, sizes = (sums(passed, column, of_outputs, theirs) for column in ("sum", "abssum"))
+        scales = view.scale_at(steps[first])
+        clear = np.abs(outputs) > self.clear * sizes
+        near = np.abs(biases * scales - outputs) <= self.rounding * sizes
+        twice = clear.any(axis=0).all() and near[clear].all() and (scales >= 2).all()
+        return int(steps[first][-1]) if twice else None
 
     def _round_constant(self, values: Floats) -> float | None:
         """The number of at most two digits that all values are, within the tolerance."""
