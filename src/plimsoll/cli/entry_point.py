@@ -1,9 +1,4 @@
-"""Frame of the command line: commands, common options, help, and the form of errors.
-
-An error that Plimsoll raises on purpose is a message on stderr and exit code 2, never a traceback. Anything else is a
-defect of Plimsoll, and keeps its traceback. If records of a run are missing, the command still answers, and exits with
-2 instead of 0: the missing records might have changed the answer.
-"""
+"""Frame of the command line: commands, common options, help, and the form of errors."""
 
 import gc
 import importlib
@@ -168,6 +163,9 @@ class _Group(TyperGroup):
             args = [*args[1:2], "--help"]
         return super().parse_args(ctx, args)
 
+    # An error that Plimsoll raises on purpose is a message on stderr and exit code 2, never a traceback. Anything else
+    # is a defect of Plimsoll, and keeps its traceback. If records of a run are missing, the command still answers, and
+    # exits with 2 instead of 0: the missing records might have changed the answer.
     def invoke(self, ctx: Any) -> object:
         """Run the command."""
         runs = start_reading()

@@ -82,10 +82,8 @@ class View:
         return self._cells[collection]
 
     def as_emulated(self, collection: str, cells: Cells | None) -> Cells | None:
-        """Return the cells with the formats of an emulation in place of FP32.
-
-        An emulation rounds values that PyTorch holds in FP32.
-        """
+        """Return the cells with the formats of an emulation in place of FP32."""
+        # An emulation rounds values that PyTorch holds in FP32.
         if cells is not None:
             for steps, formats in self.emulations:
                 if collection in formats:
@@ -186,16 +184,14 @@ class View:
         return np.where(np.isfinite(found) & (found > 0), found, 1.0)
 
     def solved(self, steps: Ints) -> NDArray[np.bool_]:
-        """Return whether the loss is zero, or next to nothing, at each step.
-
-        Its gradients are next to nothing then too, which is no underflow.
-        """
+        """Return whether the loss is zero, or next to nothing, at each step."""
         known, loss = self.scalar("loss")
         finite = np.isfinite(loss)
         known, loss = known[finite], loss[finite]
         if not len(loss):
             return np.zeros(len(steps), dtype=bool)
         place = np.minimum(np.searchsorted(known, steps), len(known) - 1)
+        # The gradients of a loss of zero are next to nothing too, which is no underflow.
         nothing = np.abs(loss[place]) <= _NOTHING * abs(float(np.median(loss[:5])))
         return (known[place] == steps) & nothing
 
@@ -231,13 +227,11 @@ class View:
         return found
 
     def _held(self, cells: Cells) -> Floats:
-        """Return the scale at which each row's format contained its values.
-
-        Parameter gradients that were unscaled since are stored at scale 1. Those of FP32 parameters passed their narrow
-        format before that, at the loss scale. Those of narrow parameters underflow at the unscaling too.
-        """
+        """Return the scale at which each row's format contained its values."""
         if cells.collection != "gradients" or not self.scaled:
             return cells.scale
+        # Parameter gradients that were unscaled since are stored at scale 1. Those of FP32 parameters passed their
+        # narrow format before that, at the loss scale. Those of narrow parameters underflow at the unscaling too.
         weights = self.formats("weights")
         wide = np.array([_is_wide(weights.get(name)) for name in cells.names], dtype=bool)
         unscaled: NDArray[np.bool_] = (cells.scale == 1.0) & wide[cells.layer]

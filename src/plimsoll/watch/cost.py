@@ -4,9 +4,6 @@
 consecutive steps, and times the second of each pair: the background work that the first leaves behind runs into it, as
 in a run that samples every step. All kinds of step run once a round, in another order each round, and an extra time is
 a difference between two steps of one round. So a slow moment of the machine falls on all kinds alike.
-
-The floor is one `torch.aminmax` of each tensor that a sample of all collections measures, but the updates, which no
-tensor of the training holds. Any statistic of every value has to read the values once, so no watcher costs less.
 """
 
 import math
@@ -188,6 +185,8 @@ def _compiles() -> bool:
     return bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
 
 
+# The floor is one `torch.aminmax` of each tensor that a sample of all collections measures, but the updates, which no
+# tensor of the training holds. Any statistic of every value has to read the values once, so no watcher costs less.
 class _Floor:
     """Hooks that take `torch.aminmax` of each tensor that a sample measures, once."""
 

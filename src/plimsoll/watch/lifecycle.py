@@ -5,10 +5,6 @@ would be listed among those of another model. So a run is continued if that was 
 the same model into the folder before, or if model and optimizer fit: tensors of the same names and shapes, and an
 optimizer with about as many steps as the run. Otherwise `watch` refuses. In a notebook, where cells run again, the
 earlier run is kept under a numbered name.
-
-The end of a watch first removes all hooks, then writes what is left. It may be interrupted anywhere, and requested
-twice, by two threads, or by a function that it calls itself. Each part can be repeated and is dropped only when it is
-done, so that the next call continues where an interrupted one stopped.
 """
 
 import atexit
@@ -253,6 +249,9 @@ def _from_here(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
+# The end of a watch first removes all hooks, then writes what is left. It may be interrupted anywhere, and requested
+# twice, by two threads, or by a function that it calls itself. Each part can be repeated and is dropped only when it is
+# done, so that the next call continues where an interrupted one stopped.
 class Closing:
     """End of one watch.
 

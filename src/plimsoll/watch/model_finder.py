@@ -4,15 +4,6 @@ Optimizers are noted as they are made. While one of them has parameters that not
 is replaced: the outermost call of a module that has them, with gradients enabled, finds the model, and the watch is set
 up before that call goes on, so that it is recorded too. (A global forward hook would come too late for it: torch has
 collected a call's hooks by then. And torch.compile warns of global hooks.) Then `__call__` is torch's own again.
-
-Where that module has only a part of an optimizer's parameters, the smallest module that has them all is the model (a
-LightningModule whose `training_step` calls its parts); where there is none (an encoder and a decoder), each part is
-watched when it is called. What is never called as a module is looked for after an optimizer's second step.
-
-A script that makes no optimizer is heard of by its backwards: where the weights that one reached have moved by the next
-one, the smallest module that has them is the model, watched from that backward on.
-
-The file is long, as each case above is a few lines of one search, which share what it knows.
 """
 
 import functools
@@ -129,6 +120,8 @@ class Finder:
         """Whether a model was found."""
         return bool(self._watches)
 
+    # A script that makes no optimizer is heard of by its backwards: where the weights that one reached have moved by
+    # the next one, the smallest module that has them is the model, watched from that backward on.
     def note_backward(self, roots: Sequence[torch.Tensor]) -> bool:
         """A backward begins, and no optimizer was ever made; whether there is nothing more to hear of them."""
         if backward_running() != -1:  # a checkpoint's, within another
@@ -362,6 +355,9 @@ def _housed(modules: list[tuple[nn.Module, set[int]]]) -> set[int]:
     return set[int]().union(*(has for _, has in modules))
 
 
+# Where that module has only a part of an optimizer's parameters, the smallest module that has them all is the model (a
+# LightningModule whose `training_step` calls its parts); where there is none (an encoder and a decoder), each part is
+# watched when it is called. What is never called as a module is looked for after an optimizer's second step.
 def _whole(module: nn.Module, ids: set[int], needs: list[set[int]]) -> nn.Module:
     """The module itself if it has all that an optimizer steps, else what does, else the module."""
     if any(need <= ids for need in needs):

@@ -359,15 +359,13 @@ class _Part:
         return found
 
     def _errors(self, loss_scale: float | None) -> dict[str, NDArray[np.float64]]:
-        """Return the columns of errors. All of one entry are added up.
-
-        Errors carry the loss scale where values do. A gradient that was unscaled since does not, and its errors were
-        taken before.
-        """
+        """Return the columns of errors. All of one entry are added up."""
         merged = np.full((len(self.rows.index), row_layout.ERRORS), np.nan)
         scaled = set(self.rows.scaled)
         for entry, table, row, carries_scale in self.rows.errors:
             sums: NDArray[np.float64] = table.tensor()[row].numpy().copy()
+            # Errors carry the loss scale where values do. A gradient that was unscaled since does not, and its errors
+            # were taken before.
             if carries_scale and loss_scale and entry not in scaled:
                 sums *= loss_scale**-ERROR_POWERS
             if np.isnan(merged[entry, 0]):

@@ -92,13 +92,11 @@ def _held(values: Values, carrier: str) -> Values:
 
 
 def _filled(largest: Values, fmt: BlockFormat, carrier: str) -> Values:
-    """Return blocks with these largest magnitudes, at changing places and with changing signs, among smaller values.
-
-    Some are so small that they are subnormal at their block's scale: these show which scale it was.
-    """
+    """Return blocks with these largest magnitudes, at changing places and with changing signs, among smaller values."""
     count, block = len(largest), fmt.block
     parts = np.resize(_SPREAD, (count, block))
     depth = fmt.element.max_exponent - fmt.element.min_exponent
+    # Some are so small that they are subnormal at their block's scale: these show which scale it was.
     parts[:, 1::4] *= 2.0 ** -(depth + np.arange(parts[:, 1::4].shape[1]) % _TINY)
     signs = np.where(np.arange(count * block).reshape(count, block) % 3 == 0, -1.0, 1.0)
     x = np.minimum(_held(largest[:, None] * parts, carrier), largest[:, None]) * signs

@@ -1,8 +1,4 @@
-"""Evidence on stochastic rounding: how often each value goes up, from many draws, with a computed bound.
-
-A count of draws is binomial if the rounding is unbiased and the draws are independent. Each point is tested two-sided,
-and the probability of a false alarm in a whole certificate is at most `FALSE_ALARM` (Bonferroni).
-"""
+"""Evidence on stochastic rounding: how often each value goes up, from many draws, with a computed bound."""
 
 import math
 from dataclasses import dataclass
@@ -18,6 +14,8 @@ from plimsoll.certification.probing.caller import Caller
 from plimsoll.certification.probing.conventions import CARRIERS, SIDE, Call
 from plimsoll.formats import Format, get_element
 
+# A count of draws is binomial if the rounding is unbiased and the draws are independent. Each point is tested two-
+# sided, and the probability of a false alarm in a whole certificate is at most `FALSE_ALARM` (Bonferroni).
 FALSE_ALARM = 1e-9
 _CARRIERS = {name: get_element(name, "certify") for name in reversed(CARRIERS)}  # the finest first
 _DRAWS, _MANY_DRAWS = 1 << 16, 1 << 18  # the latter where a result is rare

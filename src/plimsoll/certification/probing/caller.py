@@ -1,8 +1,4 @@
-"""Calls of the function under test: contained, timed, and watched for changes of their inputs.
-
-The function is somebody else's. What it raises becomes a `CallFailedError`, what it prints and warns of becomes a note,
-and a changed input is kept as a counterexample. Random generators are restored when the certificate is done.
-"""
+"""Calls of the function under test: contained, timed, and watched for changes of their inputs."""
 
 import contextlib
 import io
@@ -31,6 +27,8 @@ class OutOfTimeError(Exception):
     """The time limit has been reached."""
 
 
+# The function is somebody else's. What it raises becomes a `CallFailedError`, what it prints and warns of becomes a
+# note, and a changed input is kept as a counterexample. Random generators are restored when the certificate is done.
 class Caller:
     """The function under test, with tensors on a device and a limit of the time that is checked between calls."""
 

@@ -1,8 +1,4 @@
-"""Conventions of a cast or a pack, found by calling it: torch or NumPy, and the parts of a packed result.
-
-Roles of the parts are found by size in a matrix where no two are alike: as many codes as values or half as many bytes,
-one scale a block, one number a tensor. So ``(codes, scales)`` and ``(scales, codes)`` are both understood.
-"""
+"""Conventions of a cast or a pack, found by calling it: torch or NumPy, and the parts of a packed result."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast
@@ -143,6 +139,8 @@ def read_packed(
     return Result(values=values, dtype="codes", scales=scales, parts=order)
 
 
+# Roles of the parts are found by size in a matrix where no two are alike: as many codes as values or half as many
+# bytes, one scale a block, one number a tensor. So `(codes, scales)` and `(scales, codes)` are both understood.
 def _roles(
     returned: Any, fmt: Format | BlockFormat, shape: tuple[int, ...], order: tuple[str, ...]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:

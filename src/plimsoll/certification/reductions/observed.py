@@ -1,9 +1,4 @@
-"""Findings on a sum or a product: its order of additions, and the width and rounding of its accumulator.
-
-The accumulator is measured at several partial sums of the order, after Fasi et al., Numerical behavior of NVIDIA tensor
-cores (PeerJ Computer Science 7, 2021): 1 and a smaller term are added, and then -1. The result is what the accumulator
-kept of the smaller term.
-"""
+"""Findings on a sum or a product: its order of additions, and the width and rounding of its accumulator."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,6 +105,9 @@ class Reduction:
         path = [((0, 1, self.order.length - 1), 2)] if tree is None else _path(tree)
         return [self._width(*path[index]) for index in sorted({0, len(path) // 2, len(path) - 1})]
 
+    # The accumulator is measured at several partial sums of the order, after Fasi et al., Numerical behavior of NVIDIA
+    # tensor cores (PeerJ Computer Science 7, 2021): 1 and a smaller term are added, and then -1. The result is what the
+    # accumulator kept of the smaller term.
     def _width(self, places: Places, terms: int) -> Width:
         result = self.reducer.result_format
         top, reach = self._top, min(self._top - max(self.reducer.lowest + 2, result.min_exponent), 60)
@@ -141,11 +139,9 @@ class Reduction:
 
     @cached_property
     def compensated(self) -> bool:
-        """Whether many terms of a quarter of the last place count although each is lost by itself.
-
-        Only of a sum that adds one term after another: in others small terms meet each other first.
-        """
+        """Whether many terms of a quarter of the last place count although each is lost by itself."""
         tree, width, length = self.order.tree, self.widths[0], self.order.length
+        # Only of a sum that adds one term after another: in others small terms meet each other first.
         if tree is None or width.open or not is_chain(tree):
             return False
         quarter = 2.0 ** (self._top - width.bits - 1)

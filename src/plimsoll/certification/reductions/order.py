@@ -1,9 +1,4 @@
-"""The order of additions, from numerical tests alone (FPRev: Xie et al., arXiv:2411.00442).
-
-One term is a huge M and another -M; all others are a unit so small that M absorbs it. Units that are added before M and
--M meet are lost, and the others are counted by the result. The count gives the size of the smallest partial sum that
-has both. Sizes for all pairs give the tree.
-"""
+"""The order of additions, from numerical tests alone (FPRev: Xie et al., arXiv:2411.00442)."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -73,6 +68,9 @@ def mask_and_unit(reducer: Reducer, length: int) -> tuple[float, float]:
     raise NotVisibleError("small terms are lost by themselves")
 
 
+# One term is a huge M and another -M; all others are a unit so small that M absorbs it. Units that are added before M
+# and -M meet are lost, and the others are counted by the result. The count gives the size of the smallest partial sum
+# that has both. Sizes for all pairs give the tree.
 def _sizes(reducer: Reducer, length: int, mask: float, unit: float, first: int, others: Sequence[int]) -> list[int]:
     """Return for pairs of terms the number of terms of the smallest partial sum that has both."""
     found: dict[int, int] = {}

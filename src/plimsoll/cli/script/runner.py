@@ -1,10 +1,4 @@
-"""Runs a script as ``python SCRIPT`` or ``python -m MODULE`` would, inside this process.
-
-The script gets a `__main__` of its own, for good: classes pickle by it, worker processes find it by its file, and exit
-handlers still see its variables. It is run when the command line's own work is done and off the stack (`RunAfterCli`),
-so that what leaves it goes on to the interpreter, which ends as it always does: 1, the script's own status, or SIGINT.
-An uncaught exception is shown here, by whatever `sys.excepthook` is then, without the frames of Plimsoll.
-"""
+"""Runs a script as ``python SCRIPT`` or ``python -m MODULE`` would, inside this process."""
 
 import builtins
 import functools
@@ -90,6 +84,11 @@ def check(script: str, command: str = "run") -> None:
         ) from error
 
 
+# The script gets a `__main__` of its own, for good: classes pickle by it, worker processes find it by its file, and
+# exit handlers still see its variables. It is run when the command line's own work is done and off the stack
+# (`RunAfterCli`), so that what leaves it goes on to the interpreter, which ends as it always does: 1, the script's own
+# status, or SIGINT. An uncaught exception is shown here, by whatever `sys.excepthook` is then, without the frames of
+# Plimsoll.
 def execute(script: str, arguments: Sequence[str], *, as_module: bool) -> None:
     """Run the script to its end; raises what it raises, which is on stderr already."""
     main = ModuleType("__main__")

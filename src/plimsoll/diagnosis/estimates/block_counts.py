@@ -3,9 +3,6 @@
 The arithmetic is that of `block_fit` and `tensor_scale_fit` in `spectrum.fit`, for all rows of a collection at once.
 Tests compare the two. Except in a few blocks, a value's fate follows from its depth. So nearly all of it is the rows'
 depths, as a sparse matrix, times a few vectors that depend on the format only.
-
-Under a scale that is no power of two, a value's depth may be one more or one less than recorded. The bounds of such
-values include all three cases.
 """
 
 import functools
@@ -162,11 +159,9 @@ class BlockTallies:
         )
 
     def _at_least(self, number: Tallies, at_end: Tallies, where: NDArray[np.bool_]) -> Tallies:
-        """Return a number by depths with the values at the end of the scale's format added.
-
-        That number includes values of blocks with NaN or Inf.
-        """
+        """Return a number by depths with the values at the end of the scale's format added."""
         poisoned, total = self.blocks.poisoned, self.blocks.values
+        # The number at the scale's end includes values of blocks with NaN or Inf.
         low = np.where(where, np.maximum(number.low, at_end.low - poisoned), number.low)
         high = np.where(where, np.minimum(number.high + at_end.high, total), number.high)
         estimate = np.where(where, np.maximum(number.estimate, at_end.estimate - poisoned), number.estimate)
@@ -307,6 +302,8 @@ def _mean_square(bits: int) -> float:
     return 1 + (places - 1) / places + (places - 1) * (2 * places - 1) / (6 * places * places)
 
 
+# Under a scale that is no power of two, a value's depth may be one more or one less than recorded. The bounds of such
+# values include all three cases.
 def _off_by_one(found: Floats) -> Floats:
     """Return bounds that hold if a depth is as recorded, one more or one less."""
     padded = np.pad(found, ((1, 1), (0, 0)), mode="edge")

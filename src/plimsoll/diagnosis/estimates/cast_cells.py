@@ -1,9 +1,4 @@
-"""Values that modules cast to a narrow format, at the scale of the cast.
-
-A cast multiplies the values in memory, a loss scale included. So only the cast's own scale counts for a stored value.
-In these cells `scale` is the cast's scale to the power of -1. Then any question about these cells, at shift 0, is about
-the values that the format receives.
-"""
+"""Values that modules cast to a narrow format, at the scale of the cast."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -117,6 +112,9 @@ def cast_cells(view: View, collection: str, *, constant: bool = False) -> list[C
     return [each for each in found if len(each.cells)]
 
 
+# A cast multiplies the values in memory, a loss scale included. So only the cast's own scale counts for a stored value.
+# In these cells `scale` is the cast's scale to the power of -1. Then any question about these cells, at shift 0, is
+# about the values that the format receives.
 def _of_format(cells: Cells, fmt: Format, chosen: list[Cast]) -> CastCells:
     place = {name: i for i, name in enumerate(cells.names)}
     scales = np.full(cells.shape, np.nan)

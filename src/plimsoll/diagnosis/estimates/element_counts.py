@@ -77,10 +77,7 @@ class Populations:
         return np.clip(binade, -_END, _END) * BINADE + inside
 
     def _moved(self, point: int, shift: int | Ints, scale: float | None = None) -> tuple[Ints, Ints]:
-        """Return `points` as binade and position.
-
-        For formats as wide as FP64 the two do not fit into one int64.
-        """
+        """Return `points` as binade and position."""
         fraction, exponent = np.frexp(self.cells.scale if scale is None else np.array([scale]))
         whole, position = divmod(point, BINADE)
         binade = whole + (exponent - 1).astype(np.int64) - np.asarray(shift, dtype=np.int64)
@@ -91,6 +88,7 @@ class Populations:
             carried = mantissa >= 2
             inside[odd] = ((np.where(carried, mantissa / 2, mantissa) - 1) * BINADE).astype(np.int64)
             binade[odd] += carried
+        # For formats as wide as FP64 the two do not fit into one int64.
         return binade, inside
 
     def below(self, point: Ints, *, inclusive: bool) -> Tallies:

@@ -1,10 +1,4 @@
-"""`locate` by itself, when something breaks in a training that is watched.
-
-The recorder's triggers come when a step's numbers are there, which may be after the optimizer has written NaN into the
-weights: too late to find out. So the same question, whether a loss or a gradient is not finite, is asked here right
-before the optimizer steps, and after a scaler has skipped: the weights are then those of the batch that broke. It waits
-for the device once a step.
-"""
+"""`locate` by itself, when something breaks in a training that is watched."""
 
 import contextlib
 import inspect
@@ -122,6 +116,10 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
         """A scaler has scaled a loss."""
         self._scaler = scaler
 
+    # The recorder's triggers come when a step's numbers are there, which may be after the optimizer has written NaN
+    # into the weights: too late to find out. So the same question, whether a loss or a gradient is not finite, is asked
+    # here right before the optimizer steps, and after a scaler has skipped: the weights are then those of the batch
+    # that broke. It waits for the device once a step.
     @contained
     def optimizer_begins(self, optimizer: Any) -> None:
         """The weights are still those of the batch."""

@@ -54,13 +54,11 @@ class BadSetting:
 
 
 def bad_settings(optimizer: Any, index: int, source: Source | None) -> list[BadSetting]:
-    """Return the settings of an optimizer that are NaN or Inf.
-
-    Inf counts in the settings that torch's optimizers have. In others it may be meant: a largest norm of Inf clips
-    nothing.
-    """
+    """Return the settings of an optimizer that are NaN or Inf."""
     found: list[BadSetting] = []
     for place, group in enumerate(cast("Iterable[Mapping[str, Any]]", optimizer.param_groups)):
+        # Inf counts in the settings that torch's optimizers have. In others it may be meant: a largest norm of Inf
+        # clips nothing.
         bad = {name: value for name, value in _numbers(group) if math.isnan(value) or name.split("[")[0] in _USUAL}
         if bad:
             finite = tuple(p for p in group["params"] if not _is_broken(p))

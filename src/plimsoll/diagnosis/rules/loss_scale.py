@@ -350,11 +350,9 @@ def _fallen(steps: Ints, scale: Floats, begin: int, window: float) -> Floats:
 
 
 def _start_of_fall(scale: Floats, at: int, begin: int) -> int:
-    """The first sample of the fall that leads to a place: back over all that did not rise, then to where it fell.
-
-    Not back beyond `begin`, where the scale had settled: the search before it may have been a fall too.
-    """
+    """The first sample of the fall that leads to a place: back over all that did not rise, then to where it fell."""
     start = at
+    # The search stops at `begin`, where the scale had settled: the search before it may have been a fall too.
     while start > begin and scale[start - 1] >= scale[start]:
         start -= 1
     return start + int(np.argmax(scale[start : at + 1] < scale[start])) if scale[start] > scale[at] else at

@@ -217,12 +217,7 @@ def _places(view: View) -> list[tuple[int, str, list[str]]]:
 
 
 def _overflow_first(view: View, since: int) -> bool:
-    """Return whether, at each sample from a step on, an overflow of FP16 is what broke the gradients first.
-
-    What overflows becomes Inf, and NaN only where an operation follows. An operation that is undefined at any scale
-    gives NaN at once, or an Inf among values that are far from the top of the format. A scale that is itself above that
-    top makes the gradient of a 16-bit loss Inf, and so NaN or Inf of every value at the model's output.
-    """
+    """Return whether, at each sample from a step on, an overflow of FP16 is what broke the gradients first."""
     cells = view.cells("activation_gradients")
     cells = view.cells("gradients") if cells is None else cells
     if cells is None:
@@ -235,6 +230,10 @@ def _overflow_first(view: View, since: int) -> bool:
         layers = np.flatnonzero(bad[:, place]).tolist()
         first = layers[-1] if cells.collection == "gradients" else layers[0]
         top, finite = float(tops[first, place]), float(absmax[first, place])
+        # What overflows becomes Inf, and NaN only where an operation follows. An operation that is undefined at any
+        # scale gives NaN at once, or an Inf among values that are far from the top of the format. A scale that is
+        # itself above that top makes the gradient of a 16-bit loss Inf, and so NaN or Inf of every value at the model's
+        # output.
         beyond = math.isnan(finite) and float(view.scale_at(cells.steps[[place]])[0]) > top
         if (nans[first, place] > 0 and not beyond) or top >= _WIDE or 0 < finite < top * _NEAR:
             return False

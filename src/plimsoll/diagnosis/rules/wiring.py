@@ -280,16 +280,15 @@ class GradientsMishandled(Rule):
 
 
 def erased_samples(view: View) -> NDArray[np.bool_]:
-    """Return the samples in which all parameters' gradients are zero, though those of activations are not.
-
-    Underflow is excluded: a bias's gradient is the sum of its output's gradients, and sums of normal numbers are none.
-    """
+    """Return the samples in which all parameters' gradients are zero, though those of activations are not."""
     gradients, passed = view.cells("gradients"), view.cells("activation_gradients")
     if gradients is None or passed is None:
         return np.zeros(0 if gradients is None else len(gradients.steps), dtype=bool)
     counts = np.nansum(gradients.total(gradients.nonzero), axis=0) + np.nansum(gradients.nonfinite, axis=0)
     erased = (counts == 0) & gradients.recorded.all(axis=0) & ~view.solved(gradients.steps)
     _, mine, theirs = np.intersect1d(gradients.steps, passed.steps, return_indices=True)
+    # Underflow is excluded: a bias's gradient is the sum of its output's gradients, and sums of normal numbers are
+    # none.
     largest = np.nan_to_num(passed.highest(passed.columns["absmax"])).max(axis=0)
     alive = np.zeros(len(gradients.steps), dtype=bool)
     alive[mine] = largest[theirs] >= FP16.smallest_normal

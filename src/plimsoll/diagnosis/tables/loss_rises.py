@@ -1,9 +1,4 @@
-"""Rises of a loss: where it leaves its usual level, for how long, and how high.
-
-The usual level is the median of the losses before. Its noise reaches as far as the largest of three estimates says: the
-median absolute deviation, the distance of the upper tenth, and the same as a ratio, since losses that fall by orders of
-magnitude wobble by factors. So one-sided tails count as noise where they were there before.
-"""
+"""Rises of a loss: where it leaves its usual level, for how long, and how high."""
 
 from dataclasses import dataclass
 
@@ -54,6 +49,9 @@ def beginning(loss: Floats) -> float:
     return float(min(loss[0], np.median(loss[:_FIRST])))
 
 
+# The usual level is the median of the losses before. Its noise reaches as far as the largest of three estimates says:
+# the median absolute deviation, the distance of the upper tenth, and the same as a ratio, since losses that fall by
+# orders of magnitude wobble by factors. So one-sided tails count as noise where they were there before.
 def levels(loss: Floats, *, window: int, least: int, deviations: float, rise: float) -> tuple[Floats, Floats]:
     """Return at each loss the median before it, and the upper end of the noise.
 

@@ -13,13 +13,11 @@ _CLEAN = 10  # steps without a skip, after which the search has ended
 
 
 def searching(view: View, first: int) -> set[int]:
-    """Return the steps that the search for a scale skipped, from step `first` on.
-
-    The search ends with ten clean steps. A run that never has so many, or whose scale did not fall, did not search: its
-    scale is too high. It has no such steps.
-    """
+    """Return the steps that the search for a scale skipped, from step `first` on."""
     skips = sorted(event.step for event in view.events if event.kind == "skip")
     found = _chain(skips, first)
+    # The search ends with ten clean steps. A run that never has so many, or whose scale did not fall, did not search:
+    # its scale is too high. It has no such steps.
     if not found or view.last_step - found[-1] < _CLEAN:
         return set()
     before, after = view.scale_at(np.array([found[0], found[-1] + _CLEAN])).tolist()

@@ -1,9 +1,4 @@
-"""Trend of a series: Theil-Sen slope and Mann-Kendall test.
-
-Both use the order of points and not their distances, so single outliers count little. A series is first reduced to at
-most 64 points, the medians of ranges of equal length. That bounds the time, and neighbours become less dependent, as
-the test assumes.
-"""
+"""Trend of a series: Theil-Sen slope and Mann-Kendall test."""
 
 import itertools
 import math
@@ -130,13 +125,12 @@ def looks(samples: int) -> list[int]:
 
 
 def goes_on(steps: Ints, values: Floats, *, least: float, confidence: float) -> bool:
-    """Return whether a series still moves at its end as fast as before.
-
-    It moves by `least` or more, one way, in each of its last two quarters. A size that grows because a model learns
-    slows down in binades: one that grows with the steps makes less than half a binade in the last quarter.
-    """
+    """Return whether a series still moves at its end as fast as before."""
     if len(values) < 2 * _LEAST:
         return False
+    # The series must move by `least` or more, one way, in each of its last two quarters. A size that grows because a
+    # model learns slows down in binades: one that grows with the steps makes less than half a binade in the last
+    # quarter.
     ends = [float(np.median(piece)) for piece in np.array_split(values, 8)]
     third, fourth = ends[5] - ends[3], ends[7] - ends[5]
     if third * fourth <= 0 or min(abs(third), abs(fourth)) < least:
@@ -145,6 +139,9 @@ def goes_on(steps: Ints, values: Floats, *, least: float, confidence: float) -> 
     return found is not None and found.confidence >= confidence and found.low * found.high > 0
 
 
+# The trend and its test use the order of points and not their distances, so single outliers count little. A series is
+# first reduced to at most 64 points, the medians of ranges of equal length. That bounds the time, and neighbours become
+# less dependent, as the test assumes.
 def _thinned(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     if len(x) <= _POINTS:
         return x, y

@@ -109,10 +109,8 @@ def _part(view: View, collection: str, fmt: Format | BlockFormat, shift: int | N
 
 
 def predictor_of(narrow: FormatLosses) -> "Predictor":
-    """Return the predictor of a collection, kept as long as the view keeps the collection.
-
-    A user asks about many shifts.
-    """
+    """Return the predictor of a collection, kept as long as the view keeps the collection."""
+    # A user asks about many shifts.
     found = _PREDICTORS.get(narrow)
     if found is None:
         found = _PREDICTORS[narrow] = Predictor(narrow)
@@ -226,13 +224,11 @@ def _best_shift(values: Populations, fmt: Format, low: Floats, high: Floats) -> 
 
 
 def _harm(values: Populations, fmt: Format, shift: int) -> float:
-    """Return the number of values lost, with all values of steps that overflow.
-
-    A step at which anything overflows is skipped.
-    """
+    """Return the number of values lost, with all values of steps that overflow."""
     cells = values.cells
     lost, over = values.lost(fmt, shift).estimate, values.overflow(fmt, shift).estimate
     total = np.bincount(cells.at, weights=cells.nonzero)
     with np.errstate(all="ignore"):
         share = np.where(total > 0, np.bincount(cells.at, weights=lost) / total, 0.0)
+    # A step at which anything overflows is skipped.
     return float(np.where(np.bincount(cells.at, weights=over) > 0, 1.0, share).mean())

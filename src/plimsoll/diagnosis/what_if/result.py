@@ -326,10 +326,8 @@ def interval_words(interval: Interval) -> str:
 
 
 def _range(interval: Interval) -> str:
-    """Return an interval in per cent as its estimate, or its ends if it is too wide.
-
-    Of blocks it is known how deep values lie below their block's largest one, but not where in a binade that one is.
-    """
+    """Return an interval in per cent as its estimate, or its ends if it is too wide."""
+    # Of blocks it is known how deep values lie below their block's largest one, but not where in a binade that one is.
     if interval.high - interval.low <= max(_NARROW, 0.5 * interval.low):
         return estimate_words(interval)
     return f"{percent(interval.low)} to {percent(interval.high)}"

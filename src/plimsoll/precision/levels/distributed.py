@@ -1,10 +1,4 @@
-"""Effects of DistributedDataParallel and `fully_shard` on levels and steps.
-
-DistributedDataParallel averages gradients during backward, in the dtype that the parameters had when it was built.
-A level that casts weights must therefore be applied first. `fully_shard` keeps FP32 shards, which already are master
-weights, and its own policy casts what a module computes with. A level uses that policy instead of casting, and every
-other combination is refused.
-"""
+"""Effects of DistributedDataParallel and `fully_shard` on levels and steps."""
 
 import contextlib
 import sys
@@ -78,6 +72,10 @@ def gradients_stay(model: nn.Module, stay: bool) -> Generator[None]:
         yield
 
 
+# DistributedDataParallel averages gradients during backward, in the dtype that the parameters had when it was built. A
+# level that casts weights must therefore be applied first. `fully_shard` keeps FP32 shards, which already are master
+# weights, and its own policy casts what a module computes with. A level uses that policy instead of casting, and every
+# other combination is refused.
 def level_on(model: nn.Module, level: Level) -> Level:
     """Return the level as it applies to this model.
 

@@ -296,10 +296,8 @@ class ScriptPrecision:
             stack.close()
 
     def _entering(self, original: Callable[..., Any], context: Any, args: Any, kwargs: Any) -> Any:
-        """Refuse the level when the script enters autocast itself.
-
-        Torch's own contexts during a backward are ignored.
-        """
+        """Refuse the level when the script enters autocast itself."""
+        # Torch's own contexts during a backward are ignored.
         if context._enabled and not self._ours and backward_running() == -1:  # noqa: SLF001
             self._refuse("the script uses torch.autocast itself, from here on")
         return original(context, *args, **kwargs)

@@ -1,9 +1,4 @@
-"""Pair of a 16-bit parameter and the float32 one that is stepped instead.
-
-Between steps the float32 parameter of a store that is not `whole` has no values. It is a single NaN, expanded to the
-shape, so that reading it is obvious and writing to it raises. It can have a gradient: `collect` copies the model's
-gradient and remembers its identity and version, so that collecting again is free and later changes are detected.
-"""
+"""Pair of a 16-bit parameter and the float32 one that is stepped instead."""
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -135,6 +130,10 @@ class Pair:
         if self.store.whole and self.store.kept:
             self.master.data = self.store.open(self.weight.detach())
 
+    # Between steps the float32 parameter of a store that is not `whole` has no values. It is a single NaN, expanded to
+    # the shape, so that reading it is obvious and writing to it raises. It can have a gradient: `collect` copies the
+    # model's gradient and remembers its identity and version, so that collecting again is free and later changes are
+    # detected.
     def shut(self) -> None:
         """Drop the values and the gradient that `open` made."""
         if self._lent:

@@ -170,11 +170,9 @@ def _of_other(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
 
 
 def is_left_by_autocast(entry: Entry) -> bool:
-    """Return whether autocast itself leaves an operation in 16 bits that is on its FP32 list.
-
-    torch's autocast for CPUs has fewer operations on that list. And no autocast touches an operation whose dtype is
-    asked for, as cross_entropy asks for that of its logits.
-    """
+    """Return whether autocast itself leaves an operation in 16 bits that is on its FP32 list."""
+    # torch's autocast for CPUs has fewer operations on that list. And no autocast touches an operation whose dtype is
+    # asked for, as cross_entropy asks for that of its logits.
     if entry.kind == "softmax" and entry.part_of == CROSS_ENTROPY:
         return True
     scripted = entry.scripted or _CASTS_DOWN.search(entry.place.text) is not None  # one without effect is no operation

@@ -3,10 +3,6 @@
 The dispatcher sees nothing of a fused kernel. Inductor's own graph has each operation with its dtypes, its module and
 its line; its scheduler knows which of them became one kernel. Within a kernel 16-bit values are computed in FP32, and a
 cast down that is cast up again rounds nothing, unless `torch._inductor.config.emulate_precision_casts` is set.
-
-Private parts of torch, all of which are in torch 2.9 to 2.13: `CompiledFxGraph.__init__` and `__call__` (output_code),
-the scheduler's nodes with their `origins`, and `OutputGraph.call_user_compiler` of Dynamo, which every backend passes.
-Each use is guarded: where a part is missing, compiled code is recorded by its name.
 """
 
 import functools
@@ -36,6 +32,9 @@ from plimsoll.watch.names import unwrapped
 _C = cast("Any", torch)._C  # noqa: SLF001
 _ATTENTION = "scaled_dot_product_attention"
 _CASTS = ("prims.convert_element_type", "aten._to_copy")
+# Private parts of torch, all of which are in torch 2.9 to 2.13: `CompiledFxGraph.__init__` and `__call__`
+# (output_code), the scheduler's nodes with their `origins`, and `OutputGraph.call_user_compiler` of Dynamo, which every
+# backend passes. Each use is guarded: where a part is missing, compiled code is recorded by its name.
 _CONFIGURATION = (("torch._inductor.config", "fx_graph_cache"), ("torch._functorch.config", "enable_autograd_cache"))
 
 

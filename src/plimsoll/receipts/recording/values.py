@@ -1,8 +1,4 @@
-"""Memory during a step: which is alive, and which formats the values in it have passed through.
-
-A tensor in FP32 whose values were BF16 a moment ago holds BF16 values: what a product of it can lose is BF16's. So each
-piece of memory is known by the narrowest format that its values have been rounded to and not computed with since.
-"""
+"""Memory during a step: which is alive, and which formats the values in it have passed through."""
 
 import functools
 import weakref
@@ -95,6 +91,9 @@ def size_bytes(x: Tensor) -> int:
     return count * x.element_size()
 
 
+# A tensor in FP32 whose values were BF16 a moment ago holds BF16 values: what a product of it can lose is BF16's. So
+# each piece of memory is known by the narrowest format that its values have been rounded to and not computed with
+# since.
 @dataclass(slots=True, eq=False)
 class Held:
     """A piece of memory."""

@@ -1,10 +1,4 @@
-"""`LiveView`: a view that follows a run as it is written, reading only what was added.
-
-Parts never change, they are added and merged. So what changed since the last look follows from the parts' names: the
-lowest step that a new part holds. Cells below it stay, those from it on are read again. Where that is unknown
-(a part has gone, sessions replaced steps and were merged, rows were thinned, replicas of several ranks), all is read
-again.
-"""
+"""`LiveView`: a view that follows a run as it is written, reading only what was added."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -93,6 +87,9 @@ def _state_of(catalog: RunFolder) -> dict[Part, int]:
     return {part: catalog.visible_end(part) for part in catalog.parts}
 
 
+# Parts never change, they are added and merged. So what changed since the last look follows from the parts' names: the
+# lowest step that a new part holds. Cells below it stay, those from it on are read again. Where that is unknown (a part
+# has gone, sessions replaced steps and were merged, rows were thinned, replicas of several ranks), all is read again.
 def _since(known: Mapping[Part, int], now: Mapping[Part, int], catalog: RunFolder) -> int | None:
     """The lowest step at which spectra may have changed; None for no step, `ALL` where that is unknown."""
     gone = [part for part in known if part.kind == "spectra" and part not in now]

@@ -1,8 +1,4 @@
-"""`markdown`: a run's verdict and findings for a comment on a change, in GitHub's Markdown.
-
-Names come from whoever wrote the run. They stand in code spans, where nothing is markup; within sentences, where a
-verdict has them, every sign that Markdown knows is escaped, and addresses and mentions are broken up.
-"""
+"""`markdown`: a run's verdict and findings for a comment on a change, in GitHub's Markdown."""
 
 import re
 from collections.abc import Sequence
@@ -14,6 +10,8 @@ from plimsoll.report.verdicts.run_summary import Summary, summary
 
 LONGEST_BYTES = 60_000  # GitHub takes comments of 65,536 characters
 _SIGNS = {"alarm": "⛔", "warning": "⚠️", "healthy": "✅", "empty": "◌", "info": "·"}
+# Names come from whoever wrote the run. They stand in code spans, where nothing is markup; within sentences, where a
+# verdict has them, every sign that Markdown knows is escaped, and addresses and mentions are broken up.
 _MARKUP = re.compile(r"([\\`*_\[\]<>&|~#$])")
 _LEADS_AWAY = re.compile(r"(@|://|\bwww(?=\.))", re.IGNORECASE)
 _ZERO_WIDTH = "\u200b"

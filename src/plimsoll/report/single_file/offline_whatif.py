@@ -1,12 +1,4 @@
-"""Precomputed what-if answers of a report: each format at each shift.
-
-Over all steps of a run a layer is one histogram for each format and scale that it was recorded in, since counts add up.
-So the 65 shifts of four formats cost less than reading the run once. Numbers differ from `whatif`'s by where in one
-binade the values are taken to lie: a test holds them between its bounds at one shift less and at one more. At the best
-shift, which is shown first, they are `whatif`'s own, as are windows, sentences, and the order of the tensors.
-
-Block formats, of runs that have their records, scale each block themselves: their answer is the same at all shifts.
-"""
+"""Precomputed what-if answers of a report: each format at each shift."""
 
 import base64
 from collections.abc import Sequence
@@ -108,6 +100,10 @@ def offline(view: View, collection: str, formats: Sequence[str] = FORMATS) -> li
     return found + [_in_blocks(whatif(view, fmt, collection=collection)) for fmt in in_blocks]
 
 
+# Over all steps of a run a layer is one histogram for each format and scale that it was recorded in, since counts add
+# up. So the 65 shifts of four formats cost less than reading the run once. Numbers differ from `whatif`'s by where in
+# one binade the values are taken to lie: a test holds them between its bounds at one shift less and at one more. At the
+# best shift, which is shown first, they are `whatif`'s own, as are windows, sentences, and the order of the tensors.
 def merged(cells: Cells) -> Cells:
     """The same values over all steps: one row for each layer, format and scale; of counts, those by binade only."""
     scales, scale = np.unique(cells.scale, return_inverse=True)
@@ -166,6 +162,7 @@ def _answers(answer: WhatIf, values: Populations) -> Offline:
     return _kept(answer, found, nonzero, tuple(row.window for row in _in_order(answer)))
 
 
+# Block formats, of runs that have their records, scale each block themselves: their answer is the same at all shifts.
 def _in_blocks(answer: WhatIf) -> Offline:
     """The answer of a block format: that of the unscaled values, at every shift."""
     found = {name: [known] * len(SHIFTS) for name, known in _told(answer).items()}

@@ -16,10 +16,8 @@ _DISTINGUISHING: Mapping[Kind, tuple[str, ...]] = {"spectra": ("format", "scale"
 
 
 def ordered(table: Table, kind: Kind, last: Sequence[str] = ()) -> Table:
-    """Return the rows sorted by the kind's key, the step and the columns `last`, without replaced rows.
-
-    Events have no key: all stay, in the order of their steps.
-    """
+    """Return the rows sorted by the kind's key, the step and the columns `last`, without replaced rows."""
+    # Events have no key: all stay, in the order of their steps.
     if kind == "events":
         return table.take(array(np.argsort(values_of(table["step"]), kind="stable")))
     columns = [codes(table[name]) for name in (*KEYS[kind], "step", *_DISTINGUISHING[kind], *last)]

@@ -131,10 +131,8 @@ class ScalarTable:
 
 
 def _tables(columns: dict[str, Column]) -> Iterator[Table]:
-    """Yield the rows of each scalar: row groups of their own, which readers of other scalars skip.
-
-    The seconds become a scalar of their own: those of the scalar that was recorded most often.
-    """
+    """Yield the rows of each scalar: row groups of their own, which readers of other scalars skip."""
+    # The seconds become a scalar of their own: those of the scalar that was recorded most often.
     steps, _, seconds = max(columns.values(), key=lambda column: len(column[0]))
     known = np.isfinite(seconds)
     if known.any() and ELAPSED not in columns:

@@ -1,9 +1,4 @@
-"""Files that appear whole or not at all. Everything that a run writes is written here.
-
-A file is written under a hidden name in its own folder, flushed to the disk, and renamed. A reader sees the old file or
-the new one, never a part of one, even if the machine loses power. The hidden name is random: in a folder that others
-may write to, a link placed under a known name would redirect the writing.
-"""
+"""Files that appear whole or not at all. Everything that a run writes is written here."""
 
 import contextlib
 import os
@@ -18,6 +13,9 @@ from plimsoll.runs.storage.limits import DamageError
 HIDDEN = ".writing-"
 
 
+# A file is written under a hidden name in its own folder, flushed to the disk, and renamed. A reader sees the old file
+# or the new one, never a part of one, even if the machine loses power. The hidden name is random: in a folder that
+# others may write to, a link placed under a known name would redirect the writing.
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[BinaryIO]:
     """Open a file that replaces `path` at the end of the block, unless the block raises."""

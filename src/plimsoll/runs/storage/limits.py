@@ -77,10 +77,8 @@ def check_depth(value: object, what: str) -> None:
 
 
 def details_fit(kind: str, details: Mapping[str, Any]) -> bool:
-    """Return whether the details of an event have the form that rules rely on.
-
-    Only events that a watch writes for rules are checked. Events of other kinds may have any details.
-    """
+    """Return whether the details of an event have the form that rules rely on."""
+    # Only events that a watch writes for rules are checked. Events of other kinds may have any details.
     if kind not in ("update", "wiring"):
         return True
     groups = details.get("groups", [])

@@ -2,9 +2,6 @@
 
 A URI such as ``s3://bucket/exp1`` is opened by pyarrow, or by fsspec if pyarrow does not support the scheme. Messages
 never contain the keys, passwords and options of a URI.
-
-Remote reading may fail because of the network. A part whose bytes all arrive and are wrong is damaged. A part whose
-bytes do not arrive is unreached, which is an error: it must not be left out as if it were damaged.
 """
 
 import os
@@ -281,11 +278,9 @@ class Stored(StorageLocation):
         return sorted(entry.name for entry in self._entries(self._at(kind) if kind else self._inside))
 
     def tree(self) -> dict[str, tuple[int, int]]:
-        """Return size and time of the last change in ns (0 if unknown) of all files below, by path.
-
-        Object stores list a thousand files per request, whatever folders these are in.
-        """
+        """Return size and time of the last change in ns (0 if unknown) of all files below, by path."""
         base = len(self._inside.strip("/"))
+        # Object stores list a thousand files per request, whatever folders these are in.
         found = [entry for entry in self._entries(self._inside, below=True) if entry.is_file]
         return {entry.path[base:].strip("/"): (entry.size, entry.time_ns) for entry in found}
 
@@ -327,6 +322,8 @@ class Stored(StorageLocation):
     def _at(self, name: str) -> str:
         return f"{self._inside}/{name}"
 
+    # Remote reading may fail because of the network. A part whose bytes all arrive and are wrong is damaged. A part
+    # whose bytes do not arrive is unreached, which is an error: it must not be left out as if it were damaged.
     def _unreached(self, what: str, error: Exception) -> RunError:
         said = sentence(str(error))
         return RunError(

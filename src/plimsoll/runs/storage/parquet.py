@@ -1,8 +1,4 @@
-"""Reading and writing of parts: encodings, row groups, checksums, and which errors mean damage.
-
-Each page of a part has Parquet's own checksum. The footer has one too: its metadata entry `FOOTER` is the CRC-32 of the
-footer with zeros in place of the digits. Other Parquet readers ignore it. Parts of older writers have no checksums.
-"""
+"""Reading and writing of parts: encodings, row groups, checksums, and which errors mean damage."""
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -122,6 +118,9 @@ def _digits_at(footer: bytes) -> int:
     return footer.rfind(FOOTER) + len(FOOTER) + 2
 
 
+# Each page of a part has Parquet's own checksum. The footer has one too: its metadata entry `FOOTER` is the CRC-32 of
+# the footer with zeros in place of the digits. Other Parquet readers ignore it. Parts of older writers have no
+# checksums.
 def _checksum(footer: bytes) -> bytes:
     at = _digits_at(footer)
     blank = footer[:at] + b"0" * _DIGITS + footer[at + _DIGITS :]

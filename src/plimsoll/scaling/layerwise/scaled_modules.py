@@ -157,10 +157,7 @@ def set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
 
 
 def broken_units(layers: Layers) -> set[int]:
-    """Return the units with a non-finite gradient. Waits for the device.
-
-    A unit without gradients (a frozen one, for example) counts like the next one towards the loss.
-    """
+    """Return the units with a non-finite gradient. Waits for the device."""
     order = layers.from_the_loss()
     counts: dict[torch.device, Tensor] = {}
     seen: set[int] = set()
@@ -176,6 +173,7 @@ def broken_units(layers: Layers) -> set[int]:
     broken: set[int] = set()
     beyond = False
     for unit in order:
+        # A unit without gradients (a frozen one, for example) counts like the next one towards the loss.
         beyond = totals[unit] > 0 if unit in seen else beyond
         if beyond:
             broken.add(unit)

@@ -1,10 +1,4 @@
-"""Banks that the unscale pass fills, and the numbers that the rule needs of them.
-
-The summary of a bank is five int64 words on the bank's device: the key of the largest magnitude, whether a gradient is
-float16, whether a loss is, the number of nonzero finite values, and the number of faint ones among them. Two summaries
-join like spectra: the larger of the first three, the sums of the others. A rank's next scale depends on nothing else,
-so ranks that have joined their summaries choose the same scale.
-"""
+"""Banks that the unscale pass fills, and the numbers that the rule needs of them."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -25,6 +19,10 @@ from plimsoll.scaling.step.gradients import Gradient, all_reduce
 _LARGEST = slice(row_layout.POSITIVE, row_layout.NEGATIVE + 1)
 _COUNTS = slice(row_layout.HISTOGRAM, row_layout.HISTOGRAM + row_layout.BINADES)
 _NONFINITE = slice(row_layout.NANS, row_layout.NEG_INFS + 1)
+# The summary of a bank is five int64 words on the bank's device: the key of the largest magnitude, whether a gradient
+# is float16, whether a loss is, the number of nonzero finite values, and the number of faint ones among them. Two
+# summaries join like spectra: the larger of the first three, the sums of the others. A rank's next scale depends on
+# nothing else, so ranks that have joined their summaries choose the same scale.
 _WORDS, _LARGER = 5, 3  # words of a summary, and how many of the first join by their maximum
 
 

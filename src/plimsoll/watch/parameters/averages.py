@@ -3,16 +3,6 @@
 A moving average takes a small part of its distance to the weights at every step. Where that part is less than half a
 unit in the last place, rounding gives back the value that it was, however far away the weights are. That shows in no
 spectrum. So a few 16-bit tensors in no optimizer are followed, each beside the trained weight that it is a copy of.
-
-At most 4,096 values of each are compared with a slow average of the same weights, kept in FP32: decay 0.9999. A value
-is stuck if the slow average has left it by a unit in the last place, and it is still the same: any faster average in
-FP32 would have moved it, too. A copy whose values are stuck while others of it move (those near zero are free to) is an
-average. One that does not move at all is frozen, or copied anew from time to time, and not meant.
-
-A counter is a buffer of one value that has grown by the same amount with each change in place. Where adding that amount
-once more gives the value back, it counts no further: BF16 stops at 256, FP16 at 2,048.
-
-There is a look after 1, 2, 4, 8, ... steps and then every 256. Nothing here waits for a device.
 """
 
 import itertools
@@ -32,6 +22,7 @@ from plimsoll.watch.session import WatchSession
 _FORMATS = {dtype: FORMATS[dtype].name for dtype in SIXTEEN_BIT}
 _FOLLOWED = 16  # copies
 _SAMPLE = 4096  # values of each
+# Averages are checked after 1, 2, 4, 8, ... steps and then every 256. Nothing here waits for a device.
 _EVERY = 256  # steps between looks: one takes about two milliseconds
 _DECAY = 0.9999  # the slowest that is usual
 _SHARE = 0.1  # of the sample: less does not matter
@@ -128,6 +119,11 @@ class _Copy:
         self._is_copy = (self._target - self._value).square().sum() < self._value.square().sum()
         self._has_moved = torch.zeros_like(self._is_copy)
 
+    # At most 4,096 values of each are compared with a slow average of the same weights, kept in FP32: decay 0.9999. A
+    # value is stuck if the slow average has left it by a unit in the last place, and it is still the same: any faster
+    # average in FP32 would have moved it, too. A copy whose values are stuck while others of it move (those near zero
+    # are free to) is an average. One that does not move at all is frozen, or copied anew from time to time, and not
+    # meant.
     def look(self, passed: int, owned: Collection[int]) -> Tensor | None:
         """Return how many sampled values have moved, and how many are stuck; None for a tensor to drop."""
         copy, weight = self._copy(), self._weight()
@@ -167,6 +163,8 @@ class _Counter:
         x = self._buffer()
         return None if x is None else (DeviceValue(x.float()), x._version)  # noqa: SLF001
 
+    # A counter is a buffer of one value that has grown by the same amount with each change in place. Where adding that
+    # amount once more gives the value back, it counts no further: BF16 stops at 256, FP16 at 2,048.
     def is_stuck(self, value: DeviceValue, version: int) -> bool:
         """Return whether the value has stopped since the last look, though it was changed. True once."""
         now, last = value.value(), self._last

@@ -3,11 +3,6 @@
 Weights are those that the step's forward has used, read before the optimizer changes them; gradients are what the
 optimizer is given (after unscaling and clipping), read before its step, or after it where the step itself runs the
 backward (a closure). A step that a scaler skips is read when the skip is known, non-finite gradients and all.
-
-Steps that are not sampled read no gradients on a CPU, where that would take as long as a hundredth of the step. Their
-non-finite values are counted if something says that there are some: the loss, a scaler's skip, the norm that clipping
-takes, or a few small gradients. A NaN that arises in a backward spreads to the gradients of all layers before it. On
-other devices all are counted at every step, which the training does not wait for.
 """
 
 import itertools
@@ -145,6 +140,10 @@ class Parameters:
         scaled = isinstance(scale, Tensor) and not getattr(scale, "plimsoll_unscaled", False)
         self._read_gradients_of(known.named, scaled=scaled, masters=masters)
 
+    # Steps that are not sampled read no gradients on a CPU, where that would take as long as a hundredth of the step.
+    # Their non-finite values are counted if something says that there are some: the loss, a scaler's skip, the norm
+    # that clipping takes, or a few small gradients. A NaN that arises in a backward spreads to the gradients of all
+    # layers before it. On other devices all are counted at every step, which the training does not wait for.
     def _seem_finite(self, known: _Steered) -> bool:
         """Whether nothing speaks for NaN or Inf in the gradients of an optimizer on a CPU."""
         if self.suspect:
@@ -330,11 +329,9 @@ class Parameters:
         return [(key, p) for key, p in found if p is not None]
 
     def gradient_marks(self) -> Marks:
-        """Return the identity and version of parameters' gradients, None without one.
-
-        Those of a few parameters stand for all as long as one optimizer has them and each backward reaches them. All
-        of a transformer's were 0.2 ms a step, most of it cache misses.
-        """
+        """Return the identity and version of parameters' gradients, None without one."""
+        # The marks of a few parameters stand for all as long as one optimizer has them and each backward reaches them.
+        # All of a transformer's were 0.2 ms a step, most of it cache misses.
         refs = self._marked
         if refs is None or self.marks_all:
             refs = self._marked = self._members if self.marks_all else self._few()
@@ -356,12 +353,10 @@ class Parameters:
         return leaves_of(roots).keys() & self._members.keys()
 
     def reach(self, roots: list[Tensor]) -> Literal["ours", "both", "others", "unknown"]:
-        """Whose parameters a backward from these tensors reaches; unknown where none is seen.
-
-        FSDP's graphs have other tensors in the parameters' place, and re-entrant checkpoints hide theirs.
-        """
+        """Whose parameters a backward from these tensors reaches; unknown where none is seen."""
         reached = {key for key, leaf in leaves_of(roots).items() if isinstance(leaf, nn.Parameter)}
         ours = reached & {key for key, _ in self.members()}
+        # FSDP's graphs have other tensors in the parameters' place, and re-entrant checkpoints hide theirs.
         if not reached or self.are_sharded():
             return "unknown"
         return ("ours" if ours == reached else "both") if ours else "others"
@@ -459,10 +454,8 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 
 def masters_of(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
-    """The FP32 masters that an optimizer steps, each with the model's weight; whoever put them there tells it.
-
-    The attribute is a function without arguments, so that an optimizer's copies and pickles have none of it.
-    """
+    """The FP32 masters that an optimizer steps, each with the model's weight; whoever put them there tells it."""
+    # The attribute is a function without arguments, so that an optimizer's copies and pickles have none of it.
     told: Any = getattr(optimizer, "plimsoll_masters", None)
     return [] if told is None else list(told())
 

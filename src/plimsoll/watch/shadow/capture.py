@@ -128,13 +128,11 @@ class CapturedCall:
         return dropouts
 
     def send_back(self, outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-        """Gives the leaves that are wanted their gradients, from the real ones that arrived at the outputs.
-
-        By the engine itself: inside `torch.autograd.backward` a checkpoint's recomputation would be outside of the
-        function mode that keeps it in FP32.
-        """
+        """Gives the leaves that are wanted their gradients, from the real ones that arrived at the outputs."""
         there = [(outputs[index], g) for index, g in self.gradients.items() if outputs[index].requires_grad]
         ends, given = tuple(y for y, _ in there), tuple(g.to(y.dtype) for y, g in there)
+        # By the engine itself: inside `torch.autograd.backward` a checkpoint's recomputation would be outside of the
+        # function mode that keeps it in FP32.
         engine = cast("Any", torch.autograd.Variable)._execution_engine  # noqa: SLF001
         engine.run_backward(ends, given, False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=True)
 

@@ -4,10 +4,6 @@ The model itself is repeated, without what distributes it: DistributedDataParall
 of `fully_shard`, which would gather the real weights, are left out. Weights are gathered into full leaves instead. The
 repetition's gradients are averaged over the ranks as the real ones were, and each rank keeps the part that it has of
 the real gradient.
-
-These are the only collectives of a watch in a training step. Ranks meet in the process group's store before, since one
-that does not watch would keep the others waiting in a collective. One that cannot repeat its part says so, and then
-none compares.
 """
 
 import sys
@@ -79,6 +75,9 @@ def of(root: nn.Module, ranks: Ranks) -> DataParallel | str | None:
     return DataParallel(groups, torch.device(meshes[0].device_type))
 
 
+# These are the only collectives of a watch in a training step. Ranks meet in the process group's store before, since
+# one that does not watch would keep the others waiting in a collective. One that cannot repeat its part says so, and
+# then none compares.
 def meet(name: str, world: int) -> bool:
     """Return whether all ranks have come here; the same on each that has.
 

@@ -124,10 +124,7 @@ def _compared(values: Choice, reference: Choice) -> Compared:
 
 
 def class_axis(gradient: Tensor) -> int | None:
-    """Return the axis of classes of an output whose gradient is that of a cross-entropy. None for another gradient.
-
-    Softmax minus one: one value of a row, its target's, is negative, and all add up to zero.
-    """
+    """Return the axis of classes of an output whose gradient is that of a cross-entropy. None for another gradient."""
     for axis in (-1, 1) if gradient.dim() > 2 else (-1,):
         if gradient.dim() < 2 or gradient.shape[axis] < 2:
             continue
@@ -135,6 +132,7 @@ def class_axis(gradient: Tensor) -> int | None:
         rows = rows[rows.abs().sum(-1) > 0]
         if not len(rows):
             return None
+        # Softmax minus one: one value of a row, its target's, is negative, and all add up to zero.
         one = (rows < 0).sum(-1) == 1
         if bool((one & (rows.sum(-1).abs() <= _NEAR_ZERO * rows.abs().sum(-1))).float().mean() >= _ONE_NEGATIVE):
             return axis

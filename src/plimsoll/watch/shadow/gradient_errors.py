@@ -1,9 +1,4 @@
-"""Gradients of parameters in a shadow step: the repetition's added up, and compared with what each backward has left.
-
-A backward adds to what is there. So the gradients before the step's first backward are noted, and taken off what the
-last one has left. Gradients that were replaced or changed since the backward before (a closure that sets them to zero)
-begin again.
-"""
+"""Errors of parameters' gradients in a shadow step: the repetition's sums against what each backward has left."""
 
 from collections.abc import Mapping
 
@@ -31,6 +26,9 @@ class GradientErrors:
         self._are_means = False
         self._compared: dict[str, Tensor] = {}  # what they were compared with: this rank's part of the ranks' mean
 
+    # A backward adds to what is there. So the gradients before the step's first backward are noted, and taken off what
+    # the last one has left. Gradients that were replaced or changed since the backward before (a closure that sets them
+    # to zero) begin again.
     def backward_begins(self, root: nn.Module) -> None:
         """A backward begins: it adds to what the last one has left, or to something else."""
         if self._left is not None and self._left == _state(root):

@@ -10,9 +10,6 @@ is zero there too is *structural*; where the repetition has NaN it is neither.
 Decisions (routes, classes) are compared too, see `decisions`. A model that makes some is run as it was once more, from
 its second shadow step on.
 
-Parameters' gradients are added up over the step's backwards. Their errors are those of what the last backward has left,
-before unscaling and clipping; their zeros are counted in what the optimizer is given.
-
 A tensor is found again by the name of its tap and how many times that name had been called. A series of which any part
 was not found again is left out: its fractions would be wrong. Where weights or inputs changed before the repetition, or
 the repetition fails, nothing of the step is told but an event, of the kind "shadow".
@@ -277,6 +274,8 @@ class Shadow:
             self._reason = f"it raised {type(error).__name__}"
             self.core.failed("the shadow step", error)
 
+    # Parameters' gradients are added up over the step's backwards. Their errors are those of what the last backward has
+    # left, before unscaling and clipping; their zeros are counted in what the optimizer is given.
     @contained
     def _compare_gradients_left(self, root: nn.Module) -> None:
         self._gradients.backward_ends(root, self._ranks)

@@ -5,11 +5,6 @@ A backward reaches a parameter if it changes the parameter's gradient. That is l
 waits as long as its gradients are there: an optimizer that steps takes the losses in its gradients, and a gradient that
 is dropped before that takes its losses along. So a generator's loss, which passes through the discriminator, is no loss
 of the discriminator, and micro-batches add up.
-
-The first optimizer's loss is `loss`. Another optimizer of the model has one of its own name where it steps on other
-losses: ``loss:discriminator``, by the module whose parameters it has. Optimizers of the same parameters share a name.
-
-Where a step evaluates its closure several times (LBFGS), its loss is that of the first evaluation: `step` returns it.
 """
 
 import itertools
@@ -94,10 +89,8 @@ class Losses:
         return bool(changed)
 
     def _may_come_later(self, roots: list[Tensor]) -> bool:
-        """Whether a backward that has changed no gradient of ours may have been for them.
-
-        The graph is asked only until a loss was found in gradients: from then on it is another model's backward.
-        """
+        """Whether a backward that has changed no gradient of ours may have been for them."""
+        # The graph is asked only until a loss was found in gradients: from then on it is another model's backward.
         return self._parameters.are_sharded() or (not self._placed and self._parameters.reach(roots) != "others")
 
     @property
@@ -189,6 +182,8 @@ class Losses:
             self.core.say("loss", f"{message}. Record it with Watch.log(loss=...).", once="no loss", warn=True)
         return []
 
+    # Where a step evaluates its closure several times (LBFGS), its loss is that of the first evaluation: `step` returns
+    # it.
     def _say_evaluations(self, optimizer: Any, count: int) -> None:
         who = type(optimizer).__name__
         message = (
@@ -199,6 +194,9 @@ class Losses:
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
+    # The first optimizer's loss is `loss`. Another optimizer of the model has one of its own name where it steps on
+    # other losses: `loss:discriminator`, by the module whose parameters it has. Optimizers of the same parameters share
+    # a name.
     def _name(self, optimizer: Any, ids: set[int]) -> str:
         for known, name in self._names:
             if known & ids:

@@ -3,9 +3,6 @@
 LoRA merges, pruning, layers that are added or unfrozen put other objects in the place of those that the watch knows.
 Sampled steps look for that, by identity, before their forward and before an optimizer steps: tens of microseconds for a
 transformer. What is new is recorded from there on.
-
-Not looked at: tensors that are no parameters, which `torch.func.functional_call` puts in a parameter's place for the
-time of a call, and models under `fully_shard`, which swaps its parameters all the time.
 """
 
 import weakref
@@ -65,6 +62,8 @@ class Structure:
             self._taps.follow({name: module for name, module in named.items() if self._selection.takes(name)})
         self._say(_changes(weights, self._names), _changes(modules, self._modules))
 
+    # Not looked at: tensors that are no parameters, which `torch.func.functional_call` puts in a parameter's place for
+    # the time of a call, and models under `fully_shard`, which swaps its parameters all the time.
     def _is_changed(self) -> bool:
         for ref, params, children in self._parts:
             module = ref()

@@ -2,9 +2,6 @@
 
 A step ends at the last optimizer step or scaler update before the next training forward or backward. Which one was the
 last is known only then, so the end is provisional (`_ended`) until something begins; a flush or a close settles it too.
-
-Optimizers that are given a closure run forward and backward inside their step: what begins there settles the step
-before, and the optimizers that are in the middle of theirs enter the new one.
 """
 
 import math
@@ -74,10 +71,8 @@ class Steps(torch_hooks.TrainingEvents):
     # -- forward and backward ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A training forward or backward begins; not while a CUDA graph is captured, which runs nothing.
-
-        A checkpoint's second forward begins one too, unless optimizers that step within this backward have ended it.
-        """
+        """A training forward or backward begins; not while a CUDA graph is captured, which runs nothing."""
+        # A checkpoint's second forward begins one too, unless optimizers that step within this backward have ended it.
         if self._ended and not is_capturing() and (self._sealed or backward_running() == -1):
             self.settle()
             for optimizer in self._inside:
@@ -241,6 +236,8 @@ class Steps(torch_hooks.TrainingEvents):
 
     # -- optimizers ----------------------------------------------------------------------------------------------------
 
+    # Optimizers that are given a closure run forward and backward inside their step: what begins there settles the step
+    # before, and the optimizers that are in the middle of theirs enter the new one.
     @contained
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer's step is called."""

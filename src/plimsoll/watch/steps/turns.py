@@ -3,10 +3,6 @@
 Optimizers that step in the same step are a turn. Where there is one turn, intervals count steps. Where several
 alternate, every tenth step could be the same one's for ever, so each turn counts its own steps: its first that was seen
 coming is sampled, and every tenth after it.
-
-Which turn comes next is known before it does only by what came the last time after as many of the present one. Where
-that was wrong, the optimizers that step have their own count: one that has not been sampled for that long is read when
-it steps, but for activations, whose forward is over by then.
 """
 
 from plimsoll.tensor_collections import OF_PARAMETERS
@@ -68,6 +64,9 @@ class Turns:
             return step
         return self._counts.get(following, step) + (bool(self._now) and following == present[0])
 
+    # Which turn comes next is known before it does only by what came the last time after as many of the present one.
+    # Where that was wrong, the optimizers that step have their own count: one that has not been sampled for that long
+    # is read when it steps, but for activations, whose forward is over by then.
     def _present(self) -> tuple[_Turn, int]:
         turn = frozenset(self._now)
         row = self._last[1] + 1 if self._last is not None and self._last[0] == turn else 1

@@ -9,10 +9,6 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - an epsilon of Adam that is zero in the FP16 of its second moments;
 - weight decay that is less than half a unit in the last place of 16-bit weights;
 - averages of weights that rounding keeps where they are (`averages`).
-
-Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a few
-parameters of each optimizer are followed, in its first steps and then in some of every 64, since errors last.
-Nothing here waits for a device. Each fact is one event of kind "wiring".
 """
 
 import math
@@ -212,6 +208,9 @@ class Wiring(torch_hooks.TrainingEvents):
             self._follow(optimizer, known)
         self._look_at_groups(optimizer, known)
 
+    # Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a
+    # few parameters of each optimizer are followed, in its first steps and then in some of every 64, since errors last.
+    # Nothing here waits for a device. Each fact is one event of kind "wiring".
     def _follow(self, optimizer: Any, known: _Optimizer) -> None:
         known.was_scaled = known.from_scaled and getattr(optimizer, "grad_scale", None) is None
         known.was_scaled &= all(followed.is_as_backward_left_it() for followed in known.followed)

@@ -3,10 +3,6 @@
 An *origin* is an operation whose output is not finite although nothing that it read was, or memory that was so before
 the closure began. Whatever reads such memory and is not finite itself inherits its origins, so that the loss and the
 gradients, in the end, name theirs.
-
-An Inf that was asked for (a mask filled with -Inf) is an origin too, a *deliberate* one: it is blamed only where
-nothing else can be. A NaN that an operation makes of deliberate Infs (the softmax of a row that is all -Inf) is an
-origin of its own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -118,6 +114,9 @@ class MemoryProvenance:
             self._alive[int(ref.cdata)] = ref
 
 
+# An Inf that was asked for (a mask filled with -Inf) is an origin too, a *deliberate* one: it is blamed only where
+# nothing else can be. A NaN that an operation makes of deliberate Infs (the softmax of a row that is all -Inf) is an
+# origin of its own.
 def first_cause(candidates: Iterable[Origin]) -> Origin | None:
     """Of the origins that reached something, the first; one that was not asked for before one that was."""
     found = sorted(candidates, key=lambda origin: (origin.deliberate, origin.index))

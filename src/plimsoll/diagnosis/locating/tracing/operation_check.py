@@ -1,10 +1,4 @@
-"""One operation as `locate` sees it: before it runs, what it is about to overwrite; after it, what it gave.
-
-An operation is new to blame if its result is not finite and all that it read was; if it works value by value, also for
-those of its values that were; and if it makes a NaN of Infs that were there on purpose. Everything else inherits.
-
-The file is long because every judgement about a single operation is in it.
-"""
+"""One operation as `locate` sees it: before it runs, what it is about to overwrite; after it, what it gave."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -190,6 +184,9 @@ class OperationCheck:
         self.trail.mark(self._real(name, x), [origin], anew=False)
         return frozenset([origin])
 
+    # An operation is new to blame if its result is not finite and all that it read was; if it works value by value,
+    # also for those of its values that were; and if it makes a NaN of Infs that were there on purpose. Everything else
+    # inherits.
     def _is_new(self, bad: Named, dirty: Named, spectra: Mapping[str, Spectrum | None], origins: set[Origin]) -> bool:
         """Whether the operation itself made values not finite, beyond what it was given."""
         if not dirty:

@@ -3,9 +3,6 @@
 A sweep takes values whose magnitudes lie in one window of 32 binades, and zeros. A short block goes first: where its
 values fit a window, and span so many binades that a sweep is faster, the sweep takes over from there, until a group of
 values does not fit. The block that has it decides anew.
-
-Numba's cache does not notice a change of `sweep` or `kernels`: after one, remove the compiled code of this
-file.
 """
 
 import numpy as np

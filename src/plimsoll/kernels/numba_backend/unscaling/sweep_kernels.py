@@ -5,9 +5,6 @@ found, so nearly all is swept; a block that leaves it, and what is no whole grou
 `measuring.kernels` instead, and the window moves to it if it fits.
 
 Counts stay in planes until these are full, the window moves, or the tensor ends.
-
-Numba's cache notices a change of `measuring.sweep` and of `measuring.kernels` as little as of this file: after one,
-remove the compiled code of `kernels`.
 """
 
 import numpy as np

@@ -4,9 +4,6 @@ A program takes tiles of the matrix. Each is loaded once in the order in which i
 where there is a bank, multiplied, rounded, and stored twice: as it is, and transposed. For the second store Triton
 exchanges the tile's codes through shared memory, so that both stores, and the load, touch memory in whole lines: a tile
 is 128 rows high, the 128 bytes of a line of the transpose, and 64 columns wide, 128 bytes of 16-bit values.
-
-From compute capability 8.9 the hardware's own conversion rounds, with saturation (the compile test looks for it in the
-code); else, and in the interpreter, integers do.
 """
 
 from typing import Any
@@ -23,6 +20,8 @@ from plimsoll.kernels.triton_backend.measuring.tile import WARPS, begin, finish,
 
 HEIGHT, WIDTH = 128, 64
 _COUNTED_HEIGHT = 64  # counting holds more in registers
+# From compute capability 8.9 the hardware's own conversion rounds, with saturation (the compile test looks for it in
+# the code); else, and in the interpreter, integers do.
 _CONVERTS = (8, 9)
 _NAN = tl.constexpr(NAN_CODE)
 

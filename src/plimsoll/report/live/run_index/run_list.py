@@ -3,9 +3,6 @@
 A run is read from its manifests and the names of its parts; no Parquet file is opened. What was read is kept until one
 of its folders or its manifest changes, so that a look at a thousand runs is a few thousand `stat` calls. A folder of an
 object store is listed instead, and less often (`object_store`).
-
-A run's *id* is its path below the folder ("." for the folder itself). Ids are looked up among the runs that were found,
-and never made into paths: so no id leads out of the folder.
 """
 
 import os
@@ -90,6 +87,8 @@ class RunsList:
         with self._lock:
             return self._sorted()
 
+    # A run's *id* is its path below the folder ("." for the folder itself). Ids are looked up among the runs that were
+    # found, and never made into paths: so no id leads out of the folder.
     def run(self, run_id: str) -> Listed | None:
         """The run of that id as it is now, or was when storage last answered; None where there is none."""
         with self._lock:

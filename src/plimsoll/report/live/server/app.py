@@ -170,10 +170,9 @@ def _runs(request: Request) -> tuple[str, ...]:
 
 
 def _part(request: Request, name: str) -> str:
-    """A segment of the path, whose quoting the gate has left as it was.
-
-    A slash at its end is left out: browsers take "." (the id of the served folder itself) out of an address, not "./".
-    """
+    """A segment of the path, whose quoting the gate has left as it was."""
+    # A slash at its end is left out: browsers take "." (the id of the served folder itself) out of an address, not
+    # "./".
     return unquote(str(request.path_params[name]), errors="replace").removesuffix("/")
 
 

@@ -1,9 +1,4 @@
-"""`Turns`: answers are made in threads, so few for each run that one whose answers take long leaves the others theirs.
-
-What is read of a run is checked and bounded before it is computed with, so an answer ends; storage that hangs is what
-remains, and from that no process could be ended either. So an answer has a time, a run has few threads, and who asks
-about a run that has used up both is refused at once. Threads share what was read; processes would each read it.
-"""
+"""`Turns`: answers made in threads, so few for each run that a slow one leaves the others theirs."""
 
 import asyncio
 import threading
@@ -14,6 +9,9 @@ from dataclasses import dataclass, field
 
 from plimsoll.errors import StateError
 
+# What is read of a run is checked and bounded before it is computed with, so an answer ends; storage that hangs is what
+# remains, and from that no process could be ended either. So an answer has a time, a run has few threads, and who asks
+# about a run that has used up both is refused at once. Threads share what was read; processes would each read it.
 PATIENCE_SECONDS = 60.0  # from question to answer
 MOST_OF_RUN = 64  # questions to one run that wait or are being answered
 _THREADS_OF_RUN = 2  # a verdict that is being made keeps no figure waiting
