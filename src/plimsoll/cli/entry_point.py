@@ -67,10 +67,7 @@ def _argument(parameter: Any) -> str:
 
 
 class _LazyCommands(Mapping[str, Any]):
-    """All commands by name, each imported when it is asked for.
-
-    Entry points are read only for help and for names that are not Plimsoll's own.
-    """
+    """All commands by name, each imported when it is asked for."""
 
     def __init__(self) -> None:
         self._own = {command.name: command for command in COMMANDS}
@@ -91,6 +88,7 @@ class _LazyCommands(Mapping[str, Any]):
     def __len__(self) -> int:
         return len({**self._own, **self.others})
 
+    # Entry points are read only for help and for names that are not Plimsoll's own.
     @property
     def others(self) -> dict[str, Any]:
         """Entry points of other distributions by name. The laboratory is among them, with None if it is missing."""

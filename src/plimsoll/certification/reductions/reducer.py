@@ -19,11 +19,7 @@ from plimsoll.formats import Format, get_element
 
 
 class Reducer:
-    """A sum of a vector, or a product of two matrices, under test.
-
-    Its inputs have the format's own dtype if the function takes it, else float32. A function that takes neither is an
-    `ArgumentError`.
-    """
+    """A sum of a vector, or a product of two matrices, under test."""
 
     def __init__(self, caller: Caller, kind: Kind, fmt: Format) -> None:
         self.caller = caller
@@ -32,6 +28,8 @@ class Reducer:
         self.seconds_per_call = math.inf
         self.dtype, self.result = self._settled()
 
+    # Inputs have the format's own dtype if the function takes it, else float32. A function that takes neither is an
+    # `ArgumentError`.
     def _settled(self) -> tuple[str, str]:
         own = [self.fmt.torch_dtype] if self.fmt.torch_dtype and hasattr(torch, self.fmt.torch_dtype) else []
         errors: dict[str, str] = {}

@@ -187,11 +187,7 @@ class CodesUnused(CastRule):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitDrift(CastRule):
-    """A tensor that began at unit scale and has left the sizes that its format holds well at a constant scale.
-
-    The bound is 2^-k to 2^k, k from the format: normal values of size 2^-k have `fewer` of them subnormal, of size 2^k
-    `beyond` of them saturated, whichever is nearer. It is 4 for E4M3, 12 for E5M2.
-    """
+    """A tensor that began at unit scale and has left the sizes that its format holds well at a constant scale."""
 
     id = "unit-drift"
     says = "a tensor that began at unit scale has left [2^-k, 2^k], where its 8-bit format works at a constant scale"
@@ -234,6 +230,8 @@ class UnitDrift(CastRule):
         """Draw the format's limits at a scale of 1. They are of the values as cast."""
         return {"formats": [finding.evidence.get("format")]} if finding.evidence.get("scale") == 1.0 else {}
 
+    # The bound is 2^-k to 2^k, k from the format: normal values of size 2^-k have `fewer` of them subnormal, of size
+    # 2^k `beyond` of them saturated, whichever is nearer. It is 4 for E4M3, 12 for E5M2.
     def bound(self, fmt: Format) -> int:
         """Return the k of a format."""
         normal = NormalDist()

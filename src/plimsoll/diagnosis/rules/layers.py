@@ -23,11 +23,7 @@ _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLayer(Rule):
-    """Layers that put out zeros only, or whose gradients are zero though they were not flushed.
-
-    Underflow is left to its own rules. A gradient in a narrow format that was never anything but zero cannot be told
-    from underflow without a shadow step, and the finding says so.
-    """
+    """Layers that put out zeros only, or whose gradients are zero though they were not flushed."""
 
     id = "dead-layer"
     says = "a layer outputs only zeros, or its gradients are all zero, and it is not underflow"
@@ -46,6 +42,8 @@ class DeadLayer(Rule):
     zeros: float = threshold(0.999, "of an output's values; ReLU, dropout and masks leave more than that")
     samples: float = threshold(5, _SAMPLES)
 
+    # Underflow is left to its own rules. A gradient in a narrow format that was never anything but zero cannot be
+    # distinguished from underflow without a shadow step, and the finding says so.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding of the outputs, one of the gradients of layers whose outputs are alive."""
         dead: set[str] = set()
@@ -99,11 +97,7 @@ class DeadLayer(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsVanish(Rule):
-    """Gradients that shrink from layer to layer until the first layers are not trained.
-
-    A layer counts if its gradient is many times smaller than the model's largest, and its updates are too small to
-    move its weights. Adam moves layers with small gradients as far as others, so it rarely applies there.
-    """
+    """Gradients that shrink from layer to layer until the first layers are not trained."""
 
     id = "gradients-vanish"
     says = "gradients shrink towards the first layers until these are not trained"
@@ -118,6 +112,8 @@ class GradientsVanish(Rule):
     moved: float = threshold(1e-7, "of a weight's norm in one step: a million steps would be needed to change it")
     samples: float = threshold(5, _SAMPLES)
 
+    # A layer counts if its gradient is many times smaller than the model's largest, and its updates are too small to
+    # move its weights. Adam moves layers with small gradients as far as others, so it rarely applies there.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the gradients."""
         gradients, updates = view.cells("gradients"), view.cells("updates")
@@ -206,11 +202,7 @@ class StructuralZeros(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class Drift(Rule):
-    """Weights or activations whose size moves steadily, up or down, and does not settle.
-
-    Unit scaling rests on sizes that stay (U5); weights that grow without end lose the precision of their updates. Sizes
-    that move while a model learns, as outputs and layers that begin at zero do, and then settle are a note.
-    """
+    """Weights or activations whose size moves steadily, up or down, and does not settle."""
 
     id = "distribution-drift"
     says = "the size of a layer's weights or outputs moves steadily and does not settle"
@@ -229,6 +221,8 @@ class Drift(Rule):
     last: float = threshold(1, "binades in each of the last two quarters; linear growth makes 0.4")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
+    # Unit scaling rests on sizes that stay (U5); weights that grow without end lose the precision of their updates.
+    # Sizes that move while a model learns, as outputs and layers that begin at zero do, and then settle are a note.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each of weights and activations."""
         for collection in FORWARD:

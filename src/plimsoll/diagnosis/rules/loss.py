@@ -54,12 +54,7 @@ class _Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpike(Rule):
-    """A loss far above its usual level: an alarm where it does not come back, a note where it does so at once.
-
-    Alarms: at the end most losses are above the level before the rise, and far above the first losses, or half of what
-    was learned is lost; or the run blew up at its start and never came below its first losses again. Warnings: the rise
-    lasted, far above the first losses; or it is on its way back from there; or spikes grow. Everything else is a note.
-    """
+    """A loss far above its usual level: an alarm where it does not come back, a note where it does so at once."""
 
     id = "loss-spike"
     says = "the loss rises far above its usual level; an alarm if it does not come back"
@@ -226,6 +221,10 @@ class LossSpike(Rule):
                 found.append(gradual)
         return found
 
+    # Alarms: at the end most losses are above the level before the rise, and far above the first losses, or half of
+    # what was learned is lost; or the run blew up at its start and never came below its first losses again. Warnings:
+    # the rise lasted, far above the first losses; or it is on its way back from there; or spikes grow. Everything else
+    # is a note.
     def _judged(self, loss: Floats, rise: Rise, broken: bool = False) -> _Judged:
         """How grave a rise is; `broken`: what came after the record's last finite loss is NaN or Inf."""
         began = beginning(loss)
@@ -294,11 +293,7 @@ def _accumulated(view: View) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RateTooHigh(Rule):
-    """First updates as large as the weights, after which the loss stays near where it began, or above.
-
-    Adam moves every weight by the learning rate at its first step. If that is a good part of the weights' own size, the
-    initialisation is lost. Sound trainings do not do this, or recover from it.
-    """
+    """First updates as large as the weights, after which the loss stays near where it began, or above."""
 
     id = "rate-too-high"
     says = "the first updates replace the weights, and the loss does not recover"
@@ -319,6 +314,8 @@ class RateTooHigh(Rule):
     learned: float = threshold(0.3, "of the first loss: a run that has learned more than this has recovered")
     least: float = threshold(50, "losses before it is judged")
 
+    # Adam moves every weight by the learning rate at its first step. If that is a good part of the weights' own size,
+    # the initialisation is lost. Sound trainings do not do this, or recover from it.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the whole run."""
         updates = view.cells("updates")
@@ -355,11 +352,7 @@ class RateTooHigh(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class LossUnbounded(Rule):
-    """A loss that falls below zero by orders of magnitude, faster and faster.
-
-    Losses that are learned fall ever slower, those below zero too (likelihoods, rewards). Where an error is maximised,
-    the loss falls as the error grows. Four parts of the record are compared, so the first losses do not matter.
-    """
+    """A loss that falls below zero by orders of magnitude, faster and faster."""
 
     id = "loss-unbounded"
     says = "the loss falls below zero without bound, faster and faster"
@@ -374,6 +367,9 @@ class LossUnbounded(Rule):
     times: float = threshold(_UNLEARNED, "times the first loss below zero (times 1, if that is less): no usual reward")
     least: float = threshold(40, "losses: ten in each quarter")
 
+    # Losses that are learned fall ever slower, those below zero too (likelihoods, rewards). Where an error is
+    # maximised, the loss falls as the error grows. Four parts of the record are compared, so the first losses do not
+    # matter.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the recorded loss."""
         steps, loss = view.scalar("loss")
@@ -401,12 +397,7 @@ class LossUnbounded(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeForerunner(Rule):
-    """Signs before a rise of the loss: an update far above the usual, a gradient that Adam's memory lags behind.
-
-    After many small gradients the second moment is small, and the first large gradient is divided by its root: the
-    update is far above the usual, and the loss follows (T8). In most sound trainings updates jump without harm. So a
-    jump is a note, and a warning where the loss did follow, or where it moved a good part of the weights at once.
-    """
+    """Signs before a rise of the loss: an update far above the usual, a gradient that Adam's memory lags behind."""
 
     id = "spike-forerunner"
     says = (
@@ -428,6 +419,9 @@ class SpikeForerunner(Rule):
     follows: float = threshold(20, "steps after it within which the loss must begin to rise")
     grave: float = threshold(32, "times the usual, and this part of the weights' norm moved: harm by itself")
 
+    # After many small gradients the second moment is small, and the first large gradient is divided by its root: the
+    # update is far above the usual, and the loss follows (T8). In most sound trainings updates jump without harm. So a
+    # jump is a note, and a warning where the loss did follow, or where it moved a good part of the weights at once.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding of the updates, one of the gradients."""
         rose = LossSpike().rose_at(view)

@@ -193,11 +193,7 @@ class ScaleLow(ScaleRule):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleCollapse(ScaleRule):
-    """A fall of the loss scale within few steps, after it had once settled; a warning where the scale came back.
-
-    The search from a high first scale down to the one that serves is no collapse: steps before the scale has stayed
-    the same for `settled` steps do not count. A scale that has fallen below `floor` counts always.
-    """
+    """A fall of the loss scale within few steps, after it had once settled; a warning where the scale came back."""
 
     id = "scale-collapse"
     says = "the loss scale falls far within few steps"
@@ -220,6 +216,8 @@ class ScaleCollapse(ScaleRule):
     settled: float = threshold(20, "steps without a change, after which the search for the first scale is over")
     floor: float = threshold(1.0, "a scale below 1 shrinks gradients that overflow by themselves")
 
+    # The search from a high first scale down to the one that works is no collapse: steps before the scale has stayed
+    # the same for `settled` steps do not count. A scale that has fallen below `floor` counts always.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the recorded loss scale."""
         steps, scale = _known_scale(view)

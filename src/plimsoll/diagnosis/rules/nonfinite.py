@@ -42,12 +42,7 @@ _BETWEEN_SAMPLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Nonfinite(Rule):
-    """NaN or Inf in the loss, the weights, the activations or the gradients, and the first place they were seen.
-
-    Gradients that overflow under a loss scale are the scaler's way to find the scale: those steps are skipped, and are
-    no alarm unless they go on and on, or the scale stays where it is. Activations that hold -Inf and no NaN are masked
-    attention scores, and no alarm.
-    """
+    """NaN or Inf in the loss, the weights, the activations or the gradients, and the first place they were seen."""
 
     id = "nonfinite"
     says = "NaN or Inf in the loss, weights, activations or unscaled gradients, and where it began"
@@ -70,6 +65,9 @@ class Nonfinite(Rule):
     skips: float = threshold(25, "steps in a row: from 2^24 a scale halves 24 times down to 1")
     fixed: float = threshold(10, "steps in a row; a scale that is halved at each falls by 2^10 in them")
 
+    # Gradients that overflow under a loss scale are the scaler's way to find the scale: those steps are skipped, and
+    # are no alarm unless they go on and on, or the scale stays where it is. Activations that hold -Inf and no NaN are
+    # masked attention scores, and no alarm.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the whole run; it names the first place."""
         losses = np.unique(np.concatenate([_bad(each, lambda v: ~np.isfinite(v)) for each in view.losses.values()]))

@@ -27,12 +27,7 @@ _LOSSLESS = ("masters", "stochastic", "kahan")  # updates that lose nothing, or 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatesSwallowed(Rule):
-    """Weights that were to move and are the same after the step.
-
-    An update below half the distance to a weight's neighbour is rounded away. Of weights in 16 bits that is an alarm,
-    unless what is cut off is kept (masters, a compensation), or made up for by rounding at random. Weights in FP32 are
-    told of as information: their updates vanish where the learning rate does.
-    """
+    """Weights that were to move and are the same after the step."""
 
     id = "updates-swallowed"
     says = "weights do not change although their gradients are not zero"
@@ -48,6 +43,9 @@ class UpdatesSwallowed(Rule):
     share: float = threshold(0.5, "N3: an update below 2^-12 of its weight is lost in FP16, below 2^-9 in BF16")
     samples: float = threshold(3, "the first steps of a warm-up move little")
 
+    # An update below half the distance to a weight's neighbour is rounded away. Of weights in 16 bits that is an alarm,
+    # unless what is cut off is kept (masters, a compensation), or made up for by rounding at random. Weights in FP32
+    # are information: their updates vanish where the learning rate does.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for weights in 16 bits or fewer, one for others."""
         cells = view.cells("updates")
@@ -85,11 +83,7 @@ class UpdatesSwallowed(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMomentLost(Rule):
-    """Second moments that their format flushed to zero where the first moments are not (T8).
-
-    Adam divides by their root plus an epsilon, and 1e-8 is zero in FP16 too: the division is by zero, or by whatever
-    was put in epsilon's place.
-    """
+    """Second moments that their format flushed to zero where the first moments are not (T8)."""
 
     id = "second-moment-lost"
     says = "Adam's second moments are zero where the first ones are not, or epsilon is zero in their format"
@@ -106,6 +100,8 @@ class SecondMomentLost(Rule):
     epsilon: float = threshold(1e-8, "T8: the default of Adam")
     samples: float = threshold(2, "the first step's moments may be of an empty gradient")
 
+    # Adam divides by the root of second moments plus an epsilon, and 1e-8 is zero in FP16 too: the division is by zero,
+    # or by whatever was put in epsilon's place.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the optimizer's state."""
         cells = view.cells("optimizer")

@@ -25,12 +25,7 @@ _WIDE = 2.0**100  # formats that reach above it do not overflow before FP32 does
 
 @dataclass(frozen=True, kw_only=True)
 class OverflowAhead(Rule):
-    """Values near the largest that their format holds, or on their way there.
-
-    Of activations, weights and optimizer state in FP16 (and other formats of more than 8 bits that reach as little),
-    and of gradients where no loss scale is used: a scaler brings scaled ones to the top on purpose. The format's most
-    negative value itself is taken for a mask.
-    """
+    """Values near the largest that their format holds, or on their way there."""
 
     id = "overflow-ahead"
     says = "values come near the largest one of their format"
@@ -45,6 +40,9 @@ class OverflowAhead(Rule):
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
     samples: float = threshold(2, "one of them may be a single wild batch")
 
+    # Judged are activations, weights and optimizer state in FP16 (and other formats of more than 8 bits that reach as
+    # little), and of gradients where no loss scale is used: a scaler brings scaled ones to the top on purpose. The
+    # format's most negative value itself is taken for a mask.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield at most two findings for each collection: values near the top, and values that approach it."""
         for collection in OVERFLOW_ORDER:
@@ -128,11 +126,7 @@ class OverflowAhead(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionLogits(Rule):
-    """Attention scores that grow until the softmax is a choice of one key.
-
-    Scores are recorded as "MODULE:scores", the largest of each head and sample. A rounding to BF16 moves a score of 128
-    by up to a half, and so its weight by a factor of 1.6.
-    """
+    """Attention scores that grow until the softmax is a choice of one key."""
 
     id = "attention-logits"
     says = "the largest attention scores of a layer grow steadily, beyond those of sound trainings"
@@ -148,6 +142,8 @@ class AttentionLogits(Rule):
     binades: float = threshold(2.0, "a factor of four since the first samples")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
+    # Scores are recorded as "MODULE:scores", the largest of each head and sample. A rounding to BF16 moves a score of
+    # 128 by up to a half, and so its weight by a factor of 1.6.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the activations."""
         cells = view.cells("activations")
@@ -179,11 +175,7 @@ class AttentionLogits(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationGrowth(Rule):
-    """Activations that grow and grow, as attention values and residual sums of deep transformers do (T9).
-
-    In whatever format they are recorded: a run in BF16 has no overflow to fear from it, but its rounding grows along,
-    and the weights will not serve for inference in FP16.
-    """
+    """Activations that grow and grow, as attention values and residual sums of deep transformers do (T9)."""
 
     id = "activation-growth"
     says = "activations (attention, residual sums) grow steadily toward the top of FP16"
@@ -201,6 +193,8 @@ class ActivationGrowth(Rule):
     horizon: float = threshold(1, "a warning if it leaves FP16 within so many times the steps so far")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
+    # Activations count in whatever format they are recorded: a run in BF16 has no overflow to fear from it, but its
+    # rounding grows along, and the weights will not work for inference in FP16.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the activations."""
         cells = view.cells("activations")
@@ -278,11 +272,7 @@ class ActivationGrowth(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class KurtosisGrowth(Rule):
-    """Activations whose outliers outgrow all other values.
-
-    The kurtosis of normal values is 3, and that of a few outliers the number of values over theirs. Where the largest
-    value grows along, the outliers are large and not only rare, as those of a sparse layer or a softmax are.
-    """
+    """Activations whose outliers outgrow all other values."""
 
     id = "kurtosis-growth"
     says = "a few activations of a layer outgrow all others steadily"
@@ -301,6 +291,8 @@ class KurtosisGrowth(Rule):
     reach: float = threshold(16.0, "the largest value: softmax and gates end at 1")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
+    # The kurtosis of normal values is 3, and that of a few outliers the number of values over theirs. Where the largest
+    # value grows along, the outliers are large and not only rare, as those of a sparse layer or a softmax are.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the activations."""
         cells = view.cells("activations")

@@ -30,11 +30,7 @@ _SAMPLES = "not reported from a single sample"
 
 @dataclass(frozen=True, kw_only=True)
 class UnderflowHigh(ScaleRule):
-    """Much of a layer, or many layers, flushed to zero.
-
-    Gradients of parameters are judged by module, activations and their gradients one by one and more mildly: much of
-    these may be lost without harm (Micikevicius et al. 2018: in an SSD values below 2^-27 do not matter).
-    """
+    """Much of a layer, or many layers, flushed to zero."""
 
     id = "underflow-high"
     says = "many values of a layer, or of many layers, underflow in a narrow format"
@@ -54,6 +50,8 @@ class UnderflowHigh(ScaleRule):
     grave: float = threshold(0.25, "a quarter of one layer lost is an alarm by itself")
     samples: float = threshold(3, _SAMPLES)
 
+    # Gradients of parameters are judged by module, activations and their gradients one by one and more mildly: much of
+    # these may be lost without harm (Micikevicius et al. 2018: in an SSD values below 2^-27 do not matter).
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each collection."""
         alone = view.cells("gradients") is None
@@ -133,12 +131,7 @@ class UnderflowHigh(ScaleRule):
 
 @dataclass(frozen=True, kw_only=True)
 class UnderflowRising(ScaleRule):
-    """The early rule: underflow that grows will not stop by itself.
-
-    The share of lost values over time, of all parameters together and of each module, by Theil-Sen slope and
-    Mann-Kendall test. The outlook: below 1 %, stay; rising from 1 to 5 %, watch; rising above 5 %, change: raise the
-    scale if one serves all layers, else scale layers apart if one serves each, else BF16.
-    """
+    """The early rule: underflow that grows will not stop by itself."""
 
     id = "underflow-rising"
     says = "the share of gradients that underflows grows"
@@ -158,6 +151,9 @@ class UnderflowRising(ScaleRule):
     change: float = threshold(0.05, "T6: 5 to 10 % and rising, change")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
+    # The share of lost values over time, of all parameters together and of each module, by Theil-Sen slope and Mann-
+    # Kendall test. The outlook: below 1 %, stay; rising from 1 to 5 %, watch; rising above 5 %, change: raise the scale
+    # if one serves all layers, else scale layers apart if one serves each, else BF16.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the gradients of parameters."""
         narrow = view.narrow("gradients")

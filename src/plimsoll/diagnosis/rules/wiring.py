@@ -30,12 +30,7 @@ _NEVER = float("nan")  # a spot without a number
 
 @dataclass(frozen=True, kw_only=True)
 class UntrainedParameters(Rule):
-    """Parameters that require gradients and are trained by nothing.
-
-    Those that get gradients and are in no optimizer are a warning. Of those that never get a gradient, the ones whose
-    module comes first in the model are a warning: something cuts the model off from the loss. Others are information,
-    since a head or an expert that this training does not use has none either.
-    """
+    """Parameters that require gradients and are trained by nothing."""
 
     id = "untrained-parameters"
     says = "parameters that require gradients are in no optimizer, or never get a gradient"
@@ -45,6 +40,9 @@ class UntrainedParameters(Rule):
 
     parameters: float = threshold(1, "the facts are exact")
 
+    # Parameters that get gradients and are in no optimizer are a warning. Of those that never get a gradient, the ones
+    # whose module comes first in the model are a warning: something cuts the model off from the loss. Others are
+    # information, since a head or an expert that this training does not use has none either.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for those that are in no optimizer, one for those without a gradient."""
         event = _first(view, _OUTSIDE)
@@ -100,10 +98,7 @@ class UntrainedParameters(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerIdle(Rule):
-    """An optimizer that does not step, or whose steps move nothing because of its rate, its gradients or its weights.
-
-    A rate of 0 at the end of a schedule, or at the first step of a warm-up, lasts for fewer steps and is none.
-    """
+    """An optimizer that does not step, or whose steps move nothing: by its rate, its gradients or its weights."""
 
     id = "optimizer-idle"
     says = "an optimizer never steps, steps without gradients, or has a rate of 0, NaN or Inf"
@@ -114,6 +109,7 @@ class OptimizerIdle(Rule):
 
     steps: float = threshold(20, "steps with a rate of 0; the ends of schedules last for one or a few")
 
+    # A rate of 0 at the end of a schedule, or at the first step of a warm-up, lasts for fewer steps and is none.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each way in which an optimizer is idle."""
         foreign = _first(view, "foreign optimizer")
@@ -193,12 +189,7 @@ class OptimizerIdle(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsMishandled(Rule):
-    """Gradients that are never set to zero, never unscaled, clipped while they carry the loss scale, or erased.
-
-    The first two are facts. Gradients that were clipped while scaled, and unscaled afterwards, have a norm (or a
-    largest value) that times the loss scale is the same round number at every step. Those that something sets to zero
-    before the step are all zero, while the backward gives the activations others.
-    """
+    """Gradients that are never set to zero, never unscaled, clipped while they carry the loss scale, or erased."""
 
     id = "gradients-mishandled"
     says = "gradients are never set to zero, never unscaled, clipped while they carry the loss scale, or all erased"
@@ -209,6 +200,9 @@ class GradientsMishandled(Rule):
     samples: float = threshold(5, "five equal norms are no coincidence")
     tolerance: float = threshold(0.002, "rounding of FP16 gradients, summed")
 
+    # The first two causes are facts. Gradients that were clipped while scaled, and unscaled afterwards, have a norm (or
+    # a largest value) that times the loss scale is the same round number at every step. Those that something sets to
+    # zero before the step are all zero, while the backward gives the activations others.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each."""
         carried, scaled = _first(view, "carried over"), _first(view, "not unscaled")
@@ -297,11 +291,7 @@ def erased_samples(view: View) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, kw_only=True)
 class DecayLost(Rule):
-    """Weight decay of 16-bit weights that rounding undoes at every step.
-
-    Decoupled decay multiplies a weight by 1 - rate x decay. Where that is nearer to 1 than half the distance of
-    neighbouring values, every weight is rounded back to what it was.
-    """
+    """Weight decay of 16-bit weights that rounding undoes at every step."""
 
     id = "decay-lost"
     says = "weight decay is smaller than the rounding of the 16-bit weights, and has no effect"
@@ -312,6 +302,8 @@ class DecayLost(Rule):
 
     share: float = threshold(0.01, "of each weight, added up over the steps; less has no effect that matters")
 
+    # Decoupled decay multiplies a weight by 1 - rate x decay. Where that is nearer to 1 than half the distance of
+    # neighbouring values, every weight is rounded back to what it was.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of all groups."""
         lost, since, until, names = 0.0, -1, -1, dict[str, None]()
@@ -337,11 +329,7 @@ class DecayLost(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class AverageStuck(Rule):
-    """A moving average of the weights or a counter, kept in 16 bits, whose steps are smaller than its rounding.
-
-    The fact is exact for averages with a decay of 0.9999 or less: kept in FP32, most of these values would have moved.
-    One that is slower, or that is brought up every few steps only, moves in the end, and is named no more.
-    """
+    """A moving average of the weights or a counter, kept in 16 bits, whose steps are smaller than its rounding."""
 
     id = "average-stuck"
     says = "an average of the weights or a counter, kept in a 16-bit format, moves by less than its rounding"
@@ -351,6 +339,8 @@ class AverageStuck(Rule):
 
     copies: float = threshold(1, "the facts are exact")
 
+    # The fact is exact for averages with a decay of 0.9999 or less: kept in FP32, most of these values would have
+    # moved. One that is slower, or that is brought up every few steps only, moves in the end, and is named no more.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding of all averages, one of all counters."""
         counters = [

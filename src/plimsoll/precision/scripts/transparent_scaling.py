@@ -101,15 +101,13 @@ _foreach_norm: Callable[..., tuple[Tensor, ...]] = cast("Any", torch)._foreach_n
 
 
 class _Checking(DynamicScaler):
-    """`DynamicScaler` for unscaled gradients, which only checks them.
-
-    It also checks the values at the end of the backward, because clipping by value turns Inf into a finite number.
-    """
+    """`DynamicScaler` for unscaled gradients, which only checks them."""
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
         self.largest: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # largest gradient magnitude by leaf
 
+    # Values are also checked at the end of the backward, because clipping by value turns Inf into a finite number.
     def _unscale(
         self, optimizer: Any, gradients: Gradients, inverse: Tensor, found_inf: Tensor
     ) -> dict[torch.device, Tensor]:

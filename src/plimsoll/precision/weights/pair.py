@@ -10,10 +10,7 @@ from plimsoll.precision.weights.stores import Store
 
 
 class Scratch:
-    """CPU memory for open parameters, reused from step to step.
-
-    Fresh memory costs more than the step itself. On other devices torch's own allocator keeps freed memory.
-    """
+    """CPU memory for open parameters, reused from step to step."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
@@ -30,6 +27,7 @@ class Scratch:
             self._memory = torch.empty(size_bytes // _FLOAT32_BYTES)
         self._used = 0
 
+    # Fresh memory costs more than the step itself. On other devices torch's own allocator keeps freed memory.
     def take(self, like: Tensor) -> Tensor | None:
         """Return float32 memory of the tensor's shape, or None if it does not fit."""
         end = self._used + like.numel()

@@ -33,10 +33,7 @@ _BATCH = 1 << 18  # bytes per lookup: the indices take eight times as much memor
 
 
 class EventFile:
-    """A new event file in `folder`, which is created if it is missing.
-
-    A record is its length, the length's checksum, the bytes, and their checksum, little-endian (TFRecord).
-    """
+    """A new event file in `folder`, which is created if it is missing."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,6 +43,7 @@ class EventFile:
         self._file = self.path.open("xb", buffering=0)
         self._length = 0
 
+    # A record is its length, the length's checksum, the bytes, and their checksum, little-endian (TFRecord).
     def write(self, payload: bytes) -> None:
         """Append a record, whole or not at all."""
         head = struct.pack("<Q", len(payload))

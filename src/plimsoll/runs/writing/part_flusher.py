@@ -73,10 +73,7 @@ _FULL_BYTES = 16 << 20
 
 
 class Buffer:
-    """Queue of spectra, scalars and events within a bound of bytes.
-
-    Records are checked and converted to rows one by one, so that a record that cannot be stored costs only itself.
-    """
+    """Queue of spectra, scalars and events within a bound of bytes."""
 
     def __init__(self, bound_bytes: int, dropped: DroppedRecords) -> None:
         self._bound, self._dropped = bound_bytes, dropped
@@ -99,6 +96,7 @@ class Buffer:
         self._spectra.append((step, columns))
         self._add("spectra", columns.nbytes)
 
+    # Records are checked and converted to rows one by one, so that a record that cannot be stored costs only itself.
     def add_scalars(self, record: Scalars) -> None:
         """Add one step's scalars."""
         step, time = _step(record.step), float(record.time)

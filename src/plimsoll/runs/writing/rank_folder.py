@@ -31,16 +31,14 @@ from plimsoll.spectrum import Source
 
 
 class SeriesRegistry:
-    """Numbers of a writer's series, those of earlier sessions first.
-
-    Any thread may register a series. Known ones are looked up without a lock.
-    """
+    """Numbers of a writer's series, those of earlier sessions first."""
 
     def __init__(self, former: Sequence[Series]) -> None:
         self.series = list(former)
         self._guard = threading.RLock()
         self._numbers = {(s.collection, s.name, s.format, s.shared): i for i, s in enumerate(self.series)}
 
+    # Any thread may register a series. Known ones are looked up without a lock.
     def number(self, collection: str, name: str, fmt: str, shared: bool) -> int:
         """Return the number of a series, registering a new one."""
         key = (collection, name, fmt, shared)

@@ -28,17 +28,15 @@ _WORDS, _LARGER = 5, 3  # words of a summary, and how many of the first join by 
 
 @dataclass(slots=True)
 class OptimizerBanks:
-    """Banks of one optimizer's gradients by device, with parameters' places.
-
-    Banks are reused from step to step. `places` lists the gradients of the present step only, while a bank may still
-    contain those of an earlier one.
-    """
+    """Banks of one optimizer's gradients by device, with parameters' places."""
 
     banks: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor])
     places: dict[torch.device, list[tuple[int, int]]] = field(default_factory=dict[torch.device, list[tuple[int, int]]])
     groups: dict[int, Any] = field(default_factory=dict[int, Any])  # of the meshes of sharded gradients
     _read: bool = True  # the step was summed up, so that the next gradients are those of another
 
+    # Banks are reused from step to step. `places` lists the gradients of the present step only, while a bank may still
+    # contain those of an earlier one.
     def prepare(self, gradients: Sequence[Gradient]) -> Tensor:
         """Return a bank with a row for each of one device's gradients."""
         self._begin()

@@ -27,10 +27,7 @@ Files = Mapping[str, tuple[int, int]]  # sizes and times in ns, by path
 
 
 class StoredRuns:
-    """The runs below a folder of a store. Listings cost money, so they are made every 10 seconds and only if asked for.
-
-    Raises `ArgumentError` where nothing at all is there: a store has no empty folders.
-    """
+    """The runs below a folder of a store. Listings cost money: one every 10 seconds, and only if asked for."""
 
     poll_seconds = list_seconds = 10.0
     settled_seconds = 2.0  # their times are in seconds
@@ -47,6 +44,7 @@ class StoredRuns:
                 "address, or copy a run there first."
             )
 
+    # Raises `ArgumentError` where nothing at all is there: a store has no empty folders.
     def find(self) -> list[Path]:
         """The folders of all runs."""
         now, found = self._clock(), _by_run(self._place.tree())
