@@ -1,10 +1,4 @@
-"""Cost of watching a training, measured while it trains.
-
-`CostProbe` takes over the schedule of a watch. It samples nothing, one collection, or all of them, in pairs of
-consecutive steps, and times the second of each pair: the background work that the first leaves behind runs into it, as
-in a run that samples every step. All kinds of step run once a round, in another order each round, and an extra time is
-a difference between two steps of one round. So a slow moment of the machine falls on all kinds alike.
-"""
+"""Cost of watching a training, measured while it trains."""
 
 import math
 import random
@@ -111,6 +105,11 @@ class CostProbe:
         self._ask()
         self._start = self._now()
 
+    # `CostProbe` takes over the schedule of a watch. It samples nothing, one collection, or all of them, in pairs of
+    # consecutive steps, and times the second of each pair: the background work that the first leaves behind runs into
+    # it, as in a run that samples every step. All kinds of step run once a round, in another order each round, and an
+    # extra time is a difference between two steps of one round. So a slow moment of the machine falls on all kinds
+    # alike.
     def _next_kind(self) -> None:
         if not self._left:
             kinds = [_IDLE, *NAMES, EVERYTHING, *([] if _compiles() else [FLOOR])]

@@ -89,8 +89,6 @@ def tensor_of(values: Values, dtype: torch.dtype) -> Tensor:
 def to_numpy(tensor: Tensor) -> Any:
     """Return a tensor as a NumPy array; dtypes that NumPy lacks as those of ml_dtypes.
 
-    Without ml_dtypes BF16 becomes float32, which holds it.
-
     Raises:
         CallFailedError: There is no such array.
     """
@@ -98,6 +96,7 @@ def to_numpy(tensor: Tensor) -> Any:
     name = str(local.dtype).removeprefix("torch.")
     if local.dtype != torch.bfloat16 and not (local.dtype.is_floating_point and local.dtype.itemsize == 1):
         return local.numpy()
+    # Without ml_dtypes BF16 becomes float32, which holds it.
     try:
         import ml_dtypes  # pyright: ignore[reportMissingTypeStubs]
 

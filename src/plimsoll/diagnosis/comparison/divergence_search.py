@@ -243,6 +243,7 @@ class Search:
             return made("values", of_a, of_b, apart, allowed, reason)
         return None
 
+    # A discriminator's images are a generator's output, and differ by the generator's rounding.
     def _other_model(self, collection: str, name: str) -> str:
         """Return advice for the input of one of a script's models."""
         root = f"{self.views[0].run.manifest.get('root', _ROOT)}:input"

@@ -102,11 +102,10 @@ def _distances(a: Side, b: Side, groups: Ints) -> tuple[Floats, Floats]:
 def few(count: Floats) -> Floats:
     """Return how much more rounding weighs in statistics of few values.
 
-    Errors of few values do not cancel.
-
     >>> few(np.array([1.0, 16.0, 1e6])).round(2).tolist()
     [9.0, 3.0, 1.01]
     """
+    # Errors of few values do not cancel.
     return 1.0 + 8.0 / np.sqrt(np.maximum(count, 1.0))
 
 

@@ -173,6 +173,8 @@ def diverged(curve: Curve, base: Sequence[Curve], sign: float) -> int | None:
     return None
 
 
+# Of simulated losses with a tenth of the steps missing, one in ten ends with a missing value. Taken for a divergence,
+# that made 18 of 100 pairs of like runs better or worse.
 def _longest_gap(lost: NDArray[np.bool_]) -> int:
     """Return the longest streak of lost values that ends again.
 
@@ -238,8 +240,6 @@ class Aligned:
 def aligned(base: Sequence[Curve], candidate: Sequence[Curve]) -> Aligned:
     """Return the curves at the steps at which all have a finite value.
 
-    Curves that were logged at different steps are averaged over intervals of the longest distance between two records.
-
     Raises:
         ArgumentError: The runs have no steps in common.
     """
@@ -258,6 +258,8 @@ def aligned(base: Sequence[Curve], candidate: Sequence[Curve]) -> Aligned:
         rows = [curve.values[np.searchsorted(curve.steps, steps)] for curve in inside]
         notes = [*_shorter(finite, int(high)), *_gaps((*base, *candidate), steps)]
     else:
+        # Curves that were logged at different steps are averaged over intervals of the longest distance between two
+        # records.
         width = max(int(np.median(np.diff(curve.steps))) if len(curve.steps) > 1 else 1 for curve in inside)
         steps, rows = _means(inside, int(low), width)
         notes = [

@@ -75,14 +75,13 @@ class FormatLosses:
     def hidden(self, fmt: Format, shift: NDArray[np.int64]) -> Floats:
         """Return how many of the values that underflowed a format would lose too, by row.
 
-        It is all of them at the shift that puts its floor where that of the row's own format was, and below. Above it
-        they come back by the estimated spread, and at least by an even spread: the values left near the floor of a
-        tensor that has almost vanished are too few.
-
         Args:
             fmt: The format.
             shift: Shift of the true values.
         """
+        # All of them are hidden at the shift that puts the floor where that of the row's own format was, and below.
+        # Above it they come back by the estimated spread, and at least by an even spread: the values left near the
+        # floor of a tensor that has almost vanished are too few.
         higher = np.maximum(shift - self.floor_shift(fmt), 0.0)
         spread = np.maximum(np.interp(self._ratio, _RATIOS, _EXPONENTS), 1.0)
         return np.nan_to_num(self.lost) * 2.0 ** (-spread * higher)

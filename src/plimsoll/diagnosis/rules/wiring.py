@@ -219,6 +219,7 @@ class GradientsMishandled(Rule):
                 advice="Call scaler.step(optimizer) in place of optimizer.step().",
             )  # fmt: skip
         cells = view.cells("gradients")
+        # A norm for clipping that overflows in FP16 is infinite, and clipping then multiplies all gradients by 0.
         steps = np.zeros(0, dtype=np.int64) if cells is None else cells.steps[erased_samples(view)]
         if len(steps) >= self.samples:
             yield self._finding(

@@ -61,6 +61,8 @@ class Cells:
     def __len__(self) -> int:
         return len(self.layer)
 
+    # Values whose rounding is emulated are FP32 tensors. Without their formats, gradients that E4M3 had flushed were
+    # dead layers.
     def emulated(self, steps: range, fmt: str) -> "Cells":
         """Return the cells with this format in place of FP32 at these steps."""
         wide = np.array([name == "fp32" for name in self.formats], dtype=bool)[self.format]

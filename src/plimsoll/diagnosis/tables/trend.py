@@ -110,12 +110,11 @@ def _exact(n: int, inversions: int) -> float:
 def looks(samples: int) -> list[int]:
     """Return the sample counts at which rules judge a growing series, up to `samples`.
 
-    The numbers are always the same, and a finding once made stays. So a rule judges the beginning of a run alike during
-    the run and after it.
-
     >>> looks(20)
     [8, 11, 15]
     """
+    # The numbers are always the same, and a finding once made stays. So a rule judges the beginning of a run alike
+    # during the run and after it.
     found: list[int] = []
     at = _LEAST
     while at <= samples:

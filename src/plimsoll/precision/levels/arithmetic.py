@@ -78,12 +78,10 @@ class Arithmetic:
 
     @contextlib.contextmanager
     def backward(self) -> Generator[None]:
-        """Context of the backward and the step, which sets TF32 again.
-
-        Formats follow from the recorded forward. A module that a checkpoint recomputes during backward runs in its own
-        format again.
-        """
+        """Context of the backward and the step, which sets TF32 again."""
         with self._precision(forward=False):
+            # Formats follow from the recorded forward. A module that a checkpoint recomputes during backward runs in
+            # its own format again.
             self._regions.switch.on = True
             try:
                 yield

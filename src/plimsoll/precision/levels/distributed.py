@@ -79,8 +79,6 @@ def gradients_stay(model: nn.Module, stay: bool) -> Generator[None]:
 def level_on(model: nn.Module, level: Level) -> Level:
     """Return the level as it applies to this model.
 
-    Under `fully_shard`, casting is left to its policy.
-
     Raises:
         ArgumentError: The level contradicts the policy of `fully_shard`, or casts weights under
             DistributedDataParallel.
@@ -93,6 +91,7 @@ def level_on(model: nn.Module, level: Level) -> Level:
         )
     if not is_fully_sharded(model):
         return level
+    # Under `fully_shard`, casting is left to its policy.
     policies = sharding_policies(model)
     dtypes = {policy.param_dtype or torch.float32 for policy in policies}
     return _level_on_shards(level, dtypes)

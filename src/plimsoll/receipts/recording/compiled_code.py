@@ -1,9 +1,4 @@
-"""Operations of code that torch.compile has compiled, from Inductor's graph after its last pass.
-
-The dispatcher sees nothing of a fused kernel. Inductor's own graph has each operation with its dtypes, its module and
-its line; its scheduler knows which of them became one kernel. Within a kernel 16-bit values are computed in FP32, and a
-cast down that is cast up again rounds nothing, unless `torch._inductor.config.emulate_precision_casts` is set.
-"""
+"""Operations of code that torch.compile has compiled, from Inductor's graph after its last pass."""
 
 import functools
 import sys
@@ -324,6 +319,7 @@ def _operation(
     output = _dtype(last)
     operands = tuple(dtype_name(cast("torch.dtype", _dtype(n))) for n in floating)
     values = tuple(_narrowest(n) for n in floating)
+    # A cast of integers has no floating operand: a compiled Llama casts its positions to FP32.
     if is_cast and not floating:
         operands = values = tuple(dtype_name(x.dtype) for n in inputs for x in tensors_in(_value(n)))
     accumulate = partial = None
@@ -361,6 +357,9 @@ def _kernels(graph: Any) -> Iterator[set[Any]]:
         yield set[Any]().union(*(part.node.origins for part in parts))
 
 
+# The dispatcher sees nothing of a fused kernel. Inductor's own graph has each operation with its dtypes, its module and
+# its line; its scheduler knows which of them became one kernel. Within a kernel 16-bit values are computed in FP32, and
+# a cast down that is cast up again rounds nothing, unless `torch._inductor.config.emulate_precision_casts` is set.
 def _is_rounded(node: Any, kernels: Iterable[set[Any]]) -> bool:
     """Return whether a cast rounds: not where it is cast up again within the same kernel."""
     before, after = _dtype(next(iter(node.all_input_nodes), None)), _dtype(node)

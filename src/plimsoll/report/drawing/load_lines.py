@@ -1,8 +1,4 @@
-"""Load lines: what a format holds, drawn over where values lie, moved by the scale at which it holds them.
-
-The picture shows true values. A format that holds them times S overflows at its limit divided by S, so its lines lie
-lower the higher the scale; where the recorded scale changes over time, the lines are step curves.
-"""
+"""Load lines: what a format holds, drawn over where values lie, moved by the scale at which it holds them."""
 
 import math
 from collections.abc import Sequence
@@ -37,6 +33,8 @@ class LoadLine:
         return f"{self.format}: {self.says}" if self.format else self.says
 
 
+# The picture shows true values. A format that holds them times S overflows at its limit divided by S, so its lines lie
+# lower the higher the scale; where the recorded scale changes over time, the lines are step curves.
 def load_lines(formats: Sequence[tuple[Format, Floats]]) -> list[LoadLine]:
     """The limits of formats, each with the power of two by which it holds the values higher, column by column."""
     found: list[LoadLine] = []

@@ -37,6 +37,7 @@ def codes(column: Array) -> NDArray[Any]:
     """Return numbers that sort and compare as the values of a column do."""
     if not pa.types.is_string(column.type):
         return values_of(column)
+    # In a server one thread imported pandas so while another drew a figure, and Plotly met a half-imported pandas.
     if not len(column):  # combine_chunks of no chunk imports pandas
         return np.empty(0, dtype=np.int64)
     encoded = column.combine_chunks().dictionary_encode()

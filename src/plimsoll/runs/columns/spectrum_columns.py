@@ -96,12 +96,11 @@ def spectra_table(tables: Sequence[Table], series: Sequence[Series]) -> Table:
 def summed(table: Table, starts: NDArray[np.intp]) -> Table:
     """Return the columns of a part for rows without block records that are merged group by group.
 
-    It merges as `step_table.merged_rows` does. Rows of a bank would take ten times the memory of the columns.
-
     Args:
         table: The rows.
         starts: First row of each group. A group has one name, step, format and scale.
     """
+    # Merged as `step_table.merged_rows` merges. Rows of a bank would take ten times the memory of the columns.
     if not len(starts):
         return table.slice(0, 0).drop_columns(["rank"])
     same = ("step", "collection", "name", "format", "shared", "scale")

@@ -27,13 +27,12 @@ Column = tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]  # s
 def without_replaced(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return which records count, in the order in which they were written.
 
-    A run that is restarted from an earlier step replaces what it had recorded from there on.
-
     >>> without_replaced(np.array([0, 1, 2, 3, 2, 3])).tolist()
     [True, True, False, False, True, True]
     """
     if not len(steps):
         return np.empty(0, dtype=bool)
+    # A run that is restarted from an earlier step replaces what it had recorded from there on.
     later = np.minimum.accumulate(steps[::-1])[::-1]
     return np.append(steps[:-1] < later[1:], True)
 

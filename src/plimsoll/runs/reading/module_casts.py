@@ -77,13 +77,12 @@ def casts_of(
 ) -> list[Cast]:
     """Return the casts in events, by module and role and then by step.
 
-    All ranks cast alike, so only the lowest rank's events count.
-
     Args:
         events: Events of a run.
         scales: Steps and values of the scalars, by name.
     """
     cast_events = [event for event in events if event.kind == EVENT]
+    # All ranks cast alike, so only the lowest rank's events count.
     lowest = min((event.rank for event in cast_events), default=0)
     tables = [(event.step, _entries(event)) for event in cast_events if event.rank == lowest]
     keys = list(dict.fromkeys(key for _, table in tables for key in table))

@@ -503,6 +503,7 @@ class Run:
         Records of this process are written first.
         """
         if isinstance(self._folder.place, Folder):
+            # A loss that still waits in this process's buffer would read as one that was never recorded.
             write_for_reader(self._folder.path)
         return self._look()
 

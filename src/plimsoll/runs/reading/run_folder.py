@@ -220,6 +220,7 @@ class RunFolder:
             if not manifest.is_as_written(text):
                 self._missing.append(f"{name}: changed since it was written, its checksum differs; read as it is")
 
+    # With a rank killed, each later step is the sum over a part of the ranks, and reads like the whole.
     def _find_missing_ranks(self) -> None:
         missing = sorted(set(range(self.world_size)) - set(self.ranks))
         if missing:

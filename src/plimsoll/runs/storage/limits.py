@@ -15,6 +15,7 @@ class DamageError(ValueError):
 
 _INT64 = 1 << 63
 # Whole numbers, from the first and up to and with the second.
+# A world size of 10**12 in a manifest took gigabytes of memory.
 RANGES: Mapping[str, tuple[int, int]] = {
     "schema": (1, 1 << 31),
     "rank": (0, (1 << 20) - 1),

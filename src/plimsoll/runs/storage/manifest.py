@@ -4,10 +4,6 @@ It is JSON and replaced as a whole. It contains what parts cannot: schema and pa
 series, and the sessions (the lifetime of one writer each). A session that starts at a step that an earlier one had
 passed has `from_step`: in parts whose flushes came before `first_flush`, rows from that step on are replaced, and
 readers leave them out.
-
-It also lists the parts with their rows at the time of writing, so that readers notice a missing one: each listed part
-exists, or a part that covers it. Parts that are not listed are read too, since a killed writer has not listed its last
-ones. The last line is a checksum of the lines before.
 """
 
 import importlib.metadata
@@ -173,6 +169,9 @@ def lost_of(content: Mapping[str, Any]) -> list[Part]:
     return _listed(content, "lost")
 
 
+# A manifest lists the parts with their rows at the time of writing, so that readers notice a missing one: each listed
+# part exists, or a part that covers it. Parts that are not listed are read too, since a killed writer has not listed
+# its last ones. The last line is a checksum of the lines before.
 def listing_of(parts: Iterable[Part]) -> dict[str, int | None]:
     """Return the manifest's entry for parts: rows by name, null if unknown."""
     return {part.name: part.rows for part in sorted(parts, key=lambda p: (p.kind, p.rank, p.first))}

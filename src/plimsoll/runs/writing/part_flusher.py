@@ -1,7 +1,4 @@
-"""Buffer of records, and the flusher that writes it as parts.
-
-When writing fails, the flusher warns, keeps the records, and tries again at the next flush.
-"""
+"""Buffer of records, and the flusher that writes it as parts."""
 
 import json
 import operator
@@ -276,6 +273,7 @@ class PartFlusher:
             buffer.clear(kind)
             return None
 
+    # When writing fails, the flusher warns, keeps the records, and tries again at the next flush.
     def _report_failure(self, error: Exception) -> None:
         self._failing = f"{error}"
         name = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else type(error).__name__

@@ -1,8 +1,4 @@
-"""One rank's share of a run folder, protected by its lock: manifest, parts, compaction.
-
-No failure is handled here: OSError reaches the caller, which keeps the records and tries again. The thread that writes
-and the thread that compacts share state under `_guard`, which is never held while a file is written.
-"""
+"""One rank's share of a run folder, protected by its lock: manifest, parts, compaction."""
 
 import errno
 import os
@@ -285,6 +281,8 @@ class RankFolder:
             chosen.insert(0, part)
         return chosen
 
+    # No failure is handled here: OSError reaches the caller, which keeps the records and tries again. The thread that
+    # writes and the thread that compacts share state under `_guard`, which is never held while a file is written.
     def _merge(self, parts: Sequence[Part]) -> None:
         target = self._target(parts)
         try:

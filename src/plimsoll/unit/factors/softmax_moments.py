@@ -81,9 +81,6 @@ Attention = tuple[Curve, Curve, Curve]
 def attention_curves(mult: float, width: int, causal: bool) -> Attention:
     """Return the curves of attention's moments, averaged over queries.
 
-    The moments are those of the sum of squared weights, of the slope, and of the slope weighted by a query's squared
-    length, since long queries have sharper weights.
-
     Args:
         mult: Scale of the scores.
         width: Width of the queries, which are unit normal.
@@ -91,6 +88,8 @@ def attention_curves(mult: float, width: int, causal: bool) -> Attention:
     """
     totals = np.zeros((3, len(_LENGTHS)))
     for length, weight in _lengths_of_normal_vectors(width):
+        # The moments are those of the sum of squared weights, of the slope, and of the slope weighted by a query's
+        # squared length, since long queries have sharper weights.
         squares, cubes, pairs = _integrals(_LENGTHS, mult * length)
         slope = squares - 2 * cubes + pairs
         totals += weight * np.stack([squares, slope, slope * length**2])

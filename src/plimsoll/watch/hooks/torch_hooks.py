@@ -178,6 +178,7 @@ def _install() -> None:
         _patch_scaler(kind)
 
 
+# A child that trained its parent's watched model measured it with threads of torch's that no child has, and hung.
 def _after_fork() -> None:
     """In a child torch is as it was: watches are their process's alone."""
     global _lock  # noqa: PLW0603  (one that another thread held at the fork is held for ever)

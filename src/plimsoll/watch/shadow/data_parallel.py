@@ -81,13 +81,12 @@ def of(root: nn.Module, ranks: Ranks) -> DataParallel | str | None:
 def meet(name: str, world: int) -> bool:
     """Return whether all ranks have come here; the same on each that has.
 
-    The last to come says so, or the first to lose patience says that they have not: whichever is first in the store.
-
     Args:
         name: Name of the meeting, which no other has.
         world: Number of ranks.
     """
     store = _store(name)
+    # The last rank to come answers "all", or the first to lose patience "not all": whichever is first in the store.
     if store.add("ranks", 1) == world:
         return store.compare_set("answer", "", "all") == b"all"
     try:

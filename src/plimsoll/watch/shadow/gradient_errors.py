@@ -46,6 +46,7 @@ class GradientErrors:
             if g is not None and not self._has_hooks(name, p):
                 self._expected[name] = self._expected[name] + g if name in self._expected else g
 
+    # Compared as the backward has left them: unscaling and clipping are no errors.
     def backward_ends(self, root: nn.Module, ranks: DataParallel | None) -> None:
         """A backward has ended, and its repetition too: compares what is there now."""
         self._are_means = ranks is not None

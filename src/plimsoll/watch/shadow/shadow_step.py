@@ -9,10 +9,6 @@ is zero there too is *structural*; where the repetition has NaN it is neither.
 
 Decisions (routes, classes) are compared too, see `decisions`. A model that makes some is run as it was once more, from
 its second shadow step on.
-
-A tensor is found again by the name of its tap and how many times that name had been called. A series of which any part
-was not found again is left out: its fractions would be wrong. Where weights or inputs changed before the repetition, or
-the repetition fails, nothing of the step is told but an event, of the kind "shadow".
 """
 
 import functools
@@ -160,10 +156,15 @@ class Shadow:
     @contained
     def _arrives(self, call: CapturedCall, index: int, g: Tensor) -> None:
         if call in self._calls:
+            # A loss of derivatives reaches the weights by another way than the outputs. The repetition has other
+            # gradients then, and sound physics-informed trainings looked like rounding error.
             if torch.is_grad_enabled():  # autograd leaves it on for create_graph alone
                 self._reason = self._reason or _TWICE
             call.gradients[index] = g.detach()
 
+    # A tensor is found again by the name of its tap and how many times that name had been called. A series of which any
+    # part was not found again is left out: its fractions would be wrong. Where weights or inputs changed before the
+    # repetition, or the repetition fails, nothing of the step is recorded but an event, of the kind "shadow".
     @contained
     def see(self, name: str, x: Tensor, recomputing: bool) -> None:
         """A tap has seen a tensor of the real step."""

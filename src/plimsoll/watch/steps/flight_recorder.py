@@ -3,9 +3,6 @@
 Loss, loss scale and the number of non-finite gradient values are kept for every step, and written for every step too:
 they are a few bytes. Collections that it was asked to keep are measured at every step, and their last samples are held
 in memory until something breaks; otherwise the oldest is forgotten.
-
-It fires on a non-finite loss or gradient, a loss spike, a fall of the loss scale, an exception that leaves the training
-loop, and a signal; for one reason at most once in as many steps as it keeps.
 """
 
 import bisect
@@ -141,6 +138,8 @@ class Recorder:
 
         self.core.writer.submit(produce, sealed.size_bytes)
 
+    # The recorder fires on a non-finite loss or gradient, a loss spike, a fall of the loss scale, an exception that
+    # leaves the training loop, and a signal; for one reason at most once in as many steps as it keeps.
     def _look_at(self, facts: StepScalars) -> None:
         """Fires if the step's numbers say that something broke."""
         loss, scale = resolved(facts.loss), resolved(facts.scale)

@@ -91,6 +91,7 @@ class Losses:
     def _may_come_later(self, roots: list[Tensor]) -> bool:
         """Whether a backward that has changed no gradient of ours may have been for them."""
         # The graph is asked only until a loss was found in gradients: from then on it is another model's backward.
+        # FSDP sets gradients after a pipeline's backwards, so a backward does not show which ones are its own.
         return self._parameters.are_sharded() or (not self._placed and self._parameters.reach(roots) != "others")
 
     @property

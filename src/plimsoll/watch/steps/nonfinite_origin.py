@@ -4,9 +4,6 @@ Steps that are not sampled pay nothing for it. When the loss that goes backward 
 inputs, the weights as the forward has used them, and in the autograd graph the values that the backward needs. They are
 searched once, in the order in which one makes the other. A sampled step has shown which module's output each operation
 of the graph is, and the graph of a later step is the same if its operations are.
-
-The loss must be known without waiting, so this is for models on a CPU that run eagerly. `recorder=` names the
-collections that a watch measures at every step elsewhere.
 """
 
 import itertools
@@ -35,6 +32,8 @@ _MOST_EVENTS = 5  # a training that overflows now and then is looked through so 
 _NAMED = 20
 _HELD_BYTES = 16 << 20  # of inputs that are kept alive up to the backward
 # Operations that give NaN or Inf only if they are given some, or that only rearrange values.
+# The graph keeps what log_softmax made of the logits and not the logits, so without
+# them the loss would be blamed for logits that overflowed.
 _PASSING = tuple(
     f"{name}Backward"
     for name in (
@@ -251,6 +250,8 @@ class Origin(torch_hooks.TrainingEvents):
                 ):
                     yield name, x
 
+    # The loss must be known without waiting, so this is for models on a CPU that run eagerly. `recorder=` names the
+    # collections that a watch measures at every step elsewhere.
     def _idle(self) -> bool:
         if not self.core.due.traced or not self.core.open or self._events >= _MOST_EVENTS:
             return True

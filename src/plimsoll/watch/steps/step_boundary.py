@@ -311,6 +311,8 @@ class Steps(torch_hooks.TrainingEvents):
             return
         self.losses.step_begins(optimizer)
         self._turns.enter(optimizer)
+        # The few gradients that are looked at may be finite although the scaler has met one that is not: all are
+        # counted.
         self.parameters.suspect = True
         self.parameters.enter(optimizer)
         self.losses.step_ends(optimizer)

@@ -1,9 +1,4 @@
-"""Turns of a model's optimizers, if they alternate.
-
-Optimizers that step in the same step are a turn. Where there is one turn, intervals count steps. Where several
-alternate, every tenth step could be the same one's for ever, so each turn counts its own steps: its first that was seen
-coming is sampled, and every tenth after it.
-"""
+"""Turns of a model's optimizers, if they alternate."""
 
 from plimsoll.tensor_collections import OF_PARAMETERS
 from plimsoll.watch.session import WatchSession
@@ -56,6 +51,9 @@ class Turns:
             self._counts[turn] = -1  # this one came unforeseen
         self._counts[turn] += 1
 
+    # Optimizers that step in the same step are a turn. Where there is one turn, intervals count steps. Where several
+    # alternate, every tenth step could be the same one's for ever, so each turn counts its own steps: its first that
+    # was seen coming is sampled, and every tenth after it.
     def number(self, step: int) -> int:
         """Return the count for the intervals of the next step, also before `end` of the current one."""
         present = self._present() if self._now else self._last

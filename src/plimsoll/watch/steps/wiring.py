@@ -84,6 +84,7 @@ class _Followed:
         self.before_backward = -1 if g is None else g._version  # noqa: SLF001
         same = g is not None and self.kept is not None and self.kept() is g
         if g is None or not same or self.before_backward != self.after_step:  # set to None or zero, or changed
+            # Set to None, so gradients that another model's backward adds later are not carried over.
             self.kept, self.carried = None, False
         elif measure and not self.carried:
             # `.data.zero_()` leaves no other trace: the value itself is asked for, and read when it is there.
@@ -328,6 +329,8 @@ class Wiring(torch_hooks.TrainingEvents):
             of=len(now),
         )
 
+    # With an epsilon of 2^-25 or less and its state in FP16, Adam divides by zero from the first step on: too soon for
+    # a rule that wants two samples.
     def _look_at_epsilon(self, optimizer: Any, known: _Optimizer) -> None:
         """Record an epsilon of Adam that is zero in the format of the second moments to which it is added."""
         names, lost, least = self._names(), list[str](), math.inf

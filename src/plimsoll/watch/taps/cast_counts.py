@@ -1,10 +1,4 @@
-"""Record of the casts to 8 bits that modules make before they multiply: formats and scales.
-
-A module casts if it has a method `casts`; that of `plimsoll.fp8` is one, a user's own may be another. It is asked at
-the end of each step that is sampled, after the backward, when all scales of the step are known and before a loop can
-put other modules in place. What is constant is told once, in an event; scales that follow the data are scalars of the
-step, read on the background thread, which alone waits for the device.
-"""
+"""Record of the casts to 8 bits that modules make before they multiply: formats and scales."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
@@ -42,6 +36,10 @@ class Casts:
         # A run that goes on may say of other casts than there are now.
         self._told: dict[str, dict[Role, dict[str, Any]]] | None = {} if core.step == 0 else None
 
+    # A module casts if it has a method `casts`; that of `plimsoll.fp8` is one, a user's own may be another. It is asked
+    # at the end of each step that is sampled, after the backward, when all scales of the step are known and before a
+    # loop can put other modules in place. What is constant is recorded once, in an event; scales that follow the data
+    # are scalars of the step, read on the background thread, which alone waits for the device.
     @contained
     def tell(self) -> None:
         """The step has ended: says which casts there are, if that is not known, and the scales that changed with it."""

@@ -5,10 +5,6 @@ one for its gradient, fixed for the life of that graph, in banks whose addresses
 these rows whenever it runs; at the step's end they are read and emptied. What runs twice in a step adds up, and a
 recomputed forward does not: the compiler drops the second count, since nothing in the backward needs it. Values and
 gradients are in separate banks, or forward and backward graphs would each wait for the other's.
-
-Which collections are due is a guard: a graph for sampled steps and one for the others, which holds no trace of a tap.
-Where shadow steps are asked for, the graph of sampled steps also hands each tensor to `keep_`, which copies it if the
-step has one.
 """
 
 import itertools
@@ -168,6 +164,9 @@ class CompiledTaps:
             torch.ops.plimsoll.keep_(x.detach(), self.sites[str(x.device)].values, self.number, site, False)
         return site
 
+    # Which collections are due is a guard: a graph for sampled steps and one for the others, which holds no trace of a
+    # tap. Where shadow steps are asked for, the graph of sampled steps also hands each tensor to `keep_`, which copies
+    # it if the step has one.
     def keep(self, x: Tensor, site: int, *, gradient: bool) -> None:
         """Hands a tensor to the shadow step; called by compiled code as it runs."""
         shadow = self.core.shadow

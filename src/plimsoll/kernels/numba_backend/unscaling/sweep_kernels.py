@@ -3,8 +3,6 @@
 A sweep takes values whose magnitudes lie in one window of 32 binades, and zeros. The window is where values were last
 found, so nearly all is swept; a block that leaves it, and what is no whole group, is measured by the parts of
 `measuring.kernels` instead, and the window moves to it if it fits.
-
-Counts stay in planes until these are full, the window moves, or the tensor ends.
 """
 
 import numpy as np
@@ -133,6 +131,7 @@ def _add_piece(bits, n, row, room):
     return max(extremes[0], extremes[1])
 
 
+# Counts stay in planes until these are full, the window moves, or the tensor ends.
 @inlined
 def _flush(row, room):
     """Moves what planes hold to the row."""

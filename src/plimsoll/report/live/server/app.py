@@ -39,6 +39,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
 
 _LOG = logging.getLogger("plimsoll")
 
+# The address of a file holds a digest of all files, so that a browser asks for each of them once.
 _VERSION = re.compile(r"^[0-9a-f]{16}/")  # before a file's name in its address
 _KEEP, _ASK_AGAIN = "private, max-age=31536000, immutable", "no-cache"
 _REFUSED = re.compile(r"\s*q=0(\.0*)?\s*$")
