@@ -95,13 +95,13 @@ class View:
         """Step ranges in which an emulation rounded all results, with its formats by collection."""
         changes = [event for event in self.events if event.kind == "emulation"]
         steps = [*(event.step for event in changes), sys.maxsize]
-        found: list[tuple[range, Mapping[str, str]]] = []
+        spans: list[tuple[range, Mapping[str, str]]] = []
         for event, end in zip(changes, steps[1:], strict=True):
             formats = event.details.get("formats")
             if isinstance(formats, Mapping):
                 pairs = cast("Mapping[str, object]", formats).items()
-                found.append((range(event.step, end), {key: str(name) for key, name in pairs if _is_format(name)}))
-        return found
+                spans.append((range(event.step, end), {key: str(name) for key, name in pairs if _is_format(name)}))
+        return spans
 
     def only(self, collection: str, name: str) -> "View":
         """Return the view of one layer of a collection.
@@ -113,13 +113,13 @@ class View:
         result.__dict__["casts"] = self.casts
         result.__dict__["emulations"] = self.emulations
         # What held a gradient is judged by its weight too.
-        for each in (collection, "weights") if collection == "gradients" else (collection,):
-            if name not in self.run.tensors.get(each, ()):
-                result._cells[each] = None
-            elif (whole := self._cells.get(each)) is not None:
-                result._cells[each] = whole.only(name) if name in whole.names else None
+        for needed in (collection, "weights") if collection == "gradients" else (collection,):
+            if name not in self.run.tensors.get(needed, ()):
+                result._cells[needed] = None
+            elif (whole := self._cells.get(needed)) is not None:
+                result._cells[needed] = whole.only(name) if name in whole.names else None
             else:
-                result._cells[each] = self.as_emulated(each, read(self.run, each, self.until, name))
+                result._cells[needed] = self.as_emulated(needed, read(self.run, needed, self.until, name))
         return result
 
     def scalar(self, name: str) -> tuple[Ints, Floats]:
@@ -180,8 +180,8 @@ class View:
         if not len(known):
             return np.ones(len(steps))
         place = np.searchsorted(known, steps, side="right") - 1
-        found = values[np.maximum(place, 0)]
-        return np.where(np.isfinite(found) & (found > 0), found, 1.0)
+        scales = values[np.maximum(place, 0)]
+        return np.where(np.isfinite(scales) & (scales > 0), scales, 1.0)
 
     def solved(self, steps: Ints) -> NDArray[np.bool_]:
         """Return whether the loss is zero, or next to nothing, at each step."""
@@ -207,10 +207,10 @@ class View:
     def in_blocks(self, collection: str) -> tuple[BlockCells, FormatLosses] | None:
         """Return the spectra of a collection with their block records. None if it has none."""
         if collection not in self._blocks:
-            found = read_blocks(self.run, collection, self.until)
+            blocks = read_blocks(self.run, collection, self.until)
             self._blocks[collection] = None
-            if found is not None:
-                self._blocks[collection] = found, FormatLosses(cells=found.cells, held=self._held(found.cells))
+            if blocks is not None:
+                self._blocks[collection] = blocks, FormatLosses(cells=blocks.cells, held=self._held(blocks.cells))
         return self._blocks[collection]
 
     def formats(self, collection: str) -> Mapping[str, Format]:
@@ -219,12 +219,12 @@ class View:
         if cells is None:
             return {}
         known = [get_element(name, "diagnose") for name in cells.formats]
-        found: dict[str, Format] = {}
+        by_name: dict[str, Format] = {}
         pairs: list[int] = np.unique(cells.layer * len(known) + cells.format).tolist()
         for pair in pairs:
             name, fmt = cells.names[pair // len(known)], known[pair % len(known)]
-            found[name] = min(found.get(name, fmt), fmt, key=lambda f: (f.bits, f.name))
-        return found
+            by_name[name] = min(by_name.get(name, fmt), fmt, key=lambda f: (f.bits, f.name))
+        return by_name
 
     def _held(self, cells: Cells) -> Floats:
         """Return the scale at which each row's format contained its values."""

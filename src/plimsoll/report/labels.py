@@ -30,12 +30,12 @@ def safe(text: str, most: int = 60) -> str:
 def labels(texts: Iterable[str], most: int = 40) -> list[str]:
     """The texts made safe, each different from the others: names that look alike once shortened get a number."""
     seen: dict[str, int] = {}
-    found: list[str] = []
+    result: list[str] = []
     for text in texts:
         label = safe(text, most)
         seen[label] = seen.get(label, 0) + 1
-        found.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
-    return found
+        result.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
+    return result
 
 
 def of(collection: str) -> str:

@@ -25,7 +25,7 @@ def path_below(expression: str) -> str:
     ('blocks.0.attn', 'blocks.3')
     """
     rest = re.sub(r"^(?:[LG]\[[^\]]*\]|\w+)", "", expression)
-    return ".".join(next(part for part in found if part) for found in _STEPS.findall(rest) if "_modules" not in found)
+    return ".".join(next(part for part in step if part) for step in _STEPS.findall(rest) if "_modules" not in step)
 
 
 def place_of(node: Any) -> Place:

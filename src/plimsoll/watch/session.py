@@ -136,11 +136,11 @@ class WatchSession:
             return
         wanted = {name for name in COLLECTIONS if self.on_request or self.settings.due(name, step, number)}
         wanted &= self.settings.intervals.keys()
-        kept = frozenset(self.settings.recorded) - wanted
+        recorded = frozenset(self.settings.recorded) - wanted
         for name in COLLECTIONS:
-            setattr(self.due, name, self.open and (name in wanted or name in kept))
+            setattr(self.due, name, self.open and (name in wanted or name in recorded))
         self.due.forward = self.due.activations or self.due.activation_gradients
-        self.ring_only = kept
+        self.ring_only = recorded
         if any(getattr(self.due, name) for name in COLLECTIONS):
             self.sample = Sample(step, self.pool)
         else:
@@ -356,8 +356,8 @@ def nothing_recorded() -> Generator[None]:
 def watches_muted() -> Generator[None]:
     """Context in which the watches that there are now record nothing; one that begins inside does."""
     # By identity, since each session has several listeners.
-    found = {id(core): core for core in (getattr(listener, "core", None) for listener in torch_hooks.listeners())}
-    cores = [core for core in found.values() if isinstance(core, WatchSession) and not core.muted]
+    sessions = {id(core): core for core in (getattr(listener, "core", None) for listener in torch_hooks.listeners())}
+    cores = [core for core in sessions.values() if isinstance(core, WatchSession) and not core.muted]
     for core in cores:
         core.mute(True)
     try:

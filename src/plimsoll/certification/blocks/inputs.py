@@ -38,9 +38,9 @@ def blocks(fmt: BlockFormat, carrier: str) -> Blocks:
     made = _for_a_mantissa(fmt) if fmt.scale.signed else _for_powers_of_two(fmt, info)
     largest = np.array([value for values in made.values() for value in values])
     classes = np.repeat(list(made), [len(values) for values in made.values()])
-    held = _held(largest, carrier)
-    kept = (held > 0) & np.isfinite(held) & (np.abs(held - largest) <= np.spacing(largest))
-    return Blocks(carrier=carrier, x=_filled(held[kept], fmt, carrier), classes=classes[kept])
+    represented = _held(largest, carrier)
+    usable = (represented > 0) & np.isfinite(represented) & (np.abs(represented - largest) <= np.spacing(largest))
+    return Blocks(carrier=carrier, x=_filled(represented[usable], fmt, carrier), classes=classes[usable])
 
 
 def _for_powers_of_two(fmt: BlockFormat, info: torch.finfo) -> dict[BlockClass, list[float]]:

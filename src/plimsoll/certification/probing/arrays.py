@@ -57,12 +57,12 @@ def read_codes(returned: Any) -> NDArray[np.int64]:
         CallFailedError: It has no codes.
     """
     if isinstance(returned, Tensor):
-        held = returned.detach().cpu().contiguous()
-        if held.dtype.is_floating_point or held.dtype.itemsize == 1:
-            if held.dtype.itemsize > 2:
-                raise CallFailedError(f"it returns {held.dtype} where codes were expected")
-            held = held.view(torch.uint8 if held.dtype.itemsize == 1 else torch.uint16)
-        return held.numpy().astype(np.int64)
+        tensor = returned.detach().cpu().contiguous()
+        if tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
+            if tensor.dtype.itemsize > 2:
+                raise CallFailedError(f"it returns {tensor.dtype} where codes were expected")
+            tensor = tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.uint16)
+        return tensor.numpy().astype(np.int64)
     if isinstance(returned, np.ndarray):
         array = cast("NDArray[Any]", returned)
         if array.dtype.kind not in "iu" or array.dtype.itemsize == 1:

@@ -118,10 +118,10 @@ class Caller:
 
 def refusal(wanted: str, errors: Mapping[str, str]) -> ArgumentError:
     """Return the error for a function that is not of its kind, with its own errors by what it was given."""
-    given: dict[str, list[str]] = {}
+    by_error: dict[str, list[str]] = {}
     for what, error in errors.items():
-        given.setdefault(error, []).append(what)
-    named = "; ".join(f"{', '.join(what)}: {error}" for error, what in list(given.items())[:4])
+        by_error.setdefault(error, []).append(what)
+    named = "; ".join(f"{', '.join(what)}: {error}" for error, what in list(by_error.items())[:4])
     remedy = "Call it with device='cuda'" if "cuda" in named.lower() else "Wrap it in a function that does"
     return ArgumentError(f"certify: expected {wanted}; got errors ({named}). {remedy}.")
 

@@ -117,14 +117,14 @@ class Reducer:
 
     def sums_of_products(self, left: Values, right: Values) -> Values:
         """Return for each row the sum of the products of two rows of operands."""
-        found: list[Values] = []
+        sums: list[Values] = []
         for begin in range(0, len(left), SIDE):
             rows = left[begin : begin + SIDE]
             count = len(rows)
             a, b = np.zeros((SIDE, left.shape[1])), np.zeros((SIDE, left.shape[1]))
             a[:count], b[:count] = rows, right[begin : begin + count]
-            found.append(np.diagonal(self.product(a, b.T).values)[:count].copy())
-        return np.concatenate(found)
+            sums.append(np.diagonal(self.product(a, b.T).values)[:count].copy())
+        return np.concatenate(sums)
 
     def _factors(self, terms: Values) -> tuple[Values, Values]:
         """Split each term into an operand with its significand and one that is a power of two."""

@@ -51,11 +51,11 @@ def _dated(stem: str, when: datetime) -> str:
 
 def _unused(path: Path) -> Path:
     number = 1
-    found = path
-    while found.exists():
+    candidate = path
+    while candidate.exists():
         number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
 
 
 def _launched() -> datetime:

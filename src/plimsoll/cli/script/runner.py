@@ -155,8 +155,8 @@ def _code(path: str) -> CodeType:
 
 def _show(error: BaseException) -> None:
     """Show the error as the interpreter does: by the hook, and if that fails too, both."""
-    for each in _chain(error):
-        each.__traceback__ = _without_ours(each.__traceback__)
+    for shown in _chain(error):
+        shown.__traceback__ = _without_ours(shown.__traceback__)
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit:
@@ -177,11 +177,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
-        each = todo.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            todo += [each.__cause__, each.__context__]
-            yield each
+        error_in_chain = todo.pop()
+        if error_in_chain is not None and id(error_in_chain) not in seen:
+            seen.add(id(error_in_chain))
+            todo += [error_in_chain.__cause__, error_in_chain.__context__]
+            yield error_in_chain
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
@@ -192,9 +192,9 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
         trace = trace.tb_next
     failed_here = bool(frames) and _is_ours(frames[-1], "plimsoll.") and not _is_ours(frames[-1], __name__)
     hidden = (__name__,) if failed_here else ("plimsoll.cli.", "plimsoll.watch.")
-    kept = [frame for frame in frames if not _is_ours(frame, *hidden)]
+    users = [frame for frame in frames if not _is_ours(frame, *hidden)]
     following: TracebackType | None = None
-    for frame in reversed(kept):
+    for frame in reversed(users):
         frame.tb_next = following
         following = frame
     return following

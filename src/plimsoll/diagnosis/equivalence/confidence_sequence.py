@@ -91,7 +91,7 @@ def averaged(values: Floats) -> Floats:
 def _noise(values: Floats) -> tuple[Floats, int, int]:
     """Return the weighted values less their trend, the number of independent blocks, and how many the trend takes."""
     place, share = np.linspace(-1.0, 1.0, len(values)), weights(len(values))
-    found: list[tuple[Floats, int, int]] = []
+    candidates: list[tuple[Floats, int, int]] = []
     # The trend of a recipe that is worse is smooth but of any form, and differs from noise by its slowness alone. So
     # the first one of `_TRENDS` that leaves noise much faster than itself counts. Where noise itself is slow the last
     # one does, which takes little of it away.
@@ -99,10 +99,10 @@ def _noise(values: Floats) -> tuple[Floats, int, int]:
         noise = values - np.polynomial.Polynomial.fit(place, values, degree, w=np.sqrt(share))(place)
         # Of the first quarter, whose weight is a sixty-fourth, a transient would be taken for slow noise.
         blocks = int(len(noise) / math.ceil(_APART * _correlation_time(noise[len(noise) // 4 :])))
-        found.append((share * noise, blocks, taken))
+        candidates.append((share * noise, blocks, taken))
         if blocks >= _TIMES * taken:
             break
-    return found[-1]
+    return candidates[-1]
 
 
 def _correlation_time(noise: Floats) -> float:

@@ -82,10 +82,10 @@ def run_noise(runs: Aligned, given: float | None) -> RunNoise:
         return RunNoise(error=error, freedom=_SURE, added=0, runs=many, source="estimate")
     records = len(runs.steps)
     places = [max(1, round(part * records)) for part in _BEFORE] if records >= LEAST_RECORDS else [records]
-    found = [
+    estimates = [
         [*_measured(*(side[:, :place] @ weights(place) for side in (runs.base, runs.candidate)))] for place in places
     ]
-    methods = [replace(each[0], error=max(noise.error for noise in each)) for each in zip(*found, strict=True)]
+    methods = [replace(each[0], error=max(noise.error for noise in each)) for each in zip(*estimates, strict=True)]
     # 0.95 stands for any confidence: which interval is narrower hardly depends on it.
     return min(methods, key=lambda noise: noise.radius(0.95))
 

@@ -86,10 +86,10 @@ def _steps_needed(base: Floats, candidate: Floats, worse: float) -> float | None
 
 def _seconds_per_step(side: Sequence[Curve]) -> float | None:
     """Return the median time of a step, over the runs of a side; None where it was not recorded."""
-    found: list[float] = []
+    medians: list[float] = []
     for curve in side:
         if len(curve.seconds) > 1:
             rates = np.diff(curve.seconds) / np.diff(curve.steps)
-            found += [float(np.median(rates[np.isfinite(rates)]))] if np.isfinite(rates).any() else []
-    rate = float(np.median(found)) if found else 0.0
+            medians += [float(np.median(rates[np.isfinite(rates)]))] if np.isfinite(rates).any() else []
+    rate = float(np.median(medians)) if medians else 0.0
     return rate if rate > 0 else None

@@ -130,8 +130,8 @@ class Noise:
         at_top = np.full(len(rows), point)
         saturated += _times(left, _saturation(at_top, np.minimum((top + 1) * BINADE, end), point, largest))
         inside = row_layout.LOWEST_BINADE <= top < row_layout.LOWEST_BINADE + row_layout.BINADES
-        held = rounding[top - row_layout.LOWEST_BINADE] if inside else 0.0
-        return self._surplus[rows] * saturated - _times(left, np.full(len(left), held))
+        own_rounding = rounding[top - row_layout.LOWEST_BINADE] if inside else 0.0
+        return self._surplus[rows] * saturated - _times(left, np.full(len(left), own_rounding))
 
     @cached_property
     def _evenly(self) -> Floats:
@@ -168,22 +168,22 @@ class Noise:
         )
         scales, scale = np.unique(cells.scale, return_inverse=True)
         key = (scale * len(cells.formats) + cells.format) * 2 + on_grid
-        found: list[_Kin] = []
-        for each in np.unique(key):
-            rows = np.flatnonzero(key == each)
-            one = int(rows[0])
+        families: list[_Kin] = []
+        for value in np.unique(key):
+            rows = np.flatnonzero(key == value)
+            first = int(rows[0])
             counts = matrix if len(rows) == len(cells) else matrix[rows]
-            found.append(
-                _Kin(rows=rows, scale=float(scales[scale[one]]), bits=int(bits[one]), quantum=int(quantum[one]),
-                     on_grid=bool(on_grid[one]), counts=counts)
+            families.append(
+                _Kin(rows=rows, scale=float(scales[scale[first]]), bits=int(bits[first]), quantum=int(quantum[first]),
+                     on_grid=bool(on_grid[first]), counts=counts)
             )  # fmt: skip
-        return found
+        return families
 
     @property
     def size_bytes(self) -> int:
         """The memory of the matrix."""
         parts = [kin.counts for kin in self.__dict__.get("_kin", [])]
-        return sum(each.nbytes for part in parts for each in (part.data, part.indices, part.indptr))
+        return sum(array.nbytes for part in parts for array in (part.data, part.indices, part.indptr))
 
 
 def _saturation(start: Ints, stop: Ints, point: int, largest: float) -> Floats:

@@ -42,11 +42,11 @@ class ActionChooser:
         current = [(f, track) for f in look.findings if (track := self._current(f, look)) is not None]
         for finding, track in current:
             if order is None and SEVERITIES.index(finding.severity) >= self._severity:
-                found = self._for(finding, track, step, propose)
-                if isinstance(found, Order):
-                    order = found
-                elif found is not _WAIT:
-                    helpless[finding.rule] = found
+                choice = self._for(finding, track, step, propose)
+                if isinstance(choice, Order):
+                    order = choice
+                elif choice is not _WAIT:
+                    helpless[finding.rule] = choice
         self._before |= look.newest
         if order is not None:
             self._note(order, step)
@@ -82,14 +82,14 @@ class ActionChooser:
             if self._totals[action] >= self._limits.total:
                 reasons.append(f"{action} was taken {self._limits.total} times, the limit")
                 continue
-            found = propose(action, finding, since, track.tries[action])
-            if isinstance(found, str):
-                reasons.append(f"{action}: {found}")
-            elif self._too_soon(found, step):
+            proposal = propose(action, finding, since, track.tries[action])
+            if isinstance(proposal, str):
+                reasons.append(f"{action}: {proposal}")
+            elif self._too_soon(proposal, step):
                 return _WAIT
             else:
                 track.tries[action] += 1
-                return found
+                return proposal
         tried = [f"{action} was tried {n} times" for action, n in track.tries.items() if n >= self._limits.tries]
         if not tried and not reasons and finding.severity != "alarm":
             return _WAIT

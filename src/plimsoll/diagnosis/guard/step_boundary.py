@@ -61,7 +61,7 @@ class HookedBoundary(torch_hooks.TrainingEvents):
         if self._scaled or optimizer not in ours:
             return
         self._stepped.add(id(optimizer))
-        if self._stepped >= {id(each) for each in ours}:
+        if self._stepped >= {id(optimizer_of_ours) for optimizer_of_ours in ours}:
             self._end()
 
     # What `between` raises leaves the user's call of `update` or `step`, whose work is done by then.

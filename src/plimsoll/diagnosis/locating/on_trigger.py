@@ -54,9 +54,9 @@ def locate_on_trigger(
     """
     core: WatchSession = watch._core  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     if watch.closed or core.ranks.world > 1:
-        found = "one that is closed" if watch.closed else f"one of {core.ranks.world} processes"
+        problem = "one that is closed" if watch.closed else f"one of {core.ranks.world} processes"
         raise ArgumentError(
-            f"locate_on_trigger: expected an open watch of a single process; got {found}. In several processes, call "
+            f"locate_on_trigger: expected an open watch of a single process; got {problem}. In several processes, call "
             "plimsoll.locate on all of them together."
         )
     if not callable(compute):
@@ -227,9 +227,9 @@ class _Call:
 
 
 def _close(ours: "weakref.ref[OnTrigger[Any, Any]]") -> None:
-    found = ours()
-    if found is not None:
-        found.close()
+    trigger = ours()
+    if trigger is not None:
+        trigger.close()
 
 
 def _any_bad(tensors: Iterable[Tensor]) -> bool:

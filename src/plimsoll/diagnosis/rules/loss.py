@@ -135,18 +135,18 @@ class LossSpike(Rule):
         steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
         if len(loss) < 2:
             return
-        found = self._rises(loss)
-        judged = [self._judged(loss, each, broken) for each in found] + self._never_learned(loss, found)
+        all_rises = self._rises(loss)
+        judged = [self._judged(loss, one_rise, broken) for one_rise in all_rises] + self._never_learned(loss, all_rises)
         if not judged:
             return
-        worst_of = max(judged, key=lambda each: (SEVERITIES.index(each.severity), float(loss[each.rise.peak])))
+        worst_of = max(judged, key=lambda known: (SEVERITIES.index(known.severity), float(loss[known.rise.peak])))
         severity, course = worst_of.severity, worst_of.course
-        if severity == "info" and self._grow(loss, found):
+        if severity == "info" and self._grow(loss, all_rises):
             severity, course = "warning", "growing spikes"
         rise = worst_of.rise
         evidence: dict[str, float | int | str] = {
             "course": course,
-            "spikes": len(found),
+            "spikes": len(all_rises),
             "highest": float(loss[rise.peak]),
             "at_step": int(steps[rise.peak]),
             "usual": rise.usual,
@@ -156,9 +156,9 @@ class LossSpike(Rule):
         }
         if name != "loss":
             evidence["loss"] = name
-        one = course not in ("came back", "growing spikes")  # the finding speaks of one rise, else of all
-        since = rise.first if one else found[0].first
-        until = rise.last if one else max(each.last for each in found)
+        speaks_of_one = course not in ("came back", "growing spikes")  # the finding speaks of one rise, else of all
+        since = rise.first if speaks_of_one else all_rises[0].first
+        until = rise.last if speaks_of_one else max(one_rise.last for one_rise in all_rises)
         if course == "never learned":
             until = len(loss) - 1
         advice = _TOO_HIGH if course == "never learned" else _ADVICE[severity]
@@ -185,12 +185,12 @@ class LossSpike(Rule):
         near = ~earlier & (cells.steps <= cells.steps[cells.steps >= since].min(initial=since))
         if np.count_nonzero(earlier) < _AT_ONCE or not near.any():
             return None
-        found = (0.0, "")
+        largest = (0.0, "")
         for place, name in enumerate(cells.names):
             if name.startswith(f"{root}:input"):
                 before, now = (np.nanmax(cells.rms[place, at], initial=0.0) for at in (earlier, near))
-                found = max(found, (float(now / before) if before > 0 else 0.0, name))
-        return (found[1], found[0]) if found[0] >= self.input else None
+                largest = max(largest, (float(now / before) if before > 0 else 0.0, name))
+        return (largest[1], largest[0]) if largest[0] >= self.input else None
 
     def rose_at(self, view: View) -> list[int]:
         """Return the steps at which rises of a loss begin that are more than a note."""
@@ -200,8 +200,8 @@ class LossSpike(Rule):
         steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
         if len(loss) < 2:
             return []
-        judged = (self._judged(loss, each) for each in self._rises(loss))
-        return [int(steps[each.rise.first]) for each in judged if each.severity != "info"]
+        judged = (self._judged(loss, rise) for rise in self._rises(loss))
+        return [int(steps[known.rise.first]) for known in judged if known.severity != "info"]
 
     def _rises(self, loss: Floats) -> list[Rise]:
         lasting, began = int(self.lasting), beginning(loss)
@@ -211,15 +211,15 @@ class LossSpike(Rule):
         early = np.isnan(usual)
         early[0] = False  # what the run began at is no rise
         usual[early], level[early] = began, began + self.beyond * _unit(began)
-        found = rises(loss, usual, level, lasting=lasting, share=self.share)
-        if not any(each.lasts and each.open for each in found):
+        all_rises = rises(loss, usual, level, lasting=lasting, share=self.share)
+        if not any(rise.lasts and rise.open for rise in all_rises):
             limit = began + self.height * _unit(began)
             gradual = gradual_rise(loss, beyond=limit, window=int(self.window), lasting=lasting, share=self.share)
             if gradual is not None and (
                 gradual.usual < began - 0.5 * abs(began) or gradual.height > began + _UNLEARNED * _unit(began)
             ):
-                found.append(gradual)
-        return found
+                all_rises.append(gradual)
+        return all_rises
 
     # Alarms: at the end most losses are above the level before the rise, and far above the first losses, or half of
     # what was learned is lost; or the run blew up at its start and never came below its first losses again. Warnings:
@@ -231,12 +231,12 @@ class LossSpike(Rule):
         unit = _unit(began)
         far = rise.height > began + self.beyond * unit
         if not rise.lasts:
-            held = loss[rise.first : rise.last + 1]
-            if rise.open and len(held) >= _FIVE and bool((held[-_FIVE:] > began + _BLOWN_UP * unit).all()):
+            losses = loss[rise.first : rise.last + 1]
+            if rise.open and len(losses) >= _FIVE and bool((losses[-_FIVE:] > began + _BLOWN_UP * unit).all()):
                 return _Judged(rise=rise, severity="alarm", course="diverged")
-            if rise.open and broken and bool((held[-_AT_ONCE:] > began + self.height * unit).all()):
+            if rise.open and broken and bool((losses[-_AT_ONCE:] > began + self.height * unit).all()):
                 return _Judged(rise=rise, severity="alarm", course="diverged")
-            grave = len(held) >= _AT_ONCE and bool((held > began + self.height * unit).all())
+            grave = len(losses) >= _AT_ONCE and bool((losses > began + self.height * unit).all())
             course = "just risen" if rise.open else "came back"
             return _Judged(rise=rise, severity="warning" if grave else "info", course=course)
         if not rise.open:
@@ -270,7 +270,7 @@ class LossSpike(Rule):
         began = beginning(loss)
         small = 0.01 * _unit(began)  # losses of before may all be zero
         heights = np.array(
-            [(float(loss[each.peak]) - each.usual) / max(each.level - each.usual, small) for each in found]
+            [(float(loss[rise.peak]) - rise.usual) / max(rise.level - rise.usual, small) for rise in found]
         )
         if len(heights) < self.repeats or float(loss[found[-1].peak]) < began + self.beyond * _unit(began):
             return False
@@ -465,17 +465,17 @@ class SpikeForerunner(Rule):
         self, cells: Cells, times: Floats, limit: float, what: str, rose: list[int], far: bool
     ) -> Iterator[Finding]:
         jumps = np.nan_to_num(times, nan=0.0) > limit
-        found = spells(jumps, ~np.isnan(times), 1)
-        if not found:
+        spans = spells(jumps, ~np.isnan(times), 1)
+        if not spans:
             return
         at = cells.steps[jumps.any(axis=0)]
         followed = [step for step in rose if bool(((at <= step) & (step - at <= self.follows)).any())]
-        spots = worst(cells, found, times)
+        spots = worst(cells, spans, times)
         evidence: dict[str, float | int | str] = {"worst": spots[0].name, what: spots[0].value, "layers": len(spots)}
         evidence |= {"loss_rose_at": followed[0]} if followed else {}
         harm = bool(followed) or far
         yield self.finding(
-            "warning" if harm else "info", spots, evidence, until_step=last_of(cells, found),
+            "warning" if harm else "info", spots, evidence, until_step=last_of(cells, spans),
             collection=cells.collection,
             meaning=None if followed else _MOVED_FAR if far else _NO_HARM,
             advice=None if harm else "No action is needed if the loss stays as it is.",

@@ -176,19 +176,19 @@ class ScaleLow(ScaleRule):
 
     def _free(self, view: View, cells: Cells) -> Floats:
         """At each step of the gradients, the binades between the largest value that the format held and its top."""
-        found = np.full(len(cells.steps), np.inf)
+        free = np.full(len(cells.steps), np.inf)
         for collection in WITH_LOSS_SCALE:
             narrow = view.narrow(collection)
             if narrow is None:
                 continue
             top = np.array([fmt.max for fmt in narrow.known])[narrow.cells.format]
-            held = narrow.cells.column("absmax") * (narrow.held / narrow.cells.scale)
-            room = log2(np.where(narrow.censors & (held > 0), top / np.where(held > 0, held, 1.0), np.nan))
+            largest = narrow.cells.column("absmax") * (narrow.held / narrow.cells.scale)
+            room = log2(np.where(narrow.censors & (largest > 0), top / np.where(largest > 0, largest, 1.0), np.nan))
             place = np.searchsorted(cells.steps, narrow.cells.steps[narrow.cells.at])
             there = (place < len(cells.steps)) & ~np.isnan(room)
             there[there] &= cells.steps[place[there]] == narrow.cells.steps[narrow.cells.at[there]]
-            np.minimum.at(found, place[there], room[there])
-        return found
+            np.minimum.at(free, place[there], room[there])
+        return free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,23 +376,23 @@ class Remedy:
 
 def scale_remedy(view: View, findings: Sequence[Finding]) -> Remedy | None:
     """Return the remedy of what the findings say of the loss scale; None where they say nothing of it."""
-    found = {finding.rule: finding for finding in reversed(findings) if rule_of(finding).needs_other_scale(finding)}
-    if not found:
+    by_rule = {finding.rule: finding for finding in reversed(findings) if rule_of(finding).needs_other_scale(finding)}
+    if not by_rule:
         return None
-    if ScaleCollapse.id in found:
-        return _against_collapse(view, found[ScaleCollapse.id])
-    if NoSingleScale.id in found:
-        evidence = found[NoSingleScale.id].evidence
+    if ScaleCollapse.id in by_rule:
+        return _against_collapse(view, by_rule[ScaleCollapse.id])
+    if NoSingleScale.id in by_rule:
+        evidence = by_rule[NoSingleScale.id].evidence
         needs, overflows = (str(evidence[name]).split(" ")[0] for name in ("needs_scale", "bears_scale"))
         return Remedy(
             action="use a LayerScaler or BF16",
             reason=f"no single scale works, since {layer_name(str(evidence['smallest_layer']))} needs {needs} or more "
             f"and {layer_name(str(evidence['largest_layer']))} overflows above {overflows}",
         )
-    last = max(finding.until_step for finding in found.values())
-    if last < _last_sample(view) and all(finding.severity == "warning" for finding in found.values()):
+    last = max(finding.until_step for finding in by_rule.values())
+    if last < _last_sample(view) and all(finding.severity == "warning" for finding in by_rule.values()):
         return Remedy(action="do nothing now", reason=f"it has been over since step {last:,}")
-    return by_scales(Scales.of(view, until=last), found.get(ScaleLow.id))[1]
+    return by_scales(Scales.of(view, until=last), by_rule.get(ScaleLow.id))[1]
 
 
 def remedy_words(context: FindingContext) -> str:

@@ -70,7 +70,7 @@ class Nonfinite(Rule):
     # masked attention scores, and no alarm.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the whole run; it names the first place."""
-        losses = np.unique(np.concatenate([_bad(each, lambda v: ~np.isfinite(v)) for each in view.losses.values()]))
+        losses = np.unique(np.concatenate([_bad(loss, lambda v: ~np.isfinite(v)) for loss in view.losses.values()]))
         gradients = _bad(view.scalar("nonfinite"), lambda values: values > 0)
         places = sorted([*_traced(view), *_places(view)], key=lambda place: place[0])
         if not (len(losses) or len(gradients) or places):
@@ -99,9 +99,9 @@ class Nonfinite(Rule):
         if not excused and (not places or places[0][0] > steps[0]):
             evidence["place"] = "not recorded: it began between samples"
             advice = _BETWEEN_SAMPLES
-        held = next((step for step, where, _ in places if where == "weights"), None)
-        if held is not None:
-            evidence["weights_since"] = held
+        since_weights = next((step for step, where, _ in places if where == "weights"), None)
+        if since_weights is not None:
+            evidence["weights_since"] = since_weights
             advice = f"{_BEYOND_REPAIR} {advice}" if advice else _BEYOND_REPAIR
         since, until = int(steps[0]), int(steps[-1])
         if too_high is not None:
@@ -200,7 +200,7 @@ def _bad(scalar: tuple[Ints, Floats], test: Callable[[Floats], Mask]) -> Ints:
 
 def _places(view: View) -> list[tuple[int, str, list[str]]]:
     """Step, collection and layers of the non-finite values, the earliest first, and its origin before what follows."""
-    found: list[tuple[int, int, str, list[str]]] = []
+    places: list[tuple[int, int, str, list[str]]] = []
     for rank, collection in enumerate(_ORDER):
         cells = view.cells(collection)
         if cells is None:
@@ -210,8 +210,8 @@ def _places(view: View) -> list[tuple[int, str, list[str]]]:
         if len(at):
             layers = np.flatnonzero(bad[:, at[0]]).tolist()
             ordered = layers[::-1] if collection == "gradients" else layers
-            found.append((int(cells.steps[at[0]]), rank, collection, [cells.names[i] for i in ordered]))
-    return [(step, collection, names) for step, _, collection, names in sorted(found)]
+            places.append((int(cells.steps[at[0]]), rank, collection, [cells.names[i] for i in ordered]))
+    return [(step, collection, names) for step, _, collection, names in sorted(places)]
 
 
 def _overflow_first(view: View, since: int) -> bool:
@@ -245,12 +245,12 @@ def _of_loss(names: list[str]) -> str:
 
 def _traced(view: View) -> list[tuple[int, str, list[str]]]:
     """The same of the places that the watch has traced back (`watch.steps.nonfinite_origin`)."""
-    found: list[tuple[int, str, list[str]]] = []
+    traced: list[tuple[int, str, list[str]]] = []
     for event in view.events:
         names = event.details.get("names")
         if event.kind == "origin" and isinstance(names, list):
-            found.append((event.step, str(event.details.get("where")), [str(n) for n in cast("list[object]", names)]))
-    return found
+            traced.append((event.step, str(event.details.get("where")), [str(n) for n in cast("list[object]", names)]))
+    return traced
 
 
 def _nonfinite(cells: Cells) -> Mask:

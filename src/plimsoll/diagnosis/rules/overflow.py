@@ -70,14 +70,14 @@ class OverflowAhead(Rule):
         )
 
     def _coming(self, cells: Cells, distance: Floats, near: set[int]) -> Iterator[Finding]:
-        found: list[tuple[Spot, Trend, int]] = []
+        coming: list[tuple[Spot, Trend, int]] = []
         for layer in np.flatnonzero((distance < self.within).any(axis=1)).tolist():
             if layer not in near:
-                found += self._trend_of(cells, distance[layer], cells.names[layer])
-        if not found:
+                coming += self._trend_of(cells, distance[layer], cells.names[layer])
+        if not coming:
             return
-        found.sort(key=lambda each: each[0].value)
-        first = found[0]
+        coming.sort(key=lambda each: each[0].value)
+        first = coming[0]
         evidence = {
             "binades_left": -first[1].end,
             "steps_to_overflow": first[0].value,
@@ -85,8 +85,8 @@ class OverflowAhead(Rule):
             "confidence": first[1].confidence,
             "worst": first[0].name,
         }
-        until = max(until for *_, until in found)
-        spots = [spot for spot, *_ in found]
+        until = max(until for *_, until in coming)
+        spots = [spot for spot, *_ in coming]
         meaning = "At the present trend these values leave the format within the time that the run has taken so far."
         if not any(self._comes(cells, distance[cells.names.index(spot.name)]) for spot in spots):
             yield self.finding(
@@ -150,13 +150,13 @@ class AttentionLogits(Rule):
         if cells is None or not any(name.endswith(_SCORES) for name in cells.names):
             return
         top = cells.highest(cells.column("max") / cells.scale)
-        found: list[tuple[Spot, float, int, bool]] = []
+        grown_scores: list[tuple[Spot, float, int, bool]] = []
         for layer, name in enumerate(cells.names):
             if name.endswith(_SCORES):
                 sizes = log2(top[layer])
-                found += _risen(cells.steps, sizes, name, self.binades, math.log2(self.score), self.confidence)
+                grown_scores += _risen(cells.steps, sizes, name, self.binades, math.log2(self.score), self.confidence)
         yield from _settled_or_not(
-            self, found, "activations", lambda spot, grown: {"score": spot.value, "grown_binades": grown},
+            self, grown_scores, "activations", lambda spot, grown: {"score": spot.value, "grown_binades": grown},
             "The scores grew while the model learned, and have settled.",
         )  # fmt: skip
 
@@ -201,13 +201,13 @@ class ActivationGrowth(Rule):
         if cells is None:
             return
         sizes = log2(_magnitudes(cells))  # activations carry no scale
-        found: list[tuple[Spot, float, float, int]] = []
+        grown: list[tuple[Spot, float, float, int]] = []
         for layer in np.flatnonzero((sizes > np.log2(self.least)).any(axis=1)).tolist():
-            found += self._growth(cells, sizes[layer], cells.names[layer])
-        on = [each for each in found if each[2] < math.inf]
-        if not found:
+            grown += self._growth(cells, sizes[layer], cells.names[layer])
+        on = [each for each in grown if each[2] < math.inf]
+        if not grown:
             return
-        shown = sorted(on or found, key=lambda each: -each[1])  # the nearest to the top first
+        shown = sorted(on or grown, key=lambda each: -each[1])  # the nearest to the top first
         spots, top = [spot for spot, *_ in shown], shown[0][1]
         evidence: dict[str, float | int | str] = {
             "worst": spots[0].name,
@@ -299,7 +299,7 @@ class KurtosisGrowth(Rule):
         if cells is None:
             return
         kurtosis, sizes = log2(cells.kurtosis), log2(cells.true_absmax)
-        found: list[tuple[Spot, float, int, bool]] = []
+        grown_layers: list[tuple[Spot, float, int, bool]] = []
         level = math.log2(self.kurtosis)
         for layer in np.flatnonzero((kurtosis >= level).any(axis=1) & (sizes >= np.log2(self.reach)).any(axis=1)):
             name, there = cells.names[layer], sizes[layer]
@@ -309,9 +309,9 @@ class KurtosisGrowth(Rule):
                 spot, by, until, on = grown[0]
                 since = max(spot.since_step, wide[0][0].since_step)
                 spot = Spot(name=name, since_step=since, value=spot.value)
-                found.append((spot, by, max(until, since), on and wide[0][3]))
+                grown_layers.append((spot, by, max(until, since), on and wide[0][3]))
         yield from _settled_or_not(
-            self, found, "activations", lambda spot, grown: {"kurtosis": spot.value, "grown_binades": grown},
+            self, grown_layers, "activations", lambda spot, grown: {"kurtosis": spot.value, "grown_binades": grown},
             "The layer's outliers grew while the model learned, and have settled.",
         )  # fmt: skip
 
@@ -356,12 +356,12 @@ class SaturatedFP8(Rule):
             if cells is None or not any(fmt.bits <= 8 for fmt in known):
                 continue
             shares = self._shares(cells)
-            found = spells(shares > self.share, ~np.isnan(shares), self.samples)
-            if found:
-                spots = worst(cells, found, shares)
+            spans = spells(shares > self.share, ~np.isnan(shares), self.samples)
+            if spans:
+                spots = worst(cells, spans, shares)
                 severity = "alarm" if spots[0].value > self.grave else "warning"
                 evidence = {"worst": spots[0].name, "in_top_binade": spots[0].value}
-                yield self.finding(severity, spots, evidence, until_step=last_of(cells, found), collection=collection)
+                yield self.finding(severity, spots, evidence, until_step=last_of(cells, spans), collection=collection)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share, where, and since when."""
@@ -428,8 +428,8 @@ def _settled_or_not(
     settled: str,
 ) -> Iterator[Finding]:
     """Yield the finding of what still rises. A note of what rose if nothing does."""
-    on = [each for each in found if each[3]]
-    shown = sorted(on or found, key=lambda each: -each[0].value)
+    on = [growth for growth in found if growth[3]]
+    shown = sorted(on or found, key=lambda growth: -growth[0].value)
     if not shown:
         return
     spots, until = [spot for spot, *_ in shown], max(until for _, _, until, _ in shown)

@@ -55,7 +55,7 @@ class UnderflowHigh(ScaleRule):
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each collection."""
         alone = view.cells("gradients") is None
-        kept = False  # whether the parameters' gradients were recorded and lose next to nothing
+        weights_are_sound = False  # whether the parameters' gradients were recorded and lose next to nothing
         yield from self._flushed_from_the_output_on(view)
         for collection in UNDERFLOW_ORDER:
             narrow = view.narrow(collection)
@@ -65,13 +65,14 @@ class UnderflowHigh(ScaleRule):
             if collection == "gradients":
                 modules = Modules.of(cells)
                 fractions = np.where(view.solved(cells.steps), np.nan, modules.underflow(narrow))
-                kept = not spells(fractions > _SOUND, ~np.isnan(fractions), self.samples)
+                weights_are_sound = not spells(fractions > _SOUND, ~np.isnan(fractions), self.samples)
                 yield from self._judged(cells, fractions, modules.main_layers(cells), collection, True)
             else:
                 backward = collection == "activation_gradients"
                 fractions = np.where(backward & view.solved(cells.steps), np.nan, narrow.fraction)
-                for found in self._judged(cells, fractions, cells.names, collection, alone and backward):
-                    yield replace(found, severity="info", meaning=_HARMLESS, actions=()) if kept and backward else found
+                for finding in self._judged(cells, fractions, cells.names, collection, alone and backward):
+                    harmless = weights_are_sound and backward
+                    yield replace(finding, severity="info", meaning=_HARMLESS, actions=()) if harmless else finding
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the format, the largest share, and where."""
@@ -111,11 +112,11 @@ class UnderflowHigh(ScaleRule):
         alarms: bool,
         fmt: str | None = None,
     ) -> Iterator[Finding]:
-        found = spells(fractions > self.values, ~np.isnan(fractions), self.samples)
-        if not found:
+        spans = spells(fractions > self.values, ~np.isnan(fractions), self.samples)
+        if not spans:
             return
-        spots = worst(cells, found, fractions, names)
-        many = len(found) > self.layers * len(names)
+        spots = worst(cells, spans, fractions, names)
+        many = len(spans) > self.layers * len(names)
         grave = alarms and (many or spots[0].value > self.grave)
         evidence = {
             "layers": len(spots),
@@ -125,7 +126,7 @@ class UnderflowHigh(ScaleRule):
             "format": fmt or _format_of(cells, spots[0].name),
         }
         yield self.finding(
-            "alarm" if grave else "warning", spots, evidence, until_step=last_of(cells, found), collection=collection
+            "alarm" if grave else "warning", spots, evidence, until_step=last_of(cells, spans), collection=collection
         )
 
 
@@ -167,7 +168,7 @@ class UnderflowRising(ScaleRule):
             for i in range(len(names))
             if np.fmax.reduce(fractions[i], initial=-np.inf) > self.watch  # of a module that has nothing finite, no
         ]
-        risen = [(i, found, since, until) for i, found, since, until in rising if found is not None]
+        risen = [(i, line, since, until) for i, line, since, until in rising if line is not None]
         if not risen:
             return
         risen.sort(key=lambda each: -each[1].end)
@@ -213,14 +214,14 @@ class UnderflowRising(ScaleRule):
             seen = known[:samples]
             if not fractions[seen[-samples // 4 :]].max() > self.watch:
                 continue
-            found = trend(cells.steps[seen], fractions[seen])
-            if found is None or found.confidence < self.confidence or found.low <= 0 or found.end <= self.watch:
+            line = trend(cells.steps[seen], fractions[seen])
+            if line is None or line.confidence < self.confidence or line.low <= 0 or line.end <= self.watch:
                 continue
-            if found.end - found.start < self.watch:
+            if line.end - line.start < self.watch:
                 continue
             until = int(cells.steps[seen[-1]])
             since = until if last is None else since
-            last = found if last is None or found.end > last.end else last
+            last = line if last is None or line.end > last.end else last
         return last, since, until
 
     def _with_outlook(self, found: Finding, view: View) -> Finding:

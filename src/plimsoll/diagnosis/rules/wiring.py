@@ -228,9 +228,9 @@ class GradientsMishandled(Rule):
                 advice="Look between backward() and step(). Clipping by a norm that is infinite multiplies gradients "
                 "by 0: compute the norm in FP32. So does zero_grad() in the wrong place.",
             )  # fmt: skip
-        found = self._clipped(view)
-        if found is not None:
-            since, what, bound = found
+        clipped = self._clipped(view)
+        if clipped is not None:
+            since, what, bound = clipped
             yield self._finding(
                 view, "warning", since, f"clipped to {bound:.3g} while scaled", what,
                 meaning="Gradients are clipped while they carry the loss scale, which leaves them far too small.",
@@ -397,12 +397,12 @@ def weights_stay(view: View) -> bool | None:
 
 def group_states(view: View) -> list[tuple[Event, int]]:
     """Return what was said of parameter groups, each with the last step that it holds at."""
-    told = _all(view, "groups")
-    found: list[tuple[Event, int]] = []
-    for place, event in enumerate(told):
-        later = [e.step for e in told[place + 1 :] if e.details.get("optimizer") == event.details.get("optimizer")]
-        found.append((event, later[0] - 1 if later else max(view.last_step, event.step)))
-    return found
+    events = _all(view, "groups")
+    states: list[tuple[Event, int]] = []
+    for place, event in enumerate(events):
+        later = [e.step for e in events[place + 1 :] if e.details.get("optimizer") == event.details.get("optimizer")]
+        states.append((event, later[0] - 1 if later else max(view.last_step, event.step)))
+    return states
 
 
 def with_rate_of_zero(view: View) -> list[tuple[set[str], int, int]]:
@@ -423,8 +423,8 @@ def with_epsilon_of_zero(view: View) -> list[Event]:
 
 
 def _all(view: View, fact: str) -> list[Event]:
-    found = [e for e in view.events if e.kind == "wiring" and e.details.get("fact") == fact]
-    return sorted(found, key=lambda event: event.step)
+    events = [e for e in view.events if e.kind == "wiring" and e.details.get("fact") == fact]
+    return sorted(events, key=lambda event: event.step)
 
 
 def _first(view: View, fact: str) -> Event | None:
@@ -433,7 +433,7 @@ def _first(view: View, fact: str) -> Event | None:
 
 def _listed(event: Event, key: str) -> list[str]:
     listed = event.details.get(key)
-    return [str(each) for each in cast("list[object]", listed)] if isinstance(listed, list) else []
+    return [str(item) for item in cast("list[object]", listed)] if isinstance(listed, list) else []
 
 
 def _names_of(view: View, fact: str) -> set[str]:

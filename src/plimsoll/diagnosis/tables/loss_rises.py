@@ -79,14 +79,14 @@ def levels(loss: Floats, *, window: int, least: int, deviations: float, rise: fl
 
 def rises(loss: Floats, usual: Floats, level: Floats, *, lasting: int, share: float) -> list[Rise]:
     """Return the rises of a loss above `level`, each against the level where it began."""
-    found: list[Rise] = []
+    result: list[Rise] = []
     done = -1
     for first in np.flatnonzero(loss > level).tolist():
         if first > done:
-            each = _rise_at(loss, first, float(usual[first]), float(level[first]), lasting, share)
-            found.append(each)
-            done = each.last
-    return found
+            rise = _rise_at(loss, first, float(usual[first]), float(level[first]), lasting, share)
+            result.append(rise)
+            done = rise.last
+    return result
 
 
 def gradual_rise(loss: Floats, *, beyond: float, window: int, lasting: int, share: float) -> Rise | None:
@@ -134,8 +134,8 @@ def _rise_at(loss: Floats, first: int, usual: float, level: float, lasting: int,
     else:
         open_ = bool(len(near) < lasting and np.count_nonzero(near) >= share * len(near))
         last = first + (int(np.flatnonzero(near)[-1]) if open_ else int(np.argmin(np.append(near, False))) - 1)
-    held = loss[max(first, len(loss) - lasting) :] if open_ else loss[first : last + 1]
+    losses = loss[max(first, len(loss) - lasting) :] if open_ else loss[first : last + 1]
     return Rise(
         first=first, last=last, peak=first + int(np.argmax(loss[first : last + 1])), usual=usual, level=level,
-        height=float(np.median(held)), lasts=lasts, open=open_,
+        height=float(np.median(losses)), lasts=lasts, open=open_,
     )  # fmt: skip

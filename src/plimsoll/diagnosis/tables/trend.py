@@ -115,12 +115,12 @@ def looks(samples: int) -> list[int]:
     """
     # The numbers are always the same, and a finding once made stays. So a rule judges the beginning of a run alike
     # during the run and after it.
-    found: list[int] = []
+    numbers: list[int] = []
     at = _LEAST
     while at <= samples:
-        found.append(at)
+        numbers.append(at)
         at = int(np.ceil(at * _GROWTH))
-    return found
+    return numbers
 
 
 def goes_on(steps: Ints, values: Floats, *, least: float, confidence: float) -> bool:
@@ -134,8 +134,8 @@ def goes_on(steps: Ints, values: Floats, *, least: float, confidence: float) -> 
     third, fourth = ends[5] - ends[3], ends[7] - ends[5]
     if third * fourth <= 0 or min(abs(third), abs(fourth)) < least:
         return False
-    found = trend(steps[len(values) // 2 :], values[len(values) // 2 :])
-    return found is not None and found.confidence >= confidence and found.low * found.high > 0
+    line = trend(steps[len(values) // 2 :], values[len(values) // 2 :])
+    return line is not None and line.confidence >= confidence and line.low * line.high > 0
 
 
 # The trend and its test use the order of points and not their distances, so single outliers count little. A series is

@@ -19,9 +19,10 @@ def compare(values: Tensor, reference: Tensor, row: Tensor) -> None:
         zero, here, there = y == 0, y.isfinite(), x.isfinite()
         both = here & there
         error = torch.where(both, y - x, 0.0)
-        held = torch.where(both, x, 0.0)
+        finite = torch.where(both, x, 0.0)
         parts = (
-            both, error, error.square(), held, held.square(), error * held, error.new_zeros(1), there & ~here, ~there,
+            both, error, error.square(), finite, finite.square(), error * finite, error.new_zeros(1), there & ~here,
+            ~there,
             zero & (x.abs() > 0), zero & (x == 0),
         )  # fmt: skip
         row += torch.stack([part.sum(dtype=torch.float64) for part in parts])

@@ -162,10 +162,10 @@ def _codes_of(values: Tensor, fmt: Format, rounding: int, overflow: int, noise: 
     lowest = fmt.min_exponent + _BIAS
     shift = 52 - fmt.mantissa_bits + (lowest - exponent).clamp(min=0)
     dropped = shift.clamp(max=_LARGEST_SHIFT)
-    kept = significand >> dropped
-    remainder = significand - (kept << dropped)
+    quotient = significand >> dropped
+    remainder = significand - (quotient << dropped)
     field = (exponent - lowest).clamp(min=0) << fmt.mantissa_bits
-    code = field + kept
+    code = field + quotient
     if not fmt.signed:  # a pure exponent: the smallest value has code 0, and there is nothing below it
         code = code - 1
         remainder = torch.where(exponent < lowest, 0, remainder)

@@ -122,8 +122,8 @@ class Verdicts:
             if known is not None and known.token == run.token and known.summary is not None:
                 return known
             begun = time.perf_counter()
-            found = self._judge(run)
-            return self._keep(run, found, time.perf_counter() - begun)
+            judged = self._judge(run)
+            return self._keep(run, judged, time.perf_counter() - begun)
 
     def _keep(self, run: Listed, found: Summary | str, took_seconds: float) -> Verdict:
         with self._lock:

@@ -66,15 +66,15 @@ def _page(judged: Summary, most: int) -> str:
     lines[-1] += f" ({counts})" if counts else ""
     lines[-1] += f" · run {code(judged.name)}"
     lines[-1] += f" · steps {judged.first_step:,} to {judged.last_step:,}" if judged.last_step >= 0 else ""
-    kept = judged.findings[:most]
-    if kept:
-        lines += ["", "| | rule | when | where |", "|---|---|---|---|", *(_row(f) for f in kept)]
-    left = len(judged.findings) - len(kept)
+    shown = judged.findings[:most]
+    if shown:
+        lines += ["", "| | rule | when | where |", "|---|---|---|---|", *(_row(f) for f in shown)]
+    left = len(judged.findings) - len(shown)
     if left:
         lines += ["", f"And {left} more: `plimsoll check` lists them."]
-    if kept:
+    if shown:
         lines += ["", "<details><summary>What they mean and what to do</summary>", ""]
-        lines += [line for finding in kept for line in _details(finding)]
+        lines += [line for finding in shown for line in _details(finding)]
         lines += ["</details>"]
     lines += ["", "<details><summary>The run</summary>", "", *_facts(judged), "", "</details>", ""]
     return "\n".join(lines)

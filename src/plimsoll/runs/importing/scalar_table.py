@@ -82,10 +82,10 @@ class ScalarTable:
     def replace_from(self, step: int) -> None:
         """Remove what was added at a step and after: the tracker says that a run began again there."""
         for name in self._steps:
-            kept = np.array(self._steps[name]) < step
-            self._steps[name] = array("q", np.array(self._steps[name])[kept].tobytes())
+            earlier = np.array(self._steps[name]) < step
+            self._steps[name] = array("q", np.array(self._steps[name])[earlier].tobytes())
             for column in (self._values, self._seconds):
-                column[name] = array("d", np.array(column[name])[kept].tobytes())
+                column[name] = array("d", np.array(column[name])[earlier].tobytes())
 
     def write(self, folder: Path, kind: str) -> None:
         """Write a run folder that holds these scalars and nothing else.
@@ -125,8 +125,8 @@ class ScalarTable:
 
     def _column(self, name: str) -> Column:
         steps = np.array(self._steps[name], dtype=np.int64)
-        kept = without_replaced(steps)
-        return steps[kept], np.array(self._values[name])[kept], np.array(self._seconds[name])[kept]
+        lasting = without_replaced(steps)
+        return steps[lasting], np.array(self._values[name])[lasting], np.array(self._seconds[name])[lasting]
 
 
 def _tables(columns: dict[str, Column]) -> Iterator[Table]:

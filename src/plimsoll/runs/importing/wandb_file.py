@@ -41,8 +41,8 @@ def read_wandb(path: Path, *, step: str | None) -> ScalarTable:
     if len(files) != 1:
         below = sorted({file.parent for file in path.rglob(f"*{SUFFIX}")})[:6] if path.is_dir() else []
         advice = f"Name one of {', '.join(map(str, below))}." if below else "Name the folder offline-run-... of a run."
-        found = f"{len(files)} of them" if files else "none"
-        raise RunError(f"{path}: expected the .wandb file of one offline run; got {found}. {advice}")
+        many = f"{len(files)} of them" if files else "none"
+        raise RunError(f"{path}: expected the .wandb file of one offline run; got {many}. {advice}")
     records = load("wandb.proto.wandb_internal_pb2")
     table = ScalarTable(str(path))
     for message in _messages(files[0]):

@@ -68,9 +68,9 @@ def activation_sizes(run: Run, parts: Mapping[int, int]) -> Iterator[ByRank]:
         spans = dict(row_order.spans(table, "name"))
         for name in some:
             mine = spans.get(name, slice(0))
-            found = _apart(name, table[mine], squares[mine], counts[mine], parts)
+            sizes = _apart(name, table[mine], squares[mine], counts[mine], parts)
             with np.errstate(invalid="ignore"):
-                yield ByRank(name=name, ranks=found.ranks, steps=found.steps, values=np.sqrt(found.values))
+                yield ByRank(name=name, ranks=sizes.ranks, steps=sizes.steps, values=np.sqrt(sizes.values))
 
 
 def _apart(

@@ -107,9 +107,9 @@ def select(
         return _load(place, part, (names, more), equal or {}, wanted, folder.visible_end(part))
 
     # Row groups whose statistics exclude such rows are not read.
-    found = folder.read(lambda: [p for p in folder.of(kind) if _is_worth_reading(folder, p, wanted)], load)
+    loaded = folder.read(lambda: [p for p in folder.of(kind) if _is_worth_reading(folder, p, wanted)], load)
     schema = pa.schema([*(SCHEMAS[kind].field(name) for name in names), ("rank", pa.int32())])
-    tables = [table.append_column("rank", array(np.full(len(table), part.rank, np.int32))) for part, table in found]
+    tables = [table.append_column("rank", array(np.full(len(table), part.rank, np.int32))) for part, table in loaded]
     table = pa.concat_tables([pa.Table.from_batches([], schema), *tables], promote_options="default")
     if wanted.every != 1:
         table = table.filter(array(wanted.mask(values_of(table["step"]))))

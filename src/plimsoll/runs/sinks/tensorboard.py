@@ -169,10 +169,10 @@ def _blocks(message: NDArray[np.uint8]) -> list[int]:
     place = np.arange(_BLOCK, dtype=np.int64) * 256
     rows = message.reshape(-1, _BLOCK)
     step = _BATCH // _BLOCK
-    found: list[int] = []
+    states: list[int] = []
     for first in range(0, len(rows), step):
-        found += np.bitwise_xor.reduce(flat[rows[first : first + step] + place], axis=1).tolist()
-    return found
+        states += np.bitwise_xor.reduce(flat[rows[first : first + step] + place], axis=1).tolist()
+    return states
 
 
 @functools.cache

@@ -43,10 +43,10 @@ def read(path: Path, limit_bytes: int) -> bytes:
     # A pipe that nobody writes to would otherwise block for ever.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        _check_file(found)
-        if found.st_size > limit_bytes:
-            raise DamageError(f"{found.st_size:,} bytes, of at most {limit_bytes:,} that are read")
+        status = os.fstat(descriptor)
+        _check_file(status)
+        if status.st_size > limit_bytes:
+            raise DamageError(f"{status.st_size:,} bytes, of at most {limit_bytes:,} that are read")
         return file.read(limit_bytes)
 
 

@@ -71,7 +71,7 @@ def check_depth(value: object, what: str) -> None:
     """Check that lists and objects are not nested deeper than `DEPTH`."""
     level = [value]
     for _ in range(DEPTH):
-        level = [inner for each in level for inner in _inside(each)]
+        level = [inner for outer in level for inner in _inside(outer)]
         if not level:
             return
     raise DamageError(f"{what}: JSON that is nested deeper than {DEPTH}")

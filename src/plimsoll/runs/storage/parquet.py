@@ -92,8 +92,8 @@ def opened(place: StorageLocation, part: Part, words: Sequence[str] = ()) -> Par
     footer, _ = _footer(source)
     if footer.rfind(FOOTER) >= 0 and footer[_digits_at(footer) :][:_DIGITS] != _checksum(footer):
         raise DamageError("its footer's checksum differs")
-    found = pa.BufferReader(_MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC)
-    metadata = pq.read_metadata(found)
+    footer_file = pa.BufferReader(_MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC)
+    metadata = pq.read_metadata(footer_file)
     _check_schema(place, part, metadata)
     _check_sizes(part, metadata, source.size())
     return pq.ParquetFile(
@@ -183,12 +183,12 @@ def groups_with(file: ParquetFile, bounds: Mapping[str, tuple[Any, Any]]) -> lis
     """
     metadata = file.metadata
     places = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
-    found: list[int] = []
+    groups: list[int] = []
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         if all(_may_hold(group.column(places[name]).statistics, *ends) for name, ends in bounds.items()):
-            found.append(number)
-    return found
+            groups.append(number)
+    return groups
 
 
 def _may_hold(statistics: Any, low: Any, high: Any) -> bool:

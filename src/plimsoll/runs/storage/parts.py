@@ -53,10 +53,10 @@ class Part:
 
 def parse(kind: Kind, name: str) -> Part | None:
     """Return the part of a file name, or None."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
-    numbers = [int(group) for group in found.groups()]
+    numbers = [int(group) for group in match.groups()]
     kinds = ("rank", "flush", "flush", "generation", "step", "step")
     if any(not RANGES[kind][0] <= number <= RANGES[kind][1] for kind, number in zip(kinds, numbers, strict=True)):
         return None

@@ -311,10 +311,10 @@ class RankFolder:
 
     def _keep(self, part: Part, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which rows of an input stay: not replaced by a later session, and not thinned out."""
-        kept = steps <= self._visible_end(part)
+        lasting = steps <= self._visible_end(part)
         if part.kind == "spectra" and self._thin:
-            kept &= thinning.kept(steps, self._thin, max(p.max_step for p in self._of("spectra")))
-        return kept
+            lasting &= thinning.kept(steps, self._thin, max(p.max_step for p in self._of("spectra")))
+        return lasting
 
     def _set_aside(self, path: Path, why: str) -> None:
         target = path.with_name(f"{path.name}.damaged")

@@ -84,19 +84,19 @@ class Averages:
 
         def produce() -> list[Record]:
             table = cast("list[list[int]]", counts.tensor().tolist())
-            found: dict[str, str] = {}
+            fact_of_name: dict[str, str] = {}
             moving: list[str] = []
             for (name, fmt, size), (moved, stuck) in zip(facts, table, strict=True):
                 if name in self._stuck - self._moving and moved > stuck:
                     moving.append(name)
                 elif name not in self._stuck and moved and stuck > max(moved, _SHARE * size):
-                    found[name] = fmt
-            self._stuck.update(found)
+                    fact_of_name[name] = fmt
+            self._stuck.update(fact_of_name)
             self._moving.update(moving)
             records: list[Record] = []
-            if found:
-                fmt = next(iter(found.values()))
-                records.append(_event(step, "average stuck", list(found), format=fmt, of=of))
+            if fact_of_name:
+                fmt = next(iter(fact_of_name.values()))
+                records.append(_event(step, "average stuck", list(fact_of_name), format=fmt, of=of))
             if moving:
                 records.append(_event(step, "average moves", moving))
             return records
@@ -207,14 +207,14 @@ def _chosen(core: WatchSession, owned: Collection[int]) -> list[_Copy]:
         if x.dtype in _FORMATS and id(x) not in owned and x.grad is None and _is_plain(x)
         if (x.shape, x.device) in trained
     ]
-    found: list[_Copy] = []
+    copies: list[_Copy] = []
     for name, x in mine[:: -(-len(mine) // _FOLLOWED) or 1]:
         likeness, weight = max(
             ((_likeness(name, theirs), w) for theirs, w in trained[x.shape, x.device]), key=lambda pair: pair[0]
         )
         if any(likeness):
-            found.append(_Copy(name, x, weight))
-    return found
+            copies.append(_Copy(name, x, weight))
+    return copies
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -231,7 +231,7 @@ def _likeness(name: str, weight: str) -> tuple[int, int]:
 
 def _shared_end(a: str, b: str) -> int:
     pairs = enumerate(zip(reversed(a), reversed(b), strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(a), len(b)))
+    return next((place for place, (letter, other) in pairs if letter != other), min(len(a), len(b)))
 
 
 _MESSAGES = {

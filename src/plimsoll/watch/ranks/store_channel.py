@@ -167,7 +167,7 @@ class Outbox:
         if sign != self._sign:
             self._sign, self._heard = sign, time.monotonic()
         if closed is not None or time.monotonic() - self._heard > PATIENCE_SECONDS:
-            back = [held for n, held in self._underway.items() if self._link.claim(self._link.rank, n)]
+            back = [message for n, message in self._underway.items() if self._link.claim(self._link.rank, n)]
             self._take_over("rank 0 has closed the run" if closed else "rank 0 gives no sign of life", back)
         return False
 
@@ -250,7 +250,7 @@ class Outbox:
                 time.sleep(_POLL_SECONDS)
                 self.renew()
             if self._own is None and self._underway:
-                back = [held for n, held in self._underway.items() if self._link.claim(self._link.rank, n)]
+                back = [message for n, message in self._underway.items() if self._link.claim(self._link.rank, n)]
                 if any(kind is not None for kind, *_ in back):
                     self._take_over("rank 0 did not take its last records in time", back)
         if self._own is not None:

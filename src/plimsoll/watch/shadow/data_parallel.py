@@ -131,8 +131,8 @@ def hooks_of_sharding(root: nn.Module) -> set[int]:
         return set()
     states = [cast("Any", module)._get_fsdp_state() for module in root.modules() if isinstance(module, kind)]  # noqa: SLF001
     names = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
-    found = [getattr(state, name, None) for state in states for name in names]
-    return {number for handle in found for number in _numbers(handle)}
+    handles = [getattr(state, name, None) for state in states for name in names]
+    return {number for handle in handles for number in _numbers(handle)}
 
 
 def without_hooks(root: nn.Module, left_out: set[int]) -> None:
@@ -141,8 +141,8 @@ def without_hooks(root: nn.Module, left_out: set[int]) -> None:
         for kind in ("_forward_pre_hooks", "_forward_hooks"):
             hooks: Mapping[int, Any] = vars(module)[kind]
             if left_out & hooks.keys():
-                kept = [(number, hook) for number, hook in hooks.items() if number not in left_out]
-                vars(module)[kind] = type(hooks)(kept)  # type: ignore[call-arg]
+                remaining = [(number, hook) for number, hook in hooks.items() if number not in left_out]
+                vars(module)[kind] = type(hooks)(remaining)  # type: ignore[call-arg]
 
 
 def _numbers(handle: Any) -> Iterable[int]:

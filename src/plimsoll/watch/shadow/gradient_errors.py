@@ -36,8 +36,8 @@ class GradientErrors:
         self._expected.clear()
         self._rows.clear()
         self._compared.clear()
-        found = {clean(name): p.grad for name, p in root.named_parameters()}
-        self._before = {name: g.detach().clone() for name, g in found.items() if g is not None and not g.is_sparse}
+        gradients = {clean(name): p.grad for name, p in root.named_parameters()}
+        self._before = {name: g.detach().clone() for name, g in gradients.items() if g is not None and not g.is_sparse}
         self._left = _state(root)
 
     def add(self, found: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
@@ -100,8 +100,8 @@ class GradientErrors:
 
 def _state(root: nn.Module) -> _State:
     """Return which gradient each parameter has, and how often it has been changed."""
-    found = {clean(name): p.grad for name, p in root.named_parameters()}
-    return {name: _version_of(g) for name, g in found.items() if g is not None}
+    gradients = {clean(name): p.grad for name, p in root.named_parameters()}
+    return {name: _version_of(g) for name, g in gradients.items() if g is not None}
 
 
 def _version_of(g: Tensor) -> tuple[int, int]:

@@ -124,15 +124,15 @@ class Shadow:
     @contained
     def forward_ends(self, output: Any) -> None:
         """A forward of the root has returned, real or repeated."""
-        found = [x for _, x in tensors_in(output)]
+        outputs = [x for _, x in tensors_in(output)]
         if self._running is not None:
-            self._running[2].extend(found)
+            self._running[2].extend(outputs)
         elif self._calls and not WatchSession.repeating and not self._calls[-1].ended:
             call = self._calls[-1]
             call.ended = True
             if call.compiled:
                 call.drawn = RandomState(call.devices)
-            for index, x in enumerate(found):
+            for index, x in enumerate(outputs):
                 if x.requires_grad:  # one that is returned twice counts twice: no zero changes by that
                     call.hook(x, functools.partial(self._arrives, call, index))
 
@@ -202,10 +202,10 @@ class Shadow:
                 seen.series = [core.series_of("activations", name, x) for name in names]
                 seen.values = self._has_room(x).detach().clone()
             return
-        found = [seen for call in self._calls if (seen := call.sighted(site)) is not None]
-        if found and core.due.activation_gradients:
+        sighted = [seen for call in self._calls if (seen := call.sighted(site)) is not None]
+        if sighted and core.due.activation_gradients:
             # Of several forwards the last is the first to get its gradient.
-            seen = found[-1]
+            seen = sighted[-1]
             seen.gradient_series = [core.series_of("activation_gradients", name, x) for name in names]
             seen.gradient, seen.gradient_version = self._has_room(x).detach().clone(), 0
 
@@ -348,10 +348,10 @@ class Shadow:
 
     @contained
     def _compare_gradient(self, seen: CapturedForward, g: Tensor) -> None:
-        held, divisor = seen.gradient, self.core.ranks.divisor
-        if held is None or held._version != seen.gradient_version:  # noqa: SLF001
+        expected, divisor = seen.gradient, self.core.ranks.divisor
+        if expected is None or expected._version != seen.gradient_version:  # noqa: SLF001
             return
-        if self._comparisons.add(seen.gradient_series, held, g, divisor=divisor, carries_scale=True):
+        if self._comparisons.add(seen.gradient_series, expected, g, divisor=divisor, carries_scale=True):
             seen.gradient = None
 
     # -- what is told --------------------------------------------------------------------------------------------------
@@ -390,8 +390,8 @@ class Shadow:
             for call in calls:
                 self._left_out.update(call.unmatched())
             self._comparisons.enter(self.core.sample, self._left_out)
-            if found := self._tally.scalars():
-                self.core.writer.write(Scalars(step=self.core.step, values=found))
+            if scalars := self._tally.scalars():
+                self.core.writer.write(Scalars(step=self.core.step, values=scalars))
         for call in calls:
             call.release()
         self._start()

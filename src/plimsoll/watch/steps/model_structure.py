@@ -69,10 +69,10 @@ class Structure:
             module = ref()
             if module is None:
                 return True
-            held, inside = module._parameters, module._modules  # noqa: SLF001  (a walk by name costs tenfold)
-            if len(held) != len(params) or len(inside) != len(children):
+            parameters, inside = module._parameters, module._modules  # noqa: SLF001  (a walk by name costs tenfold)
+            if len(parameters) != len(params) or len(inside) != len(children):
                 return True
-            for p, known in zip(held.values(), params, strict=True):
+            for p, known in zip(parameters.values(), params, strict=True):
                 if p is not known() and (p is None or isinstance(p, nn.Parameter)):
                     return True
             for child, known in zip(inside.values(), children, strict=True):
@@ -81,18 +81,18 @@ class Structure:
         return False
 
     def _say(self, parameters: dict[str, list[str]], modules: dict[str, list[str]]) -> None:
-        found = {
+        new_names = {
             f"{what} {how}": names
             for what, changes in (("parameters", parameters), ("modules", modules))
             for how, names in changes.items()
             if names
         }
         self._events += 1
-        if not found or self._events > _MOST_EVENTS:
+        if not new_names or self._events > _MOST_EVENTS:
             return
-        told = "; ".join(f"{len(names)} {what} ({_listed(names)})" for what, names in found.items())
-        details: dict[str, Any] = {what: names[:_NAMED] for what, names in found.items()}
-        self.core.say("model changed", f"the model has changed, and is recorded as it is now: {told}", **details)
+        words = "; ".join(f"{len(names)} {what} ({_listed(names)})" for what, names in new_names.items())
+        details: dict[str, Any] = {what: names[:_NAMED] for what, names in new_names.items()}
+        self.core.say("model changed", f"the model has changed, and is recorded as it is now: {words}", **details)
 
 
 def _known(values: Iterable[object]) -> tuple[_Known, ...]:

@@ -86,12 +86,12 @@ class Buffers:
 
         def produce() -> list[Record]:
             more = (counts.tensor() > before.tensor()).numpy()
-            found = [name for name, broken in zip(names, more, strict=True) if broken and name not in self._said]
-            self._said.update(found)
-            if not found:
+            broken_names = [name for name, broken in zip(names, more, strict=True) if broken and name not in self._said]
+            self._said.update(broken_names)
+            if not broken_names:
                 return []
-            message = f"NaN or Inf came into the buffers {', '.join(found[:3])}, seen at step {step}"
-            details: dict[str, object] = {"where": "buffers", "names": found[:_NAMED], "of": len(found)}
+            message = f"NaN or Inf came into the buffers {', '.join(broken_names[:3])}, seen at step {step}"
+            details: dict[str, object] = {"where": "buffers", "names": broken_names[:_NAMED], "of": len(broken_names)}
             return [Event(step=step, kind="origin", message=message, details=details)]
 
         self._core.writer.submit(produce, 16 * len(names))
@@ -167,11 +167,11 @@ class Origin(torch_hooks.TrainingEvents):
             return
         model = self.core.model()
         named = [] if model is None else [(clean(name), p.grad) for name, p in model.named_parameters()]
-        found = [name for name, _ in self._broken_among(((n, g) for n, g in named if g is not None), masked=False)]
-        if found:
+        broken = [name for name, _ in self._broken_among(((n, g) for n, g in named if g is not None), masked=False)]
+        if broken:
             ran = self._graphs.order
-            last = max(found, key=lambda name: ran.get(name.rpartition(".")[0], -1))
-            first = [last, *(name for name in reversed(found) if name != last)] if ran else found[::-1]
+            last = max(broken, key=lambda name: ran.get(name.rpartition(".")[0], -1))
+            first = [last, *(name for name in reversed(broken) if name != last)] if ran else broken[::-1]
             self._say("gradients", first, "the loss was finite")
         self._broken = True
 
@@ -189,8 +189,8 @@ class Origin(torch_hooks.TrainingEvents):
 
     @contained
     def _settle(self) -> None:
-        found, _ = self._found or (None, None)
-        if self._found is not None and found is not None and found.taken:
+        known, _ = self._found or (None, None)
+        if self._found is not None and known is not None and known.taken:
             place, self._found = self._found[1], None
             if not self._broken:
                 self._say(*place)
@@ -206,9 +206,9 @@ class Origin(torch_hooks.TrainingEvents):
         inputs = [(f"{self.core.name}:input{path}", x) for path, ref in self._inputs if (x := ref()) is not None]
         weights = ((clean(name), p) for name, p in model.named_parameters())
         for where, named in (("weights", weights), ("input", inputs)):
-            found = [name for name, _ in self._broken_among(named, masked=where != "weights")]
-            if found:
-                return where, found, ""
+            broken = [name for name, _ in self._broken_among(named, masked=where != "weights")]
+            if broken:
+                return where, broken, ""
         with nothing_recorded():  # what a checkpoint has not kept is computed again
             operations = operations_of(loss)
             first = _first_broken(operations)
@@ -341,7 +341,9 @@ def _leaves(node: Any) -> Iterator[Any]:
             yield leaf
         elif made is not None and _passes(made):
             yield from (
-                found for inner, _ in made.next_functions if (found := getattr(inner, "variable", None)) is not None
+                variable
+                for inner, _ in made.next_functions
+                if (variable := getattr(inner, "variable", None)) is not None
             )
 
 

@@ -104,14 +104,14 @@ class Steps(torch_hooks.TrainingEvents):
 
     def _look_for_emulation(self) -> None:
         """Record the formats in which the forward is emulated, since its tensors are FP32."""
-        found = {key: name for formats in torch_hooks.emulated for key, name in formats().items()}
-        if found != self._emulated and self._emulations < _EMULATIONS:
-            self._emulated, self._emulations = found, self._emulations + 1
-            named = ", ".join(f"{key.replace('_', ' ')} in {name}" for key, name in found.items())
+        by_key = {key: name for formats in torch_hooks.emulated for key, name in formats().items()}
+        if by_key != self._emulated and self._emulations < _EMULATIONS:
+            self._emulated, self._emulations = by_key, self._emulations + 1
+            named = ", ".join(f"{key.replace('_', ' ')} in {name}" for key, name in by_key.items())
             message = (
-                f"results are rounded by an emulation: {named}" if found else "no emulation rounds results any more"
+                f"results are rounded by an emulation: {named}" if by_key else "no emulation rounds results any more"
             )
-            self.core.say("emulation", message, formats=found)
+            self.core.say("emulation", message, formats=by_key)
 
     def _look(self, model: nn.Module) -> None:
         """Finds what has come to distribute the model since the watch was made."""

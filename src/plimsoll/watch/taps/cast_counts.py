@@ -83,7 +83,7 @@ class Casts:
         if table == self._told:
             return
         self._told = table
-        formats = sorted({one["format"] for said in table.values() for one in said.values()})
+        formats = sorted({cast_of_role["format"] for said in table.values() for cast_of_role in said.values()})
         message = (
             f"{len(table)} modules cast what they multiply to {', '.join(formats)}" if table else "no module casts"
         )
@@ -98,7 +98,7 @@ class Casts:
             values = DeviceValue(torch.stack([scales[name].detach().double().reshape(()) for name in names]))
 
             def produce(names: list[str] = names, values: DeviceValue = values) -> list[Record]:
-                found = cast("list[float]", values.tensor().tolist())
-                return [Scalars(step=step, values=dict(zip(names, found, strict=True)))]
+                numbers = cast("list[float]", values.tensor().tolist())
+                return [Scalars(step=step, values=dict(zip(names, numbers, strict=True)))]
 
             self.core.writer.submit(produce, _ROW_BYTES * len(names))

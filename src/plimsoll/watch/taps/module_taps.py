@@ -297,13 +297,13 @@ class _After(_Tap):
             return None
         if torch.compiler.is_compiling():
             return self.taps.compiled.outputs(self.name, output)
-        found = tensors_in(output)
+        tensors = tensors_in(output)
         if self.taps.inside and self.taps.inside[-1] == self.name:
             self.taps.inside.pop()
-        self.taps.see(self, found)
+        self.taps.see(self, tensors)
         if self.taps.learn is not None:
-            self.taps.learn(self.name, found)
-        if found and (dtype := found[0][1].dtype) in SIXTEEN_BIT:
+            self.taps.learn(self.name, tensors)
+        if tensors and (dtype := tensors[0][1].dtype) in SIXTEEN_BIT:
             self.taps.narrow(self.name, module, dtype)
         return None
 
@@ -313,5 +313,7 @@ inlined_only(_Before.__call__, _After.__call__)
 
 def _devices(modules: Mapping[str, nn.Module]) -> set[torch.device]:
     """The devices that the modules' tensors are on, and the CPU."""
-    found = {p.device for module in modules.values() for p in module.parameters(recurse=False)} | {torch.device("cpu")}
-    return {device for device in found if device.type != "meta"}
+    devices = {p.device for module in modules.values() for p in module.parameters(recurse=False)} | {
+        torch.device("cpu")
+    }
+    return {device for device in devices if device.type != "meta"}

@@ -89,8 +89,8 @@ class MemoryProvenance:
 
     def of(self, x: Tensor) -> frozenset[Origin]:
         """The origins of what is not finite in a tensor."""
-        found = [self._of[memory] for memory in memory_of(x) if memory in self._of]
-        return frozenset[Origin]().union(*found)
+        origins = [self._of[memory] for memory in memory_of(x) if memory in self._of]
+        return frozenset[Origin]().union(*origins)
 
     def mark(self, x: Tensor, origins: Iterable[Origin], *, anew: bool) -> None:
         """The tensor is not finite, by these origins; `anew`: whatever was in its memory is gone."""
@@ -119,8 +119,8 @@ class MemoryProvenance:
 # origin of its own.
 def first_cause(candidates: Iterable[Origin]) -> Origin | None:
     """Of the origins that reached something, the first; one that was not asked for before one that was."""
-    found = sorted(candidates, key=lambda origin: (origin.deliberate, origin.index))
-    return found[0] if found else None
+    ordered = sorted(candidates, key=lambda origin: (origin.deliberate, origin.index))
+    return ordered[0] if ordered else None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

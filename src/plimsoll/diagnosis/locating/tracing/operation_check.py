@@ -119,14 +119,14 @@ class OperationCheck:
 
     def _outputs(self, result: Any) -> Named:
         """The tensors that it gave or wrote, each once, by their names."""
-        found: dict[int, tuple[str, Tensor]] = {}
+        outputs: dict[int, tuple[str, Tensor]] = {}
         values: Any = cast("Any", result) if isinstance(result, tuple) else (result,)
         for index, value in enumerate(cast("Sequence[Any]", values)):
             name = self.facts.results[index] if index < len(self.facts.results) else f"result{index}"
             listed = list(tensors_in(value))
             for number, x in enumerate(listed):
-                found.setdefault(id(x), (name if len(listed) == 1 else f"{name}[{number}]", x))
-        return [*found.values(), *self._written_besides(found)]
+                outputs.setdefault(id(x), (name if len(listed) == 1 else f"{name}[{number}]", x))
+        return [*outputs.values(), *self._written_besides(outputs)]
 
     def _written_besides(self, found: Mapping[int, Any]) -> Named:
         return [
@@ -192,9 +192,9 @@ class OperationCheck:
         if not dirty:
             return True
         if self._has_odd_scalar() or any(origin.deliberate for origin in origins):
-            held = any((s := spectra[name]) is not None and s.nans for name, _ in dirty)
+            has_nan = any((s := spectra[name]) is not None and s.nans for name, _ in dirty)
             made = any((s := spectrum_of(x)) is not None and s.nans for _, x in bad)
-            if made and not held and all(origin.deliberate for origin in origins):
+            if made and not has_nan and all(origin.deliberate for origin in origins):
                 return True
         return self._fresh(bad, dirty, self._inputs()) is not None
 
@@ -354,9 +354,9 @@ class OperationTracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = facts_of(func)
-        given = bound(facts, args, kwargs)
+        arguments = bound(facts, args, kwargs)
         self.operations += 1
-        call = OperationCheck(self, facts, func, given)
+        call = OperationCheck(self, facts, func, arguments)
         with _C.DisableTorchFunction(), torch.no_grad():
             call.begin()
         result = func(*args, **kwargs)

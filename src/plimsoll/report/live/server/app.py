@@ -167,7 +167,7 @@ def _runs(request: Request) -> tuple[str, ...]:
     """The runs that a question is about; of the list, "" is."""
     if "id" in request.path_params:
         return (_part(request, "id"),)
-    return tuple(request.query_params.get(each, "") for each in ("a", "b"))
+    return tuple(request.query_params.get(name, "") for name in ("a", "b"))
 
 
 def _part(request: Request, name: str) -> str:
