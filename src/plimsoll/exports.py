@@ -49,20 +49,16 @@ def exported_by(package: str) -> Callable[[type[Class]], type[Class]]:
 
 
 def show_classes(package: str) -> None:
-    """Let the classes of a package name it as their module, in `repr`, in tracebacks and in pickles.
-
-    So a pickle does not depend on the file that a class is in.
-    """
+    """Let the classes of a package name it as their module, in `repr`, in tracebacks and in pickles."""
+    # A pickle then does not depend on the file that a class is in.
     for value in list(vars(sys.modules[package]).values()):
         _show_in(package, value)
 
 
 def make_callable(package: str, function: Callable[..., Any]) -> None:
-    """Let calling a package call this function of it: ``plimsoll.watch(model)`` is ``plimsoll.watch.watch(model)``.
+    """Let calling a package call this function of it: ``plimsoll.watch(model)`` is ``plimsoll.watch.watch(model)``."""
 
-    The package has the name of its main function, and an import of the package would otherwise hide the function.
-    """
-
+    # The package has the name of its main function, and an import of the package would otherwise hide the function.
     class CallablePackage(ModuleType):
         """A package that is a function too."""
 

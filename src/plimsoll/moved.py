@@ -1,6 +1,6 @@
 """Modules that version 0.1 had elsewhere: pickles name a class by its module, and those of that version still load.
 
-Only modules with public classes are here. A name of the old layout is imported when a pickle asks for it, never before.
+A name of the old layout is imported when a pickle asks for it, never before.
 """
 
 import importlib
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+# Pickles of converted and folded models, scalers and FP8 layers name records within them, so these are here too.
 MOVED = {
     "diagnosis._divergence": "diagnosis.comparison.divergence",
     "diagnosis._fault": "diagnosis.locating.fault",

@@ -4,15 +4,13 @@ from typing import Any
 
 
 class NotebookRepr:
-    """A base for results whose `str` is what a reader wants; `repr` stays that of the class.
-
-    IPython walks the class hierarchy and takes the first class that defines `_repr_pretty_` or `__repr__` itself. A
-    dataclass defines `__repr__` itself and would win over an inherited method. So each subclass gets the method as its
-    own.
-    """
+    """A base for results whose `str` is what a reader wants; `repr` stays that of the class."""
 
     __slots__ = ()
 
+    # IPython walks the class hierarchy and takes the first class that defines `_repr_pretty_` or `__repr__` itself. A
+    # dataclass defines `__repr__` itself and would win over an inherited method. So each subclass gets the method as
+    # its own.
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         cls._repr_pretty_ = NotebookRepr._repr_pretty_

@@ -93,9 +93,9 @@ def certify(
         caller = Caller(called, place, limit)
         trial = _trial(caller, chosen, kind, rounding, scale_rule)
         rows = tuple(
-            _row(each, trial, source)
-            for each in requirements.REQUIREMENTS.values()
-            if (source := each.source(trial.subject)) is not None
+            _row(requirement, trial, source)
+            for requirement in requirements.REQUIREMENTS.values()
+            if (source := requirement.source(trial.subject)) is not None
         )
         inferred = _inferred(trial)
     return Certificate(
@@ -110,7 +110,7 @@ def _trial(
     caller: Caller, fmt: Format | BlockFormat, kind: Kind, rounding: Rounding | None, scale_rule: str | None
 ) -> Trial:
     """Find out how the function is called, and whether it rounds at random."""
-    found: Rounding = rounding or "nearest_even"
+    default_rounding: Rounding = rounding or "nearest_even"
     convention: CastConvention | UnpackConvention | Reducer
     if kind == "unpack":
         convention = UnpackConvention(caller, fmt)
@@ -119,8 +119,8 @@ def _trial(
     else:
         convention = CastConvention(caller, kind, fmt)
         if rounding is None and varies(element_call(convention, fmt)[0], element_of(fmt)):
-            found = "stochastic"
-    return Trial(Subject(fmt=fmt, kind=kind, rounding=found, scale_rule=scale_rule), caller, convention)
+            default_rounding = "stochastic"
+    return Trial(Subject(fmt=fmt, kind=kind, rounding=default_rounding, scale_rule=scale_rule), caller, convention)
 
 
 def _row(requirement: Requirement, trial: Trial, source: str) -> Row:
@@ -153,17 +153,17 @@ def _inferred(trial: Trial) -> dict[str, object]:
             return trial.reduction.facts()
         if trial.subject.kind == "unpack":
             return {"takes": str(trial.unpack.form), "returns": trial.decoded.dtype}
-        found = inference.facts(trial.observed, trial.rule)
+        facts = inference.facts(trial.observed, trial.rule)
         if trial.subject.kind == "pack":
-            found["returns"] = trial.convention.parts
+            facts["returns"] = trial.convention.parts
         if trial.rule.name == "stochastic":
-            found["fine_noise"] = trial.draws.finest()
+            facts["fine_noise"] = trial.draws.finest()
         if isinstance(trial.subject.fmt, BlockFormat):
-            found |= trial.blocks.facts()
+            facts |= trial.blocks.facts()
     except (CallFailedError, OutOfTimeError) as error:
         trial.not_tried.append(f"What the function does in full: {error}.")
         return {}
-    return found
+    return facts
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments
@@ -240,13 +240,13 @@ def _module(function: object) -> str:
 
 def _versions(function: object, place: torch.device) -> dict[str, str]:
     """Return the versions that a result depends on, and the machine."""
-    found = {"plimsoll": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {"plimsoll": __version__, "torch": torch.__version__, "python": platform.python_version()}
     package = _module(function).partition(".")[0]
-    if package and package not in found:
+    if package and package not in versions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a script, or a module of its own
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
     if place.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(place)
+        versions["gpu"] = torch.cuda.get_device_name(place)
     else:
-        found["cpu"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return found
+        versions["cpu"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return versions

@@ -89,14 +89,14 @@ class UnpackConvention:
 
     def _settled(self) -> Form:
         """Return the form under which most of some ordinary codes come back as they should."""
-        given = ordinary_codes(self.fmt)
-        expected = given.values(self.fmt)
+        codes = ordinary_codes(self.fmt)
+        expected = codes.values(self.fmt)
         best, most, errors = None, -1, dict[str, str]()
         for form in _forms(self.fmt):
             for numpy in (False, True) if form.codes != "Packed" else (False,):
                 self.caller.numpy = numpy
                 try:
-                    result = self._called(given, form)
+                    result = self._called(codes, form)
                 except CallFailedError as error:
                     errors.setdefault(str(form), str(error))
                     continue
@@ -121,8 +121,8 @@ def ordinary_codes(fmt: Format | BlockFormat) -> CodeTensors:
     codes = (magnitude | sign).reshape(_ROWS, SIDE)
     if not isinstance(fmt, BlockFormat):
         return CodeTensors(codes=codes, scales=None, tensor_scale=1.0)
-    one = int(fmt.scale.encode(1.0))
-    scales = (one + np.arange(count // fmt.block) % 5).reshape(_ROWS, -1)
+    code_of_one = int(fmt.scale.encode(1.0))
+    scales = (code_of_one + np.arange(count // fmt.block) % 5).reshape(_ROWS, -1)
     return CodeTensors(codes=codes, scales=scales, tensor_scale=0.5 if fmt.tensor_scale else 1.0)
 
 
@@ -239,9 +239,9 @@ def _all_codes(fmt: Format | BlockFormat) -> CodeTensors:
         return CodeTensors(codes=codes.reshape(-1, SIDE), scales=None, tensor_scale=1.0)
     # A scale with a sign is never negative: its sign bit is clear in every code tried.
     scales = np.arange(1 << (fmt.scale.bits - fmt.scale.signed))
-    each = math.lcm(1 << fmt.element.bits, fmt.block)  # every code under every scale, in whole blocks
-    blocks = each // fmt.block
-    codes = np.tile(np.arange(each) % (1 << fmt.element.bits), len(scales))
+    values = math.lcm(1 << fmt.element.bits, fmt.block)  # every code under every scale, in whole blocks
+    blocks = values // fmt.block
+    codes = np.tile(np.arange(values) % (1 << fmt.element.bits), len(scales))
     tensor_scale = 0.125 if fmt.tensor_scale else 1.0
     return CodeTensors(
         codes=codes.reshape(-1, SIDE), scales=np.repeat(scales, blocks).reshape(-1, SIDE // fmt.block),

@@ -100,8 +100,8 @@ def _counts(row: Row) -> str:
 
 
 def _paragraphs(certificate: CertificateRecord) -> list[tuple[str, tuple[str, ...]]]:
-    found = [("Not tried", certificate.not_tried), ("Noticed", certificate.notes)]
-    return [(title, sentences) for title, sentences in found if sentences]
+    lists = [("Not tried", certificate.not_tried), ("Noticed", certificate.notes)]
+    return [(title, sentences) for title, sentences in lists if sentences]
 
 
 # ------------------------------------------------------------------------------------------------------------- text

@@ -46,24 +46,20 @@ _GOVERNED: dict[Specification, tuple[Format, ...]] = {
 
 
 def governing(fmt: Format | BlockFormat) -> Specification:
-    """Return the specification that governs conversions to a format.
-
-    BF16 and a generic ``eXmY`` have none of their own. They are held to IEEE 754's rules.
-    """
+    """Return the specification that governs conversions to a format."""
     if isinstance(fmt, BlockFormat):
         return OCP_MX if fmt in BLOCKS and not fmt.scale.signed else NVFP4_RECIPE
     for specification, formats in _GOVERNED.items():
         if fmt in formats:
             return specification
+    # BF16 and a generic `eXmY` have none of their own. They are held to IEEE 754's rules.
     return FNUZ if fmt.specials == "fnuz" else IEEE_754
 
 
 def allowed_saturation(fmt: Format) -> tuple[bool, ...]:
-    """Return which of saturation and overflow the governing specification allows; the first is the more usual.
-
-    IEEE 754 (7.4) knows overflow alone, the formats of OCP MX without Inf and NaN saturation alone. OFP8 (5.2, table 3)
-    and the FNUZ formats have both.
-    """
+    """Return which of saturation and overflow the governing specification allows; the first is the more usual."""
+    # IEEE 754 (7.4) knows overflow alone, the formats of OCP MX without Inf and NaN saturation alone. OFP8 (5.2, table
+    # 3) and the FNUZ formats have both.
     if not (fmt.has_inf or fmt.has_nan):
         return (True,)
     return (False,) if governing(fmt) is IEEE_754 else (False, True)

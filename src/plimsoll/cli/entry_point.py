@@ -1,9 +1,4 @@
-"""Frame of the command line: commands, common options, help, and the form of errors.
-
-An error that Plimsoll raises on purpose is a message on stderr and exit code 2, never a traceback. Anything else is a
-defect of Plimsoll, and keeps its traceback. If records of a run are missing, the command still answers, and exits with
-2 instead of 0: the missing records might have changed the answer.
-"""
+"""Frame of the command line: commands, common options, help, and the form of errors."""
 
 import gc
 import importlib
@@ -72,10 +67,7 @@ def _argument(parameter: Any) -> str:
 
 
 class _LazyCommands(Mapping[str, Any]):
-    """All commands by name, each imported when it is asked for.
-
-    Entry points are read only for help and for names that are not Plimsoll's own.
-    """
+    """All commands by name, each imported when it is asked for."""
 
     def __init__(self) -> None:
         self._own = {command.name: command for command in COMMANDS}
@@ -96,6 +88,7 @@ class _LazyCommands(Mapping[str, Any]):
     def __len__(self) -> int:
         return len({**self._own, **self.others})
 
+    # Entry points are read only for help and for names that are not Plimsoll's own.
     @property
     def others(self) -> dict[str, Any]:
         """Entry points of other distributions by name. The laboratory is among them, with None if it is missing."""
@@ -168,6 +161,9 @@ class _Group(TyperGroup):
             args = [*args[1:2], "--help"]
         return super().parse_args(ctx, args)
 
+    # An error that Plimsoll raises on purpose is a message on stderr and exit code 2, never a traceback. Anything else
+    # is a defect of Plimsoll, and keeps its traceback. If records of a run are missing, the command still answers, and
+    # exits with 2 instead of 0: the missing records might have changed the answer.
     def invoke(self, ctx: Any) -> object:
         """Run the command."""
         runs = start_reading()

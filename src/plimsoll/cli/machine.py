@@ -142,12 +142,12 @@ def _cpu() -> Device:
 def _gpus() -> list[Device]:
     import torch
 
-    found: list[Device] = []
+    gpus: list[Device] = []
     for index in range(torch.cuda.device_count()):
         properties = cast("Any", torch.cuda.get_device_properties(index))
         capability = torch.cuda.get_device_capability(index)
         hip = torch.version.hip is not None
-        found.append(
+        gpus.append(
             Device(
                 name=f"cuda:{index}",
                 model=properties.name,
@@ -157,7 +157,7 @@ def _gpus() -> list[Device]:
                 backend=_chosen(f"cuda:{index}"),
             )
         )
-    return found
+    return gpus
 
 
 def _chosen(device: str) -> str:

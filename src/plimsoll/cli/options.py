@@ -69,13 +69,12 @@ Quiet = Annotated[
 def with_repeated_names(arguments: Sequence[str], parameters: Sequence[Any]) -> list[str]:
     """Return the arguments with the name of an option before each of its values.
 
-    An option whose metavar ends in three dots takes all words up to the next option: ``--against a b`` is
-    ``--against a --against b``, which is what the parser knows.
-
     Args:
         arguments: What follows the command's name on the command line.
         parameters: The command's parameters.
     """
+    # An option whose metavar ends in three dots takes all words up to the next option: `--against a b` is `--against a
+    # --against b`, which is what the parser knows.
     greedy = {name for p in parameters if str(p.metavar or "").endswith("...") for name in p.opts}
     result: list[str] = []
     name = ""

@@ -1,8 +1,4 @@
-"""Consoles of Rich for results that are drawn, and the characters to draw with.
-
-A terminal gets text wrapped at its width. A pipe gets whole lines, neither wrapped nor padded, so that `grep` and `cut`
-work on them. The variable COLUMNS sets a width for both.
-"""
+"""Consoles of Rich for results that are drawn, and the characters to draw with."""
 
 import io
 import os
@@ -20,6 +16,8 @@ from plimsoll.cli import messages
 from plimsoll.text import printable
 
 SIGN, EXPONENT, MANTISSA = "red", "cyan", "green"
+# A terminal gets text wrapped at its width. A pipe gets whole lines, neither wrapped nor padded, so that `grep` and
+# `cut` work on them. The variable COLUMNS sets a width for both.
 _UNLIMITED = 100_000  # columns of a pipe: no line of a result is longer
 _WIDEST_DRAWING = 100  # columns of a drawing or table on a wide terminal
 _DRAWING_IN_A_PIPE = 80
@@ -96,10 +94,8 @@ class _Unpadded(io.TextIOBase):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return the console for results. It prints nothing under ``--quiet``.
-
-    Rich honours COLUMNS, NO_COLOR and FORCE_COLOR, and writes no colours into a pipe.
-    """
+    """Return the console for results. It prints nothing under ``--quiet``."""
+    # Rich honours COLUMNS, NO_COLOR and FORCE_COLOR, and writes no colours into a pipe.
     target = _Console(stderr=stderr, quiet=messages.is_quiet())
     if target.is_terminal:
         return target

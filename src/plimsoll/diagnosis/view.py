@@ -82,10 +82,8 @@ class View:
         return self._cells[collection]
 
     def as_emulated(self, collection: str, cells: Cells | None) -> Cells | None:
-        """Return the cells with the formats of an emulation in place of FP32.
-
-        An emulation rounds values that PyTorch holds in FP32.
-        """
+        """Return the cells with the formats of an emulation in place of FP32."""
+        # An emulation rounds values that PyTorch holds in FP32.
         if cells is not None:
             for steps, formats in self.emulations:
                 if collection in formats:
@@ -97,13 +95,13 @@ class View:
         """Step ranges in which an emulation rounded all results, with its formats by collection."""
         changes = [event for event in self.events if event.kind == "emulation"]
         steps = [*(event.step for event in changes), sys.maxsize]
-        found: list[tuple[range, Mapping[str, str]]] = []
+        spans: list[tuple[range, Mapping[str, str]]] = []
         for event, end in zip(changes, steps[1:], strict=True):
             formats = event.details.get("formats")
             if isinstance(formats, Mapping):
                 pairs = cast("Mapping[str, object]", formats).items()
-                found.append((range(event.step, end), {key: str(name) for key, name in pairs if _is_format(name)}))
-        return found
+                spans.append((range(event.step, end), {key: str(name) for key, name in pairs if _is_format(name)}))
+        return spans
 
     def only(self, collection: str, name: str) -> "View":
         """Return the view of one layer of a collection.
@@ -115,13 +113,13 @@ class View:
         result.__dict__["casts"] = self.casts
         result.__dict__["emulations"] = self.emulations
         # What held a gradient is judged by its weight too.
-        for each in (collection, "weights") if collection == "gradients" else (collection,):
-            if name not in self.run.tensors.get(each, ()):
-                result._cells[each] = None
-            elif (whole := self._cells.get(each)) is not None:
-                result._cells[each] = whole.only(name) if name in whole.names else None
+        for needed in (collection, "weights") if collection == "gradients" else (collection,):
+            if name not in self.run.tensors.get(needed, ()):
+                result._cells[needed] = None
+            elif (whole := self._cells.get(needed)) is not None:
+                result._cells[needed] = whole.only(name) if name in whole.names else None
             else:
-                result._cells[each] = self.as_emulated(each, read(self.run, each, self.until, name))
+                result._cells[needed] = self.as_emulated(needed, read(self.run, needed, self.until, name))
         return result
 
     def scalar(self, name: str) -> tuple[Ints, Floats]:
@@ -182,20 +180,18 @@ class View:
         if not len(known):
             return np.ones(len(steps))
         place = np.searchsorted(known, steps, side="right") - 1
-        found = values[np.maximum(place, 0)]
-        return np.where(np.isfinite(found) & (found > 0), found, 1.0)
+        scales = values[np.maximum(place, 0)]
+        return np.where(np.isfinite(scales) & (scales > 0), scales, 1.0)
 
     def solved(self, steps: Ints) -> NDArray[np.bool_]:
-        """Return whether the loss is zero, or next to nothing, at each step.
-
-        Its gradients are next to nothing then too, which is no underflow.
-        """
+        """Return whether the loss is zero, or next to nothing, at each step."""
         known, loss = self.scalar("loss")
         finite = np.isfinite(loss)
         known, loss = known[finite], loss[finite]
         if not len(loss):
             return np.zeros(len(steps), dtype=bool)
         place = np.minimum(np.searchsorted(known, steps), len(known) - 1)
+        # The gradients of a loss of zero are next to nothing too, which is no underflow.
         nothing = np.abs(loss[place]) <= _NOTHING * abs(float(np.median(loss[:5])))
         return (known[place] == steps) & nothing
 
@@ -211,10 +207,10 @@ class View:
     def in_blocks(self, collection: str) -> tuple[BlockCells, FormatLosses] | None:
         """Return the spectra of a collection with their block records. None if it has none."""
         if collection not in self._blocks:
-            found = read_blocks(self.run, collection, self.until)
+            blocks = read_blocks(self.run, collection, self.until)
             self._blocks[collection] = None
-            if found is not None:
-                self._blocks[collection] = found, FormatLosses(cells=found.cells, held=self._held(found.cells))
+            if blocks is not None:
+                self._blocks[collection] = blocks, FormatLosses(cells=blocks.cells, held=self._held(blocks.cells))
         return self._blocks[collection]
 
     def formats(self, collection: str) -> Mapping[str, Format]:
@@ -223,21 +219,19 @@ class View:
         if cells is None:
             return {}
         known = [get_element(name, "diagnose") for name in cells.formats]
-        found: dict[str, Format] = {}
+        by_name: dict[str, Format] = {}
         pairs: list[int] = np.unique(cells.layer * len(known) + cells.format).tolist()
         for pair in pairs:
             name, fmt = cells.names[pair // len(known)], known[pair % len(known)]
-            found[name] = min(found.get(name, fmt), fmt, key=lambda f: (f.bits, f.name))
-        return found
+            by_name[name] = min(by_name.get(name, fmt), fmt, key=lambda f: (f.bits, f.name))
+        return by_name
 
     def _held(self, cells: Cells) -> Floats:
-        """Return the scale at which each row's format contained its values.
-
-        Parameter gradients that were unscaled since are stored at scale 1. Those of FP32 parameters passed their narrow
-        format before that, at the loss scale. Those of narrow parameters underflow at the unscaling too.
-        """
+        """Return the scale at which each row's format contained its values."""
         if cells.collection != "gradients" or not self.scaled:
             return cells.scale
+        # Parameter gradients that were unscaled since are stored at scale 1. Those of FP32 parameters passed their
+        # narrow format before that, at the loss scale. Those of narrow parameters underflow at the unscaling too.
         weights = self.formats("weights")
         wide = np.array([_is_wide(weights.get(name)) for name in cells.names], dtype=bool)
         unscaled: NDArray[np.bool_] = (cells.scale == 1.0) & wide[cells.layer]

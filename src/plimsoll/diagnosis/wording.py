@@ -36,10 +36,8 @@ def layer_name(name: str) -> str:
 
 
 def how_many(finding: Finding) -> str:
-    """Return the number of a finding's locations, of how many: "15 of 35 layers".
-
-    Gradients of parameters are judged by layer, all else tensor by tensor.
-    """
+    """Return the number of a finding's locations, of how many: "15 of 35 layers"."""
+    # Gradients of parameters are judged by layer, all else tensor by tensor.
     noun = "layer" if finding.collection == "gradients" else "tensor"
     many, of = len(finding.where), finding.evidence.get("of_layers")
     if not isinstance(of, int) or of < many:

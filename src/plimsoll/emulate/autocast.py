@@ -96,13 +96,11 @@ _fastpath_before = True
 
 @contextlib.contextmanager
 def mha_in_python() -> Generator[None]:
-    """Run `nn.MultiheadAttention` as separate operations, also in evaluation.
-
-    There it has one fused kernel, whose inner operations no list could cast. The switch belongs to the process, so
-    other threads take the same slower path while any context is open.
-    """
+    """Run `nn.MultiheadAttention` as separate operations, also in evaluation."""
     global _without_fastpath, _fastpath_before  # noqa: PLW0603  (the count of the process's one switch)
     with _lock:
+        # In evaluation torch has one fused kernel, whose inner operations no list could cast. The switch belongs to the
+        # process, so other threads take the same slower path while any context is open.
         if not _without_fastpath:
             _fastpath_before = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)

@@ -211,13 +211,11 @@ def _scales(scale: object) -> list[Any]:
 
 
 def _seeded(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with a generator for their seed.
-
-    Each cast then draws other noise, in the order of the calls.
-    """
+    """Return the arguments with a generator for their seed."""
     seed = arguments.get("generator")
     if seed is None:
         return {name: value for name, value in arguments.items() if name != "generator"}
+    # One generator for all casts: each then draws other noise, in the order of the calls.
     if type(seed) is int:
         return {**arguments, "generator": torch.Generator().manual_seed(seed)}
     if not isinstance(seed, torch.Generator) or seed.device.type != "cpu":

@@ -1,9 +1,4 @@
-"""Codes and values in numpy: arithmetic of `Format.decode` and `Format.encode`.
-
-It is float64 arithmetic (frexp, ldexp, floor) and shares nothing with the integer arithmetic of the kernels, so each
-checks the other. It is exact: a value divided by the format's spacing at it (a power of two) loses no bit, its whole
-part is the code up to an offset, and its fraction decides the rounding.
-"""
+"""Codes and values in numpy: arithmetic of `Format.decode` and `Format.encode`."""
 
 from typing import Any, Literal, Protocol, get_args
 
@@ -158,6 +153,9 @@ def nan_code(fmt: Layout) -> int:
             return 0
 
 
+# The codec is float64 arithmetic (frexp, ldexp, floor) and shares nothing with the integer arithmetic of the kernels,
+# so each checks the other. It is exact: a value divided by the format's spacing at it (a power of two) loses no bit,
+# its whole part is the code up to an offset, and its fraction decides the rounding.
 def _truncate(fmt: Layout, magnitude: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return codes rounded toward zero, and the fractions of a spacing cut off."""
     exponent = np.frexp(magnitude)[1].astype(np.int64) - 1

@@ -1,10 +1,4 @@
-"""Philox4x32-10 in numpy: the noise of stochastic rounding, equal to the kernels'.
-
-The counter layout is that of `plimsoll.kernels.philox`: value i of the flattened array takes word ``(i >> 8) & 3`` of
-the Philox block (Salmon et al., SC 2011) with counter ``(i >> 10) * 256 + (i & 255)``. The low and high halves of the
-key are its two key words. This form exists since formats import no torch. `tests/formats/test_noise.py` compares the
-two with each other, and both with the published test vectors.
-"""
+"""Philox4x32-10 in numpy: the noise of stochastic rounding, equal to the kernels'."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +9,10 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFF_FFFF
 
 
+# The counter layout is that of `plimsoll.kernels.philox`: value i of the flattened array takes word `(i >> 8) & 3` of
+# the Philox block (Salmon et al., SC 2011) with counter `(i >> 10) * 256 + (i & 255)`. The low and high halves of the
+# key are its two key words. This form exists since formats import no torch. `tests/formats/test_noise.py` compares the
+# two with each other, and both with the published test vectors.
 def words(key: int, count: int) -> NDArray[np.uint64]:
     """Return the words, 0 to 2**32 - 1, of values 0 to `count`, for a key mod 2**64."""
     index = np.arange(count, dtype=np.uint64)

@@ -3,9 +3,6 @@
 A scaled product reads its first operand by rows and its second by columns, the only order for FP8 on Hopper. So one
 read of a tensor makes two copies: its codes, and the codes of its transpose. Sizes are padded with zeros to multiples
 of 16, as FP8 units require. Zeros add nothing to a sum.
-
-Two implementations give the same bits, except the sign of NaN: the operator `plimsoll::fp8_cast`, which can also count
-the values that it reads, and plain operations, which a compiler on a GPU fuses with the operation before.
 """
 
 from collections.abc import Mapping
@@ -42,6 +39,8 @@ def to_codes(
     return Codes(*kernels.fp8_cast(x, dtype, 1.0 if scale is None else scale, layout, bank, row), scale)
 
 
+# Two implementations give the same bits, except the sign of NaN: the operator `plimsoll::fp8_cast`, which can also
+# count the values that it reads, and plain operations, which a compiler on a GPU fuses with the operation before.
 def by_formula(
     x: Tensor, dtype: torch.dtype, scale: Tensor | None, layout: Layout
 ) -> tuple[Tensor | None, Tensor | None]:

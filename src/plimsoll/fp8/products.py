@@ -1,11 +1,4 @@
-"""The product of two FP8 matrices, and the layouts that devices require.
-
-The reference: codes become float32, which represents them and the products of two of them exactly. Sums are float32.
-The sum is multiplied by the product of both scales, the bias is added, and the result is rounded once to the dtype of
-the output. CPUs, and GPUs without FP8 units, compute it bit for bit. (torch's own product for CPUs is slower, and
-applies the scales in another order, see docs/design/fp8.md.) FP8 units add in another order, some of them in fewer
-bits.
-"""
+"""The product of two FP8 matrices, and the layouts that devices require."""
 
 import contextlib
 from typing import Any, cast
@@ -42,6 +35,11 @@ def product(
     return reference(a, b, scale_a, scale_b, bias, dtype)
 
 
+# The reference: codes become float32, which represents them and the products of two of them exactly. Sums are float32.
+# The sum is multiplied by the product of both scales, the bias is added, and the result is rounded once to the dtype of
+# the output. CPUs, and GPUs without FP8 units, compute it bit for bit. (torch's own product for CPUs is slower, and
+# applies the scales in another order, see docs/design/fp8.md.) FP8 units add in another order, some of them in fewer
+# bits.
 def reference(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -67,10 +65,8 @@ def _on_units(
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """Return torch's scaled product of row-major `a` and column-major `b`.
-
-    It uses the operator that compilers know if torch has it, otherwise the public function.
-    """
+    """Return torch's scaled product of row-major `a` and column-major `b`."""
+    # Compilers know the operator. Where torch lacks it, the public function does the same.
     operator: Any = getattr(torch, "_scaled_mm", None)
     if operator is not None:
         return cast("Tensor", operator(a, b, scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast))

@@ -35,7 +35,7 @@ def use_scaler(accelerator: Accelerator, scaler: Any) -> None:
             f"use_scaler: expected an Accelerator(mixed_precision='fp16'), which scales its losses; got "
             f"mixed_precision={accelerator.mixed_precision!r}. Leave the scaler out, or train in fp16."
         )
-    if any(isinstance(each, AcceleratedOptimizer) for each in _optimizers(accelerator)):
+    if any(isinstance(optimizer, AcceleratedOptimizer) for optimizer in _optimizers(accelerator)):
         raise StateError(
             "use_scaler: expected an accelerator that has prepared no optimizer yet; got one that has. "
             "Call use_scaler before accelerator.prepare."

@@ -1,8 +1,4 @@
-"""Device values that are copied to the host asynchronously.
-
-On the CPU a value is ready at once. On other devices it is copied to pinned memory on the current stream, and an event
-is recorded after the copy. Only a reader of the value waits for that event, never the training step.
-"""
+"""Device values that are copied to the host asynchronously."""
 
 from typing import Any
 
@@ -15,6 +11,8 @@ class DeviceValue:
 
     __slots__ = ("_event", "_host")
 
+    # On the CPU a value is ready at once. On other devices it is copied to pinned memory on the current stream, and an
+    # event is recorded after the copy. Only a reader of the value waits for that event, never the training step.
     def __init__(self, x: Tensor) -> None:
         x = x.detach()
         self._event: Any = None

@@ -31,8 +31,8 @@ def rows_of(recording: Recording) -> list[Row]:
 def parts_of_step(recording: Recording) -> tuple[str, ...]:
     """Return what the step did: "forward", "backward", and the optimizers that stepped."""
     ran = {entry.phase for entry in recording.entries}
-    found = [phase for phase in ("forward", "backward") if phase in ran]
-    return (*found, *(type(optimizer).__name__ for optimizer in recording.optimizers))
+    phases = [phase for phase in ("forward", "backward") if phase in ran]
+    return (*phases, *(type(optimizer).__name__ for optimizer in recording.optimizers))
 
 
 def row_of(entry: Entry, names: Names) -> Row:
@@ -78,22 +78,22 @@ def _note(entry: Entry) -> str:
 
 def tensors_of(recording: Recording) -> list[TensorRow]:
     """Return parameters, buffers, gradients, the optimizers' state, and masters."""
-    found: list[TensorRow] = []
+    rows: list[TensorRow] = []
     weights: dict[int, str] = {}
     for model in recording.models:
         for raw, p in model.named_parameters():
             name = recording.names.of(p) or clean(raw)
             weights[id(p)] = name
-            found.append(_tensor(name, "weights", p))
+            rows.append(_tensor(name, "weights", p))
             if id(p) in recording.gradients:
                 fmt, size = recording.gradients[id(p)]
-                found.append(TensorRow(name=name, role="gradients", format=fmt, bytes=size, module=_module(name)))
+                rows.append(TensorRow(name=name, role="gradients", format=fmt, bytes=size, module=_module(name)))
         for raw, buffer in model.named_buffers():
             if buffer.is_floating_point():
-                found.append(_tensor(clean(raw), "buffers", buffer))
+                rows.append(_tensor(clean(raw), "buffers", buffer))
     for optimizer in recording.optimizers:
-        found += _state_of(optimizer, weights)
-    return found
+        rows += _state_of(optimizer, weights)
+    return rows
 
 
 def _state_of(optimizer: Any, weights: Mapping[int, str]) -> Iterator[TensorRow]:
@@ -103,8 +103,8 @@ def _state_of(optimizer: Any, weights: Mapping[int, str]) -> Iterator[TensorRow]
         owner = weights.get(id(p) if pair is None else id(pair.weight))
         name = owner or f"parameter {number} of {type(optimizer).__name__}"
         if pair is not None:
-            kept = sum(size_bytes(x) for x in pair.store.kept)
-            yield TensorRow(name=f"{name}:{optimizer.update}", role="masters", format="fp32", bytes=kept,
+            size = sum(size_bytes(x) for x in pair.store.kept)
+            yield TensorRow(name=f"{name}:{optimizer.update}", role="masters", format="fp32", bytes=size,
                             module=_module(name))  # fmt: skip
         elif owner is None:
             yield _tensor(name, "masters", p)
@@ -142,9 +142,9 @@ def settings_of(recording: Recording) -> dict[str, str]:
     """Return torch's switches and versions, by names that a reader can set them by."""
     switches = Switches.now()
     devices = {entry.device for entry in recording.entries}
-    found = {"torch": str(torch.__version__), "devices": ", ".join(sorted(devices))}
+    settings = {"torch": str(torch.__version__), "devices": ", ".join(sorted(devices))}
     if "cuda" in devices:
-        found |= {
+        settings |= {
             "torch.backends.cuda.matmul.fp32_precision": switches.cuda_matmul,
             "torch.backends.cudnn.conv.fp32_precision": switches.cuda_convolution,
             "torch.backends.cuda.matmul.allow_fp16_accumulation": str(switches.fp16_accumulation),
@@ -152,10 +152,10 @@ def settings_of(recording: Recording) -> dict[str, str]:
             "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": str(switches.bf16_reduction),
         }
     if "cpu" in devices:
-        found |= {
+        settings |= {
             "torch.backends.mkldnn.matmul.fp32_precision": switches.cpu_matmul,
             "torch.backends.mkldnn.conv.fp32_precision": switches.cpu_convolution,
             "cpu": torch.backends.cpu.get_cpu_capability(),
         }
     override = os.environ.get("NVIDIA_TF32_OVERRIDE")
-    return found | ({} if override is None else {"NVIDIA_TF32_OVERRIDE": override})
+    return settings | ({} if override is None else {"NVIDIA_TF32_OVERRIDE": override})

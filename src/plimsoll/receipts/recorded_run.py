@@ -37,14 +37,14 @@ def receipt_of_run(run: Run, declared: object = None) -> Receipt:
     Raises:
         ArgumentError: `declared` is none of these.
     """
-    found = None if declared is None else parse(declared)
+    parsed = None if declared is None else parse(declared)
     recorded = cast("Mapping[str, Mapping[str, Mapping[str, Any]]]", run.manifest.get("tensors") or {})
     formats = {
         collection: {name: str(entry.get("format") or "unknown") for name, entry in series.items()}
         for collection, series in recorded.items()
     }
     rows, tensors = [*_modules(formats), *_casts(run)], list(_tensors(formats))
-    name = None if found is None else _name_of(found, declared)
+    name = None if parsed is None else _name_of(parsed, declared)
     versions = cast("Mapping[str, str]", run.manifest.get("versions") or {})
     settings = {key: str(value) for key, value in versions.items()}
     trained = run.manifest.get("precision")
@@ -53,7 +53,7 @@ def receipt_of_run(run: Run, declared: object = None) -> Receipt:
         did=tuple(dict.fromkeys(row.phase for row in rows)),
         declared=name,
         rows=tuple(rows),
-        deviations=() if found is None else _deviations(run, found, tensors, rows),
+        deviations=() if parsed is None else _deviations(run, parsed, tensors, rows),
         tensors=tuple(tensors),
         settings=settings | ({} if trained is None else {"precision": str(trained)}),
         notes=(_LIMITS, *_notes(run)),
@@ -74,10 +74,10 @@ def _modules(formats: Mapping[str, Mapping[str, str]]) -> Iterator[Row]:
         for name, fmt in formats.get(collection, {}).items():
             module, _, border = name.rpartition(":")
             borders.setdefault(module, {}).setdefault(border.partition(".")[0], []).append(fmt)
-        for module, found in borders.items():
+        for module, formats_of_module in borders.items():
             goes_in, comes_out = ("input", "output") if phase == "forward" else ("output", "input")
-            output = found.get(comes_out, [""])[0]
-            operands = tuple(found.get(goes_in, ()))
+            output = formats_of_module.get(comes_out, [""])[0]
+            operands = tuple(formats_of_module.get(goes_in, ()))
             yield Row(
                 operation="module", kind="module", phase="forward" if phase == "forward" else "backward",
                 module=module or ROOT, operands=operands, values=operands, output=output,

@@ -12,8 +12,10 @@ Role = Literal["weights", "masters", "buffers", "gradients", "optimizer"]
 
 def _as_dict(record: "Row | TensorRow | MemoryUse | Deviation") -> dict[str, object]:
     """Return a record's fields; tuples as lists."""
-    found = {name: getattr(record, name) for name in record.__slots__}
-    return {name: [*cast("tuple[object, ...]", x)] if isinstance(x, tuple) else x for name, x in found.items()}
+    fields_of_record = {name: getattr(record, name) for name in record.__slots__}
+    return {
+        name: [*cast("tuple[object, ...]", x)] if isinstance(x, tuple) else x for name, x in fields_of_record.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,7 +116,9 @@ class ScriptStep(torch_hooks.TrainingEvents):
     def _all_moved(self) -> bool:
         """Whether every optimizer of the script has stepped since the last boundary, or the one around it has."""
         inner = {id(getattr(moved, "optimizer", None)) for moved in self._moved}
-        return all(id(one) in inner or any(one is moved for moved in self._moved) for one in self._optimizers)
+        return all(
+            id(optimizer) in inner or any(optimizer is moved for moved in self._moved) for optimizer in self._optimizers
+        )
 
     def scaler_update_ends(self, scaler: Any) -> None:  # noqa: ARG002
         """Note a step that the scaler has skipped."""

@@ -78,17 +78,17 @@ class DeviationGroup:
 
 def deviation_groups(deviations: Iterable[Deviation]) -> list[DeviationGroup]:
     """Return the deviations, those alike in kind, line and formats as one; in their order."""
-    found: dict[tuple[object, ...], list[Deviation]] = {}
-    for one in deviations:
-        key = (one.kind, one.source_line, one.expected, one.actual, one.advice)
-        found.setdefault(key, []).append(one)
+    groups: dict[tuple[object, ...], list[Deviation]] = {}
+    for deviation in deviations:
+        key = (deviation.kind, deviation.source_line, deviation.expected, deviation.actual, deviation.advice)
+        groups.setdefault(key, []).append(deviation)
     return [
         DeviationGroup(
             first=several[0],
-            modules=tuple(dict.fromkeys(one.module for one in several if one.module is not None)),
-            calls=sum(one.calls for one in several),
+            modules=tuple(dict.fromkeys(deviation.module for deviation in several if deviation.module is not None)),
+            calls=sum(deviation.calls for deviation in several),
         )
-        for several in found.values()
+        for several in groups.values()
     ]
 
 
@@ -137,11 +137,11 @@ class OperationLine:
 
 def operation_lines(rows: Iterable[Row]) -> list[OperationLine]:
     """Return rows as lines by kind and formats, products first; without those that round nothing."""
-    found: dict[tuple[object, ...], list[Row]] = {}
+    groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         if row.kind != "exact":
             key = (row.kind, row.formats, row.accumulate, row.partial, row.cause, row.where, row.rounded)
-            found.setdefault(key, []).append(row)
+            groups.setdefault(key, []).append(row)
     lines = [
         OperationLine(
             first=several[0],
@@ -149,7 +149,7 @@ def operation_lines(rows: Iterable[Row]) -> list[OperationLine]:
             modules=tuple(dict.fromkeys(row.module for row in several if row.module is not None)),
             bytes=sum(row.bytes for row in several),
         )
-        for several in found.values()
+        for several in groups.values()
     ]
     return sorted(lines, key=lambda line: (OPERATION_KINDS.index(line.first.kind), -sum(line.calls.values())))
 
@@ -175,11 +175,11 @@ def operation_table(rows: Iterable[Row], *, sizes: bool = True) -> TableData:
 
 def tensor_table(tensors: Iterable[TensorRow]) -> TableData:
     """Return tensors by role and format as a table."""
-    found: dict[tuple[Role, str], list[int]] = {}
+    totals: dict[tuple[Role, str], list[int]] = {}
     for tensor in tensors:
-        found.setdefault((tensor.role, tensor.format), []).append(tensor.bytes)
+        totals.setdefault((tensor.role, tensor.format), []).append(tensor.bytes)
     roles = get_args(Role)
-    listed = sorted(found.items(), key=lambda one: (roles.index(one[0][0]), -sum(one[1])))
+    listed = sorted(totals.items(), key=lambda one: (roles.index(one[0][0]), -sum(one[1])))
     lines = [
         (role, fmt, f"{len(bytes_each):,}", size(sum(bytes_each)) if any(bytes_each) else "unknown")
         for (role, fmt), bytes_each in listed

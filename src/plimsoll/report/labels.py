@@ -1,9 +1,4 @@
-"""Words on figures: names that cannot be markup, powers of two, percentages, what a collection is called.
-
-Plotly renders a little HTML in every text (and TeX, where a page has loaded MathJax). Names come from whoever wrote the
-run, so they are shortened, freed of control characters and escaped before they become part of any text. Nothing from a
-run stands in a `hovertemplate`, which has a language of its own: it is given as data.
-"""
+"""Words on figures: names that cannot be markup, powers of two, percentages, what a collection is called."""
 
 import math
 import textwrap
@@ -16,6 +11,9 @@ _SIGNS = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "$": "&#36;"})
 MINUS = "\N{MINUS SIGN}"
 
 
+# Plotly renders a little HTML in every text (and TeX, where a page has loaded MathJax). Names come from whoever wrote
+# the run, so they are shortened, freed of control characters and escaped before they become part of any text. Nothing
+# from a run stands in a `hovertemplate`, which has a language of its own: it is given as data.
 def safe(text: str, most: int = 60) -> str:
     """Any text from a run, as a figure may show it: at most 60 printable characters, none of them markup.
 
@@ -32,12 +30,12 @@ def safe(text: str, most: int = 60) -> str:
 def labels(texts: Iterable[str], most: int = 40) -> list[str]:
     """The texts made safe, each different from the others: names that look alike once shortened get a number."""
     seen: dict[str, int] = {}
-    found: list[str] = []
+    result: list[str] = []
     for text in texts:
         label = safe(text, most)
         seen[label] = seen.get(label, 0) + 1
-        found.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
-    return found
+        result.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
+    return result
 
 
 def of(collection: str) -> str:

@@ -31,10 +31,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _eager(method: _Method) -> _Method:
-    """Exclude a method from torch's compiler, as torch does with GradScaler's.
-
-    The compiler is imported when the method is first called, not before.
-    """
+    """Exclude a method from torch's compiler, as torch does with GradScaler's."""
+    # The compiler is imported when the method is first called, not before.
     return cast("Any", torch)._disable_dynamo(method)  # noqa: SLF001
 
 

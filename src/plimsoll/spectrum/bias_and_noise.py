@@ -5,9 +5,6 @@ a vector e of coordinates, relative to the norm of its reference. Draws are inde
 <e, e'> is the squared norm of E[e], the **bias**, which is constant over draws. The mean over all pairs is an unbiased
 estimate of it (a U-statistic). The square of the mean error would count 1/n of the noise as bias. The rest of the
 squared error is **noise**: relative_error^2 = bias^2 + noise^2.
-
-The interval is the jackknife's over draws, with Student's t. Near a bias of zero the jackknife overstates the spread of
-such an estimate by a factor of up to sqrt(2), so its interval is wider than necessary there.
 """
 
 import math
@@ -45,6 +42,8 @@ class BiasAndNoise:
         return self.bias.low > 0 and self.bias.estimate > self.noise
 
 
+# The interval is the jackknife's over draws, with Student's t. Near a bias of zero the jackknife overstates the spread
+# of such an estimate by a factor of up to sqrt(2), so its interval is wider than necessary there.
 def split(coordinates: NDArray[np.float64], energies: NDArray[np.float64], *, sketched: int = 0) -> BiasAndNoise:
     """Return the bias and the noise of several draws.
 

@@ -1,9 +1,4 @@
-"""`ErrorSums`: differences between a tensor and a reference, as additive sums.
-
-e = value - reference, x = reference. All results follow from the sums of e, e^2, x, x^2 and e x over the pairs that are
-finite on both sides. The sums of the values y themselves are not stored, since a small error would be lost in their
-last digits. They follow too: x y = x^2 + e x, and y^2 = x^2 + 2 e x + e^2.
-"""
+"""`ErrorSums`: differences between a tensor and a reference, as additive sums."""
 
 import math
 from collections.abc import Mapping
@@ -24,6 +19,9 @@ STALL_DB = 10 * math.log10(3)
 POWERS = {"error": 1, "errorsq": 2, "reference": 1, "referencesq": 2, "error_reference": 2, "largest_error": 1}
 
 
+# e = value - reference, x = reference. All results follow from the sums of e, e^2, x, x^2 and e x over the pairs that
+# are finite on both sides. The sums of the values y themselves are not stored, since a small error would be lost in
+# their last digits. They follow too: x y = x^2 + e x, and y^2 = x^2 + 2 e x + e^2.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSums:
     """Sums over the errors of a tensor against a reference.

@@ -1,8 +1,4 @@
-"""Plain floating data of every kind of tensor, or an error with the reason.
-
-Optional parts of torch (DTensor, functional collectives, fake tensors) are not imported. If their module is not loaded,
-no such tensor exists.
-"""
+"""Plain floating data of every kind of tensor, or an error with the reason."""
 
 import sys
 from typing import Any, NoReturn, cast
@@ -100,5 +96,7 @@ def _check_data(x: Tensor, place: str) -> None:
         fail(x, "measure", place, problem, "Return the tensor from the transformed function and measure it there.")
 
 
+# Optional parts of torch (DTensor, functional collectives, fake tensors) are not imported. If their module is not
+# loaded, no such tensor exists.
 def _kind(module: str, name: str) -> type | None:
     return getattr(sys.modules.get(module), name, None)

@@ -119,15 +119,13 @@ class Source:
 
 
 def narrowest(first: Source | None, second: Source | None) -> Source | None:
-    """Return the narrower of two sources, or the known one.
-
-    The order is total, so that merging is associative and commutative: by the smallest value over the scale, then the
-    largest, the mantissa, the name, the scale.
-    """
+    """Return the narrower of two sources, or the known one."""
     if first is None or first == second:
         return second
     if second is None:
         return first
+    # The order is total, so that merging is associative and commutative: by the smallest value over the scale, then the
+    # largest, the mantissa, the name, the scale.
     return min(first, second, key=_reach)
 
 

@@ -25,7 +25,7 @@ def path_below(expression: str) -> str:
     ('blocks.0.attn', 'blocks.3')
     """
     rest = re.sub(r"^(?:[LG]\[[^\]]*\]|\w+)", "", expression)
-    return ".".join(next(part for part in found if part) for found in _STEPS.findall(rest) if "_modules" not in found)
+    return ".".join(next(part for part in step if part) for step in _STEPS.findall(rest) if "_modules" not in step)
 
 
 def place_of(node: Any) -> Place:
@@ -39,14 +39,12 @@ def place_of(node: Any) -> Place:
 
 
 def cause_of(node: Any, place: Place) -> Literal["backward", "script", "autocast"]:
-    """Return who asked for a cast in a graph that autograd and autocast were traced into.
-
-    A graph has no calls of the program any more: a cast counts as the script's where its line casts, outside of
-    torch's own modules.
-    """
+    """Return who asked for a cast in a graph that autograd and autocast were traced into."""
     if node.meta.get("fwd_nn_module_stack") is not None or "backward" in str(node.meta.get("partitioner_tag", "")):
         return "backward"
     stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
     kind = next((entry[1] for entry in reversed(list(stack.values()))), None)
     name = kind if isinstance(kind, str) else f"{getattr(kind, '__module__', '')}."
+    # A graph has no calls of the program any more: a cast counts as the script's where its line casts, outside of
+    # torch's own modules.
     return "script" if _CAST.search(place.text) and not name.startswith("torch.") else "autocast"

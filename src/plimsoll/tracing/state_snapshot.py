@@ -96,27 +96,27 @@ class Before:
             self._data(p)
 
     def _data(self, p: Tensor) -> None:
-        held = p.data
+        content = p.data
         place = p.data_ptr() if type(p) is nn.Parameter else None
 
         def undo() -> None:
             if place is not None and p.data_ptr() != place:
-                p.data = held
+                p.data = content
 
         self._undo.append(undo)
 
     def _mapping(self, mapping: MutableMapping[Any, Any], *, deep: bool = True) -> None:
-        kept = dict(mapping)
+        before = dict(mapping)
 
         def undo() -> None:
-            for key in [key for key in mapping if key not in kept]:
+            for key in [key for key in mapping if key not in before]:
                 del mapping[key]
-            for key, value in kept.items():
+            for key, value in before.items():
                 if mapping.get(key, _ABSENT) is not value:
                     mapping[key] = value
 
         self._undo.append(undo)
-        for value in kept.values() if deep else ():
+        for value in before.values() if deep else ():
             self._remember(value)
 
     def _remember(self, value: Any) -> None:
@@ -125,8 +125,8 @@ class Before:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
-            kept = value.detach().clone()
-            self._undo.append(functools.partial(_copy, value, kept))
+            before = value.detach().clone()
+            self._undo.append(functools.partial(_copy, value, before))
         elif isinstance(value, dict):
             self._mapping(cast("dict[Any, Any]", value))
         elif isinstance(value, list | deque):
@@ -137,29 +137,29 @@ class Before:
             self._slots(value)
 
     def _sequence(self, value: "list[Any] | deque[Any]") -> None:
-        kept = list(value)
+        before = list(value)
 
         def undo() -> None:
             value.clear()
-            value.extend(kept)
+            value.extend(before)
 
         self._undo.append(undo)
-        for item in kept:
+        for item in before:
             self._remember(item)
 
     def _slots(self, value: Any) -> None:
         names = [name for kind in type(value).__mro__ for name in _slot_names(kind)]
-        kept = {name: getattr(value, name) for name in names if hasattr(value, name)}
-        if not kept:
+        before = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        if not before:
             return
 
         def undo() -> None:
-            for name, held in kept.items():
-                object.__setattr__(value, name, held)
+            for name, content in before.items():
+                object.__setattr__(value, name, content)
 
         self._undo.append(undo)
-        for held in kept.values():
-            self._remember(held)
+        for content in before.values():
+            self._remember(content)
 
 
 def _copy(x: Tensor, content: Tensor) -> None:

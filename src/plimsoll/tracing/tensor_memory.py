@@ -21,13 +21,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def memory_of(x: Tensor) -> tuple[int, ...]:
     """The identities of the memory that a tensor lies in; those of views are the same."""
-    found: list[int] = []
+    memories: list[int] = []
     for part in parts_of(x):
         try:
-            found.append(int(cast("Any", part.untyped_storage())._cdata))  # noqa: SLF001
+            memories.append(int(cast("Any", part.untyped_storage())._cdata))  # noqa: SLF001
         except (RuntimeError, NotImplementedError):  # one without memory of its own
             continue
-    return tuple(found)
+    return tuple(memories)
 
 
 def parts_of(x: Tensor) -> Sequence[Tensor]:

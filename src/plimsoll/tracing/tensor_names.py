@@ -25,11 +25,11 @@ class Names:
 
     def learn(self, roots: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
         """Takes in the modules that ran and the optimizers that stepped."""
-        found = list({id(unwrapped(root)): unwrapped(root) for root in roots}.values())
-        inner = {id(m) for root in found for m in root.modules() if m is not root}
-        found = [root for root in found if id(root) not in inner]
-        main = self._model or max(found, key=lambda root: sum(1 for _ in root.modules()), default=None)
-        for root in [main, *found] if main is not None else []:
+        models = list({id(unwrapped(root)): unwrapped(root) for root in roots}.values())
+        inner = {id(m) for root in models for m in root.modules() if m is not root}
+        models = [root for root in models if id(root) not in inner]
+        main = self._model or max(models, key=lambda root: sum(1 for _ in root.modules()), default=None)
+        for root in [main, *models] if main is not None else []:
             self._module(root, "" if root is main else type(root).__name__)
         for optimizer in optimizers:
             self._optimizer(optimizer)

@@ -1,13 +1,4 @@
-"""Cost of watching a training, measured while it trains.
-
-`CostProbe` takes over the schedule of a watch. It samples nothing, one collection, or all of them, in pairs of
-consecutive steps, and times the second of each pair: the background work that the first leaves behind runs into it, as
-in a run that samples every step. All kinds of step run once a round, in another order each round, and an extra time is
-a difference between two steps of one round. So a slow moment of the machine falls on all kinds alike.
-
-The floor is one `torch.aminmax` of each tensor that a sample of all collections measures, but the updates, which no
-tensor of the training holds. Any statistic of every value has to read the values once, so no watcher costs less.
-"""
+"""Cost of watching a training, measured while it trains."""
 
 import math
 import random
@@ -114,6 +105,11 @@ class CostProbe:
         self._ask()
         self._start = self._now()
 
+    # `CostProbe` takes over the schedule of a watch. It samples nothing, one collection, or all of them, in pairs of
+    # consecutive steps, and times the second of each pair: the background work that the first leaves behind runs into
+    # it, as in a run that samples every step. All kinds of step run once a round, in another order each round, and an
+    # extra time is a difference between two steps of one round. So a slow moment of the machine falls on all kinds
+    # alike.
     def _next_kind(self) -> None:
         if not self._left:
             kinds = [_IDLE, *NAMES, EVERYTHING, *([] if _compiles() else [FLOOR])]
@@ -188,6 +184,8 @@ def _compiles() -> bool:
     return bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
 
 
+# The floor is one `torch.aminmax` of each tensor that a sample of all collections measures, but the updates, which no
+# tensor of the training holds. Any statistic of every value has to read the values once, so no watcher costs less.
 class _Floor:
     """Hooks that take `torch.aminmax` of each tensor that a sample measures, once."""
 

@@ -377,7 +377,7 @@ def _check_model(model: object) -> None:
 def _optimizers(given: Any) -> list[Any]:
     if given is None:
         return []
-    found: list[Any] = []
+    optimizers: list[Any] = []
     alone = hasattr(given, "param_groups") or not isinstance(given, Iterable)
     several: list[Any] = [given] if alone else list(cast("Iterable[Any]", given))
     for optimizer in several:
@@ -387,8 +387,8 @@ def _optimizers(given: Any) -> list[Any]:
                 f"watch: expected a torch.optim.Optimizer or a list of them; got {type(optimizer).__name__}. "
                 "For anything else leave it out and call Watch.step() where a step ends."
             )
-        found.append(inner)
-    return found
+        optimizers.append(inner)
+    return optimizers
 
 
 def _wants_activations(settings: Settings) -> bool:

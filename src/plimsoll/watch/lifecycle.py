@@ -5,10 +5,6 @@ would be listed among those of another model. So a run is continued if that was 
 the same model into the folder before, or if model and optimizer fit: tensors of the same names and shapes, and an
 optimizer with about as many steps as the run. Otherwise `watch` refuses. In a notebook, where cells run again, the
 earlier run is kept under a numbered name.
-
-The end of a watch first removes all hooks, then writes what is left. It may be interrupted anywhere, and requested
-twice, by two threads, or by a function that it calls itself. Each part can be repeated and is dropped only when it is
-done, so that the next call continues where an interrupted one stopped.
 """
 
 import atexit
@@ -120,7 +116,7 @@ def _register_end() -> None:
 
 def _close_all() -> None:
     """Close all open watches before a signal takes effect, and then report on their runs."""
-    closings: list[Any] = [found[1] for end in _open.values() if (found := end.peek()) is not None]
+    closings: list[Any] = [watched[1] for end in _open.values() if (watched := end.peek()) is not None]
     # Finalizers by themselves would stop at a KeyboardInterrupt.
     with signal_deferral.deferred():
         for end in list(_open.values()):
@@ -165,16 +161,16 @@ def start_of(
         )
     if start_step is not None:
         return start_step
-    found = earlier_run(folder_to_write("watch", run), rank, model, optimizers)
-    if found is None:
+    earlier = earlier_run(folder_to_write("watch", run), rank, model, optimizers)
+    if earlier is None:
         return None
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by its launcher, after a failure
-    if resume or (resume is None and (found.fits or restarted)):
-        return found.start
+    if resume or (resume is None and (earlier.fits or restarted)):
+        return earlier.start
     if resume is None and _in_notebook():
-        _set_aside(found)
+        _set_aside(earlier)
         return None
-    raise _refused(found)
+    raise _refused(earlier)
 
 
 def _refused(found: EarlierRun) -> ArgumentError:
@@ -206,16 +202,16 @@ def _in_notebook() -> bool:
 def _set_aside(found: EarlierRun) -> None:
     """Renames the folder of an earlier run: the first free of first-1, first-2 and so on."""
     number = 1
-    while (kept := found.path.with_name(f"{found.path.name}-{number}")).exists():
+    while (aside := found.path.with_name(f"{found.path.name}-{number}")).exists():
         number += 1
     try:
-        found.path.rename(kept)
+        found.path.rename(aside)
     except OSError as error:
         raise RunError(
-            f"watch: expected to keep the earlier run in {found.path} as {kept.name}; that fails: {error}. Give this "
+            f"watch: expected to keep the earlier run in {found.path} as {aside.name}; that fails: {error}. Give this "
             "training a folder of its own."
         ) from error
-    said = f"plimsoll: {found.path} held an earlier training, which is kept as {kept.name}"
+    said = f"plimsoll: {found.path} held an earlier training, which is kept as {aside.name}"
     print(printable(said, lines=False))  # noqa: T201
 
 
@@ -253,6 +249,9 @@ def _from_here(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
+# The end of a watch first removes all hooks, then writes what is left. It may be interrupted anywhere, and requested
+# twice, by two threads, or by a function that it calls itself. Each part can be repeated and is dropped only when it is
+# done, so that the next call continues where an interrupted one stopped.
 class Closing:
     """End of one watch.
 
@@ -322,8 +321,8 @@ class Closing:
 
 def finish(end: "weakref.finalize[Any, Any]") -> None:
     """Call a finalizer's function and then detach it, so that it can be called again after an interruption."""
-    found = end.peek()
-    if found is not None:
-        _, call, arguments, named = found
+    watched = end.peek()
+    if watched is not None:
+        _, call, arguments, named = watched
         call(*arguments, **named)
         end.detach()

@@ -4,15 +4,6 @@ Optimizers are noted as they are made. While one of them has parameters that not
 is replaced: the outermost call of a module that has them, with gradients enabled, finds the model, and the watch is set
 up before that call goes on, so that it is recorded too. (A global forward hook would come too late for it: torch has
 collected a call's hooks by then. And torch.compile warns of global hooks.) Then `__call__` is torch's own again.
-
-Where that module has only a part of an optimizer's parameters, the smallest module that has them all is the model (a
-LightningModule whose `training_step` calls its parts); where there is none (an encoder and a decoder), each part is
-watched when it is called. What is never called as a module is looked for after an optimizer's second step.
-
-A script that makes no optimizer is heard of by its backwards: where the weights that one reached have moved by the next
-one, the smallest module that has them is the model, watched from that backward on.
-
-The file is long, as each case above is a few lines of one search, which share what it knows.
 """
 
 import functools
@@ -129,6 +120,8 @@ class Finder:
         """Whether a model was found."""
         return bool(self._watches)
 
+    # A script that makes no optimizer is heard of by its backwards: where the weights that one reached have moved by
+    # the next one, the smallest module that has them is the model, watched from that backward on.
     def note_backward(self, roots: Sequence[torch.Tensor]) -> bool:
         """A backward begins, and no optimizer was ever made; whether there is nothing more to hear of them."""
         if backward_running() != -1:  # a checkpoint's, within another
@@ -201,8 +194,8 @@ class Finder:
     def _needs(self) -> list[_Need]:
         """The optimizers that are looked at still, with what nothing watches of theirs."""
         watched = set[int]().union(*(ids for _, ids in self._watched()))
-        found = [(o, _ids(o) - watched) for o in list(self._steps) if o not in self._settled]
-        return [(optimizer, need) for optimizer, need in found if need]
+        needs = [(o, _ids(o) - watched) for o in list(self._steps) if o not in self._settled]
+        return [(optimizer, need) for optimizer, need in needs if need]
 
     def _contain(self, work: Callable[..., None], *args: Any) -> None:
         try:
@@ -227,18 +220,18 @@ class Finder:
         rest = set[int]().union(*(need - ids for _, need in needs))
         shared = bool(rest) and not rest.isdisjoint(_housed(_live_modules()))  # not an optimizer's alone
         try:
-            found = self._watch(model, root, mine, shared=shared, calling=called is not None)
+            result = self._watch(model, root, mine, shared=shared, calling=called is not None)
         except Exception as error:  # noqa: BLE001  (P2; and a model that cannot be watched is not tried again)
-            done, found = mine, None
+            done, result = mine, None
             self._complain(type(root).__name__, error)
         # After the watch, whose taps then see what the model itself gives.
         precision = None if self._arithmetic is None else self._arithmetic.begin(model, called, mine)
-        if found is not None:
+        if result is not None:
             if self._arithmetic is not None:
                 core = self._watches[-1][0].core
                 core.writer.write_manifest(precision=precision)
                 self._arithmetic.on_refusal(functools.partial(_note_refusal, core))
-            self._tell(replace(found, precision=precision))
+            self._tell(replace(result, precision=precision))
         self._settled.update(done)
         for optimizer in done if called is not None else ():  # not inside the hook itself
             self._hooks.pop(optimizer).remove()
@@ -251,7 +244,7 @@ class Finder:
             self._watches.append((own[0], own[0].core.step))
             self._complain(f"the script watches {type(root).__name__} itself: it is left to that")
             return None
-        found = Found(
+        result = Found(
             model=class_of(root).__name__,
             parameters=sum(p.numel() for p in root.parameters()),
             optimizers=tuple(dict.fromkeys(type(optimizer).__name__ for optimizer in mine)),
@@ -259,14 +252,14 @@ class Finder:
             missed_steps=max((self._steps[optimizer] for optimizer in mine), default=1),
             recompiled=bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)),
         )
-        handle = watch(model, mine, run=found.path, resume=self._resume or None, **self._arguments)
+        handle = watch(model, mine, run=result.path, resume=self._resume or None, **self._arguments)
         steps: Steps = cast("Any", handle)._steps  # noqa: SLF001  (this room's own)
         self._watches.append((steps, handle.step_index))
         self._list(steps.core.ranks.rank)
         for optimizer in mine if calling else ():
             if _is_stepping(optimizer):  # the forward runs in its closure
                 steps.optimizer_begins(optimizer)
-        return found
+        return result
 
     def _path(self, model: nn.Module, name: str, mine: list[Optimizer], *, shared: bool) -> Path:
         if self._place is not None:
@@ -275,9 +268,9 @@ class Finder:
         place, inside = self._choose(), name if shared else script.ITSELF
         if not self._resume:
             rank = Ranks().rank
-            found = lifecycle.earlier_run(place / inside, rank, model, mine)
-            self._resume = found is not None and found.fits
-            place = self._free(place, not self._resume and lifecycle.is_taken(place, found, rank))
+            earlier = lifecycle.earlier_run(place / inside, rank, model, mine)
+            self._resume = earlier is not None and earlier.fits
+            place = self._free(place, not self._resume and lifecycle.is_taken(place, earlier, rank))
         self._place, self._runs = place, [inside]
         return place / inside if shared else place
 
@@ -354,14 +347,17 @@ def _ids_of(module: nn.Module) -> set[int]:
 
 def _live_modules() -> list[tuple[nn.Module, set[int]]]:
     """Every module that there is, with its parameters."""
-    found = [cast("nn.Module", x) for x in gc.get_objects() if issubclass(type(x), nn.Module)]
-    return [(module, _ids_of(module)) for module in found if "_modules" in module.__dict__]
+    modules = [cast("nn.Module", x) for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    return [(module, _ids_of(module)) for module in modules if "_modules" in module.__dict__]
 
 
 def _housed(modules: list[tuple[nn.Module, set[int]]]) -> set[int]:
     return set[int]().union(*(has for _, has in modules))
 
 
+# Where that module has only a part of an optimizer's parameters, the smallest module that has them all is the model (a
+# LightningModule whose `training_step` calls its parts); where there is none (an encoder and a decoder), each part is
+# watched when it is called. What is never called as a module is looked for after an optimizer's second step.
 def _whole(module: nn.Module, ids: set[int], needs: list[set[int]]) -> nn.Module:
     """The module itself if it has all that an optimizer steps, else what does, else the module."""
     if any(need <= ids for need in needs):

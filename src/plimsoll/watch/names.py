@@ -65,21 +65,21 @@ def tensors_in(value: Any) -> list[tuple[str, Tensor]]:
     """The floating tensors of a module's output, each with its index or key; without one where it is alone."""
     if isinstance(value, Tensor):
         return [("", value)] if value.is_floating_point() else []
-    found: list[tuple[str, Tensor]] = []
-    _gather(value, "", found, 0)
-    return [("", found[0][1])] if len(found) == 1 else found
+    tensors: list[tuple[str, Tensor]] = []
+    _gather(value, "", tensors, 0)
+    return [("", tensors[0][1])] if len(tensors) == 1 else tensors
 
 
 def tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """The floating tensors of a call's arguments, by index or keyword; without one where there is one only."""
     if len(args) == 1 and not kwargs:
         return tensors_in(args[0])
-    found: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
     for index, value in enumerate(args):
-        _gather(value, f".{index}", found, 1)
+        _gather(value, f".{index}", tensors, 1)
     for key, value in kwargs.items():
-        _gather(value, f".{key}", found, 1)
-    return [("", found[0][1])] if len(found) == 1 else found
+        _gather(value, f".{key}", tensors, 1)
+    return [("", tensors[0][1])] if len(tensors) == 1 else tensors
 
 
 def _gather(value: Any, path: str, found: list[tuple[str, Tensor]], depth: int) -> None:

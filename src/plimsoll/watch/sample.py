@@ -118,7 +118,7 @@ class Rows:
         for entry, row in enumerate(self.index):
             entries[row].append(entry)
         # What stands outside of the row cannot be added up.
-        apart = {*self.updates, *self.last_bins, *(found.entry for found in self.errors)}
+        apart = {*self.updates, *self.last_bins, *(errors.entry for errors in self.errors)}
         scaled, empty = set(self.scaled), set(self.unless_empty)
         first: dict[object, int] = {}
         merged: dict[int, int] = {}  # row -> the row that it is added to
@@ -154,15 +154,15 @@ class Rows:
             kernels.add_rows(self.banks[position], [target for _, target in pairs], rows)
 
     def _forget(self, dropped: set[int]) -> None:
-        kept = [entry for entry in range(len(self.index)) if entry not in dropped]
-        number = {entry: position for position, entry in enumerate(kept)}
-        self.index, self.series = [self.index[e] for e in kept], [self.series[e] for e in kept]
+        remaining = [entry for entry in range(len(self.index)) if entry not in dropped]
+        number = {entry: position for position, entry in enumerate(remaining)}
+        self.index, self.series = [self.index[e] for e in remaining], [self.series[e] for e in remaining]
         self.scaled = [number[e] for e in self.scaled if e in number]
         self.unless_empty = [number[e] for e in self.unless_empty if e in number]
         self.factors = {number[e]: factor for e, factor in self.factors.items() if e in number}
         self.updates = [number[e] for e in self.updates]
         self.last_bins = {number[e]: place for e, place in self.last_bins.items() if e in number}
-        self.errors = [found._replace(entry=number[found.entry]) for found in self.errors if found.entry in number]
+        self.errors = [errors._replace(entry=number[errors.entry]) for errors in self.errors if errors.entry in number]
 
     def spans(self, count: int) -> Iterator[tuple[int, int, Tensor, range]]:
         """Fresh rows for so many tensors, in pieces: (first tensor, number of its row, bank, rows in that bank)."""
@@ -341,10 +341,10 @@ class _Part:
 
     def extras(self, loss_scale: float | None) -> dict[str, NDArray[np.float64]]:
         """Return the values that entries have beside their spectrum, by column."""
-        found: dict[str, NDArray[np.float64]] = {}
+        columns: dict[str, NDArray[np.float64]] = {}
 
         def column(name: str) -> NDArray[np.float64]:
-            return found.setdefault(name, np.full(len(self.rows.index), np.nan))
+            return columns.setdefault(name, np.full(len(self.rows.index), np.nan))
 
         host = {position: moves.tensor().numpy() for position, moves in self._moves.items()}
         for entry in self.rows.updates:
@@ -355,19 +355,17 @@ class _Part:
         for entry, (counts, place) in self.rows.last_bins.items():
             column("last_bin")[entry] = float(counts.tensor()[place])
         if self.rows.errors:
-            found |= self._errors(loss_scale)
-        return found
+            columns |= self._errors(loss_scale)
+        return columns
 
     def _errors(self, loss_scale: float | None) -> dict[str, NDArray[np.float64]]:
-        """Return the columns of errors. All of one entry are added up.
-
-        Errors carry the loss scale where values do. A gradient that was unscaled since does not, and its errors were
-        taken before.
-        """
+        """Return the columns of errors. All of one entry are added up."""
         merged = np.full((len(self.rows.index), row_layout.ERRORS), np.nan)
         scaled = set(self.rows.scaled)
         for entry, table, row, carries_scale in self.rows.errors:
             sums: NDArray[np.float64] = table.tensor()[row].numpy().copy()
+            # Errors carry the loss scale where values do. A gradient that was unscaled since does not, and its errors
+            # were taken before.
             if carries_scale and loss_scale and entry not in scaled:
                 sums *= loss_scale**-ERROR_POWERS
             if np.isnan(merged[entry, 0]):
@@ -416,16 +414,16 @@ class FinishedSample:
     def _batch(self, part: _Part, loss_scale: float | None, last: bool) -> Batch:
         index, series = np.array(part.rows.index, np.int64), np.array(part.rows.series, np.int64)
         scales, extras, rows = part.scales(loss_scale), part.extras(loss_scale), part.host_rows()
-        blocks, kept = part.blocks(rows), np.ones(len(index), bool)
+        blocks, taken = part.blocks(rows), np.ones(len(index), bool)
         if self._takes is not None:
-            kept[:] = [self._takes(number) for number in part.rows.series]
+            taken[:] = [self._takes(number) for number in part.rows.series]
         if part.rows.unless_empty:
-            kept[part.rows.unless_empty] &= rows[index[part.rows.unless_empty], row_layout.COUNT] > 0
-        if not kept.all():
-            index, series = index[kept], series[kept]
-            scales = None if scales is None else scales[kept]
-            extras = {name: values[kept] for name, values in extras.items()}
-            blocks = None if blocks is None else blocks[kept]
+            taken[part.rows.unless_empty] &= rows[index[part.rows.unless_empty], row_layout.COUNT] > 0
+        if not taken.all():
+            index, series = index[taken], series[taken]
+            scales = None if scales is None else scales[taken]
+            extras = {name: values[taken] for name, values in extras.items()}
+            blocks = None if blocks is None else blocks[taken]
         return Batch(
             step=self.step, rows=rows, index=index, series=series, scales=scales, extras=extras,
             blocks=blocks, last=last,

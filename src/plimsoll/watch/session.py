@@ -123,10 +123,9 @@ class WatchSession:
         _cores.add(self)
 
     def is_elsewhere(self) -> bool:
-        """Whether the backward of this thread is another model's, while a thread of its own may train this one.
-
-        Then nothing may read gradients: they are written without Python's lock, and who reads one then may crash.
-        """
+        """Whether the backward of this thread is another model's, while a thread of its own may train this one."""
+        # Meanwhile nothing may read gradients: they are written without Python's lock, and who reads one then may
+        # crash.
         return bool(self.elsewhere) and threading.get_ident() in self.elsewhere
 
     def plan(self, step: int, number: int | None = None) -> None:
@@ -137,11 +136,11 @@ class WatchSession:
             return
         wanted = {name for name in COLLECTIONS if self.on_request or self.settings.due(name, step, number)}
         wanted &= self.settings.intervals.keys()
-        kept = frozenset(self.settings.recorded) - wanted
+        recorded = frozenset(self.settings.recorded) - wanted
         for name in COLLECTIONS:
-            setattr(self.due, name, self.open and (name in wanted or name in kept))
+            setattr(self.due, name, self.open and (name in wanted or name in recorded))
         self.due.forward = self.due.activations or self.due.activation_gradients
-        self.ring_only = kept
+        self.ring_only = recorded
         if any(getattr(self.due, name) for name in COLLECTIONS):
             self.sample = Sample(step, self.pool)
         else:
@@ -193,10 +192,8 @@ class WatchSession:
         self._clear()
 
     def leave(self) -> None:
-        """In a forked child: nothing is measured, recorded or printed: the run is the parent's.
-
-        Torch's threads do not outlive a fork, so that measuring could wait for ever.
-        """
+        """In a forked child: nothing is measured, recorded or printed: the run is the parent's."""
+        # Torch's threads do not outlive a fork, so that measuring could wait for ever.
         self.shut()
         self.left = self.muted = True
         self.due.traced = self.live = False
@@ -269,15 +266,13 @@ class WatchSession:
         return {number for number, name in enumerate(self.collections) if name in collections}
 
     def readable(self, x: Tensor, what: str, name: str = "") -> Tensor | None:
-        """The plain tensor to be measured; None, said once, where there is none to read. Not detached.
-
-        What it is called is in two parts, which are put together when something is said.
-        """
+        """The plain tensor to be measured; None, said once, where there is none to read. Not detached."""
         if type(x) in _PLAIN and x.layout == torch.strided and not x.is_meta and not x.is_neg():
             return x
         try:
             return plain(x, "")
         except PlimsollError as error:
+            # What it is called is in two parts, which are put together when something is said.
             what = f"{what} {name}".strip()
             self.say("not measured", f"{what}: {error}", once=what)
             return None
@@ -361,8 +356,8 @@ def nothing_recorded() -> Generator[None]:
 def watches_muted() -> Generator[None]:
     """Context in which the watches that there are now record nothing; one that begins inside does."""
     # By identity, since each session has several listeners.
-    found = {id(core): core for core in (getattr(listener, "core", None) for listener in torch_hooks.listeners())}
-    cores = [core for core in found.values() if isinstance(core, WatchSession) and not core.muted]
+    sessions = {id(core): core for core in (getattr(listener, "core", None) for listener in torch_hooks.listeners())}
+    cores = [core for core in sessions.values() if isinstance(core, WatchSession) and not core.muted]
     for core in cores:
         core.mute(True)
     try:

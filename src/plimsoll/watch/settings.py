@@ -130,9 +130,9 @@ def checked(
 
 def _intervals(collect: object, every: int) -> dict[str, int]:
     if isinstance(collect, Mapping):
-        given = cast("Mapping[object, object]", collect)
-        _names("collect", list(given), COLLECTIONS)
-        return {str(name): _at_least(f"collect[{name!r}]", value, 1) for name, value in given.items()}
+        intervals = cast("Mapping[object, object]", collect)
+        _names("collect", list(intervals), COLLECTIONS)
+        return {str(name): _at_least(f"collect[{name!r}]", value, 1) for name, value in intervals.items()}
     return dict.fromkeys(_names("collect", collect, COLLECTIONS), every)
 
 

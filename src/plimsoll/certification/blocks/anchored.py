@@ -16,10 +16,7 @@ from plimsoll.formats import BlockFormat, Format
 
 
 def element_call(convention: CastConvention, fmt: Format | BlockFormat) -> tuple[Call, float]:
-    """Return a call that rounds each value by itself, and the largest magnitude that it can try.
-
-    Values of a block format are put into blocks with the scale 1, and their magnitude must not change it.
-    """
+    """Return a call that rounds each value by itself, and the largest magnitude that it can try."""
     if not isinstance(fmt, BlockFormat):
         return convention.sized, math.inf
     block, limit = fmt.block, fmt.element.max if fmt.scale.signed else 2.0**fmt.element.max_exponent
@@ -30,6 +27,7 @@ def element_call(convention: CastConvention, fmt: Format | BlockFormat) -> tuple
         rows = -(-blocks * block // (SIDE * SIDE)) * SIDE + SIDE  # whole multiples, with room for the largest scale
         room = torch.ones(rows * SIDE // block, block - 1, dtype=x.dtype)
         room.view(-1)[:count] = x.reshape(-1)
+        # Values of a block format are put into blocks with the scale 1, and their magnitude must not change it.
         anchor = torch.full((room.shape[0], 1), limit, dtype=x.dtype)
         matrix = torch.cat([anchor, room], dim=1).reshape(rows, SIDE)
         if fmt.tensor_scale:

@@ -38,9 +38,9 @@ def blocks(fmt: BlockFormat, carrier: str) -> Blocks:
     made = _for_a_mantissa(fmt) if fmt.scale.signed else _for_powers_of_two(fmt, info)
     largest = np.array([value for values in made.values() for value in values])
     classes = np.repeat(list(made), [len(values) for values in made.values()])
-    held = _held(largest, carrier)
-    kept = (held > 0) & np.isfinite(held) & (np.abs(held - largest) <= np.spacing(largest))
-    return Blocks(carrier=carrier, x=_filled(held[kept], fmt, carrier), classes=classes[kept])
+    represented = _held(largest, carrier)
+    usable = (represented > 0) & np.isfinite(represented) & (np.abs(represented - largest) <= np.spacing(largest))
+    return Blocks(carrier=carrier, x=_filled(represented[usable], fmt, carrier), classes=classes[usable])
 
 
 def _for_powers_of_two(fmt: BlockFormat, info: torch.finfo) -> dict[BlockClass, list[float]]:
@@ -92,13 +92,11 @@ def _held(values: Values, carrier: str) -> Values:
 
 
 def _filled(largest: Values, fmt: BlockFormat, carrier: str) -> Values:
-    """Return blocks with these largest magnitudes, at changing places and with changing signs, among smaller values.
-
-    Some are so small that they are subnormal at their block's scale: these show which scale it was.
-    """
+    """Return blocks with these largest magnitudes, at changing places and with changing signs, among smaller values."""
     count, block = len(largest), fmt.block
     parts = np.resize(_SPREAD, (count, block))
     depth = fmt.element.max_exponent - fmt.element.min_exponent
+    # Some are so small that they are subnormal at their block's scale: these show which scale it was.
     parts[:, 1::4] *= 2.0 ** -(depth + np.arange(parts[:, 1::4].shape[1]) % _TINY)
     signs = np.where(np.arange(count * block).reshape(count, block) % 3 == 0, -1.0, 1.0)
     x = np.minimum(_held(largest[:, None] * parts, carrier), largest[:, None]) * signs

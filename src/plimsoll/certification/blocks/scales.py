@@ -94,17 +94,15 @@ def explains(
 
 
 def explaining_scales(fmt: BlockFormat, x: Values, y: Values, roundings: tuple[Rounding, ...]) -> Values:
-    """Return for each block a scale that explains its results, under a tensor scale of 1; NaN if there is none.
-
-    What becomes of elements beyond the largest one is the question of another requirement. So a scale that explains
-    all others will do, if none explains these too.
-    """
-    found = np.full(len(x), np.nan)
+    """Return for each block a scale that explains its results, under a tensor scale of 1; NaN if there is none."""
+    scales = np.full(len(x), np.nan)
+    # What becomes of elements beyond the largest one is the question of another requirement. So a scale that explains
+    # all others will do, if none explains these too.
     for clamped in (True, False):
         for scale in _candidates(fmt, np.max(np.abs(x), axis=1)):
             fits = explains(fmt, x, y, scale, roundings, clamped=clamped)
-            found = np.where(np.isnan(found) & fits, scale, found)
-    return found
+            scales = np.where(np.isnan(scales) & fits, scale, scales)
+    return scales
 
 
 def _candidates(fmt: BlockFormat, absmax: Values) -> list[Values]:

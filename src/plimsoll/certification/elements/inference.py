@@ -72,24 +72,24 @@ def _predictions(observed: Observed) -> Iterator[tuple[Rule, Values]]:
 
 def facts(observed: Observed, rule: Rule) -> dict[str, object]:
     """Return what was inferred, by the names of `Certificate.inferred`."""
-    found: dict[str, object] = {"rounding": rule.name, "rounded_through": rule.through}
+    result: dict[str, object] = {"rounding": rule.name, "rounded_through": rule.through}
     finite = observed.beyond("stochastic" if rule.name == "stochastic" else "nearest_even") & ~observed.beside_tie
-    found["saturate"] = saturates(observed, finite)
-    found["infinities"] = became(observed, observed.inf)
+    result["saturate"] = saturates(observed, finite)
+    result["infinities"] = became(observed, observed.inf)
     if rule.name == "toward_zero":  # finite values stop at the largest one, whatever the overflow rule
-        found["saturate"] = saturates(observed, observed.inf)
-    found["nan"] = became(observed, observed.nan)
+        result["saturate"] = saturates(observed, observed.inf)
+    result["nan"] = became(observed, observed.nan)
     if observed.fmt.signed:
-        found["negative_zero"] = _negative_zero(observed)
+        result["negative_zero"] = _negative_zero(observed)
     if observed.fmt.has_subnormals:
-        found["subnormals"] = _flushed(observed, observed.subnormal)
+        result["subnormals"] = _flushed(observed, observed.subnormal)
         if (observed.tiny_input & (observed.lower > 0)).any():
-            found["subnormal_inputs"] = _flushed(observed, observed.tiny_input)
-    found["takes"] = ", ".join(batch.carrier for batch in observed.batches)
+            result["subnormal_inputs"] = _flushed(observed, observed.tiny_input)
+    result["takes"] = ", ".join(batch.carrier for batch in observed.batches)
     returned = dict.fromkeys(batch.dtype for batch in observed.batches)
     own = all(batch.dtype == batch.carrier for batch in observed.batches)
-    found["returns"] = "the input's dtype" if own else ", ".join(returned)
-    return found
+    result["returns"] = "the input's dtype" if own else ", ".join(returned)
+    return result
 
 
 def saturates(observed: Observed, where: Mask) -> bool | str:

@@ -38,9 +38,9 @@ class Inputs:
     def tensor(self, chosen: NDArray[np.intp], columns: int) -> Tensor:
         """Return the chosen inputs in rows of so many columns, filled up with ones."""
         bits = self.bits[chosen]
-        one = np.float32(1.0).view(np.uint32) if bits.dtype == np.uint32 else self._one
+        padding = np.float32(1.0).view(np.uint32) if bits.dtype == np.uint32 else self._one
         rows = -(-len(bits) // columns)
-        full = np.full(rows * columns, one, bits.dtype)
+        full = np.full(rows * columns, padding, bits.dtype)
         full[: len(bits)] = bits
         word = torch.uint32 if bits.dtype == np.uint32 else torch.uint16
         return torch.from_numpy(full).view(word).view(getattr(torch, self.carrier)).reshape(rows, columns)
@@ -64,8 +64,8 @@ def inputs(fmt: Format, carrier: str, limit: float = np.inf) -> Inputs:
     else:
         bits = np.arange(1 << 16, dtype=np.uint16)
         values = get_element(carrier, "certify").decode(bits)
-    kept = np.abs(values) <= limit if np.isfinite(limit) else np.ones(len(bits), np.bool_)
-    return Inputs(carrier=carrier, bits=bits[kept], values=values[kept])
+    within = np.abs(values) <= limit if np.isfinite(limit) else np.ones(len(bits), np.bool_)
+    return Inputs(carrier=carrier, bits=bits[within], values=values[within])
 
 
 def boundaries(fmt: Format) -> NDArray[np.float32]:

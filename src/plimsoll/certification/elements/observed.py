@@ -114,12 +114,12 @@ class Observed:
         """Inputs so near half-way that a rounding to float32's next value, to BF16 or to FP16 moves them onto it."""
         middle = (self.lower + self.upper) / 2
         exponent = np.maximum(np.frexp(self.magnitude)[1] - 1, -126)
-        found = np.abs(self.magnitude - middle) <= np.ldexp(1.0, exponent - 23)
+        near = np.abs(self.magnitude - middle) <= np.ldexp(1.0, exponent - 23)
         for between in BETWEEN.values():
             if between.mantissa_bits > self.fmt.mantissa_bits:
-                found |= between.decode(between.encode(self.magnitude)) == middle
+                near |= between.decode(between.encode(self.magnitude)) == middle
         signs = True if self.fmt.signed else ~self.negative
-        return found & self.finite & (self.magnitude != middle) & (self.fraction < 1) & signs
+        return near & self.finite & (self.magnitude != middle) & (self.fraction < 1) & signs
 
     @cached_property
     def top(self) -> Mask:

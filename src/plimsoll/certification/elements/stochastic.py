@@ -1,8 +1,4 @@
-"""Evidence on stochastic rounding: how often each value goes up, from many draws, with a computed bound.
-
-A count of draws is binomial if the rounding is unbiased and the draws are independent. Each point is tested two-sided,
-and the probability of a false alarm in a whole certificate is at most `FALSE_ALARM` (Bonferroni).
-"""
+"""Evidence on stochastic rounding: how often each value goes up, from many draws, with a computed bound."""
 
 import math
 from dataclasses import dataclass
@@ -18,6 +14,8 @@ from plimsoll.certification.probing.caller import Caller
 from plimsoll.certification.probing.conventions import CARRIERS, SIDE, Call
 from plimsoll.formats import Format, get_element
 
+# A count of draws is binomial if the rounding is unbiased and the draws are independent. Each point is tested two-
+# sided, and the probability of a false alarm in a whole certificate is at most `FALSE_ALARM` (Bonferroni).
 FALSE_ALARM = 1e-9
 _CARRIERS = {name: get_element(name, "certify") for name in reversed(CARRIERS)}  # the finest first
 _DRAWS, _MANY_DRAWS = 1 << 16, 1 << 18  # the latter where a result is rare
@@ -138,14 +136,14 @@ def _wanted(fmt: Format, carrier: str) -> list[tuple[float, float, tuple[float, 
     rare = [f for f in (2.0**-6, 1 - 2.0**-6, 2.0**-9, 1 - 2.0**-9, 2.0**-12, 2.0**-15) if _fits(f, spare)]
     lowest = fmt.smallest_subnormal
     signs = (1.0, -1.0) if fmt.signed else (1.0,)
-    found = [(1.0, 0.0, (1.0, 1.0 + step), _MANY_DRAWS)]
+    points = [(1.0, 0.0, (1.0, 1.0 + step), _MANY_DRAWS)]
     for sign in signs:
         ends = (sign, sign * (1.0 + step))
-        found += [(sign * (1.0 + f * step), f, ends, _DRAWS) for f in common]
-        found += [(sign * (1.0 + f * step), f, ends, _MANY_DRAWS) for f in rare]
+        points += [(sign * (1.0 + f * step), f, ends, _DRAWS) for f in common]
+        points += [(sign * (1.0 + f * step), f, ends, _MANY_DRAWS) for f in rare]
     if fmt.has_subnormals and _CARRIERS[carrier].smallest_subnormal * 8 <= lowest:
-        found += [(s * lowest * (1 + f), f, (s * lowest, s * 2 * lowest), _DRAWS) for s in signs for f in (0.5, 0.25)]
-    return found
+        points += [(s * lowest * (1 + f), f, (s * lowest, s * 2 * lowest), _DRAWS) for s in signs for f in (0.5, 0.25)]
+    return points
 
 
 def _fits(fraction: float, bits: int) -> bool:

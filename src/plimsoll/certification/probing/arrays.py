@@ -57,12 +57,12 @@ def read_codes(returned: Any) -> NDArray[np.int64]:
         CallFailedError: It has no codes.
     """
     if isinstance(returned, Tensor):
-        held = returned.detach().cpu().contiguous()
-        if held.dtype.is_floating_point or held.dtype.itemsize == 1:
-            if held.dtype.itemsize > 2:
-                raise CallFailedError(f"it returns {held.dtype} where codes were expected")
-            held = held.view(torch.uint8 if held.dtype.itemsize == 1 else torch.uint16)
-        return held.numpy().astype(np.int64)
+        tensor = returned.detach().cpu().contiguous()
+        if tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
+            if tensor.dtype.itemsize > 2:
+                raise CallFailedError(f"it returns {tensor.dtype} where codes were expected")
+            tensor = tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.uint16)
+        return tensor.numpy().astype(np.int64)
     if isinstance(returned, np.ndarray):
         array = cast("NDArray[Any]", returned)
         if array.dtype.kind not in "iu" or array.dtype.itemsize == 1:
@@ -89,8 +89,6 @@ def tensor_of(values: Values, dtype: torch.dtype) -> Tensor:
 def to_numpy(tensor: Tensor) -> Any:
     """Return a tensor as a NumPy array; dtypes that NumPy lacks as those of ml_dtypes.
 
-    Without ml_dtypes BF16 becomes float32, which holds it.
-
     Raises:
         CallFailedError: There is no such array.
     """
@@ -98,6 +96,7 @@ def to_numpy(tensor: Tensor) -> Any:
     name = str(local.dtype).removeprefix("torch.")
     if local.dtype != torch.bfloat16 and not (local.dtype.is_floating_point and local.dtype.itemsize == 1):
         return local.numpy()
+    # Without ml_dtypes BF16 becomes float32, which holds it.
     try:
         import ml_dtypes  # pyright: ignore[reportMissingTypeStubs]
 

@@ -1,8 +1,4 @@
-"""Calls of the function under test: contained, timed, and watched for changes of their inputs.
-
-The function is somebody else's. What it raises becomes a `CallFailedError`, what it prints and warns of becomes a note,
-and a changed input is kept as a counterexample. Random generators are restored when the certificate is done.
-"""
+"""Calls of the function under test: contained, timed, and watched for changes of their inputs."""
 
 import contextlib
 import io
@@ -31,6 +27,8 @@ class OutOfTimeError(Exception):
     """The time limit has been reached."""
 
 
+# The function is somebody else's. What it raises becomes a `CallFailedError`, what it prints and warns of becomes a
+# note, and a changed input is kept as a counterexample. Random generators are restored when the certificate is done.
 class Caller:
     """The function under test, with tensors on a device and a limit of the time that is checked between calls."""
 
@@ -120,10 +118,10 @@ class Caller:
 
 def refusal(wanted: str, errors: Mapping[str, str]) -> ArgumentError:
     """Return the error for a function that is not of its kind, with its own errors by what it was given."""
-    given: dict[str, list[str]] = {}
+    by_error: dict[str, list[str]] = {}
     for what, error in errors.items():
-        given.setdefault(error, []).append(what)
-    named = "; ".join(f"{', '.join(what)}: {error}" for error, what in list(given.items())[:4])
+        by_error.setdefault(error, []).append(what)
+    named = "; ".join(f"{', '.join(what)}: {error}" for error, what in list(by_error.items())[:4])
     remedy = "Call it with device='cuda'" if "cuda" in named.lower() else "Wrap it in a function that does"
     return ArgumentError(f"certify: expected {wanted}; got errors ({named}). {remedy}.")
 

@@ -1,8 +1,4 @@
-"""Conventions of a cast or a pack, found by calling it: torch or NumPy, and the parts of a packed result.
-
-Roles of the parts are found by size in a matrix where no two are alike: as many codes as values or half as many bytes,
-one scale a block, one number a tensor. So ``(codes, scales)`` and ``(scales, codes)`` are both understood.
-"""
+"""Conventions of a cast or a pack, found by calling it: torch or NumPy, and the parts of a packed result."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast
@@ -130,46 +126,48 @@ def read_packed(
         CallFailedError: The parts cannot be distinguished, or do not fit the shape.
     """
     element = element_of(fmt)
-    found, order = _roles(returned, fmt, shape, order)
-    codes = _one_a_value(read_codes(found["codes"]), element, shape, first)
+    roles, order = _roles(returned, fmt, shape, order)
+    codes = _one_a_value(read_codes(roles["codes"]), element, shape, first)
     values = element.decode(codes & ((1 << element.bits) - 1))
     if not isinstance(fmt, BlockFormat):
         return Result(values=values, dtype="codes", parts=order)
-    scales = _scales(found["scales"], fmt, shape)
-    if "tensor scale" in found:
-        scales = scales * read_values(found["tensor scale"]).values.reshape(-1)[:1]
+    scales = _scales(roles["scales"], fmt, shape)
+    if "tensor scale" in roles:
+        scales = scales * read_values(roles["tensor scale"]).values.reshape(-1)[:1]
     with np.errstate(invalid="ignore"):  # Inf times a scale of zero
         values = values * np.repeat(scales, fmt.block, axis=-1)[..., : shape[-1]]
     return Result(values=values, dtype="codes", scales=scales, parts=order)
 
 
+# Roles of the parts are found by size in a matrix where no two are alike: as many codes as values or half as many
+# bytes, one scale a block, one number a tensor. So `(codes, scales)` and `(scales, codes)` are both understood.
 def _roles(
     returned: Any, fmt: Format | BlockFormat, shape: tuple[int, ...], order: tuple[str, ...]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the parts by their roles, and the roles in their order."""
     if isinstance(returned, Packed):
         parts = {"codes": returned.codes, "scales": returned.scales, "tensor scale": returned.tensor_scale}
-        found: dict[str, Any] = {role: part for role, part in parts.items() if part is not None}
+        roles: dict[str, Any] = {role: part for role, part in parts.items() if part is not None}
         order = ()
     elif order and len(_items(returned)) == len(order):
-        found = dict(zip(order, _items(returned), strict=True))
+        roles = dict(zip(order, _items(returned), strict=True))
     elif isinstance(fmt, BlockFormat):
-        found = {}
+        roles = {}
         for part in _items(returned):
             role = _role(part, fmt, shape)
             if role is not None:
-                found.setdefault(role, part)
-        order = tuple(found)
+                roles.setdefault(role, part)
+        order = tuple(roles)
     else:
-        found, order = {"codes": _items(returned)[0]} if _items(returned) else {}, ("codes",)
+        roles, order = {"codes": _items(returned)[0]} if _items(returned) else {}, ("codes",)
     needed = ("codes", "scales") if isinstance(fmt, BlockFormat) else ("codes",)
-    missing = [role for role in needed if role not in found]
+    missing = [role for role in needed if role not in roles]
     if missing:
         raise CallFailedError(
             f"of what it returns no part has the size of {' or '.join(missing)} for a tensor of shape {shape}; "
             "expected are a Packed, or a tuple of codes and scales"
         )
-    return found, order
+    return roles, order
 
 
 def _items(returned: Any) -> list[Any]:

@@ -1,9 +1,4 @@
-"""Findings on a sum or a product: its order of additions, and the width and rounding of its accumulator.
-
-The accumulator is measured at several partial sums of the order, after Fasi et al., Numerical behavior of NVIDIA tensor
-cores (PeerJ Computer Science 7, 2021): 1 and a smaller term are added, and then -1. The result is what the accumulator
-kept of the smaller term.
-"""
+"""Findings on a sum or a product: its order of additions, and the width and rounding of its accumulator."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,16 +73,16 @@ class Reduction:
     def order(self) -> Order:
         """The order of additions, of the longest sum that shows one and that there is time for."""
         lengths = [length for length in LENGTHS[self.reducer.kind] if self._affordable(length)]
-        found = Order(tree=None, words="not tried: a call takes too long", length=LENGTHS[self.reducer.kind][-1])
+        best_order = Order(tree=None, words="not tried: a call takes too long", length=LENGTHS[self.reducer.kind][-1])
         for length in lengths:
             try:
                 tree = reveal(self.reducer, length)
             except (NotVisibleError, CallFailedError) as error:
                 stable = not isinstance(error, UnstableOrderError)
-                found = Order(tree=None, words=f"not visible: {error}", length=length, stable=stable)
+                best_order = Order(tree=None, words=f"not visible: {error}", length=length, stable=stable)
             else:
                 return Order(tree=tree, words=f"{length} terms {described(tree)}", length=length)
-        return found
+        return best_order
 
     def _affordable(self, length: int) -> bool:
         # Each product has many sums. The longest search is that of pairwise sums: about n log n pairs.
@@ -110,20 +105,23 @@ class Reduction:
         path = [((0, 1, self.order.length - 1), 2)] if tree is None else _path(tree)
         return [self._width(*path[index]) for index in sorted({0, len(path) // 2, len(path) - 1})]
 
+    # The accumulator is measured at several partial sums of the order, after Fasi et al., Numerical behavior of NVIDIA
+    # tensor cores (PeerJ Computer Science 7, 2021): 1 and a smaller term are added, and then -1. The result is what the
+    # accumulator kept of the smaller term.
     def _width(self, places: Places, terms: int) -> Width:
         result = self.reducer.result_format
         top, reach = self._top, min(self._top - max(self.reducer.lowest + 2, result.min_exponent), 60)
         largest, bits, rounding = 2.0**top, reach + 1, "not visible"
         small = [2.0 ** (top - p) for p in range(1, reach + 1)]
-        kept = self.three(places, *((largest, value, -largest) for value in small)) == np.array(small)
-        if not kept.all():
-            bits = int(np.argmin(kept)) + 1  # of 1 + 2**-p the first p that is lost is the number of bits
+        is_kept = self.three(places, *((largest, value, -largest) for value in small)) == np.array(small)
+        if not is_kept.all():
+            bits = int(np.argmin(is_kept)) + 1  # of 1 + 2**-p the first p that is lost is the number of bits
             last = 2.0 ** (top - bits + 1)
             signed = [(sign * largest, sign * part * last) for sign in (1.0, -1.0) for part in (0.25, 0.5, 0.75)]
-            found = np.abs(self.three(places, *((a, b, -a) for a, b in signed)) / last).tolist()
-            pattern = tuple(int(value) if value.is_integer() else -1 for value in found)
+            multiples = np.abs(self.three(places, *((a, b, -a) for a, b in signed)) / last).tolist()
+            pattern = tuple(int(value) if value.is_integer() else -1 for value in multiples)
             rounding = _ROUNDINGS.get(pattern, "unknown")
-        open_ = bool(kept.all())
+        open_ = bool(is_kept.all())
         return Width(terms=terms, bits=bits, open=open_, rounding=rounding, places=places, largest=largest)
 
     @property
@@ -141,11 +139,9 @@ class Reduction:
 
     @cached_property
     def compensated(self) -> bool:
-        """Whether many terms of a quarter of the last place count although each is lost by itself.
-
-        Only of a sum that adds one term after another: in others small terms meet each other first.
-        """
+        """Whether many terms of a quarter of the last place count although each is lost by itself."""
         tree, width, length = self.order.tree, self.widths[0], self.order.length
+        # Only of a sum that adds one term after another: in others small terms meet each other first.
         if tree is None or width.open or not is_chain(tree):
             return False
         quarter = 2.0 ** (self._top - width.bits - 1)
@@ -169,16 +165,16 @@ class Reduction:
     def facts(self) -> dict[str, object]:
         """Return what was inferred, by the names of `Certificate.inferred`."""
         roundings = list(dict.fromkeys(width.rounding for width in self.widths))
-        found: dict[str, object] = {
+        facts_by_name: dict[str, object] = {
             "order": self.order.words,
             "accumulate": self.accumulator_words(),
             "accumulate_rounding": ", ".join(roundings),
         }
         if self.reducer.kind == "matmul":
-            found["products"] = "exact" if self.exact_products is not False else "rounded before they are added"
+            facts_by_name["products"] = "exact" if self.exact_products is not False else "rounded before they are added"
         else:
-            found["compensated"] = self.compensated
-        return found | {"takes": self.reducer.dtype, "returns": self.reducer.result}
+            facts_by_name["compensated"] = self.compensated
+        return facts_by_name | {"takes": self.reducer.dtype, "returns": self.reducer.result}
 
     def accumulator_words(self) -> str:
         """Return the accumulator in words: one format, or one for each size of partial sums."""
@@ -209,6 +205,6 @@ def _path(tree: Tree) -> list[tuple[Places, int]]:
         sums.append((others[0], others[-1], len(leaves(tree))))
         tree = home
     sums.reverse()
-    found = [((first, second, later), terms) for (second, _, terms), (later, _, _) in pairwise(sums)]
+    path = [((first, second, later), terms) for (second, _, terms), (later, _, _) in pairwise(sums)]
     at_once = [((first, second, last), terms) for second, last, terms in sums[-1:] if second != last]
-    return [*found, *at_once]
+    return [*path, *at_once]

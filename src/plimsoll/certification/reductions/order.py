@@ -1,9 +1,4 @@
-"""The order of additions, from numerical tests alone (FPRev: Xie et al., arXiv:2411.00442).
-
-One term is a huge M and another -M; all others are a unit so small that M absorbs it. Units that are added before M and
--M meet are lost, and the others are counted by the result. The count gives the size of the smallest partial sum that
-has both. Sizes for all pairs give the tree.
-"""
+"""The order of additions, from numerical tests alone (FPRev: Xie et al., arXiv:2411.00442)."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -43,8 +38,8 @@ def reveal(reducer: Reducer, length: int) -> Tree:
 
     def sizes(first: int, others: Sequence[int]) -> list[int]:
         wanted = [other for other in others if (first, other) not in known]
-        found = _sizes(reducer, length, mask, unit, first, wanted)
-        known.update({(first, other): size for other, size in zip(wanted, found, strict=True)})
+        sizes_with_first = _sizes(reducer, length, mask, unit, first, wanted)
+        known.update({(first, other): size for other, size in zip(wanted, sizes_with_first, strict=True)})
         return [known[first, other] for other in others]
 
     tree = grown(sizes, list(range(length)))
@@ -73,11 +68,14 @@ def mask_and_unit(reducer: Reducer, length: int) -> tuple[float, float]:
     raise NotVisibleError("small terms are lost by themselves")
 
 
+# One term is a huge M and another -M; all others are a unit so small that M absorbs it. Units that are added before M
+# and -M meet are lost, and the others are counted by the result. The count gives the size of the smallest partial sum
+# that has both. Sizes for all pairs give the tree.
 def _sizes(reducer: Reducer, length: int, mask: float, unit: float, first: int, others: Sequence[int]) -> list[int]:
     """Return for pairs of terms the number of terms of the smallest partial sum that has both."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for sign in (1.0, -1.0):
-        wanted = [other for other in others if other not in found]
+        wanted = [other for other in others if other not in sizes]
         if not wanted:
             break
         rows = np.full((len(wanted), length), unit)
@@ -87,10 +85,10 @@ def _sizes(reducer: Reducer, length: int, mask: float, unit: float, first: int, 
         valid = np.isfinite(counts) & (counts == np.round(counts)) & (counts >= 0) & (counts <= length - 2)
         for other, count, good in zip(wanted, counts, valid, strict=True):
             if good:  # truncation toward zero eats into -M: then M and -M change places
-                found[other] = length - int(count)
-    if len(found) < len(others):
+                sizes[other] = length - int(count)
+    if len(sizes) < len(others):
         raise NotVisibleError("the results count no units")
-    return [found[other] for other in others]
+    return [sizes[other] for other in others]
 
 
 def grown(sizes: Sizes, members: list[int]) -> Tree:
@@ -199,10 +197,10 @@ def _groupings(members: list[int]) -> list[tuple[str, list[list[int]]]]:
     """Return how terms may be grouped into equal parts, the largest number of interleaved sums first."""
     count = len(members)
     parts = [k for k in range(count // 2, 1, -1) if count % k == 0]
-    found = [(f"{k} interleaved sums", [members[r::k] for r in range(k)]) for k in parts]
+    groupings = [(f"{k} interleaved sums", [members[r::k] for r in range(k)]) for k in parts]
     sizes = [size for size in range(count // 2, 1, -1) if count % size == 0]
     blocks = [(f"blocks of {size}", [members[i : i + size] for i in range(0, count, size)]) for size in sizes]
-    return [*found, *blocks]
+    return [*groupings, *blocks]
 
 
 def _partial_sums(tree: Tree) -> set[frozenset[int]]:

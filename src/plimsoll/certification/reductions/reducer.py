@@ -19,11 +19,7 @@ from plimsoll.formats import Format, get_element
 
 
 class Reducer:
-    """A sum of a vector, or a product of two matrices, under test.
-
-    Its inputs have the format's own dtype if the function takes it, else float32. A function that takes neither is an
-    `ArgumentError`.
-    """
+    """A sum of a vector, or a product of two matrices, under test."""
 
     def __init__(self, caller: Caller, kind: Kind, fmt: Format) -> None:
         self.caller = caller
@@ -32,6 +28,8 @@ class Reducer:
         self.seconds_per_call = math.inf
         self.dtype, self.result = self._settled()
 
+    # Inputs have the format's own dtype if the function takes it, else float32. A function that takes neither is an
+    # `ArgumentError`.
     def _settled(self) -> tuple[str, str]:
         own = [self.fmt.torch_dtype] if self.fmt.torch_dtype and hasattr(torch, self.fmt.torch_dtype) else []
         errors: dict[str, str] = {}
@@ -119,14 +117,14 @@ class Reducer:
 
     def sums_of_products(self, left: Values, right: Values) -> Values:
         """Return for each row the sum of the products of two rows of operands."""
-        found: list[Values] = []
+        sums: list[Values] = []
         for begin in range(0, len(left), SIDE):
             rows = left[begin : begin + SIDE]
             count = len(rows)
             a, b = np.zeros((SIDE, left.shape[1])), np.zeros((SIDE, left.shape[1]))
             a[:count], b[:count] = rows, right[begin : begin + count]
-            found.append(np.diagonal(self.product(a, b.T).values)[:count].copy())
-        return np.concatenate(found)
+            sums.append(np.diagonal(self.product(a, b.T).values)[:count].copy())
+        return np.concatenate(sums)
 
     def _factors(self, terms: Values) -> tuple[Values, Values]:
         """Split each term into an operand with its significand and one that is a power of two."""

@@ -76,10 +76,10 @@ def tensor_scale(trial: Trial) -> Outcome:
     outcome, tolerance = Outcome(tried=0), 2.0**-7 if trial.blocks.carrier == "bfloat16" else 2.0**-20
     for largest in (1.0, 0.375, 5.0, 1e-6, 3e4):
         x = torch.full((SIDE, SIDE), largest, dtype=torch.float64).to(getattr(torch, trial.blocks.carrier))
-        found, exact = trial.blocks.convention.sized(x).values, float(x[0, 0])
+        values, exact = trial.blocks.convention.sized(x).values, float(x[0, 0])
         note = f"{trial.blocks.carrier}, a tensor of this value alone"
-        right = np.isclose(found, exact, rtol=tolerance)
-        outcome += compared(found, np.full(found.shape, exact), lambda _, x=exact, n=note: (x, n), right=right)
+        right = np.isclose(values, exact, rtol=tolerance)
+        outcome += compared(values, np.full(values.shape, exact), lambda _, x=exact, n=note: (x, n), right=right)
     return outcome
 
 
@@ -156,8 +156,8 @@ def ragged_block(trial: Trial) -> Outcome:
         full = torch.zeros(3, filled, dtype=x.dtype)
         full[:, :length] = x
         expected = convention.sized(full).values.reshape(3, filled)[:, :length]
-        found = convention.sized(x).values.reshape(3, length)
-        right = same(found, expected) | (trial.subject.rounding == "stochastic")
+        rows = convention.sized(x).values.reshape(3, length)
+        right = same(rows, expected) | (trial.subject.rounding == "stochastic")
         note = f"{trial.blocks.carrier}, at index {{}} of a tensor of shape (3, {length})"
-        outcome += compared(found, expected, lambda at, x=x, n=note: (float(x[at]), n.format(at)), right=right)
+        outcome += compared(rows, expected, lambda at, x=x, n=note: (float(x[at]), n.format(at)), right=right)
     return outcome

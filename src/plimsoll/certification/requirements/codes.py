@@ -85,9 +85,9 @@ def tensor_scale_applied(trial: Trial) -> Outcome:
     """Try ordinary codes under scales that are no powers of two."""
     outcome = Outcome(tried=0)
     for scale in (0.75, 3.1e-5):
-        given = replace(ordinary_codes(trial.subject.fmt), tensor_scale=float(np.float32(scale)))
-        result, exact = trial.unpack(given), given.values(trial.subject.fmt)
-        note, codes = f"its code, under the tensor scale {scale:g}", given.codes
+        scaled_codes = replace(ordinary_codes(trial.subject.fmt), tensor_scale=float(np.float32(scale)))
+        result, exact = trial.unpack(scaled_codes), scaled_codes.values(trial.subject.fmt)
+        note, codes = f"its code, under the tensor scale {scale:g}", scaled_codes.codes
         close = np.isclose(result.values, exact, rtol=2.0**-7 if result.dtype == "bfloat16" else 2.0**-20)
         outcome += compared(result.values, exact, lambda at, c=codes, n=note: (int(c[at]), n), right=close)
     return outcome
@@ -116,6 +116,6 @@ def half_order(trial: Trial) -> Outcome:
 )
 def repeatable(trial: Trial) -> Outcome:
     """Call twice."""
-    given = ordinary_codes(trial.subject.fmt)
-    first, second = (trial.unpack(given).values for _ in range(2))
-    return compared(second, first, lambda at: (int(given.codes[at]), "its code, in a second call"))
+    codes = ordinary_codes(trial.subject.fmt)
+    first, second = (trial.unpack(codes).values for _ in range(2))
+    return compared(second, first, lambda at: (int(codes.codes[at]), "its code, in a second call"))

@@ -47,8 +47,8 @@ def odd_lengths(trial: Trial) -> Outcome:
 @_row("empty-sums", "A sum of no terms is zero.", general=(TENSORS, "shapes"))
 def empty_sums(trial: Trial) -> Outcome:
     """Try a length of zero."""
-    found = _result(trial.reduction.reducer, np.zeros((2, 0)), np.zeros((0, 3)))
-    outcome = compared(found, np.zeros(found.shape), lambda _: ("no terms", ""), right=found == 0)
+    result = _result(trial.reduction.reducer, np.zeros((2, 0)), np.zeros((0, 3)))
+    outcome = compared(result, np.zeros(result.shape), lambda _: ("no terms", ""), right=result == 0)
     return replace(outcome, tried=1)
 
 
@@ -65,8 +65,8 @@ def sum_strides(trial: Trial) -> Outcome:
     exact = left @ right if reducer.kind == "matmul" else left[:1].sum(axis=1)
 
     def of(what: str, inputs: tuple[Tensor, ...]) -> Outcome:
-        found = reducer.read(*inputs, shape=exact.shape)
-        found_right = compared(found.values, held(exact, found.dtype), lambda _: (what, "terms of 1 and -1"))
+        sums = reducer.read(*inputs, shape=exact.shape)
+        found_right = compared(sums.values, held(exact, sums.dtype), lambda _: (what, "terms of 1 and -1"))
         return replace(found_right, tried=1)
 
     for what, inputs in _layouts(reducer, left, right):
@@ -183,11 +183,11 @@ def own_row(trial: Trial) -> Outcome:
     left, right = _signs((SIDE, SIDE), 2), _signs((SIDE, SIDE), 3)
     expected = held(left @ right, trial.reduction.reducer.result)
     left[1], right[:, 2] = math.nan, math.nan
-    found = trial.reduction.reducer.product(left, right).values
-    other = np.ones(found.shape, np.bool_)
+    products = trial.reduction.reducer.product(left, right).values
+    other = np.ones(products.shape, np.bool_)
     other[1], other[:, 2] = False, False
     where = "NaN in row 1 of the left matrix and column 2 of the right one"
-    return compared(found, expected, lambda at: (where, f"result at index {at}"), where=other)
+    return compared(products, expected, lambda at: (where, f"result at index {at}"), where=other)
 
 
 @_row(
@@ -201,20 +201,20 @@ def error_bound(trial: Trial) -> Outcome:
     bits = min(width.bits if not width.open else trial.subject.accumulator_bits for width in trial.reduction.widths)
     length = min(256, 1 << max(1, bits - 3))  # so that the bound is a small part of the terms' sum
     left, right = _random(reducer, (SIDE, length), 4), _random(reducer, (length, SIDE), 5)
-    found = _result(reducer, left, right)
+    result = _result(reducer, left, right)
     if reducer.kind == "sum":
         exact, size = np.array([math.fsum(left[0])]), np.abs(left[:1]).sum(axis=1)
     else:
         exact, size = (left.astype(np.longdouble) @ right).astype(np.float64), np.abs(left) @ np.abs(right)
     step = length * 2.0 ** (1 - bits)  # twice what rounding to nearest needs: an accumulator may cut off
     bound = step / (1 - step) * size + 2.0**-(reducer.result_format.mantissa_bits) * np.abs(exact)
-    error = np.abs(found.reshape(exact.shape) - exact)
+    error = np.abs(result.reshape(exact.shape) - exact)
     detail = f"bound {float(np.max(bound)):.2g}, largest error {float(np.max(error)):.2g}"
     wrong = np.argwhere(~(error <= bound))
     if not len(wrong):
         return Outcome(tried=exact.size, detail=detail)
     place = tuple(wrong[0])
-    expected, got = f"{exact[place]:g} within {bound[place]:.2g}", float(found.reshape(exact.shape)[place])
+    expected, got = f"{exact[place]:g} within {bound[place]:.2g}", float(result.reshape(exact.shape)[place])
     return deviation(f"{length} random terms", expected, got, tried=exact.size, wrong=len(wrong), detail=detail)
 
 
@@ -241,15 +241,15 @@ def _exact(trial: Trial, lengths: tuple[int, ...], sides: tuple[tuple[int, int],
     def of(length: int, rows: int, columns: int) -> Outcome:
         left, right = _signs((rows, length), length), _signs((columns, length), length + 1).T
         exact = left @ right if reducer.kind == "matmul" else left[0].sum(keepdims=True)
-        found = _result(reducer, left, right)
+        result = _result(reducer, left, right)
 
         def shown(at: tuple[int, ...]) -> tuple[object, str]:
             terms = left[at[0]] * right[:, at[1]] if reducer.kind == "matmul" else left[0]
             note = f", result of shape ({rows}, {columns})" if reducer.kind == "matmul" else ""
             return terms.tolist() if length <= 33 else f"{length} terms of 1 and -1", f"{length} terms{note}"
 
-        right_or_zero = same(found, held(exact, reducer.result)) | ((found == 0) & (exact == 0))
-        return compared(found, exact, shown, right=right_or_zero)
+        right_or_zero = same(result, held(exact, reducer.result)) | ((result == 0) & (exact == 0))
+        return compared(result, exact, shown, right=right_or_zero)
 
     for index, length in enumerate(lengths):
         side = sides[index % len(sides)]
@@ -261,18 +261,18 @@ def _alone(reducer: Reducer, values: Values) -> Outcome:
     """Compare sums of one value and zeros with the value."""
     expected = held(values, reducer.result)
     if reducer.kind == "sum":
-        found = np.array([float(reducer.total(np.array([0.0, 0.0, value, 0.0])).values) for value in values])
+        totals = np.array([float(reducer.total(np.array([0.0, 0.0, value, 0.0])).values) for value in values])
     else:
         diagonals = np.zeros((-(-len(values) // SIDE), SIDE))
         diagonals.reshape(-1)[: len(values)] = values
         columns = [reducer.product(np.diag(each), np.ones((SIDE, 16))).values[:, 0] for each in diagonals]
-        found = np.concatenate(columns)[: len(values)]
+        totals = np.concatenate(columns)[: len(values)]
     reachable = np.isfinite(expected)
-    tried, wrong = int(np.count_nonzero(reachable)), np.flatnonzero(reachable & ~same(found, expected))
+    tried, wrong = int(np.count_nonzero(reachable)), np.flatnonzero(reachable & ~same(totals, expected))
     if not len(wrong):
         return Outcome(tried=tried)
     index = int(wrong[shortest(values[wrong])])
-    value, exact, got = (float(each[index]) for each in (values, expected, found))
+    value, exact, got = (float(each[index]) for each in (values, expected, totals))
     return deviation(value, exact, got, "the other terms are 0", tried=tried, wrong=len(wrong))
 
 

@@ -64,10 +64,12 @@ def strides(trial: Trial) -> Outcome:
 def result_shape(trial: Trial) -> Outcome:
     """Look at the result for a matrix."""
     shape = (trial.convention.rows, SIDE)
-    found = trial.convention(_ordinary(trial, shape)).values.shape
-    if found == shape:
+    shape_of_result = trial.convention(_ordinary(trial, shape)).values.shape
+    if shape_of_result == shape:
         return Outcome(tried=1)
-    return deviation(f"a tensor of shape {shape}", f"shape {shape}", f"shape {found}", trial.convention.carrier)
+    return deviation(
+        f"a tensor of shape {shape}", f"shape {shape}", f"shape {shape_of_result}", trial.convention.carrier
+    )
 
 
 @requirement(
@@ -154,13 +156,13 @@ def _same_as(trial: Trial, tensors: list[Tensor], references: list[Tensor]) -> O
 
 def _difference(trial: Trial, tensor: Tensor, reference: Tensor, what: str) -> Outcome:
     shape = tuple(tensor.shape)
-    found = trial.convention(tensor).values
-    if found.shape != shape:
-        return deviation("a tensor", f"shape {shape}", f"shape {found.shape}", what)
+    result = trial.convention(tensor).values
+    if result.shape != shape:
+        return deviation("a tensor", f"shape {shape}", f"shape {result.shape}", what)
     if trial.subject.rounding == "stochastic" or not tensor.numel():
         return Outcome(tried=1)
     expected = trial.convention(reference).values.reshape(-1)[: tensor.numel()].reshape(shape)
-    outcome = compared(found, expected, lambda at: (float(tensor[at]), f"{what}, at index {at}"))
+    outcome = compared(result, expected, lambda at: (float(tensor[at]), f"{what}, at index {at}"))
     return Outcome(tried=1, wrong=int(outcome.wrong > 0), counterexample=outcome.counterexample)
 
 

@@ -190,12 +190,10 @@ class Axis:
 
 
 def ranges(rows: list[tuple[str, Reach, str]], width: int, glyphs: Glyphs) -> list[Text]:
-    """Named reaches, one below the other on one axis, the ends written out beside them.
-
-    The axis holds the first row and FP16's range; what is wider goes on with an arrow.
-    """
+    """Named reaches, one below the other on one axis, the ends written out beside them."""
     from plimsoll.formats import FP16
 
+    # The axis holds the first row and FP16's range; what is wider goes on with an arrow.
     shown = [rows[0][1], Reach.of(FP16)]
     name_width = max(len(name) for name, *_ in rows) + 2
     ends = [f"2^{reach.smallest} .. 2^{reach.largest}" for _, reach, _ in rows]

@@ -114,7 +114,7 @@ class CostSession:
 
 
 def _all_steps() -> list[Steps]:
-    return [found for found in torch_hooks.listeners() if isinstance(found, Steps)]
+    return [listener for listener in torch_hooks.listeners() if isinstance(listener, Steps)]
 
 
 def _steps_of(model: nn.Module) -> Steps:

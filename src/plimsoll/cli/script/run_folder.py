@@ -1,8 +1,4 @@
-"""Default folder of `plimsoll run`: ``runs/SCRIPT-DATE-TIME``, the same on every rank.
-
-Ranks agree through the store of their process group, which the first of them to come tells its choice: nobody waits.
-Without a process group, the workers of one torchrun share its process, and take the time at which that began.
-"""
+"""Default folder of `plimsoll run`: ``runs/SCRIPT-DATE-TIME``, the same on every rank."""
 
 import os
 import sys
@@ -15,6 +11,8 @@ from plimsoll.errors import ArgumentError
 _KEY, _FREE_KEY = "plimsoll/run", "plimsoll/free"
 
 
+# Ranks agree through the store of their process group, which the first of them to come tells its choice: nobody waits.
+# Without a process group, the workers of one torchrun share its process, and take the time at which that began.
 def choose(stem: str, start: Path) -> Path:
     """Return a folder of `start`, for the script of that name."""
     parent = start / "runs"
@@ -53,11 +51,11 @@ def _dated(stem: str, when: datetime) -> str:
 
 def _unused(path: Path) -> Path:
     number = 1
-    found = path
-    while found.exists():
+    candidate = path
+    while candidate.exists():
         number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
 
 
 def _launched() -> datetime:

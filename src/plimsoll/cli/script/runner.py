@@ -1,10 +1,4 @@
-"""Runs a script as ``python SCRIPT`` or ``python -m MODULE`` would, inside this process.
-
-The script gets a `__main__` of its own, for good: classes pickle by it, worker processes find it by its file, and exit
-handlers still see its variables. It is run when the command line's own work is done and off the stack (`RunAfterCli`),
-so that what leaves it goes on to the interpreter, which ends as it always does: 1, the script's own status, or SIGINT.
-An uncaught exception is shown here, by whatever `sys.excepthook` is then, without the frames of Plimsoll.
-"""
+"""Runs a script as ``python SCRIPT`` or ``python -m MODULE`` would, inside this process."""
 
 import builtins
 import functools
@@ -90,6 +84,11 @@ def check(script: str, command: str = "run") -> None:
         ) from error
 
 
+# The script gets a `__main__` of its own, for good: classes pickle by it, worker processes find it by its file, and
+# exit handlers still see its variables. It is run when the command line's own work is done and off the stack
+# (`RunAfterCli`), so that what leaves it goes on to the interpreter, which ends as it always does: 1, the script's own
+# status, or SIGINT. An uncaught exception is shown here, by whatever `sys.excepthook` is then, without the frames of
+# Plimsoll.
 def execute(script: str, arguments: Sequence[str], *, as_module: bool) -> None:
     """Run the script to its end; raises what it raises, which is on stderr already."""
     main = ModuleType("__main__")
@@ -156,8 +155,8 @@ def _code(path: str) -> CodeType:
 
 def _show(error: BaseException) -> None:
     """Show the error as the interpreter does: by the hook, and if that fails too, both."""
-    for each in _chain(error):
-        each.__traceback__ = _without_ours(each.__traceback__)
+    for shown in _chain(error):
+        shown.__traceback__ = _without_ours(shown.__traceback__)
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit:
@@ -178,11 +177,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
-        each = todo.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            todo += [each.__cause__, each.__context__]
-            yield each
+        error_in_chain = todo.pop()
+        if error_in_chain is not None and id(error_in_chain) not in seen:
+            seen.add(id(error_in_chain))
+            todo += [error_in_chain.__cause__, error_in_chain.__context__]
+            yield error_in_chain
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
@@ -193,9 +192,9 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
         trace = trace.tb_next
     failed_here = bool(frames) and _is_ours(frames[-1], "plimsoll.") and not _is_ours(frames[-1], __name__)
     hidden = (__name__,) if failed_here else ("plimsoll.cli.", "plimsoll.watch.")
-    kept = [frame for frame in frames if not _is_ours(frame, *hidden)]
+    users = [frame for frame in frames if not _is_ours(frame, *hidden)]
     following: TracebackType | None = None
-    for frame in reversed(kept):
+    for frame in reversed(users):
         frame.tb_next = following
         following = frame
     return following

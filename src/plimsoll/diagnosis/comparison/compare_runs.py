@@ -50,8 +50,8 @@ def diff(
     views = (_view(run_a, until), _view(run_b, until))
     owners: dict[str, int] = {}
     rounding = _rounding(views, formats)
-    found = (Pair.of(name, views, owners, rounding) for name in (c.name for c in IN_STEP_ORDER))
-    pairs = {pair.collection: pair for pair in found if pair is not None}
+    all_pairs = (Pair.of(name, views, owners, rounding) for name in (c.name for c in IN_STEP_ORDER))
+    pairs = {pair.collection: pair for pair in all_pairs if pair is not None}
     losses = _losses(views)
     if not pairs and not len(losses[0]):
         raise ArgumentError(
@@ -91,8 +91,8 @@ def _losses(views: tuple[View, View]) -> tuple[Ints, Floats, Floats]:
 
 def _rounding(views: tuple[View, View], named: Sequence[object]) -> float:
     """Half a unit in the last place of the narrowest format in either run, or named."""
-    found = [get(fmt) for fmt in named]
-    elements = [fmt.element if isinstance(fmt, BlockFormat) else fmt for fmt in found]
+    formats = [get(fmt) for fmt in named]
+    elements = [fmt.element if isinstance(fmt, BlockFormat) else fmt for fmt in formats]
     for view in views:
         for collection in view.run.tensors:
             cells = view.cells(collection)

@@ -107,7 +107,7 @@ class Divergence(NotebookRepr):
             "parts": self.first is not None,
             "sentence": self.sentence,
             "first": None if self.first is None else self.first.to_dict(),
-            "partings": [each.to_dict() for each in self.partings],
+            "partings": [parting.to_dict() for parting in self.partings],
             "compared": {"steps": self.compared[0], "series": self.compared[1]},
             "until_step": self.until_step,
             "drift": [{"step": step, "distance": plain(distance)} for step, distance in self.drift],
@@ -135,9 +135,11 @@ class Divergence(NotebookRepr):
         table.add_column("tensor", overflow="ellipsis", no_wrap=True, ratio=1)
         for head in ("what", "A", "B", "difference", "allowed"):
             table.add_column(head, justify="left" if head == "what" else "right", no_wrap=True)
-        for each in self.partings[:most]:
-            numbers = (number(value) for value in (each.a, each.b, each.distance, each.allowed))
-            table.add_row(f"{collection_words(each.collection)} {shown(each.name)}".rstrip(), each.kind, *numbers)
+        for parting in self.partings[:most]:
+            numbers = (number(value) for value in (parting.a, parting.b, parting.distance, parting.allowed))
+            table.add_row(
+                f"{collection_words(parting.collection)} {shown(parting.name)}".rstrip(), parting.kind, *numbers
+            )
         if len(self.partings) > most:
             table.caption = f"and {len(self.partings) - most} more"
             table.caption_justify = "left"

@@ -95,9 +95,9 @@ class Search:
             if behind and step > self.searched[0] and not self.catching_up:
                 self._note_updates(step)
                 continue
-            found = list(self._at(step, since))
-            if found:
-                return found
+            partings = list(self._at(step, since))
+            if partings:
+                return partings
             behind = behind and not self.catching_up
             sampled = step if is_sample else sampled
             self.drift.append((step, self.inherited))
@@ -185,8 +185,8 @@ class Search:
         with np.errstate(all="ignore"):
             group = np.where(pair.raw[:, at] > 0, size * pair.raw[:, at] / pair.apart[:, at], size)
             before = self.noise[pair.owners] * size
-            found = 2 * (before + 2 * since * self.update[pair.owners]) / group
-        return np.where(np.isfinite(found), found, np.inf) + _UNITS * self.rounding * few(pair.a.count[:, at])
+            distances = 2 * (before + 2 * since * self.update[pair.owners]) / group
+        return np.where(np.isfinite(distances), distances, np.inf) + _UNITS * self.rounding * few(pair.a.count[:, at])
 
     def _by_luck(self, pair: Pair, at: int) -> Floats:
         """Return how far apart, relative to its own size, chance may take each layer.
@@ -243,6 +243,7 @@ class Search:
             return made("values", of_a, of_b, apart, allowed, reason)
         return None
 
+    # A discriminator's images are a generator's output, and differ by the generator's rounding.
     def _other_model(self, collection: str, name: str) -> str:
         """Return advice for the input of one of a script's models."""
         root = f"{self.views[0].run.manifest.get('root', _ROOT)}:input"

@@ -70,19 +70,19 @@ class Pair:
         cells = [view.cells(collection) for view in views]
         if cells[0] is None or cells[1] is None:
             return None
-        one, other = cells[0], cells[1]
+        first, other = cells[0], cells[1]
         theirs = {name: i for i, name in enumerate(other.names)}
-        names = tuple(name for name in one.names if name in theirs)
-        steps, at_one, at_other = np.intersect1d(one.steps, other.steps, return_indices=True)
+        names = tuple(name for name in first.names if name in theirs)
+        steps, at_one, at_other = np.intersect1d(first.steps, other.steps, return_indices=True)
         if not names or not len(steps):
             return None
-        mine = {name: i for i, name in enumerate(one.names)}
+        mine = {name: i for i, name in enumerate(first.names)}
         mine_of, theirs_of = np.array([mine[name] for name in names]), np.array([theirs[name] for name in names])
-        a, b = Side.of(one, mine_of, at_one), Side.of(other, theirs_of, at_other)
+        a, b = Side.of(first, mine_of, at_one), Side.of(other, theirs_of, at_other)
         groups = _groups(collection, names)
         raw, apart = _distances(a, b, groups)
         floor = _NOISE * rounding * few(a.count) * _largest(np.fmax(a.rms, b.rms), groups)
-        small = (_small(one, mine_of, at_one, floor), _small(other, theirs_of, at_other, floor))
+        small = (_small(first, mine_of, at_one, floor), _small(other, theirs_of, at_other, floor))
         numbers = np.array([owners.setdefault(_owner(collection, name), len(owners)) for name in names])
         return cls(
             collection=collection, names=names, owners=numbers, steps=steps, a=a, b=b, raw=raw, apart=apart,
@@ -102,19 +102,18 @@ def _distances(a: Side, b: Side, groups: Ints) -> tuple[Floats, Floats]:
 def few(count: Floats) -> Floats:
     """Return how much more rounding weighs in statistics of few values.
 
-    Errors of few values do not cancel.
-
     >>> few(np.array([1.0, 16.0, 1e6])).round(2).tolist()
     [9.0, 3.0, 1.01]
     """
+    # Errors of few values do not cancel.
     return 1.0 + 8.0 / np.sqrt(np.maximum(count, 1.0))
 
 
 def _largest(size: Floats, groups: Ints) -> Floats:
     """Return for each layer the size of the largest layer of its group."""
-    found = np.zeros((int(groups.max(initial=0)) + 1, size.shape[1]))
-    np.maximum.at(found, groups, np.nan_to_num(size))
-    return found[groups]
+    largest = np.zeros((int(groups.max(initial=0)) + 1, size.shape[1]))
+    np.maximum.at(largest, groups, np.nan_to_num(size))
+    return largest[groups]
 
 
 def _small(cells: Cells, layers: Ints, places: Ints, limit: Floats) -> Floats:
@@ -138,8 +137,8 @@ def _groups(collection: str, names: Sequence[str]) -> Ints:
 
     At the top it is the module itself.
     """
-    found: dict[str, int] = {}
-    places = [found.setdefault(_group(collection, name), len(found)) for name in names]
+    numbers: dict[str, int] = {}
+    places = [numbers.setdefault(_group(collection, name), len(numbers)) for name in names]
     return np.array(places, dtype=np.int64)
 
 

@@ -1,14 +1,4 @@
-"""Confidence sequence of the mean difference of two runs: an interval that may be read at every step.
-
-Later records count more: the i-th has the weight i**2, so that the last half of the records has seven eighths of the
-whole. The weights do not depend on the length of the runs. So the mean of all records so far is one sequence, and its
-interval needs no correction for a window that moves.
-
-Standard error: neighbouring differences resemble one another. They are averaged over blocks several times as long as
-their correlation time, and the error is that of independent blocks; a smooth trend of the difference is no noise and is
-taken out first. Boundary: a constant multiple of the standard error, wide enough for all lengths from the first reading
-to `_SPAN` times as many records. docs/concepts/parity.md has the assumptions and how often they fail.
-"""
+"""Confidence sequence of the mean difference of two runs: an interval that may be read at every step."""
 
 import functools
 import importlib
@@ -64,6 +54,9 @@ class Reading:
         return min(by_steps, _SIZES / (1 - self.confidence) * self.size)
 
 
+# Later records count more: the i-th has the weight i**2, so that the last half of the records has seven eighths of the
+# whole. The weights do not depend on the length of the runs. So the mean of all records so far is one sequence, and its
+# interval needs no correction for a window that moves.
 def weights(records: int) -> Floats:
     """Return the weights of records, which sum to 1."""
     raw = np.arange(1.0, records + 1) ** _POWER
@@ -96,22 +89,20 @@ def averaged(values: Floats) -> Floats:
 
 
 def _noise(values: Floats) -> tuple[Floats, int, int]:
-    """Return the weighted values less their trend, the number of independent blocks, and what the trend takes of them.
-
-    The trend of a recipe that is worse is smooth but of any form, and differs from noise only in its slowness. So the
-    first one of `_TRENDS` that leaves noise much faster than itself counts. Where noise itself is slow the last one
-    does, which takes little of it away.
-    """
+    """Return the weighted values less their trend, the number of independent blocks, and how many the trend takes."""
     place, share = np.linspace(-1.0, 1.0, len(values)), weights(len(values))
-    found: list[tuple[Floats, int, int]] = []
+    candidates: list[tuple[Floats, int, int]] = []
+    # The trend of a recipe that is worse is smooth but of any form, and differs from noise only in its slowness. So
+    # the first one of `_TRENDS` that leaves noise much faster than itself counts. Where noise itself is slow the last
+    # one does, which takes little of it away.
     for degree, taken in _TRENDS:
         noise = values - np.polynomial.Polynomial.fit(place, values, degree, w=np.sqrt(share))(place)
         # Of the first quarter, whose weight is a sixty-fourth, a transient would be taken for slow noise.
         blocks = int(len(noise) / math.ceil(_APART * _correlation_time(noise[len(noise) // 4 :])))
-        found.append((share * noise, blocks, taken))
+        candidates.append((share * noise, blocks, taken))
         if blocks >= _TIMES * taken:
             break
-    return found[-1]
+    return candidates[-1]
 
 
 def _correlation_time(noise: Floats) -> float:
@@ -127,6 +118,10 @@ def _correlation_time(noise: Floats) -> float:
     return max(1.0, float(times[last]))
 
 
+# Standard error: neighbouring differences resemble one another. They are averaged over blocks several times as long as
+# their correlation time, and the error is that of independent blocks; a smooth trend of the difference is no noise and
+# is taken out first. Boundary: a constant multiple of the standard error, wide enough for all lengths from the first
+# reading to `_SPAN` times as many records. docs/concepts/parity.md has the assumptions and how often they fail.
 def _block_error(noise: Floats, blocks: int, taken: int) -> float:
     """Return the standard error of the sum of noise, by independent blocks of equal length."""
     starts = np.linspace(0, len(noise), blocks + 1).astype(np.int64)[:-1]
@@ -136,12 +131,10 @@ def _block_error(noise: Floats, blocks: int, taken: int) -> float:
 
 @functools.cache
 def _multiple(blocks: int, confidence: float) -> float:
-    """Return how many standard errors the interval reaches on both sides.
-
-    Few blocks leave the error uncertain. So it is Student's multiple with the same tail as the boundary has, for as
-    many degrees of freedom as blocks with these weights leave (Satterthwaite).
-    """
+    """Return how many standard errors the interval reaches on both sides."""
     stats: Any = importlib.import_module("scipy.stats")
+    # Few blocks leave the error uncertain. So it is Student's multiple with the same tail as the boundary has, for as
+    # many degrees of freedom as blocks with these weights leave (Satterthwaite).
     squares = (np.arange(blocks) + 0.5) ** (2 * _POWER)
     freedom = float(squares.sum() ** 2 / (squares @ squares))
     return float(stats.t.isf(stats.norm.sf(_boundary(confidence)), freedom))

@@ -63,9 +63,9 @@ def curves_of(given: object, which: str, scalar: str, until: int | None) -> list
         NotRecordedError: A run lacks the scalar.
         RunError: A folder has no run.
     """
-    each = [given] if _is_one(given, which) else _listed(given, which)
-    names = [which if len(each) == 1 else f"{which} {number}" for number in range(1, len(each) + 1)]
-    curves = [_curve(source, name, which, scalar) for source, name in zip(each, names, strict=True)]
+    items = [given] if _is_one(given, which) else _listed(given, which)
+    names = [which if len(items) == 1 else f"{which} {number}" for number in range(1, len(items) + 1)]
+    curves = [_curve(source, name, which, scalar) for source, name in zip(items, names, strict=True)]
     if until is not None:
         curves = [curve.at(curve.steps <= until) for curve in curves]
     for curve in curves:
@@ -88,9 +88,9 @@ def _is_one(given: object, which: str) -> bool:
 
 def _listed(given: object, which: str) -> list[object]:
     if isinstance(given, Collection):
-        found = cast("Collection[object]", given)
-        if getattr(found, "ndim", 1) > 0:  # arrays of no dimension have no items
-            return list(found)
+        collection = cast("Collection[object]", given)
+        if getattr(collection, "ndim", 1) > 0:  # arrays of no dimension have no items
+            return list(collection)
     raise ArgumentError(
         f"parity: expected {which} to be a run, its path, a sequence of losses, or a list of these; got {given!r}. "
         "Pass plimsoll.Run(folder), for example."
@@ -118,8 +118,8 @@ def _curve(source: Any, name: str, which: str, scalar: str) -> Curve:
             "Pass one sequence for each run."
         )
     steps = np.arange(len(values)) if steps is None else steps
-    kept = without_replaced(steps)
-    return Curve(name=name, steps=steps[kept], values=values[kept], seconds=np.empty(0), ended=True)
+    lasting = without_replaced(steps)
+    return Curve(name=name, steps=steps[lasting], values=values[lasting], seconds=np.empty(0), ended=True)
 
 
 def _recorded(run: Run, scalar: str) -> Curve:
@@ -133,9 +133,9 @@ def _recorded(run: Run, scalar: str) -> Curve:
     if ELAPSED in run.scalar_names:
         seconds = np.interp(steps, *run.scalars(ELAPSED))
     elif EACH_STEP in run.scalar_names:
-        known, each = run.scalars(EACH_STEP)
+        known, durations = run.scalars(EACH_STEP)
         gaps = np.diff(known, prepend=known[0] - 1)
-        seconds = np.interp(steps, known, np.cumsum(np.where(np.isfinite(each), each, 0.0) * gaps))
+        seconds = np.interp(steps, known, np.cumsum(np.where(np.isfinite(durations), durations, 0.0) * gaps))
     else:
         seconds = run.scalar_times(scalar)[1]  # NaN in runs of other trackers, and of versions without times
     ended = run.closed or run.was_abandoned
@@ -173,6 +173,8 @@ def diverged(curve: Curve, base: Sequence[Curve], sign: float) -> int | None:
     return None
 
 
+# Of simulated losses with a tenth of the steps missing, one in ten ends with a missing value. Taken for a divergence,
+# that made 18 of 100 pairs of like runs better or worse.
 def _longest_gap(lost: NDArray[np.bool_]) -> int:
     """Return the longest streak of lost values that ends again.
 
@@ -238,8 +240,6 @@ class Aligned:
 def aligned(base: Sequence[Curve], candidate: Sequence[Curve]) -> Aligned:
     """Return the curves at the steps at which all have a finite value.
 
-    Curves that were logged at different steps are averaged over intervals of the longest distance between two records.
-
     Raises:
         ArgumentError: The runs have no steps in common.
     """
@@ -258,6 +258,8 @@ def aligned(base: Sequence[Curve], candidate: Sequence[Curve]) -> Aligned:
         rows = [curve.values[np.searchsorted(curve.steps, steps)] for curve in inside]
         notes = [*_shorter(finite, int(high)), *_gaps((*base, *candidate), steps)]
     else:
+        # Curves that were logged at different steps are averaged over intervals of the longest distance between two
+        # records.
         width = max(int(np.median(np.diff(curve.steps))) if len(curve.steps) > 1 else 1 for curve in inside)
         steps, rows = _means(inside, int(low), width)
         notes = [
@@ -276,9 +278,11 @@ def _means(curves: Sequence[Curve], low: int, width: int) -> tuple[Ints, list[Fl
         common = np.intersect1d(common, place)
     rows: list[Floats] = []
     for curve, place in zip(curves, places, strict=True):
-        kept = np.isin(place, common)
-        starts = np.flatnonzero(np.diff(place[kept], prepend=-1))
-        rows.append(np.add.reduceat(curve.values[kept], starts) / np.diff(starts, append=np.count_nonzero(kept)))
+        in_common = np.isin(place, common)
+        starts = np.flatnonzero(np.diff(place[in_common], prepend=-1))
+        rows.append(
+            np.add.reduceat(curve.values[in_common], starts) / np.diff(starts, append=np.count_nonzero(in_common))
+        )
     return low + (common + 1) * width - 1, rows
 
 

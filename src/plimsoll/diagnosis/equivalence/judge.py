@@ -83,13 +83,13 @@ def parity(
     runs = aligned(fates[0].kept, fates[1].kept) if all(fate.kept for fate in fates) else None
     level = _level(sides[0]) if runs is None else float(weights(len(runs.steps)) @ runs.base.mean(axis=0))
     allowed, relative = _tolerance(tolerance, level)
-    given = None if run_noise is None else _amount("run_noise", run_noise, level)[0]
+    noise_amount = None if run_noise is None else _amount("run_noise", run_noise, level)[0]
     facts = {"tolerance": allowed, "relative": relative, "level": level, "scalar": scalar, "better": better}
     facts |= {"confidence": confidence, "diverged": lost, "runs": (len(fates[0].kept), len(fates[1].kept))}
     by_divergence = _by_divergence(fates[0], fates[1], confidence)
     if runs is None or by_divergence is not None:
         return _diverged(by_divergence or "undecided", sign, fates, **facts)
-    comparison = Comparison(runs=runs, run_noise=given, confidence=confidence, tolerance=allowed, sign=sign)
+    comparison = Comparison(runs=runs, run_noise=noise_amount, confidence=confidence, tolerance=allowed, sign=sign)
     return _compared(comparison, fates, **facts)
 
 
@@ -157,8 +157,8 @@ class Comparison:
         late = self.runs.differences[records - records // _LATE : records]
         if len(late) < LEAST_RECORDS:
             return False
-        found = confidence_sequence.reading(late, self.confidence)
-        return abs(found.estimate) - found.radius() > self.tolerance
+        late_reading = confidence_sequence.reading(late, self.confidence)
+        return abs(late_reading.estimate) - late_reading.radius() > self.tolerance
 
     def history(self) -> list[Moment]:
         """Return the moments of some of the steps, the last one included."""
@@ -306,14 +306,14 @@ def _amount(name: str, given: object, level: float) -> tuple[float, bool]:
     remedy = "Give a number in the scalar's unit, or a share of the base's level such as \"1%\"."
     if not isinstance(given, str):
         return number("parity", name, given, at_least=0, remedy=remedy), False
-    found = _AMOUNT.fullmatch(given)
+    match = _AMOUNT.fullmatch(given)
     try:
-        value = math.nan if found is None else float(found[1])
+        value = math.nan if match is None else float(match[1])
     except ValueError:
         value = math.nan
-    if found is None or not math.isfinite(value):
+    if match is None or not math.isfinite(value):
         raise ArgumentError(f"parity: expected {name} to be an amount; got {name}={given!r}. {remedy}")
-    return (value / 100 * abs(level), True) if found[2] else (value, False)
+    return (value / 100 * abs(level), True) if match[2] else (value, False)
 
 
 def _level(base: Sequence[Curve]) -> float:

@@ -1,11 +1,4 @@
-"""Noise between runs: how far two runs of one recipe end apart by chance, measured from repeats or estimated.
-
-No statistic of a single pair of runs can tell this noise from an effect of the recipe: it is nearly constant over the
-steps that count. With repeats it is measured. With one run each it is estimated by a rule of thumb, which
-benchmarks/parity.py holds against real trainings: half of what the base gained over the second half of its records,
-times the share of the steps' own noise that the runs do not have in common. Runs on the same data whose losses move
-together batch by batch are close to one another; those on other data are not.
-"""
+"""Noise between runs: how far two runs of one recipe end apart by chance, measured from repeats or estimated."""
 
 import importlib
 import math
@@ -89,14 +82,19 @@ def run_noise(runs: Aligned, given: float | None) -> RunNoise:
         return RunNoise(error=error, freedom=_SURE, added=0, runs=many, source="estimate")
     records = len(runs.steps)
     places = [max(1, round(part * records)) for part in _BEFORE] if records >= LEAST_RECORDS else [records]
-    found = [
+    estimates = [
         [*_measured(*(side[:, :place] @ weights(place) for side in (runs.base, runs.candidate)))] for place in places
     ]
-    methods = [replace(each[0], error=max(noise.error for noise in each)) for each in zip(*found, strict=True)]
+    methods = [replace(each[0], error=max(noise.error for noise in each)) for each in zip(*estimates, strict=True)]
     # 0.95 stands for any confidence: which interval is narrower hardly depends on it.
     return min(methods, key=lambda noise: noise.radius(0.95))
 
 
+# No statistic of a single pair of runs can tell this noise from an effect of the recipe: it is nearly constant over the
+# steps that count. With repeats it is measured. With one run each it is estimated by a rule of thumb, which
+# benchmarks/parity.py holds against real trainings: half of what the base gained over the second half of its records,
+# times the share of the steps' own noise that the runs do not have in common. Runs on the same data whose losses move
+# together batch by batch are close to one another; those on other data are not.
 def _estimate(base: Floats, candidate: Floats) -> float:
     """Return the rule of thumb: share of the gain, times how far the runs are apart in the noise of single steps."""
     records = len(base)
@@ -111,12 +109,10 @@ def _estimate(base: Floats, candidate: Floats) -> float:
 
 
 def _measured(base: Floats, candidate: Floats) -> Iterator[RunNoise]:
-    """Yield the noise by pairs, where there are as many runs on both sides, and by sides.
-
-    Pairs help where runs of one seed resemble one another, and cost freedom where they do not. By sides: Welch's, or
-    with a single run on one side, the other's noise for both.
-    """
+    """Yield the noise by pairs, where there are as many runs on both sides, and by sides."""
     many = (len(base), len(candidate))
+    # Pairs help where runs of one seed resemble one another, and cost freedom where they do not. By sides: Welch's, or
+    # with a single run on one side, the other's noise for both.
     if many[0] == many[1]:
         pairs = candidate - base
         error = float(pairs.std(ddof=1)) / math.sqrt(len(pairs))

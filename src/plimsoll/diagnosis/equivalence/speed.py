@@ -66,16 +66,14 @@ def _smooth(curve: Floats) -> Floats:
 
 
 def _steps_needed(base: Floats, candidate: Floats, worse: float) -> float | None:
-    """Return the steps for one of the base's, for a candidate whose weighted mean is worse by so much.
-
-    The side that needs more steps is taken for the other one, slowed down: by the factor at which its mean differs by
-    as much.
-    """
+    """Return the steps for one of the base's, for a candidate whose weighted mean is worse by so much."""
     slower = base if worse >= 0 else candidate  # the curve that is slowed down gives the other one
     if not len(slower) or not math.isfinite(worse):
         return None
     place, share = np.arange(_BLOCKS) + 0.5, weights(_BLOCKS)
 
+    # The side that needs more steps is taken for the other one, slowed down: by the factor at which its mean differs by
+    # as much.
     def missing(factor: float) -> float:
         return float(share @ (np.interp(place / factor, place, slower) - slower)) - abs(worse)
 
@@ -88,10 +86,10 @@ def _steps_needed(base: Floats, candidate: Floats, worse: float) -> float | None
 
 def _seconds_per_step(side: Sequence[Curve]) -> float | None:
     """Return the median time of a step, over the runs of a side; None where it was not recorded."""
-    found: list[float] = []
+    medians: list[float] = []
     for curve in side:
         if len(curve.seconds) > 1:
             rates = np.diff(curve.seconds) / np.diff(curve.steps)
-            found += [float(np.median(rates[np.isfinite(rates)]))] if np.isfinite(rates).any() else []
-    rate = float(np.median(found)) if found else 0.0
+            medians += [float(np.median(rates[np.isfinite(rates)]))] if np.isfinite(rates).any() else []
+    rate = float(np.median(medians)) if medians else 0.0
     return rate if rate > 0 else None

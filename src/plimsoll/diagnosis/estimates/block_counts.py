@@ -3,9 +3,6 @@
 The arithmetic is that of `block_fit` and `tensor_scale_fit` in `spectrum.fit`, for all rows of a collection at once.
 Tests compare the two. Except in a few blocks, a value's fate follows from its depth. So nearly all of it is the rows'
 depths, as a sparse matrix, times a few vectors that depend on the format only.
-
-Under a scale that is no power of two, a value's depth may be one more or one less than recorded. The bounds of such
-values include all three cases.
 """
 
 import functools
@@ -64,8 +61,8 @@ class BlockTallies:
 
     def fit(self, fmt: BlockFormat, shift: int) -> BlockFit:
         """Return the effect of a format on the true values times ``2**shift``, row by row."""
-        found = self._with_tensor_scale(fmt, shift) if fmt.scale.signed else self._with_powers_of_two(fmt, shift)
-        lost, subnormal, overflow, noise = found
+        parts = self._with_tensor_scale(fmt, shift) if fmt.scale.signed else self._with_powers_of_two(fmt, shift)
+        lost, subnormal, overflow, noise = parts
         poisoned = self.blocks.poisoned
         beyond = Tallies(
             low=overflow.low + poisoned, high=overflow.high + poisoned, estimate=overflow.estimate + poisoned
@@ -125,9 +122,9 @@ class BlockTallies:
 
     def _with_powers_of_two(self, fmt: BlockFormat, shift: int) -> tuple[Tallies, Tallies, Tallies, Floats]:
         total = self.blocks.values
-        lost, below_normal, held, noise = self._landed(fmt.element)
+        lost, below_normal, overflowed, noise = self._landed(fmt.element)
         subnormal = below_normal.minus(lost, total) if fmt.element.has_subnormals else _none(total)
-        overflow = _within(total - held.high, total - held.low, self._overflowing(fmt.element))
+        overflow = _within(total - overflowed.high, total - overflowed.low, self._overflowing(fmt.element))
 
         # Blocks whose scale takes an end of its format; see `block_fit` for why these counts bound from below too.
         small, large = self._beyond_scales(fmt, shift)
@@ -162,11 +159,9 @@ class BlockTallies:
         )
 
     def _at_least(self, number: Tallies, at_end: Tallies, where: NDArray[np.bool_]) -> Tallies:
-        """Return a number by depths with the values at the end of the scale's format added.
-
-        That number includes values of blocks with NaN or Inf.
-        """
+        """Return a number by depths with the values at the end of the scale's format added."""
         poisoned, total = self.blocks.poisoned, self.blocks.values
+        # The number at the scale's end includes values of blocks with NaN or Inf.
         low = np.where(where, np.maximum(number.low, at_end.low - poisoned), number.low)
         high = np.where(where, np.minimum(number.high + at_end.high, total), number.high)
         estimate = np.where(where, np.maximum(number.estimate, at_end.estimate - poisoned), number.estimate)
@@ -226,8 +221,8 @@ class BlockTallies:
     def _stored(self, value: float, shift: int) -> Floats:
         """Return a magnitude before the shift, as each row's values are stored."""
         with np.errstate(all="ignore"):
-            found = np.ldexp(value, -int(np.clip(shift, -2200, 2200))) * self.blocks.cells.scale
-        return np.minimum(found, _BEYOND_ALL)
+            stored = np.ldexp(value, -int(np.clip(shift, -2200, 2200))) * self.blocks.cells.scale
+        return np.minimum(stored, _BEYOND_ALL)
 
     def _small_scales(self, fmt: BlockFormat, shift: int) -> tuple[Floats, Floats, Floats]:
         """Return the values in blocks with a coarse or zero scale.
@@ -273,7 +268,7 @@ def _by_depth(element: Format, bits: int, odd: bool) -> Floats:
     """
     top = element.max_exponent
     lowest = top - (row_layout.BINADES - 1)
-    found = np.zeros((row_layout.BINADES, 11))
+    table = np.zeros((row_layout.BINADES, 11))
     for depth in range(row_layout.BINADES):
         counts = np.zeros(row_layout.BINADES, dtype=np.int64)
         counts[row_layout.BINADES - 1 - depth] = 1
@@ -292,8 +287,8 @@ def _by_depth(element: Format, bits: int, odd: bool) -> Floats:
         tallies.append(values.below(overflow_point(element), inclusive=not element.overflow_at_threshold))
         energy = 4.0**-depth * _mean_square(bits)
         noise = energy * 10 ** (-snr_db(values, element, 0) / 10)
-        found[depth] = [n for t in tallies for n in (t.low, t.high, t.estimate)] + [energy, noise]
-    return _off_by_one(found) if odd else found
+        table[depth] = [n for t in tallies for n in (t.low, t.high, t.estimate)] + [energy, noise]
+    return _off_by_one(table) if odd else table
 
 
 def _mean_square(bits: int) -> float:
@@ -307,6 +302,8 @@ def _mean_square(bits: int) -> float:
     return 1 + (places - 1) / places + (places - 1) * (2 * places - 1) / (6 * places * places)
 
 
+# Under a scale that is no power of two, a value's depth may be one more or one less than recorded. The bounds of such
+# values include all three cases.
 def _off_by_one(found: Floats) -> Floats:
     """Return bounds that hold if a depth is as recorded, one more or one less."""
     padded = np.pad(found, ((1, 1), (0, 0)), mode="edge")
@@ -341,5 +338,5 @@ def _ratio(noise: Floats, energy: Floats) -> Floats:
 def _above(limit: Floats) -> Ints:
     """Return the first binade that starts at or above a limit. For 0, one below all."""
     fraction, exponent = np.frexp(limit)
-    found = exponent.astype(np.int64) - (fraction == 0.5)
-    return np.where(limit > 0, found, row_layout.LOWEST_BINADE)
+    binade = exponent.astype(np.int64) - (fraction == 0.5)
+    return np.where(limit > 0, binade, row_layout.LOWEST_BINADE)

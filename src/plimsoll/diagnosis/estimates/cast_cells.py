@@ -1,9 +1,4 @@
-"""Values that modules cast to a narrow format, at the scale of the cast.
-
-A cast multiplies the values in memory, a loss scale included. So only the cast's own scale counts for a stored value.
-In these cells `scale` is the cast's scale to the power of -1. Then any question about these cells, at shift 0, is about
-the values that the format receives.
-"""
+"""Values that modules cast to a narrow format, at the scale of the cast."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,8 +84,8 @@ class CastCells:
 
     def _rows(self, layer: int, first: int, last: int) -> Ints:
         cells = self.cells
-        found = np.flatnonzero((cells.layer == layer) & (cells.at >= first) & (cells.at <= last))
-        return found[np.argsort(cells.at[found], kind="stable")]
+        rows = np.flatnonzero((cells.layer == layer) & (cells.at >= first) & (cells.at <= last))
+        return rows[np.argsort(cells.at[rows], kind="stable")]
 
     def _share(self, counts: Floats) -> Floats:
         nonzero = self.cells.total(self.cells.nonzero)
@@ -111,21 +106,24 @@ def cast_cells(view: View, collection: str, *, constant: bool = False) -> list[C
     if cells is None:
         return []
     formats = dict.fromkeys(c.format for c in chosen)
-    found = [
+    by_format = [
         _of_format(cells, get_element(name, "diagnose"), [c for c in chosen if c.format == name]) for name in formats
     ]
-    return [each for each in found if len(each.cells)]
+    return [cast for cast in by_format if len(cast.cells)]
 
 
+# A cast multiplies the values in memory, a loss scale included. So only the cast's own scale counts for a stored value.
+# In these cells `scale` is the cast's scale to the power of -1. Then any question about these cells, at shift 0, is
+# about the values that the format receives.
 def _of_format(cells: Cells, fmt: Format, chosen: list[Cast]) -> CastCells:
     place = {name: i for i, name in enumerate(cells.names)}
     scales = np.full(cells.shape, np.nan)
     casts: dict[int, Cast] = {}
-    for each in chosen:
-        layer = place.get(each.name)
+    for cast in chosen:
+        layer = place.get(cast.name)
         if layer is not None:
-            scales[layer] = np.where(np.isnan(scales[layer]), each.scale_at(cells.steps), scales[layer])
-            casts[layer] = each
+            scales[layer] = np.where(np.isnan(scales[layer]), cast.scale_at(cells.steps), scales[layer])
+            casts[layer] = cast
     of_row = scales[cells.layer, cells.at]
     rows = np.flatnonzero(~np.isnan(of_row))
     return CastCells(format=fmt, cells=replace(cells.of_rows(rows), scale=1.0 / of_row[rows]), casts=casts)

@@ -77,10 +77,7 @@ class Populations:
         return np.clip(binade, -_END, _END) * BINADE + inside
 
     def _moved(self, point: int, shift: int | Ints, scale: float | None = None) -> tuple[Ints, Ints]:
-        """Return `points` as binade and position.
-
-        For formats as wide as FP64 the two do not fit into one int64.
-        """
+        """Return `points` as binade and position."""
         fraction, exponent = np.frexp(self.cells.scale if scale is None else np.array([scale]))
         whole, position = divmod(point, BINADE)
         binade = whole + (exponent - 1).astype(np.int64) - np.asarray(shift, dtype=np.int64)
@@ -91,6 +88,7 @@ class Populations:
             carried = mantissa >= 2
             inside[odd] = ((np.where(carried, mantissa / 2, mantissa) - 1) * BINADE).astype(np.int64)
             binade[odd] += carried
+        # For formats as wide as FP64 the two do not fit into one int64.
         return binade, inside
 
     def below(self, point: Ints, *, inclusive: bool) -> Tallies:
@@ -103,10 +101,10 @@ class Populations:
         known = np.where(all_of_it, nonzero, 0).astype(np.float64)
         rows = np.flatnonzero(~all_of_it & (self.first < limit) & (nonzero > 0))  # those that the ordinal divides
         divided = self._divided(rows, point[rows], limit[rows])
-        found = Tallies(low=known, high=known.copy(), estimate=known.copy())
-        for whole, part in zip((found.low, found.high, found.estimate), divided, strict=True):
+        tallies = Tallies(low=known, high=known.copy(), estimate=known.copy())
+        for whole, part in zip((tallies.low, tallies.high, tallies.estimate), divided, strict=True):
             whole[rows] = part
-        return found
+        return tallies
 
     def _divided(self, rows: Ints, point: Ints, limit: Ints) -> tuple[Floats, Floats, Floats]:
         """Return how many magnitudes of some rows are below a limit that lies among them.
@@ -116,10 +114,10 @@ class Populations:
         cells, first, last = self.cells, self.first[rows], self.last[rows]
         index = np.clip(limit // BINADE, row_layout.LOWEST_BINADE, row_layout.LOWEST_BINADE + row_layout.BINADES - 1)
         place, begin, length = index - cells.lowest[rows], cells.start[rows], cells.length[rows]
-        held = np.clip(place, 0, length)
-        under = (cells.running[begin + held] - cells.running[begin]).astype(np.float64)
+        clipped = np.clip(place, 0, length)
+        under = (cells.running[begin + clipped] - cells.running[begin]).astype(np.float64)
         has = (place >= 0) & (place < length)
-        inside = np.where(has, cells.flat[np.where(has, begin + held, 0)] if len(cells.flat) else 0, 0)
+        inside = np.where(has, cells.flat[np.where(has, begin + clipped, 0)] if len(cells.flat) else 0, 0)
         start, stop = _extent(index, first, last)
         fraction, exact = self._fraction(rows, start, stop, point, limit)
         share = fraction * inside
@@ -128,7 +126,7 @@ class Populations:
         estimate = np.clip(under + share, low, high)
         none, whole = (inside == 0) | (limit <= start), (inside > 0) & (limit > stop)
         low, high, estimate = (
-            np.where(whole, under + inside, np.where(none, under, each)) for each in (low, high, estimate)
+            np.where(whole, under + inside, np.where(none, under, number)) for number in (low, high, estimate)
         )
         return low, high, estimate
 
@@ -139,7 +137,7 @@ class Populations:
 
         The second result is whether that is exact, because it is none or all.
         """
-        bits, quantum, on_grid = (each[rows] for each in self.grids)
+        bits, quantum, on_grid = (column[rows] for column in self.grids)
         binade = start // BINADE
         one_binade = stop // BINADE == binade
         spacing = np.maximum(binade - bits, quantum)

@@ -66,23 +66,22 @@ class FormatLosses:
         low, _ = self._tail
         below = np.interp(self._ratio, _RATIOS, _BELOW)
         zeros = cells.column("zeros").astype(np.float64)
-        found = np.minimum(zeros, low * below)
+        estimate = np.minimum(zeros, low * below)
         shadow = cells.column("underflowed")
-        found = np.where(np.isnan(shadow), found, shadow)
+        estimate = np.where(np.isnan(shadow), estimate, shadow)
         unknown = (cells.nonzero == 0) & np.isnan(shadow) & (zeros > 0)
-        return np.where(self.censors, np.where(unknown, np.nan, found), 0.0)
+        return np.where(self.censors, np.where(unknown, np.nan, estimate), 0.0)
 
     def hidden(self, fmt: Format, shift: NDArray[np.int64]) -> Floats:
         """Return how many of the values that underflowed a format would lose too, by row.
-
-        It is all of them at the shift that puts its floor where that of the row's own format was, and below. Above it
-        they come back by the estimated spread, and at least by an even spread: the values left near the floor of a
-        tensor that has almost vanished are too few.
 
         Args:
             fmt: The format.
             shift: Shift of the true values.
         """
+        # All of them are hidden at the shift that puts the floor where that of the row's own format was, and below.
+        # Above it they come back by the estimated spread, and at least by an even spread: the values left near the
+        # floor of a tensor that has almost vanished are too few.
         higher = np.maximum(shift - self.floor_shift(fmt), 0.0)
         spread = np.maximum(np.interp(self._ratio, _RATIOS, _EXPONENTS), 1.0)
         return np.nan_to_num(self.lost) * 2.0 ** (-spread * higher)
@@ -100,8 +99,8 @@ class FormatLosses:
         scale, and none otherwise.
         """
         cells = self.cells
-        found = np.where(self.vanished, self._of_what_was * cells.total_of("zeros"), cells.total(self.lost))
-        return np.where(cells.recorded & (cells.finite > 0), found, np.nan)
+        lost = np.where(self.vanished, self._of_what_was * cells.total_of("zeros"), cells.total(self.lost))
+        return np.where(cells.recorded & (cells.finite > 0), lost, np.nan)
 
     @cached_property
     def fraction(self) -> Floats:

@@ -1,9 +1,4 @@
-"""Parameters by the module that they belong to.
-
-A layer's underflow is judged over all its parameters together: biases are few values, and some have gradients that are
-zero in exact arithmetic (a key's bias before a softmax, any bias before batch norm), so that what is recorded of them
-is rounding noise, which any format may lose.
-"""
+"""Parameters by the module that they belong to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +41,9 @@ class Modules:
         np.logical_or.at(there, self.of_layer, known)
         return np.where(there, result, np.nan)
 
+    # A layer's underflow is judged over all its parameters together: biases are few values, and some have gradients
+    # that are zero in exact arithmetic (a key's bias before a softmax, any bias before batch norm), so that what is
+    # recorded of them is rounding noise, which any format may lose.
     def underflow(self, narrow: FormatLosses) -> Floats:
         """Return the underflow rate of each module."""
         return share(self.total(narrow.lost_of_cell), self.total(narrow.cells.total(narrow.cells.nonzero)))

@@ -1,9 +1,4 @@
-"""Signal to rounding noise of every row in a format: `Fit.snr_db` on columns.
-
-The error of a binade's values depends on the binade, the format and the shift, and not on the row. So the noise of all
-rows is their counts, as a sparse matrix of rows by binades, times a few vectors over binades. Only the binade in which
-overflow begins, and a row's last one, need the row's own extremes. The matrix is made once for a collection.
-"""
+"""Signal to rounding noise of every row in a format: `Fit.snr_db` on columns."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,12 +37,10 @@ class _Kin:
         return round(float(np.log2(self.scale)))
 
     def mean_squares(self) -> Floats:
-        """Return the mean square of each binade's values.
-
-        It is 7/3 of the square of the binade's start if they are spread evenly.
-        """
+        """Return the mean square of each binade's values."""
         squares = np.ldexp(1.0, _power(2 * _BINADES))
         if not self.on_grid:
+            # 7/3 of the square of the binade's start if values are spread evenly.
             return squares * (7 / 3)
         places = np.ldexp(1.0, _power(np.maximum(_BINADES - np.maximum(_BINADES - self.bits, self.quantum), 0)))
         return squares * (1 + (places - 1) / places + (places - 1) * (2 * places - 1) / (6 * places * places))
@@ -93,6 +86,10 @@ class Noise:
         undone = np.where(cells.nonzero > 0, 1 / cells.scale**2, 0.0)
         return noise * undone, self._signal * undone
 
+    # The error of a binade's values depends on the binade, the format and the shift, and not on the row. So the noise
+    # of all rows is their counts, as a sparse matrix of rows by binades, times a few vectors over binades. Only the
+    # binade in which overflow begins, and a row's last one, need the row's own extremes. The matrix is made once for a
+    # collection.
     def _of_kin(self, kin: _Kin, fmt: Format, shift: int, over: Floats) -> Floats:
         binades = _BINADES
         lost = binades < fmt.quantum_exponent - 1 - shift + kin.lift
@@ -110,11 +107,9 @@ class Noise:
     def _spilt(
         self, kin: _Kin, fmt: Format, shift: int, point: int, among: Ints, over: Floats, rounding: Floats
     ) -> Floats:
-        """Return the noise that overflow adds.
-
-        All values above the point's binade overflow, and of that binade those left of the estimate. An even spread
-        makes the top binades heavier than the sum of squares: `_surplus` is the correction.
-        """
+        """Return the noise that overflow adds."""
+        # All values above the point's binade overflow, and of that binade those left of the estimate. An even spread
+        # makes the top binades heavier than the sum of squares: `_surplus` is the correction.
         rows, top, binades = kin.rows[among], point // BINADE, _BINADES
         with np.errstate(all="ignore"):
             largest = float(np.ldexp(fmt.max * kin.scale, int(np.clip(-shift, -1074, 1023))))
@@ -135,8 +130,8 @@ class Noise:
         at_top = np.full(len(rows), point)
         saturated += _times(left, _saturation(at_top, np.minimum((top + 1) * BINADE, end), point, largest))
         inside = row_layout.LOWEST_BINADE <= top < row_layout.LOWEST_BINADE + row_layout.BINADES
-        held = rounding[top - row_layout.LOWEST_BINADE] if inside else 0.0
-        return self._surplus[rows] * saturated - _times(left, np.full(len(left), held))
+        own_rounding = rounding[top - row_layout.LOWEST_BINADE] if inside else 0.0
+        return self._surplus[rows] * saturated - _times(left, np.full(len(left), own_rounding))
 
     @cached_property
     def _evenly(self) -> Floats:
@@ -173,22 +168,22 @@ class Noise:
         )
         scales, scale = np.unique(cells.scale, return_inverse=True)
         key = (scale * len(cells.formats) + cells.format) * 2 + on_grid
-        found: list[_Kin] = []
-        for each in np.unique(key):
-            rows = np.flatnonzero(key == each)
-            one = int(rows[0])
+        families: list[_Kin] = []
+        for value in np.unique(key):
+            rows = np.flatnonzero(key == value)
+            first = int(rows[0])
             counts = matrix if len(rows) == len(cells) else matrix[rows]
-            found.append(
-                _Kin(rows=rows, scale=float(scales[scale[one]]), bits=int(bits[one]), quantum=int(quantum[one]),
-                     on_grid=bool(on_grid[one]), counts=counts)
+            families.append(
+                _Kin(rows=rows, scale=float(scales[scale[first]]), bits=int(bits[first]), quantum=int(quantum[first]),
+                     on_grid=bool(on_grid[first]), counts=counts)
             )  # fmt: skip
-        return found
+        return families
 
     @property
     def size_bytes(self) -> int:
         """The memory of the matrix."""
         parts = [kin.counts for kin in self.__dict__.get("_kin", [])]
-        return sum(each.nbytes for part in parts for each in (part.data, part.indices, part.indptr))
+        return sum(array.nbytes for part in parts for array in (part.data, part.indices, part.indptr))
 
 
 def _saturation(start: Ints, stop: Ints, point: int, largest: float) -> Floats:

@@ -42,13 +42,13 @@ def underflow_rate(
 
     None where the collection was not recorded then, or never in a format that can lose values.
     """
-    at, lost, kept = _counted(view, collection)
+    at, lost, represented = _counted(view, collection)
     chosen = np.ones(len(at), dtype=bool)
     chosen &= at >= (at[:1].sum() if since_step is None else since_step)
     chosen &= at <= (at[-1:].sum() if until_step is None else until_step)
     if not chosen.any():
         return None
-    flushed, would_be = float(lost[chosen].sum()), float((lost + kept)[chosen].sum())
+    flushed, would_be = float(lost[chosen].sum()), float((lost + represented)[chosen].sum())
     inside = at[chosen]
     return UnderflowRate(
         collection=collection, share=flushed / would_be if would_be else 0.0, first_step=int(inside[0]),
@@ -58,8 +58,8 @@ def underflow_rate(
 
 def underflow_by_step(view: View, collection: str) -> tuple[Ints, Floats]:
     """Return the sampled steps, and the underflow rate at each."""
-    at, lost, kept = _counted(view, collection)
-    return at, lost / np.maximum(lost + kept, 1.0)
+    at, lost, represented = _counted(view, collection)
+    return at, lost / np.maximum(lost + represented, 1.0)
 
 
 def _counted(view: View, collection: str) -> tuple[Ints, Floats, Floats]:
@@ -68,7 +68,9 @@ def _counted(view: View, collection: str) -> tuple[Ints, Floats, Floats]:
     if narrow is None or not narrow.censors.any():
         return np.empty(0, dtype=np.int64), np.empty(0), np.empty(0)
     cells = narrow.cells
-    held = cells.total(narrow.censors.astype(np.int64)) > 0  # by layer and step
-    lost = np.where(held, np.nan_to_num(narrow.lost_of_cell), 0.0).sum(axis=0)
-    kept = np.where(held, np.nan_to_num(cells.total(np.where(narrow.censors, cells.nonzero, 0))), 0.0).sum(axis=0)
-    return cells.steps, lost, kept
+    counts = cells.total(narrow.censors.astype(np.int64)) > 0  # by layer and step
+    lost = np.where(counts, np.nan_to_num(narrow.lost_of_cell), 0.0).sum(axis=0)
+    represented = np.where(counts, np.nan_to_num(cells.total(np.where(narrow.censors, cells.nonzero, 0))), 0.0).sum(
+        axis=0
+    )
+    return cells.steps, lost, represented

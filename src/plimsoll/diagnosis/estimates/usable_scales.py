@@ -56,8 +56,8 @@ class Scales:
         layers = _layers(cells)
         if fmt not in known:
             known[fmt] = _bounds(narrow, layers, fmt)
-        kept = slice(None) if until is None else slice(0, int(np.searchsorted(cells.steps, until, side="right")))
-        low, high = (bound[:, kept] for bound in known[fmt])
+        until_then = slice(None) if until is None else slice(0, int(np.searchsorted(cells.steps, until, side="right")))
+        low, high = (bound[:, until_then] for bound in known[fmt])
         return cls(cells=cells, names=tuple(layers.main_layers(cells)), low=low, high=high)
 
     @property
@@ -122,11 +122,11 @@ def _bounds(narrow: FormatLosses, layers: Modules, fmt: Format) -> tuple[Floats,
     cells, values = narrow.cells, Populations(cells=narrow.cells)
     shape = (len(layers.names), len(cells.steps))
     group, size = layers.of_layer[cells.layer] * shape[1] + cells.at, shape[0] * shape[1]
-    held = np.bincount(group, weights=cells.nonzero, minlength=size) > 0
+    has_values = np.bincount(group, weights=cells.nonzero, minlength=size) > 0
     low = values.lowest_shift_of_groups(fmt, TOLERANCE, group, size, partial(narrow.hidden, fmt)).astype(np.float64)
     high = np.full(size, np.inf)
     np.minimum.at(high, group, np.where(cells.nonzero > 0, values.highest_shift(fmt), np.inf))
-    low, high = (np.where(held, each, np.nan).reshape(shape) for each in (low, high))
+    low, high = (np.where(has_values, bound, np.nan).reshape(shape) for bound in (low, high))
     return low, high
 
 
@@ -135,5 +135,5 @@ def _over_layers(choose: "np.ufunc", values: Floats) -> Floats:
 
 
 def _known(values: Floats, nothing: float) -> Floats:
-    found = values[~np.isnan(values)]
-    return found if len(found) else np.array([nothing])
+    known = values[~np.isnan(values)]
+    return known if len(known) else np.array([nothing])

@@ -1,14 +1,4 @@
-"""Which of a look's findings a guard acts on, and how: once at a look, within its limits, and never twice in vain.
-
-A finding stays in a run for good, so a guard acts on new evidence only: the finding must have held since the look
-before, and since the guard's last act has come into force. One that has not held in what was newly recorded is over; an
-act has helped then, and may be taken again another time. (A dry run, in which nothing can help, says the first thing
-that it would do for a finding, and no more until that is over.)
-
-Of a finding's own actions the first that is allowed and possible is taken. One that was taken `Limits.tries` times, and
-the finding holds still, is passed over for what follows it in `ESCALATION`; an alarm for which nothing is left comes to
-"stop", if that is allowed.
-"""
+"""Which of a look's findings a guard acts on, and how: once at a look, within its limits, and never twice in vain."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -52,16 +42,20 @@ class ActionChooser:
         current = [(f, track) for f in look.findings if (track := self._current(f, look)) is not None]
         for finding, track in current:
             if order is None and SEVERITIES.index(finding.severity) >= self._severity:
-                found = self._for(finding, track, step, propose)
-                if isinstance(found, Order):
-                    order = found
-                elif found is not _WAIT:
-                    helpless[finding.rule] = found
+                choice = self._for(finding, track, step, propose)
+                if isinstance(choice, Order):
+                    order = choice
+                elif choice is not _WAIT:
+                    helpless[finding.rule] = choice
         self._before |= look.newest
         if order is not None:
             self._note(order, step)
         return order, helpless
 
+    # A finding stays in a run for good, so a guard acts on new evidence only: the finding must have held since the look
+    # before, and since the guard's last act has come into force. One that has not held in what was newly recorded is
+    # over; an act has helped then, and may be taken again another time. (A dry run, in which nothing can help, says the
+    # first thing that it would do for a finding, and no more until that is over.)
     def _current(self, finding: Finding, look: Look) -> _Track | None:
         """The finding's track, if it has held in what was recorded since the last look."""
         track = self._tracks.setdefault((finding.rule, finding.collection), _Track(self._begin - 1))
@@ -74,6 +68,9 @@ class ActionChooser:
             track.tries.clear()
         return None
 
+    # Of a finding's own actions the first that is allowed and possible is taken. One that was taken `Limits.tries`
+    # times, and the finding holds still, is passed over for what follows it in `ESCALATION`; an alarm for which nothing
+    # is left comes to "stop", if that is allowed.
     def _for(self, finding: Finding, track: _Track, step: int, propose: Propose) -> Order | str:
         since = max(finding.since_step, track.clear_at + 1)
         reasons: list[str] = []
@@ -85,14 +82,14 @@ class ActionChooser:
             if self._totals[action] >= self._limits.total:
                 reasons.append(f"{action} was taken {self._limits.total} times, the limit")
                 continue
-            found = propose(action, finding, since, track.tries[action])
-            if isinstance(found, str):
-                reasons.append(f"{action}: {found}")
-            elif self._too_soon(found, step):
+            proposal = propose(action, finding, since, track.tries[action])
+            if isinstance(proposal, str):
+                reasons.append(f"{action}: {proposal}")
+            elif self._too_soon(proposal, step):
                 return _WAIT
             else:
                 track.tries[action] += 1
-                return found
+                return proposal
         tried = [f"{action} was tried {n} times" for action, n in track.tries.items() if n >= self._limits.tries]
         if not tried and not reasons and finding.severity != "alarm":
             return _WAIT

@@ -59,8 +59,8 @@ class BackgroundChecker:
 
     def take(self) -> Look | None:
         """The look that has come to an end since the last call, if any; never waits."""
-        found, self._done = self._done, None
-        return found
+        look, self._done = self._done, None
+        return look
 
     def now(self, step: int) -> Look | None:
         """A look on the calling thread; None where not all was on disk in time. One under way is waited for first."""
@@ -86,13 +86,13 @@ class BackgroundChecker:
 
     def _look(self, step: int) -> Look:
         view = View(Run(self._path), step)
-        found = diagnose(view, rules=self._rules)
+        findings = diagnose(view, rules=self._rules)
         newest = {"": view.last_step}
-        for collection in {f.collection for f in found if f.collection is not None}:
+        for collection in {f.collection for f in findings if f.collection is not None}:
             cells = view.cells(collection)
             if cells is not None:
                 newest[collection] = int(cells.steps[-1])
-        return Look(step=step, findings=tuple(found), newest=newest, room=room(view) if found else None)
+        return Look(step=step, findings=tuple(findings), newest=newest, room=room(view) if findings else None)
 
 
 def room(view: View) -> int | None:
@@ -100,13 +100,13 @@ def room(view: View) -> int | None:
 
     Of parameters and of activations, as true values, against the narrowest format that held them, or FP16.
     """
-    found: list[int] = []
+    rooms: list[int] = []
     for collection in WITH_LOSS_SCALE:
         narrow = view.narrow(collection)
         if narrow is None:
             continue
-        held = [fmt.max for fmt in narrow.known if fmt.max < FP16.max * 2]
+        largest_of_formats = [fmt.max for fmt in narrow.known if fmt.max < FP16.max * 2]
         largest = float(np.fmax.reduce(narrow.cells.true_absmax[:, -_RECENT:], axis=None, initial=np.nan))
         if largest > 0 and math.isfinite(largest):
-            found.append(math.floor(math.log2(min([FP16.max, *held]) / largest)))
-    return min(found, default=None)
+            rooms.append(math.floor(math.log2(min([FP16.max, *largest_of_formats]) / largest)))
+    return min(rooms, default=None)

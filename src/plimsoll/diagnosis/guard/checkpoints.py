@@ -68,9 +68,9 @@ class CheckpointStore:
         if loop is not None:
             return {"loop": loop}
         model, scaler = self._access.model, self._scaler()
-        found: dict[str, Any] = {} if model is None else {"model": model}
-        found |= {f"optimizer {i}": optimizer for i, optimizer in enumerate(self._access.optimizers)}
-        return found | ({} if scaler is None else {"scaler": scaler})
+        by_name: dict[str, Any] = {} if model is None else {"model": model}
+        by_name |= {f"optimizer {i}": optimizer for i, optimizer in enumerate(self._access.optimizers)}
+        return by_name | ({} if scaler is None else {"scaler": scaler})
 
     def refusal(self) -> str | None:
         """Why what would be saved by itself is not all that there is; None if it is."""
@@ -145,10 +145,10 @@ def copied(value: Any) -> Any:
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
         mapping: Any = cast("Mapping[Any, Any]", value)
-        found: Any = OrderedDict((key, copied(item)) for key, item in mapping.items())
+        copies: Any = OrderedDict((key, copied(item)) for key, item in mapping.items())
         if hasattr(mapping, "_metadata"):  # a module's state: the versions of its parts
-            found._metadata = mapping._metadata  # noqa: SLF001  (torch's own place for them)
-        return found
+            copies._metadata = mapping._metadata  # noqa: SLF001  (torch's own place for them)
+        return copies
     if isinstance(value, (list, tuple)):
         sequence = cast("list[Any]", value)
         return type(sequence)(copied(item) for item in sequence) if type(sequence) in (list, tuple) else sequence

@@ -149,13 +149,13 @@ class Guard:
         self._check_open("look")
         self._access.settle()
         self._access.hand_over()
-        found = self._checker.now(self._access.step - 1)
-        self._asked, self._meets = found, True
-        if found is None and self._ranks.decides:
+        new_look = self._checker.now(self._access.step - 1)
+        self._asked, self._meets = new_look, True
+        if new_look is None and self._ranks.decides:
             self._access.record(
                 "guard", "a check was skipped: not all records were on disk in time", {"action": "none"}
             )
-        return () if found is None else found.findings
+        return () if new_look is None else new_look.findings
 
     def checkpoint(self, state: "Mapping[str, Any] | Restore | None" = None) -> bool:
         """Keeps a checkpoint of now that "rollback" may put back; False, and an event, if the weights are not finite.

@@ -1,10 +1,4 @@
-"""How the ranks of one training act alike: rank 0 looks and decides, and tells the others at an agreed step.
-
-At every look that is due, all ranks meet once: rank 0 broadcasts what is to be done, over a gloo group of its own, so
-that no device waits. That is the one collective of a guard, of some bytes, every so many steps; a rank that lags holds
-the others up there as it would in the next gradient reduction. Before rank 0 reads the run, each rank has flushed its
-part; that is exchanged through the process group's store, in the background, with no collective.
-"""
+"""How the ranks of one training act alike: rank 0 looks and decides, and tells the others at an agreed step."""
 
 import threading
 import time
@@ -36,6 +30,10 @@ class SingleRank:
         return True
 
 
+# At every look that is due, all ranks meet once: rank 0 broadcasts what is to be done, over a gloo group of its own, so
+# that no device waits. That is the one collective of a guard, of some bytes, every so many steps; a rank that lags
+# holds the others up there as it would in the next gradient reduction. Before rank 0 reads the run, each rank has
+# flushed its part; that is exchanged through the process group's store, in the background, with no collective.
 class ManyRanks:
     """One of several processes."""
 

@@ -28,10 +28,7 @@ class LoopBoundary:
 
 
 class HookedBoundary(torch_hooks.TrainingEvents):
-    """The boundary of a hand-written loop, heard where a watch hears of it: a `torch_hooks.TrainingEvents`.
-
-    What `between` raises leaves the user's call of ``update`` or ``step``, whose work is done by then.
-    """
+    """The boundary of a hand-written loop, heard where a watch hears of it: a `torch_hooks.TrainingEvents`."""
 
     def __init__(self, access: WatchAccess, between: Callable[[], None]) -> None:
         self._access, self._between = access, between
@@ -64,9 +61,10 @@ class HookedBoundary(torch_hooks.TrainingEvents):
         if self._scaled or optimizer not in ours:
             return
         self._stepped.add(id(optimizer))
-        if self._stepped >= {id(each) for each in ours}:
+        if self._stepped >= {id(optimizer_of_ours) for optimizer_of_ours in ours}:
             self._end()
 
+    # What `between` raises leaves the user's call of `update` or `step`, whose work is done by then.
     def _end(self) -> None:
         self._scaled = False
         self._stepped.clear()

@@ -189,8 +189,8 @@ def _operands(kind: str, operands: tuple[Operand, ...]) -> list[str]:
     for operand in operands[:_MOST]:
         shape = "x".join(str(n) for n in operand.shape) or "scalar"
         called = f" ({shown(operand.called)})" if operand.called is not None else ""
-        held = "" if operand.spectrum is None else f": {held_by(operand.spectrum)}"
-        lines += _entry(kind, f"{operand.name}{called} {operand.dtype} {shape}{held}")
+        range_words = "" if operand.spectrum is None else f": {held_by(operand.spectrum)}"
+        lines += _entry(kind, f"{operand.name}{called} {operand.dtype} {shape}{range_words}")
     if len(operands) > _MOST:
         lines += _entry(kind, f"and {len(operands) - _MOST} more")
     return lines

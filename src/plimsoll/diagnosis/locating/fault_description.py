@@ -246,7 +246,7 @@ def _from(origin: Origin) -> str:
 def _format(origin: Origin) -> Format | None:
     out = next((o for o in origin.outputs if o.name == origin.worst), None)
     try:
-        found = None if out is None else get(out.dtype)
+        output_format = None if out is None else get(out.dtype)
     except FormatError:
         return None
-    return found if isinstance(found, Format) else None
+    return output_format if isinstance(output_format, Format) else None

@@ -145,8 +145,8 @@ class _Search(torch_hooks.TrainingEvents):
             origin = first_cause(o for o in self._witness.trail.origins if not o.deliberate)
         if origin is None:
             return None, None
-        found = min((end for end in reached if origin in end.origins), key=lambda end: end.rank, default=None)
-        return origin, found
+        first_end = min((end for end in reached if origin in end.origins), key=lambda end: end.rank, default=None)
+        return origin, first_end
 
     def _unseen(self, names: Names) -> Fault | None:
         """Something is not finite, and no operation that was seen made it so."""

@@ -1,10 +1,4 @@
-"""`locate` by itself, when something breaks in a training that is watched.
-
-The recorder's triggers come when a step's numbers are there, which may be after the optimizer has written NaN into the
-weights: too late to find out. So the same question, whether a loss or a gradient is not finite, is asked here right
-before the optimizer steps, and after a scaler has skipped: the weights are then those of the batch that broke. It waits
-for the device once a step.
-"""
+"""`locate` by itself, when something breaks in a training that is watched."""
 
 import contextlib
 import inspect
@@ -60,9 +54,9 @@ def locate_on_trigger(
     """
     core: WatchSession = watch._core  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     if watch.closed or core.ranks.world > 1:
-        found = "one that is closed" if watch.closed else f"one of {core.ranks.world} processes"
+        problem = "one that is closed" if watch.closed else f"one of {core.ranks.world} processes"
         raise ArgumentError(
-            f"locate_on_trigger: expected an open watch of a single process; got {found}. In several processes, call "
+            f"locate_on_trigger: expected an open watch of a single process; got {problem}. In several processes, call "
             "plimsoll.locate on all of them together."
         )
     if not callable(compute):
@@ -122,6 +116,10 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
         """A scaler has scaled a loss."""
         self._scaler = scaler
 
+    # The recorder's triggers come when a step's numbers are there, which may be after the optimizer has written NaN
+    # into the weights: too late to find out. So the same question, whether a loss or a gradient is not finite, is asked
+    # here right before the optimizer steps, and after a scaler has skipped: the weights are then those of the batch
+    # that broke. It waits for the device once a step.
     @contained
     def optimizer_begins(self, optimizer: Any) -> None:
         """The weights are still those of the batch."""
@@ -229,9 +227,9 @@ class _Call:
 
 
 def _close(ours: "weakref.ref[OnTrigger[Any, Any]]") -> None:
-    found = ours()
-    if found is not None:
-        found.close()
+    trigger = ours()
+    if trigger is not None:
+        trigger.close()
 
 
 def _any_bad(tensors: Iterable[Tensor]) -> bool:

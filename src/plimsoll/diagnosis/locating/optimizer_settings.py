@@ -54,23 +54,21 @@ class BadSetting:
 
 
 def bad_settings(optimizer: Any, index: int, source: Source | None) -> list[BadSetting]:
-    """Return the settings of an optimizer that are NaN or Inf.
-
-    Inf counts in the settings that torch's optimizers have. In others it may be meant: a largest norm of Inf clips
-    nothing.
-    """
-    found: list[BadSetting] = []
+    """Return the settings of an optimizer that are NaN or Inf."""
+    settings: list[BadSetting] = []
     for place, group in enumerate(cast("Iterable[Mapping[str, Any]]", optimizer.param_groups)):
+        # Inf counts in the settings that torch's optimizers have. In others it may be meant: a largest norm of Inf
+        # clips nothing.
         bad = {name: value for name, value in _numbers(group) if math.isnan(value) or name.split("[")[0] in _USUAL}
         if bad:
             finite = tuple(p for p in group["params"] if not _is_broken(p))
-            found += [
+            settings += [
                 BadSetting(
                     optimizer=optimizer, group=place, name=name, value=value, index=index, source=source, finite=finite
                 )
                 for name, value in bad.items()
             ]
-    return found
+    return settings
 
 
 def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -79,9 +77,9 @@ def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         if name in ("params", "param_names", "initial_lr"):  # a schedule's own note steps nothing
             continue
         listed = list(cast("Iterable[object]", value)) if isinstance(value, list | tuple) else [cast("object", value)]
-        for place, each in enumerate(listed):
-            single = isinstance(each, Tensor) and each.numel() == 1 and not each.is_meta
-            plain = float(cast("Tensor", each).detach()) if single else each
+        for place, item in enumerate(listed):
+            single = isinstance(item, Tensor) and item.numel() == 1 and not item.is_meta
+            plain = float(cast("Tensor", item).detach()) if single else item
             if isinstance(plain, int | float) and not math.isfinite(plain):
                 yield (f"{name}[{place}]" if isinstance(value, list | tuple) else name), float(plain)
 

@@ -81,20 +81,20 @@ class ShareRule(CastRule):
     def _of_shares(self, view: View, name: str, shares: Callable[[CastCells], Floats]) -> Iterator[Finding]:
         """Yield one finding for each collection."""
         for collection in COLLECTIONS:
-            found = [
-                each
+            spans = [
+                span
                 for cast in cast_cells(view, collection)
-                for each in _above(cast, shares(cast), self.share, self.samples)
+                for span in _above(cast, shares(cast), self.share, self.samples)
             ]
-            if found:
-                alarming = max(value for *_, value in found) > self.grave
-                yield self._finding(found, name, "alarm" if alarming else "warning", collection)
+            if spans:
+                alarming = max(value for *_, value in spans) > self.grave
+                yield self._finding(spans, name, "alarm" if alarming else "warning", collection)
 
 
 def _above(cast: CastCells, shares: Floats, least: float, samples: float) -> list[_Found]:
     """Return the layers in which a share is above a bound for enough samples, each with its highest share."""
-    found = spells(shares > least, ~np.isnan(shares), samples)
-    return [(cast, layer, a, b, float(np.nanmax(shares[layer, a : b + 1]))) for layer, a, b in found]
+    spans = spells(shares > least, ~np.isnan(shares), samples)
+    return [(cast, layer, a, b, float(np.nanmax(shares[layer, a : b + 1]))) for layer, a, b in spans]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,17 +168,17 @@ class CodesUnused(CastRule):
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each collection."""
         for collection in COLLECTIONS:
-            found: list[_Found] = []
+            unused: list[_Found] = []
             for cast in cast_cells(view, collection):
                 with np.errstate(invalid="ignore"):
                     low = np.where(cast.room >= self.room, cast.coarse, np.where(np.isnan(cast.coarse), np.nan, 0.0))
-                found += _above(cast, low, self.share, self.samples)
-            if found:
-                cast, layer, _, last, _ = max(found, key=lambda each: each[4])
+                unused += _above(cast, low, self.share, self.samples)
+            if unused:
+                cast, layer, _, last, _ = max(unused, key=lambda each: each[4])
                 top, free = cast.format.max_exponent, floor(float(cast.room[layer, last]))
                 binades = top - cast.format.quantum_exponent + 1
                 used = {"binades_used": max(binades - free, 0), "binades": binades}
-                yield self._finding(found, "with_fewer_digits", "warning", collection, used)
+                yield self._finding(unused, "with_fewer_digits", "warning", collection, used)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share of subnormal values."""
@@ -187,11 +187,7 @@ class CodesUnused(CastRule):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitDrift(CastRule):
-    """A tensor that began at unit scale and has left the sizes that its format holds well at a constant scale.
-
-    The bound is 2^-k to 2^k, k from the format: normal values of size 2^-k have `fewer` of them subnormal, of size 2^k
-    `beyond` of them saturated, whichever is nearer. It is 4 for E4M3, 12 for E5M2.
-    """
+    """A tensor that began at unit scale and has left the sizes that its format holds well at a constant scale."""
 
     id = "unit-drift"
     says = "a tensor that began at unit scale has left [2^-k, 2^k], where its 8-bit format works at a constant scale"
@@ -211,14 +207,14 @@ class UnitDrift(CastRule):
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each collection."""
         for collection in COLLECTIONS:
-            found: list[_Found] = []
+            drifted: list[_Found] = []
             bounds: dict[str, int] = {}
             for cast in cast_cells(view, collection, constant=True):
                 bounds[cast.format.name] = self.bound(cast.format)
-                found += self._left(cast, bounds[cast.format.name])
-            if found:
-                worst = max(found, key=lambda each: abs(each[4]))[0].format.name
-                yield self._finding(found, "binades", "warning", collection, {"bound": bounds[worst]})
+                drifted += self._left(cast, bounds[cast.format.name])
+            if drifted:
+                worst = max(drifted, key=lambda each: abs(each[4]))[0].format.name
+                yield self._finding(drifted, "binades", "warning", collection, {"bound": bounds[worst]})
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the size and its bounds."""
@@ -234,6 +230,8 @@ class UnitDrift(CastRule):
         """Draw the format's limits at a scale of 1. They are of the values as cast."""
         return {"formats": [finding.evidence.get("format")]} if finding.evidence.get("scale") == 1.0 else {}
 
+    # The bound is 2^-k to 2^k, k from the format: normal values of size 2^-k have `fewer` of them subnormal, of size
+    # 2^k `beyond` of them saturated, whichever is nearer. It is 4 for E4M3, 12 for E5M2.
     def bound(self, fmt: Format) -> int:
         """Return the k of a format."""
         normal = NormalDist()
@@ -245,10 +243,10 @@ class UnitDrift(CastRule):
         sizes, known = cast.sizes, ~np.isnan(cast.sizes)
         with np.errstate(invalid="ignore"):
             outside = np.abs(sizes) > bound
-        found: list[_Found] = []
+        drifted: list[_Found] = []
         for layer, first, last in spells(outside, known, self.samples):
             begun = np.flatnonzero(known[layer])[: int(self.samples)]
             if abs(float(np.median(sizes[layer, begun]))) <= bound:
                 span = sizes[layer, first : last + 1]
-                found.append((cast, layer, first, last, float(span[np.nanargmax(np.abs(span))])))
-        return found
+                drifted.append((cast, layer, first, last, float(span[np.nanargmax(np.abs(span))])))
+        return drifted

@@ -23,11 +23,7 @@ _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLayer(Rule):
-    """Layers that put out zeros only, or whose gradients are zero though they were not flushed.
-
-    Underflow is left to its own rules. A gradient in a narrow format that was never anything but zero cannot be told
-    from underflow without a shadow step, and the finding says so.
-    """
+    """Layers that put out zeros only, or whose gradients are zero though they were not flushed."""
 
     id = "dead-layer"
     says = "a layer outputs only zeros, or its gradients are all zero, and it is not underflow"
@@ -46,19 +42,21 @@ class DeadLayer(Rule):
     zeros: float = threshold(0.999, "of an output's values; ReLU, dropout and masks leave more than that")
     samples: float = threshold(5, _SAMPLES)
 
+    # Underflow is left to its own rules. A gradient in a narrow format that was never anything but zero cannot be
+    # distinguished from underflow without a shadow step, and the finding says so.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding of the outputs, one of the gradients of layers whose outputs are alive."""
         dead: set[str] = set()
         outputs = view.cells("activations")
         if outputs is not None:
-            told = np.array([":output" in name for name in outputs.names])[:, None]
-            fraction = np.where(told, outputs.zero_fraction, np.nan)
-            found = spells(fraction >= self.zeros, ~np.isnan(fraction), self.samples)
-            if found:
-                spots = sorted(worst(outputs, found, fraction), key=lambda spot: spot.since_step)
+            is_output = np.array([":output" in name for name in outputs.names])[:, None]
+            fraction = np.where(is_output, outputs.zero_fraction, np.nan)
+            spans = spells(fraction >= self.zeros, ~np.isnan(fraction), self.samples)
+            if spans:
+                spots = sorted(worst(outputs, spans, fraction), key=lambda spot: spot.since_step)
                 dead = {spot.name.partition(":")[0] for spot in spots}
                 evidence = {"first": spots[0].name, "layers": len(spots), "zeros": spots[0].value}
-                until = last_of(outputs, found)
+                until = last_of(outputs, spans)
                 yield self.finding("warning", spots, evidence, until_step=until, collection="activations")
         yield from self._of_gradients(view, dead)
 
@@ -82,15 +80,15 @@ class DeadLayer(Rule):
         # NaN is no zero. A loss of zero has no gradient, and gradients that the script erased say nothing of a layer.
         elsewhere = view.solved(cells.steps) | erased_samples(view)
         judged = ~np.isnan(nonzero) & (modules.total(cells.nonfinite) == 0) & ~elsewhere[None, :]
-        found = spells(silent & alive, judged, self.samples)
-        if not found:
+        spans = spells(silent & alive, judged, self.samples)
+        if not spans:
             return
-        spots = sorted(worst(cells, found, values, modules.main_layers(cells)), key=lambda spot: spot.since_step)
-        never = [layer for layer, *_ in found if np.nanmax(nonzero[layer]) == 0]
+        spots = sorted(worst(cells, spans, values, modules.main_layers(cells)), key=lambda spot: spot.since_step)
+        never = [layer for layer, *_ in spans if np.nanmax(nonzero[layer]) == 0]
         unknown = bool(never) and bool(narrow.censors.any())
         evidence = {"first": spots[0].name, "layers": len(spots), "never_alive": len(never)}
         yield self.finding(
-            "warning", spots, evidence, until_step=last_of(cells, found), collection="gradients",
+            "warning", spots, evidence, until_step=last_of(cells, spans), collection="gradients",
             meaning="Their gradients have always been zero: either nothing reaches them, or all of it underflows."
             if unknown else None,
             advice="Take a shadow step (shadow_every): it distinguishes the two." if unknown else None,
@@ -99,11 +97,7 @@ class DeadLayer(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsVanish(Rule):
-    """Gradients that shrink from layer to layer until the first layers are not trained.
-
-    A layer counts if its gradient is many times smaller than the model's largest, and its updates are too small to
-    move its weights. Adam moves layers with small gradients as far as others, so it rarely applies there.
-    """
+    """Gradients that shrink from layer to layer until the first layers are not trained."""
 
     id = "gradients-vanish"
     says = "gradients shrink towards the first layers until these are not trained"
@@ -118,6 +112,8 @@ class GradientsVanish(Rule):
     moved: float = threshold(1e-7, "of a weight's norm in one step: a million steps would be needed to change it")
     samples: float = threshold(5, _SAMPLES)
 
+    # A layer counts if its gradient is many times smaller than the model's largest, and its updates are too small to
+    # move its weights. Adam moves layers with small gradients as far as others, so it rarely applies there.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the gradients."""
         gradients, updates = view.cells("gradients"), view.cells("updates")
@@ -139,18 +135,18 @@ class GradientsVanish(Rule):
         judged = ~np.isnan(rms) & ~np.isnan(still) & ~view.solved(gradients.steps)[None, :]
         judged &= np.array([name in main for name in gradients.names])[:, None]
         holds = judged & (rms <= self.smaller * largest[None, :]) & (still <= self.moved)
-        found = [span for span in spells(holds, judged, self.samples) if holds[span[0]][judged[span[0]]].mean() > 0.5]
-        if not found:
+        spans = [span for span in spells(holds, judged, self.samples) if holds[span[0]][judged[span[0]]].mean() > 0.5]
+        if not spans:
             return
         with np.errstate(all="ignore"):
             shares = rms / largest[None, :]
-        spots = sorted(worst(gradients, found, shares), key=lambda spot: spot.value)
+        spots = sorted(worst(gradients, spans, shares), key=lambda spot: spot.value)
         smallest = gradients.names.index(spots[0].name)
         evidence = {
             "layers": len(spots), "worst": spots[0].name, "largest": float(largest[mine[-1]]),
             "worst_rms": float(np.nanmedian(rms[smallest])),
         }  # fmt: skip
-        until = last_of(gradients, found)
+        until = last_of(gradients, spans)
         yield self.finding("warning", spots, evidence, until_step=until, collection="gradients")
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -193,11 +189,11 @@ class StructuralZeros(Rule):
             zeros = np.where(cells.total(cells.nonzero) > 0, cells.zero_fraction, np.nan)
             narrowed = cells.total(narrow.censors.astype(np.int64)) > 0
             holds = narrowed & (zeros > self.zeros) & (narrow.fraction < self.lost)
-            found = spells(holds, ~np.isnan(zeros), self.samples)
-            if found:
-                spots = worst(cells, found, zeros)
+            spans = spells(holds, ~np.isnan(zeros), self.samples)
+            if spans:
+                spots = worst(cells, spans, zeros)
                 evidence = {"worst": spots[0].name, "zeros": spots[0].value, "layers": len(spots)}
-                yield self.finding("info", spots, evidence, until_step=last_of(cells, found), collection=collection)
+                yield self.finding("info", spots, evidence, until_step=last_of(cells, spans), collection=collection)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where and since when. There is nothing to do."""
@@ -206,11 +202,7 @@ class StructuralZeros(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class Drift(Rule):
-    """Weights or activations whose size moves steadily, up or down, and does not settle.
-
-    Unit scaling rests on sizes that stay (U5); weights that grow without end lose the precision of their updates. Sizes
-    that move while a model learns, as outputs and layers that begin at zero do, and then settle are a note.
-    """
+    """Weights or activations whose size moves steadily, up or down, and does not settle."""
 
     id = "distribution-drift"
     says = "the size of a layer's weights or outputs moves steadily and does not settle"
@@ -229,17 +221,19 @@ class Drift(Rule):
     last: float = threshold(1, "binades in each of the last two quarters; linear growth makes 0.4")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
+    # Unit scaling rests on sizes that stay (U5); weights that grow without end lose the precision of their updates.
+    # Sizes that move while a model learns, as outputs and layers that begin at zero do, and then settle are a note.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each of weights and activations."""
         for collection in FORWARD:
             cells = view.cells(collection)
             if cells is None:
                 continue
-            found = [each for i in self._candidates(cells) if (each := self._drift(cells, i)) is not None]
-            moving = [each for each in found if each[3]]
-            if not found:
+            drifts = [each for i in self._candidates(cells) if (each := self._drift(cells, i)) is not None]
+            moving = [each for each in drifts if each[3]]
+            if not drifts:
                 continue
-            shown = sorted(moving or found, key=lambda each: -abs(each[1]))
+            shown = sorted(moving or drifts, key=lambda each: -abs(each[1]))
             evidence = {"worst": shown[0][0].name, "binades": shown[0][1], "layers": len(shown)}
             spots, until = [spot for spot, *_ in shown], max(until for _, _, until, _ in shown)
             if moving:
@@ -281,8 +275,8 @@ class Drift(Rule):
             moved = end - start
             if abs(moved) < self.binades or (end - half) / moved < self.still:
                 continue
-            found = trend(cells.steps[seen], sizes[seen])
-            if found is None or found.confidence < self.confidence or found.low * found.high <= 0:
+            line = trend(cells.steps[seen], sizes[seen])
+            if line is None or line.confidence < self.confidence or line.low * line.high <= 0:
                 continue
             until = int(cells.steps[seen[-1]])
             since = until if since is None else since

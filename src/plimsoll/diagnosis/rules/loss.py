@@ -54,12 +54,7 @@ class _Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpike(Rule):
-    """A loss far above its usual level: an alarm where it does not come back, a note where it does so at once.
-
-    Alarms: at the end most losses are above the level before the rise, and far above the first losses, or half of what
-    was learned is lost; or the run blew up at its start and never came below its first losses again. Warnings: the rise
-    lasted, far above the first losses; or it is on its way back from there; or spikes grow. Everything else is a note.
-    """
+    """A loss far above its usual level: an alarm where it does not come back, a note where it does so at once."""
 
     id = "loss-spike"
     says = "the loss rises far above its usual level; an alarm if it does not come back"
@@ -140,18 +135,18 @@ class LossSpike(Rule):
         steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
         if len(loss) < 2:
             return
-        found = self._rises(loss)
-        judged = [self._judged(loss, each, broken) for each in found] + self._never_learned(loss, found)
+        all_rises = self._rises(loss)
+        judged = [self._judged(loss, one_rise, broken) for one_rise in all_rises] + self._never_learned(loss, all_rises)
         if not judged:
             return
-        worst_of = max(judged, key=lambda each: (SEVERITIES.index(each.severity), float(loss[each.rise.peak])))
+        worst_of = max(judged, key=lambda known: (SEVERITIES.index(known.severity), float(loss[known.rise.peak])))
         severity, course = worst_of.severity, worst_of.course
-        if severity == "info" and self._grow(loss, found):
+        if severity == "info" and self._grow(loss, all_rises):
             severity, course = "warning", "growing spikes"
         rise = worst_of.rise
         evidence: dict[str, float | int | str] = {
             "course": course,
-            "spikes": len(found),
+            "spikes": len(all_rises),
             "highest": float(loss[rise.peak]),
             "at_step": int(steps[rise.peak]),
             "usual": rise.usual,
@@ -161,9 +156,9 @@ class LossSpike(Rule):
         }
         if name != "loss":
             evidence["loss"] = name
-        one = course not in ("came back", "growing spikes")  # the finding speaks of one rise, else of all
-        since = rise.first if one else found[0].first
-        until = rise.last if one else max(each.last for each in found)
+        speaks_of_one = course not in ("came back", "growing spikes")  # the finding speaks of one rise, else of all
+        since = rise.first if speaks_of_one else all_rises[0].first
+        until = rise.last if speaks_of_one else max(one_rise.last for one_rise in all_rises)
         if course == "never learned":
             until = len(loss) - 1
         advice = _TOO_HIGH if course == "never learned" else _ADVICE[severity]
@@ -190,12 +185,12 @@ class LossSpike(Rule):
         near = ~earlier & (cells.steps <= cells.steps[cells.steps >= since].min(initial=since))
         if np.count_nonzero(earlier) < _AT_ONCE or not near.any():
             return None
-        found = (0.0, "")
+        largest = (0.0, "")
         for place, name in enumerate(cells.names):
             if name.startswith(f"{root}:input"):
                 before, now = (np.nanmax(cells.rms[place, at], initial=0.0) for at in (earlier, near))
-                found = max(found, (float(now / before) if before > 0 else 0.0, name))
-        return (found[1], found[0]) if found[0] >= self.input else None
+                largest = max(largest, (float(now / before) if before > 0 else 0.0, name))
+        return (largest[1], largest[0]) if largest[0] >= self.input else None
 
     def rose_at(self, view: View) -> list[int]:
         """Return the steps at which rises of a loss begin that are more than a note."""
@@ -205,8 +200,8 @@ class LossSpike(Rule):
         steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
         if len(loss) < 2:
             return []
-        judged = (self._judged(loss, each) for each in self._rises(loss))
-        return [int(steps[each.rise.first]) for each in judged if each.severity != "info"]
+        judged = (self._judged(loss, rise) for rise in self._rises(loss))
+        return [int(steps[known.rise.first]) for known in judged if known.severity != "info"]
 
     def _rises(self, loss: Floats) -> list[Rise]:
         lasting, began = int(self.lasting), beginning(loss)
@@ -216,28 +211,32 @@ class LossSpike(Rule):
         early = np.isnan(usual)
         early[0] = False  # what the run began at is no rise
         usual[early], level[early] = began, began + self.beyond * _unit(began)
-        found = rises(loss, usual, level, lasting=lasting, share=self.share)
-        if not any(each.lasts and each.open for each in found):
+        all_rises = rises(loss, usual, level, lasting=lasting, share=self.share)
+        if not any(rise.lasts and rise.open for rise in all_rises):
             limit = began + self.height * _unit(began)
             gradual = gradual_rise(loss, beyond=limit, window=int(self.window), lasting=lasting, share=self.share)
             if gradual is not None and (
                 gradual.usual < began - 0.5 * abs(began) or gradual.height > began + _UNLEARNED * _unit(began)
             ):
-                found.append(gradual)
-        return found
+                all_rises.append(gradual)
+        return all_rises
 
+    # Alarms: at the end most losses are above the level before the rise, and far above the first losses, or half of
+    # what was learned is lost; or the run blew up at its start and never came below its first losses again. Warnings:
+    # the rise lasted, far above the first losses; or it is on its way back from there; or spikes grow. Everything else
+    # is a note.
     def _judged(self, loss: Floats, rise: Rise, broken: bool = False) -> _Judged:
         """How grave a rise is; `broken`: what came after the record's last finite loss is NaN or Inf."""
         began = beginning(loss)
         unit = _unit(began)
         far = rise.height > began + self.beyond * unit
         if not rise.lasts:
-            held = loss[rise.first : rise.last + 1]
-            if rise.open and len(held) >= _FIVE and bool((held[-_FIVE:] > began + _BLOWN_UP * unit).all()):
+            losses = loss[rise.first : rise.last + 1]
+            if rise.open and len(losses) >= _FIVE and bool((losses[-_FIVE:] > began + _BLOWN_UP * unit).all()):
                 return _Judged(rise=rise, severity="alarm", course="diverged")
-            if rise.open and broken and bool((held[-_AT_ONCE:] > began + self.height * unit).all()):
+            if rise.open and broken and bool((losses[-_AT_ONCE:] > began + self.height * unit).all()):
                 return _Judged(rise=rise, severity="alarm", course="diverged")
-            grave = len(held) >= _AT_ONCE and bool((held > began + self.height * unit).all())
+            grave = len(losses) >= _AT_ONCE and bool((losses > began + self.height * unit).all())
             course = "just risen" if rise.open else "came back"
             return _Judged(rise=rise, severity="warning" if grave else "info", course=course)
         if not rise.open:
@@ -271,7 +270,7 @@ class LossSpike(Rule):
         began = beginning(loss)
         small = 0.01 * _unit(began)  # losses of before may all be zero
         heights = np.array(
-            [(float(loss[each.peak]) - each.usual) / max(each.level - each.usual, small) for each in found]
+            [(float(loss[rise.peak]) - rise.usual) / max(rise.level - rise.usual, small) for rise in found]
         )
         if len(heights) < self.repeats or float(loss[found[-1].peak]) < began + self.beyond * _unit(began):
             return False
@@ -294,11 +293,7 @@ def _accumulated(view: View) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RateTooHigh(Rule):
-    """First updates as large as the weights, after which the loss stays near where it began, or above.
-
-    Adam moves every weight by the learning rate at its first step. If that is a good part of the weights' own size, the
-    initialisation is lost. Sound trainings do not do this, or recover from it.
-    """
+    """First updates as large as the weights, after which the loss stays near where it began, or above."""
 
     id = "rate-too-high"
     says = "the first updates replace the weights, and the loss does not recover"
@@ -319,6 +314,8 @@ class RateTooHigh(Rule):
     learned: float = threshold(0.3, "of the first loss: a run that has learned more than this has recovered")
     least: float = threshold(50, "losses before it is judged")
 
+    # Adam moves every weight by the learning rate at its first step. If that is a good part of the weights' own size,
+    # the initialisation is lost. Sound trainings do not do this, or recover from it.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the whole run."""
         updates = view.cells("updates")
@@ -355,11 +352,7 @@ class RateTooHigh(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class LossUnbounded(Rule):
-    """A loss that falls below zero by orders of magnitude, faster and faster.
-
-    Losses that are learned fall ever slower, those below zero too (likelihoods, rewards). Where an error is maximised,
-    the loss falls as the error grows. Four parts of the record are compared, so the first losses do not matter.
-    """
+    """A loss that falls below zero by orders of magnitude, faster and faster."""
 
     id = "loss-unbounded"
     says = "the loss falls below zero without bound, faster and faster"
@@ -374,6 +367,9 @@ class LossUnbounded(Rule):
     times: float = threshold(_UNLEARNED, "times the first loss below zero (times 1, if that is less): no usual reward")
     least: float = threshold(40, "losses: ten in each quarter")
 
+    # Losses that are learned fall ever slower, those below zero too (likelihoods, rewards). Where an error is
+    # maximised, the loss falls as the error grows. Four parts of the record are compared, so the first losses do not
+    # matter.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the recorded loss."""
         steps, loss = view.scalar("loss")
@@ -401,12 +397,7 @@ class LossUnbounded(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeForerunner(Rule):
-    """Signs before a rise of the loss: an update far above the usual, a gradient that Adam's memory lags behind.
-
-    After many small gradients the second moment is small, and the first large gradient is divided by its root: the
-    update is far above the usual, and the loss follows (T8). In most sound trainings updates jump without harm. So a
-    jump is a note, and a warning where the loss did follow, or where it moved a good part of the weights at once.
-    """
+    """Signs before a rise of the loss: an update far above the usual, a gradient that Adam's memory lags behind."""
 
     id = "spike-forerunner"
     says = (
@@ -428,6 +419,9 @@ class SpikeForerunner(Rule):
     follows: float = threshold(20, "steps after it within which the loss must begin to rise")
     grave: float = threshold(32, "times the usual, and this part of the weights' norm moved: harm by itself")
 
+    # After many small gradients the second moment is small, and the first large gradient is divided by its root: the
+    # update is far above the usual, and the loss follows (T8). In most sound trainings updates jump without harm. So a
+    # jump is a note, and a warning where the loss did follow, or where it moved a good part of the weights at once.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding of the updates, one of the gradients."""
         rose = LossSpike().rose_at(view)
@@ -471,17 +465,17 @@ class SpikeForerunner(Rule):
         self, cells: Cells, times: Floats, limit: float, what: str, rose: list[int], far: bool
     ) -> Iterator[Finding]:
         jumps = np.nan_to_num(times, nan=0.0) > limit
-        found = spells(jumps, ~np.isnan(times), 1)
-        if not found:
+        spans = spells(jumps, ~np.isnan(times), 1)
+        if not spans:
             return
         at = cells.steps[jumps.any(axis=0)]
         followed = [step for step in rose if bool(((at <= step) & (step - at <= self.follows)).any())]
-        spots = worst(cells, found, times)
+        spots = worst(cells, spans, times)
         evidence: dict[str, float | int | str] = {"worst": spots[0].name, what: spots[0].value, "layers": len(spots)}
         evidence |= {"loss_rose_at": followed[0]} if followed else {}
         harm = bool(followed) or far
         yield self.finding(
-            "warning" if harm else "info", spots, evidence, until_step=last_of(cells, found),
+            "warning" if harm else "info", spots, evidence, until_step=last_of(cells, spans),
             collection=cells.collection,
             meaning=None if followed else _MOVED_FAR if far else _NO_HARM,
             advice=None if harm else "No action is needed if the loss stays as it is.",

@@ -176,28 +176,24 @@ class ScaleLow(ScaleRule):
 
     def _free(self, view: View, cells: Cells) -> Floats:
         """At each step of the gradients, the binades between the largest value that the format held and its top."""
-        found = np.full(len(cells.steps), np.inf)
+        free = np.full(len(cells.steps), np.inf)
         for collection in WITH_LOSS_SCALE:
             narrow = view.narrow(collection)
             if narrow is None:
                 continue
             top = np.array([fmt.max for fmt in narrow.known])[narrow.cells.format]
-            held = narrow.cells.column("absmax") * (narrow.held / narrow.cells.scale)
-            room = log2(np.where(narrow.censors & (held > 0), top / np.where(held > 0, held, 1.0), np.nan))
+            largest = narrow.cells.column("absmax") * (narrow.held / narrow.cells.scale)
+            room = log2(np.where(narrow.censors & (largest > 0), top / np.where(largest > 0, largest, 1.0), np.nan))
             place = np.searchsorted(cells.steps, narrow.cells.steps[narrow.cells.at])
             there = (place < len(cells.steps)) & ~np.isnan(room)
             there[there] &= cells.steps[place[there]] == narrow.cells.steps[narrow.cells.at[there]]
-            np.minimum.at(found, place[there], room[there])
-        return found
+            np.minimum.at(free, place[there], room[there])
+        return free
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleCollapse(ScaleRule):
-    """A fall of the loss scale within few steps, after it had once settled; a warning where the scale came back.
-
-    The search from a high first scale down to the one that serves is no collapse: steps before the scale has stayed
-    the same for `settled` steps do not count. A scale that has fallen below `floor` counts always.
-    """
+    """A fall of the loss scale within few steps, after it had once settled; a warning where the scale came back."""
 
     id = "scale-collapse"
     says = "the loss scale falls far within few steps"
@@ -220,6 +216,8 @@ class ScaleCollapse(ScaleRule):
     settled: float = threshold(20, "steps without a change, after which the search for the first scale is over")
     floor: float = threshold(1.0, "a scale below 1 shrinks gradients that overflow by themselves")
 
+    # The search from a high first scale down to the one that works is no collapse: steps before the scale has stayed
+    # the same for `settled` steps do not count. A scale that has fallen below `floor` counts always.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the recorded loss scale."""
         steps, scale = _known_scale(view)
@@ -350,11 +348,9 @@ def _fallen(steps: Ints, scale: Floats, begin: int, window: float) -> Floats:
 
 
 def _start_of_fall(scale: Floats, at: int, begin: int) -> int:
-    """The first sample of the fall that leads to a place: back over all that did not rise, then to where it fell.
-
-    Not back beyond `begin`, where the scale had settled: the search before it may have been a fall too.
-    """
+    """The first sample of the fall that leads to a place: back over all that did not rise, then to where it fell."""
     start = at
+    # The search stops at `begin`, where the scale had settled: the search before it may have been a fall too.
     while start > begin and scale[start - 1] >= scale[start]:
         start -= 1
     return start + int(np.argmax(scale[start : at + 1] < scale[start])) if scale[start] > scale[at] else at
@@ -380,23 +376,23 @@ class Remedy:
 
 def scale_remedy(view: View, findings: Sequence[Finding]) -> Remedy | None:
     """Return the remedy of what the findings say of the loss scale; None where they say nothing of it."""
-    found = {finding.rule: finding for finding in reversed(findings) if rule_of(finding).needs_other_scale(finding)}
-    if not found:
+    by_rule = {finding.rule: finding for finding in reversed(findings) if rule_of(finding).needs_other_scale(finding)}
+    if not by_rule:
         return None
-    if ScaleCollapse.id in found:
-        return _against_collapse(view, found[ScaleCollapse.id])
-    if NoSingleScale.id in found:
-        evidence = found[NoSingleScale.id].evidence
+    if ScaleCollapse.id in by_rule:
+        return _against_collapse(view, by_rule[ScaleCollapse.id])
+    if NoSingleScale.id in by_rule:
+        evidence = by_rule[NoSingleScale.id].evidence
         needs, overflows = (str(evidence[name]).split(" ")[0] for name in ("needs_scale", "bears_scale"))
         return Remedy(
             action="use a LayerScaler or BF16",
             reason=f"no single scale works, since {layer_name(str(evidence['smallest_layer']))} needs {needs} or more "
             f"and {layer_name(str(evidence['largest_layer']))} overflows above {overflows}",
         )
-    last = max(finding.until_step for finding in found.values())
-    if last < _last_sample(view) and all(finding.severity == "warning" for finding in found.values()):
+    last = max(finding.until_step for finding in by_rule.values())
+    if last < _last_sample(view) and all(finding.severity == "warning" for finding in by_rule.values()):
         return Remedy(action="do nothing now", reason=f"it has been over since step {last:,}")
-    return by_scales(Scales.of(view, until=last), found.get(ScaleLow.id))[1]
+    return by_scales(Scales.of(view, until=last), by_rule.get(ScaleLow.id))[1]
 
 
 def remedy_words(context: FindingContext) -> str:

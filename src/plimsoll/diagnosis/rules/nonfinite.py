@@ -42,12 +42,7 @@ _BETWEEN_SAMPLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Nonfinite(Rule):
-    """NaN or Inf in the loss, the weights, the activations or the gradients, and the first place they were seen.
-
-    Gradients that overflow under a loss scale are the scaler's way to find the scale: those steps are skipped, and are
-    no alarm unless they go on and on, or the scale stays where it is. Activations that hold -Inf and no NaN are masked
-    attention scores, and no alarm.
-    """
+    """NaN or Inf in the loss, the weights, the activations or the gradients, and the first place they were seen."""
 
     id = "nonfinite"
     says = "NaN or Inf in the loss, weights, activations or unscaled gradients, and where it began"
@@ -70,9 +65,12 @@ class Nonfinite(Rule):
     skips: float = threshold(25, "steps in a row: from 2^24 a scale halves 24 times down to 1")
     fixed: float = threshold(10, "steps in a row; a scale that is halved at each falls by 2^10 in them")
 
+    # Gradients that overflow under a loss scale are the scaler's way to find the scale: those steps are skipped, and
+    # are no alarm unless they go on and on, or the scale stays where it is. Activations that hold -Inf and no NaN are
+    # masked attention scores, and no alarm.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the whole run; it names the first place."""
-        losses = np.unique(np.concatenate([_bad(each, lambda v: ~np.isfinite(v)) for each in view.losses.values()]))
+        losses = np.unique(np.concatenate([_bad(loss, lambda v: ~np.isfinite(v)) for loss in view.losses.values()]))
         gradients = _bad(view.scalar("nonfinite"), lambda values: values > 0)
         places = sorted([*_traced(view), *_places(view)], key=lambda place: place[0])
         if not (len(losses) or len(gradients) or places):
@@ -101,9 +99,9 @@ class Nonfinite(Rule):
         if not excused and (not places or places[0][0] > steps[0]):
             evidence["place"] = "not recorded: it began between samples"
             advice = _BETWEEN_SAMPLES
-        held = next((step for step, where, _ in places if where == "weights"), None)
-        if held is not None:
-            evidence["weights_since"] = held
+        since_weights = next((step for step, where, _ in places if where == "weights"), None)
+        if since_weights is not None:
+            evidence["weights_since"] = since_weights
             advice = f"{_BEYOND_REPAIR} {advice}" if advice else _BEYOND_REPAIR
         since, until = int(steps[0]), int(steps[-1])
         if too_high is not None:
@@ -202,7 +200,7 @@ def _bad(scalar: tuple[Ints, Floats], test: Callable[[Floats], Mask]) -> Ints:
 
 def _places(view: View) -> list[tuple[int, str, list[str]]]:
     """Step, collection and layers of the non-finite values, the earliest first, and its origin before what follows."""
-    found: list[tuple[int, int, str, list[str]]] = []
+    places: list[tuple[int, int, str, list[str]]] = []
     for rank, collection in enumerate(_ORDER):
         cells = view.cells(collection)
         if cells is None:
@@ -212,17 +210,12 @@ def _places(view: View) -> list[tuple[int, str, list[str]]]:
         if len(at):
             layers = np.flatnonzero(bad[:, at[0]]).tolist()
             ordered = layers[::-1] if collection == "gradients" else layers
-            found.append((int(cells.steps[at[0]]), rank, collection, [cells.names[i] for i in ordered]))
-    return [(step, collection, names) for step, _, collection, names in sorted(found)]
+            places.append((int(cells.steps[at[0]]), rank, collection, [cells.names[i] for i in ordered]))
+    return [(step, collection, names) for step, _, collection, names in sorted(places)]
 
 
 def _overflow_first(view: View, since: int) -> bool:
-    """Return whether, at each sample from a step on, an overflow of FP16 is what broke the gradients first.
-
-    What overflows becomes Inf, and NaN only where an operation follows. An operation that is undefined at any scale
-    gives NaN at once, or an Inf among values that are far from the top of the format. A scale that is itself above that
-    top makes the gradient of a 16-bit loss Inf, and so NaN or Inf of every value at the model's output.
-    """
+    """Return whether, at each sample from a step on, an overflow of FP16 is what broke the gradients first."""
     cells = view.cells("activation_gradients")
     cells = view.cells("gradients") if cells is None else cells
     if cells is None:
@@ -235,6 +228,10 @@ def _overflow_first(view: View, since: int) -> bool:
         layers = np.flatnonzero(bad[:, place]).tolist()
         first = layers[-1] if cells.collection == "gradients" else layers[0]
         top, finite = float(tops[first, place]), float(absmax[first, place])
+        # What overflows becomes Inf, and NaN only where an operation follows. An operation that is undefined at any
+        # scale gives NaN at once, or an Inf among values that are far from the top of the format. A scale that is
+        # itself above that top makes the gradient of a 16-bit loss Inf, and so NaN or Inf of every value at the model's
+        # output.
         beyond = math.isnan(finite) and float(view.scale_at(cells.steps[[place]])[0]) > top
         if (nans[first, place] > 0 and not beyond) or top >= _WIDE or 0 < finite < top * _NEAR:
             return False
@@ -248,12 +245,12 @@ def _of_loss(names: list[str]) -> str:
 
 def _traced(view: View) -> list[tuple[int, str, list[str]]]:
     """The same of the places that the watch has traced back (`watch.steps.nonfinite_origin`)."""
-    found: list[tuple[int, str, list[str]]] = []
+    traced: list[tuple[int, str, list[str]]] = []
     for event in view.events:
         names = event.details.get("names")
         if event.kind == "origin" and isinstance(names, list):
-            found.append((event.step, str(event.details.get("where")), [str(n) for n in cast("list[object]", names)]))
-    return found
+            traced.append((event.step, str(event.details.get("where")), [str(n) for n in cast("list[object]", names)]))
+    return traced
 
 
 def _nonfinite(cells: Cells) -> Mask:

@@ -27,12 +27,7 @@ _LOSSLESS = ("masters", "stochastic", "kahan")  # updates that lose nothing, or 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatesSwallowed(Rule):
-    """Weights that were to move and are the same after the step.
-
-    An update below half the distance to a weight's neighbour is rounded away. Of weights in 16 bits that is an alarm,
-    unless what is cut off is kept (masters, a compensation), or made up for by rounding at random. Weights in FP32 are
-    told of as information: their updates vanish where the learning rate does.
-    """
+    """Weights that were to move and are the same after the step."""
 
     id = "updates-swallowed"
     says = "weights do not change although their gradients are not zero"
@@ -48,6 +43,9 @@ class UpdatesSwallowed(Rule):
     share: float = threshold(0.5, "N3: an update below 2^-12 of its weight is lost in FP16, below 2^-9 in BF16")
     samples: float = threshold(3, "the first steps of a warm-up move little")
 
+    # An update below half the distance to a weight's neighbour is rounded away. Of weights in 16 bits that is an alarm,
+    # unless what is cut off is kept (masters, a compensation), or made up for by rounding at random. Weights in FP32
+    # are information: their updates vanish where the learning rate does.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for weights in 16 bits or fewer, one for others."""
         cells = view.cells("updates")
@@ -60,15 +58,15 @@ class UpdatesSwallowed(Rule):
         spared = _spared(view, cells) | (cells.total_of("nans") > 0)  # a NaN plus anything is that NaN: no rounding
         for narrowed in (True, False):
             mine = ~np.isnan(shares) & (is_narrow == narrowed) & ~spared
-            found = spells(shares > self.share, mine, self.samples)
-            if found:
-                spots = worst(cells, found, shares)
+            spans = spells(shares > self.share, mine, self.samples)
+            if spans:
+                spots = worst(cells, spans, shares)
                 evidence = {"worst": spots[0].name, "unmoved": spots[0].value, "layers": len(spots)}
                 yield self.finding(
                     "alarm" if narrowed else "info",
                     spots,
                     evidence,
-                    until_step=last_of(cells, found),
+                    until_step=last_of(cells, spans),
                     collection="updates",
                     advice=None if narrowed else "No action is needed if the learning rate is near zero.",
                     actions=None if narrowed else (),
@@ -85,11 +83,7 @@ class UpdatesSwallowed(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMomentLost(Rule):
-    """Second moments that their format flushed to zero where the first moments are not (T8).
-
-    Adam divides by their root plus an epsilon, and 1e-8 is zero in FP16 too: the division is by zero, or by whatever
-    was put in epsilon's place.
-    """
+    """Second moments that their format flushed to zero where the first moments are not (T8)."""
 
     id = "second-moment-lost"
     says = "Adam's second moments are zero where the first ones are not, or epsilon is zero in their format"
@@ -106,21 +100,23 @@ class SecondMomentLost(Rule):
     epsilon: float = threshold(1e-8, "T8: the default of Adam")
     samples: float = threshold(2, "the first step's moments may be of an empty gradient")
 
+    # Adam divides by the root of second moments plus an epsilon, and 1e-8 is zero in FP16 too: the division is by zero,
+    # or by whatever was put in epsilon's place.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the optimizer's state."""
         cells = view.cells("optimizer")
         certain = with_epsilon_of_zero(view)
-        found: list[tuple[int, int, int]] = []
+        spans: list[tuple[int, int, int]] = []
         shares = np.empty((0, 0))
         if cells is not None:
             shares = self._shares(cells)
             # Where epsilon is zero too, the division is by zero: one sample is proof.
-            found = spells(shares > self.share, ~np.isnan(shares), 1 if certain else self.samples)
-        if cells is None or not found:
+            spans = spells(shares > self.share, ~np.isnan(shares), 1 if certain else self.samples)
+        if cells is None or not spans:
             yield from self._certain(view, certain)
             return
-        spots = worst(cells, found, shares)
-        rows = np.isin(cells.layer, [layer for layer, *_ in found])
+        spots = worst(cells, spans, shares)
+        rows = np.isin(cells.layer, [layer for layer, *_ in spans])
         places: list[int] = np.unique(cells.format[rows]).tolist()
         formats = [cells.formats[i] for i in places]
         lost = [name for name in formats if get_element(name, "diagnose").smallest_subnormal / 2 >= self.epsilon]
@@ -130,7 +126,7 @@ class SecondMomentLost(Rule):
             "format": ", ".join(formats),
             "epsilon_is_zero": "yes" if lost or certain else "no",
         }
-        yield self.finding("alarm", spots, evidence, until_step=last_of(cells, found), collection="optimizer")
+        yield self.finding("alarm", spots, evidence, until_step=last_of(cells, spans), collection="optimizer")
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share of lost moments, or that epsilon is zero."""
@@ -203,11 +199,11 @@ class EpsilonDominates(Rule):
         small = modules.total(np.where(mine, cells.total(below), np.nan))
         with np.errstate(all="ignore"):
             shares = np.where(nonzero > 0, small / nonzero, np.nan)
-        found = spells(shares > self.share, ~np.isnan(shares), self.samples)
-        if found:
-            spots = worst(cells, found, shares, modules.main_layers(cells, among=second))
+        spans = spells(shares > self.share, ~np.isnan(shares), self.samples)
+        if spans:
+            spots = worst(cells, spans, shares, modules.main_layers(cells, among=second))
             evidence = {"worst": spots[0].name, "below_epsilon": spots[0].value, "epsilon": self.epsilon}
-            until = last_of(cells, found)
+            until = last_of(cells, spans)
             yield self.finding("warning", spots, evidence, until_step=until, collection="optimizer")
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -227,17 +223,17 @@ class EpsilonDominates(Rule):
 
 def _spared(view: View, cells: Cells) -> NDArray[np.bool_]:
     """Of each parameter and step, whether a weight that stays where it was is no loss."""
-    kept = _kept_in_state(view)
-    told = np.zeros(cells.shape, dtype=bool)
+    compensated = _kept_in_state(view)
+    spared = np.zeros(cells.shape, dtype=bool)
     for event in sorted((e for e in view.events if e.kind == "update"), key=lambda e: e.step):
         listed = event.details.get("parameters")
         named = set(cast("list[str]", listed)) if isinstance(listed, list) else set[str]()
         here = np.array([name in named for name in cells.names], dtype=bool)
-        told[np.ix_(here, cells.steps >= event.step)] = event.details.get("update") in _LOSSLESS
+        spared[np.ix_(here, cells.steps >= event.step)] = event.details.get("update") in _LOSSLESS
     for names, first, last in with_rate_of_zero(view):  # nothing was to be added
         here = np.array([name in names for name in cells.names], dtype=bool)
-        told[np.ix_(here, (cells.steps >= first) & (cells.steps <= last))] = True
-    return told | np.array([name in kept for name in cells.names], dtype=bool)[:, None]
+        spared[np.ix_(here, (cells.steps >= first) & (cells.steps <= last))] = True
+    return spared | np.array([name in compensated for name in cells.names], dtype=bool)[:, None]
 
 
 def _kept_in_state(view: View) -> set[str]:

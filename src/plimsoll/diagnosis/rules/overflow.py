@@ -25,12 +25,7 @@ _WIDE = 2.0**100  # formats that reach above it do not overflow before FP32 does
 
 @dataclass(frozen=True, kw_only=True)
 class OverflowAhead(Rule):
-    """Values near the largest that their format holds, or on their way there.
-
-    Of activations, weights and optimizer state in FP16 (and other formats of more than 8 bits that reach as little),
-    and of gradients where no loss scale is used: a scaler brings scaled ones to the top on purpose. The format's most
-    negative value itself is taken for a mask.
-    """
+    """Values near the largest that their format holds, or on their way there."""
 
     id = "overflow-ahead"
     says = "values come near the largest one of their format"
@@ -45,6 +40,9 @@ class OverflowAhead(Rule):
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
     samples: float = threshold(2, "one of them may be a single wild batch")
 
+    # Judged are activations, weights and optimizer state in FP16 (and other formats of more than 8 bits that reach as
+    # little), and of gradients where no loss scale is used: a scaler brings scaled ones to the top on purpose. The
+    # format's most negative value itself is taken for a mask.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield at most two findings for each collection: values near the top, and values that approach it."""
         for collection in OVERFLOW_ORDER:
@@ -72,14 +70,14 @@ class OverflowAhead(Rule):
         )
 
     def _coming(self, cells: Cells, distance: Floats, near: set[int]) -> Iterator[Finding]:
-        found: list[tuple[Spot, Trend, int]] = []
+        coming: list[tuple[Spot, Trend, int]] = []
         for layer in np.flatnonzero((distance < self.within).any(axis=1)).tolist():
             if layer not in near:
-                found += self._trend_of(cells, distance[layer], cells.names[layer])
-        if not found:
+                coming += self._trend_of(cells, distance[layer], cells.names[layer])
+        if not coming:
             return
-        found.sort(key=lambda each: each[0].value)
-        first = found[0]
+        coming.sort(key=lambda each: each[0].value)
+        first = coming[0]
         evidence = {
             "binades_left": -first[1].end,
             "steps_to_overflow": first[0].value,
@@ -87,8 +85,8 @@ class OverflowAhead(Rule):
             "confidence": first[1].confidence,
             "worst": first[0].name,
         }
-        until = max(until for *_, until in found)
-        spots = [spot for spot, *_ in found]
+        until = max(until for *_, until in coming)
+        spots = [spot for spot, *_ in coming]
         meaning = "At the present trend these values leave the format within the time that the run has taken so far."
         if not any(self._comes(cells, distance[cells.names.index(spot.name)]) for spot in spots):
             yield self.finding(
@@ -128,11 +126,7 @@ class OverflowAhead(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionLogits(Rule):
-    """Attention scores that grow until the softmax is a choice of one key.
-
-    Scores are recorded as "MODULE:scores", the largest of each head and sample. A rounding to BF16 moves a score of 128
-    by up to a half, and so its weight by a factor of 1.6.
-    """
+    """Attention scores that grow until the softmax is a choice of one key."""
 
     id = "attention-logits"
     says = "the largest attention scores of a layer grow steadily, beyond those of sound trainings"
@@ -148,19 +142,21 @@ class AttentionLogits(Rule):
     binades: float = threshold(2.0, "a factor of four since the first samples")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
+    # Scores are recorded as "MODULE:scores", the largest of each head and sample. A rounding to BF16 moves a score of
+    # 128 by up to a half, and so its weight by a factor of 1.6.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the activations."""
         cells = view.cells("activations")
         if cells is None or not any(name.endswith(_SCORES) for name in cells.names):
             return
         top = cells.highest(cells.column("max") / cells.scale)
-        found: list[tuple[Spot, float, int, bool]] = []
+        grown_scores: list[tuple[Spot, float, int, bool]] = []
         for layer, name in enumerate(cells.names):
             if name.endswith(_SCORES):
                 sizes = log2(top[layer])
-                found += _risen(cells.steps, sizes, name, self.binades, math.log2(self.score), self.confidence)
+                grown_scores += _risen(cells.steps, sizes, name, self.binades, math.log2(self.score), self.confidence)
         yield from _settled_or_not(
-            self, found, "activations", lambda spot, grown: {"score": spot.value, "grown_binades": grown},
+            self, grown_scores, "activations", lambda spot, grown: {"score": spot.value, "grown_binades": grown},
             "The scores grew while the model learned, and have settled.",
         )  # fmt: skip
 
@@ -179,11 +175,7 @@ class AttentionLogits(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationGrowth(Rule):
-    """Activations that grow and grow, as attention values and residual sums of deep transformers do (T9).
-
-    In whatever format they are recorded: a run in BF16 has no overflow to fear from it, but its rounding grows along,
-    and the weights will not serve for inference in FP16.
-    """
+    """Activations that grow and grow, as attention values and residual sums of deep transformers do (T9)."""
 
     id = "activation-growth"
     says = "activations (attention, residual sums) grow steadily toward the top of FP16"
@@ -201,19 +193,21 @@ class ActivationGrowth(Rule):
     horizon: float = threshold(1, "a warning if it leaves FP16 within so many times the steps so far")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
+    # Activations count in whatever format they are recorded: a run in BF16 has no overflow to fear from it, but its
+    # rounding grows along, and the weights will not work for inference in FP16.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the activations."""
         cells = view.cells("activations")
         if cells is None:
             return
         sizes = log2(_magnitudes(cells))  # activations carry no scale
-        found: list[tuple[Spot, float, float, int]] = []
+        grown: list[tuple[Spot, float, float, int]] = []
         for layer in np.flatnonzero((sizes > np.log2(self.least)).any(axis=1)).tolist():
-            found += self._growth(cells, sizes[layer], cells.names[layer])
-        on = [each for each in found if each[2] < math.inf]
-        if not found:
+            grown += self._growth(cells, sizes[layer], cells.names[layer])
+        on = [each for each in grown if each[2] < math.inf]
+        if not grown:
             return
-        shown = sorted(on or found, key=lambda each: -each[1])  # the nearest to the top first
+        shown = sorted(on or grown, key=lambda each: -each[1])  # the nearest to the top first
         spots, top = [spot for spot, *_ in shown], shown[0][1]
         evidence: dict[str, float | int | str] = {
             "worst": spots[0].name,
@@ -278,11 +272,7 @@ class ActivationGrowth(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class KurtosisGrowth(Rule):
-    """Activations whose outliers outgrow all other values.
-
-    The kurtosis of normal values is 3, and that of a few outliers the number of values over theirs. Where the largest
-    value grows along, the outliers are large and not only rare, as those of a sparse layer or a softmax are.
-    """
+    """Activations whose outliers outgrow all other values."""
 
     id = "kurtosis-growth"
     says = "a few activations of a layer outgrow all others steadily"
@@ -301,13 +291,15 @@ class KurtosisGrowth(Rule):
     reach: float = threshold(16.0, "the largest value: softmax and gates end at 1")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
+    # The kurtosis of normal values is 3, and that of a few outliers the number of values over theirs. Where the largest
+    # value grows along, the outliers are large and not only rare, as those of a sparse layer or a softmax are.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the activations."""
         cells = view.cells("activations")
         if cells is None:
             return
         kurtosis, sizes = log2(cells.kurtosis), log2(cells.true_absmax)
-        found: list[tuple[Spot, float, int, bool]] = []
+        grown_layers: list[tuple[Spot, float, int, bool]] = []
         level = math.log2(self.kurtosis)
         for layer in np.flatnonzero((kurtosis >= level).any(axis=1) & (sizes >= np.log2(self.reach)).any(axis=1)):
             name, there = cells.names[layer], sizes[layer]
@@ -317,9 +309,9 @@ class KurtosisGrowth(Rule):
                 spot, by, until, on = grown[0]
                 since = max(spot.since_step, wide[0][0].since_step)
                 spot = Spot(name=name, since_step=since, value=spot.value)
-                found.append((spot, by, max(until, since), on and wide[0][3]))
+                grown_layers.append((spot, by, max(until, since), on and wide[0][3]))
         yield from _settled_or_not(
-            self, found, "activations", lambda spot, grown: {"kurtosis": spot.value, "grown_binades": grown},
+            self, grown_layers, "activations", lambda spot, grown: {"kurtosis": spot.value, "grown_binades": grown},
             "The layer's outliers grew while the model learned, and have settled.",
         )  # fmt: skip
 
@@ -364,12 +356,12 @@ class SaturatedFP8(Rule):
             if cells is None or not any(fmt.bits <= 8 for fmt in known):
                 continue
             shares = self._shares(cells)
-            found = spells(shares > self.share, ~np.isnan(shares), self.samples)
-            if found:
-                spots = worst(cells, found, shares)
+            spans = spells(shares > self.share, ~np.isnan(shares), self.samples)
+            if spans:
+                spots = worst(cells, spans, shares)
                 severity = "alarm" if spots[0].value > self.grave else "warning"
                 evidence = {"worst": spots[0].name, "in_top_binade": spots[0].value}
-                yield self.finding(severity, spots, evidence, until_step=last_of(cells, found), collection=collection)
+                yield self.finding(severity, spots, evidence, until_step=last_of(cells, spans), collection=collection)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share, where, and since when."""
@@ -436,8 +428,8 @@ def _settled_or_not(
     settled: str,
 ) -> Iterator[Finding]:
     """Yield the finding of what still rises. A note of what rose if nothing does."""
-    on = [each for each in found if each[3]]
-    shown = sorted(on or found, key=lambda each: -each[0].value)
+    on = [growth for growth in found if growth[3]]
+    shown = sorted(on or found, key=lambda growth: -growth[0].value)
     if not shown:
         return
     spots, until = [spot for spot, *_ in shown], max(until for _, _, until, _ in shown)

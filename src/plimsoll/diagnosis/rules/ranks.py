@@ -30,11 +30,7 @@ class _Apart:
 
 @dataclass(frozen=True, kw_only=True)
 class RankDiffers(Rule):
-    """A data-parallel rank whose loss, or whose activations, stay outside those of all other ranks.
-
-    The noise is measured: a rank must be further from the nearest other rank than the others are from each other, at
-    every block of steps (or sample) of a long row. Of two ranks nobody can say which one is wrong, so none is named.
-    """
+    """A data-parallel rank whose loss, or whose activations, stay outside those of all other ranks."""
 
     id = "rank-differs"
     says = "the loss or the activations of one rank stay away from those of all other ranks"
@@ -51,6 +47,8 @@ class RankDiffers(Rule):
     binades: float = threshold(1, "a factor of two between the sizes of activations")
     spread: float = threshold(2, "times the distance between the lowest and the highest of the other ranks")
 
+    # The noise is measured: a rank must be further from the nearest other rank than the others are from each other, at
+    # every block of steps (or sample) of a long row. Of two ranks nobody can say which one is wrong, so none is named.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each rank's loss, one for each rank's activations."""
         parts = by_rank.parts_of(view.run)

@@ -32,10 +32,7 @@ _LEFT_OUT = ("failure", "not measured", "capped", "shadow", "rank lost", "folder
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Rule):
-    """A run that an exception, an interrupt, a signal or a kill has ended.
-
-    The numbers may be fine. A run that was continued from a checkpoint has not ended.
-    """
+    """A run that an exception, an interrupt, a signal or a kill has ended."""
 
     id = "run-ended"
     says = "the training ended early: by an exception, an interrupt, a signal, or killed"
@@ -47,6 +44,7 @@ class RunEnded(Rule):
 
     later: float = threshold(1, "step recorded afterwards: the training was continued")
 
+    # The numbers may be fine. A run that was continued from a checkpoint has not ended.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the whole run."""
         ending = view.ending
@@ -75,10 +73,7 @@ class RunEnded(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordsLost(Rule):
-    """Samples that the watch dropped, tensors that it could not measure, parts and ranks that are missing.
-
-    All other findings are judged by the rest. Nothing is wrong with the training by this.
-    """
+    """Samples that the watch dropped, tensors that it could not measure, parts and ranks that are missing."""
 
     id = "records-lost"
     says = "the watch dropped records, or parts of the run are damaged or missing"
@@ -92,6 +87,7 @@ class RecordsLost(Rule):
 
     records: float = threshold(1, "no record may be lost silently")
 
+    # All other findings are judged by the rest. Nothing is wrong with the training by this.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the whole run."""
         dropped, problems = view.run.dropped, view.run.problems

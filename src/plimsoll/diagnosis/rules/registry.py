@@ -74,13 +74,11 @@ def remember(rule: Rule) -> None:
 
 
 def rule_of(finding: Finding) -> Rule:
-    """Return the rule of a finding. One with all defaults if it is not known.
-
-    This never looks entry points up: a rule of a package that made a finding was loaded for it.
-    """
+    """Return the rule of a finding. One with all defaults if it is not known."""
     name = finding.rule
     if name in OWN or name in _custom:
         return OWN.get(name) or _custom[name]
+    # Entry points are never read here: a rule of a package that made a finding was loaded for it.
     return _looked_up().rules.get(name, _UNKNOWN)
 
 

@@ -30,11 +30,7 @@ _SAMPLES = "not reported from a single sample"
 
 @dataclass(frozen=True, kw_only=True)
 class UnderflowHigh(ScaleRule):
-    """Much of a layer, or many layers, flushed to zero.
-
-    Gradients of parameters are judged by module, activations and their gradients one by one and more mildly: much of
-    these may be lost without harm (Micikevicius et al. 2018: in an SSD values below 2^-27 do not matter).
-    """
+    """Much of a layer, or many layers, flushed to zero."""
 
     id = "underflow-high"
     says = "many values of a layer, or of many layers, underflow in a narrow format"
@@ -54,10 +50,12 @@ class UnderflowHigh(ScaleRule):
     grave: float = threshold(0.25, "a quarter of one layer lost is an alarm by itself")
     samples: float = threshold(3, _SAMPLES)
 
+    # Gradients of parameters are judged by module, activations and their gradients one by one and more mildly: much of
+    # these may be lost without harm (Micikevicius et al. 2018: in an SSD values below 2^-27 do not matter).
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each collection."""
         alone = view.cells("gradients") is None
-        kept = False  # whether the parameters' gradients were recorded and lose next to nothing
+        weights_are_sound = False  # whether the parameters' gradients were recorded and lose next to nothing
         yield from self._flushed_from_the_output_on(view)
         for collection in UNDERFLOW_ORDER:
             narrow = view.narrow(collection)
@@ -67,13 +65,14 @@ class UnderflowHigh(ScaleRule):
             if collection == "gradients":
                 modules = Modules.of(cells)
                 fractions = np.where(view.solved(cells.steps), np.nan, modules.underflow(narrow))
-                kept = not spells(fractions > _SOUND, ~np.isnan(fractions), self.samples)
+                weights_are_sound = not spells(fractions > _SOUND, ~np.isnan(fractions), self.samples)
                 yield from self._judged(cells, fractions, modules.main_layers(cells), collection, True)
             else:
                 backward = collection == "activation_gradients"
                 fractions = np.where(backward & view.solved(cells.steps), np.nan, narrow.fraction)
-                for found in self._judged(cells, fractions, cells.names, collection, alone and backward):
-                    yield replace(found, severity="info", meaning=_HARMLESS, actions=()) if kept and backward else found
+                for finding in self._judged(cells, fractions, cells.names, collection, alone and backward):
+                    harmless = weights_are_sound and backward
+                    yield replace(finding, severity="info", meaning=_HARMLESS, actions=()) if harmless else finding
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the format, the largest share, and where."""
@@ -113,11 +112,11 @@ class UnderflowHigh(ScaleRule):
         alarms: bool,
         fmt: str | None = None,
     ) -> Iterator[Finding]:
-        found = spells(fractions > self.values, ~np.isnan(fractions), self.samples)
-        if not found:
+        spans = spells(fractions > self.values, ~np.isnan(fractions), self.samples)
+        if not spans:
             return
-        spots = worst(cells, found, fractions, names)
-        many = len(found) > self.layers * len(names)
+        spots = worst(cells, spans, fractions, names)
+        many = len(spans) > self.layers * len(names)
         grave = alarms and (many or spots[0].value > self.grave)
         evidence = {
             "layers": len(spots),
@@ -127,18 +126,13 @@ class UnderflowHigh(ScaleRule):
             "format": fmt or _format_of(cells, spots[0].name),
         }
         yield self.finding(
-            "alarm" if grave else "warning", spots, evidence, until_step=last_of(cells, found), collection=collection
+            "alarm" if grave else "warning", spots, evidence, until_step=last_of(cells, spans), collection=collection
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnderflowRising(ScaleRule):
-    """The early rule: underflow that grows will not stop by itself.
-
-    The share of lost values over time, of all parameters together and of each module, by Theil-Sen slope and
-    Mann-Kendall test. The outlook: below 1 %, stay; rising from 1 to 5 %, watch; rising above 5 %, change: raise the
-    scale if one serves all layers, else scale layers apart if one serves each, else BF16.
-    """
+    """The early rule: underflow that grows will not stop by itself."""
 
     id = "underflow-rising"
     says = "the share of gradients that underflows grows"
@@ -158,6 +152,9 @@ class UnderflowRising(ScaleRule):
     change: float = threshold(0.05, "T6: 5 to 10 % and rising, change")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
+    # The share of lost values over time, of all parameters together and of each module, by Theil-Sen slope and Mann-
+    # Kendall test. The outlook: below 1 %, stay; rising from 1 to 5 %, watch; rising above 5 %, change: raise the scale
+    # if one serves all layers, else scale layers apart if one serves each, else BF16.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the gradients of parameters."""
         narrow = view.narrow("gradients")
@@ -171,7 +168,7 @@ class UnderflowRising(ScaleRule):
             for i in range(len(names))
             if np.fmax.reduce(fractions[i], initial=-np.inf) > self.watch  # of a module that has nothing finite, no
         ]
-        risen = [(i, found, since, until) for i, found, since, until in rising if found is not None]
+        risen = [(i, line, since, until) for i, line, since, until in rising if line is not None]
         if not risen:
             return
         risen.sort(key=lambda each: -each[1].end)
@@ -217,14 +214,14 @@ class UnderflowRising(ScaleRule):
             seen = known[:samples]
             if not fractions[seen[-samples // 4 :]].max() > self.watch:
                 continue
-            found = trend(cells.steps[seen], fractions[seen])
-            if found is None or found.confidence < self.confidence or found.low <= 0 or found.end <= self.watch:
+            line = trend(cells.steps[seen], fractions[seen])
+            if line is None or line.confidence < self.confidence or line.low <= 0 or line.end <= self.watch:
                 continue
-            if found.end - found.start < self.watch:
+            if line.end - line.start < self.watch:
                 continue
             until = int(cells.steps[seen[-1]])
             since = until if last is None else since
-            last = found if last is None or found.end > last.end else last
+            last = line if last is None or line.end > last.end else last
         return last, since, until
 
     def _with_outlook(self, found: Finding, view: View) -> Finding:

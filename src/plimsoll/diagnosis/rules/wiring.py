@@ -32,12 +32,7 @@ _NEVER = float("nan")  # a spot without a number
 
 @dataclass(frozen=True, kw_only=True)
 class UntrainedParameters(Rule):
-    """Parameters that require gradients and are trained by nothing.
-
-    Those that get gradients and are in no optimizer are a warning. Of those that never get a gradient, the ones whose
-    module comes first in the model are a warning: something cuts the model off from the loss. Others are information,
-    since a head or an expert that this training does not use has none either.
-    """
+    """Parameters that require gradients and are trained by nothing."""
 
     id = "untrained-parameters"
     says = "parameters that require gradients are in no optimizer, or never get a gradient"
@@ -47,6 +42,9 @@ class UntrainedParameters(Rule):
 
     parameters: float = threshold(1, "the facts are exact")
 
+    # Parameters that get gradients and are in no optimizer are a warning. Of those that never get a gradient, the ones
+    # whose module comes first in the model are a warning: something cuts the model off from the loss. Others are
+    # information, since a head or an expert that this training does not use has none either.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for those that are in no optimizer, one for those without a gradient."""
         event = _first(view, _OUTSIDE)
@@ -102,10 +100,7 @@ class UntrainedParameters(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerIdle(Rule):
-    """An optimizer that does not step, or whose steps move nothing because of its rate, its gradients or its weights.
-
-    A rate of 0 at the end of a schedule, or at the first step of a warm-up, lasts for fewer steps and is none.
-    """
+    """An optimizer that does not step, or whose steps move nothing: by its rate, its gradients or its weights."""
 
     id = "optimizer-idle"
     says = "an optimizer never steps, steps without gradients, or has a rate of 0, NaN or Inf"
@@ -116,6 +111,7 @@ class OptimizerIdle(Rule):
 
     steps: float = threshold(20, "steps with a rate of 0; the ends of schedules last for one or a few")
 
+    # A rate of 0 at the end of a schedule, or at the first step of a warm-up, lasts for fewer steps and is none.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each way in which an optimizer is idle."""
         foreign = _first(view, "foreign optimizer")
@@ -195,13 +191,7 @@ class OptimizerIdle(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsMishandled(Rule):
-    """Gradients that are not set to zero, unscaled never or twice, clipped while they carry the loss scale, or erased.
-
-    The first two are facts. Gradients that were clipped while scaled, and unscaled afterwards, have a norm (or a
-    largest value) that times the loss scale is the same round number at every step. Those that something sets to zero
-    before the step are all zero, while the backward gives the activations others. Those that were unscaled twice have
-    biases whose gradients times the loss scale add up to the gradients of their module's output.
-    """
+    """Gradients not set to zero, unscaled never or twice, clipped while they carry the loss scale, or erased."""
 
     id = "gradients-mishandled"
     says = (
@@ -216,6 +206,10 @@ class GradientsMishandled(Rule):
     rounding: float = threshold(0.001, "of the sum of magnitudes, twice what FP16 can lose of each")
     clear: float = threshold(0.01, "of the sum of magnitudes: smaller sums show nothing")
 
+    # The first two causes are facts. Gradients that were clipped while scaled, and unscaled afterwards, have a norm (or
+    # a largest value) that times the loss scale is the same round number at every step. Those that something sets to
+    # zero before the step are all zero, while the backward gives the activations others. Those that were unscaled twice
+    # have biases whose gradients times the loss scale add up to the gradients of their module's output.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each."""
         carried, scaled = _first(view, "carried over"), _first(view, "not unscaled")
@@ -232,6 +226,7 @@ class GradientsMishandled(Rule):
                 advice="Call scaler.step(optimizer) in place of optimizer.step().",
             )  # fmt: skip
         cells = view.cells("gradients")
+        # A norm for clipping that overflows in FP16 is infinite, and clipping then multiplies all gradients by 0.
         steps = np.zeros(0, dtype=np.int64) if cells is None else cells.steps[erased_samples(view)]
         if len(steps) >= self.samples:
             yield self._finding(
@@ -240,9 +235,9 @@ class GradientsMishandled(Rule):
                 advice="Look between backward() and step(). Clipping by a norm that is infinite multiplies gradients "
                 "by 0: compute the norm in FP32. So does zero_grad() in the wrong place.",
             )  # fmt: skip
-        found = self._clipped(view)
-        if found is not None:
-            since, what, bound = found
+        clipped = self._clipped(view)
+        if clipped is not None:
+            since, what, bound = clipped
             yield self._finding(
                 view, "warning", since, f"clipped to {bound:.3g} while scaled", what,
                 meaning="Gradients are clipped while they carry the loss scale, which leaves them far too small.",
@@ -324,16 +319,15 @@ class GradientsMishandled(Rule):
 
 
 def erased_samples(view: View) -> NDArray[np.bool_]:
-    """Return the samples in which all parameters' gradients are zero, though those of activations are not.
-
-    Underflow is excluded: a bias's gradient is the sum of its output's gradients, and sums of normal numbers are none.
-    """
+    """Return the samples in which all parameters' gradients are zero, though those of activations are not."""
     gradients, passed = view.cells("gradients"), view.cells("activation_gradients")
     if gradients is None or passed is None:
         return np.zeros(0 if gradients is None else len(gradients.steps), dtype=bool)
     counts = np.nansum(gradients.total(gradients.nonzero), axis=0) + np.nansum(gradients.nonfinite, axis=0)
     erased = (counts == 0) & gradients.recorded.all(axis=0) & ~view.solved(gradients.steps)
     _, mine, theirs = np.intersect1d(gradients.steps, passed.steps, return_indices=True)
+    # Underflow is excluded: a bias's gradient is the sum of its output's gradients, and sums of normal numbers are
+    # none.
     largest = np.nan_to_num(passed.highest(passed.columns["absmax"])).max(axis=0)
     alive = np.zeros(len(gradients.steps), dtype=bool)
     alive[mine] = largest[theirs] >= FP16.smallest_normal
@@ -342,11 +336,7 @@ def erased_samples(view: View) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, kw_only=True)
 class DecayLost(Rule):
-    """Weight decay of 16-bit weights that rounding undoes at every step.
-
-    Decoupled decay multiplies a weight by 1 - rate x decay. Where that is nearer to 1 than half the distance of
-    neighbouring values, every weight is rounded back to what it was.
-    """
+    """Weight decay of 16-bit weights that rounding undoes at every step."""
 
     id = "decay-lost"
     says = "weight decay is smaller than the rounding of the 16-bit weights, and has no effect"
@@ -357,6 +347,8 @@ class DecayLost(Rule):
 
     share: float = threshold(0.01, "of each weight, added up over the steps; less has no effect that matters")
 
+    # Decoupled decay multiplies a weight by 1 - rate x decay. Where that is nearer to 1 than half the distance of
+    # neighbouring values, every weight is rounded back to what it was.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of all groups."""
         lost, since, until, names = 0.0, -1, -1, dict[str, None]()
@@ -382,11 +374,7 @@ class DecayLost(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class AverageStuck(Rule):
-    """A moving average of the weights or a counter, kept in 16 bits, whose steps are smaller than its rounding.
-
-    The fact is exact for averages with a decay of 0.9999 or less: kept in FP32, most of these values would have moved.
-    One that is slower, or that is brought up every few steps only, moves in the end, and is named no more.
-    """
+    """A moving average of the weights or a counter, kept in 16 bits, whose steps are smaller than its rounding."""
 
     id = "average-stuck"
     says = "an average of the weights or a counter, kept in a 16-bit format, moves by less than its rounding"
@@ -396,6 +384,8 @@ class AverageStuck(Rule):
 
     copies: float = threshold(1, "the facts are exact")
 
+    # The fact is exact for averages with a decay of 0.9999 or less: kept in FP32, most of these values would have
+    # moved. One that is slower, or that is brought up every few steps only, moves in the end, and is named no more.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding of all averages, one of all counters."""
         counters = [
@@ -451,12 +441,12 @@ def weights_stay(view: View) -> bool | None:
 
 def group_states(view: View) -> list[tuple[Event, int]]:
     """Return what was said of parameter groups, each with the last step that it holds at."""
-    told = _all(view, "groups")
-    found: list[tuple[Event, int]] = []
-    for place, event in enumerate(told):
-        later = [e.step for e in told[place + 1 :] if e.details.get("optimizer") == event.details.get("optimizer")]
-        found.append((event, later[0] - 1 if later else max(view.last_step, event.step)))
-    return found
+    events = _all(view, "groups")
+    states: list[tuple[Event, int]] = []
+    for place, event in enumerate(events):
+        later = [e.step for e in events[place + 1 :] if e.details.get("optimizer") == event.details.get("optimizer")]
+        states.append((event, later[0] - 1 if later else max(view.last_step, event.step)))
+    return states
 
 
 def with_rate_of_zero(view: View) -> list[tuple[set[str], int, int]]:
@@ -477,8 +467,8 @@ def with_epsilon_of_zero(view: View) -> list[Event]:
 
 
 def _all(view: View, fact: str) -> list[Event]:
-    found = [e for e in view.events if e.kind == "wiring" and e.details.get("fact") == fact]
-    return sorted(found, key=lambda event: event.step)
+    events = [e for e in view.events if e.kind == "wiring" and e.details.get("fact") == fact]
+    return sorted(events, key=lambda event: event.step)
 
 
 def _first(view: View, fact: str) -> Event | None:
@@ -487,7 +477,7 @@ def _first(view: View, fact: str) -> Event | None:
 
 def _listed(event: Event, key: str) -> list[str]:
     listed = event.details.get(key)
-    return [str(each) for each in cast("list[object]", listed)] if isinstance(listed, list) else []
+    return [str(item) for item in cast("list[object]", listed)] if isinstance(listed, list) else []
 
 
 def _names_of(view: View, fact: str) -> set[str]:

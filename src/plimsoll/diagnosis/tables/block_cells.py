@@ -51,7 +51,7 @@ class BlockCells:
     @property
     def size_bytes(self) -> int:
         """The memory of the records, and of what was computed of them and kept."""
-        return sum(each.nbytes for each in vars(self).values() if isinstance(each, np.ndarray))
+        return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
 
     @cached_property
     def by_depth(self) -> Any:

@@ -61,6 +61,8 @@ class Cells:
     def __len__(self) -> int:
         return len(self.layer)
 
+    # Values whose rounding is emulated are FP32 tensors. Without their formats, gradients that E4M3 had flushed were
+    # dead layers.
     def emulated(self, steps: range, fmt: str) -> "Cells":
         """Return the cells with this format in place of FP32 at these steps."""
         wide = np.array([name == "fp32" for name in self.formats], dtype=bool)[self.format]
@@ -80,7 +82,7 @@ class Cells:
             at=self.at[rows],
             format=self.format[rows],
             scale=self.scale[rows],
-            columns={each: column[rows] for each, column in self.columns.items()},
+            columns={name: column[rows] for name, column in self.columns.items()},
             lowest=self.lowest[rows],
             start=start,
             flat=self.flat[places],
@@ -88,9 +90,9 @@ class Cells:
 
     def only(self, name: str) -> "Cells":
         """Return the cells of one layer."""
-        held = self.of_rows(np.flatnonzero(self.layer == self.names.index(name)))
-        steps, at = np.unique(self.steps[held.at], return_inverse=True)
-        return replace(held, names=(name,), steps=steps, layer=np.zeros(len(held), dtype=np.int64), at=at)
+        cells = self.of_rows(np.flatnonzero(self.layer == self.names.index(name)))
+        steps, at = np.unique(self.steps[cells.at], return_inverse=True)
+        return replace(cells, names=(name,), steps=steps, layer=np.zeros(len(cells), dtype=np.int64), at=at)
 
     @cached_property
     def running(self) -> Ints:
@@ -133,9 +135,9 @@ class Cells:
     @cached_property
     def recorded(self) -> NDArray[np.bool_]:
         """Whether there is a row, by layer and step."""
-        found = np.zeros(self.shape, dtype=bool)
-        found.ravel()[self.cell] = True
-        return found
+        is_recorded = np.zeros(self.shape, dtype=bool)
+        is_recorded.ravel()[self.cell] = True
+        return is_recorded
 
     def total(self, by_row: NDArray[Any]) -> Floats:
         """Return the sum over each cell's rows. NaN where nothing, or only NaN, was recorded."""
@@ -189,8 +191,8 @@ class Cells:
     def kurtosis(self) -> Floats:
         """Mean fourth power over the square of the mean square, as `Spectrum.kurtosis`. NaN where it is not known."""
         with np.errstate(all="ignore"):
-            found = self.total(self.columns["sumfourth"] / self.scale**4) / self.finite / self.rms**4
-        return np.where(np.isfinite(found) & (found > 0), np.maximum(found, 1.0), np.nan)
+            result = self.total(self.columns["sumfourth"] / self.scale**4) / self.finite / self.rms**4
+        return np.where(np.isfinite(result) & (result > 0), np.maximum(result, 1.0), np.nan)
 
     def error_sum(self, name: str) -> Floats:
         """Return a sum of `ErrorSums` of each cell, scale undone. NaN where there was no shadow step."""

@@ -13,27 +13,27 @@ from plimsoll.diagnosis.tables.cells import Cells, Ints
 
 def size_bytes(cells: Cells) -> int:
     """Return the memory of the columns, and of what was computed from them and kept."""
-    held = [*vars(cells).values(), *cells.columns.values()]
-    return sum(each.nbytes for each in held if isinstance(each, np.ndarray)) + sys.getsizeof(cells.names)
+    arrays = [*vars(cells).values(), *cells.columns.values()]
+    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray)) + sys.getsizeof(cells.names)
 
 
 def before(cells: Cells, step: int) -> Cells:
     """Return the rows of steps below `step`."""
-    kept = cells.steps[cells.at] < step
-    if kept.all():
+    earlier = cells.steps[cells.at] < step
+    if earlier.all():
         return cells
-    length = cells.length[kept]
+    length = cells.length[earlier]
     return replace(
         cells,
         steps=cells.steps[cells.steps < step],
-        layer=cells.layer[kept],
-        at=cells.at[kept],
-        format=cells.format[kept],
-        scale=cells.scale[kept],
-        columns={name: column[kept] for name, column in cells.columns.items()},
-        lowest=cells.lowest[kept],
+        layer=cells.layer[earlier],
+        at=cells.at[earlier],
+        format=cells.format[earlier],
+        scale=cells.scale[earlier],
+        columns={name: column[earlier] for name, column in cells.columns.items()},
+        lowest=cells.lowest[earlier],
         start=_offsets(length),
-        flat=cells.flat[np.repeat(kept, cells.length)],
+        flat=cells.flat[np.repeat(earlier, cells.length)],
     )
 
 
@@ -50,7 +50,7 @@ def joined(first: Cells, later: Cells, order: Sequence[str]) -> Cells:
     names, layer = _merged((first.names, later.names), (first.layer, later.layer), order)
     formats, fmt = _merged((first.formats, later.formats), (first.format, later.format), ())
     steps = np.union1d(first.steps, later.steps)
-    at = [np.searchsorted(steps, each.steps)[each.at] for each in (first, later)]
+    at = [np.searchsorted(steps, cells.steps)[cells.at] for cells in (first, later)]
     return Cells(
         collection=first.collection,
         names=names,

@@ -1,9 +1,4 @@
-"""Rises of a loss: where it leaves its usual level, for how long, and how high.
-
-The usual level is the median of the losses before. Its noise reaches as far as the largest of three estimates says: the
-median absolute deviation, the distance of the upper tenth, and the same as a ratio, since losses that fall by orders of
-magnitude wobble by factors. So one-sided tails count as noise where they were there before.
-"""
+"""Rises of a loss: where it leaves its usual level, for how long, and how high."""
 
 from dataclasses import dataclass
 
@@ -54,6 +49,9 @@ def beginning(loss: Floats) -> float:
     return float(min(loss[0], np.median(loss[:_FIRST])))
 
 
+# The usual level is the median of the losses before. Its noise reaches as far as the largest of three estimates says:
+# the median absolute deviation, the distance of the upper tenth, and the same as a ratio, since losses that fall by
+# orders of magnitude wobble by factors. So one-sided tails count as noise where they were there before.
 def levels(loss: Floats, *, window: int, least: int, deviations: float, rise: float) -> tuple[Floats, Floats]:
     """Return at each loss the median before it, and the upper end of the noise.
 
@@ -81,14 +79,14 @@ def levels(loss: Floats, *, window: int, least: int, deviations: float, rise: fl
 
 def rises(loss: Floats, usual: Floats, level: Floats, *, lasting: int, share: float) -> list[Rise]:
     """Return the rises of a loss above `level`, each against the level where it began."""
-    found: list[Rise] = []
+    result: list[Rise] = []
     done = -1
     for first in np.flatnonzero(loss > level).tolist():
         if first > done:
-            each = _rise_at(loss, first, float(usual[first]), float(level[first]), lasting, share)
-            found.append(each)
-            done = each.last
-    return found
+            rise = _rise_at(loss, first, float(usual[first]), float(level[first]), lasting, share)
+            result.append(rise)
+            done = rise.last
+    return result
 
 
 def gradual_rise(loss: Floats, *, beyond: float, window: int, lasting: int, share: float) -> Rise | None:
@@ -136,8 +134,8 @@ def _rise_at(loss: Floats, first: int, usual: float, level: float, lasting: int,
     else:
         open_ = bool(len(near) < lasting and np.count_nonzero(near) >= share * len(near))
         last = first + (int(np.flatnonzero(near)[-1]) if open_ else int(np.argmin(np.append(near, False))) - 1)
-    held = loss[max(first, len(loss) - lasting) :] if open_ else loss[first : last + 1]
+    losses = loss[max(first, len(loss) - lasting) :] if open_ else loss[first : last + 1]
     return Rise(
         first=first, last=last, peak=first + int(np.argmax(loss[first : last + 1])), usual=usual, level=level,
-        height=float(np.median(held)), lasts=lasts, open=open_,
+        height=float(np.median(losses)), lasts=lasts, open=open_,
     )  # fmt: skip

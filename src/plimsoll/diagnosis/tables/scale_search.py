@@ -13,17 +13,15 @@ _CLEAN = 10  # steps without a skip, after which the search has ended
 
 
 def searching(view: View, first: int) -> set[int]:
-    """Return the steps that the search for a scale skipped, from step `first` on.
-
-    The search ends with ten clean steps. A run that never has so many, or whose scale did not fall, did not search: its
-    scale is too high. It has no such steps.
-    """
+    """Return the steps that the search for a scale skipped, from step `first` on."""
     skips = sorted(event.step for event in view.events if event.kind == "skip")
-    found = _chain(skips, first)
-    if not found or view.last_step - found[-1] < _CLEAN:
+    skipped = _chain(skips, first)
+    # The search ends with ten clean steps. A run that never has so many, or whose scale did not fall, did not search:
+    # its scale is too high. It has no such steps.
+    if not skipped or view.last_step - skipped[-1] < _CLEAN:
         return set()
-    before, after = view.scale_at(np.array([found[0], found[-1] + _CLEAN])).tolist()
-    return set(found) if after < before else set()
+    before, after = view.scale_at(np.array([skipped[0], skipped[-1] + _CLEAN])).tolist()
+    return set(skipped) if after < before else set()
 
 
 def sentences(searches: tuple[set[int], set[int]]) -> Iterator[str]:
@@ -50,10 +48,10 @@ def _chain(skips: Iterable[int], first: int) -> list[int]:
     >>> _chain([10], 0)
     []
     """
-    found, clean_since = list[int](), first
+    chain, clean_since = list[int](), first
     for step in skips:
         if step - clean_since >= _CLEAN:
             break
-        found.append(step)
+        chain.append(step)
         clean_since = step + 1
-    return found
+    return chain

@@ -1,9 +1,4 @@
-"""Trend of a series: Theil-Sen slope and Mann-Kendall test.
-
-Both use the order of points and not their distances, so single outliers count little. A series is first reduced to at
-most 64 points, the medians of ranges of equal length. That bounds the time, and neighbours become less dependent, as
-the test assumes.
-"""
+"""Trend of a series: Theil-Sen slope and Mann-Kendall test."""
 
 import itertools
 import math
@@ -115,36 +110,37 @@ def _exact(n: int, inversions: int) -> float:
 def looks(samples: int) -> list[int]:
     """Return the sample counts at which rules judge a growing series, up to `samples`.
 
-    The numbers are always the same, and a finding once made stays. So a rule judges the beginning of a run alike during
-    the run and after it.
-
     >>> looks(20)
     [8, 11, 15]
     """
-    found: list[int] = []
+    # The numbers are always the same, and a finding once made stays. So a rule judges the beginning of a run alike
+    # during the run and after it.
+    numbers: list[int] = []
     at = _LEAST
     while at <= samples:
-        found.append(at)
+        numbers.append(at)
         at = int(np.ceil(at * _GROWTH))
-    return found
+    return numbers
 
 
 def goes_on(steps: Ints, values: Floats, *, least: float, confidence: float) -> bool:
-    """Return whether a series still moves at its end as fast as before.
-
-    It moves by `least` or more, one way, in each of its last two quarters. A size that grows because a model learns
-    slows down in binades: one that grows with the steps makes less than half a binade in the last quarter.
-    """
+    """Return whether a series still moves at its end as fast as before."""
     if len(values) < 2 * _LEAST:
         return False
+    # The series must move by `least` or more, one way, in each of its last two quarters. A size that grows because a
+    # model learns slows down in binades: one that grows with the steps makes less than half a binade in the last
+    # quarter.
     ends = [float(np.median(piece)) for piece in np.array_split(values, 8)]
     third, fourth = ends[5] - ends[3], ends[7] - ends[5]
     if third * fourth <= 0 or min(abs(third), abs(fourth)) < least:
         return False
-    found = trend(steps[len(values) // 2 :], values[len(values) // 2 :])
-    return found is not None and found.confidence >= confidence and found.low * found.high > 0
+    line = trend(steps[len(values) // 2 :], values[len(values) // 2 :])
+    return line is not None and line.confidence >= confidence and line.low * line.high > 0
 
 
+# The trend and its test use the order of points and not their distances, so single outliers count little. A series is
+# first reduced to at most 64 points, the medians of ranges of equal length. That bounds the time, and neighbours become
+# less dependent, as the test assumes.
 def _thinned(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     if len(x) <= _POINTS:
         return x, y

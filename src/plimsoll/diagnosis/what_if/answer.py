@@ -88,12 +88,12 @@ def _has(view: View, collection: str) -> bool:
 
 
 def _format(fmt: object) -> Format | BlockFormat:
-    found = get(fmt)
-    if isinstance(found, Format) and not found.signed:
+    resolved = get(fmt)
+    if isinstance(resolved, Format) and not resolved.signed:
         raise FormatError(
-            f"whatif: expected a format for values; got {found.name}, which holds scales. Ask for another."
+            f"whatif: expected a format for values; got {resolved.name}, which holds scales. Ask for another."
         )
-    return found
+    return resolved
 
 
 def _part(view: View, collection: str, fmt: Format | BlockFormat, shift: int | None) -> WhatIf:
@@ -109,20 +109,18 @@ def _part(view: View, collection: str, fmt: Format | BlockFormat, shift: int | N
 
 
 def predictor_of(narrow: FormatLosses) -> "Predictor":
-    """Return the predictor of a collection, kept as long as the view keeps the collection.
-
-    A user asks about many shifts.
-    """
-    found = _PREDICTORS.get(narrow)
-    if found is None:
-        found = _PREDICTORS[narrow] = Predictor(narrow)
-    return found
+    """Return the predictor of a collection, kept as long as the view keeps the collection."""
+    # A user asks about many shifts.
+    predictor = _PREDICTORS.get(narrow)
+    if predictor is None:
+        predictor = _PREDICTORS[narrow] = Predictor(narrow)
+    return predictor
 
 
 def predictor_bytes(narrow: FormatLosses) -> int:
     """Return the memory of a collection's predictor, if there is one."""
-    found = _PREDICTORS.get(narrow)
-    return 0 if found is None else found.size_bytes
+    predictor = _PREDICTORS.get(narrow)
+    return 0 if predictor is None else predictor.size_bytes
 
 
 class Predictor:
@@ -145,8 +143,8 @@ class Predictor:
     @property
     def size_bytes(self) -> int:
         """Memory of what is kept in addition to the cells."""
-        held = [each for low, high, _ in self._windows.values() for each in (low, high)]
-        return self._noise.size_bytes + sum(each.nbytes for each in (*held, self._nonzero, self._hidden))
+        arrays = [bound for low, high, _ in self._windows.values() for bound in (low, high)]
+        return self._noise.size_bytes + sum(bound.nbytes for bound in (*arrays, self._nonzero, self._hidden))
 
     def windows(self, fmt: Format) -> tuple[Floats, Floats, list[Stretch]]:
         """Return each cell's lowest and highest shift that work, and the step ranges."""
@@ -201,7 +199,7 @@ _PREDICTORS: WeakKeyDictionary[FormatLosses, Predictor] = WeakKeyDictionary()
 
 def _by_cell(cells: Cells, tallies: Tallies) -> tuple[Floats, Floats, Floats]:
     low, high, estimate = (
-        cells.total(np.asarray(each, dtype=np.float64)) for each in (tallies.low, tallies.high, tallies.estimate)
+        cells.total(np.asarray(number, dtype=np.float64)) for number in (tallies.low, tallies.high, tallies.estimate)
     )
     return low, high, estimate
 
@@ -226,13 +224,11 @@ def _best_shift(values: Populations, fmt: Format, low: Floats, high: Floats) -> 
 
 
 def _harm(values: Populations, fmt: Format, shift: int) -> float:
-    """Return the number of values lost, with all values of steps that overflow.
-
-    A step at which anything overflows is skipped.
-    """
+    """Return the number of values lost, with all values of steps that overflow."""
     cells = values.cells
     lost, over = values.lost(fmt, shift).estimate, values.overflow(fmt, shift).estimate
     total = np.bincount(cells.at, weights=cells.nonzero)
     with np.errstate(all="ignore"):
         share = np.where(total > 0, np.bincount(cells.at, weights=lost) / total, 0.0)
+    # A step at which anything overflows is skipped.
     return float(np.where(np.bincount(cells.at, weights=over) > 0, 1.0, share).mean())

@@ -25,13 +25,13 @@ _TALLIES: WeakKeyDictionary[BlockCells, dict[int, tuple[Ints, int, BlockTallies]
 
 def answer(view: View, collection: str, fmt: BlockFormat, shift: int | None) -> WhatIf:
     """Return the prediction for a collection that the run has."""
-    found = view.in_blocks(collection)
-    if found is None:
+    cells_and_losses = view.in_blocks(collection)
+    if cells_and_losses is None:
         raise _not_recorded(collection, fmt, ())
-    rows, unrecorded, tallies = _tallies_of(found, fmt.block)
+    rows, unrecorded, tallies = _tallies_of(cells_and_losses, fmt.block)
     if not len(rows):
-        raise _not_recorded(collection, fmt, found[0].length.tolist())
-    narrow, cells, chosen = found[1], tallies.blocks.cells, 0 if shift is None else shift
+        raise _not_recorded(collection, fmt, cells_and_losses[0].length.tolist())
+    narrow, cells, chosen = cells_and_losses[1], tallies.blocks.cells, 0 if shift is None else shift
     fit = tallies.fit(fmt, chosen)
     hidden = np.where(narrow.censors[rows], cells.column("zeros"), 0)
     nonzero, unseen, lost = cells.total(cells.nonzero), cells.total(hidden), _by_cell(cells, fit.lost)
@@ -69,21 +69,21 @@ def answer(view: View, collection: str, fmt: BlockFormat, shift: int | None) -> 
 
 def has_records(view: View, collection: str, fmt: BlockFormat) -> bool:
     """Return whether a collection has the records of a block format."""
-    found = view.in_blocks(collection)
-    return found is not None and bool((found[0].length == fmt.block).any())
+    cells_and_losses = view.in_blocks(collection)
+    return cells_and_losses is not None and bool((cells_and_losses[0].length == fmt.block).any())
 
 
 def size_bytes(found: tuple[BlockCells, FormatLosses]) -> int:
     """Return the memory of a collection's records and of the tallies made from them."""
-    kept = _TALLIES.get(found[0], {})
-    return found[0].size_bytes + sum(each.blocks.size_bytes for _, _, each in kept.values())
+    tallies = _TALLIES.get(found[0], {})
+    return found[0].size_bytes + sum(tally.blocks.size_bytes for _, _, tally in tallies.values())
 
 
 def _tallies_of(found: tuple[BlockCells, FormatLosses], block: int) -> tuple[Ints, int, BlockTallies]:
     """Return the rows with a record of that block length, the omitted cells, the tallies."""
     blocks = found[0]
-    kept = _TALLIES.setdefault(blocks, {})
-    if block not in kept:
+    remembered = _TALLIES.setdefault(blocks, {})
+    if block not in remembered:
         cells = blocks.cells
         missing = (blocks.length != block) & (cells.column("count") > 0)
         without = np.zeros(len(cells.names) * len(cells.steps), dtype=bool)
@@ -91,8 +91,8 @@ def _tallies_of(found: tuple[BlockCells, FormatLosses], block: int) -> tuple[Int
         rows = np.flatnonzero(~without[cells.cell])
         if not (blocks.length[rows] == block).any():
             rows = rows[:0]
-        kept[block] = rows, int(without.sum()), BlockTallies(blocks=_of_steps(blocks.of_rows(rows)))
-    return kept[block]
+        remembered[block] = rows, int(without.sum()), BlockTallies(blocks=_of_steps(blocks.of_rows(rows)))
+    return remembered[block]
 
 
 def _of_steps(blocks: BlockCells) -> BlockCells:

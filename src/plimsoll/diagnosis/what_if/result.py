@@ -52,8 +52,8 @@ class Row(NotebookRepr):
     def to_dict(self) -> dict[str, object]:
         """Return JSON-able data."""
         fractions = {
-            name: {"low": each.low, "high": each.high, "estimate": each.estimate}
-            for name, each in (
+            name: {"low": interval.low, "high": interval.high, "estimate": interval.estimate}
+            for name, interval in (
                 ("lost", self.fit.lost),
                 ("subnormal", self.fit.subnormal),
                 ("overflow", self.fit.overflow),
@@ -104,8 +104,10 @@ class WhatIf(NotebookRepr):
     @cached_property
     def rows(self) -> list[Row]:
         """A row for each tensor."""
-        found = self._rows(self.names, self.prediction, self.low, self.high)
-        return sorted(found, key=lambda row: (-(row.fit.lost.estimate + row.fit.overflow.estimate), _room(row.window)))
+        all_rows = self._rows(self.names, self.prediction, self.low, self.high)
+        return sorted(
+            all_rows, key=lambda row: (-(row.fit.lost.estimate + row.fit.overflow.estimate), _room(row.window))
+        )
 
     @cached_property
     def overall(self) -> Row:
@@ -152,8 +154,8 @@ class WhatIf(NotebookRepr):
         total = summed(self.prediction.nonzero[layers], 0)
         with np.errstate(all="ignore"):
             lost, over = (
-                np.where(total > 0, summed(each[2][layers], 0) / total, 0.0)
-                for each in (self.prediction.lost, self.prediction.overflow)
+                np.where(total > 0, summed(tally[2][layers], 0) / total, 0.0)
+                for tally in (self.prediction.lost, self.prediction.overflow)
             )
         return self.steps, lost, over
 
@@ -190,7 +192,7 @@ class WhatIf(NotebookRepr):
             collections=self.collections + other.collections,
             censored=self.censored or other.censored,
             steps=steps,
-            names=tuple(f"{each.collections[0]} {name}" for each in both for name in each.names),
+            names=tuple(f"{answer.collections[0]} {name}" for answer in both for name in answer.names),
             prediction=prediction,
             low=low,
             high=high,
@@ -234,11 +236,11 @@ class WhatIf(NotebookRepr):
         table.add_column("tensor", overflow="ellipsis", no_wrap=True, ratio=1)
         for head in ("lost", "subnormal", "overflow", "SNR dB", "works" if self.block else "scales"):
             table.add_column(head, justify="right", no_wrap=True)
-        kept = self.rows[:most]
-        for row in [self.overall, *kept]:
+        listed = self.rows[:most]
+        for row in [self.overall, *listed]:
             table.add_row(*_cells_of(row, in_blocks=self.block > 0), end_section=row is self.overall)
-        if len(self.rows) > len(kept):
-            table.caption = f"and {len(self.rows) - len(kept)} tensors that lose less"
+        if len(self.rows) > len(listed):
+            table.caption = f"and {len(self.rows) - len(listed)} tensors that lose less"
             table.caption_justify = "left"
         return table
 
@@ -277,7 +279,7 @@ class WhatIf(NotebookRepr):
             return 0.0 if math.isnan(value) else value
 
         def interval(tally: Tally) -> Interval:
-            low, high, estimate = (at(each) / nonzero if nonzero else 0.0 for each in tally)
+            low, high, estimate = (at(bound) / nonzero if nonzero else 0.0 for bound in tally)
             return Interval(low=low, high=high, estimate=estimate)
 
         nonzero, hidden, noise, signal = at(p.nonzero), at(p.hidden), at(p.noise), at(p.signal)
@@ -307,7 +309,7 @@ def _cells_of(row: Row, *, in_blocks: bool) -> list[str]:
         window = "no" if row.window is None else "yes"
     noise = "inf" if math.isinf(fit.snr_db) else f"{fit.snr_db:.0f}"
     written = _range if in_blocks else estimate_words
-    return [shown(row.name), *(written(each) for each in (fit.lost, fit.subnormal, fit.overflow)), noise, window]
+    return [shown(row.name), *(written(share) for share in (fit.lost, fit.subnormal, fit.overflow)), noise, window]
 
 
 def estimate_words(interval: Interval) -> str:
@@ -326,10 +328,8 @@ def interval_words(interval: Interval) -> str:
 
 
 def _range(interval: Interval) -> str:
-    """Return an interval in per cent as its estimate, or its ends if it is too wide.
-
-    Of blocks it is known how deep values lie below their block's largest one, but not where in a binade that one is.
-    """
+    """Return an interval in per cent as its estimate, or its ends if it is too wide."""
+    # Of blocks it is known how deep values lie below their block's largest one, but not where in a binade that one is.
     if interval.high - interval.low <= max(_NARROW, 0.5 * interval.low):
         return estimate_words(interval)
     return f"{percent(interval.low)} to {percent(interval.high)}"

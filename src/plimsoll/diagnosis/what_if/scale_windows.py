@@ -34,22 +34,22 @@ def stretches_of(steps: Ints, low: Floats, high: Floats) -> list[Stretch]:
 
     Steps at which nothing was recorded (NaN) belong to the range around them.
     """
-    found: list[Stretch] = []
+    stretches: list[Stretch] = []
     for step, lowest, highest in zip(steps.tolist(), low.tolist(), high.tolist(), strict=True):
         known = not (np.isnan(lowest) or np.isnan(highest))
         here = (int(lowest), int(highest)) if known and lowest <= highest else None
-        last = found[-1] if found else None
+        last = stretches[-1] if stretches else None
         if last is None:
-            found.append(Stretch(from_step=step, to_step=step, window=here))
+            stretches.append(Stretch(from_step=step, to_step=step, window=here))
         elif not known or here == last.window:
-            found[-1] = Stretch(from_step=last.from_step, to_step=step, window=last.window)
+            stretches[-1] = Stretch(from_step=last.from_step, to_step=step, window=last.window)
         else:
             both = _both(last.window, here)
             if both is None:
-                found.append(Stretch(from_step=step, to_step=step, window=here))
+                stretches.append(Stretch(from_step=step, to_step=step, window=here))
             else:
-                found[-1] = Stretch(from_step=last.from_step, to_step=step, window=both)
-    return found
+                stretches[-1] = Stretch(from_step=last.from_step, to_step=step, window=both)
+    return stretches
 
 
 def sentence(fmt: str, stretches: list[Stretch], scaled: bool) -> str:

@@ -14,15 +14,13 @@ _CASTABLE = frozenset(TRAINING.values())
 
 
 class CastCache:
-    """Cache of the casts of weights, so that a weight used twice is cast once.
-
-    It holds only casts of leaves that require a gradient, and only while autograd records. An entry is dropped when its
-    weight changes or a gradient reaches it, since the next use belongs to another forward.
-    """
+    """Cache of the casts of weights, so that a weight used twice is cast once."""
 
     def __init__(self) -> None:
         self._casts: dict[tuple[int, torch.dtype], tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
+    # The cache holds only casts of leaves that require a gradient, and only while autograd records. An entry is dropped
+    # when its weight changes or a gradient reaches it, since the next use belongs to another forward.
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return `x` in the dtype, from the cache if `x` is unchanged."""
         key = (id(x), dtype)

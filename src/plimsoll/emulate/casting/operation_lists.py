@@ -1,9 +1,4 @@
-"""Operation lists of autocast as data: low, high, promote and banned.
-
-An operation has the name of torch's dispatcher, without its namespace: "linear", "softmax", "scatter_add". A list holds
-for every functional form of the operation (`torch.matmul`, `Tensor.matmul`, ``a @ b``). Forms that write in place or
-into ``out=`` run in the dtypes of their arguments, as under torch's own autocast.
-"""
+"""Operation lists of autocast as data: low, high, promote and banned."""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -111,6 +106,9 @@ class OperationLists:
         return replace(self, **lists)
 
 
+# An operation has the name of torch's dispatcher, without its namespace: "linear", "softmax", "scatter_add". A list
+# holds for every functional form of the operation (`torch.matmul`, `Tensor.matmul`, `a @ b`). Forms that write in place
+# or into `out=` run in the dtypes of their arguments, as under torch's own autocast.
 def operation_name(operation: object, asker: str) -> str:
     """Return the dispatcher's name of an operation.
 

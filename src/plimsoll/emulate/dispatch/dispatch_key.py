@@ -1,12 +1,5 @@
 """Interception of torch's operations per thread, by an unused dispatch key.
 
-torch selects the kernel of an operation by the highest dispatch key that is set for the call. Its own autocast is such
-a key, above autograd, and off for a thread until that thread turns it on. Each backend has one, including backends that
-torch no longer builds, and Plimsoll registers its kernels under one of those. While the key is off, as on every thread
-outside a context, the kernels are never reached and cost nothing. While it is on, they are reached from Python, from
-C++ (the inner calls of a composite operation), from methods and from operators, for tensors of any device, and autograd
-records their calls.
-
 A key intercepts the operations passed to `intercept`. A key made with `everything=` intercepts all others too.
 """
 
@@ -22,6 +15,12 @@ from plimsoll.errors import BackendError
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
 # Autocast keys of backends that torch itself has no kernels for. IPU: the backend is gone; HPU, PrivateUse1: plugins.
+# torch selects the kernel of an operation by the highest dispatch key that is set for the call. Its own autocast is
+# such a key, above autograd, and off for a thread until that thread turns it on. Each backend has one, including
+# backends that torch no longer builds, and Plimsoll registers its kernels under one of those. While the key is off, as
+# on every thread outside a context, the kernels are never reached and cost nothing. While it is on, they are reached
+# from Python, from C++ (the inner calls of a composite operation), from methods and from operators, for tensors of any
+# device, and autograd records their calls.
 _UNUSED = {"AutocastIPU": "ipu", "AutocastHPU": "hpu", "AutocastPrivateUse1": "privateuseone"}
 
 # Operations that even a key for everything leaves alone. They compute nothing, and are the most frequent calls. torch
@@ -130,12 +129,10 @@ def _has_number(op: Any, args: Any) -> bool:
 
 
 def _with_numbers(op: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of a call with a number for a tensor, as in ``x * 2``.
-
-    Type promotion treats a tensor made of such a number as the number. The call from Python makes such a tensor again,
-    for the operations that users may call so. Other operations get numbers only from C++. They receive a 0-d tensor,
-    which does not promote tensors with dimensions either.
-    """
+    """Return the result of a call with a number for a tensor, as in ``x * 2``."""
+    # Type promotion treats a tensor made of such a number as the number. The call from Python makes such a tensor
+    # again, for the operations that users may call so. Other operations get numbers only from C++. They receive a 0-d
+    # tensor, which does not promote tensors with dimensions either.
     try:
         return op(*args, **kwargs)
     except RuntimeError as error:

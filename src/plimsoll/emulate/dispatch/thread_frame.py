@@ -108,11 +108,9 @@ def refuse_torch_autocast(where: str) -> None:
 
 
 def in_backward() -> bool:
-    """Return whether the current call belongs to a backward.
-
-    The recomputation of a checkpoint within a backward is a forward.
-    """
+    """Return whether the current call belongs to a backward."""
     frame = local.frame
+    # The recomputation of a checkpoint within a backward is a forward.
     return frame is not None and graph_task() != frame.task
 
 

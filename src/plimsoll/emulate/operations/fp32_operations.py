@@ -1,10 +1,5 @@
 """Operations on 16-bit tensors, computed in FP32 and rounded once, as on a GPU.
 
-A tensor core multiplies 16-bit values exactly and adds in FP32. The result is rounded to 16 bits when it is stored. On
-a CPU: widen the operands (exact), run the FP32 operation, narrow the result (rounds to nearest even). Autograd records
-these three steps, so the backward also consists of FP32 products of widened gradients, each rounded once, wherever it
-runs: after the context, in a checkpoint, or a second time.
-
 Covered are products and convolutions, and the operations that keep intermediate results in 16 bits only on a CPU
 (statistics of normalization, sums of the gradient of an embedding). All others compute in FP32 and round once natively.
 docs/design/emulation.md has the measurements.
@@ -47,6 +42,10 @@ _OUT = tuple(
 _STATISTICS = ("embedding_bag", "_embedding_bag", "group_norm", "layer_norm")
 
 
+# A tensor core multiplies 16-bit values exactly and adds in FP32. The result is rounded to 16 bits when it is stored.
+# On a CPU: widen the operands (exact), run the FP32 operation, narrow the result (rounds to nearest even). Autograd
+# records these three steps, so the backward also consists of FP32 products of widened gradients, each rounded once,
+# wherever it runs: after the context, in a checkpoint, or a second time.
 def wide(op: Any, args: Any, kwargs: Any) -> Any:
     """Run the operation in FP32 and round its results to its tensors' 16-bit dtype."""
     dtype = _common(args, kwargs)
@@ -56,10 +55,8 @@ def wide(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _wide_first(op: Any, args: Any, kwargs: Any) -> Any:
-    """Run the operation in FP32 and round to the dtype of the first argument.
-
-    Its parameters may be FP32 while its values are 16-bit.
-    """
+    """Run the operation in FP32 and round to the dtype of the first argument."""
+    # The operation's parameters may be FP32 while its values are 16-bit.
     dtype = args[0].dtype if args else None
     if dtype not in SIXTEEN_BIT or not _on_cpu(args[0]):
         return NotImplemented

@@ -1,8 +1,4 @@
-"""The LSTM as separate operations, which can be intercepted.
-
-On a CPU torch runs a layer of an LSTM as one kernel, so lists and rules cannot affect the operations inside. GRU and
-RNN consist of separate operations already.
-"""
+"""The LSTM as separate operations, which can be intercepted."""
 
 from collections.abc import Sequence
 from typing import Any, cast as typed
@@ -16,6 +12,8 @@ from plimsoll.emulate.dispatch import operation_kernels
 State = tuple[Tensor, Tensor]
 
 
+# On a CPU torch runs a layer of an LSTM as one kernel, so lists and rules cannot affect the operations inside. GRU and
+# RNN consist of separate operations already.
 def lstm(op: Any, args: Any, kwargs: Any) -> Any:
     """Run `lstm` as separate operations, for padded or packed sequences."""
     # An LSTM with projections has another number of weights: torch itself runs it as separate operations.

@@ -140,12 +140,10 @@ def _rule(form: Any) -> thread_frame.Rule:
 
 
 def common_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
-    """Return the floating dtype that all tensors have, or None.
-
-    None also for tensors that are not dense. torch itself raises for mixed dtypes.
-    """
+    """Return the floating dtype that all tensors have, or None."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     dtypes = {x.dtype for x in tensors}
+    # None also for tensors that are not dense. torch itself raises for mixed dtypes.
     if len(dtypes) != 1 or not dtypes <= set(FLOATING) or any(x.layout is not torch.strided for x in tensors):
         return None
     return dtypes.pop()

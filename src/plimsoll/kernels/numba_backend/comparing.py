@@ -3,8 +3,6 @@
 Blocks of 1,024 pairs. A first loop over bits says whether there are zeros, which are counted, and NaN or Inf, whose
 pairs are left out. A second one subtracts and sums in float64, in vectors. The largest error is that of the difference
 in the values' own dtype.
-
-Numba's cache does not notice a change of what is imported here: after one, remove the compiled code of this file.
 """
 
 import numpy as np

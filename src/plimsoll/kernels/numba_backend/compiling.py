@@ -1,12 +1,4 @@
-"""Compilation of kernels: serial, without the GIL, and cached.
-
-Numba's own threads are not used: its OpenMP layer kills forked children and its workqueue aborts when two threads call
-it at once. Kernels here are serial and release the GIL; `threads` runs several of them side by side.
-
-Compiled code is cached beside the source, or in the user's cache folder where that is read-only (Numba's own rule;
-NUMBA_CACHE_DIR overrides it). Where neither can be written, the kernels compile again in each process, and a warning
-says so once. Compiled code is used only while all files of the kernels are as they were when it was compiled.
-"""
+"""Compilation of kernels: serial, without the GIL, and cached."""
 
 import functools
 import warnings
@@ -22,6 +14,8 @@ from numba.extending import intrinsic
 
 from plimsoll import row_layout
 
+# Numba's own threads are not used: its OpenMP layer kills forked children and its workqueue aborts when two threads
+# call it at once. Kernels here are serial and release the GIL; `threads` runs several of them side by side.
 _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
 _uncached: list[str] = []
 
@@ -51,6 +45,9 @@ def is_cached() -> bool:
     return not _uncached
 
 
+# Compiled code is cached beside the source, or in the user's cache folder where that is read-only (Numba's own rule;
+# NUMBA_CACHE_DIR overrides it). Where neither can be written, the kernels compile again in each process, and a warning
+# says so once. Compiled code is used only while all files of the kernels are as they were when it was compiled.
 def _compile(function: Callable[..., Any], **options: Any) -> Any:
     try:
         compiled = njit(cache=True, **_OPTIONS, **options)(function)
@@ -131,13 +128,11 @@ def pointer(_: Any, address: Any) -> Any:
 
 @intrinsic
 def count_four(_: Any, buffer: Any, chunks: Any, top: Any) -> Any:
-    """Count the bytes of ``buffer[: 32 * chunks]`` that equal top, top - 1, top - 2 and top - 3: 16 bits for each.
+    """Count the bytes of ``buffer[: 32 * chunks]`` that equal top, top - 1, top - 2 and top - 3: 16 bits for each."""
 
-    Written in LLVM's vectors because a loop that adds up comparisons is compiled into wider lanes, and far slower.
-    A lane counts to 255, so chunks <= 255; the count of `top` is in the lowest 16 bits. Thirty-two lanes, since on 64 a
-    comparison goes through a mask register (measured: 130 against 92 ns for 4,096 bytes).
-    """
-
+    # Written in LLVM's vectors because a loop that adds up comparisons is compiled into wider lanes, and far slower. A
+    # lane counts to 255, so chunks <= 255; the count of `top` is in the lowest 16 bits. Thirty-two lanes, since on 64 a
+    # comparison goes through a mask register (measured: 130 against 92 ns for 4,096 bytes).
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         byte, half, word = ir.IntType(8), ir.IntType(16), ir.IntType(64)
         lanes = ir.VectorType(byte, 32)

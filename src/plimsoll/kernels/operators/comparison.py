@@ -1,7 +1,4 @@
-"""Errors against a reference by torch's own operations, on any device: the reference backend, and that of GPUs.
-
-A shadow step alone compares, whose second forward and backward take far longer than this.
-"""
+"""Errors against a reference by torch's own operations, on any device: the reference backend, and that of GPUs."""
 
 from typing import cast
 
@@ -13,6 +10,7 @@ from plimsoll import row_layout
 _PIECE = 1 << 20  # values that are compared at a time: as float64 they take 8 MB a side
 
 
+# A shadow step alone compares, whose second forward and backward take far longer than this.
 def compare(values: Tensor, reference: Tensor, row: Tensor) -> None:
     """Adds to a row of errors how the values differ from those of a reference of the same shape."""
     pieces = [cast("tuple[Tensor, ...]", x.reshape(-1).split(_PIECE)) for x in (values, reference)]
@@ -21,9 +19,10 @@ def compare(values: Tensor, reference: Tensor, row: Tensor) -> None:
         zero, here, there = y == 0, y.isfinite(), x.isfinite()
         both = here & there
         error = torch.where(both, y - x, 0.0)
-        held = torch.where(both, x, 0.0)
+        finite = torch.where(both, x, 0.0)
         parts = (
-            both, error, error.square(), held, held.square(), error * held, error.new_zeros(1), there & ~here, ~there,
+            both, error, error.square(), finite, finite.square(), error * finite, error.new_zeros(1), there & ~here,
+            ~there,
             zero & (x.abs() > 0), zero & (x == 0),
         )  # fmt: skip
         row += torch.stack([part.sum(dtype=torch.float64) for part in parts])

@@ -3,9 +3,6 @@
 Scaled matrix products want one operand row by row and the other column by column, and sizes divisible by 16. So the
 operator writes the codes as the matrix lies, and those of its transpose, made up with zeros to multiples of 16; and
 where a bank is given it counts what it reads. The reference is in `torch_backend.casting`.
-
-It saturates: there is no code for a value beyond the format's largest, nor for Inf. NaN stays NaN, as the code 0x7F,
-which is what NVIDIA's conversion gives.
 """
 
 import functools
@@ -26,6 +23,8 @@ LAYOUTS: tuple[Layout, ...] = ("rows", "columns", "both")
 ROWS, COLUMNS, BOTH = range(3)
 
 MULTIPLE = 16  # what scaled products ask sizes to be divisible by
+# The cast saturates: there is no code for a value beyond the format's largest, nor for Inf. NaN stays NaN, as the code
+# 0x7F, which is what NVIDIA's conversion gives.
 NAN_CODE = 0x7F
 INPUTS = tuple(TRAINING.values())
 FORMATS = {dtype_of(fmt): fmt for fmt in (E4M3, E5M2)}  # those that scaled products of hardware take
@@ -78,11 +77,9 @@ def padded(size: int) -> int:
 
 
 def keep(x: Tensor) -> Tensor:
-    """A copy that compiled code saves for its backward, and never computes again from what it came from.
-
-    Compilers may compute small tensors anew in the backward. Where they come from a buffer that the forward changes in
-    place (torch 2.13: under `no_grad`), that would be from its later contents. The copy carries no gradient.
-    """
+    """A copy that compiled code saves for its backward, and never computes again from what it came from."""
+    # Compilers may compute small tensors anew in the backward. Where they come from a buffer that the forward changes
+    # in place (torch 2.13: under `no_grad`), that would be from its later contents. The copy carries no gradient.
     return torch.ops.plimsoll.keep(x)
 
 

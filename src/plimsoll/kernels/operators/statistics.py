@@ -1,9 +1,5 @@
 """The operator family ``plimsoll::*``: schemas, fakes, and the one implementation that hands each call to a backend.
 
-The operators are opaque to compilers: a graph holds the call, eager and compiled results are the same bits, and
-Inductor gets no chance to remove a rounding. Formats travel as integers (`cast_spec`), scales and keys as numbers or as
-0-d tensors that only the kernel reads, so nothing here synchronises with a device.
-
 `measure_`, `count_nonfinite_` and `update_` mutate what they count into and return nothing; they allocate nothing of
 the tensors' size. `unscale_` mutates the gradients too. The `*_out` forms mutate `out`. None of them carries a
 gradient, whatever the tensors require: autograd is `plimsoll.rounding`'s business.
@@ -24,6 +20,9 @@ from plimsoll.kernels.operators.cast_spec import BlockSpec, CastArguments, CastS
 from plimsoll.kernels.operators.checks import check_unscale
 from plimsoll.kernels.operators.registration import without_autograd
 
+# The operators are opaque to compilers: a graph holds the call, eager and compiled results are the same bits, and
+# Inductor gets no chance to remove a rounding. Formats travel as integers (`cast_spec`), scales and keys as numbers or
+# as 0-d tensors that only the kernel reads, so nothing here synchronises with a device.
 _library = torch.library.Library("plimsoll", "DEF")
 _MEASURE = "Tensor[] tensors, Tensor(a!) bank, int[] rows, bool accumulate, int block"
 _UPDATE = "Tensor[] old, Tensor[] new, Tensor[] pushes, Tensor(a!) bank, int[] rows, Tensor(b!) moves"

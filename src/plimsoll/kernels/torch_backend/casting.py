@@ -1,9 +1,4 @@
-"""Casting with plain torch operations: the reference, written to be read and not to be fast.
-
-Every cast goes through float64, which holds each value of every input dtype exactly, and rounds its bits as integers:
-a value becomes the format's code, and the code becomes the value. The codes of one sign are ordered as their values
-are, so rounding up is adding one to the code, whether that crosses from subnormal to normal, or into the next binade.
-"""
+"""Casting with plain torch operations: the reference, written to be read and not to be fast."""
 
 import math
 from typing import Any
@@ -107,12 +102,10 @@ def _quantize_blocks(x: Tensor, arguments: CastArguments[BlockSpec]) -> tuple[Te
 
 
 def _power_of_two_scale(largest: Tensor, spec: BlockSpec) -> Tensor:
-    """Exponent of the block's scale from its largest magnitude's bits (OCP MX 1.0 section 6.3, and its variants).
-
-    In integers throughout: a float log2 rounds a maximum one ulp below a power of two up to it.
-    """
+    """Exponent of the block's scale from its largest magnitude's bits (OCP MX 1.0 section 6.3, and its variants)."""
     element, scale = spec.element.format, spec.scale.format
     fraction = largest & _FRACTION
+    # In integers throughout: a float log2 rounds a maximum one ulp below a power of two up to it.
     exponent = (largest >> 52) - _BIAS - element.max_exponent
     if spec.rule == CEIL:
         exponent = exponent + (fraction > 0)
@@ -156,6 +149,9 @@ def to_codes(values: Tensor, spec: CastSpec, noise: Tensor | None) -> Tensor:
     return _codes_of(values, spec.format, spec.rounding, spec.overflow, noise)
 
 
+# Every cast goes through float64, which holds each value of every input dtype exactly, and rounds its bits as integers:
+# a value becomes the format's code, and the code becomes the value. The codes of one sign are ordered as their values
+# are, so rounding up is adding one to the code, whether that crosses from subnormal to normal, or into the next binade.
 def _codes_of(values: Tensor, fmt: Format, rounding: int, overflow: int, noise: Tensor | None) -> Tensor:
     bits = values.contiguous().view(torch.int64)
     negative, magnitude = bits < 0, bits & _MAGNITUDE
@@ -166,10 +162,10 @@ def _codes_of(values: Tensor, fmt: Format, rounding: int, overflow: int, noise: 
     lowest = fmt.min_exponent + _BIAS
     shift = 52 - fmt.mantissa_bits + (lowest - exponent).clamp(min=0)
     dropped = shift.clamp(max=_LARGEST_SHIFT)
-    kept = significand >> dropped
-    remainder = significand - (kept << dropped)
+    quotient = significand >> dropped
+    remainder = significand - (quotient << dropped)
     field = (exponent - lowest).clamp(min=0) << fmt.mantissa_bits
-    code = field + kept
+    code = field + quotient
     if not fmt.signed:  # a pure exponent: the smallest value has code 0, and there is nothing below it
         code = code - 1
         remainder = torch.where(exponent < lowest, 0, remainder)

@@ -2,15 +2,6 @@
 
 One launch that reads many tensors needs their addresses in device memory. In steady state training the same tensors
 come back at the same addresses, so tables are kept by their content: a hit costs a look-up, no copy, no allocation.
-
-*Streams.* The copy is asynchronous, from pinned memory, on the stream of the first use. Another stream waits for it by
-an event before its first launch.
-
-*CUDA graphs.* A table found in the cache may be captured: its address never changes, and once captured it is never
-evicted, since the graph reads it at every replay. (`torch.cuda.graph` synchronizes before it captures, so the copy is
-done by then.) A table that is not in the cache cannot be made during capture: its copy would only run at replay, from
-memory that must then stay alive, and its memory would come from the graph's own pool. `find` answers None, and the
-caller launches once per tensor instead, with the addresses as arguments, which the graph keeps.
 """
 
 import threading
@@ -47,6 +38,11 @@ class Tables:
     def __len__(self) -> int:
         return len(self._tables)
 
+    # A table found in the cache may be captured: its address never changes, and once captured it is never evicted,
+    # since the graph reads it at every replay. (`torch.cuda.graph` synchronizes before it captures, so the copy is done
+    # by then.) A table that is not in the cache cannot be made during capture: its copy would only run at replay, from
+    # memory that must then stay alive, and its memory would come from the graph's own pool. `find` answers None, and
+    # the caller launches once per tensor instead, with the addresses as arguments, which the graph keeps.
     def find(self, key: Key, device: torch.device, make: Callable[[], np.ndarray]) -> Tensor | None:
         """The table of that key on `device`, made by `make` if need be; None during capture if there is none yet."""
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -81,6 +77,8 @@ def _move(words: np.ndarray, device: torch.device) -> _Table:
     return _Table(moved, stream.record_event(), stream.cuda_stream)
 
 
+# The copy is asynchronous, from pinned memory, on the stream of the first use. Another stream waits for it by an event
+# before its first launch.
 def _join_stream(table: _Table, device: torch.device, capturing: bool) -> None:
     if table.copied is None:
         return

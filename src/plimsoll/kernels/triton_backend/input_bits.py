@@ -1,9 +1,4 @@
-"""Decoding of raw elements to the bits that kernels compute on, for every input dtype.
-
-Kernels load elements as integers and decode them here, so that no load, compare or conversion of the hardware decides
-what a subnormal or a NaN is. All types up to 32 bits become the bits of the float32 of the same value (int32), float64
-stays as it is (int64). Both are exact.
-"""
+"""Decoding of raw elements to the bits that kernels compute on, for every input dtype."""
 
 import torch
 import triton
@@ -52,6 +47,9 @@ def pointee(dtype: torch.dtype) -> tl.dtype:
     return _POINTEES[dtype.itemsize]
 
 
+# Kernels load elements as integers and decode them here, so that no load, compare or conversion of the hardware decides
+# what a subnormal or a NaN is. All types up to 32 bits become the bits of the float32 of the same value (int32),
+# float64 stays as it is (int64). Both are exact.
 @triton.jit
 def decode(raw, KIND: tl.constexpr):
     """Bits of the float64 (int64) for float64 elements, else bits of the float32 (int32)."""

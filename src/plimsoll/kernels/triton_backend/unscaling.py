@@ -1,8 +1,4 @@
-"""Unscaling gradients: the kernel, and its one launch for all gradients of a dtype.
-
-A tile is loaded once, counted by `measuring.tile` where there is a bank, multiplied and stored where it was. The
-inverse scale is read, and the flag of non-finite values raised, by the kernel: the host knows neither.
-"""
+"""Unscaling gradients: the kernel, and its one launch for all gradients of a dtype."""
 
 import functools
 from collections.abc import Sequence
@@ -52,6 +48,8 @@ def unscale_table(
     )
 
 
+# A tile is loaded once, counted by `measuring.tile` where there is a bank, multiplied and stored where it was. The
+# inverse scale is read, and the flag of non-finite values raised, by the kernel: the host knows neither.
 @triton.jit
 def _unscale(
     address, length, counters, inverse, flag, first, per_program,

@@ -1,9 +1,4 @@
-"""Weight updates: the kernel, and its one launch for all tensors of a dtype whose pushes are of one dtype.
-
-Old values, new values and pushes are read once, and their difference is counted by tiles. The host sees to it that they
-lie alike in memory, but not at equal distances from a 16-byte border: where one of them starts off such a border, all
-loads are masked ones, and slower.
-"""
+"""Weight updates: the kernel, and its one launch for all tensors of a dtype whose pushes are of one dtype."""
 
 import functools
 from collections.abc import Sequence
@@ -96,6 +91,9 @@ def _update(
     tl.atomic_add(slot, tl.sum(norm), sem="relaxed")
 
 
+# Old values, new values and pushes are read once, and their difference is counted by tiles. The host sees to it that
+# they lie alike in memory, but not at equal distances from a 16-byte border: where one of them starts off such a
+# border, all loads are masked ones, and slower.
 @triton.jit
 def _load(address, tile, length, whole, POINTEE: tl.constexpr, TILE: tl.constexpr):
     """A tile's elements, 0 beyond the end."""

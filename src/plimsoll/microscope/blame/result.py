@@ -21,7 +21,7 @@ class BlameRow(NotebookRepr):
         module: Name of the module, "loss" for what the step computes outside of the model, or a glob over modules that
             the budget did not allow to tell apart.
         cast: What it is: "e5m2 of gradients", "bf16 arithmetic", "operations".
-        direction: Where it arises: in the "forward", in the "backward", or "both", which were not told apart.
+        direction: Where it arises: in the "forward", in the "backward", or "both", where it is not known which.
         share: Part of the whole error that it makes up, as a fraction. Negative where it cancels a part of the rest.
         bias: Of the contribution: what stays from draw to draw, relative to the gradients. None: not asked.
         noise: The rest of the contribution. None: not asked.

@@ -24,8 +24,8 @@ from plimsoll.watch.session import watches_muted
 from plimsoll.watch.shadow.comparisons import compared
 
 _BACKWARD = 0.5  # of a pass: what a backward from inside the reference costs at most
-_ENOUGH = 0.02  # share of a module below which its casts are not told apart
-_MOST_SPLIT, _MOST_JUDGED = 8, 6  # modules whose casts are told apart; contributions whose bias is
+_ENOUGH = 0.02  # share of a module below which its casts are not split
+_MOST_SPLIT, _MOST_JUDGED = 8, 6  # modules whose casts are judged one by one; contributions whose bias is
 _DRAWS = 4  # steps that separate bias from noise
 _NOTHING = 1e-4  # of the typical size of a gradient's values: what is zero but for the reference's rounding
 _FAR = 0.25  # distance of the shares' sum from 1 that is remarked

@@ -27,7 +27,7 @@ class Step:
     def __init__(
         self, root: nn.Module, closure: Callable[[], Any], wide: torch.dtype, split: Collection[str] = ()
     ) -> None:
-        """`split`: modules whose casts are told apart."""
+        """`split`: modules whose casts are judged one by one."""
         self._root, self._split = root, set(split)
         names, devices = named(root, ROOT), {p.device for p in root.parameters()}
         random, buffers = RandomState(devices), buffers_of(root)

@@ -1,9 +1,4 @@
-"""Level applied to a model and its optimizers, and its exact removal.
-
-Removal makes the model FP32: each weight becomes its master (or the compensated value), and the user's own optimizers
-come back with FP32 state. A change of level removes one level and applies another, so values that both levels keep in
-FP32 pass exactly.
-"""
+"""Level applied to a model and its optimizers, and its exact removal."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -61,6 +56,9 @@ class ActiveLevel:
             self.fp8.keep_lists_out(root, self.computing.switch, **dtypes)
         self._handles = list(self._wide_outputs(root, stage.level))
 
+    # Removal makes the model FP32: each weight becomes its master (or the compensated value), and the user's own
+    # optimizers come back with FP32 state. A change of level removes one level and applies another, so values that both
+    # levels keep in FP32 pass exactly.
     def take_back(self) -> None:
         """Restore an FP32 model and the user's own optimizers."""
         self._remove()

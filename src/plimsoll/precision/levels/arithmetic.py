@@ -1,11 +1,6 @@
 """Arithmetic of a level during forward and backward.
 
 It consists of operation lists, emulation, TF32, banned operations and regions of other formats.
-
-On CUDA the amp levels use torch's own autocast if the lists are torch's. Everywhere else `plimsoll.emulate` applies the
-same lists (or the user's), because torch's lists for CPUs differ: they leave sums, norms and losses in 16 bits. On a
-CPU, FP16 and BF16 products also go through `emulate`: accumulated in FP32 and rounded once, as on a GPU. Levels that
-cast the model cast no operations, but refuse banned ones all the same.
 """
 
 import contextlib
@@ -83,12 +78,10 @@ class Arithmetic:
 
     @contextlib.contextmanager
     def backward(self) -> Generator[None]:
-        """Context of the backward and the step, which sets TF32 again.
-
-        Formats follow from the recorded forward. A module that a checkpoint recomputes during backward runs in its own
-        format again.
-        """
+        """Context of the backward and the step, which sets TF32 again."""
         with self._precision(forward=False):
+            # Formats follow from the recorded forward. A module that a checkpoint recomputes during backward runs in
+            # its own format again.
             self._regions.switch.on = True
             try:
                 yield
@@ -111,6 +104,10 @@ class Arithmetic:
             return tf32()
         return emulate(forward="tf32", backward="tf32") if forward else contextlib.nullcontext()
 
+    # On CUDA the amp levels use torch's own autocast if the lists are torch's. Everywhere else `plimsoll.emulate`
+    # applies the same lists (or the user's), because torch's lists for CPUs differ: they leave sums, norms and losses
+    # in 16 bits. On a CPU, FP16 and BF16 products also go through `emulate`: accumulated in FP32 and rounded once, as
+    # on a GPU. Levels that cast the model cast no operations, but refuse banned ones all the same.
     def _operations(self) -> Context:
         if self._level.operations is not None:
             return self._entering()(ModulePlan.of(self._level.operations))

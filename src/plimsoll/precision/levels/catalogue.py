@@ -173,11 +173,9 @@ def level_of_plan(plan: Plan) -> Level:
 
 
 def _needs_loss_scale(module_plan: ModulePlan) -> bool:
-    """Return whether gradients are cast unscaled to a narrow range.
-
-    Scales of blocks have the range of FP32.
-    """
+    """Return whether gradients are cast unscaled to a narrow range."""
     fmt = get(module_plan.backward)
+    # Scales of blocks have the range of FP32.
     return isinstance(fmt, Format) and fmt.exponent_bits < FP32.exponent_bits and module_plan.gradients is None
 
 

@@ -1,10 +1,4 @@
-"""Effects of DistributedDataParallel and `fully_shard` on levels and steps.
-
-DistributedDataParallel averages gradients during backward, in the dtype that the parameters had when it was built.
-A level that casts weights must therefore be applied first. `fully_shard` keeps FP32 shards, which already are master
-weights, and its own policy casts what a module computes with. A level uses that policy instead of casting, and every
-other combination is refused.
-"""
+"""Effects of DistributedDataParallel and `fully_shard` on levels and steps."""
 
 import contextlib
 import sys
@@ -78,10 +72,12 @@ def gradients_stay(model: nn.Module, stay: bool) -> Generator[None]:
         yield
 
 
+# DistributedDataParallel averages gradients during backward, in the dtype that the parameters had when it was built. A
+# level that casts weights must therefore be applied first. `fully_shard` keeps FP32 shards, which already are master
+# weights, and its own policy casts what a module computes with. A level uses that policy instead of casting, and every
+# other combination is refused.
 def level_on(model: nn.Module, level: Level) -> Level:
     """Return the level as it applies to this model.
-
-    Under `fully_shard`, casting is left to its policy.
 
     Raises:
         ArgumentError: The level contradicts the policy of `fully_shard`, or casts weights under
@@ -95,6 +91,7 @@ def level_on(model: nn.Module, level: Level) -> Level:
         )
     if not is_fully_sharded(model):
         return level
+    # Under `fully_shard`, casting is left to its policy.
     policies = sharding_policies(model)
     dtypes = {policy.param_dtype or torch.float32 for policy in policies}
     return _level_on_shards(level, dtypes)

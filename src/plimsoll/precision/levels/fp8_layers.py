@@ -3,9 +3,6 @@
 `plimsoll.fp8.convert` changes a layer's class. The module and its parameters stay the same objects, so optimizers,
 hooks, names and DistributedDataParallel keep working. Removal restores each layer's class and attributes, so a change
 of level changes arithmetic only.
-
-The policy takes precedence. A layer that a rule puts into another format, directly or through a parent module, does
-not become an FP8 layer. A rule of "e4m3" selects a layer that would otherwise be skipped.
 """
 
 import contextlib
@@ -59,11 +56,9 @@ class InPlace:
     def keep_lists_out(
         self, root: nn.Module, switch: Switch, *, inputs: torch.dtype | None = None, outputs: torch.dtype | None = None
     ) -> None:
-        """Exclude the layers from Plimsoll's operation lists.
-
-        FP8 layers choose their own formats. While the switch is on, the layers take `inputs` and return `outputs`,
-        where these dtypes are given.
-        """
+        """Exclude the layers from Plimsoll's operation lists."""
+        # FP8 layers choose their own formats. While the switch is on, the layers take `inputs` and return `outputs`,
+        # where these dtypes are given.
         for module in root.modules():
             if isinstance(module, Linear):
                 call = _Call(switch, inputs, outputs)
@@ -131,6 +126,8 @@ def other_rules(rules: Mapping[str, ModulePlan]) -> dict[str, ModulePlan]:
     return {name: plan for name, plan in rules.items() if plan != FP8}
 
 
+# The policy takes precedence. A layer that a rule puts into another format, directly or through a parent module, does
+# not become an FP8 layer. A rule of "e4m3" selects a layer that would otherwise be skipped.
 def chosen_layers(
     root: nn.Module, scaling: Scaling, rules: Mapping[str, ModulePlan]
 ) -> tuple[list[str], tuple[Left, ...]]:

@@ -4,11 +4,6 @@ A level keeps the weights in one format, and those of normalization layers perha
 modules. Parameters and buffers are cast in place, so a Parameter stays the object that the optimizer has. A module
 whose format differs from its caller's casts its floating inputs and outputs. The root takes inputs of any floating
 dtype and returns FP32, so that losses are computed in FP32.
-
-A batch norm in FP32 among 16-bit modules needs no such casts. Torch's takes 16-bit values with FP32 parameters,
-computes in FP32 and rounds once, so that nothing is saved for the backward in FP32.
-
-The inverse restores the old FP32 bits of buffers that did not change. Parameters get theirs from the masters.
 """
 
 import weakref
@@ -103,6 +98,7 @@ class Placement:
             handle.remove()
         self._handles.clear()
 
+    # The inverse restores the old FP32 bits of buffers that did not change. Parameters get theirs from the masters.
     def widen(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Give each parameter its FP32 value, or its own widened, and remove the hooks."""
         self.remove()
@@ -142,6 +138,8 @@ class Placement:
                 yield module.register_forward_hook(CastOutputs(DTYPES[outside or "fp32"]))
 
 
+# A batch norm in FP32 among 16-bit modules needs no such casts. Torch's takes 16-bit values with FP32 parameters,
+# computes in FP32 and rounds once, so that nothing is saved for the backward in FP32.
 def _mixes(module: nn.Module, inside: str, outside: str | None) -> bool:
     """Return whether the module accepts 16-bit values and computes in FP32."""
     return type(module) in _MIXING and inside == "fp32" and outside in ("fp16", "bf16")

@@ -3,9 +3,6 @@
 Only levels that keep weights and optimizers as they are can be applied this way. The model's `forward` is wrapped,
 because a forward hook does not run when a KeyboardInterrupt leaves the call. A hook after all others converts 16-bit
 outputs to FP32, so a loss outside of the model is computed in FP32. `transparent_scaling` scales the loss.
-
-If the script chooses a precision itself (autocast, a scaler), or if the level cannot be applied, everything is undone
-at once, one line reports the reason, and the script continues unchanged.
 """
 
 import contextlib
@@ -201,6 +198,8 @@ class ScriptPrecision:
 
     # -- refusals ------------------------------------------------------------------------------------------------------
 
+    # If the script chooses a precision itself (autocast, a scaler), or if the level cannot be applied, everything is
+    # undone at once, one line reports the reason, and the script continues unchanged.
     def _refuse(self, why: str, root: nn.Module | None = None) -> None:
         if self._over:
             return
@@ -296,10 +295,8 @@ class ScriptPrecision:
             stack.close()
 
     def _entering(self, original: Callable[..., Any], context: Any, args: Any, kwargs: Any) -> Any:
-        """Refuse the level when the script enters autocast itself.
-
-        Torch's own contexts during a backward are ignored.
-        """
+        """Refuse the level when the script enters autocast itself."""
+        # Torch's own contexts during a backward are ignored.
         if context._enabled and not self._ours and backward_running() == -1:  # noqa: SLF001
             self._refuse("the script uses torch.autocast itself, from here on")
         return original(context, *args, **kwargs)

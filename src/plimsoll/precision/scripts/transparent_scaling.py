@@ -63,11 +63,7 @@ def scaled_seeds(roots: Sequence[Tensor], gradients: Any, factor: float) -> list
 
 @contextlib.contextmanager
 def true_at_leaves(roots: Sequence[Tensor], inverse: float, *, nested: bool = False) -> Generator[list[Tensor]]:
-    """Multiply the leaves' gradients of one backward by `inverse`.
-
-    A backward nested in it does not run these hooks. In a backward that a re-entrant checkpoint runs, only parameters
-    are such leaves. The others stand for the checkpoint's inputs, and their gradients continue through the outer graph.
-    """
+    """Multiply the leaves' gradients of one backward by `inverse`."""
     task = [-1]
 
     def see(_: Tensor) -> None:
@@ -76,6 +72,9 @@ def true_at_leaves(roots: Sequence[Tensor], inverse: float, *, nested: bool = Fa
     def divide(g: Tensor | None) -> Tensor | None:
         return None if g is None or backward_running() != task[0] else g * inverse
 
+    # A backward nested in this one does not run the hooks. In a backward that a re-entrant checkpoint runs, only
+    # parameters are such leaves. The others stand for the checkpoint's inputs, and their gradients continue through the
+    # outer graph.
     reached = {id(root): root for root in roots if root.grad_fn is None} | leaves_of(list(roots))
     leaves = [leaf for leaf in reached.values() if not nested or isinstance(leaf, torch.nn.Parameter)]
     handles = [_hook_first(leaf, divide) for leaf in leaves]
@@ -102,15 +101,13 @@ _foreach_norm: Callable[..., tuple[Tensor, ...]] = cast("Any", torch)._foreach_n
 
 
 class _Checking(DynamicScaler):
-    """`DynamicScaler` for unscaled gradients, which only checks them.
-
-    It also checks the values at the end of the backward, because clipping by value turns Inf into a finite number.
-    """
+    """`DynamicScaler` for unscaled gradients, which only checks them."""
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
         self.largest: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # largest gradient magnitude by leaf
 
+    # Values are also checked at the end of the backward, because clipping by value turns Inf into a finite number.
     def _unscale(
         self, optimizer: Any, gradients: Gradients, inverse: Tensor, found_inf: Tensor
     ) -> dict[torch.device, Tensor]:

@@ -3,9 +3,6 @@
 For each closure the random generators of Python, NumPy, the CPU and the model's devices are saved before it runs, and
 the model's buffers once per batch. `rewound` restores both, so a repetition draws the same dropout masks and counts
 the batch into running statistics once.
-
-A saved closure must still mean the same later. One that reads a variable of the loop would read the next batch when it
-runs again. The variables that saved closures read are therefore compared whenever another closure is saved.
 """
 
 import dis
@@ -58,6 +55,9 @@ class Batch:
             random.restore()
             yield closure
 
+    # A saved closure must still mean the same later. One that reads a variable of the loop would read the next batch
+    # when it runs again. The variables that saved closures read are therefore compared whenever another closure is
+    # saved.
     def _check_unchanged(self) -> None:
         for (closure, _), before in zip(self._closures, self._variables, strict=True):
             now = variables_of(closure)

@@ -23,11 +23,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class DropsGradients:
-    """Optimizer hook that removes gradients, so that a step changes nothing.
-
-    Each optimizer drops only its own gradients, so a watch still sees those of the others. With master weights, the
-    gradients of the model's 16-bit weights are dropped too.
-    """
+    """Optimizer hook that removes gradients, so that a step changes nothing."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         owned = {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
@@ -39,6 +35,8 @@ class DropsGradients:
         while self._handles:
             self._handles.pop().remove()
 
+    # Each optimizer drops only its own gradients, so a watch still sees those of the others. With master weights, the
+    # gradients of the model's 16-bit weights are dropped too.
     def _drop(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         for parameter in (*_parameters(optimizer), *self._masked):
             parameter.grad = None

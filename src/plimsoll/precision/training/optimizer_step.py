@@ -1,8 +1,4 @@
-"""End of a training step: unscale, clip, and step all optimizers or none.
-
-With several optimizers, a non-finite gradient of one skips the step of all: they train one model, and a batch counts
-for all of it or for nothing.
-"""
+"""End of a training step: unscale, clip, and step all optimizers or none."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -138,6 +134,8 @@ def _collect(optimizers: Sequence[Optimizer]) -> None:
             optimizer.collect_gradients()
 
 
+# With several optimizers, a non-finite gradient of one skips the step of all: they train one model, and a batch counts
+# for all of it or for nothing.
 def _share_verdict(optimizers: Sequence[Optimizer], scaler: Any) -> None:
     """Apply a non-finite flag of any optimizer to all, without reading it."""
     states: Any = scaler._per_optimizer_states  # noqa: SLF001  (torch's own place for it)

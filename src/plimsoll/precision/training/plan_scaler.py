@@ -55,10 +55,8 @@ def check_scaling(root: nn.Module, schedule: Schedule, scaler: Any, made: Any = 
 
 
 def _check_fp8(schedule: Schedule, scaler: Any, *, custom: bool) -> None:
-    """Raise for layer scales with FP8.
-
-    Constant FP8 scales need true gradients, and delayed ones lag behind a change.
-    """
+    """Raise for layer scales with FP8."""
+    # Constant FP8 scales need true gradients, and delayed ones lag behind a change.
     eight = [stage.level for stage in schedule.stages if stage.level.fp8 is not None]
     unit = next((level.name for level in eight if level.fp8 == "unit"), None)
     if unit is not None and custom:

@@ -3,11 +3,6 @@
 It wraps any torch optimizer, which steps float32 values instead. In the inner optimizer's groups a float32 parameter
 replaces each 16-bit one (`Pair`); other parameters stay. Groups and state are the inner optimizer's own, so a learning
 rate set on either object is set on both.
-
-A step opens as many parameters at a time as `chunk_bytes` allow, lets the inner optimizer step only these, and closes
-them. The float32 values of the others take no memory meanwhile. This requires that the inner optimizer treats each
-parameter by itself, and counts steps per parameter and not per group. All of torch's optimizers but LBFGS do so. A
-group that changes during the step of a chunk is an error. Hooks of the inner optimizer's step run once per step.
 """
 
 import abc
@@ -149,12 +144,10 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         self._announce_to_watches()
 
     def _announce_to_watches(self) -> None:
-        """Let a watch find the weights behind the masters.
-
-        Copies and pickles of the optimizer do not contain this.
-        """
+        """Let a watch find the weights behind the masters."""
         myself = weakref.ref(self)
         inner: Any = self.optimizer
+        # Copies and pickles of the optimizer do not contain this.
         inner.plimsoll_update = self.update
         inner.plimsoll_masters = lambda: [] if (it := myself()) is None else [(p.master, p.weight) for p in it.pairs]
 
@@ -289,15 +282,18 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         return loss
 
     def _with_hooks(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run the step between the inner optimizer's hooks.
-
-        Hooks after it find the written weights.
-        """
+        """Run the step between the inner optimizer's hooks."""
+        # Hooks after the step find the written weights.
         result = Optimizer.profile_hook_step(step)(self.optimizer, *args)
         # A scheduler made with the inner optimizer checks this flag.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         return result
 
+    # A step opens as many parameters at a time as `chunk_bytes` allow, lets the inner optimizer step only these, and
+    # closes them. The float32 values of the others take no memory meanwhile. This requires that the inner optimizer
+    # treats each parameter by itself, and counts steps per parameter and not per group. All of torch's optimizers but
+    # LBFGS do so. A group that changes during the step of a chunk is an error. Hooks of the inner optimizer's step run
+    # once per step.
     def _step_in_chunks(self, optimizer: Optimizer) -> None:
         stepped = [p for p in self._parameters() if self._gradient(p) is not None]
         for chunk in chunks(stepped, self._pairs, self.chunk_bytes):

@@ -1,9 +1,4 @@
-"""Pair of a 16-bit parameter and the float32 one that is stepped instead.
-
-Between steps the float32 parameter of a store that is not `whole` has no values. It is a single NaN, expanded to the
-shape, so that reading it is obvious and writing to it raises. It can have a gradient: `collect` copies the model's
-gradient and remembers its identity and version, so that collecting again is free and later changes are detected.
-"""
+"""Pair of a 16-bit parameter and the float32 one that is stepped instead."""
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +10,7 @@ from plimsoll.precision.weights.stores import Store
 
 
 class Scratch:
-    """CPU memory for open parameters, reused from step to step.
-
-    Fresh memory costs more than the step itself. On other devices torch's own allocator keeps freed memory.
-    """
+    """CPU memory for open parameters, reused from step to step."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
@@ -35,6 +27,7 @@ class Scratch:
             self._memory = torch.empty(size_bytes // _FLOAT32_BYTES)
         self._used = 0
 
+    # Fresh memory costs more than the step itself. On other devices torch's own allocator keeps freed memory.
     def take(self, like: Tensor) -> Tensor | None:
         """Return float32 memory of the tensor's shape, or None if it does not fit."""
         end = self._used + like.numel()
@@ -135,6 +128,10 @@ class Pair:
         if self.store.whole and self.store.kept:
             self.master.data = self.store.open(self.weight.detach())
 
+    # Between steps the float32 parameter of a store that is not `whole` has no values. It is a single NaN, expanded to
+    # the shape, so that reading it is obvious and writing to it raises. It can have a gradient: `collect` copies the
+    # model's gradient and remembers its identity and version, so that collecting again is free and later changes are
+    # detected.
     def shut(self) -> None:
         """Drop the values and the gradient that `open` made."""
         if self._lent:

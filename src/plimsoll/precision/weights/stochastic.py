@@ -103,10 +103,8 @@ def refuse_float16(operation: str, weight: Tensor) -> None:
 
 
 def mixed(x: int) -> int:
-    """Mix 64 bits, so that close keys differ a lot.
-
-    This is SplitMix64's finisher (Steele et al., OOPSLA 2014).
-    """
+    """Mix 64 bits, so that close keys differ a lot."""
+    # SplitMix64's finisher (Steele et al., OOPSLA 2014).
     x = (x + 0x9E3779B97F4A7C15) & _WORD
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD

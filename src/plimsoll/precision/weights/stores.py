@@ -133,13 +133,11 @@ class Full:
         return () if self._value is None else (self._value,)
 
     def open(self, weight: Tensor, out: Tensor | None = None) -> Tensor:  # noqa: ARG002  (the interface's)
-        """Return the master.
-
-        Where the weight is not the rounded master, it was changed from outside and is used.
-        """
+        """Return the master."""
         if self._value is None:
             self._value = weight.to(torch.float32)
             return self._value
+        # Where the weight is not the rounded master, it was changed from outside and is used.
         rounded = round_to(self._value, torch.empty_like(weight)).view(torch.int16)
         if not (weight.is_cpu and _same(rounded, weight)):
             changed = rounded != weight.view(torch.int16)

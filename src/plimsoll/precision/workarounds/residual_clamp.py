@@ -1,8 +1,4 @@
-"""`clamp_residuals`: clamps and counts values beyond a format's largest number.
-
-In deep transformers each layer adds to the residual stream, and after many layers a few values exceed 65,504. FP16
-turns them into Inf, and what follows into NaN. Clamping them to the largest value has almost no effect on results.
-"""
+"""`clamp_residuals`: clamps and counts values beyond a format's largest number."""
 
 import fnmatch
 import warnings
@@ -139,6 +135,9 @@ class ResidualClamp:
 
         return clamp
 
+    # In deep transformers each layer adds to the residual stream, and after many layers a few values exceed 65,504.
+    # FP16 turns them into Inf, and what follows into NaN. Clamping them to the largest value has almost no effect on
+    # results.
     def _clamp(self, name: str, x: Tensor) -> Tensor:
         largest = self._largest[x.dtype]
         size = x.detach().abs()

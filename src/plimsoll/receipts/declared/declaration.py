@@ -57,14 +57,14 @@ class Declaration:
         if plan is not None:
             return frozenset((plan.forward, plan.backward) if backward else (plan.forward,))
         if self.computes:
-            found = self.computes.get(module or "")
-            return None if found is None else frozenset((found,))
+            fmt = self.computes.get(module or "")
+            return None if fmt is None else frozenset((fmt,))
         return self.products
 
     def inside(self, module: str | None) -> str | None:
         """Return the 16-bit format that all of a module computes in; None where no such thing is declared."""
-        found = None if module is None else self.computes.get(module)
-        return found if found in SIXTEEN_BIT else None
+        fmt = None if module is None else self.computes.get(module)
+        return fmt if fmt in SIXTEEN_BIT else None
 
     def category(self, name: str, module: str | None) -> str | None:
         """Return the list that an operation is on in a module."""
@@ -91,12 +91,12 @@ def declaration_of(declared: object, model: nn.Module) -> Declaration:
     Raises:
         ArgumentError: It is none of these, or does not fit the model.
     """
-    found = parse(declared)
-    if isinstance(found, Policy):
-        return _of_policy(found, model)
-    if isinstance(found, Plan):
-        return _of_plan(found, None if isinstance(declared, Plan) else str(declared), model)
-    return _of_level(found, model)
+    parsed = parse(declared)
+    if isinstance(parsed, Policy):
+        return _of_policy(parsed, model)
+    if isinstance(parsed, Plan):
+        return _of_plan(parsed, None if isinstance(declared, Plan) else str(declared), model)
+    return _of_level(parsed, model)
 
 
 def parse(declared: object) -> Level | Policy | Plan:

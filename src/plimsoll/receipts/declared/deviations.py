@@ -44,41 +44,41 @@ def deviations_of(
 ) -> tuple[Deviation, ...]:
     """Return the deviations of a recording, the worst kind first, within it in the order of the step."""
     seen = [_Seen(entry=entry, row=row) for entry, row in zip(recording.entries, rows, strict=True)]
-    found: list[Deviation] = []
+    deviations: list[Deviation] = []
     for one in seen:
         if one.row.phase != "optimizer":
-            found += _of_operation(declaration, one)
-        found += _of_collective(declaration, one)
-    found += _of_loss(declaration, recording)
-    found += _of_tensors(declaration, recording, tensors)
-    found += _of_switches(declaration, seen)
+            deviations += _of_operation(declaration, one)
+        deviations += _of_collective(declaration, one)
+    deviations += _of_loss(declaration, recording)
+    deviations += _of_tensors(declaration, recording, tensors)
+    deviations += _of_switches(declaration, seen)
     for backend, error in recording.compiled.errors.items():
-        found.append(deviation("fallback", None, f"code compiled by {backend}", f"eager code, since {error}"))
-    return tuple(sorted(_merged(found), key=lambda one: ORDER[one.kind]))
+        deviations.append(deviation("fallback", None, f"code compiled by {backend}", f"eager code, since {error}"))
+    return tuple(sorted(_merged(deviations), key=lambda one: ORDER[one.kind]))
 
 
-def _of_operation(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
-    entry = one.entry
+def _of_operation(declaration: Declaration, seen: _Seen) -> Iterator[Deviation]:
+    entry = seen.entry
     if entry.kind in MULTIPLYING:
-        yield from _of_product(declaration, one)
+        yield from _of_product(declaration, seen)
     elif entry.kind == "cast":
-        yield from _of_cast(declaration, one)
+        yield from _of_cast(declaration, seen)
     else:
-        yield from _of_other(declaration, one)
+        yield from _of_other(declaration, seen)
     if entry.accumulate is not None and entry.kind != "collective" and narrower(entry.accumulate, "fp32"):
-        found = _deviation_at("accumulate", one, "fp32", f"sums in {entry.accumulate}")
-        yield found if entry.kind in MULTIPLYING else replace(found, advice=_OWN_SUMS)
+        deviation_of_sums = _deviation_at("accumulate", seen, "fp32", f"sums in {entry.accumulate}")
+        yield deviation_of_sums if entry.kind in MULTIPLYING else replace(deviation_of_sums, advice=_OWN_SUMS)
     elif entry.partial is not None and entry.device == "cpu":
-        yield _deviation_at("accumulate", one, "fp32", f"partial sums in {entry.partial}")
+        yield _deviation_at("accumulate", seen, "fp32", f"partial sums in {entry.partial}")
     if entry.output == "fp64" and "fp64" in entry.operands and entry.where != "emulated" and entry.kind != "exact":
-        yield _deviation_at("fp64", one, "fp32 at most", "fp64")
+        yield _deviation_at("fp64", seen, "fp32 at most", "fp64")
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def _of_product(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
-    entry, row = one.entry, one.row
+def _of_product(declaration: Declaration, seen: _Seen) -> Iterator[Deviation]:
+    entry, row = seen.entry, seen.row
     allowed = declaration.factors(row.module, backward=row.phase == "backward")
     if allowed is None:
         return
@@ -90,10 +90,10 @@ def _of_product(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
         return
     expected, formats = _listed(allowed), " x ".join(actual)
     if allowed & {FP8.forward, FP8.backward} and not any(is_code(fmt) for fmt in actual):
-        yield _deviation_at("fp8-missing", one, expected, formats)
+        yield _deviation_at("fp8-missing", seen, expected, formats)
         return
     kind = _kind_of_product(entry, strange, allowed)
-    yield _deviation_at(kind, one, expected, formats)
+    yield _deviation_at(kind, seen, expected, formats)
 
 
 def _factors(entry: Entry) -> tuple[str, ...]:
@@ -128,26 +128,26 @@ def _is_custom(node: str) -> bool:
 # -- casts -------------------------------------------------------------------------------------------------------------
 
 
-def _of_cast(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
-    entry, row = one.entry, one.row
+def _of_cast(declaration: Declaration, seen: _Seen) -> Iterator[Deviation]:
+    entry, row = seen.entry, seen.row
     if not entry.rounded:
         yield _deviation_at(
-            "compiled-cast", one, f"values rounded to {entry.output}", f"kept in {entry.operands[0]} by the compiler"
+            "compiled-cast", seen, f"values rounded to {entry.output}", f"kept in {entry.operands[0]} by the compiler"
         )
     if entry.cause != "script" or not entry.operands or row.phase not in ("forward", "recomputation"):
         return
     before, values, after = entry.operands[0], entry.values[0], entry.output
     if values in SIXTEEN_BIT and after in SIXTEEN_BIT and values != after:
-        yield _deviation_at("double-rounding", one, "one rounding", f"{values}, then {after}")
+        yield _deviation_at("double-rounding", seen, "one rounding", f"{values}, then {after}")
     elif entry.after_cast and before in SIXTEEN_BIT and after == "fp32" and declaration.inside(row.module) is None:
-        yield _deviation_at("round-trip", one, "fp32", f"fp32 -> {values} -> fp32")
+        yield _deviation_at("round-trip", seen, "fp32", f"fp32 -> {values} -> fp32")
 
 
 # -- other operations --------------------------------------------------------------------------------------------------
 
 
-def _of_other(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
-    entry, row = one.entry, one.row
+def _of_other(declaration: Declaration, seen: _Seen) -> Iterator[Deviation]:
+    entry, row = seen.entry, seen.row
     if row.phase not in ("forward", "recomputation") or not entry.operands:
         return
     narrow = [fmt for fmt in entry.operands if narrower(fmt, "fp32")]
@@ -158,36 +158,36 @@ def _of_other(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
         must_be_wide = True
     if must_be_wide and narrow and entry.where != "emulated" and not is_left_by_autocast(entry):
         kind = _HIGH_KINDS.get(entry.kind, "operation")
-        yield _deviation_at(kind, one, "fp32", " + ".join(dict.fromkeys(entry.operands)))
+        yield _deviation_at(kind, seen, "fp32", " + ".join(dict.fromkeys(entry.operands)))
     elif category == "low" and entry.operands and not any(fmt in SIXTEEN_BIT for fmt in _factors(entry)):
-        yield _deviation_at("operation-wide", one, _listed(SIXTEEN_BIT), " + ".join(dict.fromkeys(entry.operands)))
+        yield _deviation_at("operation-wide", seen, _listed(SIXTEEN_BIT), " + ".join(dict.fromkeys(entry.operands)))
     inside = None if "norm" in entry.part_of else declaration.inside(row.module)  # norms compute in FP32
     if inside is not None and entry.mixed and entry.output == "fp32" and entry.kind in ("pointwise", "exact"):
-        yield _deviation_at("promotion", one, inside, " + ".join(dict.fromkeys(entry.operands)) + " -> fp32")
+        yield _deviation_at("promotion", seen, inside, " + ".join(dict.fromkeys(entry.operands)) + " -> fp32")
     computes = None if row.module is None else declaration.computes.get(row.module)
     if entry.kind == "normalization" and computes == "fp32" and set(entry.operands) <= SIXTEEN_BIT:
-        yield _deviation_at("normalization", one, "fp32", " + ".join(dict.fromkeys(entry.operands)))
+        yield _deviation_at("normalization", seen, "fp32", " + ".join(dict.fromkeys(entry.operands)))
 
 
 def is_left_by_autocast(entry: Entry) -> bool:
-    """Return whether autocast itself leaves an operation in 16 bits that is on its FP32 list.
-
-    torch's autocast for CPUs has fewer operations on that list. And no autocast touches an operation whose dtype is
-    asked for, as cross_entropy asks for that of its logits.
-    """
+    """Return whether autocast itself leaves an operation in 16 bits that is on its FP32 list."""
+    # torch's autocast for CPUs has fewer operations on that list. And no autocast touches an operation whose dtype is
+    # asked for, as cross_entropy asks for that of its logits.
     if entry.kind == "softmax" and entry.part_of == CROSS_ENTROPY:
         return True
     scripted = entry.scripted or _CASTS_DOWN.search(entry.place.text) is not None  # one without effect is no operation
     return entry.autocast and entry.device == "cpu" and not scripted and entry.kind != "loss"
 
 
-def _of_collective(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
-    entry, wanted = one.entry, declaration.reduction
+def _of_collective(declaration: Declaration, seen: _Seen) -> Iterator[Deviation]:
+    entry, wanted = seen.entry, declaration.reduction
     if not entry.of_parameters or wanted is None or not entry.operands:
         return
     if narrower(entry.output, wanted):
-        found = _deviation_at("gradient-reduction", one, wanted, entry.output)
-        yield replace(found, advice=_TENSOR_PARALLEL) if entry.operation.startswith("_c10d_functional") else found
+        reduction = _deviation_at("gradient-reduction", seen, wanted, entry.output)
+        yield (
+            replace(reduction, advice=_TENSOR_PARALLEL) if entry.operation.startswith("_c10d_functional") else reduction
+        )
 
 
 def _of_loss(declaration: Declaration, recording: Recording) -> Iterator[Deviation]:
@@ -197,12 +197,12 @@ def _of_loss(declaration: Declaration, recording: Recording) -> Iterator[Deviati
             yield deviation("loss-scale", None, "a loss scaler", "an unscaled loss")
         return
     made = loss.producer
-    found = deviation("loss", None, "fp32", loss.format)
+    unscaled = deviation("loss", None, "fp32", loss.format)
     if made is not None:
-        found = replace(
-            found, module=module_of(made, recording.names), source_line=line_of(made.place), operation=made.operation
+        unscaled = replace(
+            unscaled, module=module_of(made, recording.names), source_line=line_of(made.place), operation=made.operation
         )
-    yield replace(found, phases=("forward",))
+    yield replace(unscaled, phases=("forward",))
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -252,17 +252,17 @@ def _has_outside_masters(tensors: Iterable[TensorRow]) -> bool:
 
 def _of_switches(declaration: Declaration, seen: Sequence[_Seen]) -> Iterator[Deviation]:
     """Yield TF32 that the script allows on CUDA, where the step has not run there."""
-    if declaration.products != frozenset(("fp32",)) or any(one.entry.device == "cuda" for one in seen):
+    if declaration.products != frozenset(("fp32",)) or any(operation.entry.device == "cuda" for operation in seen):
         return
-    if Switches.now().cuda_matmul == "tf32" and any(one.entry.kind in MULTIPLYING for one in seen):
+    if Switches.now().cuda_matmul == "tf32" and any(operation.entry.kind in MULTIPLYING for operation in seen):
         yield deviation("tf32", None, "fp32", "tf32, allowed by torch.backends.cuda.matmul on CUDA")
 
 
 # -- deviations --------------------------------------------------------------------------------------------------------
 
 
-def _deviation_at(kind: str, one: _Seen, expected: str, actual: str) -> Deviation:
-    row = one.row
+def _deviation_at(kind: str, seen: _Seen, expected: str, actual: str) -> Deviation:
+    row = seen.row
     return replace(
         deviation(kind, row.module, expected, actual), source_line=row.source_line, operation=row.operation,
         phases=(row.phase,), calls=row.calls,
@@ -278,15 +278,15 @@ def _merged(found: Iterable[Deviation]) -> list[Deviation]:
     merged: dict[tuple[str, str | None, str | None, str], Deviation] = {}
     listed = list(found)
     forward = {(d.module, d.source_line): d.kind for d in listed if d.kind in _WIDE and "forward" in d.phases}
-    for one in listed:
-        if one.kind in _WIDE and "backward" in one.phases:  # it has the forward's reason
-            kind = forward.get((one.module, one.source_line), one.kind)
-            one = replace(one, kind=kind, advice=KINDS[kind].advice)  # noqa: PLW2901
-        key = (one.kind, one.module, one.source_line, "" if one.operation else one.actual)
+    for entry in listed:
+        if entry.kind in _WIDE and "backward" in entry.phases:  # it has the forward's reason
+            kind = forward.get((entry.module, entry.source_line), entry.kind)
+            entry = replace(entry, kind=kind, advice=KINDS[kind].advice)  # noqa: PLW2901
+        key = (entry.kind, entry.module, entry.source_line, "" if entry.operation else entry.actual)
         known = merged.get(key)
         if known is None:
-            merged[key] = one
+            merged[key] = entry
         else:
-            phases = tuple(dict.fromkeys((*known.phases, *one.phases)))
-            merged[key] = replace(known, phases=phases, calls=known.calls + one.calls)
+            phases = tuple(dict.fromkeys((*known.phases, *entry.phases)))
+            merged[key] = replace(known, phases=phases, calls=known.calls + entry.calls)
     return list(merged.values())

@@ -1,13 +1,4 @@
-"""Operations of code that torch.compile has compiled, from Inductor's graph after its last pass.
-
-The dispatcher sees nothing of a fused kernel. Inductor's own graph has each operation with its dtypes, its module and
-its line; its scheduler knows which of them became one kernel. Within a kernel 16-bit values are computed in FP32, and a
-cast down that is cast up again rounds nothing, unless `torch._inductor.config.emulate_precision_casts` is set.
-
-Private parts of torch, all of which are in torch 2.9 to 2.13: `CompiledFxGraph.__init__` and `__call__` (output_code),
-the scheduler's nodes with their `origins`, and `OutputGraph.call_user_compiler` of Dynamo, which every backend passes.
-Each use is guarded: where a part is missing, compiled code is recorded by its name.
-"""
+"""Operations of code that torch.compile has compiled, from Inductor's graph after its last pass."""
 
 import functools
 import sys
@@ -36,6 +27,9 @@ from plimsoll.watch.names import unwrapped
 _C = cast("Any", torch)._C  # noqa: SLF001
 _ATTENTION = "scaled_dot_product_attention"
 _CASTS = ("prims.convert_element_type", "aten._to_copy")
+# Private parts of torch, all of which are in torch 2.9 to 2.13: `CompiledFxGraph.__init__` and `__call__`
+# (output_code), the scheduler's nodes with their `origins`, and `OutputGraph.call_user_compiler` of Dynamo, which every
+# backend passes. Each use is guarded: where a part is missing, compiled code is recorded by its name.
 _CONFIGURATION = (("torch._inductor.config", "fx_graph_cache"), ("torch._functorch.config", "enable_autograd_cache"))
 
 
@@ -170,19 +164,20 @@ class CompiledCode:
         recomputing = backward and place.recomputing
         autocast = graph.autocast or (thread_frame.nesting() > 0 and (recomputing or not backward))
         phase = "optimizer" if self._recorder.stepping else "recomputation" if recomputing else "forward"
-        for one in graph.operations:
-            where = one.place if one.place.file is not None else place
+        for operation in graph.operations:
+            where = operation.place if operation.place.file is not None else place
             entry = Entry(
-                kind=kind_of(one.facts) if one.cause is None else "cast",
-                operation=one.facts.name, base=one.facts.base,
+                kind=kind_of(operation.facts) if operation.cause is None else "cast",
+                operation=operation.facts.name, base=operation.facts.base,
                 phase="backward" if backward and not recomputing else phase,
-                place=where, module=base, path=one.path, operands=one.operands, values=one.values, output=one.output,
-                accumulate=one.accumulate, partial=one.partial, cause=one.cause, where="compiled",
+                place=where, module=base, path=operation.path, operands=operation.operands, values=operation.values,
+                output=operation.output,
+                accumulate=operation.accumulate, partial=operation.partial, cause=operation.cause, where="compiled",
                 device=graph.device, part_of=_ATTENTION if _ATTENTION in where.text else "",
-                node=None if node is None else node.name(), rounded=one.rounded, autocast=autocast,
-                scripted=one.scripted,
+                node=None if node is None else node.name(), rounded=operation.rounded, autocast=autocast,
+                scripted=operation.scripted,
             )  # fmt: skip
-            self._recorder.entries.add(entry, bytes=one.bytes)
+            self._recorder.entries.add(entry, bytes=operation.bytes)
 
     def _add_opaque(self, name: str, inputs: list[Tensor], result: Any, before: tuple[Place, bool, Any]) -> None:
         """Record code that shows nothing of itself by its name, with the dtypes that go in and come out."""
@@ -296,9 +291,9 @@ def _read(graph: Any, *, autocast: bool) -> _Graph:
         facts = facts_of(nodes[0].meta["original_aten"])
         if facts.view or facts.cast or any(kind_of(facts_of(n.target)) in MULTIPLYING for n in nodes):
             continue
-        found = _operation(nodes, facts, device, scripted, is_cast=False, rounded=True)
-        if found.output:
-            operations.append(found)
+        operation = _operation(nodes, facts, device, scripted, is_cast=False, rounded=True)
+        if operation.output:
+            operations.append(operation)
     return _Graph(operations=tuple(operations), device=device, autocast=autocast)
 
 
@@ -318,21 +313,22 @@ def _operation(
     inside = set(nodes)
     inputs = [n for node in nodes for n in node.all_input_nodes if n not in inside]
     if len(nodes) == 1 and not is_cast:
-        given = dict(zip(facts.names, nodes[0].args, strict=False)) | dict(nodes[0].kwargs)
-        inputs = [n for n in factors_of_names(facts, given) or inputs if n in inputs]
+        arguments = dict(zip(facts.names, nodes[0].args, strict=False)) | dict(nodes[0].kwargs)
+        inputs = [n for n in factors_of_names(facts, arguments) or inputs if n in inputs]
     floating = [n for n in dict.fromkeys(inputs) if _dtype(n) is not None]
     last = next((n for n in reversed(nodes) if any(user not in inside for user in n.users)), nodes[-1])
     output = _dtype(last)
     operands = tuple(dtype_name(cast("torch.dtype", _dtype(n))) for n in floating)
     values = tuple(_narrowest(n) for n in floating)
+    # A cast of integers has no floating operand: a compiled Llama casts its positions to FP32.
     if is_cast and not floating:
         operands = values = tuple(dtype_name(x.dtype) for n in inputs for x in tensors_in(_value(n)))
     accumulate = partial = None
     if floating and kind_of(facts) in MULTIPLYING:
         first, size = cast("torch.dtype", _dtype(floating[0])), _size(floating)
-        found = product_arithmetic(facts.base, first, torch.device(device), size, Switches.now())
-        accumulate, partial = found.accumulate, found.partial
-        rounded_to = found.multiplied
+        arithmetic = product_arithmetic(facts.base, first, torch.device(device), size, Switches.now())
+        accumulate, partial = arithmetic.accumulate, arithmetic.partial
+        rounded_to = arithmetic.multiplied
         if rounded_to is not None:
             values = tuple(rounded_to if narrower(rounded_to, value) else value for value in values)
     elif floating:
@@ -362,6 +358,9 @@ def _kernels(graph: Any) -> Iterator[set[Any]]:
         yield set[Any]().union(*(part.node.origins for part in parts))
 
 
+# The dispatcher sees nothing of a fused kernel. Inductor's own graph has each operation with its dtypes, its module and
+# its line; its scheduler knows which of them became one kernel. Within a kernel 16-bit values are computed in FP32, and
+# a cast down that is cast up again rounds nothing, unless `torch._inductor.config.emulate_precision_casts` is set.
 def _is_rounded(node: Any, kernels: Iterable[set[Any]]) -> bool:
     """Return whether a cast rounds: not where it is cast up again within the same kernel."""
     before, after = _dtype(next(iter(node.all_input_nodes), None)), _dtype(node)
@@ -403,8 +402,8 @@ def _dtype(node: Any) -> torch.dtype | None:
     """Return the floating dtype of a node's (first) tensor."""
     if node is None:
         return None
-    found = next((x for x in tensors_in(_value(node)) if x.is_floating_point()), None)
-    return None if found is None else found.dtype
+    tensor = next((x for x in tensors_in(_value(node)) if x.is_floating_point()), None)
+    return None if tensor is None else tensor.dtype
 
 
 def _bytes(node: Any) -> int:

@@ -104,11 +104,11 @@ def kind_of(facts: Facts) -> Kind:
         (base in _REDUCTIONS, "reduction"),
         (base in _EXACT or facts.view, "exact"),
     )
-    found: Kind | None = next((kind for holds, kind in exact if holds), None)
-    if found is None:
-        found = next((kind for kind, parts in _NAMES if any(part in base for part in parts)), None)
-    if found is not None:
-        return found
+    exact_kind: Kind | None = next((kind for holds, kind in exact if holds), None)
+    if exact_kind is None:
+        exact_kind = next((kind for kind, parts in _NAMES if any(part in base for part in parts)), None)
+    if exact_kind is not None:
+        return exact_kind
     return "pointwise" if facts.name.startswith(("aten.", "prims.", _OURS, "inductor.")) else "custom"
 
 
@@ -121,10 +121,10 @@ def factors(facts: Facts, given: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that a product multiplies; of any other operation its floating tensors."""
     named = factors_of_names(facts, given)
     chosen = given.values() if named is None else named
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in chosen:
-        found += [x for x in tensors_in(value) if named is not None or x.is_floating_point()]
-    return found
+        tensors += [x for x in tensors_in(value) if named is not None or x.is_floating_point()]
+    return tensors
 
 
 def factors_of_names(facts: Facts, given: Mapping[str, Any]) -> list[Any] | None:

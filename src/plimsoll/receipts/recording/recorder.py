@@ -89,8 +89,10 @@ class Observation:
         floating = [x for x in outputs if x.is_floating_point() or x.is_complex()]
         entry = None
         if floating and not self._recorder.muted:
-            found = self._found(floating)
-            entry = self._recorder.entries.add(found, bytes=self._bytes(outputs)) if not self._internal else found
+            new_entry = self._found(floating)
+            entry = (
+                self._recorder.entries.add(new_entry, bytes=self._bytes(outputs)) if not self._internal else new_entry
+            )
         self._note_results(floating, entry)
 
     def end_sum(self, accumulator: str) -> None:
@@ -105,8 +107,8 @@ class Observation:
 
     def _values_of(self, x: Tensor) -> str:
         """Return the format that the values of a tensor have, which may be narrower than its dtype."""
-        held, own = self._held[id(x)], dtype_name(x.dtype)
-        return own if held is None or not holds(own, held.values) else held.values
+        known, own = self._held[id(x)], dtype_name(x.dtype)
+        return own if known is None or not holds(own, known.values) else known.values
 
     def _is_emulated(self) -> bool:
         if self._backward:
@@ -143,9 +145,9 @@ class Observation:
         a, b = operands[0], operands[-1]
         size = a.numel() * (b.shape[-1] if b.dim() > 1 else 1)
         fast = bool(self._given.get("use_fast_accum", False))
-        found = product_arithmetic(self._facts.base, a.dtype, a.device, size, Switches.now(), fast=fast)
-        entry.accumulate, entry.partial = found.accumulate, found.partial
-        rounded = found.multiplied
+        arithmetic = product_arithmetic(self._facts.base, a.dtype, a.device, size, Switches.now(), fast=fast)
+        entry.accumulate, entry.partial = arithmetic.accumulate, arithmetic.partial
+        rounded = arithmetic.multiplied
         if rounded is not None:
             entry.values = tuple(rounded if narrower(rounded, value) else value for value in entry.values)
         if any(is_code(value) and x.element_size() > 1 for value, x in zip(entry.values, operands, strict=True)):
@@ -155,8 +157,8 @@ class Observation:
         source = self._source(outputs)
         before, after = dtype_name(source.dtype), self._rounds_to() or dtype_name(outputs[0].dtype)
         if self._internal:
-            held = self._held.get(id(source))
-            made = None if held is None else held.producer
+            known = self._held.get(id(source))
+            made = None if known is None else known.producer
             if made is not None and made.where == "emulated":
                 if narrower(after, before):
                     made.output = after
@@ -168,15 +170,15 @@ class Observation:
             entry.cause = self._cause(after, source.device.type)
             entry.weight = entry.cause == "autocast" and source.is_leaf and source.requires_grad
             entry.where = "emulated" if entry.cause == "emulation" else "eager"
-            held = self._held.get(id(source))
-            made = None if held is None else held.producer
+            known = self._held.get(id(source))
+            made = None if known is None else known.producer
             entry.after_cast = made is not None and made.kind == "cast" and made.cause == "script"
         return entry
 
     def _source(self, outputs: list[Tensor]) -> Tensor:
         source = self._given.get("src", self._given.get("self", self._given.get("x")))
-        found = next(tensors_in(source), None)
-        return outputs[0] if found is None else found
+        tensor = next(tensors_in(source), None)
+        return outputs[0] if tensor is None else tensor
 
     def _rounds_to(self) -> str | None:
         """Return the format that a cast of Plimsoll rounds to; None for a cast to another dtype."""
@@ -268,12 +270,12 @@ class Observation:
     # -- results -------------------------------------------------------------------------------------------------------
 
     def _outputs(self, result: Any) -> list[Tensor]:
-        found = {id(x): x for x in tensors_in(result)}
+        tensors = {id(x): x for x in tensors_in(result)}
         for name in self._facts.written:
-            found |= {id(x): x for x in tensors_in(self._given.get(name))}
+            tensors |= {id(x): x for x in tensors_in(self._given.get(name))}
         if self._facts.collective:  # its schema does not say what it writes
-            found |= {id(x): x for x in self._inputs}
-        return list(found.values())
+            tensors |= {id(x): x for x in self._inputs}
+        return list(tensors.values())
 
     def _bytes(self, outputs: list[Tensor]) -> int:
         written = sum(map(size_bytes, outputs))
@@ -287,20 +289,20 @@ class Observation:
         """Note which values the results have, and what has made them."""
         source = {self._values[id(x)] for x in self._inputs if x.is_floating_point() and not self._is_written(x)}
         for x in outputs:
-            held = self._recorder.memory.of(x, "other")
-            if held is None:
+            known = self._recorder.memory.of(x, "other")
+            if known is None:
                 continue
             own = dtype_name(x.dtype)
             low = narrower(own, "fp32")
-            held.producer, held.values, held.cast_of = entry, own, None
-            held.scripted = low and self._scripted and self._kind not in MULTIPLYING
+            known.producer, known.values, known.cast_of = entry, own, None
+            known.scripted = low and self._scripted and self._kind not in MULTIPLYING
             if self._kind == "cast" and entry is not None:
                 rounded, before = self._rounds_to() or own, self._values[id(self._source(outputs))]
-                held.values = rounded if narrower(rounded, before) else before
-                held.scripted = low and (entry.cause == "script" or self._scripted)
-                self._note_weight(held, outputs, entry)
+                known.values = rounded if narrower(rounded, before) else before
+                known.scripted = low and (entry.cause == "script" or self._scripted)
+                self._note_weight(known, outputs, entry)
             elif self._kind == "exact" and len(source) == 1 and holds(own, next(iter(source))):
-                held.values = next(iter(source))
+                known.values = next(iter(source))
         if entry is not None and not self._backward and self._kind != "cast":
             self._count_uses(entry)
 
@@ -313,9 +315,9 @@ class Observation:
             held.cast_of, held.uses = self._recorder.memory.key(self._source(outputs)), 0
 
     def _count_uses(self, entry: Entry) -> None:
-        for held in {id(h): h for h in self._held.values() if h is not None and h.cast_of is not None}.values():
-            held.uses += 1
-            if held.uses > 1:
+        for weight in {id(h): h for h in self._held.values() if h is not None and h.cast_of is not None}.values():
+            weight.uses += 1
+            if weight.uses > 1:
                 entry.cache_hits += 1
 
 
@@ -364,8 +366,8 @@ class Recorder(TorchDispatchMode):
 
     def about_to_write(self, x: Tensor) -> None:
         """Keep memory that an operation is about to change, if it was there before the step."""
-        held = self.memory.of(x)
-        if self._before is not None and (held is None or held.role != "other"):
+        known = self.memory.of(x)
+        if self._before is not None and (known is None or known.role != "other"):
             self._before.about_to_write(x)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

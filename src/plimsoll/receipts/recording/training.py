@@ -82,10 +82,10 @@ class TrainingRecorder(torch_hooks.TrainingEvents):
 
     def recording(self, models: Sequence[nn.Module], names: Names, compiled: CompiledCode) -> Recording:
         """Return what was recorded, with the names that are known at its end."""
-        found = models_of(models, self._recorder)
+        roots = models_of(models, self._recorder)
         names.learn(self._recorder.roots.values(), self.optimizers)
         return Recording(
-            recorder=self._recorder, compiled=compiled, names=names, models=found,
+            recorder=self._recorder, compiled=compiled, names=names, models=roots,
             optimizers=_outermost(self.optimizers), backwards=self.backwards, loss=self._loss, scaled=self.scaled,
             activations=self._activations, gradients=dict(self._gradients),
         )  # fmt: skip
@@ -139,9 +139,9 @@ class TrainingRecorder(torch_hooks.TrainingEvents):
                 getattr(self._before, what)(changed)
 
     def _loss_of(self, x: Tensor) -> Loss:
-        held = self._recorder.memory.of(x)
-        values = dtype_name(x.dtype) if held is None else held.values
-        return Loss(format=values, producer=None if held is None else held.producer)
+        known = self._recorder.memory.of(x)
+        values = dtype_name(x.dtype) if known is None else known.values
+        return Loss(format=values, producer=None if known is None else known.producer)
 
     def _assign(self, tensors: Sequence[Tensor], role: Role) -> None:
         for x in tensors:
@@ -166,11 +166,11 @@ def _outermost(optimizers: Sequence[Any]) -> tuple[Any, ...]:
 
 def models_of(given: Sequence[nn.Module], recorder: Recorder) -> list[nn.Module]:
     """Return the models of a step: the given ones, and other outermost modules that ran and have parameters."""
-    found = [unwrapped(model) for model in given]
-    inside = {id(m) for root in found for m in root.modules()}
+    models = [unwrapped(model) for model in given]
+    inside = {id(m) for root in models for m in root.modules()}
     ran = [unwrapped(root) for root in recorder.roots.values()]
     for root in sorted(ran, key=lambda root: -sum(1 for _ in root.modules())):
         if id(root) not in inside and next(root.parameters(), None) is not None:
-            found.append(root)
+            models.append(root)
             inside |= {id(m) for m in root.modules()}
-    return found
+    return models

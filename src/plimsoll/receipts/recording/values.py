@@ -1,8 +1,4 @@
-"""Memory during a step: which is alive, and which formats the values in it have passed through.
-
-A tensor in FP32 whose values were BF16 a moment ago holds BF16 values: what a product of it can lose is BF16's. So each
-piece of memory is known by the narrowest format that its values have been rounded to and not computed with since.
-"""
+"""Memory during a step: which is alive, and which formats the values in it have passed through."""
 
 import functools
 import weakref
@@ -40,11 +36,11 @@ def spec_name(spec: list[int]) -> str:
     """Return the catalogue's name of the format that a cast of Plimsoll rounds to, from the operator's integers."""
     if len(spec) == len(CastSpec._fields):
         return _element_name(CastSpec(*spec).format)
-    found = BlockSpec.from_ints(spec)
-    element, scale = _element_name(found.element.format), _element_name(found.scale.format)
+    block_spec = BlockSpec.from_ints(spec)
+    element, scale = _element_name(block_spec.element.format), _element_name(block_spec.scale.format)
     for fmt in BLOCKS:
         if (fmt.element.name, fmt.block, fmt.scale.name, fmt.tensor_scale) == (
-            element, found.block, scale, found.tensor_scale,
+            element, block_spec.block, scale, block_spec.tensor_scale,
         ):  # fmt: skip
             return fmt.name
     return element
@@ -79,10 +75,10 @@ def narrower(format_name: str, than: str) -> bool:
 def is_code(format_name: str) -> bool:
     """Return whether a format is narrower than 16 bits."""
     try:
-        found = get(format_name)
+        fmt = get(format_name)
     except FormatError:
         return False
-    return isinstance(found, BlockFormat) or found.bits < 16
+    return isinstance(fmt, BlockFormat) or fmt.bits < 16
 
 
 def size_bytes(x: Tensor) -> int:
@@ -95,6 +91,9 @@ def size_bytes(x: Tensor) -> int:
     return count * x.element_size()
 
 
+# A tensor in FP32 whose values were BF16 a moment ago holds BF16 values: what a product of it can lose is BF16's. So
+# each piece of memory is known by the narrowest format that its values have been rounded to and not computed with
+# since.
 @dataclass(slots=True, eq=False)
 class Held:
     """A piece of memory."""
@@ -137,35 +136,35 @@ class Memory:
         if storage is None:
             return None
         key = int(storage._cdata)  # noqa: SLF001
-        held = self._held.get(key)
+        known = self._held.get(key)
         size = int(storage.nbytes())
-        if held is None:
-            held = self._held[key] = Held(size, role, dtype_name(x.dtype))
-            held.reference = weakref.ref(storage, functools.partial(self._dies, key))
+        if known is None:
+            known = self._held[key] = Held(size, role, dtype_name(x.dtype))
+            known.reference = weakref.ref(storage, functools.partial(self._dies, key))
             self._grow(role, size)
-        elif held.bytes != size:  # `fully_shard` frees memory by resizing it
-            self._grow(held.role, size - held.bytes)
-            held.bytes = size
-        return held
+        elif known.bytes != size:  # `fully_shard` frees memory by resizing it
+            self._grow(known.role, size - known.bytes)
+            known.bytes = size
+        return known
 
     def assign(self, x: Tensor, role: Role) -> None:
         """Note the role of a tensor's memory."""
         for part in parts_of(x):
-            held = self.of(part, role)
-            if held is not None and held.role != role:
-                self.live[held.role] -= held.bytes
-                self.live[role] += held.bytes
-                held.role = role
+            known = self.of(part, role)
+            if known is not None and known.role != role:
+                self.live[known.role] -= known.bytes
+                self.live[role] += known.bytes
+                known.role = role
 
     def _grow(self, role: Role, size: int) -> None:
         self.live[role] += size
         self.peak = max(self.peak, sum(self.live.values()))
 
     def _dies(self, key: int, reference: object) -> None:
-        held = self._held.get(key)
-        if held is not None and held.reference is reference:
+        known = self._held.get(key)
+        if known is not None and known.reference is reference:
             del self._held[key]
-            self.live[held.role] -= held.bytes
+            self.live[known.role] -= known.bytes
 
 
 def _storage(x: Tensor) -> Any:

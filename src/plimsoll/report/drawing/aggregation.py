@@ -34,8 +34,8 @@ class Columns:
     @classmethod
     def of(cls, steps: Ints, most: int = MOST_COLUMNS) -> "Columns":
         """At most so many columns of equally many samples."""
-        each = max(-(-len(steps) // max(most, 1)), 1)
-        return cls(steps=steps, starts=np.arange(0, len(steps), each), each=each)
+        width = max(-(-len(steps) // max(most, 1)), 1)
+        return cls(steps=steps, starts=np.arange(0, len(steps), width), each=width)
 
     @property
     def at(self) -> Ints:
@@ -149,25 +149,25 @@ def _groups(names: Sequence[str], most: int) -> dict[str, list[int]]:
 
 
 def _by_prefix(names: Sequence[str], depth: int) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    by_prefix: dict[str, list[int]] = {}
     for i, name in enumerate(names):
-        found.setdefault(".".join(name.split(".", depth)[:depth]), []).append(i)
-    return found
+        by_prefix.setdefault(".".join(name.split(".", depth)[:depth]), []).append(i)
+    return by_prefix
 
 
 def _neighbours(groups: dict[str, list[int]], most: int) -> dict[str, list[int]]:
-    each = -(-len(groups) // most)
+    width = -(-len(groups) // most)
     names, members = list(groups), list(groups.values())
     return _unique(
         [
-            (grouped(names[i : i + each], most=1), [layer for one in members[i : i + each] for layer in one])
-            for i in range(0, len(names), each)
+            (grouped(names[i : i + width], most=1), [layer for member in members[i : i + width] for layer in member])
+            for i in range(0, len(names), width)
         ]
     )
 
 
 def _unique(rows: list[tuple[str, list[int]]]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    unique: dict[str, list[int]] = {}
     for name, members in rows:
-        found[name if name not in found else f"{name} (from layer {members[0]})"] = members
-    return found
+        unique[name if name not in unique else f"{name} (from layer {members[0]})"] = members
+    return unique

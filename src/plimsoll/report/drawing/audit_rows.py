@@ -37,9 +37,9 @@ class Line:
     @property
     def row(self) -> Row:
         """The operation."""
-        found = self.after or self.before
-        assert found is not None
-        return found
+        reading = self.after or self.before
+        assert reading is not None
+        return reading
 
     def readings(self) -> Iterator[Reading]:
         """All that is drawn of it."""
@@ -64,16 +64,16 @@ def lines_of(before: Audit, after: Audit | None) -> list[Line]:
         return [Line(before=None, after=row) for row in before.operations]
     earlier = {row.key: row for row in before.operations}
     waiting = list(before.operations)
-    found: list[Line] = []
+    lines: list[Line] = []
     for row in after.operations:
         match = earlier.get(row.key)
         if match is not None and match in waiting:
             index = waiting.index(match)
             later = {other.key for other in after.operations}
-            found += [Line(before=one, after=None) for one in waiting[:index] if one.key not in later]
-            waiting = [one for one in waiting[:index] if one.key in later] + waiting[index + 1 :]
-        found.append(Line(before=match, after=row))
-    return [*found, *(Line(before=one, after=None) for one in waiting)]
+            lines += [Line(before=old, after=None) for old in waiting[:index] if old.key not in later]
+            waiting = [old for old in waiting[:index] if old.key in later] + waiting[index + 1 :]
+        lines.append(Line(before=match, after=row))
+    return [*lines, *(Line(before=old, after=None) for old in waiting)]
 
 
 def middle(reading: Reading) -> tuple[float, float]:

@@ -1,8 +1,4 @@
-"""Load lines: what a format holds, drawn over where values lie, moved by the scale at which it holds them.
-
-The picture shows true values. A format that holds them times S overflows at its limit divided by S, so its lines lie
-lower the higher the scale; where the recorded scale changes over time, the lines are step curves.
-"""
+"""Load lines: what a format holds, drawn over where values lie, moved by the scale at which it holds them."""
 
 import math
 from collections.abc import Sequence
@@ -37,9 +33,11 @@ class LoadLine:
         return f"{self.format}: {self.says}" if self.format else self.says
 
 
+# The picture shows true values. A format that holds them times S overflows at its limit divided by S, so its lines lie
+# lower the higher the scale; where the recorded scale changes over time, the lines are step curves.
 def load_lines(formats: Sequence[tuple[Format, Floats]]) -> list[LoadLine]:
     """The limits of formats, each with the power of two by which it holds the values higher, column by column."""
-    found: list[LoadLine] = []
+    lines: list[LoadLine] = []
     for i, (fmt, moved) in enumerate(formats):
         limits = [
             (float(np.log2(fmt.overflow_threshold)), "overflow above", RED),
@@ -48,8 +46,8 @@ def load_lines(formats: Sequence[tuple[Format, Floats]]) -> list[LoadLine]:
         ]
         for exponent, says, colour in limits:
             dash = _DASHES[i % len(_DASHES)]
-            found.append(LoadLine(format=fmt.name, says=says, colour=colour, dash=dash, height=exponent - moved))
-    return found
+            lines.append(LoadLine(format=fmt.name, says=says, colour=colour, dash=dash, height=exponent - moved))
+    return lines
 
 
 def level(mark: tuple[float, str], columns: Columns) -> LoadLine:
@@ -60,26 +58,26 @@ def level(mark: tuple[float, str], columns: Columns) -> LoadLine:
 
 def in_reach(lines: Sequence[LoadLine], low: float, high: float) -> tuple[list[LoadLine], list[str]]:
     """The lines near the values, and of the others what they are and where."""
-    near = [one for one in lines if one.height.max() >= low - _BESIDE and one.height.min() <= high + _BESIDE]
+    near = [line for line in lines if line.height.max() >= low - _BESIDE and line.height.min() <= high + _BESIDE]
     far = [
-        f"{one.format}: {one.says} {power(round(float(np.median(one.height))))}"
-        for one in lines
-        if one not in near and one.says != "fewer digits below" and np.isfinite(np.median(one.height))
+        f"{line.format}: {line.says} {power(round(float(np.median(line.height))))}"
+        for line in lines
+        if line not in near and line.says != "fewer digits below" and np.isfinite(np.median(line.height))
     ]
     return near, far
 
 
 def drawn(lines: Sequence[LoadLine], at: Ints, spacing: float) -> tuple[list[Trace], list[Layout]]:
     """The lines as traces, and their words at the right end, at least `spacing` apart."""
-    traces = [_trace(one, at) for one in lines]
+    traces = [_trace(line, at) for line in lines]
     notes: list[Layout] = []
     below = -np.inf
-    for one in sorted(lines, key=lambda each: float(each.height[-1])):
-        place = max(float(one.height[-1]) - 0.5, below + spacing)
+    for line in sorted(lines, key=lambda each: float(each.height[-1])):
+        place = max(float(line.height[-1]) - 0.5, below + spacing)
         below = place
         notes.append(
-            {"text": one.words, "x": 1, "xref": "paper", "xanchor": "right", "y": place,
-             "yanchor": "bottom", "font": {"size": 11, "color": one.colour}, "borderpad": 1}
+            {"text": line.words, "x": 1, "xref": "paper", "xanchor": "right", "y": place,
+             "yanchor": "bottom", "font": {"size": 11, "color": line.colour}, "borderpad": 1}
         )  # fmt: skip
     return traces, notes
 
@@ -87,12 +85,12 @@ def drawn(lines: Sequence[LoadLine], at: Ints, spacing: float) -> tuple[list[Tra
 def _trace(one: LoadLine, at: Ints) -> Trace:
     """A line between columns: binade e is drawn from e - 1/2 to e + 1/2, so the value 2^e lies half a binade lower."""
     edges = np.flatnonzero(np.diff(one.height, prepend=np.nan, append=np.nan) != 0)
-    kept = np.unique(np.clip(np.concatenate([edges, edges - 1, [0, len(at) - 1]]), 0, len(at) - 1))
+    corners = np.unique(np.clip(np.concatenate([edges, edges - 1, [0, len(at) - 1]]), 0, len(at) - 1))
     return {
         "type": "scatter",
         "mode": "lines",
-        "x": at[kept],
-        "y": (one.height[kept] - 0.5).astype(np.float32),
+        "x": at[corners],
+        "y": (one.height[corners] - 0.5).astype(np.float32),
         "line": {"color": one.colour, "width": 2, "dash": one.dash, "shape": "hvh"},
         "name": one.words,
         "showlegend": False,

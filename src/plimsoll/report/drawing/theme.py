@@ -2,7 +2,7 @@
 
 Everything that depends on the paper (text, grid, the map from few to many) stands in the template and nowhere else, so
 that a page changes the theme of a drawn figure by changing its template. Marks (lines, bars, warnings) keep their
-colours: each stands out from both papers by at least 3 to 1 (a test computes it), and they are told apart without red
+colours: each stands out from both papers by at least 3 to 1 (a test computes it), and they differ without red
 and green. The maps are mako's (seaborn): even in lightness, readable for the colour-blind and in print.
 """
 

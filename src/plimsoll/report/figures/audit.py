@@ -42,10 +42,10 @@ def audit(before: Audit, after: Audit | None = None) -> "Figure":
 
     Raises `ArgumentError` for what is no `Audit`.
     """
-    for name, given in (("before", before), ("after", after)):
-        if not isinstance(given, Audit) and (given is not None or name == "before"):
+    for name, value in (("before", before), ("after", after)):
+        if not isinstance(value, Audit) and (value is not None or name == "before"):
             raise ArgumentError(
-                f"audit figure: expected {name} to be an Audit; got {type(given).__name__}. Call plimsoll.unit.audit."
+                f"audit figure: expected {name} to be an Audit; got {type(value).__name__}. Call plimsoll.unit.audit."
             )
     lines = lines_of(before, after)
     meta: Layout = {"figure": "audit", "operations": len(lines)}
@@ -72,9 +72,9 @@ def _title(before: Audit, after: Audit | None) -> str:
 
 def _said(before: Audit, after: Audit | None) -> str:
     parts = [counted(len((after or before).operations), "operation")]
-    for words, found in (("", before),) if after is None else (("before", before), ("after", after)):
-        far = found.beyond(2.0)
-        readings = sum(1 for _ in found.readings())
+    for words, shown in (("", before),) if after is None else (("before", before), ("after", after)):
+        far = shown.beyond(2.0)
+        readings = sum(1 for _ in shown.readings())
         parts.append(f"{words} {len(far)} of {readings} beyond 2<sup>±2</sup>".strip())
     worst = (after or before).worst[:1]
     parts += [f"farthest: {_worst_words(reading)}" for reading in worst]
@@ -118,13 +118,13 @@ def _looks(two: bool) -> list[_Look]:
 
 
 def _traces(lines: Sequence[Line], direction: Direction, low: float, high: float, *, two: bool) -> list[Trace]:
-    found: list[Trace] = []
+    traces: list[Trace] = []
     axis = "x" if direction == "forward" else "x2"
     for look in _looks(two):
         places = [(i + look.off, place) for i, line in enumerate(lines) if (place := line.at(look.when, direction))]
-        found += [_spans(places, axis, look), _marks(places, axis, look, low, high)]
-        found += _edges(places, axis, low, high)
-    return found
+        traces += [_spans(places, axis, look), _marks(places, axis, look, low, high)]
+        traces += _edges(places, axis, low, high)
+    return traces
 
 
 def _spans(places: Sequence[tuple[float, Place]], axis: str, look: _Look) -> Trace:
@@ -165,18 +165,18 @@ def _edges(places: Sequence[tuple[float, Place]], axis: str, low: float, high: f
         ),
         ("no gradient", GREY, "line-ew-open", low + inside, lambda p: p.reading is None),
     ]
-    found: list[Trace] = []
+    traces: list[Trace] = []
     for name, colour, symbol, x, holds in kinds:
         chosen = [(at, place) for at, place in places if holds(place)]
         if chosen:
             mark: dict[str, Any] = {"color": colour, "size": 8, "symbol": symbol, "line": {"width": 2, "color": colour}}
-            found.append(
+            traces.append(
                 {"type": "scatter", "mode": "markers", "x": [x] * len(chosen), "y": [at for at, _ in chosen],
                  "text": [place.words for _, place in chosen], "xaxis": axis, "marker": mark, "name": name,
                  "hovertemplate": "%{text}<extra></extra>", "legendgroup": name,
                  "cliponaxis": False}
             )  # fmt: skip
-    return found
+    return traces
 
 
 def _layout(lines: Sequence[Line], ticks: Any, low: float, high: float, shown: Audit) -> Layout:
@@ -215,21 +215,21 @@ def _unit(axis: str) -> Layout:
 
 def _bars(axis: str, direction: Direction) -> list[Layout]:
     """A bar for each format above the rows, pale where it has fewer digits; and lines down from the ends of some."""
-    found: list[Layout] = []
+    bars: list[Layout] = []
     for number, name in enumerate(FORMATS):
         fmt = get_element(name, "audit figure")
         zero, normal, top = _limits(fmt)
         y0 = 6 + _GAP * (len(FORMATS) - 1 - number)
         bar: Layout = {"type": "rect", "xref": axis, "yref": "paper", "ysizemode": "pixel", "yanchor": 1, "y0": y0,
                        "y1": y0 + _BAR, "line": {"width": 0}, "fillcolor": GREY}  # fmt: skip
-        found += [{**bar, "x0": zero, "x1": normal, "opacity": 0.4}, {**bar, "x0": normal, "x1": top}]
+        bars += [{**bar, "x0": zero, "x1": normal, "opacity": 0.4}, {**bar, "x0": normal, "x1": top}]
         if name in _OF_DIRECTION[direction]:
             for at in (zero, top):
-                found.append(
+                bars.append(
                     {"type": "line", "xref": axis, "x0": at, "x1": at, "yref": "paper", "y0": 0, "y1": 1,
                      "layer": "below", "line": {"color": RED, "width": 1.2, "dash": _DASHES[name]}}
                 )  # fmt: skip
-    return found
+    return bars
 
 
 def _limits(fmt: Format) -> tuple[float, float, float]:
@@ -262,7 +262,7 @@ def _legend_of_bars() -> list[Trace]:
 
 def _named(lines: Sequence[Line], shown: Audit, grouped: bool) -> list[Layout]:
     """The worst of each direction by name, where the axis does not name them."""
-    found: list[Layout] = []
+    labels: list[Layout] = []
     at = {line.row.key: i for i, line in enumerate(lines)}
     for direction in DIRECTIONS if grouped else ():
         axis = "x" if direction == "forward" else "x2"
@@ -271,10 +271,10 @@ def _named(lines: Sequence[Line], shown: Audit, grouped: bool) -> list[Layout]:
             row = at[reading.row.key]
             if np.isfinite(reading.scale) and all(abs(row - other) > _APART for other in taken):
                 taken.append(row)
-                found.append(_name_of(reading, axis, row))
+                labels.append(_name_of(reading, axis, row))
             if len(taken) == _NAMED_WORST:
                 break
-    return found
+    return labels
 
 
 def _name_of(reading: Reading, axis: str, row: int) -> Layout:

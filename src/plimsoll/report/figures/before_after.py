@@ -93,25 +93,25 @@ def _levels(view: View, collection: str, kind: Statistic) -> dict[str, float]:
     """A number for each layer: the highest share, or the median size."""
     series_checked(view, "before_after", collection)
     matrix = kind.of(view, collection)
-    found: dict[str, float] = {}
+    levels: dict[str, float] = {}
     for i, name in enumerate(matrix.names if matrix is not None else ()):
         values = matrix.values[i] if matrix is not None else np.empty(0)
         known = values[np.isfinite(values)]
         if len(known):
-            found[name] = float(known.max() if kind.scale == "share" else np.median(known))
-    return found
+            levels[name] = float(known.max() if kind.scale == "share" else np.median(known))
+    return levels
 
 
 def _as_it_was(view: View, collection: str) -> dict[str, float]:
     """Highest share of each module that the run's own formats flushed."""
     recorded = "activation_gradients" if collection == "gradients" else collection
     recorded = recorded if recorded in view.run.tensors else collection
-    found: dict[str, float] = {}
+    levels: dict[str, float] = {}
     for name, share in _levels(view, recorded, STATISTICS["underflow"]).items():
         module = name.partition(":")[0] if recorded.startswith("activation") else name
         module = module.rpartition(".")[0] if recorded == "weights" else module
-        found[module] = max(found.get(module, 0.0), share)
-    return found
+        levels[module] = max(levels.get(module, 0.0), share)
+    return levels
 
 
 def _as_planned(view: View, plan: Plan, role: str) -> dict[str, float]:

@@ -103,13 +103,13 @@ class _Use:
     def of(cls, cells: Cells, fmt: Format, cast: CastCells | None) -> "_Use":
         own = np.array([name == fmt.name for name in cells.formats])[cells.format]
         recorded = bool(own.any())
-        kept = own if recorded else np.ones(len(cells), dtype=bool)
+        counted_rows = own if recorded else np.ones(len(cells), dtype=bool)
         moved = np.zeros(len(cells), dtype=np.int64) if recorded else _fitted(cells, fmt)
         if cast is not None:
             moved = -np.rint(np.log2(cells.scale)).astype(np.int64)
         low, high = fmt.quantum_exponent, fmt.max_exponent
-        every = float(cells.column("count")[kept].sum())
-        begin, counts = histogram(cells, cells.lowest + moved, kept)
+        every = float(cells.column("count")[counted_rows].sum())
+        begin, counts = histogram(cells, cells.lowest + moved, counted_rows)
         place = np.clip(np.arange(begin, begin + len(counts)) - low + 1, 0, high - low + 2)
         spread = np.bincount(place, weights=counts, minlength=high - low + 3)
         return cls(
@@ -117,12 +117,12 @@ class _Use:
             shares=spread[1:-1] / every,
             below=float(spread[0]) / every,
             above=float(spread[-1]) / every,
-            zeros=float(cells.column("zeros")[kept].sum()) / every,
+            zeros=float(cells.column("zeros")[counted_rows].sum()) / every,
             steps=cells.steps,
-            top=_top_by_step(cells, kept, cells.lowest + moved, high),
+            top=_top_by_step(cells, counted_rows, cells.lowest + moved, high),
             recorded=recorded,
             cast=cast,
-            tensors=len(np.unique(cells.layer[kept])),
+            tensors=len(np.unique(cells.layer[counted_rows])),
         )
 
 

@@ -157,15 +157,15 @@ def flips_heatmap(
     - `focus`: names whose rows are set in bold; `since_step` is marked.
     """
     view = view_of(run, until, "flips_heatmap")
-    found = {name: view.scalar(name) for name in view.run.scalar_names if name.startswith(FLIPS)}
+    flips = {name: view.scalar(name) for name in view.run.scalar_names if name.startswith(FLIPS)}
     title, meta = "Decisions that rounding has changed", {"figure": "flips_heatmap"}
-    steps = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(at for at, _ in found.values())]))
+    steps = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(at for at, _ in flips.values())]))
     if not len(steps):
         return empty_figure("flips_heatmap", title, "No shadow step has seen a decision up to this step.", meta)
-    values = np.full((len(found), len(steps)), np.nan)
-    for row, (at, shares) in enumerate(found.values()):
+    values = np.full((len(flips), len(steps)), np.nan)
+    for row, (at, shares) in enumerate(flips.values()):
         values[row, np.searchsorted(steps, at)] = shares
-    names = tuple(name.removeprefix(FLIPS) for name in found)
+    names = tuple(name.removeprefix(FLIPS) for name in flips)
     kind = Statistic(title=title, words="flipped", how="max", scale="share", of=lambda _, __: None)
     matrix = Matrix(names=names, series=names, steps=steps, values=values)
     return painted("flips_heatmap", title, "", kind, matrix, meta, focus=focus, since_step=since_step)
@@ -306,16 +306,16 @@ def _small(values: Floats) -> Any:
 def focused(matrix: Matrix, focus: Sequence[str]) -> tuple[Matrix, str]:
     """Only the rows in focus, where there are too many to see them among the others."""
     wanted = set(focus)
-    kept = [i for i, name in enumerate(matrix.series) if name in wanted]
-    if not kept or len(matrix.names) <= _FOCUS_ABOVE or len(kept) == len(matrix.names):
+    places = [i for i, name in enumerate(matrix.series) if name in wanted]
+    if not places or len(matrix.names) <= _FOCUS_ABOVE or len(places) == len(matrix.names):
         return matrix, ""
     chosen = Matrix(
-        names=tuple(matrix.names[i] for i in kept),
-        series=tuple(matrix.series[i] for i in kept),
+        names=tuple(matrix.names[i] for i in places),
+        series=tuple(matrix.series[i] for i in places),
         steps=matrix.steps,
-        values=matrix.values[kept],
+        values=matrix.values[places],
     )
-    return chosen, f"the {len(kept):,} concerned of {len(matrix.names):,}"
+    return chosen, f"the {len(places):,} concerned of {len(matrix.names):,}"
 
 
 def row_labels(rows: Rows, matrix: Matrix, focus: Sequence[str]) -> list[str]:

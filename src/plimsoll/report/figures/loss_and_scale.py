@@ -85,14 +85,14 @@ def loss_and_scale(
 
 def _curves(view: View, dash: str, run: str) -> dict[str, list[Trace]]:
     """The traces of each panel that has any."""
-    found: dict[str, list[Trace]] = {}
+    curves: dict[str, list[Trace]] = {}
     if len(view.scalar("loss")[0]):
-        found["loss"] = _loss(view, dash, run)
+        curves["loss"] = _loss(view, dash, run)
     if len(view.scalar("scale")[0]):
-        found["scale"] = _scale(view, dash, run)
-    elif len(_skipped(view)) and "loss" in found:
-        found["loss"] += _marked(_skipped(view), *view.scalar("loss"), "gradients not finite", ORANGE, "x-thin-open")
-    return found
+        curves["scale"] = _scale(view, dash, run)
+    elif len(_skipped(view)) and "loss" in curves:
+        curves["loss"] += _marked(_skipped(view), *view.scalar("loss"), "gradients not finite", ORANGE, "x-thin-open")
+    return curves
 
 
 def _loss(view: View, dash: str, run: str) -> list[Trace]:

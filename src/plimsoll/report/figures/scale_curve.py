@@ -88,10 +88,10 @@ def _known_costs(view: View, cells: Cells, fmt: Format) -> tuple[Ints, Floats, F
     narrow = view.narrow(cells.collection)
     if narrow is None:
         return _costs(view, cells, fmt)
-    kept = _COSTS.setdefault(narrow, {})
-    if fmt not in kept:
-        kept[fmt] = _costs(view, cells, fmt)
-    return kept[fmt]
+    remembered = _COSTS.setdefault(narrow, {})
+    if fmt not in remembered:
+        remembered[fmt] = _costs(view, cells, fmt)
+    return remembered[fmt]
 
 
 def _costs(view: View, cells: Cells, fmt: Format) -> tuple[Ints, Floats, Floats]:
@@ -125,12 +125,12 @@ class _Flushed:
         nothing_lost = np.empty(0)
         if narrow is None or not narrow.censors.any():
             return cls(lost=nothing_lost, held=nothing_lost, spread=nothing_lost)
-        held = np.round(narrow.floor_shift(fmt)).astype(np.int64)
+        floors = np.round(narrow.floor_shift(fmt)).astype(np.int64)
         lost = np.nan_to_num(narrow.lost)
         with np.errstate(all="ignore"):
-            spread = -np.log2(narrow.hidden(fmt, held + 1) / lost)  # what one power of two more brings back
+            spread = -np.log2(narrow.hidden(fmt, floors + 1) / lost)  # what one power of two more brings back
         some = lost > 0
-        return cls(lost=lost[some], held=held[some].astype(np.float64), spread=spread[some])
+        return cls(lost=lost[some], held=floors[some].astype(np.float64), spread=spread[some])
 
     @property
     def total(self) -> float:
@@ -221,9 +221,9 @@ def _narrowest(cells: Cells) -> Format:
 
 def element(fmt: object, operation: str) -> Format:
     """The element format that is meant; `FormatError` for those of blocks, or of scales."""
-    found = get(fmt)
-    if isinstance(found, BlockFormat) or not found.signed:
+    known = get(fmt)
+    if isinstance(known, BlockFormat) or not known.signed:
         raise FormatError(
-            f"{operation}: expected a format for values; got {found.name}. Ask for an element format, as fp16 or e4m3."
+            f"{operation}: expected a format for values; got {known.name}. Ask for an element format, as fp16 or e4m3."
         )
-    return found
+    return known

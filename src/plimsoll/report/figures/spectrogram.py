@@ -115,7 +115,7 @@ class _Picture:
         summed = np.bincount((binade - low) * wide + column[row], weights=counts, minlength=tall * wide)
 
         def by_column(*names: str) -> Floats:
-            weights = sum(cells.column(each).astype(np.float64) for each in names)
+            weights = sum(cells.column(name).astype(np.float64) for name in names)
             return np.asarray(np.bincount(column, weights=weights, minlength=wide), dtype=np.float64)
 
         return cls(
@@ -138,15 +138,15 @@ def _lines(
     view: View, cells: Cells, picture: _Picture, chosen: list[Format] | None, shift: int | None
 ) -> tuple[list[LoadLine], str]:
     """The load lines, and in words whose they are and how they lie."""
-    held = sorted({get_element(n, "spectrogram") for n in cells.formats}, key=lambda fmt: (fmt.binades, fmt.name))
-    wanted = chosen if chosen is not None else [held[0] if _narrow(cells) else FP16]
+    formats = sorted({get_element(n, "spectrogram") for n in cells.formats}, key=lambda fmt: (fmt.binades, fmt.name))
+    wanted = chosen if chosen is not None else [formats[0] if _narrow(cells) else FP16]
     if shift is not None:
         moved = [np.full(len(picture.columns.at), float(shift))] * len(wanted)
         how = f"lines as for values times {_times(shift)}"
     else:
-        moved = [_moved(view, cells, picture.columns, fmt in held) for fmt in wanted]
+        moved = [_moved(view, cells, picture.columns, fmt in formats) for fmt in wanted]
         how = "lines moved by the loss scale" if any(m.any() for m in moved) else ""
-    recorded = f"recorded in {', '.join(fmt.name for fmt in held)}"
+    recorded = f"recorded in {', '.join(fmt.name for fmt in formats)}"
     return load_lines(list(zip(wanted, moved, strict=True))), joined([recorded, how])
 
 
@@ -170,7 +170,7 @@ def _moved(view: View, cells: Cells, columns: Columns, held: bool) -> Floats:
 def _painted(
     title: str, subtitle: str, picture: _Picture, lines: list[LoadLine], since_step: int | None, meta: Layout
 ) -> "Figure":
-    heights = [float(h) for one in lines for h in (one.height.min(), one.height.max())]
+    heights = [float(h) for line in lines for h in (line.height.min(), line.height.max())]
     low = math.floor(min([picture.span[0], *(h - 2 for h in heights)]))
     high = math.ceil(max([picture.span[1], *(h + 1 for h in heights)]))
     z, y, specials = _stacked(picture, low, high)

@@ -69,10 +69,10 @@ def updates(
     chosen = _chosen(cells.names, unmoved, focus)
     over = _Panel("y", cells.names, ratio, "mean", "update / weight", "2<sup>%{y:.1f}</sup>")
     under = _Panel("y2", cells.names, unmoved, "max", "unmoved", "%{y:.2~%}")
-    known = [each for each in (over, under) if not np.isnan(each.values).all()]
+    known = [panel for panel in (over, under) if not np.isnan(panel.values).all()]
     if not known:
         return empty_figure("updates", title, "Updates were recorded, but not against their weights.", meta)
-    traces = [trace for each in known for trace in _traces(each, columns, chosen, each is known[0])]
+    traces = [trace for panel in known for trace in _traces(panel, columns, chosen, panel is known[0])]
     marks, notes = since_mark(since_step)
     limits, words = _swallowed_below(cells.formats)
     split = under in known
@@ -99,12 +99,12 @@ def lag(run: Source, *, focus: Sequence[str] = (), since_step: int | None = None
     """Squared gradients over Adam's second moments, by layer: near 1 in the mean, far above after a surprise."""
     view = view_of(run, until, "lag")
     title, meta = "Gradients against Adam's memory of them", {"figure": "updates", "collection": "gradients"}
-    found = _lags(view)
-    if found is None:
+    lags = _lags(view)
+    if lags is None:
         return empty_figure(
             "lag", title, "Gradients and Adam's second moments were not recorded at the same steps.", meta
         )
-    names, steps, values = found
+    names, steps, values = lags
     columns = Columns.of(steps)
     with np.errstate(all="ignore"):
         panel = _Panel("y", names, np.log2(values), "max", "squared gradient / second moment", "2<sup>%{y:.1f}</sup>")
@@ -134,8 +134,8 @@ class _Panel:
 
 
 def _statistic(view: View, name: str) -> Floats:
-    found = STATISTICS[name].of(view, "updates")
-    return np.empty((0, 0)) if found is None else np.where(np.isfinite(found.values), found.values, np.nan)
+    statistic = STATISTICS[name].of(view, "updates")
+    return np.empty((0, 0)) if statistic is None else np.where(np.isfinite(statistic.values), statistic.values, np.nan)
 
 
 def _chosen(names: Sequence[str], values: Floats, focus: Sequence[str]) -> list[int]:

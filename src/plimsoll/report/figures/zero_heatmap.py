@@ -81,10 +81,10 @@ def _parts(narrow: FormatLosses) -> list[tuple[str, Floats]]:
     with np.errstate(all="ignore"):
         flushed = np.fmin(np.nan_to_num(narrow.lost_of_cell), cells.total_of("zeros")) / count
         rest = cells.zero_fraction - flushed
-    found = [("zero in any format", rest)]
+    parts = [("zero in any format", rest)]
     if narrow.censors.any():
-        found.append(("underflowed", flushed))
-    return found
+        parts.append(("underflowed", flushed))
+    return parts
 
 
 def _painted(

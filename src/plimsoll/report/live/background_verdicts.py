@@ -1,10 +1,4 @@
-"""`Verdicts`: what is said of each run, found out in the background, so that neither the list nor a page waits for it.
-
-One run at a time, those whose page is open first, then those written to last, and only while somebody looks. A training
-that goes on on the same machine is not slowed: while any run is live, the thread rests four times as long as it worked,
-and a live run is judged again only after five times what the last verdict took. A run that takes too long is left to
-itself, and the others go on.
-"""
+"""`Verdicts`: verdicts of runs, made in the background, so that neither the list nor a page waits for them."""
 
 import threading
 import time
@@ -15,6 +9,10 @@ from dataclasses import dataclass
 from plimsoll.report.live.run_index.run_list import Listed
 from plimsoll.report.verdicts.run_summary import Summary
 
+# One run at a time, those whose page is open first, then those written to last, and only while somebody looks. A
+# training that goes on on the same machine is not slowed: while any run is live, the thread rests four times as long as
+# it worked, and a live run is judged again only after five times what the last verdict took. A run that takes too long
+# is left to itself, and the others go on.
 _SHARE = 0.2  # of one core, while a run is live
 _SOONEST_SECONDS = 5.0  # between two verdicts on a live run
 _SOONEST_OPEN_SECONDS = 1.5  # the same while its page is open
@@ -124,8 +122,8 @@ class Verdicts:
             if known is not None and known.token == run.token and known.summary is not None:
                 return known
             begun = time.perf_counter()
-            found = self._judge(run)
-            return self._keep(run, found, time.perf_counter() - begun)
+            judged = self._judge(run)
+            return self._keep(run, judged, time.perf_counter() - begun)
 
     def _keep(self, run: Listed, found: Summary | str, took_seconds: float) -> Verdict:
         with self._lock:

@@ -1,10 +1,4 @@
-"""`LiveView`: a view that follows a run as it is written, reading only what was added.
-
-Parts never change, they are added and merged. So what changed since the last look follows from the parts' names: the
-lowest step that a new part holds. Cells below it stay, those from it on are read again. Where that is unknown
-(a part has gone, sessions replaced steps and were merged, rows were thinned, replicas of several ranks), all is read
-again.
-"""
+"""`LiveView`: a view that follows a run as it is written, reading only what was added."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -53,8 +47,8 @@ class LiveView(View):
     def adopt(self, other: "LiveView") -> None:
         """Takes over what another view of the same state has read."""
         cells, narrow = other._read  # noqa: SLF001  (its own class)
-        self._cells |= {name: each for name, each in cells.items() if name not in self._cells}
-        self._narrow |= {name: each for name, each in narrow.items() if name not in self._narrow}
+        self._cells |= {name: value for name, value in cells.items() if name not in self._cells}
+        self._narrow |= {name: value for name, value in narrow.items() if name not in self._narrow}
 
     @property
     def _read(self) -> tuple[dict[str, Cells | None], dict[str, FormatLosses]]:
@@ -83,9 +77,9 @@ class LiveView(View):
         elif since is not None:
             order = self.run.tensors[collection]
             table = self.run.table(collection, steps=slice(since, None), blocks=False)
-            kept = before(cells, since)
+            earlier = before(cells, since)
             added = self.as_emulated(collection, from_table(collection, table, order) if len(table) else None)
-            self._cells[collection] = kept if added is None else joined(kept, added, order)
+            self._cells[collection] = earlier if added is None else joined(earlier, added, order)
 
 
 def _state_of(catalog: RunFolder) -> dict[Part, int]:
@@ -93,6 +87,9 @@ def _state_of(catalog: RunFolder) -> dict[Part, int]:
     return {part: catalog.visible_end(part) for part in catalog.parts}
 
 
+# Parts never change, they are added and merged. So what changed since the last look follows from the parts' names: the
+# lowest step that a new part holds. Cells below it stay, those from it on are read again. Where that is unknown (a part
+# has gone, sessions replaced steps and were merged, rows were thinned, replicas of several ranks), all is read again.
 def _since(known: Mapping[Part, int], now: Mapping[Part, int], catalog: RunFolder) -> int | None:
     """The lowest step at which spectra may have changed; None for no step, `ALL` where that is unknown."""
     gone = [part for part in known if part.kind == "spectra" and part not in now]
@@ -101,10 +98,10 @@ def _since(known: Mapping[Part, int], now: Mapping[Part, int], catalog: RunFolde
         return ALL
     if gone and _rewritten_with_loss(catalog):
         return ALL
-    merged = {part: [each for each in gone if each.rank == part.rank and part.covers(each)] for part in new}
+    merged = {part: [old for old in gone if old.rank == part.rank and part.covers(old)] for part in new}
     if len(gone) != sum(len(parts) for parts in merged.values()):
         return ALL
-    starts = [part.min_step for part, of in merged.items() if sum(each.flushes for each in of) != part.flushes]
+    starts = [part.min_step for part, of in merged.items() if sum(old.flushes for old in of) != part.flushes]
     starts += [
         min(end, now[part]) + 1
         for part, end in known.items()

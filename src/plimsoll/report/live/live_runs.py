@@ -46,7 +46,7 @@ class LiveRun:
                 return make(view)
             if question not in self._answers:
                 self._answers[question] = make(view)
-                self.size_bytes = view.size_bytes + sum(_size(each) for each in self._answers.values())
+                self.size_bytes = view.size_bytes + sum(_size(answer_kept) for answer_kept in self._answers.values())
                 if len(self._answers) > _ANSWERS:
                     self._answers.popitem(last=False)
             self._answers.move_to_end(question)
@@ -117,24 +117,24 @@ class Live:
 
     def listed(self, run_id: str) -> Listed:
         """The list's row of a run, as it is now. Raises `NotRecordedError` for an id that no run has."""
-        found = self.list.run(run_id)
-        if found is None:
+        listed_run = self.list.run(run_id)
+        if listed_run is None:
             raise NotRecordedError(
                 "serve: expected the id of a run in the served folder; got one that none has. It may have been moved "
                 "or deleted; the list has those that are there."
             )
-        return found
+        return listed_run
 
     def answer(self, run_id: str, question: object, make: Callable[[LiveView], Any]) -> tuple[Listed, Any]:
         """The run as it was listed, and what `make` makes of its view, remembered under `question`."""
-        found = self.opened(run_id)
-        run = self._opened(found)
+        listed = self.opened(run_id)
+        run = self._opened(listed)
         try:
-            result = run.answer(found, question, make)
+            result = run.answer(listed, question, make)
         except Exception as error:
             if isinstance(error, PlimsollError) and not isinstance(error, RunError):
                 raise
-            self.forget(found)  # with what was read of it, and may be half of something
+            self.forget(listed)  # with what was read of it, and may be half of something
             self.listed(run_id)  # which says so if it has gone
             if isinstance(error, RunError) or not isinstance(error, OSError | LookupError):
                 raise
@@ -142,7 +142,7 @@ class Live:
                 "serve: expected a run that stays as it is while it is read; got one whose files changed. Ask again."
             ) from error
         self._trim()
-        return found, result
+        return listed, result
 
     def judged(self, listed: Listed, make: Callable[[View], _T]) -> _T:
         """Return what `make` makes of a run for the list. The run is not kept open for it."""
@@ -155,11 +155,11 @@ class Live:
 
     def opened(self, run_id: str) -> Listed:
         """Return the row of a run and keep the run open while it fits. Raises `RunError` if it cannot be read."""
-        found = self.listed(run_id)
-        if not found.opens:
-            raise RunError(_why(found.problem or "damaged"))
-        self._opened(found)
-        return found
+        listed = self.listed(run_id)
+        if not listed.opens:
+            raise RunError(_why(listed.problem or "damaged"))
+        self._opened(listed)
+        return listed
 
     def answer_of_two(
         self, first: str, second: str, question: object, make: Callable[[LiveView, LiveView], bytes]
@@ -169,7 +169,7 @@ class Live:
         with self._lock:
             if key in self._pairs:
                 return self._pairs[key]
-        with _held(*(self._opened(self.listed(each)) for each in (first, second))):
+        with _held(*(self._opened(self.listed(run_id)) for run_id in (first, second))):
             _, result = self.answer(
                 first, None, lambda one: self.answer(second, None, lambda other: make(one, other))[1]
             )

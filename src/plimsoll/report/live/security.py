@@ -71,8 +71,8 @@ class SecurityMiddleware:
         if refusal is not None:
             await _answer(scope, send, *refusal)
             return
-        given = dict(parse_qsl(_text(scope.get("query_string", b"")))).get("token")
-        if self._token is None or given is None:
+        token = dict(parse_qsl(_text(scope.get("query_string", b"")))).get("token")
+        if self._token is None or token is None:
             await self._pass(scope, receive, send, [])
         elif scope["path"].startswith("/api/"):
             await self._pass(scope, receive, send, [self._cookie()])
@@ -119,8 +119,8 @@ class SecurityMiddleware:
         bearer = [h.partition(" ")[2].strip() for h in headers.get("authorization", []) if h[:7].lower() == "bearer "]
         query = [value for key, value in parse_qsl(_text(scope.get("query_string", b""))) if key == "token"]
         name, value = cookie_of(token)
-        kept = [morsels[name].value for morsels in map(_morsels, headers.get("cookie", [])) if name in morsels]
-        checked = [_equal(given, token) for given in (*bearer, *query)] + [_equal(given, value) for given in kept]
+        values = [morsels[name].value for morsels in map(_morsels, headers.get("cookie", [])) if name in morsels]
+        checked = [_equal(sent, token) for sent in (*bearer, *query)] + [_equal(sent, value) for sent in values]
         return any(checked)
 
     def _cookie(self) -> "_Header":
@@ -173,10 +173,10 @@ async def _redirect(scope: Scope, send: Send, cookie: _Header) -> None:
 
 
 def _headers(scope: Scope) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    headers: dict[str, list[str]] = {}
     for name, value in scope["headers"]:
-        found.setdefault(_text(name).lower(), []).append(_text(value))
-    return found
+        headers.setdefault(_text(name).lower(), []).append(_text(value))
+    return headers
 
 
 def _text(raw: bytes) -> str:

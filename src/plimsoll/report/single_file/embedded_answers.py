@@ -108,20 +108,20 @@ def embedded(view: View, summary: Summary, answers: Sequence[Offline], collectio
     ]
     hardest = [(collection, name) for name in answers[0].names] if collection and answers else []
     tensors = spectrograms(figures, view, findings, hardest)
-    kept, series = sum(map(len, tensors.values())), sum(summary.tensors.values())
+    included, series = sum(map(len, tensors.values())), sum(summary.tensors.values())
     run = {
         **run_answer(view, summary),
         "same_figure": [None if body is None else first[body] for body in bodies],
         "pictures": pictures,
         "collections": tensors,
-        "tensors_kept": "" if kept == series else f"{kept:,} of {series:,} tensors, those that matter most.",
-        "formats": [each.answer.format for each in answers],
+        "tensors_kept": "" if included == series else f"{included:,} of {series:,} tensors, those that matter most.",
+        "formats": [answer.answer.format for answer in answers],
         "whatif": _needs(collection, answers) if collection and answers else None,
         "scalars": [scalar["name"] for scalar in scalars],
         "events": [],  # the page shows the words for events and settings, and not their data
         "settings": {},
     }
-    formats = [each.to_dict() for each in answers]
+    formats = [answer.to_dict() for answer in answers]
     return {
         "run": run,
         "templates": {name: dict(template) for name, template in TEMPLATES.items()},
@@ -162,13 +162,13 @@ def _needs(collection: str, answers: Sequence[Offline]) -> dict[str, object]:
         "note": answers[0].censored,
         "needs": [
             {
-                "format": each.answer.format,
-                "sentence": each.sentence,
-                "best": each.best,
-                "lost": interval_words(each.at_best("lost")),
-                "overflow": interval_words(each.at_best("overflow")),
+                "format": answer.answer.format,
+                "sentence": answer.sentence,
+                "best": answer.best,
+                "lost": interval_words(answer.at_best("lost")),
+                "overflow": interval_words(answer.at_best("overflow")),
             }
-            for each in answers
+            for answer in answers
         ],
     }
 

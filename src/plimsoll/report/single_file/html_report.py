@@ -1,8 +1,4 @@
-"""`html`: a run as one file that needs nothing else: no network, no server, no Plimsoll to read it.
-
-The file holds the page of `plimsoll serve` and the answers to its questions. A content security policy in the file
-forbids every request, and every script but the file's own three, which it knows by their hashes.
-"""
+"""`html`: a run as one file that needs nothing else: no network, no server, no Plimsoll to read it."""
 
 import base64
 import gzip
@@ -147,6 +143,8 @@ def packed(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode("ascii")
 
 
+# The file holds the page of `plimsoll serve` and the answers to its questions. A content security policy in the file
+# forbids every request, and every script but the file's own three, which it knows by their hashes.
 def policy(scripts: Iterable[str]) -> str:
     """Nothing from anywhere; scripts by hash; styles inline, since Plotly writes its own; pictures made in the page."""
     hashes = " ".join(

@@ -1,8 +1,4 @@
-"""`markdown`: a run's verdict and findings for a comment on a change, in GitHub's Markdown.
-
-Names come from whoever wrote the run. They stand in code spans, where nothing is markup; within sentences, where a
-verdict has them, every sign that Markdown knows is escaped, and addresses and mentions are broken up.
-"""
+"""`markdown`: a run's verdict and findings for a comment on a change, in GitHub's Markdown."""
 
 import re
 from collections.abc import Sequence
@@ -14,6 +10,8 @@ from plimsoll.report.verdicts.run_summary import Summary, summary
 
 LONGEST_BYTES = 60_000  # GitHub takes comments of 65,536 characters
 _SIGNS = {"alarm": "⛔", "warning": "⚠️", "healthy": "✅", "empty": "◌", "info": "·"}
+# Names come from whoever wrote the run. They stand in code spans, where nothing is markup; within sentences, where a
+# verdict has them, every sign that Markdown knows is escaped, and addresses and mentions are broken up.
 _MARKUP = re.compile(r"([\\`*_\[\]<>&|~#$])")
 _LEADS_AWAY = re.compile(r"(@|://|\bwww(?=\.))", re.IGNORECASE)
 _ZERO_WIDTH = "\u200b"
@@ -68,15 +66,15 @@ def _page(judged: Summary, most: int) -> str:
     lines[-1] += f" ({counts})" if counts else ""
     lines[-1] += f" · run {code(judged.name)}"
     lines[-1] += f" · steps {judged.first_step:,} to {judged.last_step:,}" if judged.last_step >= 0 else ""
-    kept = judged.findings[:most]
-    if kept:
-        lines += ["", "| | rule | when | where |", "|---|---|---|---|", *(_row(f) for f in kept)]
-    left = len(judged.findings) - len(kept)
+    shown = judged.findings[:most]
+    if shown:
+        lines += ["", "| | rule | when | where |", "|---|---|---|---|", *(_row(f) for f in shown)]
+    left = len(judged.findings) - len(shown)
     if left:
         lines += ["", f"And {left} more: `plimsoll check` lists them."]
-    if kept:
+    if shown:
         lines += ["", "<details><summary>What they mean and what to do</summary>", ""]
-        lines += [line for finding in kept for line in _details(finding)]
+        lines += [line for finding in shown for line in _details(finding)]
         lines += ["</details>"]
     lines += ["", "<details><summary>The run</summary>", "", *_facts(judged), "", "</details>", ""]
     return "\n".join(lines)

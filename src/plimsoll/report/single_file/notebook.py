@@ -1,9 +1,4 @@
-"""Notebook output of a run: the verdict and the findings as HTML; a figure with them where it draws Plotly's.
-
-A notebook shows the richest form that it knows. Those that know Plotly's media type (JupyterLab, VS Code) show the
-figure of loss and scale, with the verdict as its title and a lane for each finding; others the HTML, which loads
-nothing. Names come from whoever wrote the run, and are escaped.
-"""
+"""Notebook output of a run: the verdict and the findings as HTML; a figure with them where it draws Plotly's."""
 
 import html
 import json
@@ -24,6 +19,9 @@ _MOST = 12  # findings
 _LINE, _LINE_PIXELS = 76, 22  # of the title: characters, and their height
 
 
+# A notebook shows the richest form that it knows. Those that know Plotly's media type (JupyterLab, VS Code) show the
+# figure of loss and scale, with the verdict as its title and a lane for each finding; others the HTML, which loads
+# nothing. Names come from whoever wrote the run, and are escaped.
 def shown(run: Run) -> dict[str, Any]:
     """The run by media type; a run that cannot be judged says why."""
     try:

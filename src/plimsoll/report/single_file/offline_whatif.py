@@ -1,12 +1,4 @@
-"""Precomputed what-if answers of a report: each format at each shift.
-
-Over all steps of a run a layer is one histogram for each format and scale that it was recorded in, since counts add up.
-So the 65 shifts of four formats cost less than reading the run once. Numbers differ from `whatif`'s by where in one
-binade the values are taken to lie: a test holds them between its bounds at one shift less and at one more. At the best
-shift, which is shown first, they are `whatif`'s own, as are windows, sentences, and the order of the tensors.
-
-Block formats, of runs that have their records, scale each block themselves: their answer is the same at all shifts.
-"""
+"""Precomputed what-if answers of a report: each format at each shift."""
 
 import base64
 from collections.abc import Sequence
@@ -104,10 +96,14 @@ def offline(view: View, collection: str, formats: Sequence[str] = FORMATS) -> li
         return []
     values = Populations(cells=merged(cells))
     in_blocks = [fmt for fmt in BLOCK_FORMATS if has_records(view, collection, fmt)]
-    found = [_answers(whatif(view, fmt, collection=collection), values) for fmt in formats]
-    return found + [_in_blocks(whatif(view, fmt, collection=collection)) for fmt in in_blocks]
+    answers = [_answers(whatif(view, fmt, collection=collection), values) for fmt in formats]
+    return answers + [_in_blocks(whatif(view, fmt, collection=collection)) for fmt in in_blocks]
 
 
+# Over all steps of a run a layer is one histogram for each format and scale that it was recorded in, since counts add
+# up. So the 65 shifts of four formats cost less than reading the run once. Numbers differ from `whatif`'s by where in
+# one binade the values are taken to lie: a test holds them between its bounds at one shift less and at one more. At the
+# best shift, which is shown first, they are `whatif`'s own, as are windows, sentences, and the order of the tensors.
 def merged(cells: Cells) -> Cells:
     """The same values over all steps: one row for each layer, format and scale; of counts, those by binade only."""
     scales, scale = np.unique(cells.scale, return_inverse=True)
@@ -153,25 +149,26 @@ def _extreme(cells: Cells, name: str, group: NDArray[np.int64], groups: int) -> 
 def _answers(answer: WhatIf, values: Populations) -> Offline:
     fmt, cells = get_element(answer.format, "report"), values.cells
     count = cells.nonzero.astype(np.float64)
-    found: dict[str, list[Floats]] = {}
+    shares: dict[str, list[Floats]] = {}
     for shift in SHIFTS:
         for name, tallies in (("lost", values.lost(fmt, shift)), ("overflow", values.overflow(fmt, shift))):
-            for bound, each in (("", tallies.estimate), ("_low", tallies.low), ("_high", tallies.high)):
-                of_layer = np.bincount(cells.layer, weights=each, minlength=len(cells.names)).astype(np.float64)
-                found.setdefault(name + bound, []).append(of_layer)
+            for bound, tally in (("", tallies.estimate), ("_low", tallies.low), ("_high", tallies.high)):
+                of_layer = np.bincount(cells.layer, weights=tally, minlength=len(cells.names)).astype(np.float64)
+                shares.setdefault(name + bound, []).append(of_layer)
     if answer.shift in SHIFTS:
         for name, known in _told(answer).items():
-            found[name][answer.shift - SHIFTS[0]] = known
+            shares[name][answer.shift - SHIFTS[0]] = known
     nonzero: Floats = np.bincount(cells.layer, weights=count, minlength=len(cells.names)).astype(np.float64)
-    return _kept(answer, found, nonzero, tuple(row.window for row in _in_order(answer)))
+    return _kept(answer, shares, nonzero, tuple(row.window for row in _in_order(answer)))
 
 
+# Block formats, of runs that have their records, scale each block themselves: their answer is the same at all shifts.
 def _in_blocks(answer: WhatIf) -> Offline:
     """The answer of a block format: that of the unscaled values, at every shift."""
-    found = {name: [known] * len(SHIFTS) for name, known in _told(answer).items()}
+    shares = {name: [known] * len(SHIFTS) for name, known in _told(answer).items()}
     every = (SHIFTS[0], SHIFTS[-1])
     windows = tuple(None if row.window is None else every for row in _in_order(answer))
-    return _kept(answer, found, np.nansum(answer.prediction.nonzero, axis=1), windows)
+    return _kept(answer, shares, np.nansum(answer.prediction.nonzero, axis=1), windows)
 
 
 def _told(answer: WhatIf) -> dict[str, Floats]:
@@ -206,17 +203,17 @@ def _kept(
     overall = {name: (np.sum(each, axis=0) / max(of[name].sum(), 1)).tolist() for name, each in shares.items()}
     overall["lost_high"] = np.maximum(overall["lost_high"], overall["lost"]).tolist()
     place = {name: i for i, name in enumerate(answer.names)}
-    kept = sorted(place[row.name] for row in answer.rows[:LAYERS])
-    of_tensor = {name: (each / np.maximum(of[name], 1)[:, None])[kept] for name, each in shares.items()}
+    places = sorted(place[row.name] for row in answer.rows[:LAYERS])
+    of_tensor = {name: (each / np.maximum(of[name], 1)[:, None])[places] for name, each in shares.items()}
     return Offline(
         answer=answer,
-        names=tuple(answer.names[i] for i in kept),
-        windows=tuple(windows[i] for i in kept),
+        names=tuple(answer.names[i] for i in places),
+        windows=tuple(windows[i] for i in places),
         lost=of_tensor["lost"],
         overflow=of_tensor["overflow"],
         at_most={name: of_tensor[f"{name}_high"] for name in ("lost", "overflow")},
         overall=overall,
-        left_out=len(answer.names) - len(kept),
+        left_out=len(answer.names) - len(places),
     )
 
 

@@ -77,13 +77,13 @@ def _what_if(answers: Sequence[Offline], collection: str) -> list[str]:
     lead = answers[0]
     needs = [
         (
-            each.answer.format.upper(),
-            each.sentence,
-            f"2^{each.best}",
-            interval_words(each.at_best("lost")),
-            interval_words(each.at_best("overflow")),
+            answer.answer.format.upper(),
+            answer.sentence,
+            f"2^{answer.best}",
+            interval_words(answer.at_best("lost")),
+            interval_words(answer.at_best("overflow")),
         )
-        for each in answers
+        for answer in answers
     ]
     rows = [
         (

@@ -13,8 +13,6 @@ MOST_BYTES = 64 << 20
 def verdict_at_end(folder: Path) -> tuple[State, str] | None:
     """Return the state of a run and its verdict, if it is judged in about a second.
 
-    A run of several ranks is not judged: the others may still be writing.
-
     Args:
         folder: The run's folder.
 
@@ -26,6 +24,7 @@ def verdict_at_end(folder: Path) -> tuple[State, str] | None:
         return None
     run = Run(folder, warn=False)
     view = View(run)
+    # A run of several ranks is not judged: the others may still be writing.
     if run.world_size > 1 or view.last_step < 0:
         return None
     findings = leading_first(diagnose(view), view.last_step)

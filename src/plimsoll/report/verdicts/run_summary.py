@@ -97,14 +97,14 @@ def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: in
     Raises `RunError` for a folder that holds no run.
     """
     view = view_of(run, until, "summary")
-    found = leading_first(diagnose(view) if findings is None else findings, view.last_step)
+    ordered = leading_first(diagnose(view) if findings is None else findings, view.last_step)
     recorded, begun = view.run, started_at(view.run)
     steps = [step for step in recorded.steps if view.until is None or step <= view.until]
     return Summary(
-        verdict=verdict(view, found),
-        state=state_of(view, found),
-        counts={severity: sum(f.severity == severity for f in found) for severity in reversed(SEVERITIES)},
-        findings=found,
+        verdict=verdict(view, ordered),
+        state=state_of(view, ordered),
+        counts={severity: sum(f.severity == severity for f in ordered) for severity in reversed(SEVERITIES)},
+        findings=ordered,
         name=recorded.path.name,
         path=str(recorded.path),
         first_step=first_step(view, steps),
@@ -139,7 +139,7 @@ def jsonable(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(k): jsonable(v) for k, v in _mapping(value).items()}  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(value, list | tuple):
-        return [jsonable(each) for each in cast("Sequence[object]", value)]
+        return [jsonable(item) for item in cast("Sequence[object]", value)]
     return plain(value) if isinstance(value, float) else value
 
 
@@ -157,8 +157,8 @@ def started_at(run: Run) -> float | None:
 def formats_of(run: Run, collection: str) -> tuple[str, ...]:
     """Return the formats that a collection's values are held in by the manifest, the most frequent first."""
     series = _mapping(_mapping(run.manifest.get("tensors")).get(collection))
-    found = [str(_mapping(each).get("format", "")) for each in series.values()]
-    return tuple(sorted({f for f in found if f}, key=lambda f: (-found.count(f), f)))
+    formats = [str(_mapping(entry).get("format", "")) for entry in series.values()]
+    return tuple(sorted({f for f in formats if f}, key=lambda f: (-formats.count(f), f)))
 
 
 def _last(view: View, name: str) -> float | None:

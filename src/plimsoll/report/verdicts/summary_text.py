@@ -222,9 +222,9 @@ def _setting(value: object) -> str:
 
 def events(found: Sequence[Event], most: int = 200) -> tuple[list[tuple[str, str, str, str, str]], str]:
     """Step, kind, message, details and time of events, the latest first, and what is said where some are left out."""
-    kept = list(found) if len(found) <= most else [*found[: most // 2], *found[-most // 2 :]]
+    some = list(found) if len(found) <= most else [*found[: most // 2], *found[-most // 2 :]]
     words = "" if len(found) <= most else f"The first and the last {most // 2} of {len(found):,} events."
-    return [_event(event) for event in reversed(kept)], words
+    return [_event(event) for event in reversed(some)], words
 
 
 def _event(event: Event) -> tuple[str, str, str, str, str]:

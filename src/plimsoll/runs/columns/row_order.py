@@ -16,10 +16,8 @@ _DISTINGUISHING: Mapping[Kind, tuple[str, ...]] = {"spectra": ("format", "scale"
 
 
 def ordered(table: Table, kind: Kind, last: Sequence[str] = ()) -> Table:
-    """Return the rows sorted by the kind's key, the step and the columns `last`, without replaced rows.
-
-    Events have no key: all stay, in the order of their steps.
-    """
+    """Return the rows sorted by the kind's key, the step and the columns `last`, without replaced rows."""
+    # Events have no key: all stay, in the order of their steps.
     if kind == "events":
         return table.take(array(np.argsort(values_of(table["step"]), kind="stable")))
     columns = [codes(table[name]) for name in (*KEYS[kind], "step", *_DISTINGUISHING[kind], *last)]
@@ -39,6 +37,7 @@ def codes(column: Array) -> NDArray[Any]:
     """Return numbers that sort and compare as the values of a column do."""
     if not pa.types.is_string(column.type):
         return values_of(column)
+    # In a server one thread imported pandas so while another drew a figure, and Plotly met a half-imported pandas.
     if not len(column):  # combine_chunks of no chunk imports pandas
         return np.empty(0, dtype=np.int64)
     encoded = column.combine_chunks().dictionary_encode()

@@ -96,12 +96,11 @@ def spectra_table(tables: Sequence[Table], series: Sequence[Series]) -> Table:
 def summed(table: Table, starts: NDArray[np.intp]) -> Table:
     """Return the columns of a part for rows without block records that are merged group by group.
 
-    It merges as `step_table.merged_rows` does. Rows of a bank would take ten times the memory of the columns.
-
     Args:
         table: The rows.
         starts: First row of each group. A group has one name, step, format and scale.
     """
+    # Merged as `step_table.merged_rows` merges. Rows of a bank would take ten times the memory of the columns.
     if not len(starts):
         return table.slice(0, 0).drop_columns(["rank"])
     same = ("step", "collection", "name", "format", "shared", "scale")
@@ -182,11 +181,9 @@ def blocks_of(table: Table) -> Counts | None:
 
 
 def digests(table: Table) -> NDArray[np.uint64]:
-    """Return a 64-bit digest of each spectrum's binades.
-
-    Equal binades have equal digests. Different ones differ with near certainty, since the weights are random.
-    """
+    """Return a 64-bit digest of each spectrum's binades."""
     (row, binade), counts = _occupied(table, "binades", integers(table, "lowest") - row_layout.LOWEST_BINADE)
+    # Equal binades have equal digests. Different ones differ with near certainty, since the weights are random.
     weights = np.random.default_rng(0x504C494D).integers(1, 1 << 63, row_layout.BINADES, dtype=np.uint64) | np.uint64(1)
     result = np.zeros(len(table), dtype=np.uint64)
     np.add.at(result, row, counts.view(np.uint64) * weights[binade])
@@ -277,12 +274,10 @@ def _bits(values: NDArray[np.float64]) -> Counts:
 
 
 def true_spectrum(row: NDArray[np.int64], fmt: str, scale: float, block: int = 0) -> Spectrum:
-    """Return the spectrum of the true values if the scale is a power of two. Its source has the scale.
-
-    Another scale moves values between binades, which cannot be undone from counts. The stored spectrum is returned
-    then, without a source, as for values beyond the range of binades.
-    """
+    """Return the spectrum of the true values if the scale is a power of two. Its source has the scale."""
     stored = stored_spectrum(row, fmt, block)
+    # Another scale moves values between binades, which cannot be undone from counts. The stored spectrum is returned
+    # then, without a source, as for values beyond the range of binades.
     fraction, exponent = math.frexp(scale)
     if fraction == 0.5:
         if exponent == 1:

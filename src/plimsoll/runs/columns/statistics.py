@@ -46,8 +46,8 @@ def _joined(name: str, column: NDArray[np.float64], starts: NDArray[np.intp]) ->
     if name not in EXTRAS:
         return np.add.reduceat(column, starts)
     there = ~np.isnan(column)
-    held = np.where(there, column, 0.0)
-    total = np.sqrt(np.add.reduceat(held * held, starts)) if name == "weight_norm" else np.add.reduceat(held, starts)
+    known = np.where(there, column, 0.0)
+    total = np.sqrt(np.add.reduceat(known * known, starts)) if name == "weight_norm" else np.add.reduceat(known, starts)
     return np.where(np.logical_or.reduceat(there, starts), total, np.nan)
 
 

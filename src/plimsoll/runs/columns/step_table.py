@@ -141,13 +141,11 @@ def _agreed(rows: NDArray[np.int64], blocks: NDArray[np.int64], starts: NDArray[
 
 
 def merged_extras(extras: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Return the sums of extras group by group, NaN where all are NaN.
-
-    Norms add as squares, and of the largest errors the larger counts.
-    """
+    """Return the sums of extras group by group, NaN where all are NaN."""
     there = ~np.isnan(extras)
     contributions = np.add.reduceat(there, starts, axis=0, dtype=np.int64)
     result = np.add.reduceat(np.where(there, extras, 0.0), starts, axis=0)
+    # Norms add as squares, and of the largest errors the larger counts.
     result[:, _LARGEST] = np.maximum.reduceat(np.where(there[:, _LARGEST], extras[:, _LARGEST], 0.0), starts)
     result[contributions == 0] = np.nan
     norms = np.where(there[:, _NORM], extras[:, _NORM], 0.0)

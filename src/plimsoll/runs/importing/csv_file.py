@@ -104,13 +104,13 @@ def _step_column(path: Path, names: Sequence[str], step: str | None) -> int:
             f"Its columns are {', '.join(near or names[:8])}."
         )
     folded = [name.casefold() for name in names]
-    found = next((folded.index(known) for known in _STEP_NAMES if known in folded), None)
-    if found is None:
+    place = next((folded.index(known) for known in _STEP_NAMES if known in folded), None)
+    if place is None:
         raise ArgumentError(
             f"{path}: expected a column of steps named {', '.join(_STEP_NAMES[:4])} or so; got the columns "
             f"{', '.join(map(repr, names[:8])) or 'none'}. Name the column of steps: step=..., or in the first line."
         )
-    return found
+    return place
 
 
 def _number(cell: str) -> float | None:

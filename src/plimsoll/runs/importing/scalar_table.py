@@ -27,13 +27,12 @@ Column = tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]  # s
 def without_replaced(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return which records count, in the order in which they were written.
 
-    A run that is restarted from an earlier step replaces what it had recorded from there on.
-
     >>> without_replaced(np.array([0, 1, 2, 3, 2, 3])).tolist()
     [True, True, False, False, True, True]
     """
     if not len(steps):
         return np.empty(0, dtype=bool)
+    # A run that is restarted from an earlier step replaces what it had recorded from there on.
     later = np.minimum.accumulate(steps[::-1])[::-1]
     return np.append(steps[:-1] < later[1:], True)
 
@@ -83,10 +82,10 @@ class ScalarTable:
     def replace_from(self, step: int) -> None:
         """Remove what was added at a step and after: the tracker says that a run began again there."""
         for name in self._steps:
-            kept = np.array(self._steps[name]) < step
-            self._steps[name] = array("q", np.array(self._steps[name])[kept].tobytes())
+            earlier = np.array(self._steps[name]) < step
+            self._steps[name] = array("q", np.array(self._steps[name])[earlier].tobytes())
             for column in (self._values, self._seconds):
-                column[name] = array("d", np.array(column[name])[kept].tobytes())
+                column[name] = array("d", np.array(column[name])[earlier].tobytes())
 
     def write(self, folder: Path, kind: str) -> None:
         """Write a run folder that holds these scalars and nothing else.
@@ -126,15 +125,13 @@ class ScalarTable:
 
     def _column(self, name: str) -> Column:
         steps = np.array(self._steps[name], dtype=np.int64)
-        kept = without_replaced(steps)
-        return steps[kept], np.array(self._values[name])[kept], np.array(self._seconds[name])[kept]
+        lasting = without_replaced(steps)
+        return steps[lasting], np.array(self._values[name])[lasting], np.array(self._seconds[name])[lasting]
 
 
 def _tables(columns: dict[str, Column]) -> Iterator[Table]:
-    """Yield the rows of each scalar: row groups of their own, which readers of other scalars skip.
-
-    The seconds become a scalar of their own: those of the scalar that was recorded most often.
-    """
+    """Yield the rows of each scalar: row groups of their own, which readers of other scalars skip."""
+    # The seconds become a scalar of their own: those of the scalar that was recorded most often.
     steps, _, seconds = max(columns.values(), key=lambda column: len(column[0]))
     known = np.isfinite(seconds)
     if known.any() and ELAPSED not in columns:

@@ -1,8 +1,4 @@
-"""Reader of TensorBoard's event files: the scalars of one run.
-
-A file is a sequence of records: a length, its checksum, the bytes, and their checksum (TFRecord). The messages in them
-are read with TensorBoard's own definitions. A torn record at the end is the state of a file that is being written.
-"""
+"""Reader of TensorBoard's event files: the scalars of one run."""
 
 import struct
 from collections.abc import Iterator
@@ -85,6 +81,9 @@ def _payloads(path: Path) -> Iterator[bytes]:
         raise RunError(f"{path}: expected an event file that can be read; got {error}. Look at the file.") from error
 
 
+# A file is a sequence of records: a length, its checksum, the bytes, and their checksum (TFRecord). The messages in
+# them are read with TensorBoard's own definitions. A torn record at the end is the state of a file that is being
+# written.
 def _next(file: BinaryIO, path: Path) -> bytes | None:
     """Return the next record, empty for one that is too long to be scalars; None at the end."""
     place = file.tell()

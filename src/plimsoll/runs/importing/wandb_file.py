@@ -1,9 +1,4 @@
-"""Reader of W&B's offline runs: the history in a .wandb file.
-
-The file is a log of 32 KiB blocks (LevelDB's format): each record has a checksum, a length and whether it is whole or
-the first, middle or last part of a message. The messages are read with W&B's own definitions. A torn record at the end
-is the state of a file that is being written.
-"""
+"""Reader of W&B's offline runs: the history in a .wandb file."""
 
 import json
 import math
@@ -46,8 +41,8 @@ def read_wandb(path: Path, *, step: str | None) -> ScalarTable:
     if len(files) != 1:
         below = sorted({file.parent for file in path.rglob(f"*{SUFFIX}")})[:6] if path.is_dir() else []
         advice = f"Name one of {', '.join(map(str, below))}." if below else "Name the folder offline-run-... of a run."
-        found = f"{len(files)} of them" if files else "none"
-        raise RunError(f"{path}: expected the .wandb file of one offline run; got {found}. {advice}")
+        many = f"{len(files)} of them" if files else "none"
+        raise RunError(f"{path}: expected the .wandb file of one offline run; got {many}. {advice}")
     records = load("wandb.proto.wandb_internal_pb2")
     table = ScalarTable(str(path))
     for message in _messages(files[0]):
@@ -96,6 +91,9 @@ def _items(history: Any, path: Path) -> Iterator[tuple[str, float]]:
                 yield name, float("inf") if value > 0 else float("-inf")
 
 
+# The file is a log of 32 KiB blocks (LevelDB's format): each record has a checksum, a length and whether it is whole or
+# the first, middle or last part of a message. The messages are read with W&B's own definitions. A torn record at the
+# end is the state of a file that is being written.
 def _messages(path: Path) -> Iterator[bytes]:
     """Yield the messages of a file, up to one that is torn or not yet whole."""
     try:

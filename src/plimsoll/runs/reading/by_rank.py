@@ -31,16 +31,14 @@ class ByRank:
 
 
 def parts_of(run: Run) -> dict[int, int]:
-    """Return the part of the batch that each rank has. Empty for a run that is not data-parallel.
-
-    Ranks that average their gradients without a wrapper are recognized by weights that are equal on all of them.
-    """
+    """Return the part of the batch that each rank has. Empty for a run that is not data-parallel."""
     if len(run.ranks) < 2:
         return {}
     folder = run._folder  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     entries = {rank: cast("dict[str, Any]", m.get("ranks") or {}) for rank, m in folder.manifests.items()}
     if entries and all(int(entry.get("data_parallel", 1)) > 1 for entry in entries.values()):
         return {rank: int(entry.get("data_index", 0)) for rank, entry in entries.items()}
+    # Ranks that average their gradients without a wrapper are recognized by weights that are equal on all of them.
     weights = run.tensors.get("weights", ())
     if not weights or any(entry.get("wrapper") or entry.get("mesh") for entry in entries.values()):
         return {}
@@ -70,9 +68,9 @@ def activation_sizes(run: Run, parts: Mapping[int, int]) -> Iterator[ByRank]:
         spans = dict(row_order.spans(table, "name"))
         for name in some:
             mine = spans.get(name, slice(0))
-            found = _apart(name, table[mine], squares[mine], counts[mine], parts)
+            sizes = _apart(name, table[mine], squares[mine], counts[mine], parts)
             with np.errstate(invalid="ignore"):
-                yield ByRank(name=name, ranks=found.ranks, steps=found.steps, values=np.sqrt(found.values))
+                yield ByRank(name=name, ranks=sizes.ranks, steps=sizes.steps, values=np.sqrt(sizes.values))
 
 
 def _apart(

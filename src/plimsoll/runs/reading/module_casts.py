@@ -59,8 +59,8 @@ class Cast:
         within = (steps >= self.since_step) & (place >= 0)
         if self.until_step is not None:
             within &= steps <= self.until_step
-        found = self.scales[np.maximum(place, 0)]
-        return np.where(within & np.isfinite(found) & (found > 0), found, np.nan)
+        scales = self.scales[np.maximum(place, 0)]
+        return np.where(within & np.isfinite(scales) & (scales > 0), scales, np.nan)
 
 
 def scalar_of(module: str, role: str) -> str:
@@ -77,17 +77,16 @@ def casts_of(
 ) -> list[Cast]:
     """Return the casts in events, by module and role and then by step.
 
-    All ranks cast alike, so only the lowest rank's events count.
-
     Args:
         events: Events of a run.
         scales: Steps and values of the scalars, by name.
     """
     cast_events = [event for event in events if event.kind == EVENT]
+    # All ranks cast alike, so only the lowest rank's events count.
     lowest = min((event.rank for event in cast_events), default=0)
     tables = [(event.step, _entries(event)) for event in cast_events if event.rank == lowest]
     keys = list(dict.fromkeys(key for _, table in tables for key in table))
-    return [found for key in keys for found in _spans(key, tables, scales)]
+    return [cast_span for key in keys for cast_span in _spans(key, tables, scales)]
 
 
 _Key = tuple[str, Role]
@@ -96,14 +95,14 @@ _Entry = tuple[str, str, float | None]  # format, series, scale
 
 def _entries(event: Event) -> dict[_Key, _Entry]:
     """Return the casts in one event. Invalid entries are left out, since anyone may write events."""
-    found: dict[_Key, _Entry] = {}
+    entries: dict[_Key, _Entry] = {}
     for module, said in _mapping(event.details.get("modules")).items():
         for role in ROLES:
-            one = _mapping(_mapping(said).get(role))
-            fmt, series, scale = one.get("format"), one.get("series"), one.get("scale")
+            entry = _mapping(_mapping(said).get(role))
+            fmt, series, scale = entry.get("format"), entry.get("series"), entry.get("scale")
             if isinstance(fmt, str) and isinstance(series, str) and (scale is None or isinstance(scale, int | float)):
-                found[str(module), role] = fmt, series, None if scale is None else float(scale)
-    return found
+                entries[str(module), role] = fmt, series, None if scale is None else float(scale)
+    return entries
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -4,9 +4,6 @@ A shared series is added up. A plain one (``shared=False``) is a replica on ever
 spectrum of it at every step that they have in common. Otherwise ranks have different values, which are added up.
 Activations are compared among ranks that share a part of the batch, and added up over different parts. The manifest has
 the part of each rank (`data_index`).
-
-Scalars of several ranks: "nonfinite" is added up. "scale" and scales of casts ("cast:...") are the lowest rank's. Any
-other is the mean.
 """
 
 from collections.abc import Mapping
@@ -67,6 +64,8 @@ def counted_once(table: Table, parts: Mapping[int, int]) -> NDArray[np.bool_]:
     return ranks == lowest[place]
 
 
+# Scalars of several ranks: "nonfinite" is added up. "scale" and scales of casts ("cast:...") are the lowest rank's. Any
+# other is the mean.
 def one_of_scalars(
     name: str, steps: NDArray[np.int64], values: NDArray[np.float64], ranks: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -89,8 +89,6 @@ def select(
 ) -> Table:
     """Return rows with a column `rank`, sorted by key, step, format, scale and rank.
 
-    Row groups that cannot have such rows are not read.
-
     Args:
         folder: The run's folder.
         kind: Kind of rows.
@@ -108,9 +106,10 @@ def select(
     def load(place: StorageLocation, part: Part) -> Table:
         return _load(place, part, (names, more), equal or {}, wanted, folder.visible_end(part))
 
-    found = folder.read(lambda: [p for p in folder.of(kind) if _is_worth_reading(folder, p, wanted)], load)
+    # Row groups whose statistics exclude such rows are not read.
+    loaded = folder.read(lambda: [p for p in folder.of(kind) if _is_worth_reading(folder, p, wanted)], load)
     schema = pa.schema([*(SCHEMAS[kind].field(name) for name in names), ("rank", pa.int32())])
-    tables = [table.append_column("rank", array(np.full(len(table), part.rank, np.int32))) for part, table in found]
+    tables = [table.append_column("rank", array(np.full(len(table), part.rank, np.int32))) for part, table in loaded]
     table = pa.concat_tables([pa.Table.from_batches([], schema), *tables], promote_options="default")
     if wanted.every != 1:
         table = table.filter(array(wanted.mask(values_of(table["step"]))))

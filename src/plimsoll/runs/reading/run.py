@@ -405,11 +405,11 @@ class Run:
         if table is None or not len(table):
             return {name: (np.empty(0, dtype=np.int64), np.empty(0)) for name in names}
         columns = [values_of(table[column]) for column in ("step", "value", "rank")]
-        found = {
+        by_name = {
             each: rank_merge.one_of_scalars(each, *(column[here] for column in columns))
             for each, here in row_order.spans(table, "name")
         }
-        return {name: found.get(name, (np.empty(0, dtype=np.int64), np.empty(0))) for name in names}
+        return {name: by_name.get(name, (np.empty(0, dtype=np.int64), np.empty(0))) for name in names}
 
     def casts(self, module: str | None = None) -> list[module_casts.Cast]:
         """Return the casts of modules before they multiply: one for each module, role and step range.
@@ -421,7 +421,7 @@ class Run:
         """
         names = [name for name in self.scalar_names if name.startswith(module_casts.PREFIX)]
         found = module_casts.casts_of(self.events(), self._scalars(names))
-        return [each for each in found if each.module in matching(list({c.module for c in found}), module)]
+        return [cast for cast in found if cast.module in matching(list({c.module for c in found}), module)]
 
     def events(self) -> list[Event]:
         """Return all events by step and time."""
@@ -503,6 +503,7 @@ class Run:
         Records of this process are written first.
         """
         if isinstance(self._folder.place, Folder):
+            # A loss that still waits in this process's buffer would read as one that was never recorded.
             write_for_reader(self._folder.path)
         return self._look()
 

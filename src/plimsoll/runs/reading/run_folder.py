@@ -172,7 +172,7 @@ class RunFolder:
         for _, content in sorted(self.manifests.items()):
             missing += manifest.lost_of(content)
             for part in manifest.parts_of(content):
-                if not any(part == found or found.covers(part) for found in there.get((part.kind, part.rank), [])):
+                if not any(part == known or known.covers(part) for known in there.get((part.kind, part.rank), [])):
                     missing.append(part)
         return [part for part in missing if self.visible_end(part) >= part.min_step]
 
@@ -193,16 +193,16 @@ class RunFolder:
         noted.append(f"{name}: not {what} of this run; left alone")
 
     def _load_manifests(self) -> None:
-        found: dict[int, dict[str, Any]] = {}
+        manifests: dict[int, dict[str, Any]] = {}
         of_script = script.names_in(self.place)
         for name in self.place.names():
             rank = manifest.rank_of(name)
             if rank is not None:
-                self._load_manifest(rank, name, found)
+                self._load_manifest(rank, name, manifests)
             elif name not in (*KINDS, script.NAME, *of_script) and not name.startswith("."):
                 self._note_foreign(name, "a file")
-        self.manifests = found
-        self._sessions = {rank: manifest.sessions_of(content) for rank, content in found.items()}
+        self.manifests = manifests
+        self._sessions = {rank: manifest.sessions_of(content) for rank, content in manifests.items()}
 
     def _load_manifest(self, rank: int, name: str, found: dict[int, dict[str, Any]]) -> None:
         try:
@@ -220,6 +220,7 @@ class RunFolder:
             if not manifest.is_as_written(text):
                 self._missing.append(f"{name}: changed since it was written, its checksum differs; read as it is")
 
+    # With a rank killed, each later step is the sum over a part of the ranks, and reads like the whole.
     def _find_missing_ranks(self) -> None:
         missing = sorted(set(range(self.world_size)) - set(self.ranks))
         if missing:
@@ -345,8 +346,8 @@ def _no_run(place: StorageLocation) -> NoRunError:
     if of_script:
         below, which = list(of_script), "the runs of one script"
     else:
-        found = runs_below(place.path) if isinstance(place, Folder) else []
-        below, which = [path.relative_to(place.path).as_posix() for path in found], "no run itself"
+        runs = runs_below(place.path) if isinstance(place, Folder) else []
+        below, which = [path.relative_to(place.path).as_posix() for path in runs], "no run itself"
     if below:
         return NoRunError(place, f"holds {which}", below)
     there = not isinstance(place, Folder) or place.path.is_dir()
@@ -355,12 +356,12 @@ def _no_run(place: StorageLocation) -> NoRunError:
 
 def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the sorted folders of all runs in a folder and below it."""
-    found: list[Path] = []
+    runs: list[Path] = []
     for place, below, files in os.walk(folder):
         if any(manifest.rank_of(name) is not None for name in files):
-            found.append(Path(place))
+            runs.append(Path(place))
             below[:] = [name for name in below if name not in KINDS]  # a script's other models may lie in there
-    return sorted(found)
+    return sorted(runs)
 
 
 def short_ranks(folder: RunFolder) -> list[IncompleteRank]:
@@ -369,7 +370,7 @@ def short_ranks(folder: RunFolder) -> list[IncompleteRank]:
         return []
     spectra, scalars = ({rank: _end(folder, kind, rank) for rank in folder.ranks} for kind in ("spectra", "scalars"))
     last = max(spectra.values(), default=-1)
-    found: list[IncompleteRank] = []
+    ranks: list[IncompleteRank] = []
     for rank, content in sorted(folder.manifests.items()):
         if rank >= folder.world_size:  # a restart with fewer ranks left it behind
             continue
@@ -384,8 +385,8 @@ def short_ranks(folder: RunFolder) -> list[IncompleteRank]:
             continue
         is_lost = lost is not None or not content.get("closed")
         if content.get("closed") or (is_lost and _has_ended(folder, rank)):
-            found.append(IncompleteRank(rank=rank, last_step=end, of=last, lost=is_lost))
-    return found
+            ranks.append(IncompleteRank(rank=rank, last_step=end, of=last, lost=is_lost))
+    return ranks
 
 
 def _end(folder: RunFolder, kind: Any, rank: int) -> int:
@@ -426,16 +427,16 @@ class RunContents:
     def refresh(self) -> None:
         """Forget the contents of parts that are gone, and what is derived from several parts."""
         counting = set(self.folder.parts)
-        self._steps = {part: found for part, found in self._steps.items() if part in counting}
-        self._words = {part: found for part, found in self._words.items() if part in counting}
-        self._lengths = {part: found for part, found in self._lengths.items() if part in counting}
+        self._steps = {part: steps for part, steps in self._steps.items() if part in counting}
+        self._words = {part: words for part, words in self._words.items() if part in counting}
+        self._lengths = {part: lengths for part, lengths in self._lengths.items() if part in counting}
         self._tensors = None
         self.replicas = {}
 
     def steps(self, kind: Kind = "spectra") -> NDArray[np.int64]:
         """Return all steps with records of a kind, ascending."""
-        found = self.folder.read(lambda: self.folder.of(kind), self._steps_in)
-        visible = [steps[steps <= self.folder.visible_end(part)] for part, steps in found]
+        by_part = self.folder.read(lambda: self.folder.of(kind), self._steps_in)
+        visible = [steps[steps <= self.folder.visible_end(part)] for part, steps in by_part]
         return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *visible]))
 
     def _steps_in(self, place: StorageLocation, part: Part) -> NDArray[np.int64]:
@@ -450,14 +451,14 @@ class RunContents:
         Names of ranks without a readable manifest come from their parts.
         """
         if self._tensors is None:
-            found: dict[str, dict[str, None]] = {}
+            by_collection: dict[str, dict[str, None]] = {}
             for _, content in sorted(self.folder.manifests.items()):
                 for series in manifest.series_of(content):
-                    found.setdefault(series.collection, {})[series.name] = None
+                    by_collection.setdefault(series.collection, {})[series.name] = None
             for collection, name in self._unlisted():
-                found.setdefault(collection, {})[name] = None
-            self._tensors = {c: self._first(f"series of {c}", tuple(names)) for c, names in found.items()}
-            self.is_whole = all(len(names) == len(self._tensors[c]) for c, names in found.items())
+                by_collection.setdefault(collection, {})[name] = None
+            self._tensors = {c: self._first(f"series of {c}", tuple(names)) for c, names in by_collection.items()}
+            self.is_whole = all(len(names) == len(self._tensors[c]) for c, names in by_collection.items())
         return self._tensors
 
     def _unlisted(self) -> list[tuple[str, ...]]:
@@ -470,8 +471,8 @@ class RunContents:
 
     def scalar_names(self) -> tuple[str, ...]:
         """Return the names of scalars, sorted."""
-        found = self.folder.read(lambda: self.folder.of("scalars"), self._words_in)
-        names = {key[0] for _, keys in found for key in keys}
+        by_part = self.folder.read(lambda: self.folder.of("scalars"), self._words_in)
+        names = {key[0] for _, keys in by_part for key in keys}
         return tuple(sorted(self._first("scalars", tuple(sorted(names, key=lambda n: (n not in _OWN, n))))))
 
     def _first(self, what: str, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -483,15 +484,15 @@ class RunContents:
 
     def block_lengths(self) -> tuple[int, ...]:
         """Return the lengths of the blocks of all records, ascending."""
-        found = self.folder.read(lambda: self.folder.of("spectra"), self._lengths_in)
-        return tuple(sorted({length for _, lengths in found for length in lengths}))
+        by_part = self.folder.read(lambda: self.folder.of("spectra"), self._lengths_in)
+        return tuple(sorted({length for _, lengths in by_part for length in lengths}))
 
     def _lengths_in(self, place: StorageLocation, part: Part) -> frozenset[int]:
         if part not in self._lengths:
-            file, found = parquet.opened(place, part), list[int | None]()
+            file, lengths = parquet.opened(place, part), list[int | None]()
             if "block" in file.schema_arrow.names:
-                found = pc.unique(parquet.read(file, part, ["block"])["block"]).to_pylist()
-            self._lengths[part] = frozenset(length for length in found if length is not None)
+                lengths = pc.unique(parquet.read(file, part, ["block"])["block"]).to_pylist()
+            self._lengths[part] = frozenset(length for length in lengths if length is not None)
         return self._lengths[part]
 
     def _words_in(self, place: StorageLocation, part: Part) -> Names:

@@ -117,10 +117,8 @@ def _pieces(
 
 
 def _groups(contents: RunContents, names: Sequence[str], steps: Steps) -> Iterator[Sequence[str]]:
-    """Yield the names in groups of about `_READ` rows at these steps.
-
-    Parts are sorted by name. So groups of neighbours in this order are in few row groups of each part.
-    """
+    """Yield the names in groups of about `_READ` rows at these steps."""
+    # Parts are sorted by name. So groups of neighbours in this order are in few row groups of each part.
     many, names = len(names) > 1, sorted(names)
     per_series = max(1, int(steps.mask(contents.steps()).sum()) * len(contents.folder.ranks)) if many else 1
     at_once = max(1, _READ // per_series)
@@ -184,13 +182,11 @@ def _boundary(table: Table, row: int) -> int:
 
 
 def _decoded(table: Table, *, raw: bool) -> Iterator[tuple[int, str, str, Spectrum]]:
-    """Yield spectra with the rows of one step and name merged.
-
-    Rows of one scale and format are merged as rows, which is fast. Others are merged as spectra.
-    """
+    """Yield spectra with the rows of one step and name merged."""
     columns = [row_order.codes(table[c]) for c in ("name", "step", "format", "scale")]
     starts = row_order.starts(columns)
     merged, blocks = rows_of(table), blocks_of(table)
+    # Rows of one scale and format are merged as rows, which is fast. Others are merged as spectra.
     if len(starts) < len(table):
         merged, blocks = step_table.merged_rows(merged, blocks, starts)
     lengths = [0] * len(merged) if blocks is None else blocks.tolist()

@@ -90,8 +90,10 @@ class MLflow(Tracker):
             self._client.set_terminated(self._run_id)
 
     def _experiment_id(self) -> str:
-        found = self._client.get_experiment_by_name(self._experiment)
-        return str(found.experiment_id if found is not None else self._client.create_experiment(self._experiment))
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        return str(
+            experiment.experiment_id if experiment is not None else self._client.create_experiment(self._experiment)
+        )
 
     def _numbers(self, record: StepRecord) -> Iterator[tuple[str, float, int]]:
         for tag, value in self._selection.of(record).scalars.items():

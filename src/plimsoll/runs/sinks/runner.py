@@ -1,9 +1,4 @@
-"""Runner of a sink in a background thread, with a bounded queue.
-
-The training loop only appends to the queue. A tracker is opened in the thread too, since that may ask a server. The
-thread is a daemon. Only `flush` and `close` wait for it, for a bounded time, so that a sink that hangs delays neither
-training nor the end of the process.
-"""
+"""Runner of a sink in a background thread, with a bounded queue."""
 
 import os
 import threading
@@ -144,6 +139,9 @@ class SinkRunner:
 
     # ------------------------------------------------------------------------------------------------ on the thread
 
+    # The training loop only appends to the queue. A tracker is opened in the thread too, since that may ask a server.
+    # The thread is a daemon. Only `flush` and `close` wait for it, for a bounded time, so that a sink that hangs delays
+    # neither training nor the end of the process.
     def _work(self, run_path: Path, settings: Mapping[str, object]) -> None:
         if not self._contained("open", lambda: self._sink.open(run_path, settings)):
             self._switch_off(f"{self.failure}; it is switched off for this run")

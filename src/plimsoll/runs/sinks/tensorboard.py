@@ -1,9 +1,4 @@
-"""Sink for TensorBoard: scalars by tensor and statistic, histograms from spectra, events as text.
-
-A spectrum counts magnitudes by binade and keeps no sign for each, so its histogram is that of log2(abs(x)): values in
-[2^e, 2^(e+1)) are shown at [e, e+1). Zeros and non-finite values have no place on that axis; they are the statistics
-`zero_fraction` and `nonfinite`.
-"""
+"""Sink for TensorBoard: scalars by tensor and statistic, histograms from spectra, events as text."""
 
 import functools
 import itertools
@@ -38,10 +33,7 @@ _BATCH = 1 << 18  # bytes per lookup: the indices take eight times as much memor
 
 
 class EventFile:
-    """A new event file in `folder`, which is created if it is missing.
-
-    A record is its length, the length's checksum, the bytes, and their checksum, little-endian (TFRecord).
-    """
+    """A new event file in `folder`, which is created if it is missing."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,6 +43,7 @@ class EventFile:
         self._file = self.path.open("xb", buffering=0)
         self._length = 0
 
+    # A record is its length, the length's checksum, the bytes, and their checksum, little-endian (TFRecord).
     def write(self, payload: bytes) -> None:
         """Append a record, whole or not at all."""
         head = struct.pack("<Q", len(payload))
@@ -104,6 +97,9 @@ def text_payload(event: Event) -> bytes:
     return _event(event.step, event.time, [value(tag=f"events/{event.kind}", metadata=metadata, tensor=tensor)])
 
 
+# A spectrum counts magnitudes by binade and keeps no sign for each, so its histogram is that of log2(abs(x)): values in
+# [2^e, 2^(e+1)) are shown at [e, e+1). Zeros and non-finite values have no place on that axis; they are the statistics
+# `zero_fraction` and `nonfinite`.
 def _histogram(histogram: Histogram) -> Any:
     """Return the message. Sums assume that values lie in the middle of their binades."""
     edges = histogram.edges.astype(np.float64)
@@ -139,18 +135,16 @@ def masked_crc(data: bytes) -> bytes:
 
 
 def crc32c(data: bytes) -> int:
-    """Return the CRC-32C (Castagnoli) of bytes of any length.
-
-    TensorBoard's own takes 115 ns a byte in pure Python, 0.15 s of the GIL for a step of 1,400 tensors; this one takes
-    about 5. A CRC without its initial inversion is linear over GF(2): the CRC of a message is the XOR of what each byte
-    alone gives, which depends on the byte and on how many bytes follow it. A table of 256 x 256 therefore does a block
-    of 256 bytes by lookup, and zeros in front change nothing. A test compares it with TensorBoard's.
-    """
+    """Return the CRC-32C (Castagnoli) of bytes of any length."""
     if len(data) <= _SHORT:
         state, bytewise = 0xFFFF_FFFF, _bytewise()
         for byte in data:
             state = bytewise[(state ^ byte) & 255] ^ state >> 8
         return state ^ 0xFFFF_FFFF
+    # TensorBoard's own takes 115 ns a byte in pure Python, 0.15 s of the GIL for a step of 1,400 tensors; this one
+    # takes about 5. A CRC without its initial inversion is linear over GF(2): the CRC of a message is the XOR of what
+    # each byte alone gives, which depends on the byte and on how many bytes follow it. A table of 256 x 256 therefore
+    # does a block of 256 bytes by lookup, and zeros in front change nothing. A test compares it with TensorBoard's.
     message = np.frombuffer(data, dtype=np.uint8).copy()
     # The inversion at the start is the same as inverting the first four bytes; of fewer, the rest stays in the state.
     message[:4] ^= 0xFF
@@ -175,10 +169,10 @@ def _blocks(message: NDArray[np.uint8]) -> list[int]:
     place = np.arange(_BLOCK, dtype=np.int64) * 256
     rows = message.reshape(-1, _BLOCK)
     step = _BATCH // _BLOCK
-    found: list[int] = []
+    states: list[int] = []
     for first in range(0, len(rows), step):
-        found += np.bitwise_xor.reduce(flat[rows[first : first + step] + place], axis=1).tolist()
-    return found
+        states += np.bitwise_xor.reduce(flat[rows[first : first + step] + place], axis=1).tolist()
+    return states
 
 
 @functools.cache

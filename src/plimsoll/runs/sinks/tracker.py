@@ -127,14 +127,15 @@ class Selection:
     def _histograms(self, spectra: Mapping[tuple[str, str], Spectrum]) -> dict[str, Histogram]:
         if not self._max_histograms:
             return {}
-        found = {"/".join(key): histogram(spectrum) for key, spectrum in spectra.items() if spectrum.nonzero}
-        if len(found) > self._max_histograms and not self._warned:
+        histograms = {"/".join(key): histogram(spectrum) for key, spectrum in spectra.items() if spectrum.nonzero}
+        if len(histograms) > self._max_histograms and not self._warned:
             self._warned = True
             warn_user(
-                f"{self._sink}: a step has {len(found):,} histograms; the first {self._max_histograms:,} are written. "
+                f"{self._sink}: a step has {len(histograms):,} histograms; the first {self._max_histograms:,} are "
+                "written. "
                 "Give a larger max_histograms for the others, or collect fewer tensors."
             )
-        return dict(list(found.items())[: self._max_histograms])
+        return dict(list(histograms.items())[: self._max_histograms])
 
 
 def histogram(spectrum: Spectrum) -> Histogram:

@@ -1,9 +1,4 @@
-"""Sink for Weights & Biases, with the training step as the axis "plimsoll/step".
-
-W&B numbers the rows of a run itself, ignores rows with a smaller number than the last, and counts up with every row.
-Rows of a sink must not displace the user's. They go to a separate run or, in the user's run, into the row that the
-user's next ``wandb.log`` completes.
-"""
+"""Sink for Weights & Biases, with the training step as the axis "plimsoll/step"."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -108,6 +103,9 @@ class WandB(Tracker):
         # create_new leaves another active run, and wandb.run, alone.
         return wandb.init(reinit="create_new", **arguments)
 
+    # W&B numbers the rows of a run itself, ignores rows with a smaller number than the last, and counts up with every
+    # row. Rows of a sink must not displace the user's. They go to a separate run or, in the user's run, into the row
+    # that the user's next `wandb.log` completes.
     def _rows(self, record: StepRecord) -> dict[int, dict[str, object]]:
         wandb = load("wandb")
 

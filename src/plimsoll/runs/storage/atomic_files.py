@@ -1,9 +1,4 @@
-"""Files that appear whole or not at all. Everything that a run writes is written here.
-
-A file is written under a hidden name in its own folder, flushed to the disk, and renamed. A reader sees the old file or
-the new one, never a part of one, even if the machine loses power. The hidden name is random: in a folder that others
-may write to, a link placed under a known name would redirect the writing.
-"""
+"""Files that appear whole or not at all. Everything that a run writes is written here."""
 
 import contextlib
 import os
@@ -18,6 +13,9 @@ from plimsoll.runs.storage.limits import DamageError
 HIDDEN = ".writing-"
 
 
+# A file is written under a hidden name in its own folder, flushed to the disk, and renamed. A reader sees the old file
+# or the new one, never a part of one, even if the machine loses power. The hidden name is random: in a folder that
+# others may write to, a link placed under a known name would redirect the writing.
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[BinaryIO]:
     """Open a file that replaces `path` at the end of the block, unless the block raises."""
@@ -45,10 +43,10 @@ def read(path: Path, limit_bytes: int) -> bytes:
     # A pipe that nobody writes to would otherwise block for ever.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        _check_file(found)
-        if found.st_size > limit_bytes:
-            raise DamageError(f"{found.st_size:,} bytes, of at most {limit_bytes:,} that are read")
+        status = os.fstat(descriptor)
+        _check_file(status)
+        if status.st_size > limit_bytes:
+            raise DamageError(f"{status.st_size:,} bytes, of at most {limit_bytes:,} that are read")
         return file.read(limit_bytes)
 
 

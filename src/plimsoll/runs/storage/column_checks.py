@@ -1,7 +1,4 @@
-"""Checks of every column of a part when it is read.
-
-Code that uses the tables relies on them: a binade out of range would be an index out of range in code without checks.
-"""
+"""Checks of every column of a part when it is read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -21,6 +18,7 @@ from plimsoll.runs.storage.parts import Part
 
 _POSITIVE = (np.nextafter(0.0, 1.0), np.finfo(np.float64).max)
 _MAGNITUDE = (0.0, float("inf"))
+# A crafted first binade ended a reader inside scipy, in compiled code.
 _BINADES = (row_layout.LOWEST_BINADE, row_layout.LOWEST_BINADE + row_layout.BINADES - 1)
 _LENGTHS = (0, row_layout.BINADES)
 _WORD_BYTES = 1 << 16
@@ -81,6 +79,7 @@ def _check_column(column: Any, name: str, part: Part) -> None:
         _check_details(column.to_pylist())
 
 
+# Code that uses the tables relies on them: a binade out of range would be an index out of range in code without checks.
 def _check_range(column: Any, name: str, allowed: tuple[float, float]) -> None:
     low, high = pc.min_max(column).as_py().values()  # of numbers: NaN and null are left out
     if low is not None and not allowed[0] <= low <= high <= allowed[1]:

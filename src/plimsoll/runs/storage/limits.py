@@ -15,6 +15,7 @@ class DamageError(ValueError):
 
 _INT64 = 1 << 63
 # Whole numbers, from the first and up to and with the second.
+# A world size of 10**12 in a manifest took gigabytes of memory.
 RANGES: Mapping[str, tuple[int, int]] = {
     "schema": (1, 1 << 31),
     "rank": (0, (1 << 20) - 1),
@@ -70,17 +71,15 @@ def check_depth(value: object, what: str) -> None:
     """Check that lists and objects are not nested deeper than `DEPTH`."""
     level = [value]
     for _ in range(DEPTH):
-        level = [inner for each in level for inner in _inside(each)]
+        level = [inner for outer in level for inner in _inside(outer)]
         if not level:
             return
     raise DamageError(f"{what}: JSON that is nested deeper than {DEPTH}")
 
 
 def details_fit(kind: str, details: Mapping[str, Any]) -> bool:
-    """Return whether the details of an event have the form that rules rely on.
-
-    Only events that a watch writes for rules are checked. Events of other kinds may have any details.
-    """
+    """Return whether the details of an event have the form that rules rely on."""
+    # Only events that a watch writes for rules are checked. Events of other kinds may have any details.
     if kind not in ("update", "wiring"):
         return True
     groups = details.get("groups", [])

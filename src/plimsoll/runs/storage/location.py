@@ -2,9 +2,6 @@
 
 A URI such as ``s3://bucket/exp1`` is opened by pyarrow, or by fsspec if pyarrow does not support the scheme. Messages
 never contain the keys, passwords and options of a URI.
-
-Remote reading may fail because of the network. A part whose bytes all arrive and are wrong is damaged. A part whose
-bytes do not arrive is unreached, which is an error: it must not be left out as if it were damaged.
 """
 
 import os
@@ -42,8 +39,10 @@ def without_secrets(uri: str) -> str:
     """
     scheme, _, rest = uri.partition("://")
     whole, slash, path = rest.partition("?")[0].partition("#")[0].partition("/")
-    given, at, host = whole.rpartition("@")
-    user = "" if scheme == "s3" else given.partition(":")[0]  # that of S3 is the access key; Azure's is the container
+    credentials, at, host = whole.rpartition("@")
+    user = (
+        "" if scheme == "s3" else credentials.partition(":")[0]
+    )  # that of S3 is the access key; Azure's is the container
     return f"{scheme}://{user}{at if user else ''}{host}{slash}{path}"
 
 
@@ -77,14 +76,14 @@ def _by_fsspec(uri: str) -> tuple[Any, str]:
     try:
         import fsspec  # pyright: ignore[reportMissingTypeStubs]
 
-        found, inside = fsspec.url_to_fs(uri)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        filesystem, inside = fsspec.url_to_fs(uri)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     except ImportError as error:
         raise _missing(uri, error) from error
     except ValueError as error:
         raise _unknown(uri, error) from error
     except Exception as error:  # what the library behind it raises
         raise _unreached(uri, error) from error
-    return fs.PyFileSystem(fs.FSSpecHandler(found)), str(inside)  # pyright: ignore[reportUnknownArgumentType]
+    return fs.PyFileSystem(fs.FSSpecHandler(filesystem)), str(inside)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _with_patience(uri: str) -> str:
@@ -157,10 +156,10 @@ def entries(filesystem: Any, folder: str, *, below: bool = False) -> list[Entry]
         if isinstance(handler, fs.FSSpecHandler):
             handler.fs.invalidate_cache()
             return list(_of_fsspec(handler.fs, folder, below))
-        found = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=below))
+        infos = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=below))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [Entry(i.path.strip("/"), i.type == fs.FileType.File, i.size or 0, i.mtime_ns or 0) for i in found]
+    return [Entry(i.path.strip("/"), i.type == fs.FileType.File, i.size or 0, i.mtime_ns or 0) for i in infos]
 
 
 def _of_fsspec(asked: Any, folder: str, below: bool) -> Iterator[Entry]:
@@ -281,20 +280,18 @@ class Stored(StorageLocation):
         return sorted(entry.name for entry in self._entries(self._at(kind) if kind else self._inside))
 
     def tree(self) -> dict[str, tuple[int, int]]:
-        """Return size and time of the last change in ns (0 if unknown) of all files below, by path.
-
-        Object stores list a thousand files per request, whatever folders these are in.
-        """
+        """Return size and time of the last change in ns (0 if unknown) of all files below, by path."""
         base = len(self._inside.strip("/"))
-        found = [entry for entry in self._entries(self._inside, below=True) if entry.is_file]
-        return {entry.path[base:].strip("/"): (entry.size, entry.time_ns) for entry in found}
+        # Object stores list a thousand files per request, whatever folders these are in.
+        files = [entry for entry in self._entries(self._inside, below=True) if entry.is_file]
+        return {entry.path[base:].strip("/"): (entry.size, entry.time_ns) for entry in files}
 
     def read(self, name: str) -> bytes:
         """Return the content of a manifest."""
-        found = self._fetched(name, MANIFEST_BYTES + 1)
-        if len(found) > MANIFEST_BYTES:
+        content = self._fetched(name, MANIFEST_BYTES + 1)
+        if len(content) > MANIFEST_BYTES:
             raise DamageError(f"more than the {MANIFEST_BYTES:,} bytes that are read")
-        return found
+        return content
 
     def _fetched(self, name: str, most_bytes: int | None = None) -> bytes:
         try:
@@ -327,6 +324,8 @@ class Stored(StorageLocation):
     def _at(self, name: str) -> str:
         return f"{self._inside}/{name}"
 
+    # Remote reading may fail because of the network. A part whose bytes all arrive and are wrong is damaged. A part
+    # whose bytes do not arrive is unreached, which is an error: it must not be left out as if it were damaged.
     def _unreached(self, what: str, error: Exception) -> RunError:
         said = sentence(str(error))
         return RunError(

@@ -1,9 +1,4 @@
-"""Lock for one writer per run and rank. The system releases it when its holder dies.
-
-The lock is `flock` on a hidden file that names its holder. On file systems without `flock` it is a file created with
-`O_EXCL`, with a heartbeat. Its holder counts as dead if its process has ended (on this machine) or its last heartbeat
-is `_STALE_SECONDS` old.
-"""
+"""Lock for one writer per run and rank. The system releases it when its holder dies."""
 
 import contextlib
 import errno
@@ -39,6 +34,9 @@ class Lock:
         self._by_flock = True
         self._acquire()
 
+    # The lock is `flock` on a hidden file that names its holder. On file systems without `flock` it is a file created
+    # with `O_EXCL`, with a heartbeat. Its holder counts as dead if its process has ended (on this machine) or its last
+    # heartbeat is `_STALE_SECONDS` old.
     def _acquire(self) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

@@ -4,10 +4,6 @@ It is JSON and replaced as a whole. It contains what parts cannot: schema and pa
 series, and the sessions (the lifetime of one writer each). A session that starts at a step that an earlier one had
 passed has `from_step`: in parts whose flushes came before `first_flush`, rows from that step on are replaced, and
 readers leave them out.
-
-It also lists the parts with their rows at the time of writing, so that readers notice a missing one: each listed part
-exists, or a part that covers it. Parts that are not listed are read too, since a killed writer has not listed its last
-ones. The last line is a checksum of the lines before.
 """
 
 import importlib.metadata
@@ -63,8 +59,8 @@ def file_name(rank: int) -> str:
 
 def rank_of(name: str) -> int | None:
     """Return the rank whose manifest has that name; None if it is no manifest."""
-    found = _NAME.fullmatch(name)
-    rank = -1 if found is None else int(found.group(1) or 0)
+    match = _NAME.fullmatch(name)
+    rank = -1 if match is None else int(match.group(1) or 0)
     return rank if 0 <= rank <= RANGES["rank"][1] else None
 
 
@@ -119,19 +115,19 @@ def parsed(text: bytes, where: str) -> dict[str, Any]:
     content: Any = from_json(text, MANIFEST_BYTES)
     if not isinstance(content, dict):
         raise DamageError("no manifest of a run")
-    found = cast("dict[str, Any]", content)
-    schema = whole(found.get("schema"), "schema", "schema")
+    manifest = cast("dict[str, Any]", content)
+    schema = whole(manifest.get("schema"), "schema", "schema")
     if schema > SCHEMA:
         raise RunError(
             f"Run: expected a run of schema {SCHEMA} or older; got schema={schema} in {where}. "
             "Install the plimsoll that wrote it, or a newer one."
         )
-    for name, value in found.items():
+    for name, value in manifest.items():
         if name in _CHECKS:
             _CHECKS[name](value, name)
         elif name != "tensors":
             check_depth(value, name)
-    return found
+    return manifest
 
 
 def check_rank(content: Mapping[str, Any], rank: int) -> None:
@@ -142,10 +138,10 @@ def check_rank(content: Mapping[str, Any], rank: int) -> None:
 
 def is_as_written(text: bytes) -> bool:
     """Return whether a manifest has the checksum of its text. Old manifests have none."""
-    found = _CHECKSUM.search(text)
-    if found is None:
+    match = _CHECKSUM.search(text)
+    if match is None:
         return b'"parts"' not in text and b'"checksum"' not in text
-    return int(found.group(1), 16) == zlib.crc32(text[: found.start()])
+    return int(match.group(1), 16) == zlib.crc32(text[: match.start()])
 
 
 def write(path: Path, content: Mapping[str, object]) -> None:
@@ -173,6 +169,9 @@ def lost_of(content: Mapping[str, Any]) -> list[Part]:
     return _listed(content, "lost")
 
 
+# A manifest lists the parts with their rows at the time of writing, so that readers notice a missing one: each listed
+# part exists, or a part that covers it. Parts that are not listed are read too, since a killed writer has not listed
+# its last ones. The last line is a checksum of the lines before.
 def listing_of(parts: Iterable[Part]) -> dict[str, int | None]:
     """Return the manifest's entry for parts: rows by name, null if unknown."""
     return {part.name: part.rows for part in sorted(parts, key=lambda p: (p.kind, p.rank, p.first))}
@@ -237,9 +236,9 @@ def _text_or_none(value: object, what: str) -> None:
 
 
 def _object(value: object, what: str) -> dict[str, object]:
-    found = _object_of(value, what)
-    check_depth(found, what)
-    return found
+    result = _object_of(value, what)
+    check_depth(result, what)
+    return result
 
 
 def _list(value: object, what: str) -> list[object]:
@@ -309,10 +308,10 @@ def _tensors_are(value: object, what: str) -> None:
     formats: set[str] = set()
     for collection, names in _object_of(value, what).items():
         for name, entry in _object_of(names, f"{what}.{collection}").items():
-            one = _object_of(entry, f"{what}.{collection}.{name}")
-            if not isinstance(one.get("format"), str) or not isinstance(one.get("shared"), bool):
-                raise DamageError(f"{what}.{collection}.{name}: expected format and shared, got {shown(one)}")
-            formats.add(cast("str", one["format"]))
+            tensor = _object_of(entry, f"{what}.{collection}.{name}")
+            if not isinstance(tensor.get("format"), str) or not isinstance(tensor.get("shared"), bool):
+                raise DamageError(f"{what}.{collection}.{name}: expected format and shared, got {shown(tensor)}")
+            formats.add(cast("str", tensor["format"]))
     for name in formats:
         try:
             get_element(name, "Run")

@@ -53,10 +53,10 @@ class Part:
 
 def parse(kind: Kind, name: str) -> Part | None:
     """Return the part of a file name, or None."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
-    numbers = [int(group) for group in found.groups()]
+    numbers = [int(group) for group in match.groups()]
     kinds = ("rank", "flush", "flush", "generation", "step", "step")
     if any(not RANGES[kind][0] <= number <= RANGES[kind][1] for kind, number in zip(kinds, numbers, strict=True)):
         return None
@@ -114,15 +114,14 @@ def split(parts: Iterable[Part]) -> tuple[list[Part], list[Part]]:
 def due(parts: Sequence[Part], above: int) -> Sequence[Part]:
     """Return which adjacent parts of one kind to merge next.
 
-    Tier t has parts of FAN_IN**t flushes and more. The lowest tier with enough neighbours is merged, its oldest parts
-    first, so a row is rewritten once per tier: n flushes cost O(n log n), and leave `above` parts or FAN_IN per tier.
-
     Args:
         parts: Valid parts of one kind, oldest first.
         above: Number of parts up to which nothing is merged.
     """
     if len(parts) <= above:
         return ()
+    # Tier t has parts of FAN_IN**t flushes and more. The lowest tier with enough neighbours is merged, its oldest parts
+    # first, so a row is rewritten once per tier: n flushes cost O(n log n), and leave `above` parts or FAN_IN per tier.
     fan_in = max(2, min(FAN_IN, above // 4))
     for tier in range(max(_tier(p, fan_in) for p in parts) + 1):
         same = [_tier(p, fan_in) <= tier for p in parts]

@@ -1,9 +1,4 @@
-"""Runs of one script: ``script.json`` in a folder lists the runs of the models that the script trains.
-
-`plimsoll run` writes it when it finds a second model. It distinguishes the folder of one script from a folder with runs
-of several trainings. It may be in a run's own folder, if the first model was taken for the only one; the other models'
-folders are below it then.
-"""
+"""Runs of one script: ``script.json`` in a folder lists the runs of the models that the script trains."""
 
 import json
 import os
@@ -45,6 +40,9 @@ def _is_name(name: object) -> bool:
     return isinstance(name, str) and bool(name) and not {"/", "\\", os.sep} & set(name) and name != ".."
 
 
+# `plimsoll run` writes the file when it finds a second model. It distinguishes the folder of one script from a folder
+# with runs of several trainings. It may be in a run's own folder, if the first model was taken for the only one; the
+# other models' folders are below it then.
 def write(folder: Path, names: Sequence[str]) -> None:
     """Write the list of a script's runs into its folder."""
     folder.mkdir(parents=True, exist_ok=True)

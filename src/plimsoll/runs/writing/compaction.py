@@ -90,8 +90,8 @@ def _joined(sources: Sequence["_Source"], kind: Kind, keep: Keep, ends: tuple[Ke
     pieces = [pa.Table.from_batches([], schema)]
     for source in sources:
         piece = _read(source.part, lambda source=source: source.rows(*ends, schema))
-        kept = keep(source.part, values_of(piece["step"]))
-        pieces.append(piece if kept.all() else piece.filter(array(kept)))
+        lasting = keep(source.part, values_of(piece["step"]))
+        pieces.append(piece if lasting.all() else piece.filter(array(lasting)))
     return ordered(pa.concat_tables(pieces), kind)
 
 

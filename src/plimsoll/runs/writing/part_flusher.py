@@ -1,7 +1,4 @@
-"""Buffer of records, and the flusher that writes it as parts.
-
-When writing fails, the flusher warns, keeps the records, and tries again at the next flush.
-"""
+"""Buffer of records, and the flusher that writes it as parts."""
 
 import json
 import operator
@@ -73,10 +70,7 @@ _FULL_BYTES = 16 << 20
 
 
 class Buffer:
-    """Queue of spectra, scalars and events within a bound of bytes.
-
-    Records are checked and converted to rows one by one, so that a record that cannot be stored costs only itself.
-    """
+    """Queue of spectra, scalars and events within a bound of bytes."""
 
     def __init__(self, bound_bytes: int, dropped: DroppedRecords) -> None:
         self._bound, self._dropped = bound_bytes, dropped
@@ -99,6 +93,7 @@ class Buffer:
         self._spectra.append((step, columns))
         self._add("spectra", columns.nbytes)
 
+    # Records are checked and converted to rows one by one, so that a record that cannot be stored costs only itself.
     def add_scalars(self, record: Scalars) -> None:
         """Add one step's scalars."""
         step, time = _step(record.step), float(record.time)
@@ -278,6 +273,7 @@ class PartFlusher:
             buffer.clear(kind)
             return None
 
+    # When writing fails, the flusher warns, keeps the records, and tries again at the next flush.
     def _report_failure(self, error: Exception) -> None:
         self._failing = f"{error}"
         name = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else type(error).__name__

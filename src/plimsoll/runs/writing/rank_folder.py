@@ -1,8 +1,4 @@
-"""One rank's share of a run folder, protected by its lock: manifest, parts, compaction.
-
-No failure is handled here: OSError reaches the caller, which keeps the records and tries again. The thread that writes
-and the thread that compacts share state under `_guard`, which is never held while a file is written.
-"""
+"""One rank's share of a run folder, protected by its lock: manifest, parts, compaction."""
 
 import errno
 import os
@@ -31,16 +27,14 @@ from plimsoll.spectrum import Source
 
 
 class SeriesRegistry:
-    """Numbers of a writer's series, those of earlier sessions first.
-
-    Any thread may register a series. Known ones are looked up without a lock.
-    """
+    """Numbers of a writer's series, those of earlier sessions first."""
 
     def __init__(self, former: Sequence[Series]) -> None:
         self.series = list(former)
         self._guard = threading.RLock()
         self._numbers = {(s.collection, s.name, s.format, s.shared): i for i, s in enumerate(self.series)}
 
+    # Any thread may register a series. Known ones are looked up without a lock.
     def number(self, collection: str, name: str, fmt: str, shared: bool) -> int:
         """Return the number of a series, registering a new one."""
         key = (collection, name, fmt, shared)
@@ -287,6 +281,8 @@ class RankFolder:
             chosen.insert(0, part)
         return chosen
 
+    # No failure is handled here: OSError reaches the caller, which keeps the records and tries again. The thread that
+    # writes and the thread that compacts share state under `_guard`, which is never held while a file is written.
     def _merge(self, parts: Sequence[Part]) -> None:
         target = self._target(parts)
         try:
@@ -315,10 +311,10 @@ class RankFolder:
 
     def _keep(self, part: Part, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which rows of an input stay: not replaced by a later session, and not thinned out."""
-        kept = steps <= self._visible_end(part)
+        lasting = steps <= self._visible_end(part)
         if part.kind == "spectra" and self._thin:
-            kept &= thinning.kept(steps, self._thin, max(p.max_step for p in self._of("spectra")))
-        return kept
+            lasting &= thinning.kept(steps, self._thin, max(p.max_step for p in self._of("spectra")))
+        return lasting
 
     def _set_aside(self, path: Path, why: str) -> None:
         target = path.with_name(f"{path.name}.damaged")

@@ -1,10 +1,4 @@
-"""Deferral of signals while a run is closed. A second signal ends the waiting.
-
-A Ctrl-C or a scheduler's SIGTERM often comes at the end of a training, when the writer's thread has seconds of the
-record in memory, which would be lost with the process. So while a run is closed on the main thread, a signal is kept
-back. The run is written, for at most `SECONDS` more. Then the signal has its usual effect: the former handler is
-called, or the system's default applies. Signals that the process ignores stay ignored.
-"""
+"""Deferral of signals while a run is closed. A second signal ends the waiting."""
 
 import contextlib
 import math
@@ -81,6 +75,10 @@ class _State:
 _state = _State()
 
 
+# A Ctrl-C or a scheduler's SIGTERM often comes at the end of a training, when the writer's thread has seconds of the
+# record in memory, which would be lost with the process. So while a run is closed on the main thread, a signal is kept
+# back. The run is written, for at most `SECONDS` more. Then the signal has its usual effect: the former handler is
+# called, or the system's default applies. Signals that the process ignores stay ignored.
 @contextlib.contextmanager
 def deferred() -> Generator[None]:
     """Defer signals until the end of the block. Only the main thread can set handlers."""

@@ -96,9 +96,11 @@ class SinkFeed:
 
     def failures(self) -> list[str]:
         """Return the failures of sinks since the last call, each once."""
-        found = {i: r.failure for i, r in enumerate(self._runners) if r.failure is not None and i not in self._told}
-        self._told.update(found)
-        return list(found.values())
+        new_failures = {
+            i: r.failure for i, r in enumerate(self._runners) if r.failure is not None and i not in self._told
+        }
+        self._told.update(new_failures)
+        return list(new_failures.values())
 
     def dropped(self) -> int:
         """Return how many records sinks did not receive."""
@@ -121,12 +123,12 @@ def _lazily(entries: StepTable, series: Sequence[Series]) -> Callable[[], Spectr
 
     def spectra() -> Spectra:
         if not decoded:
-            found: dict[tuple[str, str], Spectrum] = {}
+            made: dict[tuple[str, str], Spectrum] = {}
             blocks = np.zeros(len(entries), dtype=np.int64) if entries.blocks is None else entries.blocks
             for s, scale, row, block in zip(named, entries.scales, entries.rows, blocks.tolist(), strict=True):
                 spectrum, key = true_spectrum(row, s.format, float(scale), block), (s.collection, s.name)
-                found[key] = found[key] + spectrum if key in found else spectrum
-            decoded.update(found)
+                made[key] = made[key] + spectrum if key in made else spectrum
+            decoded.update(made)
         return decoded
 
     return spectra

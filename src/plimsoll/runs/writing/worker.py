@@ -22,6 +22,7 @@ from plimsoll.runs.writing.rank_folder import SeriesRegistry
 from plimsoll.runs.writing.sink_feed import SinkFeed
 
 _OPEN_STEPS = 8  # steps whose last batch has not come; beyond this the oldest is taken as it is
+# A sample larger than the queue would otherwise push out the loss with it.
 _NUMBERS_BYTES = 64 << 20  # of numbers and events that wait: room of their own, so that no spectra push them out
 _IDLE_SECONDS = 15.0  # how often the lock is renewed while nothing is written
 

@@ -42,10 +42,6 @@ def by_spectra(
 ) -> list[int]:
     """Return the highest exponents with `margin` binades above the largest values.
 
-    Up to `slack` binades less are accepted to save work: first the neighbour's exponent, because equal exponents need
-    no shift, then the present one. A unit without data (all of its gradients underflowed, for example) takes its
-    neighbour's exponent, at which the next step measures more.
-
     Args:
         tops: Binade of each unit's largest gradient, from the loss on, or None.
         start: Exponent of the loss scale.
@@ -59,6 +55,9 @@ def by_spectra(
     for top, now in zip(tops, present, strict=True):
         if top is not None:
             target = clamped(fmt.max_exponent - margin - top)
+            # Up to `slack` binades less are accepted to save work: first the neighbour's exponent, because equal
+            # exponents need no shift, then the present one. A unit without data (all of its gradients underflowed, for
+            # example) takes its neighbour's exponent, at which the next step measures more.
             accepted = (e for e in (neighbour, now) if target - slack <= e <= target)
             neighbour = next(accepted, target)
         chosen.append(neighbour)

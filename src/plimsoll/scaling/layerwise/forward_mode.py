@@ -6,8 +6,6 @@
   gradients do not overflow at their own exponents, so none does at the lowest. A tensor that is computed from
   parameters only can take any exponent.
 - An operation on one tensor keeps its exponent.
-
-A parameter is shifted at each use, so that the scale of each use's gradient is removed in float32 before the sum.
 """
 
 from collections.abc import Callable, Iterable
@@ -191,6 +189,7 @@ def replaced(value: Any, alias_of: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+# A parameter is shifted at each use, so that the scale of each use's gradient is removed in float32 before the sum.
 def _aliasing(edges: dict[int, ScaleChange], *, shared: bool) -> Callable[[Tensor], Tensor]:
     aliases: dict[int, Tensor] = {}
 

@@ -1,8 +1,4 @@
-"""Hooks on a model's modules: the start and end of a scaled forward, and of units.
-
-The outermost called module starts the forward, whichever it is. Outside of it every gradient has the loss scale alone,
-so its outputs are shifted to that. Copies and pickles of the model have no hooks.
-"""
+"""Hooks on a model's modules: the start and end of a scaled forward, and of units."""
 
 import threading
 from dataclasses import dataclass
@@ -101,6 +97,8 @@ class After(ModuleHook):
                 x.register_hook(tap)
 
 
+# The outermost called module starts the forward, whichever it is. Outside of it every gradient has the loss scale
+# alone, so its outputs are shifted to that. Copies and pickles of the model have no hooks.
 def at_loss_scale(output: Any, mode: ForwardMode) -> Any:
     """Return the output of a model, shifted to the loss scale alone."""
     aliases: dict[int, Tensor] = {}

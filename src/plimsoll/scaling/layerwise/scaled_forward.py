@@ -1,13 +1,4 @@
-"""Scaled forward: its torch-function mode, and the patch for autograd functions.
-
-A TorchFunctionMode receives every operation but custom autograd functions. So while a scaled forward runs, the method
-`torch.autograd.Function.apply` is replaced, and each such function becomes one operation.
-
-One of them is the reentrant ``torch.utils.checkpoint``. It runs a function without gradients, and again in the backward
-on detached inputs, with a separate backward for it. It receives a function whose second run starts and ends at the
-exponent of the forward. The other kind of checkpoint recomputes only the tensors saved for the backward. A `Shift`
-saves none, so nothing is needed there.
-"""
+"""Scaled forward: its torch-function mode, and the patch for autograd functions."""
 
 import functools
 import threading
@@ -66,6 +57,8 @@ def leave(mode: ForwardMode) -> None:
             _undo.pop()()
 
 
+# A TorchFunctionMode receives every operation but custom autograd functions. So while a scaled forward runs, the method
+# `torch.autograd.Function.apply` is replaced, and each such function becomes one operation.
 def _patch() -> Callable[[], None]:
     before = _function.__dict__["apply"]
     original = before.__func__
@@ -89,6 +82,10 @@ def _patch() -> Callable[[], None]:
     return undo
 
 
+# The reentrant `torch.utils.checkpoint` is such a function. It runs a function without gradients, and again in the
+# backward on detached inputs, with a separate backward for it. It receives a function whose second run starts and ends
+# at the exponent of the forward. The other kind of checkpoint recomputes only the tensors saved for the backward. A
+# `Shift` saves none, so nothing is needed there.
 def _checkpoint(mode: ForwardMode, run: Callable[..., Any], function: Any, preserve: Any, *args: Any) -> Any:
     inputs = [x for x in tensors_in(args) if x.requires_grad]
     exponent = min((mode.exponent_of(x) for x in inputs if not x.is_leaf), default=mode.last)

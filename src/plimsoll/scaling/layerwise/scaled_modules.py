@@ -128,11 +128,10 @@ def refuse_sharded(module: nn.Module) -> None:
 def keep_gradients_wide(model: nn.Module, *, wrapped: bool) -> None:
     """Allow float32 gradients of float16 parameters.
 
-    A weight's gradient without its layer's scale may underflow in float16.
-
     Raises:
         UnsupportedTensorError: Torch does not support it.
     """
+    # A weight's gradient without its layer's scale may underflow in float16.
     for name, parameter in model.named_parameters():
         if parameter.dtype is not torch.float16 or not parameter.is_leaf:
             continue
@@ -157,10 +156,7 @@ def set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
 
 
 def broken_units(layers: Layers) -> set[int]:
-    """Return the units with a non-finite gradient. Waits for the device.
-
-    A unit without gradients (a frozen one, for example) counts like the next one towards the loss.
-    """
+    """Return the units with a non-finite gradient. Waits for the device."""
     order = layers.from_the_loss()
     counts: dict[torch.device, Tensor] = {}
     seen: set[int] = set()
@@ -176,6 +172,7 @@ def broken_units(layers: Layers) -> set[int]:
     broken: set[int] = set()
     beyond = False
     for unit in order:
+        # A unit without gradients (a frozen one, for example) counts like the next one towards the loss.
         beyond = totals[unit] > 0 if unit in seen else beyond
         if beyond:
             broken.add(unit)

@@ -1,10 +1,4 @@
-"""Banks that the unscale pass fills, and the numbers that the rule needs of them.
-
-The summary of a bank is five int64 words on the bank's device: the key of the largest magnitude, whether a gradient is
-float16, whether a loss is, the number of nonzero finite values, and the number of faint ones among them. Two summaries
-join like spectra: the larger of the first three, the sums of the others. A rank's next scale depends on nothing else,
-so ranks that have joined their summaries choose the same scale.
-"""
+"""Banks that the unscale pass fills, and the numbers that the rule needs of them."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -25,22 +19,24 @@ from plimsoll.scaling.step.gradients import Gradient, all_reduce
 _LARGEST = slice(row_layout.POSITIVE, row_layout.NEGATIVE + 1)
 _COUNTS = slice(row_layout.HISTOGRAM, row_layout.HISTOGRAM + row_layout.BINADES)
 _NONFINITE = slice(row_layout.NANS, row_layout.NEG_INFS + 1)
+# The summary of a bank is five int64 words on the bank's device: the key of the largest magnitude, whether a gradient
+# is float16, whether a loss is, the number of nonzero finite values, and the number of faint ones among them. Two
+# summaries join like spectra: the larger of the first three, the sums of the others. A rank's next scale depends on
+# nothing else, so ranks that have joined their summaries choose the same scale.
 _WORDS, _LARGER = 5, 3  # words of a summary, and how many of the first join by their maximum
 
 
 @dataclass(slots=True)
 class OptimizerBanks:
-    """Banks of one optimizer's gradients by device, with parameters' places.
-
-    Banks are reused from step to step. `places` lists the gradients of the present step only, while a bank may still
-    contain those of an earlier one.
-    """
+    """Banks of one optimizer's gradients by device, with parameters' places."""
 
     banks: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor])
     places: dict[torch.device, list[tuple[int, int]]] = field(default_factory=dict[torch.device, list[tuple[int, int]]])
     groups: dict[int, Any] = field(default_factory=dict[int, Any])  # of the meshes of sharded gradients
     _read: bool = True  # the step was summed up, so that the next gradients are those of another
 
+    # Banks are reused from step to step. `places` lists the gradients of the present step only, while a bank may still
+    # contain those of an earlier one.
     def prepare(self, gradients: Sequence[Gradient]) -> Tensor:
         """Return a bank with a row for each of one device's gradients."""
         self._begin()

@@ -192,12 +192,10 @@ class SpectralScaler(LossScaler, name="spectral"):
         return least(following, groups) if self._sync_free else following
 
     def _next_scale_late(self, numbers: Tensor, scale: Tensor, found_inf: Tensor) -> Tensor:
-        """Return a lower scale if this step overflowed, or else the plan of earlier steps.
-
-        A plan without the latest overflow would undo its back-off, and is dropped.
-        """
+        """Return a lower scale if this step overflowed, or else the plan of earlier steps."""
         overflows = cast("Tensor", self._overflows)
         self._catch_up()
+        # A plan without the latest overflow would undo its back-off, and is dropped.
         planned = scale if self._plan is None else torch.where(overflows == self._known_overflows, self._plan, scale)
         lowered = scale * 2.0 ** -self._rule().drop(self._memory)
         overflows += found_inf > 0

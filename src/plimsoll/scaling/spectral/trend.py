@@ -1,11 +1,4 @@
-"""One-step forecast of a noisy series, with its typical error.
-
-The forecast is a straight line through the last values. Its slope is the median of the slopes between all pairs (Theil
-1950, Sen 1968), its height the median of the residuals. A quarter of the values may be arbitrary without a large
-effect. A falling line is not followed below the median of the values: a decrease may stop, and a forecast that is too
-high does less harm here than one that is too low. No distribution around the line is assumed. Each forecast is compared
-with the value that follows, and a quantile of these errors is the usual error of the next one.
-"""
+"""One-step forecast of a noisy series, with its typical error."""
 
 import functools
 from collections import deque
@@ -73,6 +66,11 @@ class Trend:
         return cls(saved["values"], saved["errors"])
 
 
+# The forecast is a straight line through the last values. Its slope is the median of the slopes between all pairs
+# (Theil 1950, Sen 1968), its height the median of the residuals. A quarter of the values may be arbitrary without a
+# large effect. A falling line is not followed below the median of the values: a decrease may stop, and a forecast that
+# is too high does less harm here than one that is too low. No distribution around the line is assumed. Each forecast is
+# compared with the value that follows, and a quantile of these errors is the usual error of the next one.
 def _next(series: Iterable[float]) -> float:
     """Return the line's value one step after the last."""
     # As scipy's theilslopes, in a tenth of the time.

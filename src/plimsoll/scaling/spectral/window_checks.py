@@ -15,11 +15,7 @@ TWICE = 2  # checks in a row without a scale that fits, before the warning
 
 
 class WindowChecks:
-    """Latest check of each tensor's usable range, repeated every so many steps.
-
-    A check is copied to the host while training continues, and is read when the next is due. On a CPU it is read at
-    once.
-    """
+    """Latest check of each tensor's usable range, repeated every so many steps."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -30,6 +26,8 @@ class WindowChecks:
         self._narrow = 0  # checks in a row without a scale that fits
         self._warned = False
 
+    # A check is copied to the host while training continues, and is read when the next is due. On a CPU it is read at
+    # once.
     def offer(self, optimizer: Any, banks: OptimizerBanks) -> None:
         """Offer banks with an optimizer's gradients of the present step."""
         self._offered.append((optimizer, banks))

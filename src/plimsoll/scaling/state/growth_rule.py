@@ -2,10 +2,6 @@
 
 On the host the rule costs a few comparisons. On a device it is a few kernels and waits for nothing. Only `select`
 differs: ``a if condition else b`` on the host, `torch.where` on a device.
-
-A scale is *proven* after as many clean steps as regrowth waits. An overflow at a proven scale counts as a burst, after
-which the scale regrows to its old value. An overflow soon after a growth shows the new limit: the scale regrows only to
-below the limit, and grows further by the growth interval.
 """
 
 from collections.abc import Callable
@@ -97,6 +93,9 @@ def _after_clean(state: RuleState, rule: Rule, select: Select) -> RuleState:
     )
 
 
+# A scale is *proven* after as many clean steps as regrowth waits. An overflow at a proven scale counts as a burst,
+# after which the scale regrows to its old value. An overflow soon after a growth shows the new limit: the scale regrows
+# only to below the limit, and grows further by the growth interval.
 def _after_overflow(state: RuleState, rule: Rule, select: Select) -> RuleState:
     limit = rule.hysteresis.overflows
     overflows = select(state.overflows < limit, state.overflows + 1, state.overflows)

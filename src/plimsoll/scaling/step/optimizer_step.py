@@ -44,12 +44,10 @@ def takes_scaler(optimizer: Any) -> bool:
 def step_fused(
     optimizer: Any, found_inf: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, skipped: bool | None
 ) -> float | None:
-    """Run the step with `found_inf` and `grad_scale` set on a fused optimizer.
-
-    Gradients are unscaled and checked before, because a fused kernel's own division is not checked. So `grad_scale` is
-    the user's, or else None for optimizers of torch and Plimsoll, which saves a pass, and 1 for others, which may
-    expect a tensor. `skipped` is None if only the device knows.
-    """
+    """Run the step with `found_inf` and `grad_scale` set on a fused optimizer."""
+    # Gradients are unscaled and checked before, because a fused kernel's own division is not checked. So `grad_scale`
+    # is the user's, or else None for optimizers of torch and Plimsoll, which saves a pass, and 1 for others, which may
+    # expect a tensor. `skipped` is None if only the device knows.
     grad_scale = getattr(optimizer, "grad_scale", None)
     if grad_scale is None and not _takes_none(optimizer):
         grad_scale = _unit_scale(found_inf)
@@ -87,14 +85,12 @@ def _without_momentum(optimizer: Any) -> list[Tensor]:
 
 
 def _drop_if_skipped(optimizer: Any, parameters: list[Tensor], found_inf: Tensor, skipped: bool | None) -> None:
-    """Drop the momentum that a skipped step created, which has no values.
-
-    If only the device knows about the skip, it is set to zero there. The next step's momentum is then its gradient
-    times ``1 - dampening``, as in a first step.
-    """
+    """Drop the momentum that a skipped step created, which has no values."""
     for parameter in parameters:
         state = optimizer.state[parameter]
         if skipped:
             state.pop("momentum_buffer", None)
+        # If only the device knows about the skip, it is set to zero there. The next step's momentum is then its
+        # gradient times `1 - dampening`, as in a first step.
         elif skipped is None and (buffer := state.get("momentum_buffer")) is not None:
             buffer.copy_(torch.where(found_inf.to(buffer.device, non_blocking=True) > 0, 0.0, buffer))

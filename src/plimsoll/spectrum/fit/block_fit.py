@@ -165,10 +165,8 @@ def _relative_grid(s: SpectrumRecord, lowest: int) -> Grid | None:
 
 
 def _at_least(number: Tally, besides: Tally, poisoned: int, total: int) -> Tally:
-    """Return a number by depths with that at the end of the scale's format added.
-
-    The latter includes poisoned values.
-    """
+    """Return a number by depths with that at the end of the scale's format added."""
+    # The number at the scale's end includes poisoned values.
     low = max(number.low, besides.low - poisoned)
     high = min(number.high + besides.high, total)
     return Tally.within(low, high, max(number.estimate, besides.estimate - poisoned))

@@ -14,11 +14,6 @@ model has four steps:
    that follows the law G gives a maximum that follows the mean of G^k, which is solved for G.
 4. A block whose top binade holds as many values as an even spread from zero gives it (half of them, if it is full) has
    no such tail. Then its values are spread evenly up to its end.
-
-No step depends on properties that blocks share, so blocks of very different sizes are no harder than others. The median
-ratio to the truth is within 0.6 to 1.5 for normal, heavy-tailed and sparse values, with 1,000 blocks
-(`test_the_estimate_of_overflow_is_near_the_truth`). The estimate is too low for even spreads that end just above the
-start of a binade, because binades do not show such an end.
 """
 
 import numpy as np
@@ -36,6 +31,10 @@ _HALVINGS = 40
 _SURE = 1e-12  # smallest distance of shares from 0 and 1
 
 
+# No step depends on properties that blocks share, so blocks of very different sizes are no harder than others. The
+# median ratio to the truth is within 0.6 to 1.5 for normal, heavy-tailed and sparse values, with 1,000 blocks
+# (`test_the_estimate_of_overflow_is_near_the_truth`). The estimate is too low for even spreads that end just above the
+# start of a binade, because binades do not show such an end.
 def overflowing(
     element: Format,
     *,
@@ -101,12 +100,10 @@ def overflowing(
 
 
 def _in_the_top_binade(values: Floats, top: Floats, blocks: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return a row's values per block n, their chance p of the top binade, (1 - p)^n.
-
-    A block has at least one value there, so the mean is n p / (1 - (1 - p)^n), which grows with p.
-    """
+    """Return a row's values per block n, their chance p of the top binade, (1 - p)^n."""
     n = np.maximum(values / blocks, 1.0)
     mean = top / blocks
+    # A block has at least one value there, so the mean is n p / (1 - (1 - p)^n), which grows with p.
     low, high = np.full_like(n, _SURE), np.full_like(n, 1 - _SURE)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -123,12 +120,10 @@ def _straight(share: Floats, n: Floats) -> Floats:
 
 
 def _points(element: Format, bits: Ints) -> Floats:
-    """Return the point of overflow over the start of the top binade, by row.
-
-    On a grid it is halfway below the first overflowing number.
-    """
+    """Return the point of overflow over the start of the top binade, by row."""
     point = 1 + (overflow_point(element) - element.max_exponent * BINADE) / BINADE
     places = np.ldexp(1.0, np.maximum(bits, 0).astype(np.int32))
     number = point * places
     following = np.ceil(number) if element.overflow_at_threshold else np.floor(number) + 1
+    # On a grid the point is halfway below the first overflowing number.
     return np.where(bits < 0, point, np.minimum((following - 0.5) / places, 2.0))

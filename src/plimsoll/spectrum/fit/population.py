@@ -1,9 +1,4 @@
-"""Counts of values below a threshold, and their rounding noise, from binades.
-
-Magnitudes are compared as whole numbers, *ordinals*: the exponent of the binade times 2^53 plus the position in the
-binade in units of its 2^-53. So every float64, and every half-way point of a format with 52 mantissa bits, is an exact
-ordinal, a multiplication by a power of two is an addition, and nothing overflows.
-"""
+"""Counts of values below a threshold, and their rounding noise, from binades."""
 
 import math
 from dataclasses import dataclass
@@ -127,6 +122,9 @@ class Population:
         return min(max((magnitude(point, unit) - magnitude(start, unit)) / span, 0.0), 1.0)
 
 
+# Magnitudes are compared as whole numbers, *ordinals*: the exponent of the binade times 2^53 plus the position in the
+# binade in units of its 2^-53. So every float64, and every half-way point of a format with 52 mantissa bits, is an
+# exact ordinal, a multiplication by a power of two is an addition, and nothing overflows.
 def ordinal(x: float) -> int:
     """Return the ordinal of a positive float.
 
@@ -199,12 +197,10 @@ def _signal(values: Population, energies: NDArray[np.float64], unit: int) -> flo
 
 
 def _mean_squares(binades: NDArray[np.int64], grid: Grid | None, unit: int) -> NDArray[np.float64]:
-    """Return the mean square of each binade's values in units of ``4**unit``.
-
-    It is 7/3 of the square of the binade's start if they are spread evenly.
-    """
+    """Return the mean square of each binade's values in units of ``4**unit``."""
     squares = np.ldexp(1.0, 2 * (binades - unit))
     if grid is None:
+        # 7/3 of the square of the binade's start if values are spread evenly.
         return squares * (7 / 3)
     spacing = np.maximum(binades - grid.mantissa_bits, grid.quantum_exponent)
     places = np.ldexp(1.0, np.maximum(binades - spacing, 0))
@@ -212,11 +208,10 @@ def _mean_squares(binades: NDArray[np.int64], grid: Grid | None, unit: int) -> N
 
 
 def _rounding(binades: NDArray[np.int64], grid: Grid | None, fmt: Format, shift: int, unit: int) -> NDArray[np.float64]:
-    """Return the mean square error of rounding to a spacing q, in units of ``4**unit``.
-
-    It is q^2/12 for an even spread, (q^2 + 2 g^2)/12 for values on a grid of spacing g < q, and 0 if g >= q. The values
-    of the binade right below the smallest one, [q/2, q), all round up to it: on a grid, g^2 (M+1)(2M+1)/6 for M places.
-    """
+    """Return the mean square error of rounding to a spacing q, in units of ``4**unit``."""
+    # The error is q^2/12 for an even spread, (q^2 + 2 g^2)/12 for values on a grid of spacing g < q, and 0 if g >= q.
+    # The values of the binade right below the smallest one, [q/2, q), all round up to it: on a grid, g^2 (M+1)(2M+1)/6
+    # for M places.
     spacing = np.maximum(binades - fmt.mantissa_bits, fmt.quantum_exponent - shift)
     spacing = np.minimum(spacing, binades + 1)  # only lost values have a wider one
     even = np.ldexp(1.0, 2 * (spacing - unit)) / 12

@@ -1,11 +1,4 @@
-"""Losses in block formats whose scale has a mantissa, as in NVFP4.
-
-They may have an FP32 scale for the whole tensor. It is t = absmax / (element max * scale max) over the finite values,
-and 1 without such a scale. The scale of a block is its absmax over (element max * t), rounded to the format of scales.
-So a value at depth d becomes ``element max * u/v * 2**-d`` times the relative rounding of the scale, where u and v in
-[1, 2) are the significands of the value and of the block's absmax. The ends of these ranges give the undecided depths.
-The estimates are averages over the ranges.
-"""
+"""Losses in block formats whose scale has a mantissa, as in NVFP4."""
 
 import functools
 import math
@@ -88,6 +81,11 @@ def _small_scales(s: SpectrumRecord, record: BlockRecord, fmt: BlockFormat, shif
 _Depths = tuple[_Flags, _Flags, _Floats]  # by depth: certain for all values, possible for some, expected share
 
 
+# Such formats may have an FP32 scale for the whole tensor. It is t = absmax / (element max * scale max) over the finite
+# values, and 1 without such a scale. The scale of a block is its absmax over (element max * t), rounded to the format
+# of scales. So a value at depth d becomes `element max * u/v * 2**-d` times the relative rounding of the scale, where u
+# and v in [1, 2) are the significands of the value and of the block's absmax. The ends of these ranges give the
+# undecided depths. The estimates are averages over the ranges.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
     """Outcomes of values at each depth in a format.

@@ -111,13 +111,11 @@ def _is_weight(edge: Edge, graph: Flow) -> bool:
 
 
 def tag_fan_ins(model: nn.Module, captured: Captured) -> None:
-    """Tag the converted model's parameters with a fan-in that the shape lacks.
-
-    A weight that is multiplied from the right, ``x @ w``, sums over its first dimension. Torch's linear products and
-    convolutions sum over all but the first.
-    """
+    """Tag the converted model's parameters with a fan-in that the shape lacks."""
     ties = {name: group for group in captured.ties for name in group}
     names = captured.parameters
+    # A weight that is multiplied from the right, `x @ w`, sums over its first dimension. Torch's linear products and
+    # convolutions sum over all but the first.
     for node in captured.graph.nodes:
         for source in node.all_input_nodes if node.op == "call_function" else ():
             if source.name not in names:

@@ -1,8 +1,4 @@
-"""Residual additions, which join a branch with the path it left, and weights.
-
-A branch joins as ``x * sqrt(1 - tau) + f(x) * sqrt(tau)``. With ordinary products its gradient would be small by
-sqrt(tau) all the way through. So it enters the branch unscaled, and is multiplied by sqrt(tau) at the branch's start.
-"""
+"""Residual additions, which join a branch with the path it left, and weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -129,6 +125,8 @@ def _count(result: Residuals, graph: Flow) -> None:
             result.depth[node] = result.depth.get(node, 1) * lengths[starts[name]]
 
 
+# A branch joins as `x * sqrt(1 - tau) + f(x) * sqrt(tau)`. With ordinary products its gradient would be small by
+# sqrt(tau) all the way through. So it enters the branch unscaled, and is multiplied by sqrt(tau) at the branch's start.
 def _enter(join: Join, graph: Flow, potential: dict[str, float]) -> None:
     region = _inside(join, graph)
     leaving = [

@@ -4,12 +4,6 @@ Three cases need one. Without a constraint, every operation has its own factor f
 tensor that several operations use have its gradient in different units. Path e has c(e) times the true gradient. All
 are brought to one number c with 1 / c^2 = sum of 1 / c(e)^2, so that the sum of independent parts is at unit scale
 again. Residual additions need no separate rule: the branch's gradient is multiplied by sqrt(tau) at the start.
-
-A parameter that several operations use is an end of the graph, so its number is free. But its uses are joined by the
-rest of the model, so they must agree on one, which is chosen in the same way.
-
-Losses that are added share their paths too, so their separate factors cannot be applied. Their geometric mean is
-applied where all of them end, at the result that the model returns.
 """
 
 import math
@@ -90,6 +84,8 @@ def _part(edge: Edge, end: str, graph: Flow) -> float:
     return min(1.0, math.prod(shape_of(node)) / max(math.prod(whole), 1))
 
 
+# A parameter that several operations use is an end of the graph, so its number is free. But its uses are joined by the
+# rest of the model, so they must agree on one, which is chosen in the same way.
 def tied_factors(
     graph: Flow,
     free: frozenset[Edge],
@@ -125,6 +121,8 @@ def _following(factors: list[Factor], whole: float, nodes: Mapping[str, fx.Node]
     return Factor(value=whole) if first is None else times(first, whole / number(first, nodes))
 
 
+# Losses that are added share their paths too, so their separate factors cannot be applied. Their geometric mean is
+# applied where all of them end, at the result that the model returns.
 def incoming_factors(
     graph: Flow, free: frozenset[Edge], ideals: Mapping[str, Ideal], nodes: Mapping[str, fx.Node]
 ) -> tuple[dict[str, Factor], dict[str, float]]:

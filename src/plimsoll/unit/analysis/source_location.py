@@ -29,16 +29,14 @@ def source_of(node: fx.Node) -> str | None:
 
 
 def check_aliases(captured: Captured, graph: Flow) -> None:
-    """Refuse a tensor that is written in place and read under another name.
-
-    A factor would apply to only one of the two.
-    """
+    """Refuse a tensor that is written in place and read under another name."""
     nodes = list(captured.graph.nodes)
     for position, node in enumerate(nodes):
         if node.name not in graph.carrying or node.op != "call_function" or base_name(node) == operation_of(node):
             continue
         written = cast("fx.Node", node.args[0])
         base = _base(written)
+        # A factor would apply to only one of the two.
         again = [
             later for later in nodes[position + 1 :] for source in later.all_input_nodes if _reads(source, node, base)
         ]

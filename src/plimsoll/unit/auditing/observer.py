@@ -1,8 +1,5 @@
 """Observer of all operations of a forward pass, and of their gradients.
 
-A torch-function mode receives each function that Python calls. A hook on the function's result receives the gradient.
-No such mode receives a `torch.autograd.Function`, so `apply` is replaced while an audit runs, for its thread.
-
 - A function of `unit.functional`, or a line of a converted model, is an operation with multiplications around it. It is
   one row, with the last result.
 - A re-entrant checkpoint runs its part without gradients, and again in the backward pass, where the gradients come. The
@@ -93,6 +90,9 @@ class Observer(TorchFunctionMode):
         self._record(name, inputs, versions, args[0] if name == "setitem" else result)
         return result
 
+    # A torch-function mode receives each function that Python calls. A hook on the function's result receives the
+    # gradient. No such mode receives a `torch.autograd.Function`, so `apply` is replaced while an audit runs, for its
+    # thread.
     @contextlib.contextmanager
     def listening(self) -> Generator[None]:
         """Record this thread's operations, autograd functions written in Python included."""
@@ -173,13 +173,11 @@ class Observer(TorchFunctionMode):
         self._pending = Entry(operation=operation, site=site, moved=moves(operation), value=x)
 
     def _measure(self, entry: Entry) -> None:
-        """Measure an entry's value, and later its gradient.
-
-        A second run completes the entry of the first.
-        """
+        """Measure an entry's value, and later its gradient."""
         x, entry.value = entry.value, None
         assert x is not None
         with self.quietly():
+            # A second run completes the entry of the first.
             if self._again is not None:
                 _measure_gradient(self, _same(self._again, entry), x)
                 return
@@ -288,10 +286,8 @@ def _memory(x: Tensor) -> int:
 
 @functools.cache
 def _without_its_check(function: FunctionType) -> Callable[..., Any]:
-    """Return the function without its first check for torch-function modes.
-
-    The check would call the observer again. The code is the same otherwise.
-    """
+    """Return the function without its first check for torch-function modes."""
+    # The check would call the observer again. The code is the same otherwise.
     names: dict[str, Any] = {**function.__globals__, "has_torch_function": _never}
     opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     opened.__kwdefaults__ = function.__kwdefaults__

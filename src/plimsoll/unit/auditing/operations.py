@@ -3,9 +3,6 @@
 Python's own stack has the module that runs, the user's line, and the operation with factors that a call is part of. So
 nothing has to be hooked. An operation with its factors is one call of a function of `unit.functional`. In a converted
 model it is one line of a module's code.
-
-A torch function has one name however it is called: ``x + y``, ``x.add_(y)``, ``torch.add`` and ``aten.add.Tensor`` are
-all "add". So the operations of a model are found again in the converted one.
 """
 
 import functools
@@ -178,6 +175,8 @@ def operation_of(func: Any) -> str:
     return _OTHER_NAMES.get(name, name)
 
 
+# A torch function has one name however it is called: `x + y`, `x.add_(y)`, `torch.add` and `aten.add.Tensor` are all
+# "add". So the operations of a model are found again in the converted one.
 def canonical(name: str) -> str:
     """Return torch's name of what a function of `unit.functional` computes."""
     return _OTHER_NAMES.get(name.strip("_"), name.strip("_"))

@@ -1,8 +1,4 @@
-"""Graph of a model, captured by `torch.export` as it trains.
-
-The captured program is only read: the conversion builds ordinary modules from it. Sizes stay open (`Dim.AUTO`), so that
-a factor that depends on the batch differs from a constant.
-"""
+"""Graph of a model, captured by `torch.export` as it trains."""
 
 import inspect
 import logging
@@ -179,6 +175,8 @@ def _export(
             raise _refusal(first, model, operation) from first
 
 
+# The captured program is only read: the conversion builds ordinary modules from it. Sizes stay open (`Dim.AUTO`), so
+# that a factor that depends on the batch differs from a constant.
 def _open_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], operation: str) -> dict[str, Any]:
     signature = inspect.signature(model.forward).parameters
     try:

@@ -1,8 +1,4 @@
-"""Values of tensors without gradients, as in the example: masks, positions.
-
-Measured factors need them: a softmax behind a causal mask has another scale than one without. Nothing here depends on a
-parameter, so a model without values (on the meta device) only lacks its buffers.
-"""
+"""Values of tensors without gradients, as in the example: masks, positions."""
 
 import operator
 from collections.abc import Callable
@@ -21,6 +17,8 @@ class NoValueError(Exception):
     """Tensor without known values: on the meta device, or of an unrunnable node."""
 
 
+# Measured factors need these values: a softmax behind a causal mask has another scale than one without. Nothing here
+# depends on a parameter, so a model without values (on the meta device) only lacks its buffers.
 class Values:
     """Values of nodes without gradients, computed on the CPU at their first use."""
 

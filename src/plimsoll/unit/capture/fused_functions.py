@@ -1,10 +1,4 @@
-"""Clusters: functions of one tensor that are written in several operations.
-
-Scaled one by one, its operations would compute something else: ``x * rsqrt(mean(x^2))`` is a norm only as a whole. So
-from the point where its paths come together, they are followed back to the one tensor they all come from, through
-operations that act on values or take statistics of them. If nothing else goes in or out, that is one operation, with a
-factor on its output and one on the gradient of its input.
-"""
+"""Clusters: functions of one tensor that are written in several operations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,6 +52,10 @@ def clusters(flow: Flow) -> dict[str, Cluster]:
     return by_name
 
 
+# Scaled one by one, its operations would compute something else: `x * rsqrt(mean(x^2))` is a norm only as a whole. So
+# from the point where its paths come together, they are followed back to the one tensor they all come from, through
+# operations that act on values or take statistics of them. If nothing else goes in or out, that is one operation, with
+# a factor on its output and one on the gradient of its input.
 def _joined(node: fx.Node, flow: Flow, order: Mapping[str, int], taken: Mapping[str, Cluster]) -> Cluster | None:
     """Return the cluster whose paths meet in `node`."""
     if base_name(node) not in _VALUES or not shape_of(node) or len({edge.source for edge in flow.into[node.name]}) < 2:

@@ -1,9 +1,4 @@
-"""Graph that gradients flow through, and its bridges.
-
-Its nodes are the operations whose results carry a gradient: from the parameters and the floating-point inputs to the
-outputs. A factor on one edge may differ forward and backward only if no other path joins the edge's ends: if the edge
-is a bridge of the undirected graph. Two edges between the same operations are no bridges, so it is a multigraph.
-"""
+"""Graph that gradients flow through, and its bridges."""
 
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -73,21 +68,17 @@ def is_open(node: fx.Node, dim: int) -> bool:
 
 
 def fixed_size(size: object) -> int | None:
-    """Return a size that the model fixes, or None for an open one.
-
-    Export may write a fixed size as a symbol.
-    """
+    """Return a size that the model fixes, or None for an open one."""
+    # Export may write a fixed size as a symbol.
     if isinstance(size, torch.SymInt):
         return cast("int | None", size.node.maybe_as_int())
     return int(size)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 
 
 def tensor_ports(node: fx.Node) -> Generator[tuple[Port, fx.Node]]:
-    """Yield the nodes among the arguments of `node`, with their ports.
-
-    Tensors that a loss broadcasts against each other are taken from before the broadcast.
-    """
+    """Yield the nodes among the arguments of `node`, with their ports."""
     for position, argument in enumerate(node.args):
+        # Tensors that a loss broadcasts against each other are taken from before the broadcast.
         if isinstance(argument, fx.Node) and operation_of(argument) == "broadcast_tensors":
             yield position, cast("list[fx.Node]", argument.args[0])[cast("int", node.args[1])]
         elif isinstance(argument, fx.Node):
@@ -154,6 +145,10 @@ class Flow:
         return name in self.parameters
 
 
+# The nodes of the graph are the operations whose results carry a gradient: from the parameters and the floating-point
+# inputs to the outputs. A factor on one edge may differ forward and backward only if no other path joins the edge's
+# ends: if the edge is a bridge of the undirected graph. Two edges between the same operations are no bridges, so it is
+# a multigraph.
 def bridges(edges: Iterable[Edge]) -> frozenset[Edge]:
     """Return the edges without another path around them, in any direction."""
     edges = tuple(edges)

@@ -1,8 +1,4 @@
-"""Modules of a converted model, whose forward is generated code.
-
-Each code gets a class, so that a block's type appears in the model's text as before, and twelve equal blocks share one.
-A part is pickled as its code and its state. Loading it needs neither the original model's source nor torch.fx.
-"""
+"""Modules of a converted model, whose forward is generated code."""
 
 import linecache
 import math
@@ -64,10 +60,8 @@ def size_factor(tensor: Tensor, dims: tuple[int, ...], power: float, value: floa
 
 
 def sized(x: Tensor, alpha: float | None, beta: float | None) -> Tensor:
-    """Return `scaled` by factors that depend on sizes, None for 1.
-
-    A comparison with 1 would specialize compiled code to a size.
-    """
+    """Return `scaled` by factors that depend on sizes, None for 1."""
+    # A comparison with 1 would specialize compiled code to a size.
     return cast("Tensor", _Sized.apply(x, alpha, beta))
 
 
@@ -242,6 +236,8 @@ def make(code: Code, base: type[Part] = Part) -> Part:
 _classes: dict[tuple[Any, ...], type[Part]] = {}
 
 
+# Each code gets a class, so that a block's type appears in the model's text as before, and twelve equal blocks share
+# one. A part is pickled as its code and its state. Loading it needs neither the original model's source nor torch.fx.
 def _class_of(code: Code, base: type[Part]) -> type[Part]:
     key = (code.name, code.text, code.like, base)
     if code.objects or key not in _classes:
@@ -284,12 +280,10 @@ def _empty(code: Code, base: type[Part]) -> Part:
 
 @torch.no_grad()
 def draw(parameter: Tensor, change: ParameterChange, *, seed: int | None, name: str) -> None:
-    """Draw a parameter again, unless it is on the meta device or is kept unchanged.
-
-    With a seed each parameter has its own stream of the seed and its name, drawn on the CPU. So its values depend on
-    neither the device, nor the order, nor other parameters. Without a seed, torch's own generator draws. Torch always
-    draws distributed tensors, so that their shards agree.
-    """
+    """Draw a parameter again, unless it is on the meta device or is kept unchanged."""
+    # With a seed each parameter has its own stream of the seed and its name, drawn on the CPU. So its values depend on
+    # neither the device, nor the order, nor other parameters. Without a seed, torch's own generator draws. Torch always
+    # draws distributed tensors, so that their shards agree.
     if parameter.is_meta or change.draw == "keep":
         return
     if change.draw != "normal":

@@ -3,12 +3,6 @@
 An ideal factor makes one tensor's scale 1 if all incoming tensors have scale 1 and are independent: normal values, mean
 zero, variance one. Forward, the scale is the standard deviation about the mean. Backward, the incoming gradient has
 mean zero and is independent of the values, so the scale is the root of the second moment.
-
-An edge of the graph that is no cut edge has other paths around it. If its gradient had another factor than its value,
-the paths would add up in wrong proportions: a wrong gradient, not a scaled one. So a constraint makes the factors of
-such an operation one number.
-
-Sizes may be a compiler's symbols, so they are only multiplied, divided and raised to powers.
 """
 
 import math
@@ -41,6 +35,7 @@ class Factors:
     moment: float = 1.0
 
 
+# Sizes may be a compiler's symbols, so they are only multiplied, divided and raised to powers.
 def root(terms: float) -> float:
     """Return ``terms ** -1/2``, the factor of a sum of independent terms.
 
@@ -56,10 +51,8 @@ def linear(fan_in: int, fan_out: int) -> Factors:
 
 
 def readout(fan_in: int, fan_out: int) -> Factors:
-    """Return the factors of a model's last product.
-
-    The forward factor is fan_in ** -1, u-muP's rule, so that outputs start small at any width.
-    """
+    """Return the factors of a model's last product."""
+    # The forward factor is fan_in ** -1, u-muP's rule, so that outputs start small at any width.
     return Factors(output=1 / fan_in if fan_in else 1.0, inputs=(root(fan_out),))
 
 
@@ -168,6 +161,9 @@ def attention(
     return Factors(output=squares**-0.5, inputs=(1 / query, 1 / key, (squares * rows_per_key) ** -0.5))
 
 
+# An edge of the graph that is no cut edge has other paths around it. If its gradient had another factor than its value,
+# the paths would add up in wrong proportions: a wrong gradient, not a scaled one. So a constraint makes the factors of
+# such an operation one number.
 def constrained(constraint: Constraint | None, output: float, *inputs: float) -> tuple[float, ...]:
     """Return the factors ``(output, *inputs)`` under a constraint: one number.
 

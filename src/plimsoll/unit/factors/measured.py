@@ -2,15 +2,6 @@
 
 The operation runs on independent normal inputs, with an independent normal gradient, several times. Forward, its scale
 is the standard deviation of all output values. Backward, it is the root of the second moment of each input's gradient.
-
-`measure_scales` gives standard errors. The values within one run share their inputs and so are no independent samples,
-but the runs are. The variance of their mean squares, which contains the fourth moment, gives the standard error under
-any dependence inside.
-
-`measure_factors` is for the conversion. It runs in float64 on tensors of the example's shapes, until 2^15 values of
-each have been used, in at most 16 runs with fixed seeds. The means of the tensors are those that the operations before
-them leave. Tensors without gradients (masks, positions) are as in the example. Values that are not finite are left out,
-as for rows that a mask leaves empty.
 """
 
 import math
@@ -96,6 +87,9 @@ def _means(x: Tensor) -> Tensor:
     return torch.stack([wide.mean(), wide.square().mean()])
 
 
+# `measure_scales` gives standard errors. The values within one run share their inputs and so are no independent
+# samples, but the runs are. The variance of their mean squares, which contains the fourth moment, gives the standard
+# error under any dependence inside.
 def _scale(runs: list[Tensor], *, about_mean: bool = False) -> Scale:
     means, squares = torch.stack(runs).unbind(1)
     if about_mean:
@@ -123,6 +117,10 @@ class Measured:
         return centre if abs(centre) > 4 * _VALUES**-0.5 else 0.0
 
 
+# `measure_factors` is for the conversion. It runs in float64 on tensors of the example's shapes, until 2^15 values of
+# each have been used, in at most 16 runs with fixed seeds. The means of the tensors are those that the operations
+# before them leave. Tensors without gradients (masks, positions) are as in the example. Values that are not finite are
+# left out, as for rows that a mask leaves empty.
 def measure_factors(
     function: Callable[[Mapping[str, Tensor]], Any], shapes: Mapping[str, tuple[int, ...]], means: Mapping[str, float]
 ) -> Measured | None:

@@ -3,9 +3,6 @@
 For x_i normal and independent, ``p_i = exp(m x_i) / Z`` with ``Z = sum exp(m x_i)``. Since ``Z^-j`` is the integral of
 ``t^(j-1) exp(-t Z) / (j-1)!`` over t, the mean of a product of probabilities is one integral of products of
 ``phi_j(t) = E exp(j m x - t exp(m x))``. No step is asymptotic: two classes are as exact as a million.
-
-A length may be a compiler's symbol, of which only powers can be taken. So each quantity, times the length n, is also a
-curve ``exp(polynomial in n^(-1/4))``, which is fitted to the integrals once for every multiplier.
 """
 
 import functools
@@ -52,11 +49,9 @@ def moments(length: int, mult: float) -> Moments:
 
 
 def log_variance(lengths: Reals, mult: float) -> Reals:
-    """Return the variance of ``log p_i`` about its mean, at each length.
-
-    It is ``m^2 (1 - 2/n)`` plus the variance of ``log Z``. For an exponential variable T, ``P(log T - log Z > u)`` is
-    ``phi_0(e^u)^n``, and log T alone has a variance of pi^2 / 6.
-    """
+    """Return the variance of ``log p_i`` about its mean, at each length."""
+    # The variance is `m^2 (1 - 2/n)` plus the variance of `log Z`. For an exponential variable T, `P(log T - log Z >
+    # u)` is `phi_0(e^u)^n`, and log T alone has a variance of pi^2 / 6.
     log_t = np.linspace(-10 * mult - math.log(float(lengths[-1])) - 30, 10 * mult + 5, 1200 + math.ceil(300 * mult))
     step = log_t[1] - log_t[0]
     phi = np.exp(-np.outer(np.exp(log_t), np.exp(mult * _X))) @ _DENSITY
@@ -86,9 +81,6 @@ Attention = tuple[Curve, Curve, Curve]
 def attention_curves(mult: float, width: int, causal: bool) -> Attention:
     """Return the curves of attention's moments, averaged over queries.
 
-    The moments are those of the sum of squared weights, of the slope, and of the slope weighted by a query's squared
-    length, since long queries have sharper weights.
-
     Args:
         mult: Scale of the scores.
         width: Width of the queries, which are unit normal.
@@ -96,6 +88,8 @@ def attention_curves(mult: float, width: int, causal: bool) -> Attention:
     """
     totals = np.zeros((3, len(_LENGTHS)))
     for length, weight in _lengths_of_normal_vectors(width):
+        # The moments are those of the sum of squared weights, of the slope, and of the slope weighted by a query's
+        # squared length, since long queries have sharper weights.
         squares, cubes, pairs = _integrals(_LENGTHS, mult * length)
         slope = squares - 2 * cubes + pairs
         totals += weight * np.stack([squares, slope, slope * length**2])
@@ -161,6 +155,8 @@ def _causal(values: Reals, first: float) -> Reals:
     return running[_LENGTHS.astype(int) - 1] / _LENGTHS
 
 
+# A length may be a compiler's symbol, of which only powers can be taken. So each quantity, times the length n, is also
+# a curve `exp(polynomial in n^(-1/4))`, which is fitted to the integrals once for every multiplier.
 def _fitted(values: Reals) -> Curve:
     """Return the polynomial's coefficients, the highest power first."""
     at, logarithms = _LENGTHS**-0.25, np.log(values * _LENGTHS)

@@ -1,9 +1,4 @@
-"""Convolutions at unit scale.
-
-A value sums over the input channels of its group and the kernel, a gradient over the output channels and the kernel.
-Next to a padded border fewer terms are real, so values there are below unit scale. No factor corrects this: it would
-depend on the size of the picture.
-"""
+"""Convolutions at unit scale."""
 
 import math
 from collections.abc import Callable
@@ -115,6 +110,9 @@ def _convolution(
     return _convolved(function, x, weight, bias, settings, factors, positions, positions)
 
 
+# A value sums over the input channels of its group and the kernel, a gradient over the output channels and the kernel.
+# Next to a padded border fewer terms are real, so values there are below unit scale. No factor corrects this: it would
+# depend on the size of the picture.
 def _convolved(
     function: Callable[..., Tensor],
     x: Tensor,

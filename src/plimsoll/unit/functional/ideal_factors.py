@@ -1,8 +1,4 @@
-"""Factors of a function, ideal or custom, and the checks of its arguments.
-
-The integrals behind some factors are NumPy's, computed once for each multiplier. They run while a compiler traces,
-never inside the compiled code, so the code contains their results as constants.
-"""
+"""Factors of a function, ideal or custom, and the checks of its arguments."""
 
 from collections.abc import Callable
 
@@ -84,6 +80,8 @@ def times(x: Tensor, mult: float) -> Tensor:
     return x if mult == 1 else x * mult
 
 
+# The integrals behind some factors are NumPy's, computed once for each multiplier. They run while a compiler traces,
+# never inside the compiled code, so the code contains their results as constants.
 @torch.compiler.assume_constant_result
 def nonlinear(name: str, mult: float) -> Factors:
     """Return the factors of a function of one number."""

@@ -1,10 +1,4 @@
-"""Losses whose gradients start at unit scale. Their values are torch's.
-
-A mean over b rows divides every gradient by b, which alone makes gradients underflow in FP16. Here the gradient is that
-of the sum, times a constant. It does not depend on the batch, and no step of its computation is small. The sum itself
-is computed in FP32. With `reduction` "mean" and "sum" the values differ and the gradients do not. A weight on the loss
-multiplies the gradients as usual.
-"""
+"""Losses whose gradients start at unit scale. Their values are torch's."""
 
 import torch
 from torch import Tensor
@@ -131,6 +125,10 @@ def _check_reduction(operation: str, reduction: object) -> None:
     one_of(operation, "reduction", reduction, ("mean", "sum", "none"), remedy="Use 'mean'.")
 
 
+# A mean over b rows divides every gradient by b, which alone makes gradients underflow in FP16. Here the gradient is
+# that of the sum, times a constant. It does not depend on the batch, and no step of its computation is small. The sum
+# itself is computed in FP32. With `reduction` "mean" and "sum" the values differ and the gradients do not. A weight on
+# the loss multiplies the gradients as usual.
 def _reduced(losses: Tensor, reduction: str, count: float | Tensor) -> Tensor:
     """Return the losses reduced. Each receives the incoming gradient unchanged."""
     if reduction == "none":

@@ -126,11 +126,9 @@ class MultiheadAttention(Multiplied, nn.MultiheadAttention):
         return out, weights.squeeze(0) if single else weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values.
-
-        Those of the same tensor come from one product, so that one factor scales the sum of their gradients.
-        """
+        """Return queries, keys and values."""
         weights, biases = self._parts()
+        # Projections of the same tensor come from one product, so that one factor scales the sum of their gradients.
         if self._qkv_same_embed_dim and query is key and key is value:
             return self._linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
         if self._qkv_same_embed_dim and key is value:

@@ -1,9 +1,4 @@
-"""Two products with an activation between them, with factors of the chain.
-
-On a residual branch every operation has another path around it. But no tensor inside the branch is used elsewhere. So
-it is enough that the product of all forward factors along the branch equals that of the backward ones. If a chain ends
-as wide as it starts, both products keep their ideal factors, since those of one mirror those of the other.
-"""
+"""Two products with an activation between them, with factors of the chain."""
 
 from typing import Any, cast
 
@@ -81,6 +76,9 @@ class MLP(nn.Module):
         return self.linear2(self.dropout(self.activation(self.linear1(input))))
 
 
+# On a residual branch every operation has another path around it. But no tensor inside the branch is used elsewhere. So
+# it is enough that the product of all forward factors along the branch equals that of the backward ones. If a chain
+# ends as wide as it starts, both products keep their ideal factors, since those of one mirror those of the other.
 def chained(
     width: int,
     hidden: int,

@@ -1,10 +1,4 @@
-"""Residual branches with a weight, and stacks whose weights follow the depth.
-
-A branch has the share tau of the variance of the sum, the stream that it is added to has the rest. If every branch had
-the same share, each would shrink all earlier ones. So the shares fall along a stack. All branches count equally, and
-the input of the stack counts as much as one branch of each layer. Before branch i (from 0) of a stack of n layers, the
-stream has ``n + i`` parts, and the branch is one of ``n + i + 1`` (u-muP's default rule).
-"""
+"""Residual branches with a weight, and stacks whose weights follow the depth."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, Self, runtime_checkable
@@ -16,6 +10,10 @@ from plimsoll.unit.arguments import check_tau
 from plimsoll.unit.optim.parameter_kinds import tag_depth
 
 
+# A branch has the share tau of the variance of the sum, the stream that it is added to has the rest. If every branch
+# had the same share, each would shrink all earlier ones. So the shares fall along a stack. All branches count equally,
+# and the input of the stack counts as much as one branch of each layer. Before branch i (from 0) of a stack of n
+# layers, the stream has `n + i` parts, and the branch is one of `n + i + 1` (u-muP's default rule).
 def residual_tau(branch: int, layers: int) -> float:
     """Return the share of a residual branch in a stack of so many layers.
 

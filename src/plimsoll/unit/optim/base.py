@@ -1,9 +1,4 @@
-"""Base of the optimizers: the factors of learning rates in torch's own optimizers.
-
-A group's `lr` stays as the user or a scheduler wrote it. So any scheduler works, also one that writes absolute values
-(OneCycleLR, `group["lr"] = ...`) or has a floor. The factor is a separate entry, and the two are multiplied only while
-torch's own step runs.
-"""
+"""Base of the optimizers: the factors of learning rates in torch's own optimizers."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -87,14 +82,15 @@ class UnitOptimizer(torch.optim.Optimizer):
 
 
 def unhooked(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Return the class's step without its hooks.
-
-    Torch wraps it in them when the first of its optimizers is made. They run around the outer step already.
-    """
+    """Return the class's step without its hooks."""
+    # Torch wraps it in them when the first of its optimizers is made. They run around the outer step already.
     step: Any = optimizer.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
+# A group's `lr` stays as the user or a scheduler wrote it. So any scheduler works, also one that writes absolute values
+# (OneCycleLR, `group["lr"] = ...`) or has a floor. The factor is a separate entry, and the two are multiplied only
+# while torch's own step runs.
 def _scale(group: Group) -> None:
     """Set the values for torch's step, without torch's own factor of the decay."""
     factor = group["lr_factor"]

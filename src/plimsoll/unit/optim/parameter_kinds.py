@@ -1,21 +1,5 @@
 """Kinds of a model's parameters, and u-muP's factors of their learning rates.
 
-A kind is an attribute of the module that owns the parameter, under the parameter's name, and not of the tensor.
-Sharding and `to_empty` replace the tensor, and copies and pickles drop its attributes. The same holds for two facts
-that a shape does not contain: the number of inputs that an output sums over if that is not ``shape[1:]``, and the depth
-of a residual stack.
-
-With unit-scaled weights and gradients, a step changes the result of a hidden product by lr * fan_in^1/2 times the
-factor, since the updates of its inputs' weights point the same way. So the factor fan_in^-1/2 makes the change lr at
-any width. A readout has its fan_in^-1 in the forward factor already. A residual stack adds up the steps of its layers:
-depth^-1/2.
-
-An embedding's rows are not summed, and muP has no factor for them. u-muP uses width^-1/2, for better losses in its
-sweeps of large models (arXiv 2407.17465). Here a step of a table is lr at any width, which is muP's rule. On a small
-character model both carry over width equally well, and without the factor losses are lower by a tenth and more
-(docs/how-to/unit-scaled-model.md). For u-muP's rule use ``tag(table, weight="weight")`` and ``tag_fan_in(table,
-weight=width)``.
-
 Adam's updates have unit size for any scale of the gradients. SGD's have the gradients' scale, which is 1 at any width
 too if the readout's own gradient is at unit scale (its constraint is None). Then the same factors hold. Under another
 constraint every gradient shrinks with the width, which `SGD` refuses.
@@ -35,6 +19,10 @@ Kind = Literal["weight", "readout", "embedding", "bias", "norm"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 # Attributes of modules.
+# A kind is an attribute of the module that owns the parameter, under the parameter's name, and not of the tensor.
+# Sharding and `to_empty` replace the tensor, and copies and pickles drop its attributes. The same holds for two facts
+# that a shape does not contain: the number of inputs that an output sums over if that is not `shape[1:]`, and the depth
+# of a residual stack.
 _KINDS, _FANS, _DEPTH, _DEPTHS = "unit_kinds", "unit_fans", "unit_depth", "unit_depths"
 
 
@@ -192,6 +180,15 @@ def _check_owned(module: nn.Module, name: str) -> None:
         )
 
 
+# With unit-scaled weights and gradients, a step changes the result of a hidden product by lr * fan_in^1/2 times the
+# factor, since the updates of its inputs' weights point the same way. So the factor fan_in^-1/2 makes the change lr at
+# any width. A readout has its fan_in^-1 in the forward factor already. A residual stack adds up the steps of its
+# layers, hence depth^-1/2.
+#
+# An embedding's rows are not summed, and muP has no factor for them. u-muP uses width^-1/2, for better losses in its
+# sweeps of large models (arXiv 2407.17465). Here a step of a table is lr at any width, which is muP's rule. On a small
+# character model both carry over width equally well, and without the factor losses are lower by a tenth and more
+# (docs/how-to/unit-scaled-model.md). u-muP's rule is that of a table tagged as a "weight" whose fan-in is the width.
 def lr_factor(trait: Trait) -> float:
     """Return a learning rate's factor: fan_in^-1/2 for weights, times depth^-1/2.
 

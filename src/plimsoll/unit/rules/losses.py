@@ -1,8 +1,4 @@
-"""Rules of losses: their values stay, and their gradients start at unit scale.
-
-A mean over n values divides every gradient by n. So the incoming gradient is multiplied by n first, and is never small.
-The rest of the loss's scale multiplies the gradient of its input.
-"""
+"""Rules of losses: their values stay, and their gradients start at unit scale."""
 
 from typing import cast
 
@@ -16,6 +12,8 @@ from plimsoll.unit.rules.operation import Ideal, Rule, Site, following
 _MEAN = 1  # torch's number of the reduction, as ATen takes it
 
 
+# A mean over n values divides every gradient by n. So the incoming gradient is multiplied by n first, and is never
+# small. The rest of the loss's scale multiplies the gradient of its input.
 def _loss(site: Site, own: float, dims: list[int], place: int) -> Ideal:
     x = cast("fx.Node", site.node.args[0])
     mean = site.argument(place, "reduction", _MEAN) == _MEAN

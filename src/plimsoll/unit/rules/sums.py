@@ -25,11 +25,9 @@ def broadcast(site: Site, source: fx.Node) -> Factor:
 
 
 def is_bias(site: Site, port: Port) -> bool:
-    """Return whether a port gets a bias: a parameter of at most one dimension.
-
-    A bias starts at zero, so it does not count as a term.
-    """
+    """Return whether a port gets a bias: a parameter of at most one dimension."""
     source = site.ports[port]
+    # A bias starts at zero, so it does not count as a term.
     return parameter_behind(source, site.flow) is not None and sum(size != 1 for size in shape_of(source)) <= 1
 
 

@@ -18,7 +18,7 @@ backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
 def leaves_of(roots: "list[Tensor]") -> dict[int, Tensor]:
     """The leaves that a backward from these tensors reaches, by identity; not those inside a checkpoint."""
     variables = (getattr(node, "variable", None) for node in _nodes(roots))
-    return {id(found): found for found in variables if found is not None}
+    return {id(leaf): leaf for leaf in variables if leaf is not None}
 
 
 def operations_of(root: Tensor) -> list[Any]:

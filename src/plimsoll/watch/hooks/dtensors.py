@@ -1,11 +1,4 @@
-"""Placements of DTensors: which part of a whole a plain tensor is.
-
-A module that `parallelize_module` distributed gives out the local tensor of a DTensor; the node of the autograd graph
-that made it plain knows the placements still, so that its values count as those of the DTensor (`behind`).
-
-The gradient of a replicated DTensor may come as partial sums, which no rank can read as a number. It is reduced by the
-next node on the way back, the one that made the tensor a DTensor or redistributed it, and read after that (`reading`).
-"""
+"""Placements of DTensors: which part of a whole a plain tensor is."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -19,12 +12,17 @@ _REDUCING = frozenset({_MADE_SHARDED, "RedistributeBackward"})
 Take = Callable[[Tensor], None]
 
 
+# A module that `parallelize_module` distributed gives out the local tensor of a DTensor; the node of the autograd graph
+# that made it plain knows the placements still, so that its values count as those of the DTensor (`behind`).
 def behind(x: Tensor) -> Tensor:
     """The DTensor that a plain tensor is the local part of; a tensor that is none, itself."""
     spec = _spec_behind(x)
     return x if spec is None else _sharded(x.detach(), spec)
 
 
+# The gradient of a replicated DTensor may come as partial sums, which no rank can read as a number. It is reduced by
+# the next node on the way back, the one that made the tensor a DTensor or redistributed it, and read after that
+# (`reading`).
 def reading(x: Tensor, take: Take) -> Take:
     """A hook for the tensor's gradient, which hands it to `take` as soon as it can be read."""
     spec = _spec_behind(x)

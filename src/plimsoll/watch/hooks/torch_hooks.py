@@ -103,8 +103,8 @@ _given = _Given()
 
 def seeds() -> list[Any]:
     """The gradients that the backward which begins on this thread was given, one for each of its tensors."""
-    given = _given.seeds
-    listed: list[Any] = [] if given is None else [given] if isinstance(given, torch.Tensor) else list(given)
+    current = _given.seeds
+    listed: list[Any] = [] if current is None else [current] if isinstance(current, torch.Tensor) else list(current)
     return listed if any(seed is not None for seed in listed) else []
 
 
@@ -118,7 +118,7 @@ def factor_of(x: Any) -> float:
 
 def listeners() -> list[TrainingEvents]:
     """Return the active listeners."""
-    return [found for found in (ref() for ref in _listeners) if found is not None]
+    return [listener for listener in (ref() for ref in _listeners) if listener is not None]
 
 
 def subscribe(listener: TrainingEvents, scaler: object = None) -> None:
@@ -178,6 +178,7 @@ def _install() -> None:
         _patch_scaler(kind)
 
 
+# A child that trained its parent's watched model measured it with threads of torch's that no child has, and hung.
 def _after_fork() -> None:
     """In a child torch is as it was: watches are their process's alone."""
     global _lock  # noqa: PLW0603  (one that another thread held at the fork is held for ever)
@@ -192,7 +193,7 @@ if hasattr(os, "register_at_fork"):
 
 def _uninstall() -> None:
     # All are called before they are forgotten: each can be called again, after an interruption.
-    for undo in reversed([*_undo, *(each for of_owner in _patched.values() for each in of_owner)]):
+    for undo in reversed([*_undo, *(undo_of_owner for of_owner in _patched.values() for undo_of_owner in of_owner)]):
         undo()
     _undo.clear()
     _patched.clear()

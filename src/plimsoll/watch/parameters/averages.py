@@ -3,16 +3,6 @@
 A moving average takes a small part of its distance to the weights at every step. Where that part is less than half a
 unit in the last place, rounding gives back the value that it was, however far away the weights are. That shows in no
 spectrum. So a few 16-bit tensors in no optimizer are followed, each beside the trained weight that it is a copy of.
-
-At most 4,096 values of each are compared with a slow average of the same weights, kept in FP32: decay 0.9999. A value
-is stuck if the slow average has left it by a unit in the last place, and it is still the same: any faster average in
-FP32 would have moved it, too. A copy whose values are stuck while others of it move (those near zero are free to) is an
-average. One that does not move at all is frozen, or copied anew from time to time, and not meant.
-
-A counter is a buffer of one value that has grown by the same amount with each change in place. Where adding that amount
-once more gives the value back, it counts no further: BF16 stops at 256, FP16 at 2,048.
-
-There is a look after 1, 2, 4, 8, ... steps and then every 256. Nothing here waits for a device.
 """
 
 import itertools
@@ -32,6 +22,7 @@ from plimsoll.watch.session import WatchSession
 _FORMATS = {dtype: FORMATS[dtype].name for dtype in SIXTEEN_BIT}
 _FOLLOWED = 16  # copies
 _SAMPLE = 4096  # values of each
+# Averages are checked after 1, 2, 4, 8, ... steps and then every 256. Nothing here waits for a device.
 _EVERY = 256  # steps between looks: one takes about two milliseconds
 _DECAY = 0.9999  # the slowest that is usual
 _SHARE = 0.1  # of the sample: less does not matter
@@ -93,19 +84,19 @@ class Averages:
 
         def produce() -> list[Record]:
             table = cast("list[list[int]]", counts.tensor().tolist())
-            found: dict[str, str] = {}
+            fact_of_name: dict[str, str] = {}
             moving: list[str] = []
             for (name, fmt, size), (moved, stuck) in zip(facts, table, strict=True):
                 if name in self._stuck - self._moving and moved > stuck:
                     moving.append(name)
                 elif name not in self._stuck and moved and stuck > max(moved, _SHARE * size):
-                    found[name] = fmt
-            self._stuck.update(found)
+                    fact_of_name[name] = fmt
+            self._stuck.update(fact_of_name)
             self._moving.update(moving)
             records: list[Record] = []
-            if found:
-                fmt = next(iter(found.values()))
-                records.append(_event(step, "average stuck", list(found), format=fmt, of=of))
+            if fact_of_name:
+                fmt = next(iter(fact_of_name.values()))
+                records.append(_event(step, "average stuck", list(fact_of_name), format=fmt, of=of))
             if moving:
                 records.append(_event(step, "average moves", moving))
             return records
@@ -128,6 +119,11 @@ class _Copy:
         self._is_copy = (self._target - self._value).square().sum() < self._value.square().sum()
         self._has_moved = torch.zeros_like(self._is_copy)
 
+    # At most 4,096 values of each are compared with a slow average of the same weights, kept in FP32: decay 0.9999. A
+    # value is stuck if the slow average has left it by a unit in the last place, and it is still the same: any faster
+    # average in FP32 would have moved it, too. A copy whose values are stuck while others of it move (those near zero
+    # are free to) is an average. One that does not move at all is frozen, or copied anew from time to time, and not
+    # meant.
     def look(self, passed: int, owned: Collection[int]) -> Tensor | None:
         """Return how many sampled values have moved, and how many are stuck; None for a tensor to drop."""
         copy, weight = self._copy(), self._weight()
@@ -167,6 +163,8 @@ class _Counter:
         x = self._buffer()
         return None if x is None else (DeviceValue(x.float()), x._version)  # noqa: SLF001
 
+    # A counter is a buffer of one value that has grown by the same amount with each change in place. Where adding that
+    # amount once more gives the value back, it counts no further: BF16 stops at 256, FP16 at 2,048.
     def is_stuck(self, value: DeviceValue, version: int) -> bool:
         """Return whether the value has stopped since the last look, though it was changed. True once."""
         now, last = value.value(), self._last
@@ -192,6 +190,8 @@ def _counters(core: WatchSession) -> list[_Counter]:
     return [_Counter(name, x) for name, x in single[:_FOLLOWED]]
 
 
+# Sixteen copies are chosen by name before their weights are sought, so that not all names of a large model are
+# compared.
 def _chosen(core: WatchSession, owned: Collection[int]) -> list[_Copy]:
     """Some of the model's 16-bit tensors in no optimizer, each with the trained weight that its name is most like."""
     model = core.model()
@@ -207,14 +207,14 @@ def _chosen(core: WatchSession, owned: Collection[int]) -> list[_Copy]:
         if x.dtype in _FORMATS and id(x) not in owned and x.grad is None and _is_plain(x)
         if (x.shape, x.device) in trained
     ]
-    found: list[_Copy] = []
+    copies: list[_Copy] = []
     for name, x in mine[:: -(-len(mine) // _FOLLOWED) or 1]:
         likeness, weight = max(
             ((_likeness(name, theirs), w) for theirs, w in trained[x.shape, x.device]), key=lambda pair: pair[0]
         )
         if any(likeness):
-            found.append(_Copy(name, x, weight))
-    return found
+            copies.append(_Copy(name, x, weight))
+    return copies
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -231,7 +231,7 @@ def _likeness(name: str, weight: str) -> tuple[int, int]:
 
 def _shared_end(a: str, b: str) -> int:
     pairs = enumerate(zip(reversed(a), reversed(b), strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(a), len(b)))
+    return next((place for place, (letter, other) in pairs if letter != other), min(len(a), len(b)))
 
 
 _MESSAGES = {

@@ -3,11 +3,6 @@
 Weights are those that the step's forward has used, read before the optimizer changes them; gradients are what the
 optimizer is given (after unscaling and clipping), read before its step, or after it where the step itself runs the
 backward (a closure). A step that a scaler skips is read when the skip is known, non-finite gradients and all.
-
-Steps that are not sampled read no gradients on a CPU, where that would take as long as a hundredth of the step. Their
-non-finite values are counted if something says that there are some: the loss, a scaler's skip, the norm that clipping
-takes, or a few small gradients. A NaN that arises in a backward spreads to the gradients of all layers before it. On
-other devices all are counted at every step, which the training does not wait for.
 """
 
 import itertools
@@ -145,6 +140,10 @@ class Parameters:
         scaled = isinstance(scale, Tensor) and not getattr(scale, "plimsoll_unscaled", False)
         self._read_gradients_of(known.named, scaled=scaled, masters=masters)
 
+    # Steps that are not sampled read no gradients on a CPU, where that would take as long as a hundredth of the step.
+    # Their non-finite values are counted if something says that there are some: the loss, a scaler's skip, the norm
+    # that clipping takes, or a few small gradients. A NaN that arises in a backward spreads to the gradients of all
+    # layers before it. On other devices all are counted at every step, which the training does not wait for.
     def _seem_finite(self, known: _Steered) -> bool:
         """Whether nothing speaks for NaN or Inf in the gradients of an optimizer on a CPU."""
         if self.suspect:
@@ -226,8 +225,8 @@ class Parameters:
     def _read_gradients_of(
         self, params: Mapping[str, Tensor], *, scaled: bool, masters: Mapping[int, Tensor] | None = None
     ) -> None:
-        found = {name: _gradient(p, (masters or {}).get(id(p))) for name, p in params.items()}
-        grads = {name: g for name, g in found.items() if g is not None}
+        gradients = {name: _gradient(p, (masters or {}).get(id(p))) for name, p in params.items()}
+        grads = {name: g for name, g in gradients.items() if g is not None}
         measured: list[str] = []
         if self.core.due.gradients:
             dense = {name: g for name, g in grads.items() if not g.is_sparse}
@@ -296,7 +295,7 @@ class Parameters:
         rows.enter(row, core.series_of("gradients", name, values), scaled=scaled)
 
     def _read_state(self, optimizer: Any, params: Mapping[str, Tensor]) -> None:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         names = {id(p): name for name, p in params.items()}
         names |= {id(m): names[id(p)] for m, p in masters_of(optimizer) if id(p) in names}
         for key, state in optimizer.state.items():
@@ -305,10 +304,10 @@ class Parameters:
                 continue
             for path, x in cast("Mapping[Any, Any]", state).items() if isinstance(state, Mapping) else [("", state)]:
                 if isinstance(x, Tensor):  # nearly all are
-                    found[f"{name}:{path}" if path else name] = x
+                    tensors[f"{name}:{path}" if path else name] = x
                 else:
-                    found |= {f"{name}:{inner}" if inner else name: y for inner, y in _state_tensors(x, str(path))}
-        self._measure("optimizer", found)
+                    tensors |= {f"{name}:{inner}" if inner else name: y for inner, y in _state_tensors(x, str(path))}
+        self._measure("optimizer", tensors)
 
     def _count(self, grads: Iterable[Tensor]) -> None:
         for device, tensors in _listed(grads, self.core).items():
@@ -323,28 +322,26 @@ class Parameters:
 
     def members(self) -> list[tuple[int, Tensor]]:
         """The model's parameters by identity, those that are not selected too."""
-        found = [(key, ref()) for key, ref in self._members.items()]
-        if any(p is None for _, p in found):
+        live = [(key, ref()) for key, ref in self._members.items()]
+        if any(p is None for _, p in live):
             self._learn()
-            found = [(key, ref()) for key, ref in self._members.items()]
-        return [(key, p) for key, p in found if p is not None]
+            live = [(key, ref()) for key, ref in self._members.items()]
+        return [(key, p) for key, p in live if p is not None]
 
     def gradient_marks(self) -> Marks:
-        """Return the identity and version of parameters' gradients, None without one.
-
-        Those of a few parameters stand for all as long as one optimizer has them and each backward reaches them. All
-        of a transformer's were 0.2 ms a step, most of it cache misses.
-        """
+        """Return the identity and version of parameters' gradients, None without one."""
+        # The marks of a few parameters stand for all as long as one optimizer has them and each backward reaches them.
+        # All of a transformer's were 0.2 ms a step, most of it cache misses.
         refs = self._marked
         if refs is None or self.marks_all:
             refs = self._marked = self._members if self.marks_all else self._few()
-        found: Marks = {}
+        marks: Marks = {}
         for key, ref in refs.items():
             p = ref()
             if p is not None:
                 g = p.grad
-                found[key] = None if g is None else (id(g), _inner(g)._version)  # noqa: SLF001  (public in all but name)
-        return found
+                marks[key] = None if g is None else (id(g), _inner(g)._version)  # noqa: SLF001  (public in all but name)
+        return marks
 
     def _few(self) -> "dict[int, weakref.ref[Tensor]]":
         optimizers = list(self._optimizers)
@@ -356,12 +353,10 @@ class Parameters:
         return leaves_of(roots).keys() & self._members.keys()
 
     def reach(self, roots: list[Tensor]) -> Literal["ours", "both", "others", "unknown"]:
-        """Whose parameters a backward from these tensors reaches; unknown where none is seen.
-
-        FSDP's graphs have other tensors in the parameters' place, and re-entrant checkpoints hide theirs.
-        """
+        """Whose parameters a backward from these tensors reaches; unknown where none is seen."""
         reached = {key for key, leaf in leaves_of(roots).items() if isinstance(leaf, nn.Parameter)}
         ours = reached & {key for key, _ in self.members()}
+        # FSDP's graphs have other tensors in the parameters' place, and re-entrant checkpoints hide theirs.
         if not reached or self.are_sharded():
             return "unknown"
         return ("ours" if ours == reached else "both") if ours else "others"
@@ -445,9 +440,9 @@ class Parameters:
                 self._names[id(p)] = (weakref.ref(p), None)  # another model's: not asked about again
 
     def _all(self) -> dict[str, Tensor]:
-        found = [(name, ref()) for ref, name in self._names.values()]
+        named = [(name, ref()) for ref, name in self._names.values()]
         counts = self.core.ranks.counts
-        return {name: p for name, p in found if name is not None and p is not None and counts(p)}
+        return {name: p for name, p in named if name is not None and p is not None and counts(p)}
 
 
 def parameters_of(optimizer: Any) -> Iterator[Tensor]:
@@ -459,12 +454,10 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 
 def masters_of(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
-    """The FP32 masters that an optimizer steps, each with the model's weight; whoever put them there tells it.
-
-    The attribute is a function without arguments, so that an optimizer's copies and pickles have none of it.
-    """
-    told: Any = getattr(optimizer, "plimsoll_masters", None)
-    return [] if told is None else list(told())
+    """The FP32 masters that an optimizer steps, each with the model's weight; whoever put them there tells it."""
+    # The attribute is a function without arguments, so that an optimizer's copies and pickles have none of it.
+    masters: Any = getattr(optimizer, "plimsoll_masters", None)
+    return [] if masters is None else list(masters())
 
 
 def innermost(optimizer: Any) -> Any:
@@ -476,12 +469,12 @@ def innermost(optimizer: Any) -> Any:
 
 def _gradient(p: Tensor, master: Tensor | None) -> Tensor | None:
     """Return the gradient that the optimizer reads: that of the master, if it has one."""
-    given = None if master is None else master.grad
-    return p.grad if given is None else given
+    own = None if master is None else master.grad
+    return p.grad if own is None else own
 
 
 def _listed(grads: Iterable[Tensor], core: WatchSession) -> dict[torch.device, list[Tensor]]:
-    found: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[torch.device, list[Tensor]] = {}
     for g in grads:
         if not core.ranks.counts_plain and not hasattr(g, "placements"):
             continue
@@ -490,8 +483,8 @@ def _listed(grads: Iterable[Tensor], core: WatchSession) -> dict[torch.device, l
         else:
             plain = core.readable(g.coalesce().values() if g.is_sparse else g, "gradients")
         if plain is not None:
-            found.setdefault(plain.device, []).append(plain)
-    return found
+            by_device.setdefault(plain.device, []).append(plain)
+    return by_device
 
 
 def _state_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

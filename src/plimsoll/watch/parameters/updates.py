@@ -92,10 +92,10 @@ class Updates:
 
 def by_device(named: Mapping[str, Tensor]) -> dict[torch.device, list[str]]:
     """The names of the tensors on each device."""
-    found: dict[torch.device, list[str]] = {}
+    names: dict[torch.device, list[str]] = {}
     for name, x in named.items():
-        found.setdefault(x.device, []).append(name)
-    return found
+        names.setdefault(x.device, []).append(name)
+    return names
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

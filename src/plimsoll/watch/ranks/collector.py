@@ -5,9 +5,6 @@ files; what rank 0 does not take waits in bounded memory. Rank 0 (`Collector`) h
 have got there, and adds up those that are parts of a whole. What must be compared over all steps before it is known
 whether it is a replica (plain tensors of tensor-parallel ranks), what comes too late, scalars and events go into the
 part set of the rank they came from, which rank 0 writes in its place: a reader finds what it would have found without.
-
-Rank 0 waits for no rank: a step is written when too many are open, or it is for too long. A rank that finds rank 0 gone
-(closed, or no sign of life for `sender.PATIENCE_SECONDS`) opens its own part set, and goes on there.
 """
 
 import contextlib
@@ -121,6 +118,8 @@ class Collector(RunWriter):
             for place, batch in enumerate(batches):
                 yield _as_part(batch, last=place == len(batches) - 1)
 
+    # Rank 0 waits for no rank: a step is written when too many are open, or it is for too long. A rank that finds rank
+    # 0 gone (closed, or no sign of life for `sender.PATIENCE_SECONDS`) opens its own part set, and goes on there.
     def _has_too_much(self) -> bool:
         size = sum(batch.rows.nbytes for _, batches in self._steps.values() for batch in batches)
         return len(self._steps) > _OPEN_STEPS or size > _OPEN_BYTES

@@ -166,14 +166,13 @@ def _widest_mesh(model: nn.Module) -> Any:
 
 
 def _is_replica(p: Any, widest: Any) -> bool:
-    """Whether p lies along some of the mesh's dimensions, and this is not the first rank along the others.
-
-    A parameter that `parallelize_module` left alone, and `fully_shard` sharded, is the same along the other dimension.
-    """
+    """Whether p lies along some of the mesh's dimensions, and this is not the first rank along the others."""
     names, mine = widest.mesh_dim_names, getattr(getattr(p, "device_mesh", None), "mesh_dim_names", None)
     coordinate = widest.get_coordinate()
     if not names or not mine or coordinate is None or not set(mine) < set(names):
         return False
+    # A parameter that `parallelize_module` left alone, and `fully_shard` sharded, is the same along the other
+    # dimension.
     return any(place and name not in mine for name, place in zip(names, coordinate, strict=True))
 
 

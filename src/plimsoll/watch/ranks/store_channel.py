@@ -1,9 +1,4 @@
-"""Messages from ranks to rank 0 through the key-value store of the process group, and the writer that sends them.
-
-The store is a server (or a file) that all ranks reach. No rank waits for another, so a rank that dies or lags does not
-delay the others. A collective cannot promise that. A message is a key that its sender sets. The process that deletes
-the key owns the message: rank 0, or the sender itself if rank 0 is gone. So no message counts twice.
-"""
+"""Messages from ranks to rank 0 through the key-value store of the process group, and the writer that sends them."""
 
 import errno
 import json
@@ -76,6 +71,9 @@ class StoreChannel:
         message = self.told(f"{rank}/{number}")
         return message if message is not None and self.claim(rank, number) else None
 
+    # The store is a server (or a file) that all ranks reach. No rank waits for another, so a rank that dies or lags
+    # does not delay the others. A collective cannot promise that. A message is a key that its sender sets. The process
+    # that deletes the key owns the message: rank 0, or the sender itself if rank 0 is gone. So no message counts twice.
     def claim(self, rank: int, number: int) -> bool:
         """Takes a message away; False if it had gone."""
         return _asked(lambda: bool(self._store.delete_key(f"{rank}/{number}")))
@@ -169,7 +167,7 @@ class Outbox:
         if sign != self._sign:
             self._sign, self._heard = sign, time.monotonic()
         if closed is not None or time.monotonic() - self._heard > PATIENCE_SECONDS:
-            back = [held for n, held in self._underway.items() if self._link.claim(self._link.rank, n)]
+            back = [message for n, message in self._underway.items() if self._link.claim(self._link.rank, n)]
             self._take_over("rank 0 has closed the run" if closed else "rank 0 gives no sign of life", back)
         return False
 
@@ -252,7 +250,7 @@ class Outbox:
                 time.sleep(_POLL_SECONDS)
                 self.renew()
             if self._own is None and self._underway:
-                back = [held for n, held in self._underway.items() if self._link.claim(self._link.rank, n)]
+                back = [message for n, message in self._underway.items() if self._link.claim(self._link.rank, n)]
                 if any(kind is not None for kind, *_ in back):
                     self._take_over("rank 0 did not take its last records in time", back)
         if self._own is not None:

@@ -128,23 +128,21 @@ class CapturedCall:
         return dropouts
 
     def send_back(self, outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-        """Gives the leaves that are wanted their gradients, from the real ones that arrived at the outputs.
-
-        By the engine itself: inside `torch.autograd.backward` a checkpoint's recomputation would be outside of the
-        function mode that keeps it in FP32.
-        """
+        """Gives the leaves that are wanted their gradients, from the real ones that arrived at the outputs."""
         there = [(outputs[index], g) for index, g in self.gradients.items() if outputs[index].requires_grad]
-        ends, given = tuple(y for y, _ in there), tuple(g.to(y.dtype) for y, g in there)
+        ends, gradients = tuple(y for y, _ in there), tuple(g.to(y.dtype) for y, g in there)
+        # By the engine itself: inside `torch.autograd.backward` a checkpoint's recomputation would be outside of the
+        # function mode that keeps it in FP32.
         engine = cast("Any", torch.autograd.Variable)._execution_engine  # noqa: SLF001
-        engine.run_backward(ends, given, False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=True)
+        engine.run_backward(ends, gradients, False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=True)
 
     def unmatched(self) -> set[int]:
         """The series of which some part was not compared."""
-        found: set[int] = set()
+        missing: set[int] = set()
         for seen in self.seen.values():
-            found.update(seen.series if seen.values is not None else ())
-            found.update(seen.gradient_series if seen.gradient is not None else ())
-        return found
+            missing.update(seen.series if seen.values is not None else ())
+            missing.update(seen.gradient_series if seen.gradient is not None else ())
+        return missing
 
 
 def _version(x: Tensor) -> int:
@@ -166,9 +164,9 @@ def watch_calls(root: nn.Module, around: Around) -> Callable[[], None]:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or (told := listener()) is None or unwrapped(self) is not ours():
+        if torch.compiler.is_compiling() or (around_call := listener()) is None or unwrapped(self) is not ours():
             return original(self, *args, **kwargs)
-        return told(functools.partial(original, self), args, kwargs)
+        return around_call(functools.partial(original, self), args, kwargs)
 
     kind.__call__ = call
     return lambda: _undo(kind, call, original)

@@ -44,11 +44,11 @@ class Comparisons:
 
     def enter(self, sample: Sample, left_out: Collection[int]) -> None:
         """Put the rows beside the sample's entries, one of each series (its entries are added up when written)."""
-        for device, found in self._rows.items():
+        for device, rows_of_device in self._rows.items():
             rows = sample.rows(device)
             entries = {number: entry for entry, number in enumerate(rows.series)}
-            table = DeviceValue(torch.stack([row for row, _, _ in found]))
-            for place, (_, series, carries_scale) in enumerate(found):
+            table = DeviceValue(torch.stack([row for row, _, _ in rows_of_device]))
+            for place, (_, series, carries_scale) in enumerate(rows_of_device):
                 rows.errors += [
                     EntryErrors(entries[number], table, place, carries_scale)
                     for number in series

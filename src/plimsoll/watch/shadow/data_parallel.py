@@ -4,10 +4,6 @@ The model itself is repeated, without what distributes it: DistributedDataParall
 of `fully_shard`, which would gather the real weights, are left out. Weights are gathered into full leaves instead. The
 repetition's gradients are averaged over the ranks as the real ones were, and each rank keeps the part that it has of
 the real gradient.
-
-These are the only collectives of a watch in a training step. Ranks meet in the process group's store before, since one
-that does not watch would keep the others waiting in a collective. One that cannot repeat its part says so, and then
-none compares.
 """
 
 import sys
@@ -79,16 +75,18 @@ def of(root: nn.Module, ranks: Ranks) -> DataParallel | str | None:
     return DataParallel(groups, torch.device(meshes[0].device_type))
 
 
+# These are the only collectives of a watch in a training step. Ranks meet in the process group's store before, since
+# one that does not watch would keep the others waiting in a collective. One that cannot repeat its part says so, and
+# then none compares.
 def meet(name: str, world: int) -> bool:
     """Return whether all ranks have come here; the same on each that has.
-
-    The last to come says so, or the first to lose patience says that they have not: whichever is first in the store.
 
     Args:
         name: Name of the meeting, which no other has.
         world: Number of ranks.
     """
     store = _store(name)
+    # The last rank to come answers "all", or the first to lose patience "not all": whichever is first in the store.
     if store.add("ranks", 1) == world:
         return store.compare_set("answer", "", "all") == b"all"
     try:
@@ -133,8 +131,8 @@ def hooks_of_sharding(root: nn.Module) -> set[int]:
         return set()
     states = [cast("Any", module)._get_fsdp_state() for module in root.modules() if isinstance(module, kind)]  # noqa: SLF001
     names = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
-    found = [getattr(state, name, None) for state in states for name in names]
-    return {number for handle in found for number in _numbers(handle)}
+    handles = [getattr(state, name, None) for state in states for name in names]
+    return {number for handle in handles for number in _numbers(handle)}
 
 
 def without_hooks(root: nn.Module, left_out: set[int]) -> None:
@@ -143,8 +141,8 @@ def without_hooks(root: nn.Module, left_out: set[int]) -> None:
         for kind in ("_forward_pre_hooks", "_forward_hooks"):
             hooks: Mapping[int, Any] = vars(module)[kind]
             if left_out & hooks.keys():
-                kept = [(number, hook) for number, hook in hooks.items() if number not in left_out]
-                vars(module)[kind] = type(hooks)(kept)  # type: ignore[call-arg]
+                remaining = [(number, hook) for number, hook in hooks.items() if number not in left_out]
+                vars(module)[kind] = type(hooks)(remaining)  # type: ignore[call-arg]
 
 
 def _numbers(handle: Any) -> Iterable[int]:

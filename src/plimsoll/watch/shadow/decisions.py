@@ -63,12 +63,12 @@ class Decisions(TorchFunctionMode):
             self._inside.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given: dict[str, Any] = kwargs or {}
+        keywords: dict[str, Any] = kwargs or {}
         if func in _TOPK or func in _ARGMAX or func in _ARGMIN:
-            choice = _choice(self._inside[-1] if self._inside else "", func, args, given)
+            choice = _choice(self._inside[-1] if self._inside else "", func, args, keywords)
             if choice is not None:
                 self.made.append(choice)
-        return func(*args, **given)
+        return func(*args, **keywords)
 
 
 class Tally:
@@ -86,20 +86,20 @@ class Tally:
     def add_all(self, values: Decisions, reference: Decisions) -> None:
         """Compare the decisions of two forwards in their order. None if there are more of them in one."""
         if len(values.made) == len(reference.made):
-            for one, other in zip(values.made, reference.made, strict=True):
-                self.add(other.module, one, other)
+            for low, other in zip(values.made, reference.made, strict=True):
+                self.add(other.module, low, other)
 
     def scalars(self) -> Mapping[str, float]:
         """Return shares of flipped and tied rows, and the median margin, as scalars of a run."""
-        found: dict[str, float] = {}
+        by_name: dict[str, float] = {}
         for name, parts in self._compared.items():
             rows = sum(part.flipped.numel() for part in parts)
-            found[f"{FLIPS}{name}"] = sum(float(part.flipped.sum()) for part in parts) / rows
-            found[f"{TIES}{name}"] = sum(float(part.tied.sum()) for part in parts) / rows
+            by_name[f"{FLIPS}{name}"] = sum(float(part.flipped.sum()) for part in parts) / rows
+            by_name[f"{TIES}{name}"] = sum(float(part.tied.sum()) for part in parts) / rows
             margin = float(torch.cat([part.margins for part in parts]).median())
             if math.isfinite(margin):
-                found[f"{MARGIN}{name}"] = margin
-        return found
+                by_name[f"{MARGIN}{name}"] = margin
+        return by_name
 
 
 def compared(values: Choice, reference: Choice) -> Compared:
@@ -110,7 +110,7 @@ def compared(values: Choice, reference: Choice) -> Compared:
 
 def _compared(values: Choice, reference: Choice) -> Compared:
     low, high, count = _rows(values.scores), _rows(reference.scores), values.count
-    kept, best = (x.topk(count + 1, dim=-1) for x in (low, high))
+    own, best = (x.topk(count + 1, dim=-1) for x in (low, high))
     chosen, wanted = (
         torch.zeros(x.shape, dtype=torch.bool, device=x.device).scatter_(-1, _largest(x, count), True)
         for x in (low, high)
@@ -119,15 +119,12 @@ def _compared(values: Choice, reference: Choice) -> Compared:
     finite = torch.isfinite(low) & torch.isfinite(high)
     error = torch.where(finite, low.double() - high.double(), 0.0)
     spread = math.sqrt(2) * error.square().mean(-1).sqrt()
-    tied = (kept.values[:, count - 1] == kept.values[:, count]) & (gap > 0)
+    tied = (own.values[:, count - 1] == own.values[:, count]) & (gap > 0)
     return Compared(flipped=(chosen != wanted).any(-1), tied=tied, margins=gap / spread)
 
 
 def class_axis(gradient: Tensor) -> int | None:
-    """Return the axis of classes of an output whose gradient is that of a cross-entropy. None for another gradient.
-
-    Softmax minus one: one value of a row, its target's, is negative, and all add up to zero.
-    """
+    """Return the axis of classes of an output whose gradient is that of a cross-entropy. None for another gradient."""
     for axis in (-1, 1) if gradient.dim() > 2 else (-1,):
         if gradient.dim() < 2 or gradient.shape[axis] < 2:
             continue
@@ -135,8 +132,11 @@ def class_axis(gradient: Tensor) -> int | None:
         rows = rows[rows.abs().sum(-1) > 0]
         if not len(rows):
             return None
-        one = (rows < 0).sum(-1) == 1
-        if bool((one & (rows.sum(-1).abs() <= _NEAR_ZERO * rows.abs().sum(-1))).float().mean() >= _ONE_NEGATIVE):
+        # Softmax minus one: one value of a row, its target's, is negative, and all add up to zero.
+        has_one_negative = (rows < 0).sum(-1) == 1
+        if bool(
+            (has_one_negative & (rows.sum(-1).abs() <= _NEAR_ZERO * rows.abs().sum(-1))).float().mean() >= _ONE_NEGATIVE
+        ):
             return axis
     return None
 
@@ -148,13 +148,13 @@ def class_choice(scores: Tensor, axis: int) -> Choice:
 
 def _choice(module: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice | None:
     names = ("input", "k", "dim", "largest") if func in _TOPK else ("input", "dim")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    x, count, axis = given.get("input"), given.get("k", 1), given.get("dim", -1 if func in _TOPK else None)
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    x, count, axis = arguments.get("input"), arguments.get("k", 1), arguments.get("dim", -1 if func in _TOPK else None)
     if not isinstance(x, Tensor) or not x.is_floating_point() or not 0 < x.numel() <= _MOST or not x.dim():
         return None
     scores = x.detach().clone()  # a router may go on and change its scores in place
     scores = scores.flatten() if axis is None else scores.movedim(axis, -1)
-    smallest = func in _ARGMIN or not given.get("largest", True)
+    smallest = func in _ARGMIN or not arguments.get("largest", True)
     return Choice(module=module, scores=-scores if smallest else scores, count=int(count))
 
 

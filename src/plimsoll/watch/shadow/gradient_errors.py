@@ -1,9 +1,4 @@
-"""Gradients of parameters in a shadow step: the repetition's added up, and compared with what each backward has left.
-
-A backward adds to what is there. So the gradients before the step's first backward are noted, and taken off what the
-last one has left. Gradients that were replaced or changed since the backward before (a closure that sets them to zero)
-begin again.
-"""
+"""Errors of parameters' gradients in a shadow step: the repetition's sums against what each backward has left."""
 
 from collections.abc import Mapping
 
@@ -31,6 +26,9 @@ class GradientErrors:
         self._are_means = False
         self._compared: dict[str, Tensor] = {}  # what they were compared with: this rank's part of the ranks' mean
 
+    # A backward adds to what is there. So the gradients before the step's first backward are noted, and taken off what
+    # the last one has left. Gradients that were replaced or changed since the backward before (a closure that sets them
+    # to zero) begin again.
     def backward_begins(self, root: nn.Module) -> None:
         """A backward begins: it adds to what the last one has left, or to something else."""
         if self._left is not None and self._left == _state(root):
@@ -38,8 +36,8 @@ class GradientErrors:
         self._expected.clear()
         self._rows.clear()
         self._compared.clear()
-        found = {clean(name): p.grad for name, p in root.named_parameters()}
-        self._before = {name: g.detach().clone() for name, g in found.items() if g is not None and not g.is_sparse}
+        gradients = {clean(name): p.grad for name, p in root.named_parameters()}
+        self._before = {name: g.detach().clone() for name, g in gradients.items() if g is not None and not g.is_sparse}
         self._left = _state(root)
 
     def add(self, found: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
@@ -48,6 +46,7 @@ class GradientErrors:
             if g is not None and not self._has_hooks(name, p):
                 self._expected[name] = self._expected[name] + g if name in self._expected else g
 
+    # Compared as the backward has left them: unscaling and clipping are no errors.
     def backward_ends(self, root: nn.Module, ranks: DataParallel | None) -> None:
         """A backward has ended, and its repetition too: compares what is there now."""
         self._are_means = ranks is not None
@@ -101,8 +100,8 @@ class GradientErrors:
 
 def _state(root: nn.Module) -> _State:
     """Return which gradient each parameter has, and how often it has been changed."""
-    found = {clean(name): p.grad for name, p in root.named_parameters()}
-    return {name: _version_of(g) for name, g in found.items() if g is not None}
+    gradients = {clean(name): p.grad for name, p in root.named_parameters()}
+    return {name: _version_of(g) for name, g in gradients.items() if g is not None}
 
 
 def _version_of(g: Tensor) -> tuple[int, int]:

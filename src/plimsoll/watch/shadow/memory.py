@@ -17,13 +17,13 @@ def twin_bytes(parameters: Iterable[Tensor], wide: torch.dtype = torch.float32) 
 
     Its activations come on top: those of one step in the wide dtype.
     """
-    found: dict[torch.device, int] = {}
+    sizes: dict[torch.device, int] = {}
     for p in parameters:
         sharded = hasattr(p, "placements")
         copied = is_narrow(p.dtype, wide) or sharded
-        held = p.numel() * max(wide.itemsize, p.dtype.itemsize)
-        found[p.device] = found.get(p.device, 0) + held * (copied + p.requires_grad)
-    return found
+        size = p.numel() * max(wide.itemsize, p.dtype.itemsize)
+        sizes[p.device] = sizes.get(p.device, 0) + size * (copied + p.requires_grad)
+    return sizes
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -77,11 +77,11 @@ def fresh_inputs(inputs: Any, wide: torch.dtype | None = torch.float32) -> Any:
 def buffers_of(root: nn.Module) -> list[dict[str, Tensor]]:
     """Copies of the buffers, module by module."""
     made: dict[int, Tensor] = {}
-    found: list[dict[str, Tensor]] = []
+    buffers: list[dict[str, Tensor]] = []
     for module in root.modules():
         own = dict(module.named_buffers(recurse=False, remove_duplicate=False))
-        found.append({name: made.setdefault(id(b), b.detach().clone()) for name, b in own.items()})
-    return found
+        buffers.append({name: made.setdefault(id(b), b.detach().clone()) for name, b in own.items()})
+    return buffers
 
 
 @contextlib.contextmanager
@@ -97,14 +97,14 @@ def borrowed(
     """
     modules = list(root.modules())
     live = [vars(m) for m in modules] + [vars(m)[kind] for m in modules for kind in ("_parameters", "_buffers")]
-    before = [dict(found) for found in live]
+    before = [dict(attributes) for attributes in live]
     try:
         for module, theirs in zip(modules, buffers, strict=True):
             _lend(module, leaves, theirs, wide)
         yield
     finally:
-        for found, kept in zip(live, before, strict=True):
-            _put_back(found, kept)
+        for attributes, former in zip(live, before, strict=True):
+            _put_back(attributes, former)
 
 
 def _lend(module: nn.Module, leaves: Mapping[int, Tensor], buffers: Mapping[str, Tensor], wide: torch.dtype) -> None:

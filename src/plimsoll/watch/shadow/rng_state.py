@@ -1,11 +1,4 @@
-"""Random numbers in a repetition: the same that the real step had.
-
-Setting the generators back is enough on a CPU, whose draws do not depend on the dtype. On a GPU dropout's do: it takes
-as many numbers at a time as values fit into its widest load, and FP16 gets another mask than FP32. So the forward is
-run once more as it was, without gradients, only to note each dropout's dtype and generator state; in FP32 the mask is
-then drawn in that dtype from that state. A checkpoint's recomputation, which comes out of order, finds its dtype by the
-state that the checkpoint has set.
-"""
+"""Random numbers in a repetition: the same that the real step had."""
 
 import random
 from collections.abc import Iterable
@@ -58,6 +51,11 @@ def put(device: torch.device, state: Tensor) -> None:
     _ = generator.set_rng_state(state) if device.type == "mps" else generator.set_rng_state(state, device)
 
 
+# Setting the generators back is enough on a CPU, whose draws do not depend on the dtype. On a GPU dropout's do: it
+# takes as many numbers at a time as values fit into its widest load, and FP16 gets another mask than FP32. So the
+# forward is run once more as it was, without gradients, only to note each dropout's dtype and generator state; in FP32
+# the mask is then drawn in that dtype from that state. A checkpoint's recomputation, which comes out of order, finds
+# its dtype by the state that the checkpoint has set.
 class Dropouts(TorchFunctionMode):
     """Random states of the dropouts of a forward: recorded inside the context, and used again by `again`."""
 

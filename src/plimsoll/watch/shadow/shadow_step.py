@@ -9,13 +9,6 @@ is zero there too is *structural*; where the repetition has NaN it is neither.
 
 Decisions (routes, classes) are compared too, see `decisions`. A model that makes some is run as it was once more, from
 its second shadow step on.
-
-Parameters' gradients are added up over the step's backwards. Their errors are those of what the last backward has left,
-before unscaling and clipping; their zeros are counted in what the optimizer is given.
-
-A tensor is found again by the name of its tap and how many times that name had been called. A series of which any part
-was not found again is left out: its fractions would be wrong. Where weights or inputs changed before the repetition, or
-the repetition fails, nothing of the step is told but an event, of the kind "shadow".
 """
 
 import functools
@@ -131,15 +124,15 @@ class Shadow:
     @contained
     def forward_ends(self, output: Any) -> None:
         """A forward of the root has returned, real or repeated."""
-        found = [x for _, x in tensors_in(output)]
+        outputs = [x for _, x in tensors_in(output)]
         if self._running is not None:
-            self._running[2].extend(found)
+            self._running[2].extend(outputs)
         elif self._calls and not WatchSession.repeating and not self._calls[-1].ended:
             call = self._calls[-1]
             call.ended = True
             if call.compiled:
                 call.drawn = RandomState(call.devices)
-            for index, x in enumerate(found):
+            for index, x in enumerate(outputs):
                 if x.requires_grad:  # one that is returned twice counts twice: no zero changes by that
                     call.hook(x, functools.partial(self._arrives, call, index))
 
@@ -163,10 +156,15 @@ class Shadow:
     @contained
     def _arrives(self, call: CapturedCall, index: int, g: Tensor) -> None:
         if call in self._calls:
+            # A loss of derivatives reaches the weights by another way than the outputs. The repetition has other
+            # gradients then, and sound physics-informed trainings looked like rounding error.
             if torch.is_grad_enabled():  # autograd leaves it on for create_graph alone
                 self._reason = self._reason or _TWICE
             call.gradients[index] = g.detach()
 
+    # A tensor is found again by the name of its tap and how many times that name had been called. A series of which any
+    # part was not found again is left out: its fractions would be wrong. Where weights or inputs changed before the
+    # repetition, or the repetition fails, nothing of the step is recorded but an event, of the kind "shadow".
     @contained
     def see(self, name: str, x: Tensor, recomputing: bool) -> None:
         """A tap has seen a tensor of the real step."""
@@ -204,10 +202,10 @@ class Shadow:
                 seen.series = [core.series_of("activations", name, x) for name in names]
                 seen.values = self._has_room(x).detach().clone()
             return
-        found = [seen for call in self._calls if (seen := call.sighted(site)) is not None]
-        if found and core.due.activation_gradients:
+        sighted = [seen for call in self._calls if (seen := call.sighted(site)) is not None]
+        if sighted and core.due.activation_gradients:
             # Of several forwards the last is the first to get its gradient.
-            seen = found[-1]
+            seen = sighted[-1]
             seen.gradient_series = [core.series_of("activation_gradients", name, x) for name in names]
             seen.gradient, seen.gradient_version = self._has_room(x).detach().clone(), 0
 
@@ -277,6 +275,8 @@ class Shadow:
             self._reason = f"it raised {type(error).__name__}"
             self.core.failed("the shadow step", error)
 
+    # Parameters' gradients are added up over the step's backwards. Their errors are those of what the last backward has
+    # left, before unscaling and clipping; their zeros are counted in what the optimizer is given.
     @contained
     def _compare_gradients_left(self, root: nn.Module) -> None:
         self._gradients.backward_ends(root, self._ranks)
@@ -348,10 +348,10 @@ class Shadow:
 
     @contained
     def _compare_gradient(self, seen: CapturedForward, g: Tensor) -> None:
-        held, divisor = seen.gradient, self.core.ranks.divisor
-        if held is None or held._version != seen.gradient_version:  # noqa: SLF001
+        expected, divisor = seen.gradient, self.core.ranks.divisor
+        if expected is None or expected._version != seen.gradient_version:  # noqa: SLF001
             return
-        if self._comparisons.add(seen.gradient_series, held, g, divisor=divisor, carries_scale=True):
+        if self._comparisons.add(seen.gradient_series, expected, g, divisor=divisor, carries_scale=True):
             seen.gradient = None
 
     # -- what is told --------------------------------------------------------------------------------------------------
@@ -390,8 +390,8 @@ class Shadow:
             for call in calls:
                 self._left_out.update(call.unmatched())
             self._comparisons.enter(self.core.sample, self._left_out)
-            if found := self._tally.scalars():
-                self.core.writer.write(Scalars(step=self.core.step, values=found))
+            if scalars := self._tally.scalars():
+                self.core.writer.write(Scalars(step=self.core.step, values=scalars))
         for call in calls:
             call.release()
         self._start()

@@ -3,9 +3,6 @@
 Loss, loss scale and the number of non-finite gradient values are kept for every step, and written for every step too:
 they are a few bytes. Collections that it was asked to keep are measured at every step, and their last samples are held
 in memory until something breaks; otherwise the oldest is forgotten.
-
-It fires on a non-finite loss or gradient, a loss spike, a fall of the loss scale, an exception that leaves the training
-loop, and a signal; for one reason at most once in as many steps as it keeps.
 """
 
 import bisect
@@ -53,8 +50,8 @@ class StepScalars:
 
     def values(self) -> dict[str, float]:
         """Those that there are; waits for the device."""
-        found = {"loss": self.loss, **self.other_losses, "scale": self.scale, "nonfinite": self.nonfinite}
-        known = {name: resolved(value) for name, value in found.items()}
+        numbers = {"loss": self.loss, **self.other_losses, "scale": self.scale, "nonfinite": self.nonfinite}
+        known = {name: resolved(value) for name, value in numbers.items()}
         return {name: value for name, value in known.items() if value is not None}
 
 
@@ -101,8 +98,8 @@ class Recorder:
             unsent = list(self._unsent)
             self._sent_at = time.monotonic()
             if unsent:
-                kept = [name for name in ("loss", "scale", "nonfinite") if name in self.core.settings.recorder]
-                self.core.writer.submit(lambda: _scalars(unsent, kept), 300 * len(unsent), numbers=True)
+                names = [name for name in ("loss", "scale", "nonfinite") if name in self.core.settings.recorder]
+                self.core.writer.submit(lambda: _scalars(unsent, names), 300 * len(unsent), numbers=True)
             del self._unsent[: len(unsent)]  # after it: what an interrupt leaves is sent once more
 
     def fire(self, reason: str, message: str, step: int | None = None, **details: object) -> None:
@@ -111,9 +108,9 @@ class Recorder:
         if step - self._fired.get(reason, -math.inf) < self.core.settings.recorder_steps:
             return
         self._fired[reason] = step
-        kept = [sealed.step for sealed, _ in self._samples]
+        steps = [sealed.step for sealed, _ in self._samples]
         self.core.writer.write(
-            Event(step=step, kind="trigger", message=message, details={"reason": reason, "steps": kept, **details})
+            Event(step=step, kind="trigger", message=message, details={"reason": reason, "steps": steps, **details})
         )
         self.send_facts()
         while self._samples:
@@ -127,11 +124,11 @@ class Recorder:
             return
         sealed = sample.sealed()
         collections = self.core.collections
-        due, kept = sealed.split(lambda series: collections[series] in ring)
+        due, waiting = sealed.split(lambda series: collections[series] in ring)
         if due is not None:
             self._submit(due, facts)
-        if kept is not None:
-            self._samples.append((kept, facts))
+        if waiting is not None:
+            self._samples.append((waiting, facts))
         while len(self._samples) > self.core.settings.recorder_steps:
             self._samples.popleft()[0].drop()
 
@@ -141,6 +138,8 @@ class Recorder:
 
         self.core.writer.submit(produce, sealed.size_bytes)
 
+    # The recorder fires on a non-finite loss or gradient, a loss spike, a fall of the loss scale, an exception that
+    # leaves the training loop, and a signal; for one reason at most once in as many steps as it keeps.
     def _look_at(self, facts: StepScalars) -> None:
         """Fires if the step's numbers say that something broke."""
         loss, scale = resolved(facts.loss), resolved(facts.scale)

@@ -5,11 +5,6 @@ A backward reaches a parameter if it changes the parameter's gradient. That is l
 waits as long as its gradients are there: an optimizer that steps takes the losses in its gradients, and a gradient that
 is dropped before that takes its losses along. So a generator's loss, which passes through the discriminator, is no loss
 of the discriminator, and micro-batches add up.
-
-The first optimizer's loss is `loss`. Another optimizer of the model has one of its own name where it steps on other
-losses: ``loss:discriminator``, by the module whose parameters it has. Optimizers of the same parameters share a name.
-
-Where a step evaluates its closure several times (LBFGS), its loss is that of the first evaluation: `step` returns it.
 """
 
 import itertools
@@ -94,10 +89,9 @@ class Losses:
         return bool(changed)
 
     def _may_come_later(self, roots: list[Tensor]) -> bool:
-        """Whether a backward that has changed no gradient of ours may have been for them.
-
-        The graph is asked only until a loss was found in gradients: from then on it is another model's backward.
-        """
+        """Whether a backward that has changed no gradient of ours may have been for them."""
+        # The graph is asked only until a loss was found in gradients: from then on it is another model's backward.
+        # FSDP sets gradients after a pipeline's backwards, so a backward does not show which ones are its own.
         return self._parameters.are_sharded() or (not self._placed and self._parameters.reach(roots) != "others")
 
     @property
@@ -116,10 +110,10 @@ class Losses:
         if not (gone or written) or self._parameters.are_sharded():  # FSDP takes gradients away itself
             return
         for step in self._inside.values():
-            held = self._held(step.ids)
-            if any(loss.holders & step.ids & (gone | written) for loss in held):
+            waiting = self._held(step.ids)
+            if any(loss.holders & step.ids & (gone | written) for loss in waiting):
                 step.evaluations += 1
-                step.first = step.first or held
+                step.first = step.first or waiting
         for loss in self._waiting:
             # What was written to has been emptied, if a step or an evaluation has used it. Else it was clipped.
             loss.holders -= gone | written if loss.stepped or self._inside else gone
@@ -141,20 +135,20 @@ class Losses:
         step = self._inside.pop(id(optimizer), None)
         if step is None:
             return
-        held = self._held(step.ids)
+        waiting = self._held(step.ids)
         running = self._running  # of a backward that has raised, if none runs now
         if running is not None and not step.evaluations and backward_running() != -1:  # it steps within the backward
             running.taken |= step.ids
-            held.append(running.loss)
-        self._placed |= bool(held)
+            waiting.append(running.loss)
+        self._placed |= bool(waiting)
         if self._parameters.are_sharded():  # gradients of micro-batches are kept elsewhere until the last one
-            held = [loss for loss in self._unplaced if loss not in held] + held
-        losses = step.first or held or self._guessed(optimizer)
+            waiting = [loss for loss in self._unplaced if loss not in waiting] + waiting
+        losses = step.first or waiting or self._guessed(optimizer)
         for loss in losses:
             loss.taken = True
         taken = self._taken.setdefault(self._name(optimizer, step.ids), [])
         taken.extend(loss for loss in losses if loss not in taken)
-        for loss in held:
+        for loss in waiting:
             loss.holders -= step.ids
         if step.evaluations:
             self._say_evaluations(optimizer, step.evaluations + 1)
@@ -189,6 +183,8 @@ class Losses:
             self.core.say("loss", f"{message}. Record it with Watch.log(loss=...).", once="no loss", warn=True)
         return []
 
+    # Where a step evaluates its closure several times (LBFGS), its loss is that of the first evaluation: `step` returns
+    # it.
     def _say_evaluations(self, optimizer: Any, count: int) -> None:
         who = type(optimizer).__name__
         message = (
@@ -199,6 +195,9 @@ class Losses:
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
+    # The first optimizer's loss is `loss`. Another optimizer of the model has one of its own name where it steps on
+    # other losses: `loss:discriminator`, by the module whose parameters it has. Optimizers of the same parameters share
+    # a name.
     def _name(self, optimizer: Any, ids: set[int]) -> str:
         for known, name in self._names:
             if known & ids:
@@ -209,7 +208,7 @@ class Losses:
         if taken:
             label = self._parameters.label_of(ids) or type(optimizer).__name__
             spare = (f"{MAIN}:{label}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
-            name = next(each for each in spare if each not in taken)
+            name = next(spare_name for spare_name in spare if spare_name not in taken)
         self._names.append((set(ids), name))
         return name
 
@@ -221,19 +220,19 @@ class Losses:
             count = len(main)
             message = f"{count} backwards make up a step: the loss is the sum of theirs, as the gradients are"
             self.core.say("loss", message, once="accumulated", accumulated=count)
-        found: dict[str, float | DeviceValue] = {}
+        totals: dict[str, float | DeviceValue] = {}
         for name, losses in taken.items():
             value = total([loss.value for loss in losses if loss.value is not None], microbatches)
             if value is None or (name != MAIN and losses == main):
                 continue
-            found[name] = value
+            totals[name] = value
             if name != MAIN:
                 whose = self._parameters.label_of(self._names[0][0]) or "the first optimizer"
                 message = (
                     f"the model's optimizers step on losses of their own: loss is that of {whose}; {name} is another's"
                 )
                 self.core.say("loss", message, once=name, name=name)
-        return found
+        return totals
 
     def start_step(self) -> None:
         """The next step starts."""

@@ -3,9 +3,6 @@
 LoRA merges, pruning, layers that are added or unfrozen put other objects in the place of those that the watch knows.
 Sampled steps look for that, by identity, before their forward and before an optimizer steps: tens of microseconds for a
 transformer. What is new is recorded from there on.
-
-Not looked at: tensors that are no parameters, which `torch.func.functional_call` puts in a parameter's place for the
-time of a call, and models under `fully_shard`, which swaps its parameters all the time.
 """
 
 import weakref
@@ -65,15 +62,17 @@ class Structure:
             self._taps.follow({name: module for name, module in named.items() if self._selection.takes(name)})
         self._say(_changes(weights, self._names), _changes(modules, self._modules))
 
+    # Not looked at: tensors that are no parameters, which `torch.func.functional_call` puts in a parameter's place for
+    # the time of a call, and models under `fully_shard`, which swaps its parameters all the time.
     def _is_changed(self) -> bool:
         for ref, params, children in self._parts:
             module = ref()
             if module is None:
                 return True
-            held, inside = module._parameters, module._modules  # noqa: SLF001  (a walk by name costs tenfold)
-            if len(held) != len(params) or len(inside) != len(children):
+            parameters, inside = module._parameters, module._modules  # noqa: SLF001  (a walk by name costs tenfold)
+            if len(parameters) != len(params) or len(inside) != len(children):
                 return True
-            for p, known in zip(held.values(), params, strict=True):
+            for p, known in zip(parameters.values(), params, strict=True):
                 if p is not known() and (p is None or isinstance(p, nn.Parameter)):
                     return True
             for child, known in zip(inside.values(), children, strict=True):
@@ -82,18 +81,18 @@ class Structure:
         return False
 
     def _say(self, parameters: dict[str, list[str]], modules: dict[str, list[str]]) -> None:
-        found = {
+        new_names = {
             f"{what} {how}": names
             for what, changes in (("parameters", parameters), ("modules", modules))
             for how, names in changes.items()
             if names
         }
         self._events += 1
-        if not found or self._events > _MOST_EVENTS:
+        if not new_names or self._events > _MOST_EVENTS:
             return
-        told = "; ".join(f"{len(names)} {what} ({_listed(names)})" for what, names in found.items())
-        details: dict[str, Any] = {what: names[:_NAMED] for what, names in found.items()}
-        self.core.say("model changed", f"the model has changed, and is recorded as it is now: {told}", **details)
+        words = "; ".join(f"{len(names)} {what} ({_listed(names)})" for what, names in new_names.items())
+        details: dict[str, Any] = {what: names[:_NAMED] for what, names in new_names.items()}
+        self.core.say("model changed", f"the model has changed, and is recorded as it is now: {words}", **details)
 
 
 def _known(values: Iterable[object]) -> tuple[_Known, ...]:

@@ -4,9 +4,6 @@ Steps that are not sampled pay nothing for it. When the loss that goes backward 
 inputs, the weights as the forward has used them, and in the autograd graph the values that the backward needs. They are
 searched once, in the order in which one makes the other. A sampled step has shown which module's output each operation
 of the graph is, and the graph of a later step is the same if its operations are.
-
-The loss must be known without waiting, so this is for models on a CPU that run eagerly. `recorder=` names the
-collections that a watch measures at every step elsewhere.
 """
 
 import itertools
@@ -35,6 +32,8 @@ _MOST_EVENTS = 5  # a training that overflows now and then is looked through so 
 _NAMED = 20
 _HELD_BYTES = 16 << 20  # of inputs that are kept alive up to the backward
 # Operations that give NaN or Inf only if they are given some, or that only rearrange values.
+# The graph keeps what log_softmax made of the logits and not the logits, so without
+# them the loss would be blamed for logits that overflowed.
 _PASSING = tuple(
     f"{name}Backward"
     for name in (
@@ -53,7 +52,7 @@ _Place = tuple[str, list[str], str]
 class Buffers:
     """NaN and Inf that come into a model's buffers: running statistics that overflow their format.
 
-    They are counted at sampled steps, and told apart from those that were there at first (masks) when the device has
+    They are counted at sampled steps, and distinguished from those that were there at first (masks) when the device has
     counted.
     """
 
@@ -87,12 +86,12 @@ class Buffers:
 
         def produce() -> list[Record]:
             more = (counts.tensor() > before.tensor()).numpy()
-            found = [name for name, broken in zip(names, more, strict=True) if broken and name not in self._said]
-            self._said.update(found)
-            if not found:
+            broken_names = [name for name, broken in zip(names, more, strict=True) if broken and name not in self._said]
+            self._said.update(broken_names)
+            if not broken_names:
                 return []
-            message = f"NaN or Inf came into the buffers {', '.join(found[:3])}, seen at step {step}"
-            details: dict[str, object] = {"where": "buffers", "names": found[:_NAMED], "of": len(found)}
+            message = f"NaN or Inf came into the buffers {', '.join(broken_names[:3])}, seen at step {step}"
+            details: dict[str, object] = {"where": "buffers", "names": broken_names[:_NAMED], "of": len(broken_names)}
             return [Event(step=step, kind="origin", message=message, details=details)]
 
         self._core.writer.submit(produce, 16 * len(names))
@@ -168,11 +167,11 @@ class Origin(torch_hooks.TrainingEvents):
             return
         model = self.core.model()
         named = [] if model is None else [(clean(name), p.grad) for name, p in model.named_parameters()]
-        found = [name for name, _ in self._broken_among(((n, g) for n, g in named if g is not None), masked=False)]
-        if found:
+        broken = [name for name, _ in self._broken_among(((n, g) for n, g in named if g is not None), masked=False)]
+        if broken:
             ran = self._graphs.order
-            last = max(found, key=lambda name: ran.get(name.rpartition(".")[0], -1))
-            first = [last, *(name for name in reversed(found) if name != last)] if ran else found[::-1]
+            last = max(broken, key=lambda name: ran.get(name.rpartition(".")[0], -1))
+            first = [last, *(name for name in reversed(broken) if name != last)] if ran else broken[::-1]
             self._say("gradients", first, "the loss was finite")
         self._broken = True
 
@@ -190,8 +189,8 @@ class Origin(torch_hooks.TrainingEvents):
 
     @contained
     def _settle(self) -> None:
-        found, _ = self._found or (None, None)
-        if self._found is not None and found is not None and found.taken:
+        known, _ = self._found or (None, None)
+        if self._found is not None and known is not None and known.taken:
             place, self._found = self._found[1], None
             if not self._broken:
                 self._say(*place)
@@ -207,9 +206,9 @@ class Origin(torch_hooks.TrainingEvents):
         inputs = [(f"{self.core.name}:input{path}", x) for path, ref in self._inputs if (x := ref()) is not None]
         weights = ((clean(name), p) for name, p in model.named_parameters())
         for where, named in (("weights", weights), ("input", inputs)):
-            found = [name for name, _ in self._broken_among(named, masked=where != "weights")]
-            if found:
-                return where, found, ""
+            broken = [name for name, _ in self._broken_among(named, masked=where != "weights")]
+            if broken:
+                return where, broken, ""
         with nothing_recorded():  # what a checkpoint has not kept is computed again
             operations = operations_of(loss)
             first = _first_broken(operations)
@@ -251,6 +250,8 @@ class Origin(torch_hooks.TrainingEvents):
                 ):
                     yield name, x
 
+    # The loss must be known without waiting, so this is for models on a CPU that run eagerly. `recorder=` names the
+    # collections that a watch measures at every step elsewhere.
     def _idle(self) -> bool:
         if not self.core.due.traced or not self.core.open or self._events >= _MOST_EVENTS:
             return True
@@ -340,7 +341,9 @@ def _leaves(node: Any) -> Iterator[Any]:
             yield leaf
         elif made is not None and _passes(made):
             yield from (
-                found for inner, _ in made.next_functions if (found := getattr(inner, "variable", None)) is not None
+                variable
+                for inner, _ in made.next_functions
+                if (variable := getattr(inner, "variable", None)) is not None
             )
 
 

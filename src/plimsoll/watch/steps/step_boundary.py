@@ -2,9 +2,6 @@
 
 A step ends at the last optimizer step or scaler update before the next training forward or backward. Which one was the
 last is known only then, so the end is provisional (`_ended`) until something begins; a flush or a close settles it too.
-
-Optimizers that are given a closure run forward and backward inside their step: what begins there settles the step
-before, and the optimizers that are in the middle of theirs enter the new one.
 """
 
 import math
@@ -74,10 +71,8 @@ class Steps(torch_hooks.TrainingEvents):
     # -- forward and backward ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A training forward or backward begins; not while a CUDA graph is captured, which runs nothing.
-
-        A checkpoint's second forward begins one too, unless optimizers that step within this backward have ended it.
-        """
+        """A training forward or backward begins; not while a CUDA graph is captured, which runs nothing."""
+        # A checkpoint's second forward begins one too, unless optimizers that step within this backward have ended it.
         if self._ended and not is_capturing() and (self._sealed or backward_running() == -1):
             self.settle()
             for optimizer in self._inside:
@@ -109,14 +104,14 @@ class Steps(torch_hooks.TrainingEvents):
 
     def _look_for_emulation(self) -> None:
         """Record the formats in which the forward is emulated, since its tensors are FP32."""
-        found = {key: name for formats in torch_hooks.emulated for key, name in formats().items()}
-        if found != self._emulated and self._emulations < _EMULATIONS:
-            self._emulated, self._emulations = found, self._emulations + 1
-            named = ", ".join(f"{key.replace('_', ' ')} in {name}" for key, name in found.items())
+        by_key = {key: name for formats in torch_hooks.emulated for key, name in formats().items()}
+        if by_key != self._emulated and self._emulations < _EMULATIONS:
+            self._emulated, self._emulations = by_key, self._emulations + 1
+            named = ", ".join(f"{key.replace('_', ' ')} in {name}" for key, name in by_key.items())
             message = (
-                f"results are rounded by an emulation: {named}" if found else "no emulation rounds results any more"
+                f"results are rounded by an emulation: {named}" if by_key else "no emulation rounds results any more"
             )
-            self.core.say("emulation", message, formats=found)
+            self.core.say("emulation", message, formats=by_key)
 
     def _look(self, model: nn.Module) -> None:
         """Finds what has come to distribute the model since the watch was made."""
@@ -241,6 +236,8 @@ class Steps(torch_hooks.TrainingEvents):
 
     # -- optimizers ----------------------------------------------------------------------------------------------------
 
+    # Optimizers that are given a closure run forward and backward inside their step: what begins there settles the step
+    # before, and the optimizers that are in the middle of theirs enter the new one.
     @contained
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer's step is called."""
@@ -314,6 +311,8 @@ class Steps(torch_hooks.TrainingEvents):
             return
         self.losses.step_begins(optimizer)
         self._turns.enter(optimizer)
+        # The few gradients that are looked at may be finite although the scaler has met one that is not: all are
+        # counted.
         self.parameters.suspect = True
         self.parameters.enter(optimizer)
         self.losses.step_ends(optimizer)

@@ -1,19 +1,10 @@
-"""Turns of a model's optimizers, if they alternate.
-
-Optimizers that step in the same step are a turn. Where there is one turn, intervals count steps. Where several
-alternate, every tenth step could be the same one's for ever, so each turn counts its own steps: its first that was seen
-coming is sampled, and every tenth after it.
-
-Which turn comes next is known before it does only by what came the last time after as many of the present one. Where
-that was wrong, the optimizers that step have their own count: one that has not been sampled for that long is read when
-it steps, but for activations, whose forward is over by then.
-"""
+"""Turns of a model's optimizers, if they alternate."""
 
 from plimsoll.tensor_collections import OF_PARAMETERS
 from plimsoll.watch.session import WatchSession
 
 _Turn = frozenset[int]  # the optimizers, by identity
-_MOST = 64  # turns, and steps in a row, that are told apart
+_MOST = 64  # turns, and steps in a row, that are distinguished
 _AROUND_A_STEP = OF_PARAMETERS  # what can be read when an optimizer steps
 
 
@@ -60,6 +51,9 @@ class Turns:
             self._counts[turn] = -1  # this one came unforeseen
         self._counts[turn] += 1
 
+    # Optimizers that step in the same step are a turn. Where there is one turn, intervals count steps. Where several
+    # alternate, every tenth step could be the same one's for ever, so each turn counts its own steps: its first that
+    # was seen coming is sampled, and every tenth after it.
     def number(self, step: int) -> int:
         """Return the count for the intervals of the next step, also before `end` of the current one."""
         present = self._present() if self._now else self._last
@@ -68,6 +62,9 @@ class Turns:
             return step
         return self._counts.get(following, step) + (bool(self._now) and following == present[0])
 
+    # Which turn comes next is known before it does only by what came the last time after as many of the present one.
+    # Where that was wrong, the optimizers that step have their own count: one that has not been sampled for that long
+    # is read when it steps, but for activations, whose forward is over by then.
     def _present(self) -> tuple[_Turn, int]:
         turn = frozenset(self._now)
         row = self._last[1] + 1 if self._last is not None and self._last[0] == turn else 1

@@ -9,10 +9,6 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - an epsilon of Adam that is zero in the FP16 of its second moments;
 - weight decay that is less than half a unit in the last place of 16-bit weights;
 - averages of weights that rounding keeps where they are (`averages`).
-
-Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a few
-parameters of each optimizer are followed, in its first steps and then in some of every 64, since errors last.
-Nothing here waits for a device. Each fact is one event of kind "wiring".
 """
 
 import math
@@ -88,6 +84,7 @@ class _Followed:
         self.before_backward = -1 if g is None else g._version  # noqa: SLF001
         same = g is not None and self.kept is not None and self.kept() is g
         if g is None or not same or self.before_backward != self.after_step:  # set to None or zero, or changed
+            # Set to None, so gradients that another model's backward adds later are not carried over.
             self.kept, self.carried = None, False
         elif measure and not self.carried:
             # `.data.zero_()` leaves no other trace: the value itself is asked for, and read when it is there.
@@ -158,9 +155,9 @@ class Wiring(torch_hooks.TrainingEvents):
         self._judged = False
         self._said: set[str] = set()
         self._averages = Averages(core)
-        given = list(optimizers)
-        if given and not [o for o in given if self._meet(o) is not None]:
-            names = ", ".join(type(optimizer).__name__ for optimizer in given)
+        known = list(optimizers)
+        if known and not [o for o in known if self._meet(o) is not None]:
+            names = ", ".join(type(optimizer).__name__ for optimizer in known)
             message = f"no parameter of {names} is one of the model's"
             self._say("foreign optimizer", message, optimizer=names)
         core.at_close.append(self._close)
@@ -212,6 +209,9 @@ class Wiring(torch_hooks.TrainingEvents):
             self._follow(optimizer, known)
         self._look_at_groups(optimizer, known)
 
+    # Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a
+    # few parameters of each optimizer are followed, in its first steps and then in some of every 64, since errors last.
+    # Nothing here waits for a device. Each fact is one event of kind "wiring".
     def _follow(self, optimizer: Any, known: _Optimizer) -> None:
         known.was_scaled = known.from_scaled and getattr(optimizer, "grad_scale", None) is None
         known.was_scaled &= all(followed.is_as_backward_left_it() for followed in known.followed)
@@ -300,11 +300,11 @@ class Wiring(torch_hooks.TrainingEvents):
     def _look_for_gradients(self) -> None:
         """Notes the parameters that have a gradient for the first time."""
         model = self.core.model()
-        found = [] if model is None else [id(p) for p in model.parameters() if p.grad is not None]
-        late = [self._ungraded.pop(key) for key in found if key in self._ungraded]
+        with_gradient = [] if model is None else [id(p) for p in model.parameters() if p.grad is not None]
+        late = [self._ungraded.pop(key) for key in with_gradient if key in self._ungraded]
         if late:
             self.core.say("wiring", f"gradients have come to {_listed(late)}", fact="gradient came", parameters=late)
-        self._graded.update(found)
+        self._graded.update(with_gradient)
 
     def _look_at_groups(self, optimizer: Any, known: _Optimizer) -> None:
         """Record when a group's rate becomes 0, NaN or Inf, or its weight decay underflows, and when that ends."""
@@ -318,17 +318,19 @@ class Wiring(torch_hooks.TrainingEvents):
             for (rate, decay), group in zip(now, optimizer.param_groups, strict=True)
             if rate or decay
         ]
-        told = ", ".join(sorted({f"rate {rate}" for rate, _ in now if rate}))
-        told += (", " if told else "") + ("decay lost to rounding" if any(decay for _, decay in now) else "")
+        rates = ", ".join(sorted({f"rate {rate}" for rate, _ in now if rate}))
+        rates += (", " if rates else "") + ("decay lost to rounding" if any(decay for _, decay in now) else "")
         self.core.say(
             "wiring",
-            f"{known.name}: {told or 'as usual'}",
+            f"{known.name}: {rates or 'as usual'}",
             fact="groups",
             optimizer=known.name,
             groups=groups,
             of=len(now),
         )
 
+    # With an epsilon of 2^-25 or less and its state in FP16, Adam divides by zero from the first step on: too soon for
+    # a rule that wants two samples.
     def _look_at_epsilon(self, optimizer: Any, known: _Optimizer) -> None:
         """Record an epsilon of Adam that is zero in the format of the second moments to which it is added."""
         names, lost, least = self._names(), list[str](), math.inf
@@ -339,8 +341,8 @@ class Wiring(torch_hooks.TrainingEvents):
             for p in group["params"]:
                 state: Mapping[str, object] = optimizer.state.get(p, {})
                 moments = [state.get(key) for key in _ROOTED]
-                held = [x for x in moments if isinstance(x, Tensor) and x.dtype == torch.float16]
-                if held and epsilon <= _FP16_ZERO and id(p) in names:
+                halves = [x for x in moments if isinstance(x, Tensor) and x.dtype == torch.float16]
+                if halves and epsilon <= _FP16_ZERO and id(p) in names:
                     lost.append(names[id(p)])
                     least = min(least, float(epsilon))
         if lost:
@@ -371,8 +373,8 @@ class Wiring(torch_hooks.TrainingEvents):
     def _gradients_are_broken(self) -> bool:
         """Whether a gradient holds NaN or Inf, for which a script may skip its steps; waits for the device, once."""
         model = self.core.model()
-        found = [] if model is None else [p.grad.detach() for p in model.parameters() if p.grad is not None]
-        return any(not bool(torch.isfinite(g).all()) for g in found if g.layout == torch.strided and not g.is_meta)
+        gradients = [] if model is None else [p.grad.detach() for p in model.parameters() if p.grad is not None]
+        return any(not bool(torch.isfinite(g).all()) for g in gradients if g.layout == torch.strided and not g.is_meta)
 
     def _say_carried(self, known: _Optimizer, carried: list[_Followed]) -> None:
         sizes = [followed.size for followed in carried if followed.size is not None]

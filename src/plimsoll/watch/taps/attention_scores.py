@@ -93,11 +93,9 @@ def largest_scores(query: Tensor, key: Tensor, rest: dict[str, Any]) -> Tensor |
 
 @contextlib.contextmanager
 def _as_written(kind: str) -> Generator[None]:
-    """Compute in the dtypes of the operands, hidden from every mode.
-
-    Under autocast, or an emulation of it, the product would be rounded to 16 bits. In FP16 it overflows where the
-    attention does not: the kernel adds up in FP32, and scales before it rounds.
-    """
+    """Compute in the dtypes of the operands, hidden from every mode."""
+    # Under autocast, or an emulation of it, the product would be rounded to 16 bits. In FP16 it overflows where the
+    # attention does not: the kernel adds up in FP32, and scales before it rounds.
     with contextlib.ExitStack() as stack:
         if torch.amp.is_autocast_available(kind):
             stack.enter_context(torch.autocast(kind, enabled=False))

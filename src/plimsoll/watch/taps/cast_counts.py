@@ -1,10 +1,4 @@
-"""Record of the casts to 8 bits that modules make before they multiply: formats and scales.
-
-A module casts if it has a method `casts`; that of `plimsoll.fp8` is one, a user's own may be another. It is asked at
-the end of each step that is sampled, after the backward, when all scales of the step are known and before a loop can
-put other modules in place. What is constant is told once, in an event; scales that follow the data are scalars of the
-step, read on the background thread, which alone waits for the device.
-"""
+"""Record of the casts to 8 bits that modules make before they multiply: formats and scales."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
@@ -42,6 +36,10 @@ class Casts:
         # A run that goes on may say of other casts than there are now.
         self._told: dict[str, dict[Role, dict[str, Any]]] | None = {} if core.step == 0 else None
 
+    # A module casts if it has a method `casts`; that of `plimsoll.fp8` is one, a user's own may be another. It is asked
+    # at the end of each step that is sampled, after the backward, when all scales of the step are known and before a
+    # loop can put other modules in place. What is constant is recorded once, in an event; scales that follow the data
+    # are scalars of the step, read on the background thread, which alone waits for the device.
     @contained
     def tell(self) -> None:
         """The step has ended: says which casts there are, if that is not known, and the scales that changed with it."""
@@ -85,7 +83,7 @@ class Casts:
         if table == self._told:
             return
         self._told = table
-        formats = sorted({one["format"] for said in table.values() for one in said.values()})
+        formats = sorted({cast_of_role["format"] for said in table.values() for cast_of_role in said.values()})
         message = (
             f"{len(table)} modules cast what they multiply to {', '.join(formats)}" if table else "no module casts"
         )
@@ -100,7 +98,7 @@ class Casts:
             values = DeviceValue(torch.stack([scales[name].detach().double().reshape(()) for name in names]))
 
             def produce(names: list[str] = names, values: DeviceValue = values) -> list[Record]:
-                found = cast("list[float]", values.tensor().tolist())
-                return [Scalars(step=step, values=dict(zip(names, found, strict=True)))]
+                numbers = cast("list[float]", values.tensor().tolist())
+                return [Scalars(step=step, values=dict(zip(names, numbers, strict=True)))]
 
             self.core.writer.submit(produce, _ROW_BYTES * len(names))

@@ -5,15 +5,6 @@ one for its gradient, fixed for the life of that graph, in banks whose addresses
 these rows whenever it runs; at the step's end they are read and emptied. What runs twice in a step adds up, and a
 recomputed forward does not: the compiler drops the second count, since nothing in the backward needs it. Values and
 gradients are in separate banks, or forward and backward graphs would each wait for the other's.
-
-A module's output is replaced by its clone (which the compiler removes again), from an autograd function that measures
-the gradient. That the clone has its site already is remembered of the tensor that stands for it while the compiler
-traces, and of its version: one that is changed in place since is measured again. The gradient of an input that no
-module gave out cannot be read whole in compiled code, and is not recorded.
-
-Which collections are due is a guard: a graph for sampled steps and one for the others, which holds no trace of a tap.
-Where shadow steps are asked for, the graph of sampled steps also hands each tensor to `keep_`, which copies it if the
-step has one.
 """
 
 import itertools
@@ -44,10 +35,8 @@ _BUILT = torch.backends.cuda.is_built()
 
 
 def inlined_only(*hooks: Callable[..., Any]) -> None:
-    """Let the compiler trace these functions only inside other traced code.
-
-    The compiler runs the outermost module's hooks outside its graph, as frames of their own: these stay plain Python.
-    """
+    """Let the compiler trace these functions only inside other traced code."""
+    # The compiler runs the outermost module's hooks outside its graph, as frames of their own: these stay plain Python.
     frames: Any = getattr(cast("Any", torch)._C._dynamo, "eval_frame", None)  # noqa: SLF001  (nowhere in public)
     if hasattr(frames, "set_code_exec_strategy"):
         skip = frames._FrameAction.SKIP  # noqa: SLF001
@@ -141,6 +130,10 @@ class CompiledTaps:
                 return tuple(places) if isinstance(output, tuple) else places
         return None
 
+    # A module's output is replaced by its clone (which the compiler removes again), from an autograd function that
+    # measures the gradient. That the clone has its site already is remembered of the tensor that stands for it while
+    # the compiler traces, and of its version: one that is changed in place since is measured again. The gradient of an
+    # input that no module gave out cannot be read whole in compiled code, and is not recorded.
     def _tapped(self, name: str, x: Tensor) -> Tensor:
         tapped = self.core.due.activation_gradients and x.requires_grad
         if self._also(name, x, tapped=tapped):
@@ -171,6 +164,9 @@ class CompiledTaps:
             torch.ops.plimsoll.keep_(x.detach(), self.sites[str(x.device)].values, self.number, site, False)
         return site
 
+    # Which collections are due is a guard: a graph for sampled steps and one for the others, which holds no trace of a
+    # tap. Where shadow steps are asked for, the graph of sampled steps also hands each tensor to `keep_`, which copies
+    # it if the step has one.
     def keep(self, x: Tensor, site: int, *, gradient: bool) -> None:
         """Hands a tensor to the shadow step; called by compiled code as it runs."""
         shadow = self.core.shadow

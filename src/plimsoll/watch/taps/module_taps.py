@@ -5,12 +5,6 @@ Only steps that are due have them: torch calls a module without hooks by a short
 asks one flag, since hooks that come and go would have it compiled again. Eager code measures at once, in the hook: the
 values are in the cache then, and nothing has to be kept alive. A tensor that two taps see (one module's output, the
 next one's input) is recognised by identity and version, and measured once.
-
-Forwards that run inside a backward are recomputations of activation checkpointing: their activations were counted the
-first time. Their gradients are read all the same, since under re-entrant checkpointing only the second forward has any.
-
-Hooks stay out of checkpoints: when a watched module is pickled or deep-copied, the copy holds a do-nothing callable of
-the standard library in a hook's place.
 """
 
 import contextlib
@@ -110,10 +104,8 @@ class Taps:
                     del hooks[handle.id]
 
     def _put_back(self, hooks: Any, own: int) -> None:
-        """Move a tap from the end to its place: behind the hooks that it came after, in front of all others.
-
-        A hook that was registered later, and changes the output, must not change what is recorded of the module.
-        """
+        """Move a tap from the end to its place: behind the hooks that it came after, in front of all others."""
+        # A hook that was registered later, and changes the output, must not change what is recorded of the module.
         keys = [key for key in hooks if key != own and key not in torch_hooks.in_front]
         earlier = set(self._earlier.pop(own, keys))
         start = max((place + 1 for place, key in enumerate(keys) if key in earlier), default=0)
@@ -199,6 +191,9 @@ class Taps:
         self.saw_eval_forward = True
         return False
 
+    # Forwards that run inside a backward are recomputations of activation checkpointing: their activations were counted
+    # the first time. Their gradients are read all the same, since under re-entrant checkpointing only the second
+    # forward has any.
     def _see_one(self, name: str, x: Tensor, recomputing: bool) -> None:
         core = self.core
         if x.is_cuda and is_capturing():
@@ -259,6 +254,8 @@ class Taps:
             rows.enter(row, core.series_of("activation_gradients", name, g), scaled=True, factor=factor)
 
 
+# Hooks stay out of checkpoints: when a watched module is pickled or deep-copied, the copy holds a do-nothing callable
+# of the standard library in a hook's place.
 class ModuleHook:
     """A hook on a module, which copies and pickles of the module do not have."""
 
@@ -300,13 +297,13 @@ class _After(_Tap):
             return None
         if torch.compiler.is_compiling():
             return self.taps.compiled.outputs(self.name, output)
-        found = tensors_in(output)
+        tensors = tensors_in(output)
         if self.taps.inside and self.taps.inside[-1] == self.name:
             self.taps.inside.pop()
-        self.taps.see(self, found)
+        self.taps.see(self, tensors)
         if self.taps.learn is not None:
-            self.taps.learn(self.name, found)
-        if found and (dtype := found[0][1].dtype) in SIXTEEN_BIT:
+            self.taps.learn(self.name, tensors)
+        if tensors and (dtype := tensors[0][1].dtype) in SIXTEEN_BIT:
             self.taps.narrow(self.name, module, dtype)
         return None
 
@@ -316,5 +313,7 @@ inlined_only(_Before.__call__, _After.__call__)
 
 def _devices(modules: Mapping[str, nn.Module]) -> set[torch.device]:
     """The devices that the modules' tensors are on, and the CPU."""
-    found = {p.device for module in modules.values() for p in module.parameters(recurse=False)} | {torch.device("cpu")}
-    return {device for device in found if device.type != "meta"}
+    devices = {p.device for module in modules.values() for p in module.parameters(recurse=False)} | {
+        torch.device("cpu")
+    }
+    return {device for device in devices if device.type != "meta"}

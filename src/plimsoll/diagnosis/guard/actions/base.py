@@ -37,9 +37,9 @@ class Training:
 
     def modules_of(self, finding: Finding) -> list[str]:
         """The modules that a finding names, by the run's names; those that are not in the model are left out."""
-        found = dict.fromkeys(_module_of(name, finding.collection, self.access.root) for name in finding.where)
+        modules = dict.fromkeys(_module_of(name, finding.collection, self.access.root) for name in finding.where)
         known = self.access.modules()
-        return [name for name in found if name in known]
+        return [name for name in modules if name in known]
 
     def in_model(self, name: str) -> str:
         """A module's name within the model, where the root's is empty."""

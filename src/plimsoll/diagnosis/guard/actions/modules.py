@@ -25,13 +25,7 @@ _HALF = torch.float16
 
 
 class ToBF16(GuardAction):
-    """Modules, or the whole run, in BF16 from the next step on.
-
-    The whole run is meant where the finding names no modules or more than half of those with parameters, and where the
-    modules alone have not helped. With a `Loop` its policy or its level changes, and stays changed when the guard ends.
-    In a hand-written loop the modules run under BF16 autocast, or emulation where that is what the training runs in,
-    and return FP32; that goes with the guard.
-    """
+    """Modules, or the whole run, in BF16 from the next step on."""
 
     action = "to_bf16"
 
@@ -40,6 +34,10 @@ class ToBF16(GuardAction):
         self._done: set[str] = set()
         self._regions: list[Any] = []
 
+    # The whole run is meant where the finding names no modules or more than half of those with parameters, and where
+    # the modules alone have not helped. With a `Loop` its policy or its level changes, and stays changed when the guard
+    # ends. In a hand-written loop the modules run under BF16 autocast, or emulation where that is what the training
+    # runs in, and return FP32; that goes with the guard.
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
         """The modules that are not in BF16 yet, or the run."""
         named = self.training.modules_of(finding)
@@ -161,12 +159,10 @@ class Clamp(GuardAction):
 
 
 class InBF16:
-    """Modules of a hand-written loop that compute in BF16 until `remove`.
+    """Modules of a hand-written loop that compute in BF16 until `remove`."""
 
-    FP16 inputs are FP32 inside, and outputs are FP32. So all of it has FP32's range, and the code around casts as with
-    any FP32 value.
-    """
-
+    # FP16 inputs are FP32 inside, and outputs are FP32. So all of it has FP32's range, and the code around casts as
+    # with any FP32 value.
     def __init__(self, modules: Iterable[nn.Module], kind: str) -> None:
         self._handles: list[Any] = []
         for module in modules:

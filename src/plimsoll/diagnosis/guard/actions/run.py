@@ -16,11 +16,7 @@ _FLUSH_SECONDS = 60.0
 
 
 class Skip(GuardAction):
-    """The next step changes nothing: its gradients are dropped.
-
-    A `Loop`'s schedulers do not advance then, and its outcome says why. In a hand-written loop the optimizers are
-    called and find no gradients; what you step besides (schedulers) is yours.
-    """
+    """The next step changes nothing: its gradients are dropped."""
 
     action = "skip"
 
@@ -34,6 +30,8 @@ class Skip(GuardAction):
             return "the watch has no optimizer whose step could be skipped"
         return self.order(finding, since, "the next optimizer step is skipped")
 
+    # A `Loop`'s schedulers do not advance then, and its outcome says why. In a hand-written loop the optimizers are
+    # called and find no gradients; what you step besides (schedulers) is yours.
     def carry_out(self, order: Order) -> None:
         """Drops the gradients of the next step."""
         if self.training.loop is not None:

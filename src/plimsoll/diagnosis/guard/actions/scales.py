@@ -1,9 +1,4 @@
-"""The actions on scales: raising and lowering the loss scale, and a layer's own.
-
-A scale that a guard sets is a power of two within the scaler's bounds; from there the scaler goes on by its own rule.
-Raising leaves one binade above the largest recent gradient; where nothing of the gradients is left to see, it goes up
-by four binades at a time.
-"""
+"""The actions on scales: raising and lowering the loss scale, and a layer's own."""
 
 import inspect
 import math
@@ -38,6 +33,9 @@ class LossScale(GuardAction):
         why: str | None = getattr(scaler, "set_scale_refusal", None)
         return f"{why}; allow layer_scale" if why and getattr(scaler, "scales_layers", False) else why
 
+    # A scale that a guard sets is a power of two within the scaler's bounds; from there the scaler goes on by its own
+    # rule. Raising leaves one binade above the largest recent gradient; where nothing of the gradients is left to see,
+    # it goes up by four binades at a time.
     def change(self, finding: Finding, since: int, exponent: int, reason: str) -> Order | str:
         """Return an order for a scale of that power of two, clamped to the scaler's bounds."""
         scaler: Any = self.training.scaler

@@ -61,23 +61,23 @@ class EndChecks:
         origins = self._trail.of(x)
         blame = origins if deliberate else frozenset(o for o in origins if not o.deliberate)
         if blame or not origins:
-            held = not origins and rank in {_RESULT, _LEFT}
-            if not held:
+            was_there = not origins and rank in {_RESULT, _LEFT}
+            if not was_there:
                 self.reached.append(NonfiniteResult(what=what, rank=rank, origins=blame, tensor=x, owner=owner))
 
 
 def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
     """The tensors that gradients of the roots come to."""
     stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
-    found: dict[int, Tensor] = {id(root): root for root in roots if root.grad_fn is None and root.requires_grad}
+    leaves: dict[int, Tensor] = {id(root): root for root in roots if root.grad_fn is None and root.requires_grad}
     seen: set[Any] = set(stack)
     while stack:
         node = stack.pop()
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
-            found[id(variable)] = variable
+            leaves[id(variable)] = variable
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 stack.append(following)
-    return list(found.values())
+    return list(leaves.values())

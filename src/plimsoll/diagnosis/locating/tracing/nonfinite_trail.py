@@ -3,10 +3,6 @@
 An *origin* is an operation whose output is not finite although nothing that it read was, or memory that was so before
 the closure began. Whatever reads such memory and is not finite itself inherits its origins, so that the loss and the
 gradients, in the end, name theirs.
-
-An Inf that was asked for (a mask filled with -Inf) is an origin too, a *deliberate* one: it is blamed only where
-nothing else can be. A NaN that an operation makes of deliberate Infs (the softmax of a row that is all -Inf) is an
-origin of its own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,8 +89,8 @@ class MemoryProvenance:
 
     def of(self, x: Tensor) -> frozenset[Origin]:
         """The origins of what is not finite in a tensor."""
-        found = [self._of[memory] for memory in memory_of(x) if memory in self._of]
-        return frozenset[Origin]().union(*found)
+        origins = [self._of[memory] for memory in memory_of(x) if memory in self._of]
+        return frozenset[Origin]().union(*origins)
 
     def mark(self, x: Tensor, origins: Iterable[Origin], *, anew: bool) -> None:
         """The tensor is not finite, by these origins; `anew`: whatever was in its memory is gone."""
@@ -118,10 +114,13 @@ class MemoryProvenance:
             self._alive[int(ref.cdata)] = ref
 
 
+# An Inf that was asked for (a mask filled with -Inf) is an origin too, a *deliberate* one: it is blamed only where
+# nothing else can be. A NaN that an operation makes of deliberate Infs (the softmax of a row that is all -Inf) is an
+# origin of its own.
 def first_cause(candidates: Iterable[Origin]) -> Origin | None:
     """Of the origins that reached something, the first; one that was not asked for before one that was."""
-    found = sorted(candidates, key=lambda origin: (origin.deliberate, origin.index))
-    return found[0] if found else None
+    ordered = sorted(candidates, key=lambda origin: (origin.deliberate, origin.index))
+    return ordered[0] if ordered else None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

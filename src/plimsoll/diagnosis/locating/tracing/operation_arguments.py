@@ -17,14 +17,14 @@ def copied(x: Tensor) -> Tensor:
 
 def flat(given: Mapping[str, Any]) -> Named:
     """The tensors among arguments; those of lists by their number too."""
-    found: Named = []
+    tensors: Named = []
     for name, value in given.items():
         if isinstance(value, Tensor):
-            found.append((name, value))
+            tensors.append((name, value))
         elif isinstance(value, list | tuple):
             listed = cast("Sequence[Any]", value)
-            found += [(f"{name}[{i}]", x) for i, x in enumerate(listed) if isinstance(x, Tensor)]
-    return found
+            tensors += [(f"{name}[{i}]", x) for i, x in enumerate(listed) if isinstance(x, Tensor)]
+    return tensors
 
 
 def is_odd(value: Any) -> bool:
@@ -34,23 +34,23 @@ def is_odd(value: Any) -> bool:
 
 def scalars(given: Mapping[str, Any]) -> dict[str, float | int | str]:
     """The arguments that are no tensors, as numbers or short text."""
-    found: dict[str, float | int | str] = {}
+    numbers: dict[str, float | int | str] = {}
     for name, value in given.items():
         if isinstance(value, bool | int | float):
-            found[name] = value
+            numbers[name] = value
         elif isinstance(value, str | torch.dtype):
-            found[name] = str(value).removeprefix("torch.")
+            numbers[name] = str(value).removeprefix("torch.")
         elif isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in cast("Sequence[Any]", value)):
-            found[name] = str(list(cast("Sequence[Any]", value)))
-    return found
+            numbers[name] = str(list(cast("Sequence[Any]", value)))
+    return numbers
 
 
 def values_at(inputs: Iterable[tuple[str, Tensor]], out: Tensor, index: tuple[int, ...]) -> dict[str, float]:
     """The inputs' values that the output's value at the index was made of."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, x in inputs:
         try:
-            found[name] = float(x.broadcast_to(out.shape)[index].item())
+            values[name] = float(x.broadcast_to(out.shape)[index].item())
         except (RuntimeError, TypeError):
             continue
-    return found
+    return values

@@ -1,10 +1,4 @@
-"""One operation as `locate` sees it: before it runs, what it is about to overwrite; after it, what it gave.
-
-An operation is new to blame if its result is not finite and all that it read was; if it works value by value, also for
-those of its values that were; and if it makes a NaN of Infs that were there on purpose. Everything else inherits.
-
-The file is long because every judgement about a single operation is in it.
-"""
+"""One operation as `locate` sees it: before it runs, what it is about to overwrite; after it, what it gave."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -125,14 +119,14 @@ class OperationCheck:
 
     def _outputs(self, result: Any) -> Named:
         """The tensors that it gave or wrote, each once, by their names."""
-        found: dict[int, tuple[str, Tensor]] = {}
+        outputs: dict[int, tuple[str, Tensor]] = {}
         values: Any = cast("Any", result) if isinstance(result, tuple) else (result,)
         for index, value in enumerate(cast("Sequence[Any]", values)):
             name = self.facts.results[index] if index < len(self.facts.results) else f"result{index}"
             listed = list(tensors_in(value))
             for number, x in enumerate(listed):
-                found.setdefault(id(x), (name if len(listed) == 1 else f"{name}[{number}]", x))
-        return [*found.values(), *self._written_besides(found)]
+                outputs.setdefault(id(x), (name if len(listed) == 1 else f"{name}[{number}]", x))
+        return [*outputs.values(), *self._written_besides(outputs)]
 
     def _written_besides(self, found: Mapping[int, Any]) -> Named:
         return [
@@ -190,14 +184,17 @@ class OperationCheck:
         self.trail.mark(self._real(name, x), [origin], anew=False)
         return frozenset([origin])
 
+    # An operation is new to blame if its result is not finite and all that it read was; if it works value by value,
+    # also for those of its values that were; and if it makes a NaN of Infs that were there on purpose. Everything else
+    # inherits.
     def _is_new(self, bad: Named, dirty: Named, spectra: Mapping[str, Spectrum | None], origins: set[Origin]) -> bool:
         """Whether the operation itself made values not finite, beyond what it was given."""
         if not dirty:
             return True
         if self._has_odd_scalar() or any(origin.deliberate for origin in origins):
-            held = any((s := spectra[name]) is not None and s.nans for name, _ in dirty)
+            has_nan = any((s := spectra[name]) is not None and s.nans for name, _ in dirty)
             made = any((s := spectrum_of(x)) is not None and s.nans for _, x in bad)
-            if made and not held and all(origin.deliberate for origin in origins):
+            if made and not has_nan and all(origin.deliberate for origin in origins):
                 return True
         return self._fresh(bad, dirty, self._inputs()) is not None
 
@@ -357,9 +354,9 @@ class OperationTracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = facts_of(func)
-        given = bound(facts, args, kwargs)
+        arguments = bound(facts, args, kwargs)
         self.operations += 1
-        call = OperationCheck(self, facts, func, given)
+        call = OperationCheck(self, facts, func, arguments)
         with _C.DisableTorchFunction(), torch.no_grad():
             call.begin()
         result = func(*args, **kwargs)

@@ -2,8 +2,6 @@
 
 A band's values are widened to float32 where they are not, counted if asked for, multiplied, and rounded by integers.
 Then its codes, which are still in the cache, are transposed in tiles of 64 by 64.
-
-Numba's cache does not notice a change of `measuring.kernels`: after one, remove the compiled code of this file.
 """
 
 import functools

@@ -6,12 +6,8 @@ bits (float64 input, a scale that is no power of two, formats with more exponent
 that LLVM makes vectors of it; what differs from format to format is loop-invariant and comes in an array of numbers
 (`_plan`), so that one compiled kernel serves them all.
 
-Rounding a magnitude with significand s to a spacing of 2**d of its units: add what the mode asks for, shift right by d.
-One more bit than needed is kept below, so that d >= 1 and half the spacing is an integer.
-
 Block formats are the same arithmetic again: a power-of-two scale only moves the format's exponents (`_plan` calls them
-lowest and largest), so nothing is multiplied. All kernels are in this one file because Numba's cache notices a change
-of a kernel's own file only.
+lowest and largest), so nothing is multiplied.
 """
 
 import math
@@ -67,6 +63,8 @@ _WORK64 = tuple(
 # `U` is the integer type of the work, to which every result is cut: Numba would widen 32-bit results to 64.
 
 
+# Rounding a magnitude with significand s to a spacing of 2**d of its units: add what the mode asks for, shift right by
+# d. One more bit than needed is kept below, so that d >= 1 and half the spacing is an integer.
 @inlined
 def _round_nearest_even(bits, n, plan, work):
     U = bits.dtype.type  # noqa: N806
@@ -440,10 +438,7 @@ def _multiply(values, size, factor):
 
 @inlined
 def _scale_down(bits, values, n, block, factors, codes, rule, element, work, scale_numbers):
-    """Divides each block of a span by its power-of-two scale; notes scale and code (NaN where a value is not finite).
-
-    In integers throughout: a float log2 takes a maximum one ulp below a power of two for that power.
-    """
+    """Divides each block by its power-of-two scale; notes scale and code (NaN where a value is not finite)."""
     U = bits.dtype.type  # noqa: N806
     one, width, _, mask, fraction_mask, implicit, infinity, _, _ = work
     largest_element = U(element[LARGEST])
@@ -457,6 +452,7 @@ def _scale_down(bits, values, n, block, factors, codes, rule, element, work, sca
             factors[index], codes[index] = math.nan, nan
             inside[:size] = U(0)
             continue
+        # In integers throughout: a float log2 takes a maximum one ulp below a power of two for that power.
         fraction = U(largest & fraction_mask)
         exponent = np.int64(shift_right(largest, width)) - np.int64(shift_right(largest_element, width))
         if rule == CEIL:
@@ -472,10 +468,7 @@ def _scale_down(bits, values, n, block, factors, codes, rule, element, work, sca
 
 @inlined
 def _divide_by_scale(bits, values, n, block, factors, codes, tensor_scale, element, scale_numbers, upward):
-    """As `_scale_down` for scales with a mantissa under a tensor scale, in float64.
-
-    The quotients' own rounding is below every tie: float32 numbers and 4-bit scales differ by 2**-31 or are equal.
-    """
+    """As `_scale_down` for scales with a mantissa under a tensor scale, in float64."""
     largest_element = as_float64(np.uint64(element[LARGEST]))
     for index in range((n + block - 1) // block):
         inside, inner = bits[index * block : (index + 1) * block], values[index * block : (index + 1) * block]
@@ -485,6 +478,8 @@ def _divide_by_scale(bits, values, n, block, factors, codes, tensor_scale, eleme
             factors[index], codes[index] = math.nan, scale_numbers[3]
             inside[:size] = np.uint64(0)
             continue
+        # The quotients' own rounding is below every tie: float32 numbers and 4-bit scales differ by 2**-31 or are
+        # equal.
         scale, codes[index] = _round_scale(
             as_float64(largest) / (largest_element * tensor_scale), scale_numbers, upward
         )

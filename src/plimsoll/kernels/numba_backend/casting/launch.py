@@ -155,11 +155,9 @@ def _shape_for_threads(x: Tensor, block: int) -> tuple[int, int]:
 
 
 def _blocks_fit_float32(spec: BlockSpec) -> bool:
-    """Return whether blocks of up to 32-bit input can be scaled and rounded as float32.
-
-    Scaling may flush a value below 2**-126, which every mode here rounds to zero anyway: not so up, down, stochastic.
-    """
+    """Return whether blocks of up to 32-bit input can be scaled and rounded as float32."""
     element = spec.element.format
+    # Scaling may flush a value below 2**-126, which every mode here rounds to zero anyway: not so up, down, stochastic.
     keeps_zero = spec.element.rounding in (NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO)
     return keeps_zero and 2 <= element.max_exponent <= 100 and element.quantum_exponent >= -22
 

@@ -7,8 +7,7 @@ reorder, which is safe since NaN and Inf were cleared first. Sixteen-bit values 
 float64 has its own loop, and 8-bit codes are simply counted: everything follows from 256 numbers. Float32 has
 its kernel in `float32_kernels`, which sweeps over long tensors instead.
 
-Kernels take addresses, so that a call with a thousand tensors is one call. They share this file because Numba's cache
-notices a change of a kernel's own file only; other kernels use some of these parts too (see there).
+Kernels take addresses, so that a call with a thousand tensors is one call. Other kernels use some of these parts too.
 """
 
 import numpy as np

@@ -1,8 +1,4 @@
-"""Measuring on the CPU, from tensors to kernels: one call for many tensors, cut into even shares for the threads.
-
-Kernels take addresses. Tensors whose memory is dense, in whatever order, are read in place; others are copied 64K
-values at a time, so that nothing of their size is allocated.
-"""
+"""Measuring on the CPU, from tensors to kernels: one call for many tensors, cut into even shares for the threads."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -105,6 +101,8 @@ def _launch(dtype: torch.dtype, words: list[int]) -> None:
     kernel(listed.address, len(words) // 3, 0, 0, 0, 0, variant)
 
 
+# Kernels take addresses. Tensors whose memory is dense, in whatever order, are read in place; others are copied 64K
+# values at a time, so that nothing of their size is allocated.
 def _measure_strided(x: Tensor, place: int) -> None:
     """Measures a tensor with gaps or repeats in its memory, 64K values at a time; what repeats is read once."""
     repeats = 1
@@ -135,10 +133,8 @@ def _measure_blocks(x: Tensor, row: Any, block: int) -> None:
 
 
 def _values_of_codes(dtype: torch.dtype) -> Any:
-    """The float64 values of an 8-bit dtype's 256 codes, always in the same array: kernels keep its address.
-
-    `functools.cache` would not do: threads that call it first at the same time each get an array of their own.
-    """
+    """The float64 values of an 8-bit dtype's 256 codes, always in the same array: kernels keep its address."""
+    # `functools.cache` would not do: threads that call it first at the same time each get an array of their own.
     known = _values.get(dtype)
     if known is None:
         known = _values.setdefault(dtype, from_codes(torch.arange(256), FORMATS[dtype]).numpy())

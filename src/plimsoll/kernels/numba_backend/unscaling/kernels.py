@@ -1,12 +1,4 @@
-"""Unscaling on the CPU: gradients counted and multiplied in one pass over memory.
-
-Whether a value or a product is not finite follows from the largest magnitude alone: rounding is monotonic, so if any
-product overflows, that one's does. Sixteen-bit values are widened into a block of float32, which is treated like any,
-and rounded from there.
-
-Numba's cache does not notice a change of `measuring.sweep`, `sweep_kernels` or `measuring.kernels`: after one, remove
-the compiled code of this file.
-"""
+"""Unscaling on the CPU: gradients counted and multiplied in one pass over memory."""
 
 import numpy as np
 from numba import carray
@@ -30,6 +22,9 @@ _COUNT, _WORDS = row_layout.COUNT, row_layout.NARROW
 _INF32, _INF64 = 0x7F80_0000, 0x7FF0_0000_0000_0000
 
 
+# Whether a value or a product is not finite follows from the largest magnitude alone: rounding is monotonic, so if any
+# product overflows, that one's does. Sixteen-bit values are widened into a block of float32, which is treated like any,
+# and rounded from there.
 @inlined
 def _overflows(largest, inverse, variant):
     """Whether the product of float32 magnitude bits is not finite as a float32 (-1), bfloat16 (0) or float16 (1)."""

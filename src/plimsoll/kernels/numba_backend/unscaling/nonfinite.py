@@ -1,9 +1,4 @@
-"""Counting NaN and Inf on the CPU, as fast as memory gives the values: one call of one kernel for all dtypes.
-
-A block's largest magnitude, an integer maximum, says whether there is anything to count. Only then is the block, which
-is in the cache by now, looked at again. A maximum is one instruction for a vector of values and needs no wider lanes,
-as a count would.
-"""
+"""Counting NaN and Inf on the CPU, as fast as memory gives the values: one call of one kernel for all dtypes."""
 
 import ctypes
 from collections.abc import Sequence
@@ -87,6 +82,9 @@ def _count_strided(x: Tensor, encoding: int) -> int:
     return repeats * sum(_launch([piece.data_ptr(), piece.numel(), encoding]) for piece in dense)
 
 
+# A block's largest magnitude, an integer maximum, says whether there is anything to count. Only then is the block,
+# which is in the cache by now, looked at again. A maximum is one instruction for a vector of values and needs no wider
+# lanes, as a count would.
 _BLOCK = 4096
 
 

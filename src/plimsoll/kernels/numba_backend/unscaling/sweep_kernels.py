@@ -3,11 +3,6 @@
 A sweep takes values whose magnitudes lie in one window of 32 binades, and zeros. The window is where values were last
 found, so nearly all is swept; a block that leaves it, and what is no whole group, is measured by the parts of
 `measuring.kernels` instead, and the window moves to it if it fits.
-
-Counts stay in planes until these are full, the window moves, or the tensor ends.
-
-Numba's cache notices a change of `measuring.sweep` and of `measuring.kernels` as little as of this file: after one,
-remove the compiled code of `kernels`.
 """
 
 import numpy as np
@@ -136,6 +131,7 @@ def _add_piece(bits, n, row, room):
     return max(extremes[0], extremes[1])
 
 
+# Counts stay in planes until these are full, the window moves, or the tensor ends.
 @inlined
 def _flush(row, room):
     """Moves what planes hold to the row."""

@@ -5,10 +5,6 @@ goes in blocks of 1,024 values. (1) One vector loop subtracts, writes the differ
 byte a value says whether its push is nonzero, and is doubled where the difference is zero; bytes are counted 32 at a
 time. (3) The difference is measured as any tensor is, by the parts of `measuring.kernels`. All but the three inputs
 stays in the first-level cache.
-
-With `torch.set_flush_denormal(True)` a difference below the smallest normal number is zero, here as in torch.
-
-Numba's cache does not notice a change of what is imported here: after one, remove the compiled code of this file.
 """
 
 import numpy as np
@@ -87,6 +83,7 @@ def _widen(bits, address, kind, n):
             bits[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16))
 
 
+# With `torch.set_flush_denormal(True)` a difference below the smallest normal number is zero, here as in torch.
 @inlined
 def _subtract(old, new, difference, exponents, n):
     """Writes ``new - old``, and scans it as `scan` does."""
@@ -109,10 +106,8 @@ def _subtract(old, new, difference, exponents, n):
 
 @inlined
 def _mark_unmoved(flags, exponents, old, new, extremes, n):
-    """Doubles the flags of values that are the same before and after.
-
-    Where the block's differences are all normal or zero, a zero exponent says so. A NaN is the same as any NaN.
-    """
+    """Doubles the flags of values that are the same before and after."""
+    # Where the block's differences are all normal or zero, a zero exponent says so. A NaN is the same as any NaN.
     positive, negative, nearest = extremes
     if max(positive, negative) < np.uint32(_INF32) and nearest >= np.uint32(_LAST_SUBNORMAL32):
         for i in range(n):

@@ -1,13 +1,4 @@
-"""Casting a matrix to 8-bit codes, and to those of its transpose, from one read: the kernel and its launch.
-
-A program takes tiles of the matrix. Each is loaded once in the order in which it lies, counted by `measuring.tile`
-where there is a bank, multiplied, rounded, and stored twice: as it is, and transposed. For the second store Triton
-exchanges the tile's codes through shared memory, so that both stores, and the load, touch memory in whole lines: a tile
-is 128 rows high, the 128 bytes of a line of the transpose, and 64 columns wide, 128 bytes of 16-bit values.
-
-From compute capability 8.9 the hardware's own conversion rounds, with saturation (the compile test looks for it in the
-code); else, and in the interpreter, integers do.
-"""
+"""Casting a matrix to 8-bit codes, and to those of its transpose, from one read: the kernel and its launch."""
 
 from typing import Any
 
@@ -23,10 +14,16 @@ from plimsoll.kernels.triton_backend.measuring.tile import WARPS, begin, finish,
 
 HEIGHT, WIDTH = 128, 64
 _COUNTED_HEIGHT = 64  # counting holds more in registers
+# From compute capability 8.9 the hardware's own conversion rounds, with saturation (the compile test looks for it in
+# the code); else, and in the interpreter, integers do.
 _CONVERTS = (8, 9)
 _NAN = tl.constexpr(NAN_CODE)
 
 
+# A program takes tiles of the matrix. Each is loaded once in the order in which it lies, counted by `measuring.tile`
+# where there is a bank, multiplied, rounded, and stored twice: as it is, and transposed. For the second store Triton
+# exchanges the tile's codes through shared memory, so that both stores, and the load, touch memory in whole lines: a
+# tile is 128 rows high, the 128 bytes of a line of the transpose, and 64 columns wide, 128 bytes of 16-bit values.
 @triton.jit(do_not_specialize=["row", "per_program"])
 def fp8_cast_matrix(
     x, codes, columns, bank, scale_at, scale, rows, width, row_stride, column_stride, padded_rows, padded_width,

@@ -1,10 +1,8 @@
 """The casting kernels: values or codes, with or without blocks.
 
-`cast_dense` gives each program some groups of 1,024 consecutive values, as `kernels._noise` numbers them: a Philox
+`cast_dense` gives each program some groups of 1,024 consecutive values, as `kernels.philox` numbers them: a Philox
 block is computed once, and its four words serve four runs of 256 values. Blocks of a power of two up to 256 lie inside
 such a run. `cast_ragged` is for blocks that do not: rows that end in a part of a block, or odd block lengths.
-
-Whole programs load and store without masks, since only these become 16-byte instructions.
 """
 
 import triton
@@ -34,6 +32,7 @@ _RUNTIME = [
 ]  # fmt: skip
 
 
+# Whole programs load and store without masks, since only these become 16-byte instructions.
 @triton.jit(do_not_specialize=[name for name in _RUNTIME if name not in ("x", "out", "scales")])
 def cast_dense(
     x, out, scales, count: tl.int64, factor: tl.int64, factor_at, tensor_scale, seed: tl.int64, key,

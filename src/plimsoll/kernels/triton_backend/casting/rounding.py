@@ -1,11 +1,8 @@
 """Rounding bits into a format, and the noise of stochastic rounding: what all casting kernels share.
 
 The same code serves two widths: int32 bits of float32 where input and format fit there, else int64 bits of float64. It
-follows the reference (`kernels._torch._cast`) step by step, but for one thing: the value that a code stands for is not
+follows the reference (`torch_backend.casting`) step by step, but for one thing: the value that a code stands for is not
 decoded from it. Rounding acts on the magnitude's own bits in place, where a carry into the exponent is right as it is.
-
-A format reaches a kernel as a tuple of integers, `Fields` on the host, either arguments (elements: no format needs a
-kernel of its own) or constants (the output's dtype, scales of blocks).
 """
 
 import functools
@@ -29,6 +26,8 @@ _FACTOR0, _FACTOR1 = tl.constexpr(_noise.MULTIPLIERS[0]), tl.constexpr(_noise.MU
 _WEYL0, _WEYL1 = tl.constexpr(_noise.WEYL[0]), tl.constexpr(_noise.WEYL[1])
 
 
+# A format reaches a kernel as a tuple of integers, `Fields` on the host, either arguments (elements: no format needs a
+# kernel of its own) or constants (the output's dtype, scales of blocks).
 class Fields(NamedTuple):
     """A format as `encode` reads it; exponents and values are in the bits of float64 (wide) or float32."""
 
@@ -179,7 +178,7 @@ def _stays_finite(negative, ROUNDING: tl.constexpr):
 
 @triton.jit
 def philox(key, counter):
-    """The four words (uint32) of the Philox4x32-10 blocks with these counters (int64); `kernels._noise` defines it."""
+    """The four words (uint32) of the Philox4x32-10 blocks with these counters (int64); `kernels.philox` defines it."""
     low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     c2, c3 = c0 & 0, c0 & 0

@@ -26,12 +26,10 @@ def bins(field, base, LAST: tl.constexpr):
 
 @triton.jit
 def add_counts(counters, counts, first, N: tl.constexpr):
-    """Adds all but the last of N bins to the histogram, from binade index `first` on; returns their sum.
-
-    Only float64 has binades outside the row's: they go to its ends.
-    """
+    """Adds all but the last of N bins to the histogram, from binade index `first` on; returns their sum."""
     lane = tl.arange(0, N)
     counts = tl.where(lane < N - 1, counts, 0)
+    # Only float64 has binades outside the row's: they go to its ends.
     index = tl.minimum(tl.maximum(first + lane, 0), _BINADES - 1)
     tl.atomic_add(counters + index, counts.to(tl.int64), mask=counts > 0, sem="relaxed")
     return tl.sum(counts).to(tl.int64)

@@ -1,10 +1,6 @@
 """The measuring kernel: all statistics of a row in one pass over memory.
 
 A program takes some tiles of one tensor, and counts each as `tile` says.
-
-Bytes of a tensor are addressed by number, not by a pointer argument: a table of addresses is what lets one launch read
-thousands of tensors. Vector loads need 16-byte alignment, so a tensor that starts off a 16-byte border is read from
-the border before it, with the values in front masked.
 """
 
 import triton
@@ -82,6 +78,9 @@ def _extent(length, row_length, head, BLOCK: tl.constexpr):
     return slots, blocks
 
 
+# Bytes of a tensor are addressed by number, not by a pointer argument: a table of addresses is what lets one launch
+# read thousands of tensors. Vector loads need 16-byte alignment, so a tensor that starts off a 16-byte border is read
+# from the border before it, with the values in front masked.
 @triton.jit
 def load(
     address, head, length, row_length, blocks, tile,

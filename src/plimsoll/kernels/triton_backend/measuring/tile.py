@@ -6,14 +6,7 @@ the smallest nonzero magnitude; their exponents say which road to take:
 - All nonzero values lie within 31 binades (nearly always): `tl.histogram` over 32 bins, the last one for zeros. The
   counts stay in registers from tile to tile while the window fits.
 - Within 63 binades (squares of gradients, say): the same with 64 bins.
-- Else, or where the tile holds NaN, Inf or a subnormal: 512 bins over all the row's binades, every class told apart.
-
-Few bins matter where `tl.histogram` counts by warp votes (Triton 3.6): there 32 bins cost 21 instructions a value and
-512 bins 85, half of these in the slow popcount unit. Later versions count by atomics in shared memory.
-
-Sums run in float64 in each thread and are added across threads once a program. A program ends with a few relaxed
-atomics on its row. The row's layout makes zero the identity of all of them (`row_layout`), so accumulating
-needs nothing besides this one launch.
+- Else, or where the tile holds NaN, Inf or a subnormal: 512 bins over all the row's binades, every class by itself.
 """
 
 import triton
@@ -57,6 +50,8 @@ def begin(WIDE: tl.constexpr):
     return window, base, counted, positive, negative, nearest, total, absolute, squares, fourths
 
 
+# Few bins matter where `tl.histogram` counts by warp votes (Triton 3.6): there 32 bins cost 21 instructions a value and
+# 512 bins 85, half of these in the slow popcount unit. Later versions count by atomics in shared memory.
 @triton.jit
 def tally(counters, bits, state, WIDE: tl.constexpr, ITEM: tl.constexpr, TILE: tl.constexpr):
     """Counts a tile's decoded bits; the last two constants say how threads loaded it."""
@@ -101,6 +96,9 @@ def tally(counters, bits, state, WIDE: tl.constexpr, ITEM: tl.constexpr, TILE: t
     return window, base, counted, positive, negative, nearest, total, absolute, squares, fourths
 
 
+# Sums run in float64 in each thread and are added across threads once a program. A program ends with a few relaxed
+# atomics on its row. The row's layout makes zero the identity of all of them (`row_layout`), so accumulating needs
+# nothing besides this one launch.
 @triton.jit
 def finish(counters, valid, state, WIDE: tl.constexpr):
     """Writes what a program holds after its last tile; `valid` is how many values there were."""
@@ -119,11 +117,9 @@ def finish(counters, valid, state, WIDE: tl.constexpr):
 
 @triton.jit
 def _extremes(bits, WIDE: tl.constexpr):
-    """Largest positive magnitude, largest negative one, and twice the smallest nonzero one less 1.
-
-    Where there is none, the first two are 0 and the last is the largest integer. The bits of floats order as the
-    values do: as signed integers for positive ones, as unsigned ones for negative ones.
-    """
+    """Largest positive magnitude, largest negative one, and twice the smallest nonzero one less 1."""
+    # Where there is none, the first two are 0 and the last is the largest integer. The bits of floats order as the
+    # values do: as signed integers for positive ones, as unsigned ones for negative ones.
     unsigned = bits.to(tl.uint64 if WIDE else tl.uint32, bitcast=True)
     up = tl.maximum(tl.max(bits), 0)
     down = tl.max(unsigned).to(bits.dtype, bitcast=True)

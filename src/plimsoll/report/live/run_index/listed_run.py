@@ -89,7 +89,7 @@ def _of_catalog(
     manifests, head = catalog.manifests, catalog.head
     ends = [catalog.visible_end(part) for part in (*catalog.of("spectra"), *catalog.of("scalars"))]
     series = [manifest.get("tensors", {}).items() for manifest in manifests.values()]
-    names = {(collection, name) for each in series for collection, entries in each for name in entries}
+    names = {(collection, name) for of_rank in series for collection, entries in of_rank for name in entries}
     unread = [] if head else catalog.problems
     return Listed(
         id=run_id,

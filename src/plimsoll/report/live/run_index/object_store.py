@@ -27,10 +27,7 @@ Files = Mapping[str, tuple[int, int]]  # sizes and times in ns, by path
 
 
 class StoredRuns:
-    """The runs below a folder of a store. Listings cost money, so they are made every 10 seconds and only if asked for.
-
-    Raises `ArgumentError` where nothing at all is there: a store has no empty folders.
-    """
+    """The runs below a folder of a store. Listings cost money: one every 10 seconds, and only if asked for."""
 
     poll_seconds = list_seconds = 10.0
     settled_seconds = 2.0  # their times are in seconds
@@ -47,12 +44,13 @@ class StoredRuns:
                 "address, or copy a run there first."
             )
 
+    # Raises `ArgumentError` where nothing at all is there: a store has no empty folders.
     def find(self) -> list[Path]:
         """The folders of all runs."""
-        now, found = self._clock(), _by_run(self._place.tree())
+        now, runs = self._clock(), _by_run(self._place.tree())
         with self._lock:
-            self._runs = {name: (now, files) for name, files in found.items()}
-        return [self.folder / name if name else self.folder for name in sorted(found)]
+            self._runs = {name: (now, files) for name, files in runs.items()}
+        return [self.folder / name if name else self.folder for name in sorted(runs)]
 
     def stamp(self, path: Path) -> Stamp | None:
         """The newest time, the size, and a digest of all names, times and sizes."""
@@ -81,10 +79,10 @@ class StoredRuns:
         name, newest = self._name(path), stamp[0][0] / 1e9
         files = self._files(name)
         place = _AsListed(self._place.within(name), files)
-        found = listing_of(
+        listed = listing_of(
             lambda: RunFolder(place, warn=False), run_id, path, self.folder, newest, lambda file: str(files.get(file))
         )
-        return found if newest else self._timed(found)
+        return listed if newest else self._timed(listed)
 
     def _timed(self, found: Listed) -> Listed:
         """With a time, where the store says none: of its beginning, then of when it was seen to have changed."""
@@ -125,13 +123,13 @@ class _AsListed(Stored):
 def _by_run(tree: Files) -> dict[str, Files]:
     """The files of each run, by its path: a folder with a manifest, and what is below it outside of other runs."""
     folders = {folder for folder, _, name in map(_split, tree) if manifest.rank_of(name) is not None}
-    found: dict[str, dict[str, tuple[int, int]]] = {}
+    by_run: dict[str, dict[str, tuple[int, int]]] = {}
     for path, facts in tree.items():
         above = [path[:i] for i, sign in enumerate(path) if sign == "/"]
         run = next((folder for folder in (*reversed(above), "") if folder in folders), None)
         if run is not None:
-            found.setdefault(run, {})[path[len(run) + bool(run) :]] = facts
-    return {run: _of_run(files) for run, files in found.items()}
+            by_run.setdefault(run, {})[path[len(run) + bool(run) :]] = facts
+    return {run: _of_run(files) for run, files in by_run.items()}
 
 
 def _of_run(tree: Files) -> Files:

@@ -3,9 +3,6 @@
 A run is read from its manifests and the names of its parts; no Parquet file is opened. What was read is kept until one
 of its folders or its manifest changes, so that a look at a thousand runs is a few thousand `stat` calls. A folder of an
 object store is listed instead, and less often (`object_store`).
-
-A run's *id* is its path below the folder ("." for the folder itself). Ids are looked up among the runs that were found,
-and never made into paths: so no id leads out of the folder.
 """
 
 import os
@@ -90,6 +87,8 @@ class RunsList:
         with self._lock:
             return self._sorted()
 
+    # A run's *id* is its path below the folder ("." for the folder itself). Ids are looked up among the runs that were
+    # found, and never made into paths: so no id leads out of the folder.
     def run(self, run_id: str) -> Listed | None:
         """The run of that id as it is now, or was when storage last answered; None where there is none."""
         with self._lock:
@@ -129,9 +128,9 @@ class RunsList:
                 self._forget(run_id)
             elif run_id not in self._found or self._stamps.get(run_id) != stamp:
                 changed.append((run_id, path, stamp))
-        for (run_id, _, stamp), found in zip(changed, self.source.rows(changed), strict=True):
-            if found != self._found.get(run_id):
-                self._found[run_id] = found
+        for (run_id, _, stamp), listed_run in zip(changed, self.source.rows(changed), strict=True):
+            if listed_run != self._found.get(run_id):
+                self._found[run_id] = listed_run
                 self.version += 1
             newest = max(entry[0] for entry in stamp) / 1e9
             self._stamps[run_id] = stamp if now - newest > self.source.settled_seconds else None
@@ -187,13 +186,13 @@ def stamp_of(path: Path) -> Stamp | None:
     whole = os.fspath(path)
     for place in ("", *KINDS, "run.json"):
         try:
-            found = os.stat(f"{whole}{os.sep}{place}")  # noqa: PTH116  (a thousand runs at a time: paths cost more)
+            status = os.stat(f"{whole}{os.sep}{place}")  # noqa: PTH116  (a thousand runs at a time: paths cost more)
         except OSError:
             if not place:
                 return None
             entries.append((0, 0, 0))
         else:
-            entries.append((found.st_mtime_ns, found.st_size, found.st_ino))
+            entries.append((status.st_mtime_ns, status.st_size, status.st_ino))
     return tuple(entries)
 
 
@@ -205,8 +204,8 @@ def listed(run_id: str, path: Path, root: Path, stamp: Stamp) -> Listed:
         return RunFolder(path, warn=False)
 
     def mark(name: str) -> str:
-        found = (path / name).stat()
-        return f"{found.st_mtime_ns} {found.st_size} {found.st_ino}"
+        status = (path / name).stat()
+        return f"{status.st_mtime_ns} {status.st_size} {status.st_ino}"
 
     return listing_of(catalog, run_id, path, root, max(entry[0] for entry in stamp) / 1e9, mark)
 

@@ -127,8 +127,8 @@ class Api:
 
     def compare(self, first: str, second: str) -> bytes:
         """Two runs side by side, and where they part."""
-        listed = [self.live.opened(each) for each in (first, second)]
-        verdicts = [self.verdicts.for_page(each) for each in listed]
+        listed = [self.live.opened(run_id) for run_id in (first, second)]
+        verdicts = [self.verdicts.for_page(run) for run in listed]
         summaries = [summary_answer(_summary_of(verdict), self.root) for verdict in verdicts]
 
         def make(a: LiveView, b: LiveView) -> bytes:
@@ -145,7 +145,7 @@ class Api:
 
         question = ("compare", *(verdict.serial for verdict in verdicts))
         # Apart from the remembered answer: a run that stops being written does not change.
-        live = any(each.is_live(self._clock()) for each in listed)
+        live = any(run.is_live(self._clock()) for run in listed)
         return _with({"live": live}, self.live.answer_of_two(first, second, question, make))
 
     def compare_figure(self, first: str, second: str, name: str, query: Mapping[str, str]) -> bytes:
@@ -160,13 +160,13 @@ class Api:
             self._found(_FOLLOWED_SECONDS)
             return {"version": self.version}
         try:
-            found = self.live.list.run(run_id)
+            run = self.live.list.run(run_id)
         except RunError:  # storage that does not answer now
             return None
-        if found is None:
+        if run is None:
             return {"id": run_id, "token": "", "last_step": -1}
         self.verdicts.looked_at(run_id)
-        return {"id": found.id, "token": _token(found, self.verdicts.of(found)), "last_step": found.last_step}
+        return {"id": run.id, "token": _token(run, self.verdicts.of(run)), "last_step": run.last_step}
 
     def close(self) -> None:
         """Ends the work in the background."""

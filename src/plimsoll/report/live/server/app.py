@@ -39,6 +39,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
 
 _LOG = logging.getLogger("plimsoll")
 
+# The address of a file holds a digest of all files, so that a browser asks for each of them once.
 _VERSION = re.compile(r"^[0-9a-f]{16}/")  # before a file's name in its address
 _KEEP, _ASK_AGAIN = "private, max-age=31536000, immutable", "no-cache"
 _REFUSED = re.compile(r"\s*q=0(\.0*)?\s*$")
@@ -166,14 +167,13 @@ def _runs(request: Request) -> tuple[str, ...]:
     """The runs that a question is about; of the list, "" is."""
     if "id" in request.path_params:
         return (_part(request, "id"),)
-    return tuple(request.query_params.get(each, "") for each in ("a", "b"))
+    return tuple(request.query_params.get(name, "") for name in ("a", "b"))
 
 
 def _part(request: Request, name: str) -> str:
-    """A segment of the path, whose quoting the gate has left as it was.
-
-    A slash at its end is left out: browsers take "." (the id of the served folder itself) out of an address, not "./".
-    """
+    """A segment of the path, whose quoting the gate has left as it was."""
+    # A slash at its end is left out: browsers take "." (the id of the served folder itself) out of an address, not
+    # "./".
     return unquote(str(request.path_params[name]), errors="replace").removesuffix("/")
 
 

@@ -1,9 +1,4 @@
-"""`Turns`: answers are made in threads, so few for each run that one whose answers take long leaves the others theirs.
-
-What is read of a run is checked and bounded before it is computed with, so an answer ends; storage that hangs is what
-remains, and from that no process could be ended either. So an answer has a time, a run has few threads, and who asks
-about a run that has used up both is refused at once. Threads share what was read; processes would each read it.
-"""
+"""`Turns`: answers made in threads, so few for each run that a slow one leaves the others theirs."""
 
 import asyncio
 import threading
@@ -14,6 +9,9 @@ from dataclasses import dataclass, field
 
 from plimsoll.errors import StateError
 
+# What is read of a run is checked and bounded before it is computed with, so an answer ends; storage that hangs is what
+# remains, and from that no process could be ended either. So an answer has a time, a run has few threads, and who asks
+# about a run that has used up both is refused at once. Threads share what was read; processes would each read it.
 PATIENCE_SECONDS = 60.0  # from question to answer
 MOST_OF_RUN = 64  # questions to one run that wait or are being answered
 _THREADS_OF_RUN = 2  # a verdict that is being made keeps no figure waiting
@@ -47,21 +45,21 @@ class Turns:
         """Return what `make` returns. Raises `BusyError` for too many questions, `StateError` if it takes too long."""
         question = _Question(runs=tuple(dict.fromkeys(runs)), make=make)
         self._begin(question)
-        found = asyncio.wrap_future(question.answer)
-        done, _ = await asyncio.wait({found}, timeout=self.patience_seconds)
+        answer = asyncio.wrap_future(question.answer)
+        done, _ = await asyncio.wait({answer}, timeout=self.patience_seconds)
         if not done:
             self._give_up(question)
-            found.cancel()
+            answer.cancel()
             raise StateError(
                 f"serve: expected an answer within {self.patience_seconds:.0f} s; got none: this run, or its storage, "
                 "takes longer. Ask again."
             )
-        return found.result()
+        return answer.result()
 
     def _begin(self, question: _Question) -> None:
         with self._lock:
-            asked = Counter(run for each in (*self._waiting, *self._under_way) for run in each.runs)
-            overdue = Counter(run for each in self._under_way if each.overdue for run in each.runs)
+            asked = Counter(run for other in (*self._waiting, *self._under_way) for run in other.runs)
+            overdue = Counter(run for other in self._under_way if other.overdue for run in other.runs)
             for run in question.runs:
                 if asked[run] >= MOST_OF_RUN:
                     raise BusyError(
@@ -85,8 +83,8 @@ class Turns:
     def _start(self) -> None:
         """Starts the answers whose turn it is: the oldest first, of those whose runs have a thread left."""
         with self._lock:
-            busy = Counter(run for each in self._under_way for run in each.runs)
-            room = _THREADS - sum(not each.overdue for each in self._under_way)
+            busy = Counter(run for running in self._under_way for run in running.runs)
+            room = _THREADS - sum(not running.overdue for running in self._under_way)
             for question in list(self._waiting):
                 if room > 0 and all(busy[run] < _THREADS_OF_RUN for run in question.runs):
                     self._waiting.remove(question)

@@ -1,7 +1,4 @@
-"""Running the live page's application under uvicorn: its open streams end with it, and Ctrl-C leaves no traceback.
-
-Connections are few, and each must bring its request, and take its answer, in time: one that does neither is cut off.
-"""
+"""Running the live page's application under uvicorn: its open streams end with it, and Ctrl-C leaves no traceback."""
 
 import asyncio
 import contextlib
@@ -28,6 +25,7 @@ _FULL = (
 )
 
 
+# Connections are few, and each must bring its request, and take its answer, in time: one that does neither is cut off.
 class _Connection(H11Protocol):
     """A connection that is cut off when it is idle, half sent, or not read, for too long."""
 

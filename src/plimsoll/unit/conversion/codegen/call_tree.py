@@ -1,8 +1,4 @@
-"""Tree of the calls in a recipe, each with its steps, its inputs and its outputs.
-
-The steps of one call are consecutive, so a call is an interval of steps, and calls nest. Numbers that are computed from
-sizes belong to no call. Each call computes the numbers that it needs from its own tensors.
-"""
+"""Tree of the calls in a recipe, each with its steps, its inputs and its outputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +50,8 @@ def tree_of(recipe: Recipe) -> Call:
     return root
 
 
+# The steps of one call are consecutive, so a call is an interval of steps, and calls nest. Numbers that are computed
+# from sizes belong to no call. Each call computes the numbers that it needs from its own tensors.
 def _grouped(steps: Sequence[Step], shared: Mapping[str, tuple[str, ...]]) -> Call:
     root = Call(path="")
     opened = [root]

@@ -289,10 +289,8 @@ def tensor(name: str, value: Any, sizes: tuple[int | None, ...], kind: str, most
 
 
 def constant(name: str, value: Any, wanted: Any) -> Any:
-    """Return the value, or raise an error unless it is that of the capture.
-
-    Values that are no tensors decided what was captured.
-    """
+    """Return the value, or raise an error unless it is that of the capture."""
+    # Values that are no tensors decided what was captured.
     if isinstance(value, Tensor) or (value is not wanted and value != wanted):
         got = f"a tensor of sizes {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ArgumentError(

@@ -191,11 +191,9 @@ def _class_name(module: nn.Module) -> str:
 
 
 def like(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class of torch.nn that a generated part keeps, or None.
-
-    It is for `isinstance` and the module's text. Never `nn.Linear`: a tool that replaces linear layers, as for FP8,
-    would lose the factors in the generated code.
-    """
+    """Return the class of torch.nn that a generated part keeps, or None."""
+    # The class is for `isinstance` and the module's text. Never `nn.Linear`: a tool that replaces linear layers, as for
+    # FP8, would lose the factors in the generated code.
     return None if isinstance(module, nn.Linear) else torch_class(module)
 
 

@@ -1,8 +1,4 @@
-"""Algebra of operations for `unit.fold`, by the operation's name without overload.
-
-A factor is a positive number, so ``relu(a x) = a relu(x)``, and minus infinity does not change. Operations that are not
-listed count as non-linear: factors stay in front of them.
-"""
+"""Algebra of operations for `unit.fold`, by the operation's name without overload."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -92,6 +88,8 @@ def _operands(step: Step) -> list[tuple[Any, str]] | None:
     return [(port, operand.name) for port, operand in ((0, left), (1, right)) if isinstance(operand, Ref)]
 
 
+# A factor is a positive number, so `relu(a x) = a relu(x)`, and minus infinity does not change. Operations that are not
+# listed count as non-linear: factors stay in front of them.
 def _keeps_scale(step: Step, name: str) -> bool:
     """Return whether the step writes only zeros or -Inf, equal at every scale."""
     if name == "masked_fill":
