@@ -7,7 +7,7 @@ live page, findings. The live page and the report's script write the same in Jav
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 _SHORTEST = 1e-3  # numbers below it are written with an exponent
 _LONGEST = 1e9  # and from here on
@@ -110,6 +110,24 @@ def steps(first: int, last: int) -> str:
     ('steps 301 to 310', 'step 1,300')
     """
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
+    """Return rows of cells as lines whose columns lie below each other. The first row has the heads.
+
+    Args:
+        rows: Equally many cells each.
+        right: Heads of the columns that end below each other.
+
+    >>> for line in aligned([("share", "module"), ("9 %", "head"), ("91 %", "blocks.0.up")], right=["share"]):
+    ...     print(line)
+    share  module
+      9 %  head
+     91 %  blocks.0.up
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    forms = [f"{{:{'>' if head in right else '<'}{width}}}" for head, width in zip(rows[0], widths, strict=True)]
+    return ["  ".join(forms).format(*row).rstrip() for row in rows]
 
 
 def printable(text: str, *, lines: bool = True) -> str:
