@@ -55,6 +55,7 @@ def test_an_unknown_command_is_refused_with_the_nearest() -> None:
         (["check", "a", "--json=3"], "check: expected --json alone; got a value for it. Leave the value out."),
         (["plan", "a", "--tolerance", "\x1b[31m"], r"plan: expected --tolerance to be a number; got '\x1b[31m'. "),
         (["run", "-o"], "run: expected -o DIR; got no value. plimsoll run -h"),
+        (["run", "--every", "0", "a.py"], "run: expected --every to be at least 1; got '0'. plimsoll run -h lists"),
         (["run"], "run: expected SCRIPT; got none. Write plimsoll run SCRIPT [ARGS...]."),
         (["whatif", "a"], "whatif: expected --format FORMAT; got none. Write plimsoll whatif RUN --format FORMAT."),
         (["diff", "a", "b", "c", "d"], "diff: expected plimsoll diff RUN_A RUN_B; got c d as well. Leave it out. "),

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 _CHOICES = re.compile(r"is not one of (.+?)\.?$")
+_LEAST = re.compile(r"(?:greater than or equal to |x>=)(-?[\d.]*\d)")
 _EXTRA = re.compile(r"argument\S* \((.*)\)\.?$", re.DOTALL)  # the noun is "argument", "arguments" or "argument(s)"
 
 
@@ -62,6 +63,8 @@ def _rule(parameter: Any, message: str) -> str:
     if choices := _CHOICES.search(message):
         *most, last = (word.strip(" '\"") for word in choices[1].split(","))
         return f"{name} to be {', '.join(most)} or {last}" if most else f"{name} to be {last}"
+    if least := _LEAST.search(message):
+        return f"{name} to be at least {least[1]}"
     if "integer" in message:
         return f"{name} to be a whole number"
     return f"{name} to be a number" if "number" in message or "float" in message else f"{name} to be valid ({message})"
