@@ -8,7 +8,7 @@ JavaScript (`report/page/files/js/words.js`).
 import html
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 _SHORTEST = 1e-3  # numbers below it are written with an exponent
 _LONGEST = 1e9  # and from here on
@@ -64,11 +64,13 @@ def times_two_to(binades: float) -> str:
     return f"{2**exponent} times (2^{exponent})" if 0 <= exponent <= 10 else f"2^{exponent} times"
 
 
-def number(value: float) -> str:
-    """Write any number: whole ones in full, others in three digits.
+def number(value: float, digits: int = 3) -> str:
+    """Write any number: whole ones in full, others in three digits or as many as are asked for.
 
     >>> number(65504.0), number(0.015625), number(2.0**-24), number(3.4e38), number(float("nan"))
     ('65,504', '0.0156', '5.96e-8', '3.40e38', 'nan')
+    >>> number(0.015625, 4), number(2.0**-24, 6), number(1234.5678, 6)
+    ('0.01562', '5.96046e-8', '1,234.57')
     """
     if not math.isfinite(value):
         return str(value)
@@ -77,10 +79,11 @@ def number(value: float) -> str:
         return f"{int(value):,}"
     if size >= _LONGEST or size < _SHORTEST:
         # Rounded to three digits, float64's largest value would read back as infinity.
-        digits = f"{value:.2e}" if math.isfinite(float(f"{value:.2e}")) else f"{math.copysign(1.79e308, value):.2e}"
-        mantissa, exponent = digits.split("e")
+        text = f"{value:.{digits - 1}e}"
+        text = text if math.isfinite(float(text)) else f"{math.copysign(1.79e308, value):.2e}"
+        mantissa, exponent = text.split("e")
         return f"{mantissa}e{int(exponent)}"
-    return f"{value:,.0f}" if size >= 999.5 else f"{value:.3g}"
+    return f"{value:,.0f}" if size >= 10**digits - 0.5 else f"{value:,.{digits}g}"
 
 
 def counted(many: int, noun: str) -> str:
@@ -111,6 +114,24 @@ def steps(first: int, last: int) -> str:
     ('steps 301 to 310', 'step 1,300')
     """
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
+    """Return rows of cells as lines whose columns lie below each other. The first row has the heads.
+
+    Args:
+        rows: Equally many cells each.
+        right: Heads of the columns that end below each other.
+
+    >>> for line in aligned([("share", "module"), ("9 %", "head"), ("91 %", "blocks.0.up")], right=["share"]):
+    ...     print(line)
+    share  module
+      9 %  head
+     91 %  blocks.0.up
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    forms = [f"{{:{'>' if head in right else '<'}{width}}}" for head, width in zip(rows[0], widths, strict=True)]
+    return ["  ".join(forms).format(*row).rstrip() for row in rows]
 
 
 def printable(text: str, *, lines: bool = True) -> str:

@@ -39,6 +39,34 @@ def test_an_unknown_command_is_refused_with_the_nearest() -> None:
     assert "formats" in result.stderr
 
 
+@each(
+    ("words", "message"),
+    [
+        (["--nope"], "expected an option of plimsoll; got --nope. plimsoll -h lists the options."),
+        (["checks"], "expected a command; got 'checks'. Did you mean check? plimsoll -h lists them."),
+        (["help", "nope"], "expected a command; got 'nope'. plimsoll -h lists them."),
+        (["check", "--fail"], "check: expected an option of plimsoll check; got --fail. Did you mean --fail-on or"),
+        (
+            ["check", "a", "--fail-on", "x"],
+            "check: expected --fail-on to be warning, alarm or never; got 'x'. plimsoll",
+        ),
+        (["check", "a", "--until=x"], "check: expected --until to be a whole number; got 'x'. plimsoll check -h"),
+        (["check", "a", "--until"], "check: expected --until STEP; got no value. plimsoll check -h lists the options."),
+        (["check", "a", "--json=3"], "check: expected --json alone; got a value for it. Leave the value out."),
+        (["plan", "a", "--tolerance", "\x1b[31m"], r"plan: expected --tolerance to be a number; got '\x1b[31m'. "),
+        (["run", "-o"], "run: expected -o DIR; got no value. plimsoll run -h"),
+        (["run", "--every", "0", "a.py"], "run: expected --every to be at least 1; got '0'. plimsoll run -h lists"),
+        (["run"], "run: expected SCRIPT; got none. Write plimsoll run SCRIPT [ARGS...]."),
+        (["whatif", "a"], "whatif: expected --format FORMAT; got none. Write plimsoll whatif RUN --format FORMAT."),
+        (["diff", "a", "b", "c", "d"], "diff: expected plimsoll diff RUN_A RUN_B; got c d as well. Leave it out. "),
+    ],
+)
+def test_usage_errors_have_the_form_of_all_errors(words: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, words, prog_name="plimsoll")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"plimsoll: {message}") and result.stderr.count("\n") == 1
+
+
 GROUP = typer.main.get_command(app)
 
 

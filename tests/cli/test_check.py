@@ -31,7 +31,7 @@ def ill(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_healthy_run_exits_with_0(tmp_path: Path) -> None:
     result = run("check", SOUND.write(tmp_path / "run"))
     assert result.exit_code == 0
-    assert "healthy, through step 199" in result.output.replace("\n", " ")
+    assert result.stdout.endswith("run: Healthy through step 199: no parameter gradients lost to underflow.\n")
 
 
 def test_an_alarm_exits_with_1_and_says_where_since_when_and_what_to_do(ill: Path) -> None:
@@ -164,7 +164,7 @@ def gan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_of_a_script_is_one_answer_and_its_exit_code_the_worst(gan: Path) -> None:
     result = run("check", gan)
     assert result.exit_code == 1
-    assert f"{gan}/G: healthy" in result.stdout.replace("\n", "") and "scale-collapse" in result.stdout
+    assert f"{gan}/G: Healthy" in result.stdout.replace("\n", "") and "scale-collapse" in result.stdout
     data = json.loads(run("check", gan, "--json").stdout)
     assert data["state"] == "alarm" and [each["model"] for each in data["runs"]] == ["G", "D"]
     assert [each["state"] for each in data["runs"]] == ["healthy", "alarm"]
@@ -236,7 +236,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_several_runs_are_judged_each_by_itself(several: Path) -> None:
     result = run("check", several / "sound", several / "ill")
     assert result.exit_code == 1
-    assert "sound: healthy" in result.stdout and "scale-collapse" in result.stdout
+    assert "sound: Healthy" in result.stdout and "scale-collapse" in result.stdout
     data = json.loads(run("check", several / "sound", several / "ill", "--json").stdout)
     assert (data["state"], data["last_step"]) == ("alarm", 199) and data["verdict"].startswith("Problem")
     assert [each["run"] for each in data["runs"]] == [str(several / "sound"), str(several / "ill")]
@@ -257,7 +257,7 @@ def test_globs_find_the_runs(several: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_one_run_that_cannot_be_judged_leaves_the_others(several: Path, tmp_path: Path) -> None:
     result = run("check", tmp_path, several / "sound")
-    assert result.exit_code == 2 and "No Plimsoll run in" in result.stderr and "healthy" in result.stdout
+    assert result.exit_code == 2 and "No Plimsoll run in" in result.stderr and "Healthy" in result.stdout
     assert run("check", tmp_path, several / "ill").exit_code == 1
     assert run("check", tmp_path, tmp_path).exit_code == 2
     assert run("check", tmp_path, tmp_path, "--json").stdout == ""

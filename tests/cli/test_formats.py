@@ -179,7 +179,7 @@ def test_a_wrong_name_is_a_message_and_exit_code_2(name: str, said: str) -> None
     result = formats(name)
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("plimsoll: formats.get: ") and said in result.stderr
+    assert result.stderr.startswith("plimsoll: formats: ") and said in result.stderr
     assert "Traceback" not in result.stderr and result.stderr.count("\n") == 1
 
 

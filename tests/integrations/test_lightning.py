@@ -19,6 +19,7 @@ from plimsoll.scaling import DynamicScaler, SpectralScaler
 class Task(lightning.LightningModule):
     def __init__(self, breaks_at: int | None = None, fails_at: int | None = None) -> None:
         super().__init__()
+        self.save_hyperparameters()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU())
         self.head = nn.Linear(16, 3)
@@ -78,6 +79,10 @@ def test_a_training_is_recorded_step_by_step(fit: Callable[..., Any], tmp_path: 
     steps, values = run.scalars("logged_loss")
     assert len(steps) == 4 and all(values > 0)
     assert {"share", "val_loss"} <= set(run.scalar_names)
+    steps, values = run.scalars("epoch")
+    assert steps.tolist() == [0, 1, 3, 5, 7] and values.tolist() == [step / 8 for step in steps]
+    assert run.settings["optimizer"]["name"] == "AdamW" and run.settings["optimizer"]["lr"] == 1e-2
+    assert run.settings["hparams"] == {"breaks_at": None, "fails_at": None}
 
 
 def test_watching_changes_no_bit(fit: Callable[..., Any], tmp_path: Path) -> None:

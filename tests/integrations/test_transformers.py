@@ -58,6 +58,9 @@ def test_a_training_is_recorded_step_by_step(train: Callable[..., Any], tmp_path
     assert "transformer.wte.weight:exp_avg_sq" in run.tensors["optimizer"]
     assert len(run.scalars("loss")[0]) == 6 and len(run.scalars("logged_loss")[0]) == 3
     assert {"learning_rate", "grad_norm", "eval_loss"} <= set(run.scalar_names)
+    assert len(run.scalars("epoch")[0]) >= 3 and (run.scalars("epoch")[1] > 0).all()
+    arguments = run.settings["arguments"]
+    assert (arguments["per_device_train_batch_size"], arguments["max_steps"], arguments["seed"]) == (2, 6, 0)
 
 
 def test_watching_changes_no_bit(train: Callable[..., Any], tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_damaged_result_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "x" / "result.json").write_text(text)
     with pytest.raises(RunError, match=r"lab: expected the result of an experiment; got .*x/result.json"):
         found_in(tmp_path)
-    with pytest.raises(RunError, match=r"lab: expected a folder of results; got .*nowhere, which is none"):
+    with pytest.raises(RunError, match=r"lab: expected a folder of results; got .*nowhere, which does not exist"):
         found_in(tmp_path / "nowhere")
 
 

@@ -228,8 +228,11 @@ def test_a_blame_is_data() -> None:
     blame = blame_of(Faulty("wrong scale"), in_bf16, budget=60)
     data = json.loads(json.dumps(blame.to_dict(), allow_nan=False))
     assert data["rows"][0]["module"] == blame[0].module and data["explained"] == blame.explained
-    text = str(blame)
-    assert text.splitlines()[0] == blame.sentence and blame[0].module in text.splitlines()[1]
+    sentence, heads, *lines = str(blame).splitlines()
+    assert sentence == blame.sentence and heads.split() == ["share", "module", "contribution", "direction", "kind"]
+    assert all(
+        line[heads.index("module") :].startswith(row.module) for line, row in zip(lines[:12], blame, strict=False)
+    )
     assert math.fsum(row.share for row in blame.rows) == pytest.approx(blame.explained)
 
 

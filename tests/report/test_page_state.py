@@ -347,6 +347,24 @@ def test_marks_are_in_the_address_and_tags_in_the_browser(page: Any, sweep: Serv
     expect(page.get_by_label("Mark rate 1 for a comparison")).to_be_checked()
 
 
+def test_columns_are_chosen_by_keyboard_from_a_menu_that_escape_closes(page: Any, sweep: Served) -> None:
+    at(page, sweep, "#/")
+    expect(names(page)).to_have_count(3)
+    menu = page.locator("details.menu")
+    menu.locator("summary").focus()
+    page.keyboard.press("Enter")
+    labels = menu.locator("label")
+    expect(labels.first).to_have_text("lr")  # which differs
+    assert all(labels.nth(i).bounding_box()["height"] < 32 for i in range(labels.count()))  # each one line
+    page.keyboard.press("Tab")
+    page.keyboard.press("Space")
+    expect(page.locator("th.col-setting")).to_have_text(["lr"])
+    assert chosen(page) == {"column": ["lr"]}
+    page.keyboard.press("Escape")
+    expect(menu).not_to_have_attribute("open", "")
+    expect(menu.locator("summary")).to_be_focused()
+
+
 # -- several runs
 
 

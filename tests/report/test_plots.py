@@ -92,6 +92,10 @@ def test_a_run_plots_what_it_is_asked_for(run: pl.Run) -> None:
 def test_a_name_that_was_not_recorded_is_refused(run: pl.Run) -> None:
     with pytest.raises(NotRecordedError):
         run.plot("gradients", "nowhere")
+    with pytest.raises(
+        ArgumentError, match=r"Run.plot: expected a collection of tensors; got 'loss', which is a scalar"
+    ):
+        run.plot("loss")
     with pytest.raises(ArgumentError, match=r"Run.plot: expected the collection of the tensor; got name='x' alone"):
         run.plot(name="x")
 

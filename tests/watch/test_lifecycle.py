@@ -93,6 +93,9 @@ def test_settings_of_the_training_are_stored_beside_those_of_the_watch(tmp_path:
     trained(tmp_path / "run", settings={"lr": 1e-3, "optimizer": {"name": "Adam"}})
     settings = pl.Run(tmp_path / "run").settings
     assert (settings["lr"], settings["optimizer"], settings["warmup"]) == (1e-3, {"name": "Adam"}, 0)
+    trained(tmp_path / "alone")
+    optimizer = pl.Run(tmp_path / "alone").settings["optimizer"]
+    assert (optimizer["name"], optimizer["lr"]) == ("Adam", 1e-3)
     message = "watch: expected settings without names of the watch's own; got block, warmup. Rename them."
     with pytest.raises(ArgumentError, match=message):
         trained(tmp_path / "other", settings={"warmup": 10, "block": 1, "lr": 1})

@@ -1,5 +1,6 @@
 """Frame of the command line: commands, common options, help, and the form of errors."""
 
+import difflib
 import gc
 import importlib
 import sys
@@ -15,7 +16,8 @@ from plimsoll.cli.options import Quiet, with_repeated_names
 from plimsoll.cli.paths import report_missing_records, start_reading
 from plimsoll.cli.registry import COMMANDS, Command
 from plimsoll.cli.script.runner import RunAfterCli
-from plimsoll.errors import MissingExtraError, PlimsollError
+from plimsoll.cli.usage_errors import explained
+from plimsoll.errors import ArgumentError, MissingExtraError, PlimsollError
 from plimsoll.text import printable
 from plimsoll.version import __version__
 
@@ -39,7 +41,12 @@ class _Command(TyperCommand):
         """Replace old spellings and write out the names of options with several values, then parse."""
         interspersed = ctx.allow_interspersed_args
         args = with_repeated_names(args, self.params) if interspersed else args
-        return super().parse_args(ctx, old_spellings.rewritten(self.name or "", args, self.params, interspersed))
+        args = old_spellings.rewritten(self.name or "", args, self.params, interspersed)
+        try:
+            return super().parse_args(ctx, list(args))
+        except _UsageError as error:
+            error.ctx, error.arguments = ctx, args
+            raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words of the usage line after the command's name."""
@@ -159,7 +166,21 @@ class _Group(TyperGroup):
         messages.set_quiet(False)
         if args[:1] == ["help"]:
             args = [*args[1:2], "--help"]
-        return super().parse_args(ctx, args)
+        if not args:
+            return super().parse_args(ctx, args)  # prints the help
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            raise _refused(error, ctx) from error
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the first word names."""
+        name = args[0]
+        if name not in self.commands and not ctx.resilient_parsing:
+            near = difflib.get_close_matches(name, self.list_commands(ctx))
+            did_you_mean = f"Did you mean {' or '.join(near)}? " if near else ""
+            raise ArgumentError(f"expected a command; got {name!r}. {did_you_mean}plimsoll -h lists them.")
+        return super().resolve_command(ctx, args)
 
     # An error that Plimsoll raises on purpose is a message on stderr and exit code 2, never a traceback. Anything else
     # is a defect of Plimsoll, and keeps its traceback. If records of a run are missing, the command still answers, and
@@ -172,9 +193,8 @@ class _Group(TyperGroup):
         except PlimsollError as error:
             messages.error(" ".join(str(error).split()))
             raise typer.Exit(2) from error
-        except _UsageError as error:  # typer shows it, with the argument that it is about
-            error.message = printable(error.message, lines=False)
-            raise
+        except _UsageError as error:
+            raise _refused(error, ctx) from error
         if report_missing_records(runs):
             raise typer.Exit(2)
         return result
@@ -198,6 +218,12 @@ class _Group(TyperGroup):
             for name, point in self.commands.others.items()
         ]
         return rows
+
+
+def _refused(error: Any, ctx: Any) -> typer.Exit:
+    error.ctx = error.ctx or ctx
+    messages.error(" ".join(explained(error).split()))
+    return typer.Exit(2)
 
 
 app = typer.Typer(

@@ -5,11 +5,15 @@ number format, ``--until`` ends at a step, and ``--quiet`` prints errors only.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from plimsoll.cli import messages
+from plimsoll.errors import ArgumentError, FormatError
+
+if TYPE_CHECKING:
+    from plimsoll.formats import BlockFormat, Format
 
 _RUN = "The folder of a run or script, or a URI: s3://bucket/run."
 
@@ -19,6 +23,40 @@ def format_names() -> list[str]:
     from plimsoll.formats import BLOCKS, ELEMENTS
 
     return [fmt.name for fmt in (*ELEMENTS, *BLOCKS)]
+
+
+def format_named(command: str, name: str) -> "Format | BlockFormat":
+    """Return a number format by its name.
+
+    Args:
+        command: The command that was given the name, for the message.
+        name: The name.
+
+    Raises:
+        ArgumentError: There is no such format.
+    """
+    from plimsoll.formats import get
+
+    try:
+        return get(name)
+    except FormatError as error:  # whose words are those of the function
+        reason = str(error).partition(": ")[2]
+        reason = reason.replace("a format's name, a Format or a floating torch dtype", "the name of a number format")
+        raise ArgumentError(f"{command}: {reason}") from error
+
+
+def _checked_format(context: typer.Context, name: str) -> str:
+    format_named(str(context.command.name), name)
+    return name
+
+
+def _checked_until(context: typer.Context, until: int | None) -> int | None:
+    if until is not None and until < 0:
+        raise ArgumentError(
+            f"{context.command.name}: expected --until to be a step, 0 or later; got {until}. Leave it out "
+            "for all that was recorded."
+        )
+    return until
 
 
 def collection_names() -> list[str]:
@@ -42,13 +80,17 @@ NumberFormat = Annotated[
     typer.Option(
         "--format",
         metavar="FORMAT",
+        callback=_checked_format,
         autocompletion=format_names,
         help="A number format: any name that plimsoll formats lists.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Until = Annotated[
-    int | None, typer.Option("--until", metavar="STEP", help="Use the run up to this step. Default: all of it.")
+    int | None,
+    typer.Option(
+        "--until", metavar="STEP", callback=_checked_until, help="Use the run up to this step. Default: all of it."
+    ),
 ]
 
 

@@ -44,6 +44,8 @@ class WatchCallback(Callback):
     - `settings`: whatever else `plimsoll.watch` takes, as ``every=10`` or ``collect=("weights", "gradients")``.
 
     A training that goes on from a checkpoint goes on in the same run, and replaces what that has of later steps.
+    The run's settings have the module's `hparams`. `epoch` is recorded with the first batch of each, and with what is
+    logged.
     Numbers that are logged keep their names; ``loss`` is recorded as ``logged_loss``, since the watch has the loss of
     every step itself. An exception that ends the training is recorded with the steps before it.
     """
@@ -80,16 +82,20 @@ class WatchCallback(Callback):
         if self._in_log_folder:
             self._session.path = Path(trainer.log_dir or trainer.default_root_dir) / "plimsoll"
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._session.begin(trainer.model or pl_module, trainer.optimizers, scaler, trainer.global_step)
+        hparams = cast("Mapping[str, object]", pl_module.hparams)
+        facts = {"hparams": dict(hparams)} if hparams else {}
+        self._session.begin(trainer.model or pl_module, trainer.optimizers, scaler, trainer.global_step, facts)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record what was logged, as often as the trainer's loggers do."""
-        del pl_module, outputs, batch, batch_idx
+        """Record what was logged, as often as the trainer's loggers do, and the epoch, also with its first batch."""
+        del pl_module, outputs, batch
         interval: int = cast("Any", trainer).log_every_n_steps
-        if interval and trainer.global_step % interval == 0:
-            self._session.log(trainer.logged_metrics)
+        logs = interval and trainer.global_step % interval == 0
+        if logs or batch_idx == 0:
+            epoch = trainer.current_epoch + batch_idx / trainer.num_training_batches  # which may be infinite
+            self._session.log({"epoch": epoch, **(trainer.logged_metrics if logs else {})})
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record what validation logged."""

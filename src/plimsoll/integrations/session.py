@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -47,19 +47,26 @@ class Session:
         self.guard: Guard | None = None
         self.findings: list[Finding] = []
 
-    def begin(self, model: nn.Module, optimizers: Iterable[Any], scaler: Any, step: int) -> None:
+    def begin(
+        self, model: nn.Module, optimizers: Iterable[Any], scaler: Any, step: int, facts: Mapping[str, object]
+    ) -> None:
         """Start watching; `step` is how many the trainer has made, which is not 0 where it goes on from a checkpoint.
 
-        From a checkpoint on, what the run has of later steps is replaced.
+        From a checkpoint on, what the run has of later steps is replaced. `facts` are stored with the settings.
         """
         self.end()
+        settings = dict(self._settings)
+        own = settings.pop("settings", {})
+        if isinstance(own, Mapping):
+            own = {**facts, **cast("Mapping[str, object]", own)}
         self.watch = watch(
             model,
             list(optimizers),
             run=self.path,
             scaler=scaler,
             start_step=step or None,
-            **self._settings,
+            settings=own,
+            **settings,
         )
         if self._guard_settings is not None:
             self.guard = Guard(self.watch, scaler=scaler, **self._guard_settings)

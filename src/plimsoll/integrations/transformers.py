@@ -21,6 +21,11 @@ except ImportError as error:
         f"Install it: {install_line('transformers')}"
     ) from error
 
+_ARGUMENTS = (  # those of some hundred that trainings differ in
+    "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed", "fp16", "bf16",
+)  # fmt: skip
+
 
 class WatchCallback(TrainerCallback):
     """Records a training of `transformers.Trainer` into the folder `run`, and what it logs; judges it at the end.
@@ -30,8 +35,9 @@ class WatchCallback(TrainerCallback):
     - `settings`: whatever else `plimsoll.watch` takes, as ``every=10`` or ``collect=("weights", "gradients")``.
 
     A training that goes on from a checkpoint goes on in the same run, and replaces what that has of later steps.
-    Numbers that are logged keep their names; ``loss``, which is the mean since the last one logged, is recorded as
-    ``logged_loss``, since the watch has the loss of every step itself.
+    The run's settings have the `TrainingArguments` that trainings differ in.
+    Numbers that are logged keep their names, `epoch` among them. ``loss``, which is the mean since the last one logged,
+    is recorded as ``logged_loss``, since the watch has the loss of every step itself.
     """
 
     def __init__(
@@ -71,9 +77,10 @@ class WatchCallback(TrainerCallback):
         **others: Any,
     ) -> None:
         """Start to watch."""
-        del args, control, others
+        del control, others
         assert model is not None  # the trainer hands it over
-        self._session.begin(model, [] if optimizer is None else [optimizer], None, state.global_step)
+        facts = {"arguments": {name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)}}
+        self._session.begin(model, [] if optimizer is None else [optimizer], None, state.global_step, facts)
 
     def on_log(
         self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any] | None = None, **others: Any

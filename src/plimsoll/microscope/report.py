@@ -12,7 +12,7 @@ from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Interval
 from plimsoll.spectrum.bias_and_noise import CONFIDENCE
 from plimsoll.tensor_collections import COLLECTIONS, LABELS
-from plimsoll.text import counted, number, percent
+from plimsoll.text import aligned, counted, number, percent
 
 SHADOWED = tuple(c.name for c in COLLECTIONS if c.is_shadowed)
 _SHOWN = 12  # rows of a report's text
@@ -21,6 +21,7 @@ _VARIED = {
     "random numbers": "the step's random numbers",
     "weights": "weights and inputs, changed by amounts as large as the error",
 }
+_HEADS = ("tensor", "of", "error", "bias", "noise", "SNR dB", "cosine", "NaN/Inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,19 +156,7 @@ class ErrorReport(NotebookRepr):
 
     def table(self, collection: str | None = None) -> str:
         """Return the rows as a table, one for each tensor, the largest relative error first."""
-        rows = _distinct(self.worst(collection))
-        head = ("tensor", "of", "error", "bias", "noise", "SNR dB", "cosine")
-        lines = [
-            (
-                row.name, LABELS[row.collection], _share(row.relative_error),
-                f"{_share(row.bias.estimate)} ({_share(row.bias.low)} to {_share(row.bias.high)})", _share(row.noise),
-                number(round(row.snr_db, 1)), f"{row.cosine:.6f}",
-            )
-            for row in rows
-        ]  # fmt: skip
-        widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-                         for line in (head, *lines))  # fmt: skip
+        return "\n".join(_lines(_distinct(self.worst(collection))))
 
     def __str__(self) -> str:
         """What was varied, and the largest errors."""
@@ -178,7 +167,7 @@ class ErrorReport(NotebookRepr):
             f"Errors against {self.reference.upper()} of {counted(len(distinct), 'tensor')}, over "
             f"{counted(self.draws, 'draw')} of {_VARIED[self.varied]}; bias with its {percent(CONFIDENCE)} interval."
         )
-        return "\n".join([head, *map(str, rows), *([f"and {more:,} more"] if more else [])])
+        return "\n".join([head, *(_lines(rows) if rows else []), *([f"and {more:,} more"] if more else [])])
 
     def to_dict(self) -> dict[str, object]:
         """Return the report as data that JSON can hold."""
@@ -206,6 +195,19 @@ def _distinct(rows: list[ErrorRow]) -> list[ErrorRow]:
     for row in rows:
         found.setdefault((row.collection, row.values, row.relative_error, row.bias, row.largest_error), row)
     return list(found.values())
+
+
+def _lines(rows: list[ErrorRow]) -> list[str]:
+    """Return a table: its heads, and a line for each row."""
+    cells = [
+        (
+            row.name, LABELS[row.collection], _share(row.relative_error),
+            f"{_share(row.bias.estimate)} ({_share(row.bias.low)} to {_share(row.bias.high)})", _share(row.noise),
+            number(round(row.snr_db, 1)), f"{row.cosine:.6f}", f"{row.made_nonfinite:,}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    return aligned([_HEADS, *cells], right=("error", "noise", "SNR dB", "cosine", "NaN/Inf"))
 
 
 def _share(value: float) -> str:

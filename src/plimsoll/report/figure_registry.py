@@ -39,7 +39,7 @@ def plot(run: Source, collection: str | None = None, name: str | None = None, **
         arguments: Arguments of that figure: `spectrogram`, `heatmap` or `loss_and_scale`.
 
     Raises:
-        ArgumentError: A name is given without its collection.
+        ArgumentError: A name is given without its collection, or the name of a scalar in place of a collection.
     """
     if collection is None and name is not None:
         raise ArgumentError(
@@ -48,6 +48,12 @@ def plot(run: Source, collection: str | None = None, name: str | None = None, **
         )
     if collection is None:
         return FIGURES["loss_and_scale"](run, **arguments)
+    recorded = view_of(run, None, "Run.plot").run
+    if collection in recorded.scalar_names and collection not in recorded.tensors:
+        raise ArgumentError(
+            f"Run.plot: expected a collection of tensors; got {collection!r}, which is a scalar. run.plot() draws "
+            f"loss and loss scale, and run.to_pandas()[{collection!r}].plot() any scalar."
+        )
     if name is None:
         return FIGURES["heatmap"](run, collection=collection, **{**_statistic_of(collection), **arguments})
     return FIGURES["spectrogram"](run, collection, name, **arguments)

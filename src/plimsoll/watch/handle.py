@@ -104,7 +104,7 @@ def watch(
         quiet: Whether the watch ends without printing the verdict on the run. Default: False, or True if the
             environment has ``PLIMSOLL_QUIET=1``.
         settings: Hyperparameters and other facts to store with the run, by name. The live page shows them as columns
-            of its list. Default: none.
+            of its list. Default: the optimizers' class, rates and other numbers, as `optimizer`.
 
     Returns:
         The handle on the watch.
@@ -131,7 +131,8 @@ def watch(
     selection = Selection(options, names, [clean(name) for name, _ in root.named_parameters()])
     lifecycle.close_earlier(root, run, place.rank)
     start_step = lifecycle.start_of(run, place.rank, root, optimizers, resume, start_step)
-    writer = _writer(run, options, options.stored(settings), place, start_step, made_sinks)
+    stored = {**_facts(optimizers), **options.stored(settings)}
+    writer = _writer(run, options, stored, place, start_step, made_sinks)
     core = WatchSession(root, next(iter(names)), options, writer, place)
     core.step = writer.next_step if start_step is None else start_step
     taken = {name: module for name, module in names.items() if selection.takes(name)}
@@ -230,6 +231,8 @@ class Watch:
 
     def log(self, named: Mapping[str, Any] | None = None, /, **scalars: Any) -> None:
         """Record scalars of the current step. Does not wait for a device.
+
+        With `epoch`, logged once an epoch or more often, the live page draws all scalars over epochs too.
 
         Args:
             named: Scalars by name, for names that are no Python names: ``log({"val/loss": 0.5})``. Default: none.
@@ -389,6 +392,21 @@ def _optimizers(given: Any) -> list[Any]:
             )
         optimizers.append(inner)
     return optimizers
+
+
+def _facts(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, object]:
+    """Return the class and the numbers of each optimizer, by "optimizer", "optimizer1" and so on."""
+
+    def is_number(value: object) -> bool:
+        return isinstance(value, int | float | tuple) and not isinstance(value, bool)
+
+    return {
+        f"optimizer{place or ''}": {
+            "name": type(optimizer).__name__,
+            **{name: value for name, value in optimizer.param_groups[0].items() if is_number(value)},
+        }
+        for place, optimizer in enumerate(optimizers)
+    }
 
 
 def _wants_activations(settings: Settings) -> bool:

@@ -88,7 +88,9 @@ def found_in(folder: Path) -> dict[str, Outcome]:
     Raises `RunError` where there is no such folder, or a result in it cannot be read.
     """
     if not folder.is_dir():
-        raise RunError(f"lab: expected a folder of results; got {folder}, which is none. Make it: plimsoll lab --all.")
+        raise RunError(
+            f"lab: expected a folder of results; got {folder}, which does not exist. Make it: plimsoll lab --all."
+        )
     return _by_name(_read(path) for path in sorted(folder.glob(f"*/{RESULT}")))
 
 

@@ -197,7 +197,7 @@ def _table(plan: "Plan", groups: dict[tuple[str, str], list[str]], width: int | 
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, width=width)
     table.add_column("modules", ratio=1, overflow="fold")
-    table.add_column("", justify="right")
+    table.add_column("#", justify="right")
     table.add_column("format", no_wrap=True)
     for role in ROLES:
         table.add_column(role, justify="right", no_wrap=True)

@@ -58,10 +58,14 @@ def print_rules(rules: "Sequence[Rule]") -> None:
 
 
 def _print(run: "CheckedRun", target: Console) -> None:
-    head = Text.assemble((printable(run.opened.label, lines=False), "bold"), f": {_counts(run)}, {_reach(run)}")
-    target.print(head, soft_wrap=True)
-    if run.view.last_step >= 0:
-        target.print(Text(run.verdict))
+    label = (printable(run.opened.label, lines=False), "bold")
+    counts, has_steps = _counts(run), run.view.last_step >= 0
+    if counts or run.early_end is not None or not has_steps:
+        target.print(Text.assemble(label, f": {', '.join(filter(None, (counts, _reach(run))))}"), soft_wrap=True)
+        if has_steps:
+            target.print(Text(run.verdict))
+    else:  # the verdict has all of it
+        target.print(Text.assemble(label, f": {run.verdict}"), soft_wrap=True)
     if run.missing and not any(finding.severity == "alarm" for finding in run.findings):
         named = ", ".join(f"rank {rank} after step {last:,}" for rank, last in run.missing.items())
         target.print(Text(f"Not fully judged: the record lacks {named}, which may have had an alarm."))
@@ -73,7 +77,7 @@ def _print(run: "CheckedRun", target: Console) -> None:
 
 def _counts(run: "CheckedRun") -> str:
     counts = [(sum(f.severity == s for f in run.findings), s) for s in ("alarm", "warning")]
-    return ", ".join(counted(n, severity) for n, severity in counts if n) or "healthy"
+    return ", ".join(counted(n, severity) for n, severity in counts if n)
 
 
 def _reach(run: "CheckedRun") -> str:

@@ -111,4 +111,8 @@ def _changed(views: tuple[View, View]) -> Iterator[tuple[str, str, str]]:
         a, b = (cast("Mapping[str, Any]", view.run.manifest.get(title) or {}) for view in views)
         for name in sorted({*a, *b}):
             if a.get(name) != b.get(name):
-                yield f"{title}.{name}", str(a.get(name)), str(b.get(name))
+                yield f"{title}.{name}", _setting(a.get(name)), _setting(b.get(name))
+
+
+def _setting(value: object) -> str:
+    return "none" if value is None else str(value)

@@ -237,8 +237,8 @@ class Search:
         if parts:
             of_a, of_b, apart = a.rms[layer, at], b.rms[layer, at], pair.apart[layer, at]
             reason = (
-                f"root mean square {of_a:.4g} in A, {of_b:.4g} in B; {number(apart)} apart, of which rounding explains "
-                f"{number(allowed)}{self._other_model(pair.collection, name)}"
+                f"root mean square {number(of_a, 4)} in A, {number(of_b, 4)} in B; {number(apart)} apart, of which "
+                f"rounding explains {number(allowed)}{self._other_model(pair.collection, name)}"
             )
             return made("values", of_a, of_b, apart, allowed, reason)
         return None
@@ -288,7 +288,7 @@ class Search:
         allowed = np.inf if self.catching_up else allowed
         if apart > allowed and self.inherited <= _FAR:
             reason = (
-                f"{a:.6g} in A, {b:.6g} in B; {number(apart)} apart, of which rounding explains "
+                f"{number(a, 6)} in A, {number(b, 6)} in B; {number(apart)} apart, of which rounding explains "
                 f"{number(float(allowed))}"
             )
             yield made(kind="values", distance=apart, allowed=float(allowed), reason=reason)

@@ -7,10 +7,11 @@ from typing import Literal, NoReturn, overload
 from plimsoll.errors import StateError
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Interval
-from plimsoll.text import number, percent
+from plimsoll.text import aligned, number, percent
 
 Direction = Literal["forward", "backward", "both"]
 _SHOWN = 12  # rows of a blame's text
+_HEADS = ("share", "module", "contribution", "direction", "kind")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +44,13 @@ class BlameRow(NotebookRepr):
 
     def __str__(self) -> str:
         """One line."""
-        kind = {None: "", True: ": bias", False: ": noise"}[self.is_bias]
-        return f"{_share(self.share):>6}  {self.module}  {self.cast}  {self.direction}{kind}"
+        return "  ".join(filter(None, self.cells))
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of a table: share, module, cast, direction, and bias or noise."""
+        kind = {None: "", True: "bias", False: "noise"}[self.is_bias]
+        return _share(self.share), self.module, self.cast, self.direction, kind
 
     def to_dict(self) -> dict[str, object]:
         """Return the row as data that JSON can hold."""
@@ -112,7 +118,8 @@ class Blame(NotebookRepr, Sequence[BlameRow]):
         """The sentence, the largest contributions, and the remarks."""
         more = len(self.rows) - _SHOWN
         rest = [f"and {more} more"] if more > 0 else []
-        return "\n".join([self.sentence, *map(str, self.rows[:_SHOWN]), *rest, *self.remarks])
+        table = aligned([_HEADS, *(row.cells for row in self.rows[:_SHOWN])], right=_HEADS[:1]) if self.rows else []
+        return "\n".join([self.sentence, *table, *rest, *self.remarks])
 
     def to_dict(self) -> dict[str, object]:
         """Return the blame as data that JSON can hold."""

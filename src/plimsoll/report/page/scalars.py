@@ -63,13 +63,20 @@ def scalar_answer(view: View, name: str, most: int = POINTS) -> dict[str, object
 
 
 def _epochs(view: View, steps: Ints) -> Floats | None:
-    """Return the epoch at each step, between two logged ones in proportion. None: no axis can be made of them."""
+    """Return the epoch at each step, between two logged ones in proportion. None: no axis can be made of them.
+
+    Before the first and after the last, epochs are as long as the nearest. A number that is logged at every step of its
+    epoch counts where it is new.
+    """
     known, values = view.scalar(_EPOCH)
     there = np.isfinite(values)
+    there[there] = np.diff(values[there], prepend=np.nan) != 0
     known, values = known[there], values[there]
-    if len(known) < 2 or (np.diff(values) < 0).any() or values[0] == values[-1]:
+    if len(known) < 2 or (np.diff(values) < 0).any():
         return None
-    return np.interp(steps, known, values, left=np.nan, right=np.nan)
+    rates = np.diff(values) / np.diff(known)
+    outside = rates[0] * np.minimum(steps - known[0], 0) + rates[-1] * np.maximum(steps - known[-1], 0)
+    return np.interp(steps, known, values) + outside
 
 
 def _seconds(view: View, name: str, columns: Columns) -> Floats | None:

@@ -17,7 +17,7 @@ from plimsoll.report.single_file.offline_whatif import SHIFTS, Offline
 from plimsoll.report.verdicts.run_summary import Summary
 
 BUDGET_BYTES = 1_600_000  # of figures, packed; in base64 that is 2.2 MB of a file whose goal is 3 MB
-_FINDINGS = 24  # whose figures are shown; the gravest come first
+_FINDINGS = 24  # whose figures are shown; the most severe come first
 _SPECTROGRAMS = 40
 _EACH = 3  # tensors that a finding names
 _SCALARS, _POINTS = 40, 300  # some 4 KB each, packed

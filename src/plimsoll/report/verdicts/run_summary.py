@@ -23,7 +23,7 @@ class Summary:
     """A run in few words and numbers.
 
     - `verdict`: one sentence; `state`: it in one word; `counts`: how many findings of each severity; `findings`:
-      first the one that the verdict is about, then the gravest.
+      first the one that the verdict is about, then the most severe.
     - `name`, `path`: of the run's folder. `first_step` and `last_step` that anything was recorded at (-1: none);
       `samples`: at how many steps spectra were.
     - `tensors`: how many series, by collection; `formats`: those they were held in, by collection; `scalars`.

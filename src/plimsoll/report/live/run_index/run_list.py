@@ -160,8 +160,8 @@ class _Here:
         self.folder, self.shown = path.resolve(), str(path)
         if not self.folder.is_dir():
             raise ArgumentError(
-                f"serve: expected a folder that runs are written to; got {str(given)!r}, which is none. Name it, or "
-                "create it: runs that appear in it later are shown."
+                f"serve: expected a folder that runs are written to; got {str(given)!r}, which does not exist. Name "
+                "it, or create it: runs that appear in it later are shown."
             )
 
     def find(self) -> list[Path]:

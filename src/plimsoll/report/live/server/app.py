@@ -70,15 +70,18 @@ def app(
     *,
     poll_seconds: float | None = None,
 ) -> App:
-    """The live page of a folder of runs, of this machine or by a URI, for any ASGI server.
+    """Return the live page of a folder of runs, of this machine or by a URI, for any ASGI server.
 
-    - `token`: what a browser must bring; None for none, which is for loopback addresses only.
-    - `hosts`: the names that the page is known under, each with its port, or without for any port. Requests for
-      another name are refused.
-    - `poll_seconds`: how often open runs are looked at for something new; as it comes every second, and every 10 in a
-      store, whose listings are not renewed sooner in any case.
+    Args:
+        folder: The folder.
+        token: Access token. Default: none, which is for loopback addresses only.
+        hosts: Names of the page, each with its port, or without for any port. Requests for other names are refused.
+        poll_seconds: Time between two looks at open runs. Default: 1, and 10 in a store, whose listings are not renewed
+            sooner in any case.
 
-    Raises `ArgumentError` for a folder that is none, `RunError` for storage that does not answer.
+    Raises:
+        ArgumentError: There is no such folder.
+        RunError: The store does not answer.
     """
     answers = Api(os.fspath(folder))
     streams = Streams(

@@ -39,20 +39,23 @@ def serve(
     allow_hosts: Sequence[str] = (),
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serves the runs in a folder, and below it, as a web page that follows them; prints its address; ends at Ctrl-C.
+    """Serve the runs in and below a folder as a web page that follows them, until Ctrl-C. Print its address.
 
-    - `folder`: of this machine, where what is written is seen within a second; or the URI of one in a store,
-      ``s3://bucket/runs``, which is listed every 10 seconds while somebody looks.
-    - `host`: the address to listen at; on any but a loopback one a token is asked for. `port`: 0 for a free one.
-    - `token`: what a browser must bring; None makes one where it is needed.
-    - `open_browser`: opens the page in a browser.
-    - `allow_hosts`: other names that the page goes by (behind a proxy, or a port forwarded from another one), as
-      "name:port", or "name" for any port. Requests for unknown names are refused.
-    - `on_ready`: called with the page's address once it answers, in place of printing it.
+    Args:
+        folder: A folder of this machine, where new records are seen within a second. Or the URI of one in a store,
+            ``s3://bucket/runs``, which is listed every 10 seconds while somebody looks.
+        host: Address to listen at. On any but a loopback address a token is needed.
+        port: Port to listen at. 0: a free one.
+        token: Access token, of at least 16 characters. Default: generated where one is needed.
+        open_browser: Whether to open the page in a browser.
+        allow_hosts: Other names of the page, behind a proxy or a forwarded port, as "name:port", or "name" for any
+            port. Requests for unknown names are refused.
+        on_ready: Called with the page's address once it answers, in place of printing it.
 
-    Raises `ArgumentError` for a folder that is none, an address or port that cannot be had, or a token that is too
-    short; `MissingExtraError` without the extra ``serve``, or a package that a URI needs; `RunError` for storage that
-    does not answer.
+    Raises:
+        ArgumentError: There is no such folder, the address or port is not free, or the token is too short.
+        MissingExtraError: The extra ``serve`` or a package that a URI needs is not installed.
+        RunError: The store does not answer.
     """
     _require()
     from plimsoll.report.live.server.app import app

@@ -314,6 +314,11 @@ export class ListPage {
   }
 
   #escape(event) {
+    if (this.chooser.open && this.chooser.contains(event.target)) {
+      this.chooser.open = false;
+      this.chooser.firstElementChild.focus();
+      return;
+    }
     if (event.target !== this.filter) return false;
     if (this.filter.value) { this.filter.value = ""; this.#chosen(); } else this.#move(0);
   }

@@ -214,13 +214,14 @@ export class RunPage {
   }
 
   #tell(problem) {
-    const text = problem?.text ?? "";
+    const missing = problem?.status === 404;
+    const text = missing ? "No run of this name is in the served folder. It may have been moved or deleted." : problem?.text ?? "";
     this.note.replaceChildren(clean(text));
     this.note.hidden = text === "";
     this.nav.hidden = Boolean(problem && !this.run);
     if (!this.nav.hidden) return;
     delete this.verdict.dataset.prose;
-    setText(this.verdict, problem.status === 404 ? "This run is not there" : "This run cannot be shown");
+    setText(this.verdict, missing ? "This run is not there" : "This run cannot be shown");
     this.note.append(" ", el("a", { href: to.list() }, "See the list of runs"), ".");
     this.frame.pause.hidden = true; // there is nothing to follow
     this.frame.live("");

@@ -208,7 +208,7 @@ export class WhatIfPart {
     const works = answer.block ? "each block's own" : overall.window === null ? "none works for all" : scales(overall.window);
     const facts = [
       ...["lost", "subnormal", "overflow"].filter((kind) => overall[kind]).map((kind) => [title(kind), [estimate(overall[kind]), el("span", { class: "soft" }, between(overall[kind]))], kind]),
-      ...(overall.snr_db === undefined ? [] : [["SNR", [decibels(overall.snr_db)], "snr"]]), ["Scales that work", [works], "scales"],
+      ...(overall.snr_db === undefined ? [] : [["SNR dB", [decibels(overall.snr_db)], "snr"]]), ["Scales that work", [works], "scales"],
     ];
     this.result.classList.toggle("few", overall.subnormal === undefined);
     renderList(this.overall, facts, ([, , kind]) => kind, ([name, , kind]) => el("div", { "data-kind": kind }, el("dt", {}, name), el("dd")),
