@@ -1,13 +1,19 @@
 """What every test and doctest runs under: Triton's interpreter without a GPU, fixed seeds, and nothing left behind."""
 
+import gc
 import os
 import signal
+import sys
 
 # torch's threads read this when it is imported: idle ones sleep, and do not spin while other workers need the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A watch that ends judges its run and prints the verdict: some 50 ms for each of thousands of watches.
 os.environ.setdefault("PLIMSOLL_QUIET", "1")
+
+# Without compiled files beside the source each of some hundred processes compiles it again: 0.3 s for a command.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import doctest
 import inspect
@@ -19,7 +25,7 @@ import torch
 
 from tests.support import cases
 
-pytest_plugins = ["tests.tiers", "tests.support.left_behind"]
+pytest_plugins = ["tests.tiers", "tests.support.left_behind", "tests.support.diagnosis.recorded"]
 
 # In the background of a shell SIGINT is ignored, and so it would be by every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -46,6 +52,12 @@ def _is_defined_in(finder: doctest.DocTestFinder, module: object, value: object)
 
 
 doctest.DocTestFinder._from_module = _is_defined_in  # noqa: SLF001
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector from all that was imported and collected: each pass over it takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,7 @@ def carry_out(line: str, folder: Path) -> None:
             shown += server.communicate(timeout=HANG_SECONDS)[0]
         assert "Live page: http" in shown and "Traceback" not in shown, shown
         return
-    if words[0] == "plimsoll" and line.split() == words:  # nothing of it is the shell's
+    if words[0] == "plimsoll" and line.partition(" #")[0].split() == words:  # nothing but a comment is the shell's
         done = processes.python("-m", *words, cwd=folder)
         code, shown = done.returncode, done.stdout + done.stderr
     else:

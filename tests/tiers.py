@@ -38,6 +38,8 @@ _REACHES = {
     "compile": {"compile"},
 }
 _FIXTURES = {"browser": {"browser", "page", "opened"}}
+_SHOWN = 60  # characters of a text that a case is named after
+_ALONE = ("processes", "browser", "docs")
 _QUICK = 0.1  # CPU seconds of a case
 _QUICK_WITH_CASES = 0.4  # of all cases of a test
 _NEEDS = {"browser": re.compile("Chromium"), "gpu": re.compile(r"needs a (CUDA|GPU)")}  # in a skip's reason
@@ -71,6 +73,11 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     """Says how to repeat a random order."""
     seed = config.getoption("shuffle")
     return None if seed is None else f"random order: --shuffle {seed}"
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Names a case after the beginning of a long text: workers send each other all names."""
+    return f"{ascii(val[:_SHOWN])[1:-1]}..." if isinstance(val, str) and len(val) > 4 * _SHOWN else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -170,11 +177,17 @@ def _definitions(item: pytest.Item) -> list[Any]:
 
 
 def _group_of(item: pytest.Item) -> str | None:
-    """Tests that share an expensive fixture go to one worker, which makes it once."""
+    """Tests that share an expensive fixture, or what a module computes once, go to one worker; None for a test alone.
+
+    Those that take long on their own, in processes or a browser, are shared out.
+    """
+    if item.get_closest_marker("xdist_group"):
+        return None  # it says so itself
     scopes = {definition.scope: definition for definition in _definitions(item)}
     if (shared := scopes.get("session")) is not None:
         return f"{shared.baseid}:{shared.argname}"
-    return item.nodeid.partition("::")[0] if scopes.keys() & {"module", "package"} else None
+    alone = any(item.get_closest_marker(kind) for kind in _ALONE) and not scopes.keys() & {"module", "package"}
+    return None if alone else item.nodeid.partition("::")[0]
 
 
 # -- what tests cost

@@ -1,8 +1,7 @@
 """Findings that another one explains, and that no two findings of one run contradict each other."""
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,7 +9,10 @@ import torch
 from plimsoll.diagnosis import RULES, Finding, Spot, diagnose
 from plimsoll.diagnosis.run_rules import unexplained
 from tests.support.diagnosis.faults import FAULTS, INF, INNOCENT, NAN, A, B, put
+from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
 from tests.support.diagnosis.stories import Story, constant, told
+
+pytestmark = ONE_WORKER
 
 RULES_BY_ID = {rule.id: rule for rule in RULES}
 FROM_NAN = {rule.id for rule in RULES if "nonfinite" in rule.explained_by}
@@ -62,26 +64,26 @@ def contradictions(found: list[Finding]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", [*TROUBLED, *(f.name for f in FAULTS), *INNOCENT])
-def test_no_two_findings_contradict_each_other(name: str, tmp_path: Path) -> None:
+def test_no_two_findings_contradict_each_other(name: str, recorded: Callable[[Story], Recorded]) -> None:
     stories: dict[str, Story] = TROUBLED | {f.name: f.story for f in FAULTS} | INNOCENT
-    found = diagnose(stories[name].write(tmp_path / "run"))
+    found = recorded(stories[name]).found
     assert contradictions(found) == [], [str(f) for f in found]
     assert all(math.isfinite(f.since_step) for f in found)
 
 
-def test_what_follows_from_nan_is_not_reported_beside_it(tmp_path: Path) -> None:
+def test_what_follows_from_nan_is_not_reported_beside_it(recorded: Callable[[Story], Recorded]) -> None:
     for name in ("gradients are NaN", "weights are NaN", "every step is skipped for NaN"):
-        found = diagnose(TROUBLED[name].write(tmp_path / name))
+        found = recorded(TROUBLED[name]).found
         assert "nonfinite" in {f.rule for f in found if f.severity == "alarm"}
         assert {f.rule for f in found if f.severity != "info"} & {"dead-layer", "scale-low"} == set()
 
 
-def test_gradients_of_a_loss_of_zero_are_no_dead_layer(tmp_path: Path) -> None:
-    assert "dead-layer" not in {f.rule for f in diagnose(TROUBLED["solved"].write(tmp_path / "run"))}
+def test_gradients_of_a_loss_of_zero_are_no_dead_layer(recorded: Callable[[Story], Recorded]) -> None:
+    assert "dead-layer" not in {f.rule for f in recorded(TROUBLED["solved"]).found}
 
 
-def test_a_cause_counts_though_its_rule_was_not_asked_for(tmp_path: Path) -> None:
-    path = TROUBLED["every step is skipped for NaN"].write(tmp_path / "run")
+def test_a_cause_counts_though_its_rule_was_not_asked_for(recorded: Callable[[Story], Recorded]) -> None:
+    path = recorded(TROUBLED["every step is skipped for NaN"]).path
     assert diagnose(path, rules=["scale-low", "dead-layer"]) == []
 
 

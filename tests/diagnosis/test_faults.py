@@ -1,17 +1,20 @@
 """Forty injected faults, each named by its rule at its layer within its steps; and what must be no alarm."""
 
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from plimsoll.diagnosis import RULES, SEVERITIES, diagnose
+from plimsoll.diagnosis import RULES, SEVERITIES
 from tests.support.diagnosis.faults import FAULTS, INNOCENT, Fault
+from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
 from tests.support.diagnosis.stories import Story
+
+pytestmark = ONE_WORKER
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_is_named(fault: Fault, tmp_path: Path) -> None:
-    findings = diagnose(fault.story.write(tmp_path / "run"))
+def test_a_fault_is_named(fault: Fault, recorded: Callable[[Story], Recorded]) -> None:
+    findings = recorded(fault.story).found
     mine = [f for f in findings if f.rule == fault.rule]
     assert mine, [str(f) for f in findings]
     severe = [f for f in mine if SEVERITIES.index(f.severity) >= SEVERITIES.index(fault.severity)]
@@ -22,9 +25,8 @@ def test_a_fault_is_named(fault: Fault, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", INNOCENT)
-def test_what_is_sound_is_no_alarm(name: str, tmp_path: Path) -> None:
-    story: Story = INNOCENT[name]
-    alarms = [str(f) for f in diagnose(story.write(tmp_path / "run")) if f.severity == "alarm"]
+def test_what_is_sound_is_no_alarm(name: str, recorded: Callable[[Story], Recorded]) -> None:
+    alarms = [str(f) for f in recorded(INNOCENT[name]).found if f.severity == "alarm"]
     assert not alarms
 
 

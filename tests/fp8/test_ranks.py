@@ -1,15 +1,14 @@
 """Two ranks: FSDP2 gives what one process gives, weights may be cached, and histories agree where asked to."""
 
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from plimsoll import fp8
+from tests.support import processes
 
 RANKS = 2
 KINDS = ({"scaling": "unit"}, {"scaling": "tensor"}, {"scaling": "tensor", "history": 2})
@@ -26,11 +25,12 @@ def train(net: nn.Module, x: Tensor, cached: bool) -> None:
             net(x).square().mean().backward()
 
 
-def work(rank: int, port: int, folder: str) -> None:
+def work(folder: str) -> None:
+    """A rank's part: this file is run as a script."""
     from torch.distributed.fsdp import fully_shard
 
-    address = f"tcp://127.0.0.1:{port}"
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
     mesh = torch.distributed.init_device_mesh("cpu", (RANKS,))
     results: list[list[Tensor]] = []
     for kind in KINDS:
@@ -52,11 +52,7 @@ def work(rank: int, port: int, folder: str) -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 def test_two_ranks(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    sys.modules.setdefault("tests.fp8.test_ranks", sys.modules[__name__])
-    mp.spawn(work, (port, str(tmp_path)), nprocs=RANKS)
+    processes.ranks(Path(__file__), [(tmp_path,)] * RANKS)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS))
     for index, kind in enumerate(KINDS):
         alone = model(kind)
@@ -67,3 +63,7 @@ def test_two_ranks(tmp_path: Path) -> None:
                 torch.testing.assert_close(mine, parameter.grad, rtol=1e-6, atol=1e-7)
     for history, absmax in (first[-1], second[-1]):
         assert history[0].tolist() == [2.0, 0.0] and float(absmax[0]) == 2.0
+
+
+if __name__ == "__main__":
+    work(sys.argv[1])

@@ -1,6 +1,7 @@
 """Every rule's finding has a figure that shows it: something is drawn, of its layers, with the step marked."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from plimsoll.errors import ArgumentError
 from plimsoll.report import FIGURES, figure_for
 from plimsoll.runs import Event, Run, RunWriter
 from tests.support.diagnosis.faults import FAULTS, INNOCENT
+from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
 from tests.support.diagnosis.stories import SOUND, Story
+
+pytestmark = ONE_WORKER
 
 _STORIES: dict[str, Story] = {fault.name: fault.story for fault in FAULTS} | INNOCENT
 # For each rule two faults that raise it, or what there is.
@@ -33,8 +37,8 @@ def marked_steps(figure: Any) -> set[int]:
 
 
 @pytest.mark.parametrize(("rule", "name"), CASES)
-def test_a_findings_figure_shows_it(rule: str, name: str, tmp_path: Path) -> None:
-    view = View(Run(_STORIES[name].write(tmp_path / "run")))
+def test_a_findings_figure_shows_it(rule: str, name: str, recorded: Callable[[Story], Recorded]) -> None:
+    view = View(Run(recorded(_STORIES[name]).path))
     finding = diagnose(view, rules=[rule])[0]
     figure = figure_for(view, finding)
     assert drawn(figure) and not (figure.layout.meta or {}).get("empty")

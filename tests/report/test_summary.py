@@ -2,11 +2,12 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from plimsoll.diagnosis import RULES, SEVERITIES, Finding, Rule, View, diagnose
+from plimsoll.diagnosis import RULES, SEVERITIES, Finding, Rule, View
 from plimsoll.diagnosis.rules.base import short
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.report import markdown, summary
@@ -14,15 +15,17 @@ from plimsoll.report.verdicts.run_summary import Summary
 from plimsoll.report.verdicts.verdict import LONGEST, leading, verdict
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.support.diagnosis.faults import FAULTS, WORDS, A, B, Fault
-from tests.support.diagnosis.stories import SOUND, constant, told
+from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
+from tests.support.diagnosis.stories import SOUND, Story, constant, told
+
+pytestmark = ONE_WORKER
 
 BEGINS = {"alarm": "Problem: ", "warning": "Warning: ", "info": "Healthy through step 199, but note: "}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_the_verdict_names_what_and_since_when(fault: Fault, tmp_path: Path) -> None:
-    view = View(Run(fault.story.write(tmp_path / "run")))
-    found = diagnose(view)
+def test_the_verdict_names_what_and_since_when(fault: Fault, recorded: Callable[[Story], Recorded]) -> None:
+    view, found = View(Run(recorded(fault.story).path)), recorded(fault.story).found
     gravest = max((f.severity for f in found), key=SEVERITIES.index)
     sentence = verdict(view, found)
     assert sentence.startswith(BEGINS[gravest]) and sentence.endswith(".") and len(sentence) <= LONGEST
@@ -36,11 +39,11 @@ def test_the_verdict_names_what_and_since_when(fault: Fault, tmp_path: Path) -> 
     assert verdict(view, list(found)) == sentence
 
 
-def test_sentences_as_they_are(tmp_path: Path) -> None:
+def test_sentences_as_they_are(recorded: Callable[[Story], Recorded]) -> None:
     by_name = {fault.name: fault.story for fault in FAULTS}
 
     def said(name: str) -> str:
-        return summary(by_name[name].write(tmp_path / name)).verdict
+        return summary(recorded(by_name[name]).path).verdict
 
     assert said("scale frozen low after hard batches") == (
         "Problem: the loss scale fell from 2^10 to 2^-4 at steps 60 to 199, and 18 % of parameter and 18 % of "

@@ -4,13 +4,20 @@
 mapping of keyword arguments, as the model is called.
 """
 
+import copy
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
+
+import plimsoll as pl
+
+CONVERTED = pytest.mark.xdist_group("converted models")  # files that share them
 
 
 @dataclass(frozen=True)
@@ -342,3 +349,16 @@ def _seeded(make: Callable[[], Case]) -> Callable[[], Case]:
 
 
 MODELS: dict[str, Callable[[], Case]] = {name: _seeded(make) for name, make in _MAKE.items()}
+
+
+def converted(name: str) -> tuple[Case, nn.Module]:
+    """Return a case of `MODELS` and its model, converted: a copy of what is converted once in a process."""
+    return copy.deepcopy(_converted(name))
+
+
+@functools.cache
+def _converted(name: str) -> tuple[Case, nn.Module]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        case = MODELS[name]()
+        return case, pl.unit.convert(case.model, case.example, seed=0)

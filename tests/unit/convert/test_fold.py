@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from plimsoll.unit.conversion.convert_model import convert
 from plimsoll.unit.folding import fold
-from tests.support.unit.models import MODELS
+from tests.support.unit.models import CONVERTED, MODELS, converted
+
+pytestmark = CONVERTED
 
 
 def _tensors(nest: Any) -> list[Tensor]:
@@ -18,12 +19,11 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_are_the_converted_models(name: str) -> None:
-    case = MODELS[name]()
-    converted = convert(case.model, case.example, seed=5)
+    case, model = converted(name)
     args, kwargs = case.call
     with torch.no_grad():
-        converted.train()(*args, **kwargs)  # running statistics are no longer those of the start
-        converted.eval()
-        folded = fold(converted)
-        expected, got = _tensors(converted(*args, **kwargs)), _tensors(folded(*args, **kwargs))
+        model.train()(*args, **kwargs)  # running statistics are no longer those of the start
+        model.eval()
+        folded = fold(model)
+        expected, got = _tensors(model(*args, **kwargs)), _tensors(folded(*args, **kwargs))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

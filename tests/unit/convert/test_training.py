@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 import plimsoll as pl
 from plimsoll.unit import functional as U  # noqa: N812
 from tests.support.cases import each
-from tests.support.unit.models import MODELS
+from tests.support.unit.models import CONVERTED, MODELS, converted
 
+pytestmark = CONVERTED
 STEPS = 20
 
 
@@ -44,15 +45,13 @@ def losses(model: nn.Module, case: Any, optimizer: torch.optim.Optimizer, precis
 @pytest.mark.parametrize("precision", [None, "fp16"])
 @each("name", MODELS)
 def test_the_loss_falls(name: str, precision: str | None) -> None:
-    case = MODELS[name]()
-    model = pl.unit.convert(case.model, case.example, seed=0)
+    case, model = converted(name)
     found = losses(model, case, pl.unit.optim.AdamW(model, lr=0.05), precision)
     assert all(map(torch.isfinite, map(torch.tensor, found)))
     assert found[-1] < 0.9 * found[0]
 
 
 def test_torchs_own_optimizer_serves_too() -> None:
-    case = MODELS["gpt2"]()
-    model = pl.unit.convert(case.model, case.example, seed=0)
+    case, model = converted("gpt2")
     found = losses(model, case, torch.optim.AdamW(model.parameters(), lr=0.01), None)
     assert found[-1] < 0.9 * found[0]

@@ -72,7 +72,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(tmp_path_factory: pytest.TempPathFactory, references: dict[str, Run]) -> Path:  # kernels are compiled by then
     folder = tmp_path_factory.mktemp("two")
     others = ("tensor_parallel_twins", "watching_changes_nothing", "one_rank_alone_watches")
     shadows = (*SHADOWS, "shadow_tensor_parallel", "shadow_on_one_rank")
@@ -81,7 +81,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four(tmp_path_factory: pytest.TempPathFactory, references: dict[str, Run]) -> Path:
     folder = tmp_path_factory.mktemp("four")
     torchrun("worker.py", 4, folder, *runnable(FOUR), "shadow_fsdp", "shadow_hybrid_fsdp")
     return folder
