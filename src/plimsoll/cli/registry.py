@@ -56,6 +56,13 @@ COMMANDS: tuple[Command, ...] = (
     Command(name="serve", heading="Diagnose", summary="Serve a web page that follows runs live."),
     Command(name="mcp", heading="Diagnose", summary="Answer agents and editors from recorded runs, over MCP."),
     Command(
+        name="probe",
+        heading="Choose a precision",
+        summary="Answer whether a model fits a format, from a few batches.",
+        foreign_options=True,
+        folder="choosing",
+    ),
+    Command(
         name="whatif",
         heading="Choose a precision",
         summary="Estimate how many values another format would lose.",
