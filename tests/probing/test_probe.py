@@ -49,7 +49,11 @@ def net(change: Callable[[Net], Any] = lambda _: None) -> Net:
 
 
 def rules(found: pl.Probe) -> dict[str, tuple[str, ...]]:
-    return {finding.rule: finding.where for finding in found.findings if finding.severity != "info"}
+    places: dict[str, tuple[str, ...]] = {}
+    for finding in found.findings:
+        if finding.severity != "info":
+            places[finding.rule] = (*places.get(finding.rule, ()), *finding.where)
+    return places
 
 
 def test_a_model_that_fits_says_so() -> None:
@@ -222,13 +226,32 @@ def test_without_a_loss_the_forward_alone_is_judged() -> None:
     assert found.not_judged == ("Not judged: activation gradients, parameter gradients. There was no loss.",)
     assert found.remarks == ("The model was widened to FP32 first.",)
     assert found.plan is not None and set(found.plan.scales["first"]) == {"weights", "activations"}
-    with pl.emulate(found.plan, model=model_of(found)):
-        pass
+    model, (x, _) = net(), batches(1)[0]
+    with pl.emulate(found.plan, model=model):
+        assert 0 < float((model(x) - net()(x)).detach().abs().max()) < 0.1
 
 
-def model_of(found: pl.Probe) -> nn.Module:
-    assert found.subject == "Net"
-    return net()
+def test_a_few_flips_are_a_note_and_no_reason_for_a_wide_format() -> None:
+    class Router(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            scores = super().forward(x)
+            return torch.where(scores.argmax(-1, keepdim=True) > 15, scores, -scores)
+
+    torch.manual_seed(0)
+    found = pl.probe(nn.Sequential(Router(32, 32)), [x for x, _ in batches()], "fp8")
+    assert [(finding.rule, finding.severity, finding.where) for finding in found.findings] == [
+        ("decision-flips", "info", ("0",))
+    ]
+    assert found.fits and found.plan is not None and found.plan.formats == {"0": "e4m3"}
+
+
+def test_a_model_in_fp64_is_judged_as_it_is() -> None:
+    found = pl.probe(net().double(), [x.double() for x, _ in batches()], "fp32")
+    assert found.fits and found.remarks == ("No plan: none has FP32 for its target.",)
+    huge = net().double()
+    with torch.no_grad():
+        huge.first.weight[0, 0] = 1e200
+    assert "first.weight" in rules(pl.probe(huge, [x.double() for x, _ in batches()], "fp32"))["overflow"]
 
 
 def test_inner_products_of_attention_are_said_to_be_unjudged() -> None:

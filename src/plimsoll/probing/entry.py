@@ -144,8 +144,8 @@ def _of_model(
     model: nn.Module, batches: Sequence[Any], question: Question, loss: Loss | None, subject: str, remarks: list[str]
 ) -> Probe:
     root = unwrapped(model)
-    if any(p.is_floating_point() and p.dtype != torch.float32 for p in root.parameters()):
-        root = model = copy.deepcopy(root).float()
+    if any(p.is_floating_point() and p.dtype.itemsize < torch.float32.itemsize for p in root.parameters()):
+        root = copy.deepcopy(root).float()
         remarks = [*remarks, "The model was widened to FP32 first."]
     device = next((p.device for p in root.parameters()), torch.device("cpu"))
     with untouched(root), tempfile.TemporaryDirectory(prefix="plimsoll-") as folder:
@@ -158,7 +158,7 @@ def _of_model(
             calls = Calls(root, len(batches))
             try:
                 for batch in batches:
-                    _step(model, pytree.tree_map_only(Tensor, lambda x: x.to(device), batch), loss)
+                    _step(root, pytree.tree_map_only(Tensor, lambda x: x.to(device), batch), loss)
                     watched.step()
             finally:
                 calls.close()
@@ -305,7 +305,7 @@ def _planned(
         return None, ["No plan: no module of the model multiplies matrices."]
     if left_out is not None:
         return replace(plan(view, question.target, exclude=left_out), source=subject), []
-    faulty = {module_of(f, name) for f in found for name in f.where}
+    faulty = _faulty(found)
     wide = "fp32" if question.name == "bf16" else "bf16"
     formats = {name: wide if name in faulty else fmt for name, fmt in uniform.formats.items()}
     kept = sum(name in faulty for name in formats)
@@ -325,7 +325,7 @@ def _from_plan(
 ) -> tuple[list[Finding], list[str]]:
     """Return a finding of modules that the plan keeps wide for reasons of gradients or headroom, and unknown ones."""
     judge = Judge(view, tolerance=forward.TOLERANCE, margin=None)
-    named = {module_of(f, name) for f in found if f.severity != "info" for name in f.where}
+    named = _faulty(found)
     reasons: dict[str, str] = {}
     unknown: list[str] = []
     for module in modules:
@@ -342,9 +342,13 @@ def _from_plan(
     return [
         _finding(
             "no-scale", "warning", list(reasons), {"worst": first, "modules": len(reasons)},
-            f"The plan keeps them wide. {first}: {reasons[first]}.", "Train with the plan, or change the scale there.",
+            f"The plan keeps them wide. {first}: {reasons[first]}.", "Train with the plan.",
         )
     ], unknown  # fmt: skip
+
+
+def _faulty(found: Iterable[Finding]) -> set[str]:
+    return {module_of(f, name) for f in found if f.severity != "info" for name in f.where}
 
 
 def _finding(
