@@ -21,6 +21,7 @@ _ROLES = (
     "receipts",
     "watch/taps/cast_counts.py",
     "cli/commands/ls.py",
+    "probing/forward.py",
 )
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         lab,
         microscope,
         precision,
+        probing,
         receipts,
         report,
         rounding,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     )
     from plimsoll.formats import BlockFormat, Format, Plan
     from plimsoll.precision import MasterWeights, Policy, prepare
+    from plimsoll.probing import Probe, probe
     from plimsoll.receipts import Receipt, receipt
     from plimsoll.report import serve
     from plimsoll.rounding import Packed, cast, fake_quantize, pack, unpack
@@ -79,6 +81,7 @@ __all__ = [
     "Plan",
     "PlimsollError",
     "Policy",
+    "Probe",
     "Receipt",
     "Run",
     "RunError",
@@ -112,6 +115,8 @@ __all__ = [
     "plan",
     "precision",
     "prepare",
+    "probe",
+    "probing",
     "receipt",
     "receipts",
     "report",
@@ -131,7 +136,7 @@ _HOMES = {
     **dict.fromkeys(
         (
             "certification", "diagnosis", "emulate", "errors", "formats", "fp8", "integrations", "lab", "microscope",
-            "precision", "receipts", "report", "rounding", "runs", "scaling", "spectrum", "unit", "watch",
+            "precision", "probing", "receipts", "report", "rounding", "runs", "scaling", "spectrum", "unit", "watch",
         ),
         "",
     ),
@@ -149,6 +154,7 @@ _HOMES = {
     ),
     **dict.fromkeys(("BlockFormat", "Format", "Plan"), "formats"),
     **dict.fromkeys(("MasterWeights", "Policy", "prepare"), "precision"),
+    **dict.fromkeys(("Probe", "probe"), "probing"),
     **dict.fromkeys(("Receipt", "receipt"), "receipts"),
     "serve": "report",
     **dict.fromkeys(("Packed", "cast", "fake_quantize", "pack", "unpack"), "rounding"),

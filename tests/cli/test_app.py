@@ -72,7 +72,7 @@ GROUP = typer.main.get_command(app)
 
 def test_only_commands_that_exist_are_offered() -> None:
     folder = Path(commands.__file__).parent
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    modules = {path.stem for path in folder.rglob("*.py")} - {"__init__"}
     assert {command.name for command in COMMANDS} == modules
     assert list(GROUP.commands) == [*(command.name for command in COMMANDS), "lab"]
 

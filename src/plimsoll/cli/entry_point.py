@@ -118,7 +118,7 @@ def _entry_points(own: Any) -> dict[str, Any]:
 
 
 def _own_command(command: Command) -> Any:
-    module = importlib.import_module(f"plimsoll.cli.commands.{command.name}")
+    module = importlib.import_module(command.module)
     settings: dict[str, Any] = {"allow_interspersed_args": False} if command.own_arguments else {}
     if command.foreign_options:
         settings["ignore_unknown_options"] = True

@@ -1,7 +1,7 @@
 """Registry of the commands: the list that `plimsoll --help`, completion and the tests read.
 
-The command NAME is the function `NAME` of the module `plimsoll.cli.commands.NAME`, which is imported when the command
-runs. docs/contributing/add-a-command.md shows how to add one.
+The command NAME is the function `NAME` of the module `plimsoll.cli.commands.NAME`, or of NAME in a folder there. It is
+imported when the command runs. docs/contributing/add-a-command.md shows how to add one.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ class Command:
             that help needs no import of the module.
         own_arguments: Whether all that follows the first argument belongs to a script that the command runs.
         foreign_options: Whether options that the command does not have belong to a script that it runs.
+        folder: The folder of its module in `plimsoll.cli.commands`. Default: none.
     """
 
     name: str
@@ -25,6 +26,12 @@ class Command:
     summary: str
     own_arguments: bool = False
     foreign_options: bool = False
+    folder: str = ""
+
+    @property
+    def module(self) -> str:
+        """The full name of its module."""
+        return ".".join(["plimsoll.cli.commands", *([self.folder] if self.folder else []), self.name])
 
 
 # In the order of `plimsoll --help`.
@@ -48,8 +55,25 @@ COMMANDS: tuple[Command, ...] = (
     Command(name="report", heading="Diagnose", summary="Write a run as one HTML, Markdown or JSON file."),
     Command(name="serve", heading="Diagnose", summary="Serve a web page that follows runs live."),
     Command(name="mcp", heading="Diagnose", summary="Answer agents and editors from recorded runs, over MCP."),
-    Command(name="whatif", heading="Choose a precision", summary="Estimate how many values another format would lose."),
-    Command(name="plan", heading="Choose a precision", summary="Choose a format and scale for each module."),
+    Command(
+        name="probe",
+        heading="Choose a precision",
+        summary="Answer whether a model fits a format, from a few batches.",
+        foreign_options=True,
+        folder="choosing",
+    ),
+    Command(
+        name="whatif",
+        heading="Choose a precision",
+        summary="Estimate how many values another format would lose.",
+        folder="choosing",
+    ),
+    Command(
+        name="plan",
+        heading="Choose a precision",
+        summary="Choose a format and scale for each module.",
+        folder="choosing",
+    ),
     Command(name="certify", heading="Facts", summary="Test a cast, pack, product or sum against its format."),
     Command(name="formats", heading="Facts", summary="List number formats, or show one in full."),
     Command(

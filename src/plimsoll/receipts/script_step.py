@@ -84,6 +84,11 @@ class ScriptStep(torch_hooks.TrainingEvents):
         self._begin()
         self._training.backward_begins(tensors)
 
+    def note_backward(self, tensors: Any) -> bool:
+        """Note the first backward; later ones are heard by torch's own hooks."""
+        self.backward_begins(tensors)
+        return True
+
     def backward_ends(self) -> None:
         """Note the gradients."""
         self._training.take_models(models_of([], self._recorder))
@@ -190,7 +195,7 @@ class ScriptStep(torch_hooks.TrainingEvents):
             self._compiled.__exit__()
             self._recorder.memory.close()
 
-    def receipt(self) -> Receipt:
+    def answer(self) -> Receipt:
         """Return the receipt of the script's step.
 
         Raises:

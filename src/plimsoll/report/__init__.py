@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from plimsoll.report.figures.heatmap import heatmap
     from plimsoll.report.figures.histogram import histogram
     from plimsoll.report.figures.loss_and_scale import loss_and_scale
-    from plimsoll.report.figures.parity import parity
     from plimsoll.report.figures.record import record
     from plimsoll.report.figures.scale_curve import scale_curve
     from plimsoll.report.figures.scale_window import scale_window
@@ -29,6 +28,9 @@ if TYPE_CHECKING:
     from plimsoll.report.figures.updates import updates
     from plimsoll.report.figures.zero_heatmap import zero_heatmap
     from plimsoll.report.live.server.launch import serve
+    from plimsoll.report.results.blame_bars import blame_bars
+    from plimsoll.report.results.errors_by_depth import errors_by_depth
+    from plimsoll.report.results.parity import parity
     from plimsoll.report.single_file.html_report import html
     from plimsoll.report.single_file.markdown_report import markdown
     from plimsoll.report.single_file.parity_file import write_parity
@@ -40,7 +42,9 @@ __all__ = [
     "Summary",
     "audit",
     "before_after",
+    "blame_bars",
     "code_usage",
+    "errors_by_depth",
     "figure_for",
     "heatmap",
     "histogram",
@@ -73,7 +77,11 @@ _HOME_OF = {
     "summary": "verdicts.run_summary",
     "themed": "drawing.theme",
     "write_parity": "single_file.parity_file",
-    **{module.name: f"figures.{module.name}" for module in pkgutil.iter_modules([f"{__path__[0]}/figures"])},
+    **{
+        module.name: f"{folder}.{module.name}"
+        for folder in ("figures", "results")
+        for module in pkgutil.iter_modules([f"{__path__[0]}/{folder}"])
+    },
 }
 
 __getattr__, __dir__ = exports.lazy(__name__, _HOME_OF)

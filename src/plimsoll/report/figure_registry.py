@@ -5,10 +5,10 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import plimsoll.report.figures as shipped
 from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.rules.registry import guarded, rule_of
 from plimsoll.errors import ArgumentError
+from plimsoll.report import figures, results
 from plimsoll.report.drawing.plotly_parts import Source, view_of
 from plimsoll.report.figure_declaration import DECLARED, Declared, Figures
 from plimsoll.tensor_collections import COLLECTIONS
@@ -16,9 +16,10 @@ from plimsoll.tensor_collections import COLLECTIONS
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
-# Each module of the folder declares its figures when it is loaded.
-for _module in pkgutil.iter_modules(shipped.__path__):
-    importlib.import_module(f"{shipped.__name__}.{_module.name}")
+# Each module of these folders declares its figures when it is loaded.
+for _folder in (figures, results):
+    for _module in pkgutil.iter_modules(_folder.__path__):
+        importlib.import_module(f"{_folder.__name__}.{_module.name}")
 
 FIGURES: Mapping[str, Callable[..., "Figure"]] = Figures()
 

@@ -1,5 +1,6 @@
 """``plimsoll receipt``: the precision that a step of a script really ran in, or what a recorded run has of it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,11 +10,12 @@ from plimsoll.cli import messages
 from plimsoll.cli.options import Json, Quiet
 from plimsoll.cli.paths import file_for_model, local_file, open_runs
 from plimsoll.cli.script import runner
-from plimsoll.cli.script.receipt_session import ReceiptSession
+from plimsoll.cli.script.answer_session import AnswerSession
 from plimsoll.errors import ArgumentError
 
 if TYPE_CHECKING:
     from plimsoll.receipts import Receipt
+    from plimsoll.receipts.script_step import ScriptStep
 
 # Levels with their aliases: to import them would import torch before the script does, so a test compares the two.
 LEVELS = (
@@ -67,7 +69,14 @@ def receipt(
     _check_declared(declared)
     printer = Printer(file=_file(output), as_json=as_json, rows=rows, fail=fail_on_deviation, several=False)
     if as_module or _is_script(target):
-        session = ReceiptSession(declared, Path(target).name, printer.show, messages.error)
+        name = Path(target).name
+
+        def recorder(give_up: Callable[[], None]) -> "ScriptStep":
+            from plimsoll.receipts.script_step import ScriptStep
+
+            return ScriptStep(declared, name, give_up)
+
+        session = AnswerSession("receipt", recorder, printer.show, messages.error)
         raise runner.RunAfterCli(lambda: session.run(target, arguments or [], as_module=as_module))
     if arguments:
         raise ArgumentError(
@@ -99,10 +108,12 @@ class Printer:
         self.file, self.as_json, self.rows, self.fail = file, as_json, rows, fail
         self._several = several  # its JSON is printed with that of others
 
-    def show(self, receipt: "Receipt", visible: bool = True) -> int:
-        """Print and write the receipt if it is to be visible, as on the first rank; return the exit code."""
-        if visible:
+    def show(self, receipt: "Receipt", rank: int = 0) -> int:
+        """Print and write the receipt of the first rank, or one line of deviations on others; return the exit code."""
+        if not rank:
             self._print(receipt)
+        elif receipt.deviations:
+            messages.error(f"rank {rank}: {receipt.verdict}")
         return 1 if self.fail and receipt.deviations else 0
 
     def _print(self, receipt: "Receipt") -> None:

@@ -1,40 +1,64 @@
-"""`plimsoll receipt SCRIPT`: the script from its start to the end of its training step, and what is reported then."""
+"""The run of a script from its start to the end of the training steps that an answer needs, and the answer.
+
+`plimsoll receipt` and `plimsoll probe` use it.
+"""
 
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from plimsoll.cli.script import runner
 from plimsoll.errors import PlimsollError
 
-if TYPE_CHECKING:
-    from plimsoll.receipts import Receipt
+
+class Recorder(Protocol):
+    """Interface of the recorder of a script's first steps. It stops the script by an exception."""
+
+    def note_optimizer(self, optimizer: Any) -> None:
+        """Note an optimizer that the script has made."""
+        ...
+
+    def note_backward(self, tensors: Any) -> bool:
+        """Note a backward; return whether no more of them need to be reported."""
+        ...
+
+    def end(self) -> None:
+        """Remove everything that was put into torch."""
+        ...
+
+    def answer(self) -> Any:
+        """Return the answer, or raise `PlimsollError` with the reason why there is none."""
+        ...
 
 
-class ReceiptSession:
+class AnswerSession:
     """The run of one script.
 
     Args:
-        declared: What its step is held against.
-        subject: Its name.
-        show: Returns the exit code of a receipt, and prints it if its second argument is true.
+        operation: The command, for messages.
+        make: Makes the recorder; its argument ends the process, for scripts that go on after they were stopped.
+        show: Prints an answer, on the rank of its second argument, and returns the exit code.
         say: Prints a line to standard error.
     """
 
     def __init__(
-        self, declared: str | None, subject: str, show: "Callable[[Receipt, bool], int]", say: Callable[[str], None]
+        self,
+        operation: str,
+        make: Callable[[Callable[[], None]], Recorder],
+        show: Callable[[Any, int], int],
+        say: Callable[[str], None],
     ) -> None:
-        self._declared, self._subject, self._show, self._say = declared, subject, show, say
-        self._step: Any = None
+        self._operation, self._make, self._show, self._say = operation, make, show, say
+        self._made: Recorder | None = None
         self._output: int | None = None  # standard output, while the script's goes to standard error
         self._failure: str | None = None
         self._process = os.getpid()
         self._exit = os._exit
 
     def run(self, script: str, arguments: Sequence[str], *, as_module: bool) -> None:
-        """Run the script, report, and end the process with the receipt's exit code."""
+        """Run the script, report, and end the process with the answer's exit code."""
         os._exit = self._exit_at_once
         runner.hear(self._note_optimizer, self._note_backward)
         self._divert_output()
@@ -58,17 +82,12 @@ class ReceiptSession:
             self._recorder().note_optimizer(optimizer)
 
     def _note_backward(self, tensors: Any) -> bool:
-        """Return whether no more backwards are needed here: the recorder hears of them itself."""
-        if os.getpid() == self._process:
-            self._recorder().backward_begins(tensors)
-        return True
+        return os.getpid() != self._process or self._recorder().note_backward(tensors)
 
-    def _recorder(self) -> Any:
-        if self._step is None:
-            from plimsoll.receipts.script_step import ScriptStep
-
-            self._step = ScriptStep(self._declared, self._subject, lambda: self._end_process(self._report()))
-        return self._step
+    def _recorder(self) -> Recorder:
+        if self._made is None:
+            self._made = self._make(lambda: self._end_process(self._report()))
+        return self._made
 
     def _exit_at_once(self, status: int) -> None:
         """Stand in for `os._exit`, which no handler sees: report first."""
@@ -80,33 +99,30 @@ class ReceiptSession:
     # -- the report ----------------------------------------------------------------------------------------------------
 
     def _report(self) -> int:
-        """Print the receipt, or why there is none; return the exit code."""
+        """Print the answer, or why there is none; return the exit code."""
         self._restore_output()
-        if self._step is not None:
-            self._step.end()
+        if self._made is not None:
+            self._made.end()
         try:
-            receipt = self._receipt()
+            answer = self._answer()
         except PlimsollError as error:
             why = f" {self._failure[0].upper()}{self._failure[1:]}." if self._failure else ""
             self._say(" ".join(f"{error}{why}".split()))
             return 2
-        rank = _rank()
-        if rank and receipt.deviations:
-            self._say(f"rank {rank}: {receipt.verdict}")
-        elif self._failure is not None:
+        if self._failure is not None:
             self._say(f"{self._failure}, after the step that is recorded here")
-        return self._show(receipt, rank == 0)
+        return self._show(answer, _rank())
 
-    def _receipt(self) -> "Receipt":
-        if self._step is None:
+    def _answer(self) -> Any:
+        if self._made is None:
             raise PlimsollError(
-                "receipt: expected a script with a training step; got one that made no torch.optim.Optimizer in this "
-                "process. Call pl.receipt(model, step=...) in it."
+                f"{self._operation}: expected a script with a training step; got one that made no "
+                f"torch.optim.Optimizer in this process. Call pl.{self._operation} in it."
             )
-        return self._step.receipt()
+        return self._made.answer()
 
     def _divert_output(self) -> None:
-        """Send what the script prints to standard error: standard output is the receipt's."""
+        """Send what the script prints to standard error: standard output is the answer's."""
         try:
             sys.stdout.flush()
             self._output = os.dup(1)

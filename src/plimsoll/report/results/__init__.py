@@ -1,0 +1,1 @@
+"""Figures of results: they need no run, or take a result in its place."""
