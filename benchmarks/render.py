@@ -37,6 +37,7 @@ BENCHMARKS: Mapping[str, tuple[str, str]] = {
     "scale": ("scale.py", "Large runs, and larger ones"),
     "diagnose": ("diagnose.py", "Diagnosing a run"),
     "parity": ("parity.py", "How often the parity verdict errs"),
+    "plan": ("plan.py", "Predicted loss of plans"),
     "microscope": ("microscope.py", "Errors: shadow steps and the microscope"),
     "locate": ("locate.py", "Locating a fault"),
     "figures": ("figures.py", "Figures"),

@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import BF16, E4M3, FP32, MXFP8_E4M3, ModulePlan, Plan
+from plimsoll.intervals import Interval
 from tests.support.cases import each
 
 FULL = Plan(
@@ -27,6 +28,11 @@ FULL = Plan(
     predicted={"blocks.*.mlp": {"weights": (0.0, 0.001, 0.1 + 0.2), "gradients": (1e-9, 0.5, 1.0)}},
     tolerance=0.02,
     remarks=("gradients were recorded in FP16", 'a "second" one, \x7f'),
+    predicted_loss=Interval(low=1e-7, estimate=0.1 + 0.2, high=2.0),
+    increases={"blocks.*.mlp": (0.1 + 0.2, 0.0), "odd[0]": (0.0, 1e-300)},
+    cost=0.515625,
+    costs="h100",
+    budget=2.5,
 )
 
 
@@ -117,14 +123,14 @@ def test_a_plan_by_hand_needs_target_and_formats_only(tmp_path):
         (b"\xff\xfe", r"expected a TOML file; got .*plan\.toml.*decode"),
         (b"", r"expected the fields target and formats \(missing formats, target\)"),
         (b'target = "fp8"', r"\(missing formats\)"),
-        (b'target = "fp8"\nformats = "e4m3"', r"predicted and notes to be tables.*\(wrong: formats\)"),
+        (b'target = "fp8"\nformats = "e4m3"', r"increases and notes to be tables.*\(wrong: formats\)"),
         (b'[target]\na = "b"\n[formats]', r"\(wrong: target\)"),
         (b'target = "fp8"\ndefualt = "bf16"\n[formats]', r"the fields target, .*default.*\(found defualt\)"),
         (b'schema = 2\ntarget = "fp8"\n[formats]', r"expected schema 1, .*\(found 2\)"),
         (b"target = 8\n[formats]", r"expected Unicode text throughout; got 'target' = 8"),
         (b'target = "fp8"\n[formats]\na = 4', r"expected Unicode text throughout; got 'a' = 4"),
         (b'target = "fp8"\n[formats.blocks]\nmlp = "e4m3"', r"got 'blocks' = \{'mlp': 'e4m3'\}"),
-        (b'target = "fp8"\nremarks = "no"\n[formats]', r"remarks a list.*\(wrong: remarks\)"),
+        (b'target = "fp8"\nremarks = "no"\n[formats]', r"remarks and predicted_loss lists.*\(wrong: remarks\)"),
         (b'target = "fp8"\nremarks = [1]\n[formats]', r"expected Unicode text throughout; got 'remarks' = 1"),
         (b'target = "fp8"\nscale = "2^x"\n[formats]', r"expected scale to be a power of two .*; got '2\^x'"),
         (b'target = "fp8"\nscale = "2^9999"\n[formats]', r"expected scale to be a power of two .*; got '2\^9999'"),
@@ -134,6 +140,9 @@ def test_a_plan_by_hand_needs_target_and_formats_only(tmp_path):
             b'target = "fp8"\n[formats]\na = "e4m3"\n[scales]\na = 4',
             r"expected scales of 'a' to be by weights, .*; got 4",
         ),
+        (b'target = "x"\npredicted_loss = [0, 1]\n[formats]', r"an Interval, or three numbers in a file; got \[0, 1\]"),
+        (b'target = "x"\npredicted_loss = [0, "b", 1]\n[formats]', r"predicted_loss to be 3 numbers of 0 or more"),
+        (b'target = "x"\ncost = "little"\n[formats]', r"expected cost to be a number of 0 or more; got 'little'"),
         (
             b'target = "x"\n[formats]\na = "e4m3"\n[predicted]\na = { weights = 1 }',
             r"'a', weights, as three rising .*got 1",
@@ -165,6 +174,18 @@ def test_a_module_has_the_formats_and_scales_of_the_rule_that_holds():
     assert Plan(target="x", formats={"a": "e4m3"}, backward={"a": "bf16"}).module("a").backward == "bf16"
 
 
+def test_a_plan_says_what_it_predicts_and_an_old_file_predicts_nothing(tmp_path):
+    assert FULL.consequence == (
+        "Predicted: the loss rises by 30 % (under 0.01 % to 200 %, of 250 % allowed); 52 % of the time of the products "
+        "on h100 in BF16."
+    )
+    assert FULL.consequence in str(FULL)
+    path = tmp_path / "plan.toml"
+    path.write_text('schema = 1\ntarget = "fp8"\ntolerance = 0.01\n[formats]\na = "e4m3"\n')
+    old = Plan.load(path)
+    assert (old.predicted_loss, old.cost, old.budget, old.consequence) == (None, None, None, None)
+
+
 def test_a_plan_is_data():
     data = json.loads(json.dumps(FULL.to_dict(), allow_nan=False))
     assert data["modules"]["blocks.*.mlp"]["predicted"]["gradients"] == {"low": 1e-9, "estimate": 0.5, "high": 1.0}
@@ -189,6 +210,13 @@ def test_a_plan_is_data():
         ({"predicted": {"a": {"weights": (0.5, 0.1, 1.0)}}}, "as three rising fractions"),
         ({"predicted": {"a": {"weights": (0.1, 0.2)}}}, "as three rising fractions"),
         ({"predicted": {"a": {"weights": (0.1, 0.2, 1.1)}}}, "as three rising fractions"),
+        ({"cost": -1.0}, r"expected cost to be a number of 0 or more; got -1\.0"),
+        ({"budget": "much"}, "expected budget to be a number of 0 or more; got 'much'"),
+        ({"predicted_loss": 0.1}, r"expected predicted_loss to be an Interval, or three numbers in a file; got 0\.1"),
+        ({"predicted_loss": Interval(low=0.2, estimate=0.1, high=0.3)}, "expected predicted_loss in rising order"),
+        ({"predicted_loss": Interval(low=0.0, estimate=0.1, high=math.nan)}, "predicted_loss to be 3 numbers of 0"),
+        ({"increases": {"a": (0.1,)}}, "expected increases of 'a' to be 2 numbers of 0 or more"),
+        ({"increases": {"b": (0.1, 0.2)}}, "expected increases of modules that formats names; got 'b'"),
     ],
 )
 def test_what_contradicts_itself_is_refused(fields, message):

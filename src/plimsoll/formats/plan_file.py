@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from plimsoll.errors import ArgumentError
+from plimsoll.intervals import Interval
 
 SCHEMA = 1
-_TEXTS, _NUMBERS, _LISTS = ("target", "default", "source"), ("scale", "tolerance"), ("remarks",)
-_TABLES = ("formats", "backward", "scales", "predicted", "notes")
+_NUMBERS = ("tolerance", "cost", "budget")
+_LISTS = ("remarks", "predicted_loss")
+_TABLES = ("formats", "backward", "scales", "predicted", "increases", "notes")
 _POWER = re.compile(r"2\^(-?\d{1,4})")
 _COMMENTS = {
     "": "Formats in which the modules of a model compute, for plimsoll.prepare and plimsoll.emulate.\n"
@@ -27,6 +29,7 @@ _COMMENTS = {
     "backward": "format of its gradients, if it is another one",
     "scales": "factors of values before a cast",
     "predicted": "fraction of values that is lost: at least, about, at most",
+    "increases": "share that a module's formats add to the loss: by the forward, by the updates",
     "notes": "reasons",
 }
 
@@ -34,10 +37,12 @@ _COMMENTS = {
 def write(plan: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write the fields of a plan, whole or not at all."""
     target = checked_path("Plan.save", path)
-    single = {"schema": SCHEMA, **{name: plan[name] for name in ("target", "default", "source")}}
+    single = {"schema": SCHEMA, **{name: plan[name] for name in ("target", "default", "source", "costs")}}
     lines = [f"# {_COMMENTS['']}", *(f"{key} = {_toml(value)}" for key, value in single.items() if value is not None)]
     lines += [] if plan["scale"] is None else [f"scale = {_power(plan['scale'])}  # of the loss, to begin with"]
-    lines += [] if plan["tolerance"] is None else [f"tolerance = {plan['tolerance']!r}"]
+    lines += [f"{name} = {plan[name]!r}" for name in _NUMBERS if plan[name] is not None]
+    rise: Interval | None = plan["predicted_loss"]
+    lines += [] if rise is None else [f"predicted_loss = [{rise.low!r}, {rise.estimate!r}, {rise.high!r}]"]
     lines += ["remarks = [", *(f"    {_toml(remark)}," for remark in plan["remarks"]), "]"] if plan["remarks"] else []
     for title in _TABLES:
         table: Mapping[str, Any] = plan[title]
@@ -100,6 +105,8 @@ def _value(title: str, value: Any) -> str:
         return _inline({role: _power(scale) for role, scale in value.items()})
     if title == "predicted":
         return _inline({role: f"[{', '.join(map(_fraction, loss))}]" for role, loss in value.items()})
+    if title == "increases":
+        return f"[{', '.join(map(_fraction, value))}]"
     return _toml(value)
 
 
@@ -134,8 +141,8 @@ def _why_damaged(content: Mapping[str, Any], schema: object, known: Sequence[str
     if not wrong:
         return None
     return (
-        f"{', '.join(_TABLES[:-1])} and {_TABLES[-1]} to be tables, scale and tolerance numbers, remarks a list, and "
-        f"all else text (wrong: {', '.join(wrong)})"
+        f"{', '.join(_TABLES[:-1])} and {_TABLES[-1]} to be tables, scale, {', '.join(_NUMBERS[:-1])} and "
+        f"{_NUMBERS[-1]} numbers, {' and '.join(_LISTS)} lists, and all else text (wrong: {', '.join(wrong)})"
     )
 
 
@@ -151,6 +158,11 @@ def _fields(content: dict[str, Any]) -> dict[str, Any]:
         result["scale"] = _number(result["scale"])
     if "remarks" in result:
         result["remarks"] = tuple(result["remarks"])
+    rise: Any = _tuple(result.get("predicted_loss"))
+    if isinstance(rise, tuple) and len(cast("tuple[Any, ...]", rise)) == 3:
+        result["predicted_loss"] = Interval(**dict(zip(("low", "estimate", "high"), cast("Any", rise), strict=True)))
+    if "increases" in result:
+        result["increases"] = _each(result["increases"], _tuple)
     if "scales" in result:
         result["scales"] = {name: _each(table, _number) for name, table in result["scales"].items()}
     if "predicted" in result:

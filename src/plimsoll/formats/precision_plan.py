@@ -14,7 +14,9 @@ from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats.block_format import BlockFormat
 from plimsoll.formats.catalogue import get
 from plimsoll.formats.element_format import Format
+from plimsoll.intervals import Interval
 from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.text import percent
 
 Role = Literal["weights", "activations", "gradients"]  # operands of a module's products
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -82,6 +84,11 @@ class Plan(NotebookRepr):
             at least, about, at most.
         tolerance: Fraction that was allowed to be lost, above 0 and at most 1.
         remarks: Sentences on the plan as a whole.
+        predicted_loss: Predicted increase of the loss, as a share of the loss. None: unknown.
+        increases: For each module, the shares that its formats add: by errors of the forward, by errors of updates.
+        cost: Cost of the modules, as a share of their cost in BF16.
+        costs: What the cost was computed for: "bytes" moved, or a device.
+        budget: Largest increase of the loss that the plan was made for.
 
     Raises:
         ArgumentError: A scale, fraction or name is out of range.
@@ -103,11 +110,17 @@ class Plan(NotebookRepr):
     predicted: Mapping[str, Mapping[str, Loss]] = field(default_factory=dict[str, "Mapping[str, Loss]"], hash=False)
     tolerance: float | None = None
     remarks: tuple[str, ...] = ()
+    predicted_loss: Interval | None = None
+    increases: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, "tuple[float, float]"], hash=False)
+    cost: float | None = None
+    costs: str | None = None
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         _check_texts(self)
         _check_formats(self)
         _check_numbers(self)
+        _check_prediction(self)
 
     def rule_for(self, module_name: str) -> str | None:
         """Return the entry of `formats` for a module: its name, or the first glob."""
@@ -127,11 +140,25 @@ class Plan(NotebookRepr):
             return None if self.default is None else ModulePlan.of(self.default)
         return ModulePlan.of(self.formats[rule], self.backward.get(rule), **self.scales.get(rule, {}))
 
+    @property
+    def consequence(self) -> str | None:
+        """The predicted increase of the loss and the cost, as a sentence. None: both are unknown."""
+        said: list[str] = []
+        if self.predicted_loss is not None:
+            low, estimate, high = (percent(getattr(self.predicted_loss, end)) for end in ("low", "estimate", "high"))
+            limit = "" if self.budget is None else f", of {percent(self.budget)} allowed"
+            said.append(f"the loss rises by {estimate} ({low} to {high}{limit})")
+        if self.cost is not None:
+            what = "bytes moved" if self.costs in (None, "bytes") else f"time of the products on {self.costs}"
+            said.append(f"{percent(self.cost)} of the {what} in BF16")
+        return f"Predicted: {'; '.join(said)}." if said else None
+
     def __str__(self) -> str:
         """Return the remarks, and a line per module with its formats and the reason."""
         pairs = {name: "/".join(dict.fromkeys((f, self.backward.get(name, f)))) for name, f in self.formats.items()}
         lines = [f"{name}  {pair}  {self.notes.get(name, '')}".rstrip() for name, pair in pairs.items()]
-        return "\n".join([*(self.remarks or [f"A plan for {self.target or 'no target'}."]), *lines])
+        head = [*(self.remarks or [f"A plan for {self.target or 'no target'}."]), self.consequence]
+        return "\n".join([*filter(None, head), *lines])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as TOML, with one line per module in each table.
@@ -164,6 +191,10 @@ class Plan(NotebookRepr):
             "default": self.default,
             "scale": self.scale,
             "tolerance": self.tolerance,
+            "predicted_loss": None if self.predicted_loss is None else _ends(self.predicted_loss),
+            "cost": self.cost,
+            "costs": self.costs,
+            "budget": self.budget,
             "remarks": list(self.remarks),
             "modules": {
                 name: {
@@ -174,6 +205,7 @@ class Plan(NotebookRepr):
                         role: dict(zip(("low", "estimate", "high"), loss, strict=True))
                         for role, loss in self.predicted.get(name, {}).items()
                     },
+                    "increase": None if name not in self.increases else sum(self.increases[name]),
                     "note": self.notes.get(name),
                 }
                 for name, fmt in self.formats.items()
@@ -181,8 +213,13 @@ class Plan(NotebookRepr):
         }
 
 
+def _ends(interval: Interval) -> dict[str, float]:
+    return {name: getattr(interval, name) for name in ("low", "estimate", "high")}
+
+
 def _check_texts(plan: Plan) -> None:
-    texts: dict[Any, Any] = {"target": plan.target, "default": plan.default or "", "source": plan.source or ""}
+    optional = {name: getattr(plan, name) or "" for name in ("default", "source", "costs")}
+    texts: dict[Any, Any] = {"target": plan.target, **optional}
     named = [*plan.formats.items(), *plan.notes.items(), *plan.backward.items()]
     for where, value in (*texts.items(), *named, *(("remarks", remark) for remark in plan.remarks)):
         if not (_is_text(where) and _is_text(value)):
@@ -196,7 +233,7 @@ def _check_formats(plan: Plan) -> None:
             get(name)
         except FormatError as error:
             raise FormatError(f"Plan: expected a format for {where!r}. {error}") from None
-    for title in ("backward", "scales", "predicted"):
+    for title in ("backward", "scales", "predicted", "increases"):
         strange = [name for name in getattr(plan, title) if name not in plan.formats]
         if strange:
             raise ArgumentError(
@@ -222,6 +259,33 @@ def _check_numbers(plan: Plan) -> None:
         _check_roles("predicted", name, losses)
         for role, loss in losses.items():
             _check_loss(name, role, loss)
+
+
+def _check_prediction(plan: Plan) -> None:
+    for name in ("cost", "budget"):
+        if getattr(plan, name) is not None:
+            _check_shares(name, (getattr(plan, name),), 1)
+    if plan.predicted_loss is not None:
+        if not isinstance(plan.predicted_loss, Interval):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(
+                "Plan: expected predicted_loss to be an Interval, or three numbers in a file; got "
+                f"{plan.predicted_loss!r}. Correct it, or leave it out."
+            )
+        _check_shares("predicted_loss", ends := tuple(_ends(plan.predicted_loss).values()), 3)
+        if list(ends) != sorted(ends):
+            raise ArgumentError(f"Plan: expected predicted_loss in rising order; got {ends!r}. Correct it.")
+    for name, increases in plan.increases.items():
+        _check_shares(f"increases of {name!r}", increases, 2)
+
+
+def _check_shares(what: str, shares: Any, count: int) -> None:
+    numbers = cast("tuple[Any, ...]", shares) if isinstance(shares, tuple) else ()
+    if len(numbers) != count or not all(_is_number(share) and 0 <= share < math.inf for share in numbers):
+        got: Any = numbers[0] if count == 1 and numbers else cast("Any", shares)
+        raise ArgumentError(
+            f"Plan: expected {what} to be {'a number' if count == 1 else f'{count} numbers'} of 0 or more; got "
+            f"{got!r}. Correct it, or leave it out."
+        )
 
 
 def _check_roles(title: str, name: str, table: Any) -> None:

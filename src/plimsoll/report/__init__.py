@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from plimsoll.report.figures.audit import audit
     from plimsoll.report.figures.before_after import before_after
     from plimsoll.report.figures.code_usage import code_usage
+    from plimsoll.report.figures.frontier import frontier
     from plimsoll.report.figures.heatmap import heatmap
     from plimsoll.report.figures.histogram import histogram
     from plimsoll.report.figures.loss_and_scale import loss_and_scale
@@ -46,6 +47,7 @@ __all__ = [
     "code_usage",
     "errors_by_depth",
     "figure_for",
+    "frontier",
     "heatmap",
     "histogram",
     "html",

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit  # pyright: ignore[reportMissingTypeStubs]
 
-from plimsoll.spectrum.intervals import Interval
+from plimsoll.intervals import Interval
 
 CONFIDENCE = 0.95
 UNKNOWN = Interval(low=0.0, high=math.inf, estimate=math.nan)

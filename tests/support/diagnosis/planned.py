@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.kernels import measure_into, new_bank
-from plimsoll.runs import Batch, RunWriter
+from plimsoll.runs import Batch, RunWriter, Scalars
 
 Key = tuple[str, str]  # collection and name
 
@@ -99,9 +99,15 @@ def _noting(module: nn.Module, name: str, tensors: dict[Key, list[Tensor]]) -> o
 
 
 def written(
-    path: Path, steps: Sequence[Mapping[Key, Tensor]], *, fmt: str = "fp32", scale: float = 1.0, **writer: object
+    path: Path,
+    steps: Sequence[Mapping[Key, Tensor]],
+    *,
+    fmt: str = "fp32",
+    scale: float = 1.0,
+    losses: Sequence[float] = (),
+    **writer: object,
 ) -> Path:
-    """A run that recorded these tensors (as stored: gradients carry the scale)."""
+    """A run that recorded these tensors (as stored: gradients carry the scale), and losses."""
     with RunWriter(path, flush_seconds=600, **writer) as run:
         for step, tensors in enumerate(steps):
             ids = np.array([run.series(collection, name, format=fmt) for collection, name in tensors])
@@ -110,6 +116,8 @@ def written(
             scales = np.array([scale if "gradients" in collection else 1.0 for collection, _ in tensors])
             rows = bank.numpy()[: len(tensors)]
             run.write(Batch(step=step, rows=rows, index=np.arange(len(ids)), series=ids, scales=scales))
+        for step, loss in enumerate(losses):
+            run.write(Scalars(step=step, values={"loss": loss}))
     return path
 
 

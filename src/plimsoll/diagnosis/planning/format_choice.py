@@ -57,6 +57,7 @@ class Judge:
 
     def __init__(self, view: View, *, tolerance: float, margin: int | None) -> None:
         self.tolerance, self.margin, self.follows = tolerance, 1 if margin is None else margin, margin is None
+        self.view = view
         self.trained = len(view.scalar("loss")[0])
         self.collections = {name: Collection.of(view, name, tolerance) for name in (*FORWARD, *BACKWARD)}
 
@@ -161,11 +162,12 @@ class Judge:
 
     def values(self, module: Module) -> tuple[float, float]:
         """Return how many values a step casts in the forward and in the backward."""
-        sizes = [
-            sum(collection.count(names) for collection, names in self.series(module, role, "e4m3", "e5m2"))
-            for role in ROLES
-        ]
-        return sizes[0] + sizes[1], sizes[2]
+        weights, activations, gradients = (self.count(module, role) for role in ROLES)
+        return weights + activations, gradients
+
+    def count(self, module: Module, role: Role) -> float:
+        """Return how many values of a role a step casts."""
+        return sum(collection.count(names) for collection, names in self.series(module, role, "e4m3", "e5m2"))
 
     def _recorded(self, collection: str, names: Sequence[str]) -> Parts:
         found = self.collections[collection]

@@ -12,7 +12,7 @@ from plimsoll.diagnosis.planning.series_windows import Window
 
 FLOOR = -14  # of a loss scaler's scale
 _START = 16  # where nothing is known
-_HIGHEST = 24  # what a loss scale begins with at most: higher ones change nothing that is rounded
+HIGHEST = 24  # what a loss scale begins with at most: higher ones change nothing that is rounded
 _HIGHEST_OF_LAYER = 100  # `LayerScaler`'s
 
 
@@ -39,7 +39,7 @@ def solve(windows: Mapping[str, Window], *, margin: int, layer_scales: bool) -> 
     if layer_scales:
         own = {name: min(high, _HIGHEST_OF_LAYER) for name, (_, high) in ranges.items()}
         usual = int(statistics.median_low(own.values()))
-        return Scales(loss=min(max(usual, FLOOR), _HIGHEST), layers=own)
+        return Scales(loss=min(max(usual, FLOOR), HIGHEST), layers=own)
     return _most(ranges)
 
 
@@ -48,7 +48,7 @@ def _range(window: Window, margin: int) -> tuple[int, int]:
 
 
 def _one(low: int, high: int) -> int:
-    return min(high, max(low, _HIGHEST))
+    return min(high, max(low, HIGHEST))
 
 
 def _most(ranges: Mapping[str, tuple[int, int]]) -> Scales:

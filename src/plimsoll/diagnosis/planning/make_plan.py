@@ -1,17 +1,22 @@
 """`plan`: format and scales of each module for a target, with reasons, from a run."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from plimsoll import checks
+from plimsoll.diagnosis.finding import grouped
+from plimsoll.diagnosis.planning.budgeted_choice import Option, cheapest, options, share_of_bf16
 from plimsoll.diagnosis.planning.format_choice import Judge, Verdict, outward
+from plimsoll.diagnosis.planning.loss_forecast import SPREAD, Consequence, Forecast
 from plimsoll.diagnosis.planning.loss_scale import Scales, solve
 from plimsoll.diagnosis.planning.modules import Module, computes, modules_of, named
 from plimsoll.diagnosis.planning.notes import FormatChoice, note, remarks
 from plimsoll.diagnosis.view import View
 from plimsoll.errors import ArgumentError, NotRecordedError
-from plimsoll.formats import ROLES, Plan, catalogue
+from plimsoll.formats import ROLES, Plan, Role, catalogue
+from plimsoll.formats.cost_table import CostTable, cost_table
 from plimsoll.runs import Run
 
 _PAIRS = {target: [(forward.name, b.name) for forward, b in pairs] for target, pairs in catalogue.TARGETS.items()}
@@ -23,6 +28,8 @@ def plan(
     run: "Run | View | str | os.PathLike[str]",
     target: str = "fp16",
     *,
+    budget: float | None = None,
+    costs: "str | os.PathLike[str] | Mapping[str, Any]" = "bytes",
     tolerance: float = 0.01,
     margin_binades: int | None = None,
     fallback: str = "bf16",
@@ -32,6 +39,10 @@ def plan(
     until: int | None = None,
 ) -> Plan:
     """Choose a format and scales for each module, by the spectra of a whole run.
+
+    Where the run has losses and all tensors of its modules, the plan predicts the increase of the loss
+    (`Plan.predicted_loss`). With a `budget`, it has the formats of least cost whose predicted increase stays within
+    that.
 
     A module gets the target's formats if at every recorded step nothing that it multiplies overflows, with a binade (or
     `margin_binades`) to spare, and less than `tolerance` is lost for certain. Otherwise it gets `fallback`, with the
@@ -46,6 +57,10 @@ def plan(
             two for each of the three in each module. "mxfp8", "mxfp6", "mxfp4", "nvfp4", "nvfp4_single": blocks, by the
             run's block records (`plimsoll.watch` with `block`), or without by an upper bound of their loss. "cheapest":
             for each module the one of these (except FP16 and nvfp4_single) with the fewest bits.
+        budget: Largest increase of the loss to accept, as a share of the loss: 0.01 is one per cent. It holds for the
+            upper end of the prediction's interval. Default: None, as narrow as the range allows.
+        costs: What formats cost: "bytes" (moved), a device's name ("a100", "h100", "h200", "b200", "mi300x"), or a TOML
+            file or mapping with `bandwidth` and `rates`. Default: "bytes".
         tolerance: Share of a tensor's values that may be lost at any step. Default: 0.01.
         margin_binades: Headroom of scales below overflow, in powers of two. Default: 1, and more for scales of FP8
             casts if steps were not recorded, by their number and by the movement of largest values, as far as the
@@ -62,10 +77,12 @@ def plan(
         The plan.
 
     Raises:
-        NotRecordedError: The run has no modules to plan.
-        ArgumentError: The target does not exist.
+        NotRecordedError: The run has no modules to plan, or lacks what a budget needs.
+        ArgumentError: The target does not exist, or no formats stay within the budget.
     """
     _check(target, tolerance, margin_binades, fallback)
+    _check_budget(budget)
+    table = cost_table(costs)
     view = view_of("plan", run, until)
     included = named(view, "include", include)
     found = modules_of(view, included, named(view, "exclude", exclude))
@@ -77,27 +94,75 @@ def plan(
             "activations and activation_gradients, or name modules with include."
         )
     judge = Judge(view, tolerance=float(tolerance), margin=margin_binades)
-    chosen = [_choice(judge, module, target.lower(), fallback.lower()) for module in modules]
+    forecast = Forecast(view, judge, modules)
+    if budget is None:
+        chosen = [_choice(judge, module, target.lower(), fallback.lower()) for module in modules]
+    else:
+        chosen = _within(budget, judge, forecast, table, modules, target.lower(), fallback.lower())
     scales = solve(
         {c.module.name: c.verdict.gradients for c in chosen if c.forward == "fp16"},
         margin=judge.margin,
         layer_scales=layer_scales,
     )
     chosen = [_with_scales(judge, choice, scales, fallback.lower()) for choice in chosen]
-    return _made(view, judge, chosen, scales, target.lower(), idle)
+    made = _made(view, judge, chosen, scales, target.lower(), idle)
+    return _with_consequences(made, judge, forecast, chosen, scales, table, budget)
+
+
+def pairs_of(target: str) -> list[tuple[str, str]]:
+    """Return the pairs of formats that a target tries in turn."""
+    return [pair for name in (catalogue.CHEAPEST if target == "cheapest" else (target,)) for pair in _PAIRS[name]]
 
 
 def _choice(judge: Judge, module: Module, target: str, fallback: str) -> FormatChoice:
-    tried = catalogue.CHEAPEST if target == "cheapest" else (target,)
-    pairs = [pair for name in tried for pair in _PAIRS[name]]
     verdict = Verdict()
-    for forward, backward in pairs:
+    for forward, backward in pairs_of(target):
         verdict = judge.verdict(module, forward, backward)
         if verdict.why is None:
             return FormatChoice(
                 module=module, forward=forward, backward=backward, verdict=verdict, scales=verdict.shifts
             )
     return _fallback(judge, module, verdict, fallback)
+
+
+def _within(
+    budget: float,
+    judge: Judge,
+    forecast: Forecast,
+    table: CostTable,
+    modules: Sequence[Module],
+    target: str,
+    fallback: str,
+) -> list[FormatChoice]:
+    if not forecast.possible:
+        raise NotRecordedError(
+            "plan: expected a run with its loss, weights, gradients, activations and activation_gradients for a "
+            f"budget; got {', '.join(sorted(judge.view.run.tensors)) or 'no tensors'}, and "
+            f"{'a loss' if forecast.loss > 0 else 'no loss'}. Record these, or plan without a budget."
+        )
+    offers = [options(judge, forecast, table, module, pairs_of(target), fallback) for module in modules]
+    picked = cheapest(offers, budget * forecast.loss / SPREAD)
+    if picked is None:
+        least = sum(min(option.increase for option in each) for each in offers) * SPREAD / forecast.loss * 1.001
+        raise ArgumentError(
+            f"plan: expected a budget of at least {least:.3g}, the predicted increase in the widest formats; got "
+            f"budget={budget!r}. Allow more."
+        )
+    return [_picked(judge, module, option, target) for module, option in zip(modules, picked, strict=True)]
+
+
+def _picked(judge: Judge, module: Module, option: Option, target: str) -> FormatChoice:
+    """Return the choice of an option, with the reason if it is none of the target's."""
+    formats = (option.forward, option.backward)
+    verdicts = [judge.verdict(module, *pair) for pair in pairs_of(target)]
+    why = None
+    if formats not in pairs_of(target):
+        fits = any(verdict.why is None for verdict in verdicts)
+        why = "narrower formats would add more to the loss than the budget allows" if fits else verdicts[-1].why
+    return FormatChoice(
+        module=module, forward=option.forward, backward=option.backward, verdict=option.verdict, why_not=why,
+        scales=option.verdict.shifts,
+    )  # fmt: skip
 
 
 def _fallback(judge: Judge, module: Module, verdict: Verdict, fallback: str) -> FormatChoice:
@@ -143,10 +208,51 @@ def _made(
     )
 
 
+def _with_consequences(
+    made: Plan,
+    judge: Judge,
+    forecast: Forecast,
+    chosen: Sequence[FormatChoice],
+    scales: Scales,
+    table: CostTable,
+    budget: float | None,
+) -> Plan:
+    """Return the plan with its cost, and its predicted increase of the loss if the run allows to predict one."""
+    pairs = {choice.module.name: (choice.forward, choice.backward) for choice in chosen}
+    cost = share_of_bf16(judge, table, pairs, [choice.module for choice in chosen])
+    if not forecast.possible:
+        return replace(made, cost=cost, costs=table.name)
+    known: dict[str, Consequence] = {}
+    for choice in chosen:
+        found = forecast.of(choice.module.name, choice.forward, choice.backward, _shifts(choice, scales))
+        known |= {} if found is None else {choice.module.name: found}
+    predicted = forecast.total(known.values())
+    if budget is not None and predicted.high > budget * (1 + 1e-9):
+        raise ArgumentError(
+            f"plan: expected a budget that holds with one loss scale; got budget={budget!r}, and {predicted.high:.2g} "
+            "in BF16 where it does not work. Allow layer_scales, or more."
+        )
+    unknown = [choice.module.name for choice in chosen if choice.module.name not in known]
+    more = (f"Not in the predicted loss, as their tensors or blocks were not recorded: {grouped(unknown)}.",)
+    return replace(
+        made,
+        cost=cost,
+        costs=table.name,
+        budget=budget,
+        predicted_loss=predicted,
+        increases={name: (c.forward / forecast.loss, c.updates / forecast.loss) for name, c in known.items()},
+        remarks=made.remarks + (more if unknown else ()),
+    )
+
+
+def _shifts(choice: FormatChoice, scales: Scales) -> dict[Role, int]:
+    narrow = choice.forward == "fp16"
+    return {r: choice.scales.get(r, scales.loss if narrow and r == "gradients" else 0) for r in ROLES}
+
+
 def _predicted(judge: Judge, choice: FormatChoice, scales: Scales) -> dict[str, tuple[float, float, float]]:
     found: dict[str, tuple[float, float, float]] = {}
-    for role in ROLES:
-        shift = choice.scales.get(role, scales.loss if choice.forward == "fp16" and role == "gradients" else 0)
+    for role, shift in _shifts(choice, scales).items():
         bad = judge.bad(choice.module, role, (choice.forward, choice.backward), shift)
         if bad is not None:
             lost = bad.fraction
@@ -179,6 +285,11 @@ def _check(target: Any, tolerance: Any, margin: Any, fallback: Any) -> None:
             f"plan: expected a fallback among {', '.join(FALLBACKS)}, whose range is FP32's; got {fallback!r}. "
             "Choose one."
         )
+
+
+def _check_budget(budget: Any) -> None:
+    if budget is not None:
+        checks.number("plan", "budget", budget, above=0, remedy="0.01 is one per cent of the loss.")
 
 
 def _meant(target: Any) -> str:

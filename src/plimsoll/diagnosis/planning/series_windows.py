@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis.estimates.block_counts import BlockTallies
 from plimsoll.diagnosis.estimates.element_counts import Populations, Tallies, ordinals
 from plimsoll.diagnosis.estimates.format_losses import FormatLosses
+from plimsoll.diagnosis.estimates.rounding_noise import Noise
 from plimsoll.diagnosis.tables.block_cells import BlockCells
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
@@ -97,6 +98,7 @@ class Collection:
         self._place = {name: layer for layer, name in enumerate(self.cells.names)}
         self._windows: dict[str, tuple[Ints, Ints]] = {}
         self._blocks: dict[str, Tallies] = {}
+        self._errors: dict[tuple[str, int], tuple[Floats, Floats]] = {}
 
     @classmethod
     def of(cls, view: View, collection: str, tolerance: float) -> "Collection | None":
@@ -168,6 +170,64 @@ class Collection:
         low, estimate, high = (float(each.sum()) for each in (lost.low, lost.estimate, lost.high))
         beyond = (float(over.low.sum()), float(over.high.sum()))
         return Bad(lost=(low, estimate, high), overflow=beyond, values=values, hidden=hidden)
+
+    def energy(self, names: Sequence[str]) -> float:
+        """Return the sum of squares of the series at a step: the mean over the later half of the recorded steps."""
+        rows = self._late(names)
+        squares = self.cells.column("sumsq")[rows] / self.cells.scale[rows] ** 2
+        return float(squares.sum()) / max(len(np.unique(self.cells.at[rows])), 1)
+
+    def relative_error(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> float | None:
+        """Return the expected squared error of a cast over the sum of squares, over the later half of the steps.
+
+        None for a block format whose block length was not recorded.
+        """
+        rows = self._late(names)
+        if isinstance(fmt, BlockFormat) and (self.blocks is None or (self.blocks.length[rows] != fmt.block).any()):
+            return None
+        noise, signal = self._noise_of_rows(fmt, shift)
+        whole = signal[rows].sum()
+        return float(noise[rows].sum() / whole) if whole > 0 else 0.0
+
+    def _noise_of_rows(self, fmt: Format | BlockFormat, shift: int) -> tuple[Floats, Floats]:
+        """Return the sum of squared errors and of squares, by row."""
+        key = fmt.name, shift
+        if key not in self._errors:
+            if isinstance(fmt, BlockFormat):
+                assert self.blocks is not None  # the caller has asked
+                found, rows = np.zeros((2, len(self.cells))), np.flatnonzero(self.blocks.length == fmt.block)
+                fit = BlockTallies(blocks=self.blocks.of_rows(rows)).fit(fmt, 0)
+                found[:, rows] = fit.noise, fit.signal
+                self._errors[key] = found[0], found[1]
+            else:
+                self._errors[key] = self._noise.of(fmt, shift)
+        return self._errors[key]
+
+    @cached_property
+    def _noise(self) -> Noise:
+        return Noise(values=self.values)
+
+    def lost_sum(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> float:
+        """Return the sum of the magnitudes that become zero at a step: the mean over the later half of the steps.
+
+        0 for block formats, whose records do not have it.
+        """
+        if isinstance(fmt, BlockFormat):
+            return 0.0
+        cells = self.cells.of_rows(self._late(names))
+        row = np.repeat(np.arange(len(cells)), cells.length)
+        binades = np.arange(len(cells.flat)) - cells.start[:-1][row] + cells.lowest[row]
+        lost = binades < fmt.quantum_exponent - 1 - shift + np.round(np.log2(cells.scale))[row]
+        sums = cells.flat * np.ldexp(1.0, binades.astype(np.int32))
+        part, whole = (np.bincount(row[held], sums[held], len(cells)) for held in (lost, lost | True))
+        # Values of a binade are spread in the same way in all binades of a row.
+        true = cells.column("abssum") / cells.scale * part / np.maximum(whole, np.finfo(np.float64).tiny)
+        return float(true.sum()) / max(len(np.unique(cells.at)), 1)
+
+    def _late(self, names: Sequence[str]) -> NDArray[np.intp]:
+        rows = self._rows(names)
+        at = np.unique(self.cells.at[rows])
+        return rows[self.cells.at[rows] >= at[len(at) // 2]] if len(at) else rows
 
     def nonfinite_steps(self, names: Sequence[str]) -> int:
         """At how many steps a NaN or an Inf was among the series."""

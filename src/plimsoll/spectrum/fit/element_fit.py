@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from plimsoll import checks, row_layout
 from plimsoll.errors import FormatError
 from plimsoll.formats import BlockFormat, Format, get
+from plimsoll.intervals import Interval
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum.fit.population import (
     BINADE,
@@ -22,7 +23,6 @@ from plimsoll.spectrum.fit.population import (
     overflow_point,
     snr_db,
 )
-from plimsoll.spectrum.intervals import Interval
 from plimsoll.spectrum.record import SpectrumRecord
 from plimsoll.text import percent
 

@@ -19,12 +19,14 @@ from plimsoll.cli.terminal import console, table_width
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Role
 from plimsoll.formats.catalogue import TARGETS, WIDE
+from plimsoll.formats.cost_table import TABLES
 from plimsoll.text import percent, printable
 
 if TYPE_CHECKING:
     from plimsoll.formats import Plan
 
 _FALLBACKS = tuple(fmt.name for fmt in WIDE)
+_COSTS = tuple(TABLES)
 _TOLERANCE = 0.01
 
 
@@ -48,6 +50,20 @@ def plan(
             "--check", metavar="FILE", help="Check this plan against RUN, and make none. Exit code 1: it fails."
         ),
     ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            "--budget",
+            metavar="SHARE",
+            help="Largest predicted increase of the loss, as a share of it: 0.01 is 1 %. Default: not limited.",
+        ),
+    ] = None,
+    costs: Annotated[
+        str,
+        typer.Option(
+            "--costs", metavar="NAME|FILE", help=f"Costs of formats: {', '.join(_COSTS)}, or a TOML file with rates."
+        ),
+    ] = _COSTS[0],
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -97,7 +113,7 @@ def plan(
         )
     file = local_file("plan", "--output", output, "plan.toml")
     if check is not None:
-        _refuse_beside_check(output, margin, fallback, one_scale, include, exclude)
+        _refuse_beside_check(output, budget, costs, margin, fallback, one_scale, include, exclude)
         _check(check, run, tolerance, until, as_json)
         return
     from plimsoll.diagnosis import plan as plan_of
@@ -107,7 +123,8 @@ def plan(
         checked_path("plan", file)  # before the work
     plans = [
         (opened, plan_of(
-            view_of(opened, until), str(target), tolerance=_TOLERANCE if tolerance is None else tolerance,
+            view_of(opened, until), str(target), budget=budget, costs=costs,
+            tolerance=_TOLERANCE if tolerance is None else tolerance,
             margin_binades=margin, fallback=fallback, layer_scales=not one_scale, include=include or (),
             exclude=exclude or (),
         ))
@@ -131,10 +148,18 @@ def plan(
 
 
 def _refuse_beside_check(
-    output: object, margin: int | None, fallback: str, one_scale: bool, include: object, exclude: object
+    output: object,
+    budget: float | None,
+    costs: str,
+    margin: int | None,
+    fallback: str,
+    one_scale: bool,
+    include: object,
+    exclude: object,
 ) -> None:
     options = {
-        "--output": output, "--margin": margin is not None, "--fallback": fallback != _FALLBACKS[0],
+        "--output": output, "--budget": budget is not None, "--costs": costs != _COSTS[0],
+        "--margin": margin is not None, "--fallback": fallback != _FALLBACKS[0],
         "--one-scale": one_scale, "--include": include, "--exclude": exclude,
     }  # fmt: skip
     misplaced = [name for name, value in options.items() if value]
@@ -174,6 +199,8 @@ def _print(plan: "Plan", target: Console) -> None:
     target.print(Text(summary, style="bold"))
     for remark in rest:
         target.print(Padding(Text(remark), (0, 0, 0, 2), expand=False))
+    if plan.consequence is not None:
+        target.print(Text(plan.consequence))
     if plan.scale is not None:
         target.print(Text(f"The loss scale starts at 2^{_exponent(plan.scale)}."))
     target.print()

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from plimsoll import exports
 from plimsoll.errors import ArgumentError
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.text import number
 
 
+@exports.exported_by("plimsoll.spectrum")
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Interval(NotebookRepr):
     """A number that is at least `low`, at most `high`, and about `estimate`.
