@@ -24,6 +24,7 @@ from plimsoll.spectrum.fit.population import (
     BINADE,
     Population,
     lost_point,
+    mean_squares,
     normal_point,
     overflow_point,
     snr_db,
@@ -269,6 +270,7 @@ def _by_depth(element: Format, bits: int, odd: bool) -> Floats:
     top = element.max_exponent
     lowest = top - (row_layout.BINADES - 1)
     table = np.zeros((row_layout.BINADES, 11))
+    relative = None if bits == _NO_GRID else Grid(bits, -bits)  # of a binade that begins at 1
     for depth in range(row_layout.BINADES):
         counts = np.zeros(row_layout.BINADES, dtype=np.int64)
         counts[row_layout.BINADES - 1 - depth] = 1
@@ -285,21 +287,10 @@ def _by_depth(element: Format, bits: int, odd: bool) -> Floats:
         points = ((lost_point(element), True), (normal_point(element), False))
         tallies = [values.below(point, inclusive=inclusive) for point, inclusive in points]
         tallies.append(values.below(overflow_point(element), inclusive=not element.overflow_at_threshold))
-        energy = 4.0**-depth * _mean_square(bits)
+        energy = 4.0**-depth * float(mean_squares(np.zeros(1, dtype=np.int64), relative, unit=0)[0])
         noise = energy * 10 ** (-snr_db(values, element, 0) / 10)
         table[depth] = [n for t in tallies for n in (t.low, t.high, t.estimate)] + [energy, noise]
     return _off_by_one(table) if odd else table
-
-
-def _mean_square(bits: int) -> float:
-    """Return the mean square of a binade's values over the square of its start.
-
-    They are spread evenly, or over the numbers of a grid.
-    """
-    if bits == _NO_GRID:
-        return 7 / 3
-    places = 2.0**bits
-    return 1 + (places - 1) / places + (places - 1) * (2 * places - 1) / (6 * places * places)
 
 
 # Under a scale that is no power of two, a value's depth may be one more or one less than recorded. The bounds of such

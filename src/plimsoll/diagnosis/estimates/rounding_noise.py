@@ -11,7 +11,8 @@ from plimsoll import row_layout
 from plimsoll.diagnosis.estimates.element_counts import Populations
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.formats import Format
-from plimsoll.spectrum.fit.population import BINADE, overflow_point
+from plimsoll.spectrum.fit.population import BINADE, mean_squares, overflow_point, rounding_error
+from plimsoll.spectrum.source_format import Grid
 
 _BINADES: Ints = np.arange(row_layout.BINADES, dtype=np.int64) + row_layout.LOWEST_BINADE
 
@@ -26,9 +27,7 @@ class _Kin:
 
     rows: Ints
     scale: float
-    bits: int
-    quantum: int
-    on_grid: bool
+    grid: Grid | None
     counts: Any
 
     @property
@@ -36,28 +35,10 @@ class _Kin:
         """A stored binade is the true one plus this."""
         return round(float(np.log2(self.scale)))
 
+    @property
     def mean_squares(self) -> Floats:
-        """Return the mean square of each binade's values."""
-        squares = np.ldexp(1.0, _power(2 * _BINADES))
-        if not self.on_grid:
-            # 7/3 of the square of the binade's start if values are spread evenly.
-            return squares * (7 / 3)
-        places = np.ldexp(1.0, _power(np.maximum(_BINADES - np.maximum(_BINADES - self.bits, self.quantum), 0)))
-        return squares * (1 + (places - 1) / places + (places - 1) * (2 * places - 1) / (6 * places * places))
-
-    def rounding(self, fmt: Format, shift: int) -> Floats:
-        """Return the mean square of the error of rounding each binade's values."""
-        spacing = np.maximum(_BINADES - fmt.mantissa_bits, fmt.quantum_exponent - shift + self.lift)
-        spacing = np.minimum(spacing, _BINADES + 1)  # only lost values have a wider one
-        even = np.ldexp(1.0, _power(2 * spacing)) / 12
-        if not self.on_grid:
-            return even
-        fine = np.maximum(_BINADES - self.bits, self.quantum)
-        fine_square = np.ldexp(1.0, _power(2 * np.minimum(fine, spacing)))
-        places = np.ldexp(1.0, _power(np.maximum(spacing - 1 - fine, 0)))
-        upward = fine_square * (places + 1) * (2 * places + 1) / 6
-        error = np.where(spacing > _BINADES, upward, even + fine_square / 6)
-        return np.where(fine >= spacing, 0.0, error)
+        """The mean square of each binade's values."""
+        return mean_squares(_BINADES, self.grid, unit=0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,10 +74,10 @@ class Noise:
     def _of_kin(self, kin: _Kin, fmt: Format, shift: int, over: Floats) -> Floats:
         binades = _BINADES
         lost = binades < fmt.quantum_exponent - 1 - shift + kin.lift
-        rounding = np.where(lost, 0.0, kin.rounding(fmt, shift))
+        rounding = np.where(lost, 0.0, rounding_error(_BINADES, kin.grid, fmt, shift - kin.lift, unit=0))
         point = int(self.values.points(overflow_point(fmt), shift, kin.scale)[0])
         above = binades > point // BINADE
-        columns = [np.where(above, 0.0, rounding), np.where(lost, kin.mean_squares(), 0.0)]
+        columns = [np.where(above, 0.0, rounding), np.where(lost, kin.mean_squares, 0.0)]
         sums: Floats = kin.counts @ np.stack(columns, axis=1)
         noise = sums[:, 0] + np.minimum(sums[:, 1], self._signal[kin.rows])
         spilling = np.flatnonzero(over > 0)
@@ -138,7 +119,7 @@ class Noise:
         """The energy of each row with its values spread evenly over their binades."""
         result = np.zeros(len(self.values.cells))
         for kin in self._kin:
-            result[kin.rows] = kin.counts @ kin.mean_squares()
+            result[kin.rows] = kin.counts @ kin.mean_squares
         return result
 
     @cached_property
@@ -174,9 +155,13 @@ class Noise:
             first = int(rows[0])
             counts = matrix if len(rows) == len(cells) else matrix[rows]
             families.append(
-                _Kin(rows=rows, scale=float(scales[scale[first]]), bits=int(bits[first]), quantum=int(quantum[first]),
-                     on_grid=bool(on_grid[first]), counts=counts)
-            )  # fmt: skip
+                _Kin(
+                    rows=rows,
+                    scale=float(scales[scale[first]]),
+                    grid=Grid(int(bits[first]), int(quantum[first])) if on_grid[first] else None,
+                    counts=counts,
+                )
+            )
         return families
 
     @property
@@ -199,13 +184,9 @@ def _saturation(start: Ints, stop: Ints, point: int, largest: float) -> Floats:
 
 def _magnitude(position: Ints) -> Floats:
     exponent, rest = position // BINADE, position % BINADE
-    return np.ldexp(1 + rest / BINADE, _power(exponent))
+    return np.ldexp(1 + rest / BINADE, np.clip(exponent, -1074, 1023).astype(np.int32))
 
 
 def _times(number: NDArray[Any], error: Floats) -> Floats:
     """Return the product, and 0 for no values, however large their error would be."""
     return np.where(number > 0, number * np.where(number > 0, error, 0.0), 0.0)
-
-
-def _power(exponent: Ints) -> NDArray[np.int32]:
-    return np.clip(exponent, -1074, 1023).astype(np.int32)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.formats import Format
+from plimsoll.formats.codec import nan_code
 from plimsoll.kernels import philox
 from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.operators.cast_spec import (
@@ -223,17 +224,6 @@ def _overflow_code(fmt: Format, overflow: int) -> int:
     if overflow == OVERFLOW_MAX:
         return fmt.max_code
     return fmt.max_code + 1 if overflow == OVERFLOW_INF else nan_code(fmt)
-
-
-def nan_code(fmt: Format) -> int:
-    """The code of (positive, quiet) NaN; 0 where the format has none."""
-    if not fmt.has_nan:
-        return 0
-    if fmt.specials == "fnuz":
-        return 1 << (fmt.bits - 1)
-    if fmt.specials == "fn":
-        return fmt.max_code + 1
-    return fmt.max_code + 1 + (1 << (fmt.mantissa_bits - 1))
 
 
 def from_codes(codes: Tensor, fmt: Format) -> Tensor:

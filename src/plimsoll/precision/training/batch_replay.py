@@ -1,9 +1,4 @@
-"""Batch that can run again: its closures, and the state before them.
-
-For each closure the random generators of Python, NumPy, the CPU and the model's devices are saved before it runs, and
-the model's buffers once per batch. `rewound` restores both, so a repetition draws the same dropout masks and counts
-the batch into running statistics once.
-"""
+"""Batch that can run again: its closures, and the state before them."""
 
 import dis
 import functools
@@ -22,6 +17,9 @@ _MISSING = object()
 _GLOBAL_READS = {"LOAD_GLOBAL", "LOAD_NAME"}
 
 
+# For each closure the random generators of Python, NumPy, the CPU and the model's devices are saved before it runs, and
+# the model's buffers once per batch. `rewound` restores both, so a repetition draws the same dropout masks and counts
+# the batch into running statistics once.
 class Batch:
     """Closures of one optimizer step, in order."""
 

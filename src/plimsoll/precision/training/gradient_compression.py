@@ -7,9 +7,6 @@ sum over all ranks cannot overflow, and small gradients use the remaining range:
 2. With m the exponent above it and W ranks, the scale is 2**(15 - m - ceil(log2 W)). Each addend is below 2**15 / W in
    magnitude, so every partial sum is below 2**15 in any order.
 3. The addends are summed as 16-bit numbers. The sum is divided by the scale and by W in float32.
-
-Scaling by powers of two is exact, except for values 39 binades or more below the bucket's largest, which underflow in
-FP16. NaN and Inf are sent unchanged and reach every rank alike.
 """
 
 import math
@@ -124,6 +121,8 @@ class GradientCompression:
     def _begin_sum(self, sent: Tensor) -> torch.futures.Future[Any]:
         return cast("Any", dist).all_reduce(sent, group=self.group, async_op=True).get_future()
 
+    # Scaling by powers of two is exact, except for values 39 binades or more below the bucket's largest, which
+    # underflow in FP16. NaN and Inf are sent unchanged and reach every rank alike.
     def _exponent(self, whole: Tensor, ranks: int) -> Tensor:
         """Return the scale's exponent, the same on all ranks."""
         size = whole.detach().abs().to(torch.float32)

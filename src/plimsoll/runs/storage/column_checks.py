@@ -18,7 +18,7 @@ from plimsoll.runs.storage.parts import Part
 
 _POSITIVE = (np.nextafter(0.0, 1.0), np.finfo(np.float64).max)
 _MAGNITUDE = (0.0, float("inf"))
-# A crafted first binade ended a reader inside scipy, in compiled code.
+# A crafted first binade ended a reader inside scipy.
 _BINADES = (row_layout.LOWEST_BINADE, row_layout.LOWEST_BINADE + row_layout.BINADES - 1)
 _LENGTHS = (0, row_layout.BINADES)
 _WORD_BYTES = 1 << 16

@@ -1,8 +1,4 @@
-"""Background thread of a writer: takes records from a bounded queue, merges and writes them.
-
-Training only puts records into the queue. Failures are counted, warned of once, and recorded (`DroppedRecords`).
-Records that could not be written stay in memory, within a bound, until writing works again.
-"""
+"""Background thread of a writer: takes records from a bounded queue, merges and writes them."""
 
 import queue
 import threading
@@ -104,6 +100,8 @@ class Worker:
         """Queue a change of the manifest."""
         self._offer(_Change(entries), 1000, self._numbers)
 
+    # Training only puts records into the queue. Failures are counted, warned of once, and recorded (`DroppedRecords`).
+    # Records that could not be written stay in memory, within a bound, until writing works again.
     def _offer(self, item: _Item, size: int, room: _Room) -> bool:
         with self._guard:
             accepted = room.takes(size) and not self._closed

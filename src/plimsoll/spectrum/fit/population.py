@@ -170,7 +170,7 @@ def snr_db(values: Population, fmt: Format, shift: int) -> float:
         return math.inf
     binades, counts = occupied + values.lowest, values.counts[occupied].astype(np.float64)
     unit = int(binades[-1])
-    energies = counts * _mean_squares(binades, values.grid, unit)
+    energies = counts * mean_squares(binades, values.grid, unit)
     signal = _signal(values, energies, unit)
 
     overflow = overflow_point(fmt) - shift * BINADE
@@ -181,7 +181,7 @@ def snr_db(values: Population, fmt: Format, shift: int) -> float:
     lost = binades < fmt.quantum_exponent - 1 - shift
 
     noise = min(float(energies[lost].sum()), signal)
-    noise += float(((counts - spilled) * _rounding(binades, values.grid, fmt, shift, unit))[~lost].sum())
+    noise += float(((counts - spilled) * rounding_error(binades, values.grid, fmt, shift, unit))[~lost].sum())
     # An even spread makes the top binades heavier than the sum of squares. The excess is in proportion to the energy.
     surplus = min(signal / float(energies.sum()), 1.0)
     for index in np.flatnonzero(spilled):
@@ -196,7 +196,7 @@ def _signal(values: Population, energies: NDArray[np.float64], unit: int) -> flo
     return float(energies.sum())
 
 
-def _mean_squares(binades: NDArray[np.int64], grid: Grid | None, unit: int) -> NDArray[np.float64]:
+def mean_squares(binades: NDArray[np.int64], grid: Grid | None, unit: int) -> NDArray[np.float64]:
     """Return the mean square of each binade's values in units of ``4**unit``."""
     squares = np.ldexp(1.0, 2 * (binades - unit))
     if grid is None:
@@ -207,7 +207,9 @@ def _mean_squares(binades: NDArray[np.int64], grid: Grid | None, unit: int) -> N
     return squares * (1 + (places - 1) / places + (places - 1) * (2 * places - 1) / (6 * places * places))
 
 
-def _rounding(binades: NDArray[np.int64], grid: Grid | None, fmt: Format, shift: int, unit: int) -> NDArray[np.float64]:
+def rounding_error(
+    binades: NDArray[np.int64], grid: Grid | None, fmt: Format, shift: int, unit: int
+) -> NDArray[np.float64]:
     """Return the mean square error of rounding to a spacing q, in units of ``4**unit``."""
     # The error is q^2/12 for an even spread, (q^2 + 2 g^2)/12 for values on a grid of spacing g < q, and 0 if g >= q.
     # The values of the binade right below the smallest one, [q/2, q), all round up to it: on a grid, g^2 (M+1)(2M+1)/6

@@ -190,8 +190,8 @@ def _counters(core: WatchSession) -> list[_Counter]:
     return [_Counter(name, x) for name, x in single[:_FOLLOWED]]
 
 
-# Sixteen copies are chosen by name before their weights are sought, so that not all names of a large model are
-# compared.
+# Sixteen copies are chosen before their weights are sought, so that the names of these alone are compared, and not
+# those of a whole large model.
 def _chosen(core: WatchSession, owned: Collection[int]) -> list[_Copy]:
     """Some of the model's 16-bit tensors in no optimizer, each with the trained weight that its name is most like."""
     model = core.model()

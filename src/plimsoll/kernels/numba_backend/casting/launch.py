@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.formats import Format
+from plimsoll.formats.codec import nan_code
 from plimsoll.kernels import torch_backend
 from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.numba_backend import threads
@@ -28,7 +29,6 @@ from plimsoll.kernels.operators.cast_spec import (
     CastSpec,
 )
 from plimsoll.kernels.operators.checks import is_dense
-from plimsoll.kernels.torch_backend.casting import nan_code
 
 _KINDS = KINDS | {torch.uint8: 4, torch.uint16: 5}
 _PAIRS = 6

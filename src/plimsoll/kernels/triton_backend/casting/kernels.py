@@ -1,9 +1,4 @@
-"""The casting kernels: values or codes, with or without blocks.
-
-`cast_dense` gives each program some groups of 1,024 consecutive values, as `kernels.philox` numbers them: a Philox
-block is computed once, and its four words serve four runs of 256 values. Blocks of a power of two up to 256 lie inside
-such a run. `cast_ragged` is for blocks that do not: rows that end in a part of a block, or odd block lengths.
-"""
+"""The casting kernels: values or codes, with or without blocks."""
 
 import triton
 import triton.language as tl
@@ -18,6 +13,9 @@ from plimsoll.kernels.triton_backend.casting.rounding import (
     philox,
 )
 
+# `cast_dense` gives each program some groups of 1,024 consecutive values, as `kernels.philox` numbers them: a Philox
+# block is computed once, and its four words serve four runs of 256 values. Blocks of a power of two up to 256 lie
+# inside such a run. `cast_ragged` is for blocks that do not: rows that end in a part of a block, or odd block lengths.
 GROUPS = 4  # of 1,024 values to a program
 WARPS = 4
 RAGGED_VALUES = 1024  # to a program, at least one block

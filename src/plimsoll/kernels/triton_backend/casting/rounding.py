@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from plimsoll.formats import Format
+from plimsoll.formats.codec import nan_code
 from plimsoll.kernels import philox as _noise
 from plimsoll.kernels.operators import cast_spec
 
@@ -58,15 +59,6 @@ def fields(fmt: Format, wide: bool) -> Fields:
         nan_bits=nan if fmt.has_nan else 0 if fmt.signed else lowest << fraction_bits,
         sign_shift=fmt.bits - 1,
     )
-
-
-def nan_code(fmt: Format) -> int:
-    """The code of (positive, quiet) NaN; 0 where the format has none."""
-    if not fmt.has_nan:
-        return 0
-    if fmt.specials == "fnuz":
-        return 1 << (fmt.bits - 1)
-    return fmt.max_code + 1 + (0 if fmt.specials == "fn" else 1 << (fmt.mantissa_bits - 1))
 
 
 def double_bits(value: float) -> int:
