@@ -3,6 +3,7 @@
 import math
 import signal
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,21 @@ from tests.support.watch.recording import batches, mlp, only_run, same, train
 
 def reasons(run: Run) -> list[tuple[str, int]]:
     return [(str(event.details["reason"]), event.step) for event in run.events() if event.kind == "trigger"]
+
+
+def test_a_loss_has_the_time_at_which_its_step_ended(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    begun: list[float] = []
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=10):  # whose numbers are written ten steps at a time
+        for x in batches(21, 4, 8):
+            begun.append(time.time())
+            train(model, optimizer, [x])
+        begun.append(time.time())
+    _, times = only_run(tmp_path / "run").scalar_times("loss")
+    assert len(times) == 21
+    assert all(first <= end for first, end in zip(begun, times, strict=False))
+    assert all(end <= after for end, after in zip(times, begun[2:], strict=False))  # the next step ends a step
 
 
 def test_collections_of_the_last_steps_are_written_when_the_loss_breaks(tmp_path: Path) -> None:

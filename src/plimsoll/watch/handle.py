@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -249,9 +250,11 @@ class Watch:
         values = {name: _loggable(name, value) for name, value in (*from_mapping, *scalars.items())}
         if not self._is_open("log"):
             return
-        step = self._core.step
+        step, now = self._core.step, time.time()
         if any(isinstance(value, DeviceValue) for value in values.values()):
-            self._core.writer.submit(lambda: [Scalars(step=step, values=_all_resolved(values))], 100 * len(values))
+            self._core.writer.submit(
+                lambda: [Scalars(step=step, values=_all_resolved(values), time=now)], 100 * len(values)
+            )
         else:
             self._core.writer.write(Scalars(step=step, values=_all_resolved(values)))
 

@@ -34,9 +34,10 @@ _SPIKE_LEAST = 0.2  # and so much of the median itself
 
 @dataclass(slots=True, kw_only=True)
 class StepScalars:
-    """The numbers of one step; those that a device still computes come later."""
+    """The numbers of one step; those that a device still computes come later. `time` is that of its end."""
 
     step: int
+    time: float = field(default_factory=time.time)
     loss: float | DeviceValue | None = None
     other_losses: Mapping[str, float | DeviceValue] = field(default_factory=dict[str, "float | DeviceValue"])
     scale: float | DeviceValue | None = None
@@ -182,5 +183,5 @@ def _scalars(steps: list[StepScalars], kept: list[str]) -> list[Record]:
     for facts in steps:
         values = {name: value for name, value in facts.values().items() if name.partition(":")[0] in kept}
         if values:
-            records.append(Scalars(step=facts.step, values=values))
+            records.append(Scalars(step=facts.step, values=values, time=facts.time))
     return records
