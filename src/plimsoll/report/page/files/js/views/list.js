@@ -134,6 +134,7 @@ export class ListPage {
       if (head.dataset.column) head.setAttribute("aria-sort", mine ? (this.sort.down ? "descending" : "ascending") : "none");
     }
     this.table.style.setProperty("--columns", this.columns.length);
+    this.table.classList.toggle("more", this.columns.length > 0);
   }
 
   /** The settings that can be columns; those that differ among the runs come first. */
