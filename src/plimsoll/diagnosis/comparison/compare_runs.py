@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -106,12 +106,22 @@ def _only(view: View, other: View) -> tuple[str, ...]:
 
 
 def _changed(views: tuple[View, View]) -> Iterator[tuple[str, str, str]]:
-    """Return the settings and versions in which the runs differ."""
+    """Return the settings and versions in which the runs differ, nested ones by names with dots."""
     for title in ("versions", "settings"):
-        a, b = (cast("Mapping[str, Any]", view.run.manifest.get(title) or {}) for view in views)
+        a, b = (
+            dict(_flat(cast("Mapping[str, object]", view.run.manifest.get(title) or {}), f"{title}.")) for view in views
+        )
         for name in sorted({*a, *b}):
             if a.get(name) != b.get(name):
-                yield f"{title}.{name}", _setting(a.get(name)), _setting(b.get(name))
+                yield name, _setting(a.get(name)), _setting(b.get(name))
+
+
+def _flat(settings: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(cast("Mapping[str, object]", value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _setting(value: object) -> str:
