@@ -45,11 +45,6 @@ def format_named(command: str, name: str) -> "Format | BlockFormat":
         raise ArgumentError(f"{command}: {reason}") from error
 
 
-def _checked_format(context: typer.Context, name: str) -> str:
-    format_named(str(context.command.name), name)
-    return name
-
-
 def _checked_until(context: typer.Context, until: int | None) -> int | None:
     if until is not None and until < 0:
         raise ArgumentError(
@@ -80,7 +75,6 @@ NumberFormat = Annotated[
     typer.Option(
         "--format",
         metavar="FORMAT",
-        callback=_checked_format,
         autocompletion=format_names,
         help="A number format: any name that plimsoll formats lists.",
     ),

@@ -23,7 +23,7 @@ except ImportError as error:
 
 _ARGUMENTS = (  # those of some hundred that trainings differ in
     "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed", "fp16", "bf16",
+    "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed",
 )  # fmt: skip
 
 
