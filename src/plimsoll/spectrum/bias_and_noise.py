@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit  # pyright: ignore[reportMissingTypeStubs]
 
 from plimsoll.intervals import Interval
 
@@ -53,6 +52,8 @@ def split(coordinates: NDArray[np.float64], energies: NDArray[np.float64], *, sk
             excess counts as noise.
         sketched: Length of a random sketch among the coordinates, 0 for none: its own error widens the interval.
     """
+    from scipy.special import stdtrit  # pyright: ignore[reportMissingTypeStubs]  (not needed to read a run)
+
     known = np.isfinite(energies) & np.isfinite(coordinates).all(axis=1)
     coordinates, energies, draws = coordinates[known], energies[known], int(known.sum())
     if not draws:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from plimsoll.errors import ArgumentError
-from plimsoll.microscope import Blame, BlameRow
 from plimsoll.report.drawing.plotly_parts import Layout, Trace, build_figure, empty_figure
 from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE
 from plimsoll.report.labels import safe, wrapped
@@ -13,12 +12,14 @@ from plimsoll.text import percent
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
+    from plimsoll.microscope import Blame, BlameRow
+
 _MOST = 20  # contributions with a bar of their own
 _LINE = 48  # characters that a narrow page has room for
 _KINDS = (("noise", BLUE), ("bias", ORANGE), ("not split", GREY))
 
 
-def blame_bars(found: Blame) -> "Figure":
+def blame_bars(found: "Blame") -> "Figure":
     """Each contribution to the gradients' error as a bar: its module, its cast, its direction and its share.
 
     A bar is split into bias and noise by their squares where the blame has asked for them. It points left where a
@@ -26,6 +27,8 @@ def blame_bars(found: Blame) -> "Figure":
 
     Raises `ArgumentError` for what is no `Blame`.
     """
+    from plimsoll.microscope import Blame  # which needs torch
+
     if not isinstance(found, Blame):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
             f"blame_bars: expected the result of ErrorReport.blame; got {type(found).__name__}. Pass that."
@@ -53,12 +56,12 @@ def blame_bars(found: Blame) -> "Figure":
     return build_figure("blame_bars", title, subtitle, _traces(texts, parts), layout, meta)
 
 
-def _label(row: BlameRow) -> str:
+def _label(row: "BlameRow") -> str:
     direction = "" if row.direction == "both" else f", {row.direction}"
     return f"{safe(row.module, 28)}<br>{safe(row.cast, 24)}{direction}"
 
 
-def _parts(row: BlameRow) -> tuple[float, ...]:
+def _parts(row: "BlameRow") -> tuple[float, ...]:
     """Return the share as noise, bias, and what was not split."""
     if row.bias is None or row.noise is None:
         return 0.0, 0.0, row.share

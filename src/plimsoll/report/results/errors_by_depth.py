@@ -1,15 +1,15 @@
 """`errors_by_depth`: bias and noise of each layer's error against FP32, in the order of the model."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.errors import NotRecordedError
-from plimsoll.microscope import ErrorReport
 from plimsoll.report.drawing.aggregation import Rows
 from plimsoll.report.drawing.plotly_parts import (
     Layout,
@@ -31,6 +31,8 @@ from plimsoll.text import counted, percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
+
+    from plimsoll.microscope import ErrorReport
 
 _MOST_ROWS = 60
 _LEAST = 1e-9  # smaller errors are drawn at the edge
@@ -61,7 +63,9 @@ def _height(view: View, arguments: Mapping[str, Any]) -> int:
 
 
 @figure(offered="layers", cases=_cases, height=_height)
-def errors_by_depth(run: Source | ErrorReport, collection: str = "gradients", *, until: int | None = None) -> "Figure":
+def errors_by_depth(
+    run: "Source | ErrorReport", collection: str = "gradients", *, until: int | None = None
+) -> "Figure":
     """The error of each layer relative to its values, from the first layer to the last, bias and noise apart.
 
     Bias is what stays from draw to draw: of a run from shadow step to shadow step, along the values and constant in
@@ -72,10 +76,10 @@ def errors_by_depth(run: Source | ErrorReport, collection: str = "gradients", *,
     """
     title = f"Bias and noise of {of(collection)}"
     meta: Layout = {"figure": "errors_by_depth", "collection": collection}
-    if isinstance(run, ErrorReport):
+    if _is_report(run):
         (names, errors), draws = _of_report(run, collection), counted(run.draws, "draw")
     else:
-        view = view_of(run, until, "errors_by_depth")
+        view = view_of(cast("Source", run), until, "errors_by_depth")
         if not view.run.tensors:
             return empty_figure("errors_by_depth", title, "Nothing was recorded in this run.", meta)
         series_checked(view, "errors_by_depth", collection)
@@ -110,13 +114,18 @@ def errors_by_depth(run: Source | ErrorReport, collection: str = "gradients", *,
     return build_figure("errors_by_depth", title, subtitle, _traces(texts, errors), layout, meta)
 
 
+def _is_report(run: "Source | ErrorReport") -> "TypeGuard[ErrorReport]":
+    microscope = sys.modules.get("plimsoll.microscope")  # which needs torch. A report exists only where it is loaded.
+    return microscope is not None and isinstance(run, microscope.ErrorReport)
+
+
 def _cells(view: View, collection: str) -> Cells | None:
     """Return the cells of a collection, if they have errors."""
     cells = view.cells(collection)
     return None if cells is None or np.isnan(cells.error_sum("errorsq")).all() else cells
 
 
-def _of_report(report: ErrorReport, collection: str) -> Errors:
+def _of_report(report: "ErrorReport", collection: str) -> Errors:
     found = [row for row in report.rows if row.collection == collection]
     if not found:
         there = ", ".join(dict.fromkeys(row.collection for row in report.rows)) or "none"
