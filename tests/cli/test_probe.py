@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import plimsoll as pl
 from plimsoll.cli import app
 from tests.support import processes
 from tests.support.cases import each
+from tests.support.patience import HANG_SECONDS
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in {"PYTHONWARNINGS", "RANK"}} | {
     "OMP_NUM_THREADS": "1"
@@ -117,6 +119,14 @@ def test_weights_and_exit_codes(weights: Path) -> None:
     assert here(weights, "--format", "fp16", "-q").stdout == ""
 
 
+def test_the_command_imports_no_torch_before_the_script() -> None:
+    code = (
+        "import sys; from plimsoll.cli.commands.choosing import probe; probe._checked('fp8'); probe._file('p.toml'); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
+
+
 def test_a_plan_that_there_is_not_is_said(weights: Path, tmp_path: Path) -> None:
     result = here(weights, "--format", "bf16", "-o", tmp_path / "plan.toml")
     assert result.exit_code == 0 and not (tmp_path / "plan.toml").exists()
@@ -127,8 +137,9 @@ def test_a_plan_that_there_is_not_is_said(weights: Path, tmp_path: Path) -> None
     "arguments, said",
     [
         (["nothing.pt", "--format", "fp16"], "which is not there"),
-        (["WEIGHTS", "--format", "fp17"], "expected a format's name"),
-        (["train.py", "--format", "fp17"], "expected a Python script; got 'train.py', which cannot be read"),
+        (["WEIGHTS", "--format", "fp17"], "probe: expected the name of a number format; got 'fp17'"),
+        (["train.py", "--format", "e8m0"], "probe: expected a format for values; got e8m0"),
+        (["train.py", "--format", "fp16"], "expected a Python script; got 'train.py', which cannot be read"),
         (["train.py", "--format", "fp16", "--data", "x.pt"], "expected no --data with a script"),
         (["WEIGHTS", "--format", "fp16", "--data", "x.pt"], "expected no data with weights alone"),
         (["WEIGHTS", "--format", "fp16", "more"], "expected no arguments after a model; got 'more'"),

@@ -245,6 +245,22 @@ def test_a_few_flips_are_a_note_and_no_reason_for_a_wide_format() -> None:
     assert found.fits and found.plan is not None and found.plan.formats == {"0": "e4m3"}
 
 
+def test_a_table_that_is_shared_is_no_product() -> None:
+    """As T5 has it: the table is called under another name, so that a run alone cannot tell it from a matrix."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.embed, self.head = nn.Embedding(16, 32), nn.Embedding(16, 32), nn.Linear(32, 4)
+            self.embed.weight = self.shared.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.embed(x))
+
+    found = pl.probe(Shared(), torch.arange(16).reshape(2, 8).unbind(), "fp8", loss=lambda m, x: m(x).square().mean())
+    assert found.fits and found.plan is not None and set(found.plan.formats) == {"head"}
+
+
 def test_a_model_in_fp64_is_judged_as_it_is() -> None:
     found = pl.probe(net().double(), [x.double() for x, _ in batches()], "fp32")
     assert found.fits and found.remarks == ("No plan: none has FP32 for its target.",)

@@ -50,7 +50,7 @@ def drawn(figure: Any) -> Mapping[str, Any]:
 
 
 def test_of_a_run_bias_and_noise_make_up_the_error(made: Any) -> None:
-    figure = report.errors_by_depth(made.run)
+    figure = report.layer_errors(made.run)
     noise, bias = drawn(figure)["noise"], drawn(figure)["bias, with its interval"]
     assert list(noise.y) == list(figure.layout.meta["rows"])
     assert noise.y[0].startswith("0.") and noise.y[-1].startswith("4.")
@@ -68,7 +68,7 @@ def test_of_a_run_bias_and_noise_make_up_the_error(made: Any) -> None:
 
 def test_of_a_report_the_rows_are_drawn(made: Any) -> None:
     for collection in ("gradients", "activations", "activation_gradients"):
-        figure = report.errors_by_depth(made.report, collection)
+        figure = report.layer_errors(made.report, collection)
         noise, bias = drawn(figure)["noise"], drawn(figure)["bias, with its interval"]
         assert len(noise.y) > 3
         for i, name in enumerate(noise.y):
@@ -82,16 +82,17 @@ def test_of_a_report_the_rows_are_drawn(made: Any) -> None:
 
 def test_each_tensor_is_drawn_once(made: Any) -> None:
     """The output of a layer is the input of the next."""
-    names = drawn(report.errors_by_depth(made.run, "activations"))["noise"].y
+    names = drawn(report.layer_errors(made.run, "activations"))["noise"].y
     assert "0:output" in names and "1:input" not in names
 
 
 def test_the_page_offers_what_shadow_steps_recorded(made: Any, tmp_path: Path) -> None:
     view = View(pl.Run(made.run))
-    ours = [each for each in offered(view) if each["figure"] == "errors_by_depth"]
+    ours = [each for each in offered(view) if each["figure"] == "layer_errors"]
     assert {each["arguments"]["collection"] for each in ours} == {"gradients", "activations", "activation_gradients"}
+    assert next(each["figure"] for each in offered(view) if each["section"] == "layers") == "heatmap"  # shown at first
     pictures = ReportFile(report.html(made.run, tmp_path / "report.html")).answers["run"]["pictures"]
-    assert [each for each in pictures if each["figure"] == "errors_by_depth"] == ours
+    assert [each for each in pictures if each["figure"] == "layer_errors"] == ours
 
 
 def test_what_is_missing_is_said(made: Any, tmp_path: Path) -> None:
@@ -100,13 +101,13 @@ def test_what_is_missing_is_said(made: Any, tmp_path: Path) -> None:
     with pl.watch(model, optimizer, run=tmp_path / "plain", every=1, quiet=True):
         model(torch.randn(4, 4)).sum().backward()
         optimizer.step()
-    figure = report.errors_by_depth(tmp_path / "plain")
+    figure = report.layer_errors(tmp_path / "plain")
     assert figure.layout.meta["empty"] and "shadow_every" in figure.layout.annotations[0].text
-    assert not [each for each in offered(View(pl.Run(tmp_path / "plain"))) if each["figure"] == "errors_by_depth"]
+    assert not [each for each in offered(View(pl.Run(tmp_path / "plain"))) if each["figure"] == "layer_errors"]
     with pytest.raises(pl.NotRecordedError, match="expected a collection of the report; got 'weights'"):
-        report.errors_by_depth(made.report, "weights")
+        report.layer_errors(made.report, "weights")
     with pytest.raises(pl.NotRecordedError):
-        report.errors_by_depth(made.run, "nothing")
+        report.layer_errors(made.run, "nothing")
 
 
 def blame(*rows: BlameRow) -> Blame:

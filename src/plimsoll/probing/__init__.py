@@ -1,7 +1,16 @@
-"""Whether a model fits a number format, from a handful of batches: `probe`."""
+"""Whether a model fits a number format, from a handful of batches: `probe`.
+
+Names are loaded when they are first used: the command asks for a `Question` before its script may import torch.
+"""
+
+from typing import TYPE_CHECKING
 
 from plimsoll import exports
-from plimsoll.probing.entry import probe as probe
-from plimsoll.probing.result import Probe as Probe
 
-exports.show_classes(__name__)
+if TYPE_CHECKING:
+    from plimsoll.probing.entry import probe
+    from plimsoll.probing.result import Probe
+
+__all__ = ["Probe", "probe"]
+
+__getattr__, __dir__ = exports.lazy(__name__, {"Probe": "result", "probe": "entry"})

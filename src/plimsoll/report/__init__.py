@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from plimsoll.report.figures.zero_heatmap import zero_heatmap
     from plimsoll.report.live.server.launch import serve
     from plimsoll.report.results.blame_bars import blame_bars
-    from plimsoll.report.results.errors_by_depth import errors_by_depth
+    from plimsoll.report.results.layer_errors import layer_errors
     from plimsoll.report.results.parity import parity
     from plimsoll.report.single_file.html_report import html
     from plimsoll.report.single_file.markdown_report import markdown
@@ -45,12 +45,12 @@ __all__ = [
     "before_after",
     "blame_bars",
     "code_usage",
-    "errors_by_depth",
     "figure_for",
     "frontier",
     "heatmap",
     "histogram",
     "html",
+    "layer_errors",
     "loss_and_scale",
     "markdown",
     "parity",

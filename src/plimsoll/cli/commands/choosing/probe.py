@@ -7,15 +7,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plimsoll.cli import messages
-from plimsoll.cli.options import Json, NumberFormat, Quiet
+from plimsoll.cli.options import Json, Quiet, format_named, format_names
 from plimsoll.cli.paths import local_file
 from plimsoll.cli.script import runner
 from plimsoll.cli.script.answer_session import AnswerSession
 from plimsoll.errors import ArgumentError
+from plimsoll.formats.catalogue import TARGETS
+from plimsoll.probing.question import Question
 
 if TYPE_CHECKING:
     from plimsoll.probing import Probe
     from plimsoll.probing.script_training import ScriptTraining
+
+
+def _checked(name: str) -> str:
+    if name.lower() not in TARGETS:
+        format_named("probe", name)
+    Question.of(name)  # a format of scales has none
+    return name
 
 
 def probe(
@@ -26,7 +35,16 @@ def probe(
             help="A model folder (config.json, safetensors), a file of weights, or a Python script.",
         ),
     ],
-    fmt: NumberFormat,
+    fmt: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            callback=_checked,
+            autocompletion=lambda: [*dict.fromkeys((*TARGETS, *format_names()))],
+            help=f"A number format, or {', '.join(TARGETS)}.",
+        ),
+    ],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="ARGS", help="The script's own arguments. Put -- before those that probe has too."),
@@ -73,15 +91,10 @@ def _start_script(
     name = Path(target).name
 
     def recorder(give_up: Callable[[], None]) -> "ScriptTraining":
-        from plimsoll.probing.question import Question
         from plimsoll.probing.script_training import ScriptTraining
 
         return ScriptTraining(Question.of(fmt), name, steps, give_up)
 
-    from plimsoll.formats.catalogue import TARGETS, get
-
-    if fmt.lower() not in TARGETS:
-        get(fmt)  # before the script starts
     session = AnswerSession("probe", recorder, printer.show, messages.error)
     raise runner.RunAfterCli(lambda: session.run(target, arguments, as_module=as_module))
 

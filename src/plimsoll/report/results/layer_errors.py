@@ -1,4 +1,4 @@
-"""`errors_by_depth`: bias and noise of each layer's error against FP32, in the order of the model."""
+"""`layer_errors`: bias and noise of each layer's error against FP32, in the order of the model."""
 
 import math
 import sys
@@ -63,9 +63,7 @@ def _height(view: View, arguments: Mapping[str, Any]) -> int:
 
 
 @figure(offered="layers", cases=_cases, height=_height)
-def errors_by_depth(
-    run: "Source | ErrorReport", collection: str = "gradients", *, until: int | None = None
-) -> "Figure":
+def layer_errors(run: "Source | ErrorReport", collection: str = "gradients", *, until: int | None = None) -> "Figure":
     """The error of each layer relative to its values, from the first layer to the last, bias and noise apart.
 
     Bias is what stays from draw to draw: of a run from shadow step to shadow step, along the values and constant in
@@ -75,23 +73,23 @@ def errors_by_depth(
     Raises `NotRecordedError` for a collection that the run or the report does not have.
     """
     title = f"Bias and noise of {of(collection)}"
-    meta: Layout = {"figure": "errors_by_depth", "collection": collection}
+    meta: Layout = {"figure": "layer_errors", "collection": collection}
     if _is_report(run):
         (names, errors), draws = _of_report(run, collection), counted(run.draws, "draw")
     else:
-        view = view_of(cast("Source", run), until, "errors_by_depth")
+        view = view_of(cast("Source", run), until, "layer_errors")
         if not view.run.tensors:
-            return empty_figure("errors_by_depth", title, "Nothing was recorded in this run.", meta)
-        series_checked(view, "errors_by_depth", collection)
+            return empty_figure("layer_errors", title, "Nothing was recorded in this run.", meta)
+        series_checked(view, "layer_errors", collection)
         cells = _cells(view, collection)
         if cells is None:
             words = f"No errors of {of(collection)} up to this step.<br>Watch with shadow_every=."
-            return empty_figure("errors_by_depth", title, words, meta)
+            return empty_figure("layer_errors", title, words, meta)
         names, errors = _of_cells(cells)
         draws = counted(int((~np.isnan(cells.error_sum("errorsq"))).any(axis=0).sum()), "shadow step")
     names, errors, without = _distinct(collection, names, errors)
     if not names:
-        return empty_figure("errors_by_depth", title, f"No tensor differs from FP32, in {draws}.", meta)
+        return empty_figure("layer_errors", title, f"No tensor differs from FP32, in {draws}.", meta)
     rows = Rows.of(names, _MOST_ROWS)
     errors = rows.merged(errors, "max")
     texts = labels(rows.names, most=32)
@@ -111,7 +109,7 @@ def errors_by_depth(
     first = joined([draws, rows.said("max"), exact])
     subtitle = "<br>".join(part for part in (first, _above(collection, errors)) if part)
     meta["rows"] = list(rows.names)
-    return build_figure("errors_by_depth", title, subtitle, _traces(texts, errors), layout, meta)
+    return build_figure("layer_errors", title, subtitle, _traces(texts, errors), layout, meta)
 
 
 def _is_report(run: "Source | ErrorReport") -> "TypeGuard[ErrorReport]":
@@ -130,7 +128,7 @@ def _of_report(report: "ErrorReport", collection: str) -> Errors:
     if not found:
         there = ", ".join(dict.fromkeys(row.collection for row in report.rows)) or "none"
         raise NotRecordedError(
-            f"errors_by_depth: expected a collection of the report; got {collection!r}. It has {there}. Choose one."
+            f"layer_errors: expected a collection of the report; got {collection!r}. It has {there}. Choose one."
         )
     numbers = [(row.noise, row.bias.estimate, row.bias.low, row.bias.high) for row in found]
     return [row.name for row in found], np.array(numbers)
