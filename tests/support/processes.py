@@ -1,8 +1,9 @@
-"""Python processes that start at little cost: each is forked from one that has imported torch, and nothing of Plimsoll.
+"""Python processes that cost little: each is forked from one that has imported what Plimsoll imports, and none of it.
 
 Its environment holds, except for what torch and Numba read while they are imported. Torch has one thread in it. A test
-about these, or about the start of Python itself, uses `subprocess`. The fork server of `multiprocessing` would not do:
-its processes end without exit handlers and without `sys.excepthook`, which many tests are about.
+about these, or about the start or the very end of Python itself, uses `subprocess`. The fork server of
+`multiprocessing` would not do: its processes end without exit handlers and without `sys.excepthook`, which many tests
+are about.
 """
 
 import atexit
