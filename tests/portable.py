@@ -63,7 +63,7 @@ def busy(count: int) -> Generator[None]:
 def environment(setting: str, home: Path) -> dict[str, str]:
     """The variables of a setting; the home folder is empty."""
     home.mkdir(exist_ok=True)
-    return {**os.environ, "HOME": str(home), "USER": "somebody", "PYTHONDONTWRITEBYTECODE": "1", **SETTINGS[setting]}
+    return {**os.environ, "HOME": str(home), "USER": "somebody", **SETTINGS[setting]}
 
 
 def command(setting: str, *, sensitive: bool, seed: int, options: list[str]) -> list[str]:

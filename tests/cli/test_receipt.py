@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from plimsoll.precision.levels.catalogue import ALIASES
 from plimsoll.receipts.files import ENDINGS
 from tests.support import processes
 from tests.support.cases import each
-from tests.support.patience import HANG_SECONDS
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in {"PYTHONWARNINGS", "RANK"}} | {
     "OMP_NUM_THREADS": "1"
@@ -197,13 +195,10 @@ def test_ranks_agree_and_the_first_one_prints(tmp_path: Path):
         """
         + textwrap.indent(LOOP, "        "),
     )
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-         "--rdzv-endpoint", "localhost:0", "-m", "plimsoll", "receipt", "--json", "--declared", "amp-bf16",
-         "train.py"],
-        capture_output=True, text=True, check=False, cwd=tmp_path, env=ENVIRONMENT, timeout=HANG_SECONDS,
-    )  # fmt: skip
-    found = answer(result)
+    command = ("-m", "plimsoll", "receipt", "--json", "--declared", "amp-bf16", "train.py")
+    first, second = processes.as_ranks([command] * 2, tmp_path, ENVIRONMENT)
+    assert second.stdout == ""
+    found = answer(first)
     assert found["verdict"] == "Declared amp-bf16. No deviations."
     reduced = [row for row in found["rows"] if row["kind"] == "collective"]
     assert [(row["operation"], row["output"]) for row in reduced] == [("c10d.allreduce_", "fp32")]

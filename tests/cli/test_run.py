@@ -249,11 +249,13 @@ def test_the_end_is_json_or_silent_if_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["raise MemoryError('no room')", "return None"])
 def test_a_verdict_that_cannot_be_had_costs_one_line(fault: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SWALLOWED, encoding="utf-8")
-    (tmp_path / "sitecustomize.py").write_text(
-        f"import plimsoll.display\ndef function(name):\n    def fails(folder):\n        {fault}\n    return fails\n"
-        "plimsoll.display.function = function\n"
+    code = (
+        "import runpy, sys\nimport plimsoll.display\n"
+        f"def function(name):\n    def fails(folder):\n        {fault}\n    return fails\n"
+        "plimsoll.display.function = function\nsys.argv = ['plimsoll', 'run', '-o', 'run', 'train.py']\n"
+        "runpy.run_module('plimsoll', run_name='__main__', alter_sys=True)\n"
     )
-    result = fresh("-m", "plimsoll", "run", "-o", "run", "train.py", cwd=tmp_path, PYTHONPATH=PATHS + str(tmp_path))
+    result = python("-c", code, cwd=tmp_path)
     assert result.returncode == 0 and "Problem" not in result.stderr and "Traceback" not in result.stderr
     assert result.stderr.splitlines()[-1] == "plimsoll: recorded into run; for details: plimsoll check run"
 

@@ -23,7 +23,8 @@ from plimsoll.errors import ArgumentError
 from plimsoll.precision.levels.catalogue import ALIASES, LEVELS
 from plimsoll.precision.scripts.script_precision import UNCHANGED, ScriptPrecision, level_for_scripts
 from plimsoll.runs import Run
-from tests.cli.test_run import SCRIPTS, python, said, watched
+from tests.cli.test_run import ENVIRONMENT, SCRIPTS, said, watched
+from tests.support import processes
 
 Start = Callable[..., ScriptPrecision]
 
@@ -359,7 +360,7 @@ def test_a_module_that_makes_a_scaler_of_its_own_is_refused_late(tmp_path: Path)
     assert [event.kind for event in run.events()] == ["precision"]
 
 
-def test_ranks_under_torchrun_train_and_skip_together(tmp_path: Path) -> None:
+def test_ranks_train_and_skip_together(tmp_path: Path) -> None:
     source = (
         (SCRIPTS / "ddp.py")
         .read_text("utf-8")
@@ -369,12 +370,8 @@ def test_ranks_under_torchrun_train_and_skip_together(tmp_path: Path) -> None:
         "dist.destroy", "torch.save(model.module.state_dict(), f'rank{dist.get_rank()}.pt')\ndist.destroy"
     )
     (tmp_path / "ddp.py").write_text(source)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = python(
-        *torchrun, "-m", "plimsoll", "run", "--precision", "amp-fp16", "--output", "run", "ddp.py", cwd=tmp_path
-    )
-    assert result.returncode == 0, result.stderr
-    (line,) = said(result)
+    command = ("-m", "plimsoll", "run", "--precision", "amp-fp16", "--output", "run", "ddp.py")
+    (line,) = [line for rank in processes.as_ranks([command] * 2, tmp_path, ENVIRONMENT) for line in said(rank)]
     assert "(195 parameters, SGD) in amp-fp16, every 10 steps, into run" in line
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
     assert all(first[name].equal(second[name]) and first[name].isfinite().all() for name in first)

@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import plimsoll
 from plimsoll.formats import ALIASES, BLOCKS, E4M3, E5M2, ELEMENTS, FP16, Format, ModulePlan, get
 from plimsoll.formats.catalogue import CHEAPEST, NATIVE, TARGETS, WIDE
 from plimsoll.kernels import dtypes
-from tests.support.patience import HANG_SECONDS
+from tests.support import processes
 
 SOURCE = Path(plimsoll.__file__).parent
 GUIDE = Path(__file__).parents[2] / "docs" / "contributing" / "add-a-format.md"
@@ -134,7 +132,8 @@ def test_kernels_take_the_format_of_the_guide(backend: str) -> None:
     assert block is not None
     text = "\n".join(line[4:] for line in block[1].splitlines())
     pytest.importorskip(backend)
-    subprocess.run([sys.executable, "-c", FOLLOW, text, backend], check=True, timeout=HANG_SECONDS)
+    done = processes.python("-c", FOLLOW, text, backend)
+    assert done.returncode == 0, done.stderr
 
 
 def _lists(source: str) -> Iterator[int]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import plimsoll
 from plimsoll import report
 from plimsoll.cli import app
-from plimsoll.diagnosis import View, diagnose, whatif
+from plimsoll.diagnosis import View, whatif
 from plimsoll.diagnosis.estimates.underflow_rate import underflow_by_step, underflow_rate
 from plimsoll.diagnosis.rules.loss_scale import scale_remedy
 from plimsoll.diagnosis.rules.registry import rule_of
@@ -27,8 +27,11 @@ from plimsoll.report.verdicts.verdict import leading
 from plimsoll.runs import Event, Run, RunWriter
 from plimsoll_lab.result import Training
 from tests.support.diagnosis.faults import FAULTS, Fault
+from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
+from tests.support.diagnosis.stories import Story
 from tests.support.report.report_file import ReportFile
 
+pytestmark = ONE_WORKER
 FALLEN = next(fault for fault in FAULTS if fault.name == "scale frozen low after hard batches").story
 
 
@@ -110,10 +113,9 @@ def test_the_shares_of_the_verdict_are_the_underflow_rates(told: Summary, folder
 
 
 @pytest.mark.parametrize("name", ["scale frozen low after hard batches", "one layer x 1e-4", "layers part at 100"])
-def test_there_is_one_remedy(name: str, tmp_path: Path) -> None:
-    story = next(fault for fault in FAULTS if fault.name == name).story
-    view = View(Run(story.write(tmp_path / "run")))
-    found = diagnose(view)
+def test_there_is_one_remedy(name: str, recorded: Callable[[Story], Recorded]) -> None:
+    told = recorded(next(fault for fault in FAULTS if fault.name == name).story)
+    view, found = View(Run(told.path)), told.found
     remedy = scale_remedy(view, found)
     assert remedy is not None and remedy.action in summary(view).verdict
     assert {f.advice for f in found if rule_of(f).needs_other_scale(f)} == {str(remedy)}
@@ -126,8 +128,8 @@ def test_severities_have_one_name() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS[::7], ids=lambda fault: fault.name)
-def test_numbers_of_every_rule_are_spelled_alike(fault: Fault, tmp_path: Path) -> None:
-    path = fault.story.write(tmp_path / "run")
+def test_numbers_of_every_rule_are_spelled_alike(fault: Fault, recorded: Callable[[Story], Recorded]) -> None:
+    path = recorded(fault.story).path
     text = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["check", str(path)]).stdout
     found = summary(path).findings
     assert found
@@ -241,11 +243,10 @@ def test_events_stand_in_the_same_columns_and_order(tmp_path: Path) -> None:
     assert all(row[4].endswith(" UTC") for row in asked)
 
 
-def test_the_verdict_is_about_the_finding_that_stands_first(tmp_path: Path) -> None:
+def test_the_verdict_is_about_the_finding_that_stands_first(recorded: Callable[[Story], Recorded]) -> None:
     for fault in FAULTS[::5]:
-        path = fault.story.write(tmp_path / fault.name.replace(" ", "-"))
+        path, found = recorded(fault.story).path, recorded(fault.story).found
         view = View(Run(path))
-        found = diagnose(view)
         if all(finding.severity == "info" for finding in found):
             continue
         lead, listed = leading(found, view.last_step), summary(path).findings

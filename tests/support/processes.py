@@ -1,8 +1,9 @@
-"""Python processes that start at little cost: each is forked from one that has imported torch, and nothing of Plimsoll.
+"""Python processes that cost little: each is forked from one that has imported what Plimsoll imports, and none of it.
 
 Its environment holds, except for what torch and Numba read while they are imported. Torch has one thread in it. A test
-about these, or about the start of Python itself, uses `subprocess`. The fork server of `multiprocessing` would not do:
-its processes end without exit handlers and without `sys.excepthook`, which many tests are about.
+about these, or about the start or the very end of Python itself, uses `subprocess`. The fork server of
+`multiprocessing` would not do: its processes end without exit handlers and without `sys.excepthook`, which many tests
+are about.
 """
 
 import atexit
@@ -48,7 +49,14 @@ def python(
 
 
 def ranks(script: Path, arguments: Sequence[Sequence[object]]) -> list[str]:
-    """Runs a script on as many ranks as there are lists of arguments, as under torchrun; returns what each has said.
+    """Runs a script on as many ranks as there are lists of arguments, as under torchrun; returns what each has said."""
+    return [done.stdout for done in as_ranks([(script, *own) for own in arguments], ROOT, os.environ)]
+
+
+def as_ranks(
+    arguments: Sequence[Sequence[object]], cwd: Path, env: Mapping[str, str]
+) -> list[subprocess.CompletedProcess[str]]:
+    """Runs `python` with each of these lists of arguments, as the ranks that torchrun starts.
 
     One that fails ends the others and fails the test.
     """
@@ -56,7 +64,8 @@ def ranks(script: Path, arguments: Sequence[Sequence[object]]) -> list[str]:
 
     # The store is served from here, where nobody dies, and at a port that nobody else can have.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = os.environ | {
+    environment = {
+        **env,
         "WORLD_SIZE": str(len(arguments)),
         "LOCAL_WORLD_SIZE": str(len(arguments)),
         "MASTER_ADDR": "127.0.0.1",
@@ -71,7 +80,7 @@ def ranks(script: Path, arguments: Sequence[Sequence[object]]) -> list[str]:
     try:
         for rank, own in enumerate(arguments):
             numbered = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started.append(Process((script, *own), ROOT, environment | numbered))
+            started.append(Process(own, cwd, environment | numbered))
         waiting = list(started)
         while waiting:
             time.sleep(0.01)
@@ -84,7 +93,7 @@ def ranks(script: Path, arguments: Sequence[Sequence[object]]) -> list[str]:
     finally:
         for process in started:
             process.kill()
-    return [process.done().stdout for process in started]
+    return [process.done() for process in started]
 
 
 class Process:
