@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from plimsoll.report.figures.audit import audit
     from plimsoll.report.figures.before_after import before_after
     from plimsoll.report.figures.code_usage import code_usage
-    from plimsoll.report.figures.frontier import frontier
     from plimsoll.report.figures.heatmap import heatmap
     from plimsoll.report.figures.histogram import histogram
     from plimsoll.report.figures.loss_and_scale import loss_and_scale
+    from plimsoll.report.figures.plan_frontier import plan_frontier
     from plimsoll.report.figures.record import record
     from plimsoll.report.figures.scale_curve import scale_curve
     from plimsoll.report.figures.scale_window import scale_window
@@ -47,13 +47,13 @@ __all__ = [
     "code_usage",
     "errors_by_depth",
     "figure_for",
-    "frontier",
     "heatmap",
     "histogram",
     "html",
     "loss_and_scale",
     "markdown",
     "parity",
+    "plan_frontier",
     "record",
     "scale_curve",
     "scale_window",
