@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from plimsoll.report.figures.audit import audit
     from plimsoll.report.figures.before_after import before_after
     from plimsoll.report.figures.code_usage import code_usage
-    from plimsoll.report.figures.frontier import frontier
     from plimsoll.report.figures.heatmap import heatmap
     from plimsoll.report.figures.histogram import histogram
     from plimsoll.report.figures.loss_and_scale import loss_and_scale
+    from plimsoll.report.figures.plan_frontier import plan_frontier
     from plimsoll.report.figures.record import record
     from plimsoll.report.figures.scale_curve import scale_curve
     from plimsoll.report.figures.scale_window import scale_window
@@ -46,7 +46,6 @@ __all__ = [
     "blame_bars",
     "code_usage",
     "figure_for",
-    "frontier",
     "heatmap",
     "histogram",
     "html",
@@ -54,6 +53,7 @@ __all__ = [
     "loss_and_scale",
     "markdown",
     "parity",
+    "plan_frontier",
     "record",
     "scale_curve",
     "scale_window",

@@ -23,7 +23,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_line_is_the_frontier_and_the_plan_lies_on_it(path: Path) -> None:
     chosen = plan(path, "fp8", budget=0.01)
-    figure = report.frontier(path, "fp8", plan=chosen, measured=[(0.75, 0.002), (1.0, 0.0)])
+    figure = report.plan_frontier(path, "fp8", plan=chosen, measured=[(0.75, 0.002), (1.0, 0.0)])
     band, line, marked, measured = (trace for trace in figure.data if trace.name)
     points = frontier(View(Run(path)), "fp8")
     points = points[: sum(p.increase.estimate > 1e-5 for p in points) + 1]
@@ -34,7 +34,7 @@ def test_the_line_is_the_frontier_and_the_plan_lies_on_it(path: Path) -> None:
     assert np.interp(marked.x[0], line.x, line.y) >= marked.y[0] * 0.999 or marked.x[0] in [*line.x]
     assert [*measured.x] == [75.0, 100.0] and [*measured.y] == pytest.approx([0.2, 1e-3])
     assert figure.layout.yaxis.type == "log" and figure.layout.xaxis.title.text == "bytes moved, of those in BF16"
-    timed = report.frontier(path, "fp8", costs="h100")
+    timed = report.plan_frontier(path, "fp8", costs="h100")
     assert timed.layout.xaxis.title.text == "time of the products on h100, of that in BF16"
 
 
@@ -45,5 +45,5 @@ def test_it_is_offered_where_a_run_has_what_it_needs(path: Path, tmp_path: Path)
     assert not DECLARED["plan_frontier"].cases(View(Run(fp16)))
     bare = written(tmp_path / "run", [layers(SIZES)])
     assert not DECLARED["plan_frontier"].cases(View(Run(bare)))
-    empty = report.frontier(bare)
+    empty = report.plan_frontier(bare)
     assert empty.layout.meta["empty"] and "needs the loss" in empty.layout.annotations[0].text

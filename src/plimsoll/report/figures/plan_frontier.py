@@ -1,4 +1,4 @@
-"""`frontier`: cost of the cheapest plans against the increase of the loss that they are predicted to bring."""
+"""`plan_frontier`: cost of the cheapest plans against the increase of the loss that they are predicted to bring."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis.planning.frontier import frontier as points_of
+from plimsoll.diagnosis.planning.frontier import frontier
 from plimsoll.formats import Plan
 from plimsoll.report.drawing.plotly_parts import Layout, Source, Trace, band, build_figure, empty_figure, line, view_of
 from plimsoll.report.drawing.theme import BLUE, ORANGE, PURPLE
@@ -28,9 +28,8 @@ def _cases(view: View) -> list[Case]:
     return [Case(label="Cost of FP8 against loss", arguments={})] if complete and wide else []
 
 
-# By this name it comes after the heat maps, which are the first that the page shows.
-@figure(name="plan_frontier", offered="layers", cases=_cases, height=430)
-def frontier(
+@figure(offered="layers", cases=_cases, height=430)
+def plan_frontier(
     run: Source,
     target: str = "fp8",
     *,
@@ -45,12 +44,12 @@ def frontier(
     - `plan`: a plan to mark, by its own cost and prediction.
     - `measured`: pairs of a cost, as a share of that in BF16, and a measured increase, as a share of the loss.
     """
-    view = view_of(run, until, "frontier")
+    view = view_of(run, until, "plan_frontier")
     title, meta = f"What {target.upper()} saves, and costs in loss", {"figure": "plan_frontier", "target": target}
     complete = {*FORWARD, *BACKWARD} <= set(view.run.tensors)
-    points = points_of(view, target, costs=costs) if complete else []
+    points = frontier(view, target, costs=costs) if complete else []
     if not points:
-        return empty_figure("frontier", title, _NOTHING, meta)
+        return empty_figure("plan_frontier", title, _NOTHING, meta)
     visible = sum(point.increase.estimate > _LEAST for point in points)
     points = points[: visible + 1]
     x = 100 * np.array([point.cost for point in points])
@@ -79,7 +78,7 @@ def frontier(
     cheapest = points[0]
     said = f"The cheapest has {percent(cheapest.cost)} of BF16's cost, and raises the loss by "
     said += percent(cheapest.increase.estimate)
-    return build_figure("frontier", title, said, traces, layout, meta)
+    return build_figure("plan_frontier", title, said, traces, layout, meta)
 
 
 def _dots(places: Sequence[tuple[float, float]], name: str, colour: str, hover: str, symbol: str) -> Trace:
