@@ -179,7 +179,7 @@ def checks(folder: Path, rounds: int) -> list[dict[str, object]]:
     listed = RunFolder(folder)
     part = max(listed.of("spectra"), key=lambda p: (folder / p.name).stat().st_size)
     table = pq.read_table(folder / part.name)
-    options = parquet._options("spectra")  # noqa: SLF001
+    options = parquet._options("spectra", table.column_names)  # noqa: SLF001
 
     def written(checksums: bool) -> Path:
         path = folder / f".benchmark-{checksums}.parquet"

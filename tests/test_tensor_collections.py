@@ -22,6 +22,7 @@ _ROLES = (
     "watch/taps/cast_counts.py",
     "cli/commands/ls.py",
     "probing/forward.py",
+    "diagnosis/planning/loss_forecast.py",
 )
 
 

@@ -139,7 +139,7 @@ def test_what_cannot_be_judged_exits_with_2(
     assert not list(tmp_path.glob("out*")) and not list(recwarn)
     if command[0] != "whatif":
         result = ran([*command, "--until", "-5"], sound)
-        assert result.exit_code == 2 and "expected until to be a step, 0 or later; got until=-5" in result.stderr
+        assert result.exit_code == 2 and "expected --until to be a step, 0 or later; got -5" in result.stderr
 
 
 def test_a_step_before_the_first_one_exits_with_2(tmp_path: Path) -> None:
