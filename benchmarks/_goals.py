@@ -72,11 +72,11 @@ _UNSCALE = Of(stem="unscale", table="Normal values", column="ours/torch", rows={
 _FP8 = Of(stem="fp8", table="One linear*", column="x bfloat16", rows={"layer": "fp8 unit"}, devices=("cuda",))
 
 NUMBERS_TO_REACH: Sequence[Goal] = (
-    _STEP("watch everything, every step", "at most", 1.20, {"what": "ours: everything, every step"}, unit="x",
-          elsewhere="naive 1.76, wandb.watch 2.73, msprobe 2.46, HF detector 1.48"),
-    _STEP("watch weights and gradients, every step", "at most", 1.08, {"what": "ours: weights, gradients*"}, unit="x",
+    _STEP("watch everything, every step: extra time, to one aminmax of each tensor", "at most", 1,
+          {"what": "ours: everything, every step"}, unit="x", column="of floor"),
+    _STEP("watch weights and gradients, every step", "at most", 1.05, {"what": "ours: weights, gradients*"}, unit="x",
           elsewhere="wandb 1.90, smdebug 3.06"),
-    _STEP("watch attached, not due", "at most", 1.01, {"what": "ours: attached, not due"}, unit="x",
+    _STEP("watch attached, not due", "at most", 1.005, {"what": "ours: attached, not due"}, unit="x",
           elsewhere="msprobe 1.73"),
     _GPT("watch a 124M GPT, every 10 steps", "at most", 1.01, {"what": "ours: everything, every 10 steps"}, unit="x"),
     _GPT("watch a 124M GPT, every step", "at most", 1.10, {"what": "ours: everything, every step"}, unit="x",

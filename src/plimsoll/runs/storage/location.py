@@ -40,9 +40,8 @@ def without_secrets(uri: str) -> str:
     scheme, _, rest = uri.partition("://")
     whole, slash, path = rest.partition("?")[0].partition("#")[0].partition("/")
     credentials, at, host = whole.rpartition("@")
-    user = (
-        "" if scheme == "s3" else credentials.partition(":")[0]
-    )  # that of S3 is the access key; Azure's is the container
+    # The user of S3 is the access key. Azure's is the container.
+    user = "" if scheme == "s3" else credentials.partition(":")[0]
     return f"{scheme}://{user}{at if user else ''}{host}{slash}{path}"
 
 
