@@ -102,7 +102,7 @@ def test_a_run_that_ends_or_goes_is_told(page: Any, seen: Seen, site: Served, fo
     writer.close()
     expect(page.locator("#live")).to_have_text("Ended")
     shutil.rmtree(folder / "run")
-    expect(page.get_by_role("alert")).to_contain_text("one that none has")
+    expect(page.get_by_role("alert")).to_contain_text("No run of this name")
 
 
 def test_an_empty_run_fills_while_it_is_looked_at(page: Any, site: Served, folder: Path) -> None:

@@ -176,7 +176,7 @@ def test_parts_have_checksums_that_any_reader_can_verify(path: Path) -> None:
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_parts_that_are_gone_are_named_and_never_healthy(path: Path, closed: bool) -> None:
-    assert checked(path)[0] == 0 and "healthy" in checked(path)[1]
+    assert checked(path)[0] == 0 and "Healthy" in checked(path)[1]
     for part in parts(path)[1:3]:
         part.unlink()
     if closed:

@@ -20,6 +20,7 @@ from plimsoll.diagnosis.finding import Spot
 from plimsoll.diagnosis.planning.format_choice import Judge
 from plimsoll.diagnosis.planning.modules import Module, computes, modules_of
 from plimsoll.diagnosis.rules.errors import DecisionFlips
+from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.errors import ArgumentError, NotRecordedError, PlimsollError
 from plimsoll.formats import Plan
 from plimsoll.kernels.dtypes import TRAINING
@@ -253,7 +254,7 @@ def _in_format(question: Question, uniform: Plan, root: nn.Module) -> Context:
 
 def _broken(question: Question, compared: Comparison, found: Iterable[Finding]) -> list[Finding]:
     """Return a finding of outputs that only the format makes NaN or infinite, unless their overflow is known."""
-    known = {module_of(f, name) for f in found if f.rule in ("overflow", "nonfinite") for name in f.where}
+    known = {module_of(f, name) for f in found if f.rule in ("overflow", Nonfinite.id) for name in f.where}
     names = [name for name in compared.broken if name not in known]
     if not names or (known and compared.broken[0] in known):
         return []

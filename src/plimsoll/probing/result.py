@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plimsoll.diagnosis import Finding, grouped
+from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.formats import Plan
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.tensor_collections import BACKWARD
@@ -53,7 +54,7 @@ class Probe(NotebookRepr):
     @property
     def next_step(self) -> str:
         """The next thing to do."""
-        if any(finding.rule == "nonfinite" for finding in self.findings):
+        if any(finding.rule == Nonfinite.id for finding in self.findings):
             return "Find the first operation that makes a NaN or an infinity: pl.locate(closure)."
         if not self.batches:
             return "Run the model on data for the rest: pl.probe(model, batches, fmt, loss=loss)."
