@@ -16,6 +16,7 @@ NoiseFrom = Literal["repeats", "estimate", "given"]
 
 # Share of the gain, and how sure that is, as degrees of freedom. Of 180 pairs of small trainings on the same data 2.8 %
 # pass the interval on one side at any reading, and 4.4 % on the other. With 0.3 it would be 8.3 % on each.
+# benchmarks/parity.py judges the choice by trainings with other seeds.
 _SHARE, _SURE = 0.5, 3.0
 _METHODS = 2  # intervals of repeats, of which the narrower one counts: each has its part of the error
 _LOOKS = 3  # parts of the error: runs may be added one at a time until it is decided (benchmarks/parity.py)
