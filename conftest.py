@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A watch that ends judges its run and prints the verdict: some 50 ms for each of thousands of watches.
 os.environ.setdefault("PLIMSOLL_QUIET", "1")
 
-# Without compiled files beside the source each of some hundred processes compiles it again: 0.3 s for a command.
+# Without cached bytecode each of some hundred processes compiles it again: 0.3 s for a command.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 

@@ -76,7 +76,7 @@ def test_cached_weights() -> None:
 
 
 def test_generated_code_keeps_histories() -> None:
-    """It alone computes small tensors anew in the backward: from buffers that the forward has changed since."""
+    """It alone computes small tensors again in the backward: from buffers that the forward has changed since."""
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)

@@ -190,7 +190,7 @@ class Axis:
 
 
 def ranges(rows: list[tuple[str, Reach, str]], width: int, glyphs: Glyphs) -> list[Text]:
-    """Named reaches, one below the other on one axis, the ends written out beside them."""
+    """Named reaches, one below the other on one axis, with the ends as text next to them."""
     from plimsoll.formats import FP16
 
     # The axis holds the first row and FP16's range; what is wider goes on with an arrow.

@@ -11,7 +11,7 @@ from plimsoll.errors import ArgumentError
 _KEY, _FREE_KEY = "plimsoll/run", "plimsoll/free"
 
 
-# Ranks agree through the store of their process group, which the first of them to come tells its choice: nobody waits.
+# Ranks agree through the store of their process group, where the first to come writes its choice: nobody waits.
 # Without a process group, the workers of one torchrun share its process, and take the time at which that began.
 def choose(stem: str, start: Path) -> Path:
     """Return a folder of `start`, for the script of that name."""

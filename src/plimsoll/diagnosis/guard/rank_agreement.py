@@ -1,4 +1,4 @@
-"""How the ranks of one training act alike: rank 0 looks and decides, and tells the others at an agreed step."""
+"""How the ranks of one training act alike: rank 0 decides, and the others follow at an agreed step."""
 
 import threading
 import time

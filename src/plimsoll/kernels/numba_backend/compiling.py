@@ -45,7 +45,7 @@ def is_cached() -> bool:
     return not _uncached
 
 
-# Compiled code is cached beside the source, or in the user's cache folder where that is read-only (Numba's own rule;
+# Compiled code is cached in the source's folder, or in the user's cache folder if that is read-only (Numba's own rule;
 # NUMBA_CACHE_DIR overrides it). Where neither can be written, the kernels compile again in each process, and a warning
 # says so once. Compiled code is used only while all files of the kernels are as they were when it was compiled.
 def _compile(function: Callable[..., Any], **options: Any) -> Any:

@@ -78,7 +78,7 @@ def padded(size: int) -> int:
 
 def keep(x: Tensor) -> Tensor:
     """A copy that compiled code saves for its backward, and never computes again from what it came from."""
-    # Compilers may compute small tensors anew in the backward. Where they come from a buffer that the forward changes
+    # Compilers may compute small tensors again in the backward. Where they come from a buffer that the forward changes
     # in place (torch 2.13: under `no_grad`), that would be from its later contents. The copy carries no gradient.
     return torch.ops.plimsoll.keep(x)
 

@@ -122,7 +122,7 @@ class _Copy:
     # At most 4,096 values of each are compared with a slow average of the same weights, kept in FP32: decay 0.9999. A
     # value is stuck if the slow average has left it by a unit in the last place, and it is still the same: any faster
     # average in FP32 would have moved it, too. A copy whose values are stuck while others of it move (those near zero
-    # are free to) is an average. One that does not move at all is frozen, or copied anew from time to time, and not
+    # are free to) is an average. One that does not move at all is frozen, or copied again from time to time, and not
     # meant.
     def look(self, passed: int, owned: Collection[int]) -> Tensor | None:
         """Return how many sampled values have moved, and how many are stuck; None for a tensor to drop."""

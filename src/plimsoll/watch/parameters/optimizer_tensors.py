@@ -454,7 +454,7 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 
 def masters_of(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
-    """The FP32 masters that an optimizer steps, each with the model's weight; whoever put them there tells it."""
+    """The FP32 masters that an optimizer steps, each with the model's weight, as their owner registers them."""
     # The attribute is a function without arguments, so that an optimizer's copies and pickles have none of it.
     masters: Any = getattr(optimizer, "plimsoll_masters", None)
     return [] if masters is None else list(masters())

@@ -113,7 +113,7 @@ def plan(
         )
     file = local_file("plan", "--output", output, "plan.toml")
     if check is not None:
-        _refuse_beside_check(output, budget, costs, margin, fallback, one_scale, include, exclude)
+        _refuse_with_check(output, budget, costs, margin, fallback, one_scale, include, exclude)
         _check(check, run, tolerance, until, as_json)
         return
     from plimsoll.diagnosis import plan as plan_of
@@ -147,7 +147,7 @@ def plan(
             messages.write_line(f"written to {path}")
 
 
-def _refuse_beside_check(
+def _refuse_with_check(
     output: object,
     budget: float | None,
     costs: str,
