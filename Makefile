@@ -16,12 +16,12 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
 help:
 	@echo 'make demo    a small CLIP in FP16 meets hard batches: found, explained, repaired; under two minutes'
-	@echo 'make quick   the tests that are quick; ROOM=watch for one folder of them'
+	@echo 'make quick   the tests that are quick; FOLDER=watch for those of one package'
 	@echo 'make test    all tests; PYTEST_ARGS="-k name" for some'
 	@echo 'make fuzz    damaged and hostile input, 5,000 cases of each kind; PLIMSOLL_FUZZ=500 for fewer'
 	@echo 'make test-portable  all tests as on other machines; PORTABLE="generic --sensitive" for some'
 	@echo 'make gpu     on a machine with a GPU: its tests, then its benchmarks; nine minutes'
-	@echo 'make lint    format, lint, types, order of the rooms, spelling'
+	@echo 'make lint    format, lint, types, order of the packages, spelling'
 	@echo 'make house   how large the source is, how deep its folders, what imports what'
 	@echo 'make format  rewrite the code as the linter wants it'
 	@echo 'make bench   the benchmarks, with their tables, and docs/benchmarks.md'
@@ -49,7 +49,7 @@ demo: $(READY)
 	@OMP_WAIT_POLICY=passive $(BIN)/plimsoll lab demo -o demo
 
 quick: $(READY)
-	$(PYTEST) -m "not slow" tests/$(ROOM) $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" tests/$(FOLDER) $(PYTEST_ARGS)
 
 test: $(READY)
 	$(PYTEST) $(PYTEST_ARGS)

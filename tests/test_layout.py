@@ -42,8 +42,8 @@ def test_the_map_of_the_source_names_what_there_is() -> None:
     assert [
         path for path in paths if path != "lab/" and not (house.SOURCE / path.removeprefix("src/plimsoll/")).exists()
     ] == []
-    rooms = {path.split("/")[0] for path in paths}
-    assert set(PACKAGES) - rooms == set()
+    packages = {path.split("/")[0] for path in paths}
+    assert set(PACKAGES) - packages == set()
 
 
 def test_there_is_no_circle_of_imports() -> None:

@@ -1,4 +1,4 @@
-"""A trainer that is not installed is named with its install line; the room itself needs none."""
+"""A trainer that is not installed is named with its install line; the package itself needs none."""
 
 import pytest
 
