@@ -212,6 +212,7 @@ def test_stochastic_rounding_is_unbiased(backend, fmt, start, fraction):
     assert abs(ups - fraction * count) <= 5 * math.sqrt(count * fraction * (1 - fraction)) + count * 2.0**-32
 
 
+@functools.cache
 def adversarial(fmt: BlockFormat) -> torch.Tensor:
     """Rows of one whole block and a ragged one, in float32: each row a way to get the scale or an element wrong."""
     rng = np.random.default_rng(4)
@@ -281,6 +282,7 @@ def test_mx_elements_round_in_every_mode(backend, rounding):
     check_blocks(adversarial(fmt), fmt, "floor", mx_expected(fmt, "floor", rounding), rounding=rounding)
 
 
+@functools.cache
 def nvfp4_tensors() -> dict[str, torch.Tensor]:
     hard = adversarial(NVFP4)
     finite = hard[hard.isfinite().all(dim=1)]
