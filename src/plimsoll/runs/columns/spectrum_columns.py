@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
-from plimsoll.runs.columns.arrow import Array, Table, array, pa, values_of
+from plimsoll.runs.columns.arrow import WRITING_POOL, Array, Table, array, pa, pc, values_of
 from plimsoll.runs.columns.schema import ADDED, BLOCK_COUNTS, COUNTS, EXTREMES, SUMS, Series, words
 from plimsoll.runs.columns.step_table import StepTable, merged_extras
 from plimsoll.runs.records import EXTRAS, OPTIONAL_EXTRAS
@@ -72,7 +72,7 @@ def _block_columns(rows: Counts, blocks: Counts) -> dict[str, Array]:
 
 def spectra_table(tables: Sequence[Table], series: Sequence[Series]) -> Table:
     """Return the table of a part from the columns of its steps, sorted by collection, name and step."""
-    whole = pa.concat_tables(tables, promote_options="default").combine_chunks()
+    whole = pa.concat_tables(tables, promote_options="default")
     used, codes = np.unique(values_of(whole["series"]), return_inverse=True)
     named: list[Series] = [series[int(i)] for i in used]
     by_name = sorted(range(len(named)), key=lambda i: (named[i].collection, named[i].name))
@@ -80,7 +80,9 @@ def spectra_table(tables: Sequence[Table], series: Sequence[Series]) -> Table:
     position[by_name] = np.arange(len(named))
     order = np.lexsort((values_of(whole["step"]), position[codes]))
     codes = codes[order]
-    columns = {name: whole[name].take(array(order)) for name in whole.column_names if name != "series"}
+    rows = array(order)
+    # Column by column: a copy of the whole table, and then of its rows, would be the most memory that a watch takes.
+    columns = {name: _taken(whole[name], rows) for name in whole.column_names if name != "series"}
     return pa.table(
         {
             "step": columns.pop("step"),
@@ -91,6 +93,10 @@ def spectra_table(tables: Sequence[Table], series: Sequence[Series]) -> Table:
             **columns,
         }
     )
+
+
+def _taken(column: Array, rows: Array) -> Array:
+    return pc.take(column.combine_chunks(WRITING_POOL), rows, memory_pool=WRITING_POOL)
 
 
 def summed(table: Table, starts: NDArray[np.intp]) -> Table:

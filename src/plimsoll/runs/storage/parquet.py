@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.errors import RunError
-from plimsoll.runs.columns.arrow import ParquetFile, ParquetWriter, Table, pa, pq
+from plimsoll.runs.columns.arrow import WRITING_POOL, ParquetFile, ParquetWriter, Table, pa, pq
 from plimsoll.runs.columns.schema import ADDED, SCHEMA, SCHEMAS, Kind
 from plimsoll.runs.storage import atomic_files
 from plimsoll.runs.storage.column_checks import checked
@@ -75,6 +75,7 @@ def _options(kind: Kind, columns: Sequence[str]) -> dict[str, Any]:
         # Words are dictionaries in the file but plain strings to readers, which then skip row groups by them.
         "store_schema": False,
         "write_page_checksum": True,
+        "memory_pool": WRITING_POOL,
     }
 
 
