@@ -91,7 +91,7 @@ class Row:
 
 
 class Inferred(dict[str, Any]):
-    """What was inferred of an implementation, by name: ``inferred["rounding"]`` or ``inferred.rounding``."""
+    """The inferred facts, by name: ``inferred["rounding"]`` or ``inferred.rounding``."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -121,7 +121,7 @@ class CertificateRecord:
 
     @property
     def conforms(self) -> bool:
-        """Whether no row deviates. Rows that were not tried and refusals that are allowed do not count."""
+        """True if no row deviates. Untried rows and allowed refusals do not count."""
         return not self.deviations
 
     @property
@@ -136,7 +136,7 @@ class CertificateRecord:
 
     @property
     def verdict(self) -> str:
-        """Whether the function conforms, in one sentence."""
+        """The verdict on the function, in one sentence."""
         name = f"{self.function} ({self.kind}, {self.format})"
         tried = sum(row.status in ("conforms", "deviates") for row in self.rows)
         if self.conforms:

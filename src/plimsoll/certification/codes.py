@@ -49,7 +49,7 @@ class CodeTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """How codes are given."""
+    """The form in which codes are given."""
 
     codes: str  # dtype of the codes: "uint8", "uint16", a torch dtype, or "Packed"
     scales: str = ""  # dtype of the scales: "uint8", a torch dtype, or "float32" for their values
@@ -216,7 +216,7 @@ class Decoded:
 
     @cached_property
     def finite(self) -> Mask:
-        """Where a finite element has a scale, and the product is in the range of the results' dtype."""
+        """The places with a finite element and scale, and a product within range."""
         return np.isfinite(self.elements) & np.isfinite(self.scales) & np.isfinite(self.expected)
 
     def compare(self, where: Mask) -> Outcome:

@@ -218,7 +218,7 @@ def _shown(value: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate(CertificateRecord, NotebookRepr):
-    """What `certify` found.
+    """The result of `certify`.
 
     Attributes:
         function: Name of the function.

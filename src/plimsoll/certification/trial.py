@@ -31,7 +31,7 @@ class NotTriedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is certified."""
+    """The function's format and kind, and the choices that it is held to."""
 
     fmt: Format | BlockFormat  # the number format
     kind: Kind  # kind of the function
@@ -103,12 +103,15 @@ class Trial:
 
     @cached_property
     def rule(self) -> Rule:
-        """How single values are rounded."""
+        """The rule by which single values are rounded."""
         return Rule(name="stochastic") if self.subject.rounding == "stochastic" else rounding_rule(self.observed)
 
     @cached_property
     def saturate(self) -> bool:
-        """Whether the function saturates, of what its specification allows: the choice that explains more results."""
+        """True if the function saturates.
+
+        Of the choices that its specification allows, the one that explains more results.
+        """
         observed, choices = self.observed, allowed_saturation(self.subject.element)
         finite = observed.beyond(self.subject.rounding)
         # Toward zero every finite value stops at the largest one, so that only infinities show the choice.

@@ -41,7 +41,7 @@ class CheckedRun:
 
     @property
     def early_end(self) -> "Ending | None":
-        """How the run ended early. None if it ended properly or is still running."""
+        """The run's early ending. None if it ended properly or is still running."""
         ending = self.view.ending
         return None if ending is None or self.view.last_step > ending.step else ending
 

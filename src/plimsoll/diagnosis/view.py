@@ -170,7 +170,7 @@ class View:
 
     @cached_property
     def scaled(self) -> bool:
-        """Whether the loss was scaled at any step."""
+        """True if the loss was scaled at any step."""
         values = self.scalar("scale")[1]
         return bool((values[np.isfinite(values)] != 1.0).any())
 

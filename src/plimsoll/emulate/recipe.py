@@ -57,7 +57,7 @@ class Recipe:
 
     @property
     def sums_apart(self) -> bool:
-        """Whether products are summed in a format of the recipe, and not by the machine."""
+        """True if products are summed in a format of the recipe, not the machine's."""
         return self.accumulate is not None and "sums" not in self.idle
 
     @property

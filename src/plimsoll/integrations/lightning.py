@@ -165,7 +165,7 @@ class PrecisionPlugin(MixedPrecision):
 
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None]:
-        """What a forward runs in."""
+        """Context manager in which a forward runs."""
         with contextlib.nullcontext() if self._computing is None else self._computing.forward():
             yield
 

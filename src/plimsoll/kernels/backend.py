@@ -28,7 +28,7 @@ _forced: contextvars.ContextVar[Name | None] = contextvars.ContextVar("plimsoll_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendStatus:
-    """Whether a backend can run here, and why not."""
+    """A backend's availability here, and the reason if it is not available."""
 
     name: Name
     available: bool
@@ -81,7 +81,7 @@ def report() -> list[BackendStatus]:
 
 @functools.cache
 def status(name: Name) -> BackendStatus:
-    """Whether the backend of that name can run here; tried once a process."""
+    """Return the status of the backend of that name; tried once a process."""
     try:
         detail = _load(name).describe()
     except Exception as error:  # noqa: BLE001  (a broken install may fail in any way, and must not stop training)

@@ -83,7 +83,7 @@ class Draws:
         return torch.where(left.isfinite(), left, 0.0)
 
     def is_repeated(self) -> bool:
-        """Whether the last draw is the one before it to the bit."""
+        """Return True if the last two draws are equal to the bit."""
         pairs = [(draws[-2].sums, draws[-1].sums) for draws in self._found.values() if len(draws) == self.count > 1]
         return bool(pairs) and all(one == other for one, other in pairs)
 

@@ -58,7 +58,7 @@ class ErrorRow(NotebookRepr):
 
     @property
     def is_bias(self) -> bool:
-        """Whether bias is surely there, and more of the squared error than noise."""
+        """True if bias is surely there, and more of the squared error than noise."""
         return self.bias.low > 0 and self.bias.estimate > self.noise
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class ErrorRow(NotebookRepr):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorReport(NotebookRepr):
-    """What `plimsoll.microscope` has found.
+    """The result of `plimsoll.microscope`.
 
     Attributes:
         rows: A row for each tensor, in the order of the step.
@@ -159,7 +159,7 @@ class ErrorReport(NotebookRepr):
         return "\n".join(_lines(_distinct(self.worst(collection))))
 
     def __str__(self) -> str:
-        """What was varied, and the largest errors."""
+        """Return the draws' variation and the largest errors."""
         distinct = _distinct(self.worst())
         rows = distinct[:_SHOWN]
         more = len(distinct) - len(rows)

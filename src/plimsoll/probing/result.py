@@ -37,7 +37,7 @@ class Probe(NotebookRepr):
 
     @property
     def fits(self) -> bool:
-        """Whether everything that was judged fits."""
+        """True if everything that was judged fits."""
         return not self._problems
 
     @property

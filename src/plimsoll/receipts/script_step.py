@@ -119,7 +119,10 @@ class ScriptStep(torch_hooks.TrainingEvents):
             self._restart()
 
     def _all_moved(self) -> bool:
-        """Whether every optimizer of the script has stepped since the last boundary, or the one around it has."""
+        """Return True if every optimizer has stepped since the last boundary.
+
+        The optimizer around it may have stepped in its place.
+        """
         inner = {id(getattr(moved, "optimizer", None)) for moved in self._moved}
         return all(
             id(optimizer) in inner or any(optimizer is moved for moved in self._moved) for optimizer in self._optimizers

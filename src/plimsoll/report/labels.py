@@ -39,7 +39,7 @@ def labels(texts: Iterable[str], most: int = 40) -> list[str]:
 
 
 def of(collection: str) -> str:
-    """What a collection is called within a sentence."""
+    """Return a collection's name within a sentence."""
     return safe(collection_words(collection))
 
 

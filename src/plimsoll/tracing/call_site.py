@@ -1,4 +1,4 @@
-"""Where an operation was called from: the user's line, and the module whose forward runs.
+"""The place of an operation's call: the user's line, and the running module.
 
 Python's own stack says both, so nothing has to be hooked. A file's path says whose it is: torch's, Plimsoll's
 and Python's own are never the user's.
@@ -50,7 +50,7 @@ _FILES = {
 
 @dataclass(slots=True)
 class Place:
-    """Where an operation was called from."""
+    """The place that an operation was called from."""
 
     file: str | None = None
     line: int = 0
@@ -209,7 +209,7 @@ class ForwardIndex(Generic[Call]):
 
 @functools.lru_cache(maxsize=4096)
 def _kind(file: str) -> str | None:
-    """Whose file it is."""
+    """Return the owner of a file, as a kind; None for a library's and ours."""
     if file.startswith(_TORCH):
         inside = file[len(_TORCH) :]
         return _OPTIMIZER if inside.startswith("optim" + os.sep) else _FILES.get(inside)

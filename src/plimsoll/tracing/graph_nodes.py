@@ -1,4 +1,4 @@
-"""What the nodes of torch.fx graphs know of the program that they were traced from: module and line."""
+"""Modules and lines of the program that torch.fx graph nodes were traced from."""
 
 import re
 from collections.abc import Mapping

@@ -180,7 +180,10 @@ def _cost(name: str, extra: Sequence[float], idle: Sequence[float], floor: float
 
 
 def _compiles() -> bool:
-    """Whether torch.compile has compiled something in this process: the floor's hooks would compile it again."""
+    """Return True if torch.compile has compiled something in this process.
+
+    It would compile the floor's hooks again.
+    """
     return bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
 
 

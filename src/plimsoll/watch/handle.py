@@ -217,7 +217,7 @@ class Watch:
 
     @property
     def closed(self) -> bool:
-        """Whether the watch is closed."""
+        """True if the watch is closed."""
         return not self._core.open
 
     @property
@@ -318,7 +318,7 @@ class Watch:
         return f"<Watch: {self._core.writer.path}, {state}>"
 
     def _is_open(self, operation: str) -> bool:
-        """Whether there is anything to do: not in a forked child, which goes through its parent's training loop."""
+        """Return True if calls act: not in a forked child, which inherits the loop."""
         if self.closed and not self._core.left:
             raise ArgumentError(
                 f"Watch.{operation}: expected an open watch; got one of {self._core.writer.path} that is closed. "

@@ -51,7 +51,7 @@ class EarlierRun:
 
     @property
     def fits(self) -> bool:
-        """Whether the same training continues."""
+        """True if the same training continues."""
         return not self.why
 
 
@@ -91,7 +91,10 @@ def earlier_run(folder: Path, rank: int, model: nn.Module, optimizers: Iterable[
 
 
 def is_taken(folder: Path, found: EarlierRun | None, rank: int) -> bool:
-    """Whether a script's folder holds runs, `found` or others, of the models of another training."""
+    """Return True if a script's folder holds runs of models of another training.
+
+    Those are `found` or others.
+    """
     if found is not None:
         return not found.fits
     if any(part.kind != "events" for part in _parts.listed(Folder(folder), rank)[0]):
@@ -194,7 +197,7 @@ def _steps_made(optimizers: Iterable[Any]) -> int:
 
 
 def _in_notebook() -> bool:
-    """Whether IPython runs this code: in a notebook, or in its terminal."""
+    """Return True if IPython runs this code, in a notebook or in its terminal."""
     shell = sys.modules.get("IPython")
     return shell is not None and shell.get_ipython() is not None
 

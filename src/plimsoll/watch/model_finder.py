@@ -117,7 +117,7 @@ class Finder:
 
     @property
     def has_found(self) -> bool:
-        """Whether a model was found."""
+        """True if a model was found."""
         return bool(self._watches)
 
     # A script that makes no optimizer is heard of by its backwards: where the weights that one reached have moved by
@@ -376,7 +376,7 @@ def _smallest(modules: list[tuple[nn.Module, set[int]]], need: set[int]) -> nn.M
 
 
 def _is_stepping(optimizer: Optimizer) -> bool:
-    """Whether we are inside the optimizer's step: it was given a closure."""
+    """Return True if the optimizer's step is running: it was given a closure."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
     return any(f.f_code.co_name in {"step", "wrapper"} and f.f_locals.get("self") is optimizer for f in frames)
 

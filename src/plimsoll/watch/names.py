@@ -101,7 +101,7 @@ def _gather(value: Any, path: str, found: list[tuple[str, Tensor]], depth: int) 
 
 
 class Selection:
-    """Which modules and parameters `include` and `exclude` leave.
+    """The modules and parameters that `include` and `exclude` leave.
 
     A pattern names a module with all that is in it, or a parameter. One that is a name itself matches that name only.
     """
@@ -120,7 +120,7 @@ class Selection:
         self._names |= {*modules, *parameters}
 
     def takes(self, name: str) -> bool:
-        """Whether the module or parameter of that name is watched."""
+        """Return True if the module or parameter of that name is watched."""
         line = _line(name)
         included = self._include is None or any(self._matches(p, line) for p in self._include)
         return included and not any(self._matches(p, line) for p in self._exclude)

@@ -70,7 +70,7 @@ class ShadowStep(Protocol):
 
     @property
     def due(self) -> bool:
-        """Whether the present step has a shadow."""
+        """True if the present step has a shadow."""
         ...
 
     def see_compiled(self, site: tuple[str, int], names: Sequence[str], x: Tensor, *, gradient: bool) -> None:
@@ -123,7 +123,10 @@ class WatchSession:
         _cores.add(self)
 
     def is_elsewhere(self) -> bool:
-        """Whether the backward of this thread is another model's, while a thread of its own may train this one."""
+        """Return True if this thread's backward is another model's.
+
+        A thread of its own may train this model meanwhile.
+        """
         # Meanwhile nothing may read gradients: they are written without Python's lock, and who reads one then may
         # crash.
         return bool(self.elsewhere) and threading.get_ident() in self.elsewhere
@@ -289,7 +292,7 @@ class WatchSession:
         return rows, number
 
     def has_room(self, tensors: int = 1, size_bytes: int = 0) -> bool:
-        """Whether the sample may take so many more tensors and bytes; said once when not."""
+        """Return True if the sample has room for more tensors and bytes; say once if not."""
         sample = self.sample
         if sample is None:
             return False

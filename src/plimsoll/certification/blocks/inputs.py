@@ -65,7 +65,7 @@ def _for_powers_of_two(fmt: BlockFormat, info: torch.finfo) -> dict[BlockClass, 
 
 
 def _in_range(fmt: BlockFormat, exponent: int, lowest: int, highest: int) -> bool:
-    """Whether every rule gives a scale in E8M0's range, and elements stay normal in the dtype."""
+    """Return True if each rule's scale is in E8M0's range, with normal elements."""
     scale = exponent - fmt.element.max_exponent
     spread = fmt.element.max_exponent - fmt.element.min_exponent + _TINY + 7
     return scale - 1 >= -126 and exponent - spread > lowest and exponent < highest - 1

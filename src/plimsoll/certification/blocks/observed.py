@@ -1,4 +1,4 @@
-"""What a function made of blocks: their values and scales, and the rule that explains the scales."""
+"""Values and scales of a function's blocks, and the rule that explains the scales."""
 
 import math
 from dataclasses import dataclass

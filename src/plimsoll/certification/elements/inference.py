@@ -35,7 +35,7 @@ _KNOWN = 0.9  # share of inexact inputs that a rule must explain to be named alt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How a cast rounds."""
+    """The rounding of a cast."""
 
     name: str  # name of the rule, of `IN_WORDS`
     through: str | None = None  # name of a format that inputs are rounded to first, or None

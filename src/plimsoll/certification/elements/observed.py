@@ -1,4 +1,4 @@
-"""What a function made of the inputs of a cast, next to what the format's codec makes of them."""
+"""The results of a cast, next to those of the format's codec."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -72,12 +72,15 @@ class Observed:
 
     @cached_property
     def fraction(self) -> Values:
-        """How far the input lies from `lower` to `upper`, exactly; more than 1 far beyond the largest value."""
+        """The input's exact distance from `lower`, as a fraction of that to `upper`.
+
+        It is more than 1 far beyond the largest value.
+        """
         return (self.magnitude - self.lower) / (self.upper - self.lower)
 
     @cached_property
     def lower_is_even(self) -> Mask:
-        """Whether the code of `lower` is even."""
+        """True where the code of `lower` is even."""
         return self._code % 2 == 0
 
     # ------------------------------------------------------------------------------------------ the classes of inputs

@@ -214,7 +214,7 @@ def _one_a_value(
 
 
 def _is_pairs(codes: NDArray[np.int64], shape: tuple[int, ...]) -> bool:
-    """Whether as many bytes as values hold pairs all the same: rows of one value each."""
+    """Return True if as many bytes as values hold pairs: rows of one value each."""
     return bool(shape) and shape[-1] == 1 and bool((codes > 15).any())
 
 

@@ -131,7 +131,10 @@ class Reduction:
 
     @cached_property
     def overflows_early(self) -> bool | None:
-        """Whether a partial sum of 2**16 overflows; None where the format or the result has no 2**15."""
+        """True if a partial sum of 2**16 overflows.
+
+        None where the format or the result has no 2**15.
+        """
         if min(self.reducer.highest, self.reducer.result_format.max_exponent) < 15:
             return None
         half = 2.0**15
@@ -139,7 +142,7 @@ class Reduction:
 
     @cached_property
     def compensated(self) -> bool:
-        """Whether many terms of a quarter of the last place count although each is lost by itself."""
+        """True if many quarters of the last place count, although each alone is lost."""
         tree, width, length = self.order.tree, self.widths[0], self.order.length
         # Only of a sum that adds one term after another: in others small terms meet each other first.
         if tree is None or width.open or not is_chain(tree):
@@ -151,7 +154,10 @@ class Reduction:
 
     @cached_property
     def exact_products(self) -> bool | None:
-        """Whether products enter the sum unrounded; None where the accumulator holds every product."""
+        """True if products enter the sum unrounded.
+
+        None where the accumulator holds every product.
+        """
         narrowest = min(self.widths, key=lambda width: width.bits)
         mantissa = self.reducer.fmt.mantissa_bits
         if self.reducer.kind != "matmul" or narrowest.open or narrowest.bits > 2 * mantissa:

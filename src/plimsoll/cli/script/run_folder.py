@@ -59,7 +59,7 @@ def _unused(path: Path) -> Path:
 
 
 def _launched() -> datetime:
-    """When the launcher of this machine's ranks was started, which all of them find the same."""
+    """Return when the launcher of the ranks was started; all ranks find the same."""
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     status = Path(f"/proc/{os.getppid()}/stat")
     if not one_machine or "TORCHELASTIC_RUN_ID" not in os.environ or not status.exists():

@@ -186,7 +186,7 @@ def _longest_gap(lost: NDArray[np.bool_]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limits:
-    """Where the base began, a clear gain over that, and a value beyond which nothing is in order."""
+    """The base's first level, a clear gain over it, and an absurd value."""
 
     first: float
     clear: float

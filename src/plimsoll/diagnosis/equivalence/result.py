@@ -35,7 +35,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity(NotebookRepr):
-    """Whether the candidate trains as well as the base.
+    """Comparison of a candidate's training with that of the base.
 
     Attributes:
         verdict: "equivalent": the whole interval lies within the tolerance. "worse", "better": it lies beyond it.
@@ -87,7 +87,7 @@ class Parity(NotebookRepr):
 
     @property
     def is_no_worse(self) -> bool:
-        """Whether the candidate is known to be no worse than the tolerance allows."""
+        """True if the candidate is surely no worse than the tolerance allows."""
         worst = self.difference.high if self.better == "lower" else -self.difference.low
         return worst < self.tolerance
 
@@ -114,7 +114,7 @@ class Parity(NotebookRepr):
 
     @property
     def remaining(self) -> str:
-        """What would decide an undecided comparison; empty for a decided one."""
+        """The steps or runs that would decide; empty for a decided comparison."""
         if self.verdict != "undecided" or not self.steps:
             return ""
         ways = [counted(many, noun) for many, noun in ((self.more_steps, "more step"), (self.more_seeds, "more run"))

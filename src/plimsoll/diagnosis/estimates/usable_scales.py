@@ -93,13 +93,16 @@ class Scales:
 
     @property
     def one_serves(self) -> bool:
-        """Whether one scale works for all layers at most of the last steps (a quarter of all)."""
+        """True if one scale works for all layers at most of the last steps.
+
+        The last steps are a quarter of all.
+        """
         recent = slice(-(-3 * self.low.shape[1] // 4) - 1, None)
         return bool(np.median(_known(self.need[recent] - self.room[recent], 1.0)) <= 0)
 
     @property
     def each_serves(self) -> bool:
-        """Whether each layer has a scale that works for it at most of the last steps."""
+        """True if each layer has a scale that works for it at most of the last steps."""
         recent = slice(-(-3 * self.low.shape[1] // 4) - 1, None)
         gaps = _over_layers(np.fmax, self.low[:, recent] - self.high[:, recent])
         return bool(np.median(_known(gaps, 1.0)) <= 0)

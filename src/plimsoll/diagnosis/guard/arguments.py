@@ -58,7 +58,7 @@ def check_arguments(
 def training_of(
     watch: Watch, loop: Any, scaler: Any, checkpoint: "Mapping[str, Stateful] | None", kept: int
 ) -> Training:
-    """What the guard works on; raises `ArgumentError` where its parts do not belong together."""
+    """Return the guard's training; raise `ArgumentError` where its parts conflict."""
     access = watch.beside
     if loop is not None:
         _check_loop(loop, scaler, access.model)

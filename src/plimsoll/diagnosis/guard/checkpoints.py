@@ -17,10 +17,10 @@ from plimsoll.watch.companion import WatchAccess
 
 
 class Stateful(Protocol):
-    """What can be saved and put back."""
+    """An object whose state can be saved and restored."""
 
     def state_dict(self) -> Any:
-        """What is to be saved."""
+        """Return the state to save."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> Any:
@@ -61,7 +61,7 @@ class CheckpointStore:
         return [saved.step for saved in self._saved]
 
     def parts(self) -> dict[str, Stateful]:
-        """What is saved, by name."""
+        """Return the parts that are saved, by name."""
         if self._given is not None:
             return self._given
         loop = self._loop()
@@ -130,7 +130,7 @@ class CheckpointStore:
         return given
 
     def _broken(self) -> str | None:
-        """What is not finite in the weights; waits for the device."""
+        """Return the weight that is not finite, in words; waits for the device."""
         model: Any = self._access.model
         for name, parameter in () if model is None else model.named_parameters():
             known = parameter.is_floating_point() and parameter.element_size() > 1  # torch cannot ask this of 8 bits

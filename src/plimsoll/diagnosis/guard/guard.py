@@ -121,12 +121,12 @@ class Guard:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What the latest look found."""
+        """The findings of the latest look."""
         return self._looks[-1].findings if self._looks else ()
 
     @property
     def dry_run(self) -> bool:
-        """Whether it only says what it would do."""
+        """True if the guard only reports its actions."""
         return self._dry_run
 
     @property
@@ -136,7 +136,7 @@ class Guard:
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
+        """True if the guard has ended."""
         return self._closed
 
     # -- what a user calls ---------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Guard:
             self._checker.ask(step - 1)
 
     def _decision(self, step: int) -> Order | None:
-        """What to do about what was seen since the last step, if anything was."""
+        """Return the order for the last look since the previous step, if any."""
         look, self._asked = self._asked or self._checker.take(), None
         if look is None:
             return None

@@ -1,4 +1,4 @@
-"""How the ranks of one training act alike: rank 0 decides, and the others follow at an agreed step."""
+"""Common actions of a training's ranks: rank 0 decides, all act at one step."""
 
 import threading
 import time
@@ -46,7 +46,7 @@ class ManyRanks:
         self._link = StoreChannel(f"{path}#guard", rank)
 
     def agree(self, order: Order | None) -> Order | None:
-        """What rank 0 has decided; all ranks call it at the same step."""
+        """Return rank 0's decision; all ranks call it at the same step."""
         text = b"" if order is None else order.encoded()
         size = torch.tensor([len(text)], dtype=torch.int64)
         torch.distributed.broadcast(size, 0, group=self._group)
@@ -73,7 +73,10 @@ class ManyRanks:
 
 
 def ranks_of(path: Path, rank: int, world: int) -> SingleRank | ManyRanks:
-    """What agrees; raises `ArgumentError` where there are several ranks and nothing that connects them."""
+    """Return the agreement of this run's ranks.
+
+    Raises `ArgumentError` where there are several ranks and nothing connects them.
+    """
     if world == 1:
         return SingleRank()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():

@@ -197,7 +197,7 @@ def _operands(kind: str, operands: tuple[Operand, ...]) -> list[str]:
 
 
 def held_by(s: Spectrum) -> str:
-    """What a tensor holds, in few words."""
+    """Return a tensor's contents in few words."""
     parts: list[str] = []
     if s.absmax > 0:
         low, high = math.log2(s.absmin), math.log2(s.absmax)

@@ -64,7 +64,7 @@ def source_of(place: Place) -> Source | None:
 
 
 def label(reached: NonfiniteResult, names: Names) -> str:
-    """What was reached, in words."""
+    """Return the name of the result that was reached."""
     if reached.what != "gradient":
         return reached.what
     name = None if reached.owner is None else names.of(reached.owner)
@@ -143,7 +143,7 @@ def _flush(origin: Origin) -> str:
 
 
 def _made(origin: Origin) -> str:
-    """What an operation did that gave NaN or Inf."""
+    """Describe how an operation gave NaN or Inf."""
     special = _SPECIAL.get(origin.facts.base)
     said = special(origin) if special is not None else None
     if said is not None:
@@ -157,7 +157,7 @@ def _made(origin: Origin) -> str:
 
 
 def _is_overflow(origin: Origin) -> bool:
-    """Whether a wider format, or one still wider, would hold the result."""
+    """Return True if a wider format would hold the result."""
     if origin.facts.base in _STEEP and all(math.isfinite(value) for value in origin.at.values()):
         return True
     return origin.expected is not None and math.isfinite(origin.expected)

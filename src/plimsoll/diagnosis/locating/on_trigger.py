@@ -68,7 +68,10 @@ def locate_on_trigger(
 
 
 class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
-    """What `locate_on_trigger` returns: call it in the place of the function. `faults` has what was found so far."""
+    """The return value of `locate_on_trigger`, called in the function's place.
+
+    `faults` has those found so far.
+    """
 
     def __init__(
         self,

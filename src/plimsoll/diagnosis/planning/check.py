@@ -87,7 +87,7 @@ class PlanCheck(NotebookRepr):
 
     @property
     def ok(self) -> bool:
-        """Whether the plan holds."""
+        """True if the plan holds."""
         return not self.unknown and all(row.ok for row in self.rows)
 
     @property

@@ -1,4 +1,4 @@
-"""Whether a module can compute in a format, and its losses there, by recorded values.
+"""Fit of a format to a module, and its losses there, by recorded values.
 
 The cast values depend on the format. FP16, BF16 and wider are torch's own dtypes: operands and results of a product are
 rounded to them. So are gradients, which all carry only the loss scale. Narrower formats are cast at the operands of

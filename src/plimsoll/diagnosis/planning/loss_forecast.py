@@ -108,7 +108,10 @@ class Forecast:
 
     @property
     def possible(self) -> bool:
-        """Whether the run has what a prediction needs: losses, and all tensors of a module."""
+        """True if the run has what a prediction needs.
+
+        That is losses, and all tensors of a module.
+        """
         return self.loss > 0 and bool(self._sizes)
 
     @cached_property
@@ -119,7 +122,7 @@ class Forecast:
 
     @cached_property
     def slope(self) -> float:
-        """How much the loss fell with the logarithm of the steps, over their last half."""
+        """Fall of the loss with the logarithm of the steps, over their last half."""
         steps, losses = self._losses
         late = steps >= (steps[-1] + 1) / 2
         if late.sum() < 3:

@@ -46,7 +46,7 @@ class Window:
 
     @property
     def bounded(self) -> bool:
-        """Whether there were values to hold."""
+        """True if there were values to hold."""
         return self.high < _NEVER
 
 

@@ -36,7 +36,7 @@ def threshold(default: float, source: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EvidenceItem:
-    """How one value of a finding's evidence is labelled and written.
+    """Label and unit of one value of a finding's evidence.
 
     Attributes:
         label: Its name for readers. Default: the key, with spaces and a capital.
@@ -97,7 +97,7 @@ class FindingContext:
 
     @property
     def is_single(self) -> bool:
-        """Whether the finding has exactly one location."""
+        """True if the finding has exactly one location."""
         return len(self.finding.where) == 1
 
     @property

@@ -226,7 +226,10 @@ class LossSpike(Rule):
     # the rise lasted, far above the first losses; or it is on its way back from there; or spikes grow. Everything else
     # is a note.
     def _judged(self, loss: Floats, rise: Rise, broken: bool = False) -> _Judged:
-        """How grave a rise is; `broken`: what came after the record's last finite loss is NaN or Inf."""
+        """Return the severity of a rise.
+
+        `broken`: the values after the record's last finite loss are NaN or Inf.
+        """
         began = beginning(loss)
         unit = _unit(began)
         far = rise.height > began + self.beyond * unit
@@ -266,7 +269,10 @@ class LossSpike(Rule):
         return [_Judged(rise=rise, severity="warning" if improves else "alarm", course="never learned")]
 
     def _grow(self, loss: Floats, found: list[Rise]) -> bool:
-        """Whether many spikes reach ever farther beyond the noise, and the last one is worse than untrained."""
+        """Return True if many spikes grow, and the last is worse than untrained.
+
+        They reach ever farther beyond the noise.
+        """
         began = beginning(loss)
         small = 0.01 * _unit(began)  # losses of before may all be zero
         heights = np.array(

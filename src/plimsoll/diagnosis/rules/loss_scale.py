@@ -331,13 +331,16 @@ def _known_scale(view: View) -> tuple[Ints, Floats]:
 
 
 def _settled(scale: Floats, samples: int) -> int | None:
-    """Where the scale has first stayed the same for so many samples: the first of them."""
+    """Return the first of so many samples in which the scale first stays the same."""
     spans = stretches(np.diff(scale) == 0, samples - 1) if len(scale) >= samples else []
     return spans[0][0] if spans else None
 
 
 def _fallen(steps: Ints, scale: Floats, begin: int, window: float) -> Floats:
-    """How many binades below its highest value of the last `window` steps the scale lies, from `begin` on."""
+    """Return the binades by which the scale lies below its recent highest value.
+
+    That is the highest of the last `window` steps, from `begin` on.
+    """
     result, known = np.zeros(len(scale)), steps.tolist()
     for i in range(begin + 1, len(scale)):
         if scale[i] < scale[i - 1]:
@@ -357,7 +360,7 @@ def _start_of_fall(scale: Floats, at: int, begin: int) -> int:
 
 
 def _within(holds: Mask, window: int) -> Ints:
-    """How many of the last `window` values hold, at each place."""
+    """Return, at each place, how many of the last `window` values hold."""
     running = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(holds, dtype=np.int64)])
     ends = np.arange(1, len(running))
     return running[ends] - running[np.maximum(ends - window, 0)]
@@ -365,7 +368,7 @@ def _within(holds: Mask, window: int) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """What to do, as the end of a sentence, and why."""
+    """A remedy, as the end of a sentence, and its reason."""
 
     action: str
     reason: str

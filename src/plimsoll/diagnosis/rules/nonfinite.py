@@ -239,7 +239,7 @@ def _overflow_first(view: View, since: int) -> bool:
 
 
 def _of_loss(names: list[str]) -> str:
-    """Where a loss broke though all outputs were finite, or all up to the last that was left to be looked at."""
+    """Return where a loss broke although all outputs that were seen are finite."""
     return f"the loss or what follows {names[0]}" if names else "the loss, of outputs that were finite"
 
 

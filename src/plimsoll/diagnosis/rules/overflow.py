@@ -98,7 +98,10 @@ class OverflowAhead(Rule):
         yield self.finding("warning", spots, evidence, until_step=until, collection=cells.collection, meaning=meaning)
 
     def _comes(self, cells: Cells, distance: Floats) -> bool:
-        """Whether values still come nearer in the second half of the record, fast enough to arrive within it again."""
+        """Return True if values still approach, and would arrive within a record's length.
+
+        The trend is that of the second half of the record.
+        """
         known = np.flatnonzero(~np.isnan(distance))
         half = known[len(known) // 2 :] if len(known) >= 2 * _FEW else known
         rise = trend(cells.steps[half], -distance[half])

@@ -134,7 +134,7 @@ class Cells:
 
     @cached_property
     def recorded(self) -> NDArray[np.bool_]:
-        """Whether there is a row, by layer and step."""
+        """True where there is a row, by layer and step."""
         is_recorded = np.zeros(self.shape, dtype=bool)
         is_recorded.ravel()[self.cell] = True
         return is_recorded

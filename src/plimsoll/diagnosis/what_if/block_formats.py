@@ -1,4 +1,4 @@
-"""What-if for block formats, from the block records of a run."""
+"""Block formats in what-if tables, from the block records of a run."""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How values differ from a reference, on the CPU: one pass over both.
+"""Differences of values from a reference, on the CPU: one pass over both.
 
 Blocks of 1,024 pairs. A first loop over bits says whether there are zeros, which are counted, and NaN or Inf, whose
 pairs are left out. A second one subtracts and sums in float64, in vectors. The largest error is that of the difference

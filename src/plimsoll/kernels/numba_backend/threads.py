@@ -77,7 +77,10 @@ def run(tasks: Sequence[Callable[[], None]]) -> None:
 
 
 def _is_flushing() -> bool:
-    """Whether this thread takes subnormal numbers for zero (`torch.set_flush_denormal`)."""
+    """Return True if this thread takes subnormal numbers for zero.
+
+    See `torch.set_flush_denormal`.
+    """
     return _smallest == 0.0
 
 

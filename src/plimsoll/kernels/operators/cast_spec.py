@@ -96,5 +96,8 @@ class CastArguments(NamedTuple, Generic[Spec]):
 
     @property
     def scaled(self) -> bool:
-        """Whether there is a scale other than 1; one in a tensor counts, since its value is not known here."""
+        """True if there is a scale other than 1.
+
+        One in a tensor counts, since its value is not known here.
+        """
         return self.scale_tensor is not None or self.scale != 1.0

@@ -17,12 +17,12 @@ _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether the values fill one stretch of memory, in whatever order."""
+    """Return True if the values fill one stretch of memory, in any order."""
     return x.is_contiguous() or _is_dense(x)
 
 
 def alike(*tensors: Tensor) -> bool:
-    """Whether tensors of one shape are dense and hold their values in the same order."""
+    """Return True if tensors of one shape are dense and in the same memory order."""
     if all([x.is_contiguous() for x in tensors]):  # noqa: C419  (a list is twice as fast as a generator here)
         return True
     first = tensors[0]

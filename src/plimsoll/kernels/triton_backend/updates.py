@@ -121,7 +121,7 @@ def _difference(before, after, WIDE: tl.constexpr):
 
 @triton.jit
 def _same(before, after, WIDE: tl.constexpr):
-    """Whether two values are the same: in their bits, or both zero, or both NaN."""
+    """Return true if two values are equal in bits, or both zero, or both NaN."""
     least = tl.minimum(magnitude_of(before, WIDE), magnitude_of(after, WIDE))
     if WIDE:
         infinity = tl.full((), 0x7FF0000000000000, tl.int64)

@@ -35,7 +35,7 @@ class LocalErrors:
 
     @property
     def is_none(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return not any(bool(e.any()) for e in (*self.forward, *self.backward))
 
     @property

@@ -37,7 +37,7 @@ class BlameRow(NotebookRepr):
 
     @property
     def is_bias(self) -> bool | None:
-        """Whether bias is surely there, and more of the contribution than noise. None: not asked."""
+        """True if bias is surely there and outweighs noise. None: not asked."""
         if self.bias is None or self.noise is None:
             return None
         return self.bias.low > 0 and self.bias.estimate > self.noise

@@ -48,7 +48,7 @@ class _Part:
 
 
 class Blamer:
-    """What `ErrorReport.blame` calls."""
+    """The function behind `ErrorReport.blame`."""
 
     def __init__(
         self, root: "weakref.ref[nn.Module]", closures: Sequence[Closure], wide: torch.dtype, size: float

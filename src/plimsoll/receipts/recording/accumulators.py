@@ -69,7 +69,7 @@ def _allows(answer: Any) -> bool:
 
 
 class Arithmetic(NamedTuple):
-    """How a product is computed."""
+    """Arithmetic of a product: its operands' format and its accumulators."""
 
     multiplied: str | None = None  # format that FP32 operands are rounded to; None: they are not
     accumulate: str | None = None  # None: unknown

@@ -54,7 +54,7 @@ class Forward(NamedTuple):
 
 
 class Observation:
-    """What an operation reads, and after it has run, what it has made of that."""
+    """An operation's inputs and, after it has run, its results."""
 
     def __init__(self, recorder: "Recorder", facts: Facts, given: Mapping[str, Any]) -> None:
         self._recorder, self._facts, self._given = recorder, facts, given
@@ -116,7 +116,10 @@ class Observation:
         return thread_frame.current() is not None and thread_frame.local.bypassed
 
     def _is_internal(self) -> bool:
-        """Whether it is a cast that an emulation makes around an operation of its own, and no cast of the step."""
+        """Return True for a cast that an emulation makes around its own operation.
+
+        It is no cast of the step.
+        """
         if self._kind != "cast":
             return False
         if self._backward and self._forward is not None and self._forward.internal:
@@ -207,7 +210,7 @@ class Observation:
         return "autocast" if listed and self._is_autocasting() else "operation"
 
     def _is_autocasting(self) -> bool:
-        """Whether torch's autocast is around it, or was around what a checkpoint runs again."""
+        """Return True if torch's autocast is active, or was around recomputed code."""
         return thread_frame.nesting() > 0 and (not self._backward or self._place.recomputing)
 
     def _entry(self, operands: list[Tensor], output: str) -> Entry:
@@ -392,7 +395,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _is_elsewhere(self) -> bool:
-        """Whether the call is none of the step's: it belongs to a compiler, to compiled code, or to another process."""
+        """Return True if the call is not one of the step's.
+
+        It then belongs to a compiler, to compiled code, or to another process.
+        """
         if not self.recording or self.inside_compiled or self._process != os.getpid():
             return True
         return cast("Any", torch)._guards.TracingContext.try_get() is not None  # noqa: SLF001

@@ -127,7 +127,7 @@ def _own(scales: Scales, columns: Columns, focus: Sequence[str]) -> list[Trace]:
 
 
 def _extremes(scales: Scales) -> str:
-    """Which layers set the bounds."""
+    """Return the layers that set the bounds."""
     (needs, low), (first, high) = scales.bounding
     return (
         f"{safe(layer_name(needs), 32)} needs {power(low)}, {safe(layer_name(first), 32)} overflows above {power(high)}"

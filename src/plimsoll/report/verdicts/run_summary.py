@@ -135,7 +135,7 @@ def median_loss(losses: Floats) -> float | None:
 
 
 def jsonable(value: object) -> object:
-    """What a manifest held, with the numbers that JSON has no form for as their names."""
+    """Return a manifest's value, with numbers unknown to JSON replaced by names."""
     if isinstance(value, Mapping):
         return {str(k): jsonable(v) for k, v in _mapping(value).items()}  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(value, list | tuple):

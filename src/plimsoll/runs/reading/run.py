@@ -227,13 +227,18 @@ class Run:
 
     @property
     def closed(self) -> bool:
-        """Whether every rank's writer has closed the run. False while one is alive, or after it was killed."""
+        """True if every rank's writer has closed the run.
+
+        False while one is alive, or after it was killed.
+        """
         manifests = self._folder.manifests
         return len(manifests) >= self.world_size and all(m.get("closed") for m in manifests.values())
 
     @property
     def was_abandoned(self) -> bool:
-        """Whether a writer ended without closing the run: its process was killed, or its machine failed.
+        """True if a writer ended without closing the run.
+
+        Its process was killed, or its machine failed.
 
         A writer on another machine counts as alive.
         """

@@ -85,7 +85,7 @@ class Buffer:
 
     @property
     def is_full(self) -> bool:
-        """Whether to write now. After a failed attempt only newer records count."""
+        """True if it is time to write. After a failed attempt only newer records count."""
         return self._bytes - self._tried_bytes >= min(_FULL_BYTES, self._bound // 2)
 
     def add_spectra(self, step: int, columns: Table) -> None:

@@ -60,7 +60,7 @@ def _kept_names(kind: type) -> tuple[str, ...]:
 
 
 def is_scaled_by(root: Tensor, scale: Tensor) -> bool:
-    """Whether the tensor was computed from a product with this very scale, not far behind."""
+    """Return True if the tensor was computed from a recent product with `scale`."""
     for count, node in enumerate(_nodes([root])):
         if count == _NEAREST:
             return False

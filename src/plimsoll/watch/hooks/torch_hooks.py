@@ -335,7 +335,10 @@ def _put(owner: Any, name: str, ours: object, original: object, undo: list[Calla
 
 
 def _acts(scaler: Any) -> bool:
-    """Whether a scaler scales: one with `enabled=False` only passes on, and its scale of 1 says nothing of the step."""
+    """Return True if the scaler scales.
+
+    One with `enabled=False` only passes on, and its scale of 1 says nothing of the step.
+    """
     enabled = getattr(scaler, "is_enabled", None)
     return not callable(enabled) or bool(enabled())
 

@@ -75,14 +75,14 @@ class Parameters:
         self.nonfinite: dict[torch.device, Tensor] = {}
 
     def owns(self, optimizer: Any) -> bool:
-        """Whether the optimizer has parameters of the model."""
+        """Return True if the optimizer has parameters of the model."""
         params = list(parameters_of(optimizer))
         self._meet(params)  # `fully_shard` puts others in the place of those that were there
         names = self._names  # another thread may replace them
         return any(id(p) in self._members and id(p) in names and names[id(p)][0]() is p for p in params)
 
     def takes_over(self, optimizer: Any) -> bool:
-        """Whether it has parameters of an optimizer that is read, or that are new in the model."""
+        """Return True if it has parameters of a read optimizer, or new ones of the model."""
         return not self.ids_of(optimizer).isdisjoint(self._owned | self._late)
 
     def adopt(self, optimizer: Any) -> None:
@@ -145,7 +145,7 @@ class Parameters:
     # that clipping takes, or a few small gradients. A NaN that arises in a backward spreads to the gradients of all
     # layers before it. On other devices all are counted at every step, which the training does not wait for.
     def _seem_finite(self, known: _Steered) -> bool:
-        """Whether nothing speaks for NaN or Inf in the gradients of an optimizer on a CPU."""
+        """Return True if nothing indicates NaN or Inf in a CPU optimizer's gradients."""
         if self.suspect:
             return False
         grads = [_inner(g) for p in known.probed if (g := p.grad) is not None]
@@ -214,7 +214,7 @@ class Parameters:
 
     @property
     def _counts(self) -> bool:
-        """Whether non-finite gradient values are recorded."""
+        """True if non-finite gradient values are recorded."""
         return "nonfinite" in self.core.settings.recorder
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -353,7 +353,10 @@ class Parameters:
         return leaves_of(roots).keys() & self._members.keys()
 
     def reach(self, roots: list[Tensor]) -> Literal["ours", "both", "others", "unknown"]:
-        """Whose parameters a backward from these tensors reaches; unknown where none is seen."""
+        """Return the owner of the parameters that a backward from `roots` reaches.
+
+        "unknown" where no parameter is seen.
+        """
         reached = {key for key, leaf in leaves_of(roots).items() if isinstance(leaf, nn.Parameter)}
         ours = reached & {key for key, _ in self.members()}
         # FSDP's graphs have other tensors in the parameters' place, and re-entrant checkpoints hide theirs.
@@ -362,7 +365,7 @@ class Parameters:
         return ("ours" if ours == reached else "both") if ours else "others"
 
     def are_sharded(self) -> bool:
-        """Whether FSDP holds the parameters, or they are parts of distributed ones."""
+        """Return True if FSDP holds the parameters, or they are parts of distributed ones."""
         if self.core.ranks.world == 1:
             return False
         model = self.core.model()

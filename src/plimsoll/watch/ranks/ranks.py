@@ -62,23 +62,26 @@ class Ranks:
         return before != self.as_json()
 
     def shared(self, collection: str) -> bool:
-        """Whether what ranks record of a plain tensor is to be added up without a second look."""
+        """Return True if the ranks' records of a plain tensor are simply added up."""
         return self.world == 1 or (collection not in PARAMETERS and self.data_parallel == self.world)
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank records the parameter, and what belongs to it."""
+        """Return True if this rank records the parameter, and what belongs to it."""
         return id(parameter) not in self._elsewhere
 
     @property
     def counts_plain(self) -> bool:
-        """Whether non-finite values of plain gradients count here: beside DTensors these are replicas, counted once."""
+        """True if non-finite values of plain gradients count on this rank.
+
+        Beside DTensors plain gradients are replicas, which are counted once.
+        """
         if self.mesh is None or self.wrapper is not None:
             return True
         return not any(cast("Iterable[int]", self.mesh["coordinate"] or ()))
 
     @property
     def alone(self) -> bool:
-        """Whether activation gradients are those of the whole batch as they are."""
+        """True if activation gradients are those of the whole batch as they are."""
         return self.data_parallel == self.microbatches == 1
 
     @property
@@ -166,7 +169,10 @@ def _widest_mesh(model: nn.Module) -> Any:
 
 
 def _is_replica(p: Any, widest: Any) -> bool:
-    """Whether p lies along some of the mesh's dimensions, and this is not the first rank along the others."""
+    """Return True if p is a replica, whose first copy is on another rank.
+
+    It then lies along only some of the mesh's dimensions, and this is not the first rank along the others.
+    """
     names, mine = widest.mesh_dim_names, getattr(getattr(p, "device_mesh", None), "mesh_dim_names", None)
     coordinate = widest.get_coordinate()
     if not names or not mine or coordinate is None or not set(mine) < set(names):

@@ -63,7 +63,7 @@ class StoreChannel:
         return _asked(lambda: int(self._store.add("sent", 0)))
 
     def is_there(self, rank: int, number: int) -> bool:
-        """Whether a message lies there still."""
+        """Return True if the message is still in the store."""
         return _asked(lambda: bool(self._store.check([f"{rank}/{number}"])))
 
     def take(self, rank: int, number: int) -> bytes | None:
@@ -233,7 +233,7 @@ class Outbox:
             self._own.replace_from(step)
 
     def is_due(self) -> bool:
-        """Whether the rank's own folder is due to be flushed."""
+        """Return True if the rank's own folder is due to be flushed."""
         return self._own is not None and self._own.is_due()
 
     def compact(self, *, closing: bool = False) -> None:

@@ -34,11 +34,14 @@ class DataParallel:
 
     @property
     def averages(self) -> bool:
-        """Whether the present backward averages gradients: not where the script adds several up first."""
+        """True if the present backward averages gradients.
+
+        It does not where the script adds several up first.
+        """
         return self._wrapper is None or bool(self._wrapper.require_backward_grad_sync)
 
     def agrees(self, *, able: bool) -> bool:
-        """Whether all ranks are able; all must ask."""
+        """Return True if all ranks are able; all must ask."""
         import torch.distributed as dist
 
         answer = torch.tensor([float(able)], device=self._device)

@@ -89,7 +89,7 @@ class GradientErrors:
         return expected, self._rows.pop(name, None), is_left
 
     def _has_hooks(self, name: str, p: Tensor) -> bool:
-        """Whether the user's hooks may have changed the real gradient."""
+        """Return True if the user's hooks may have changed the real gradient."""
         if getattr(p, "_backward_hooks", None):
             self.core.say(
                 "shadow", f"the gradient of {name} is not compared: it has hooks of its own", once=f"hooks {name}"

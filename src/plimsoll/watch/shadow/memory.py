@@ -1,4 +1,4 @@
-"""Whether there is room for a twin: the bytes that it needs, and those that are free."""
+"""The bytes that a twin needs, and the bytes that are free."""
 
 import os
 from collections.abc import Iterable

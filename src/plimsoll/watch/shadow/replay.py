@@ -33,7 +33,7 @@ _NARROWING = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tenso
 
 
 def is_narrow(dtype: torch.dtype, wide: torch.dtype = torch.float32) -> bool:
-    """Whether it is a floating dtype of fewer bits than `wide`."""
+    """Return True for a floating dtype of fewer bits than `wide`."""
     return dtype.is_floating_point and dtype.itemsize < wide.itemsize
 
 
@@ -155,12 +155,12 @@ def as_it_was(autocast: Mapping[str, tuple[bool, torch.dtype]]) -> Generator[Non
 
 
 def autocast_of(devices: Iterable[torch.device]) -> dict[str, tuple[bool, torch.dtype]]:
-    """Whether autocast is on, and its dtype, for each kind of device."""
+    """Return autocast's state and its dtype for each kind of device."""
     return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds(devices)}
 
 
 def draws_by_dtype(devices: Iterable[torch.device]) -> bool:
-    """Whether some device's dropout depends on the dtype."""
+    """Return True if dropout depends on the dtype on one of the devices."""
     return any(device.type not in ALIKE for device in devices)
 
 

@@ -23,7 +23,7 @@ class RandomState:
         self.states = {device: state_of(device) for device in places}
 
     def matches(self, other: "RandomState") -> bool:
-        """Whether torch's generators are in the same state."""
+        """Return True if torch's generators are in the same state."""
         return all(torch.equal(state, other.states[device]) for device, state in self.states.items())
 
     def restore(self) -> None:
@@ -89,5 +89,5 @@ class Dropouts(TorchFunctionMode):
 
 
 def is_dropout(func: Any, kwargs: Any) -> bool:
-    """Whether a call drops anything."""
+    """Return True if a call drops anything."""
     return func is functional.dropout and bool(kwargs.get("training", True))

@@ -94,7 +94,7 @@ class Shadow:
 
     @property
     def due(self) -> bool:
-        """Whether the present step has a shadow."""
+        """True if the present step has a shadow."""
         return self.core.open and self.core.settings.shadows(self.core.step)
 
     # -- the real step -------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class Shadow:
             self._gradients.note(root)
 
     def _all_able(self) -> bool:
-        """Whether this step can be repeated, on all ranks."""
+        """Return True if this step can be repeated, on all ranks."""
         if self._ranks is not None and not self._ranks.agrees(able=self._reason is None):
             self._reason = self._reason or "another rank could not repeat its part"
         return self._reason is None

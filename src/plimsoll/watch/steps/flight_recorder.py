@@ -45,7 +45,7 @@ class StepScalars:
     skipped: float | DeviceValue | None = None
 
     def ready(self) -> bool:
-        """Whether all are known without waiting."""
+        """Return True if all values are known without waiting."""
         known = (self.loss, self.scale, self.nonfinite, self.skipped, *self.other_losses.values())
         return all(ready(value) for value in known)
 

@@ -65,7 +65,7 @@ class Losses:
         self._running = _Running(Loss(value, set()), now, roots)
 
     def backward_ends(self) -> bool:
-        """Whether the backward has left gradients of ours that no optimizer has stepped on."""
+        """Return True if the backward left gradients that no optimizer has stepped on."""
         running, self._running = self._running, None
         if running is None:
             return False
@@ -89,7 +89,7 @@ class Losses:
         return bool(changed)
 
     def _may_come_later(self, roots: list[Tensor]) -> bool:
-        """Whether a backward that has changed no gradient of ours may have been for them."""
+        """Return True if a backward that changed no gradient may have been for ours."""
         # The graph is asked only until a loss was found in gradients: from then on it is another model's backward.
         # FSDP sets gradients after a pipeline's backwards, so a backward does not show which ones are its own.
         return self._parameters.are_sharded() or (not self._placed and self._parameters.reach(roots) != "others")
@@ -155,7 +155,10 @@ class Losses:
         self.others_step()
 
     def are_used(self) -> bool:
-        """Whether gradients that hold losses were dropped or changed since the last backward."""
+        """Return True if gradients that hold losses were dropped or changed.
+
+        Compares with the gradients after the last backward.
+        """
         now = self._parameters.gradient_marks()
         return any(now.get(key) != self._after.get(key) for loss in self._waiting for key in loss.holders)
 

@@ -282,7 +282,7 @@ class GraphNames:
 
     @property
     def has_new(self) -> bool:
-        """Whether the forward differs from those that were learned."""
+        """True if the forward differs from those that were learned."""
         return bool(self._outputs) and self._forward not in self._learned
 
     @property

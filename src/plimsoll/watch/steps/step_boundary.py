@@ -435,7 +435,10 @@ class Steps(torch_hooks.TrainingEvents):
         )
 
     def _trains_in_eval_mode(self, taps: Taps) -> bool:
-        """Whether a step has come of forwards in eval mode alone, which looked like evaluation till then."""
+        """Return True if a step has come of forwards in eval mode alone.
+
+        Such forwards looked like evaluation until then.
+        """
         stepped = self._ended and taps.saw_eval_forward and self.parameters.backwards
         if stepped and not self._trained_forwards and not taps.takes_eval_forward:
             taps.takes_eval_forward = True

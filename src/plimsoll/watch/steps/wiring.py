@@ -371,7 +371,10 @@ class Wiring(torch_hooks.TrainingEvents):
             )
 
     def _gradients_are_broken(self) -> bool:
-        """Whether a gradient holds NaN or Inf, for which a script may skip its steps; waits for the device, once."""
+        """Return True if a gradient holds NaN or Inf; waits for the device, once.
+
+        For these a script may skip its steps.
+        """
         model = self.core.model()
         gradients = [] if model is None else [p.grad.detach() for p in model.parameters() if p.grad is not None]
         return any(not bool(torch.isfinite(g).all()) for g in gradients if g.layout == torch.strided and not g.is_meta)

@@ -45,7 +45,7 @@ def inlined_only(*hooks: Callable[..., Any]) -> None:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
+    """Return True if a CUDA graph is being captured on the current stream."""
     return _BUILT and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -95,7 +95,7 @@ class CompiledTaps:
 
     @property
     def in_use(self) -> bool:
-        """Whether code was compiled, or a CUDA graph captured, with taps in it."""
+        """True if code was compiled, or a CUDA graph captured, with taps in it."""
         return self.captured or any(sites.names for sites in self.sites.values())
 
     def seal(self) -> None:
@@ -152,7 +152,7 @@ class CompiledTaps:
         _remember(self.number, site)
 
     def _also(self, name: str, x: Tensor, *, tapped: bool) -> bool:
-        """Whether the tensor has such a site already, which is its under this name too from now on."""
+        """Return True if the tensor has a site, which is now listed under this name too."""
         _look_at(x)
         return _also(self.number, name, str(x.device), tapped)
 

@@ -1,4 +1,4 @@
-"""What an action is to a guard: `GuardAction`; and what all of them work on: `Training`."""
+"""The base class of actions, `GuardAction`, and the state they share, `Training`."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -64,14 +64,14 @@ class GuardAction(ABC):
 
     @abstractmethod
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:
-        """What exactly is to be done about a finding, or why it cannot be; on the rank that decides."""
+        """Return the order for a finding, or why there is none; on the deciding rank."""
 
     @abstractmethod
     def carry_out(self, order: Order) -> None:
         """Does it; on every rank."""
 
     def handled(self, finding: Finding) -> bool:  # noqa: ARG002  (what those that hold say)
-        """Whether what it has done takes care of a finding, though that is there still."""
+        """Return True if a past action takes care of a finding that still holds."""
         return False
 
     def between(self) -> None:

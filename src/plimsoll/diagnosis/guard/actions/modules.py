@@ -114,7 +114,10 @@ class ToBF16(GuardAction):
 
 
 class Clamp(GuardAction):
-    """What modules return is held to FP16's largest value; gradients pass, so that training can bring it down."""
+    """Clamp the modules' outputs to FP16's largest value.
+
+    Gradients pass, so that training can bring the outputs down.
+    """
 
     action = "clamp"
 

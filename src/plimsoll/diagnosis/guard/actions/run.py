@@ -60,7 +60,7 @@ class Rollback(GuardAction):
     action = "rollback"
 
     def refusal(self) -> str | None:
-        """What would be saved must be all that there is."""
+        """Return why not all that is there would be saved; None if it would."""
         return self.training.keeper.refusal()
 
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
@@ -119,7 +119,10 @@ def html_writer() -> Callable[[Path, Path], object]:
 
 
 def reporting(given: "str | Path | Callable[[Path], object]") -> Callable[[Path], object]:
-    """What writes a report of a run: the function itself, or one that writes HTML to the path."""
+    """Return the function that writes a report of a run.
+
+    It is the given function, or one that writes HTML to the path.
+    """
     if callable(given):
         return given
     target = Path(given)

@@ -17,7 +17,7 @@ _LOWEST, _HIGHEST = 2.0**-14, 2.0**64  # for scalers without bounds of their own
 
 
 class LossScale(GuardAction):
-    """What raising and lowering share."""
+    """Base of the actions that raise and lower the loss scale."""
 
     def refusal(self) -> str | None:
         """Return why the scaler's scale cannot be set to last; None if it can."""

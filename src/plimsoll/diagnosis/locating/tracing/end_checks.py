@@ -1,4 +1,4 @@
-"""What must be finite in the end: the loss, the gradients, and what a step leaves behind."""
+"""Checks at the end: the loss, the gradients and the lasting state are finite."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

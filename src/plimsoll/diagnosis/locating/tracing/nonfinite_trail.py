@@ -1,4 +1,4 @@
-"""Where values that are not finite came from, and which memory they have reached.
+"""Origins of values that are not finite, and the memory that they have reached.
 
 An *origin* is an operation whose output is not finite although nothing that it read was, or memory that was so before
 the closure began. Whatever reads such memory and is not finite itself inherits its origins, so that the loss and the
@@ -84,7 +84,7 @@ class MemoryProvenance:
             self._keep(memory, x)
 
     def birth(self, memory: int) -> str | None:
-        """How the memory was made; None if it was there before the closure began."""
+        """Return how the memory was made; None if it is older than the closure's run."""
         return self._born.get(memory)
 
     def of(self, x: Tensor) -> frozenset[Origin]:

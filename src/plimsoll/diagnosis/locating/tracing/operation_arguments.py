@@ -28,7 +28,7 @@ def flat(given: Mapping[str, Any]) -> Named:
 
 
 def is_odd(value: Any) -> bool:
-    """Whether it is a number that is not finite."""
+    """Return True for a number that is not finite."""
     return isinstance(value, float) and not math.isfinite(value)
 
 

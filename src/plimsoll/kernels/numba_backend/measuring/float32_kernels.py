@@ -135,7 +135,7 @@ def _add_one_block(bits, n, row, room):
 
 @pasted
 def move_window(extremes, low, high, row, room):
-    """Whether values like a block's should be swept: the window moves to them then."""
+    """Return True if a block like this is swept; moves the window to its values."""
     state = room[0]
     if max(extremes[0], extremes[1]) >= np.uint32(_INF32) or not low + _LEAST_BINADES <= high < low + 32:
         return False

@@ -42,7 +42,10 @@ _MAGNITUDE, _SIGN, _NOTHING = 0x7FFF_FFFF, 0x8000_0000, 0xFFFF_FFFF
 
 
 def has_feature(name: str) -> bool:
-    """Whether code is compiled for a processor that has it: this one, or the one that Numba was told of."""
+    """Return True if code is compiled for a processor that has the feature.
+
+    That is this processor, or the one named in Numba's configuration.
+    """
     if config.CPU_NAME is not None or config.CPU_FEATURES is not None:
         return f"+{name}" in (config.CPU_FEATURES or "")
     return bool(llvmlite.binding.get_host_cpu_features().get(name))
@@ -115,7 +118,7 @@ class Vectors:
         return self.builder.and_(value, self.fill(_MAGNITUDE))
 
     def any(self, lanes: Any) -> Any:
-        """Whether any lane is true."""
+        """Return true if any lane is true."""
         bits = self.builder.bitcast(lanes, ir.IntType(LANES))
         return self.builder.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0))
 

@@ -27,7 +27,10 @@ _INF32, _INF64 = 0x7F80_0000, 0x7FF0_0000_0000_0000
 # and rounded from there.
 @inlined
 def _overflows(largest, inverse, variant):
-    """Whether the product of float32 magnitude bits is not finite as a float32 (-1), bfloat16 (0) or float16 (1)."""
+    """Return True if the product of float32 magnitude bits is not finite.
+
+    `variant` names the dtype: float32 (-1), bfloat16 (0) or float16 (1).
+    """
     if largest >= np.uint32(_INF32):
         return True
     product = as_uint32(as_float32(largest) * inverse) & np.uint32(0x7FFF_FFFF)

@@ -72,7 +72,7 @@ def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArgument
 
 
 def _straddles(x: Tensor) -> bool:
-    """Whether a pair of consecutive values may lie in two rows."""
+    """Return True if a pair of consecutive values may lie in two rows."""
     return x.shape[0] > 1 and x.shape[1] % 2 == 1
 
 

@@ -140,5 +140,8 @@ def processors(device: torch.device) -> int:
 
 
 def interpreted() -> bool:
-    """Whether the kernels of this process run in Triton's interpreter: decided when they were decorated."""
+    """Return True if this process's kernels run in Triton's interpreter.
+
+    Triton decides that when they are decorated.
+    """
     return not isinstance(measure_tensor, triton.JITFunction)
