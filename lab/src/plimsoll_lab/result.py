@@ -1,4 +1,4 @@
-"""What comes of an experiment: its trainings, its claims, and both as JSON."""
+"""Result of an experiment: its trainings, its claims, and both as JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What an experiment's own code gives back: its trainings, its claims, and sentences about what was found.
+    """Trainings, claims and sentences that an experiment's own code returns.
 
     `legend`: what the numbers in the table of trainings are of.
     """
@@ -81,7 +81,7 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        """Whether all claims hold; with none there is nothing that could."""
+        """True if there are claims and all hold."""
         return bool(self.measured.claims) and all(claim.holds for claim in self.measured.claims)
 
     def to_dict(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What experiments measure alike: ratios over seeds with bounds, gradients that were lost, a curve in a few numbers."""
+"""Statistics that experiments share: ratios with bounds, lost gradients, curves."""
 
 import math
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""What is known of experiments that were carried out: in a folder of results, or in the record that comes along."""
+"""Outcomes of experiments, in a folder of results or in the packaged record."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ RECORD = "recorded.json"  # in the package: how the experiments ended when they 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How an experiment ended.
+    """The outcome of an experiment.
 
     - `claims`: how many it has; `failed`: those that do not hold, as one line each.
     - `error`: why it was not carried out, empty where it was. `seconds`: how long it took.
@@ -38,7 +38,7 @@ class Outcome:
     rows: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict[str, "tuple[int, tuple[str, ...]]"])
 
     def of_row(self, row: str) -> "Outcome":
-        """What of it is of that row."""
+        """Return the part of the outcome that belongs to the row."""
         if not self.rows:
             return self
         claims, failed = self.rows.get(row, (0, ()))
@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether it was carried out, and all of its claims hold."""
+        """True if it was carried out, and all of its claims hold."""
         return not self.error and self.claims > 0 and not self.failed
 
     @property
@@ -60,7 +60,7 @@ class Outcome:
 
     @classmethod
     def of(cls, result: Result) -> "Outcome":
-        """How that one ended."""
+        """Return the outcome of the result."""
         claims = result.measured.claims
         return cls(
             experiment=result.experiment, claims=len(claims), failed=tuple(str(c) for c in claims if not c.holds),
@@ -70,7 +70,7 @@ class Outcome:
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> "Outcome":
-        """What `asdict` gave, from JSON."""
+        """Return the outcome that `asdict` gave, from JSON."""
         given = dict(told)
         rows = {row: (claims, tuple(failed)) for row, (claims, failed) in given.pop("rows", {}).items()}
         return cls(failed=tuple(given.pop("failed")), rows=rows, **given)

@@ -131,7 +131,7 @@ def _over_the_run(run: Run) -> dict[str, float]:
 
 
 def claims(found: Mapping[str, float]) -> tuple[Claim, ...]:
-    """What the experiment says, with its numbers."""
+    """Return the experiment's claims, with their numbers."""
     return (
         *of_rows(_of_the_beginning(found), "U1", "U2"),
         *of_rows(_of_drift(found), "U5"),

@@ -52,7 +52,7 @@ class Fact:
 
     @property
     def bounds(self) -> tuple[float, float | None]:
-        """What the published figure allows; Inf is above every number that float64 holds."""
+        """Bounds by the published figure; Inf is above every number that float64 holds."""
         if self.published == "inf":
             return sys.float_info.max, None
         if self.published.startswith("2^"):
@@ -66,7 +66,7 @@ class Fact:
 
     @property
     def short(self) -> str:
-        """What is asked, in a few words."""
+        """The question in a few words."""
         words = {
             "bits": "bits", "exponent_bits": "exponent bits", "mantissa_bits": "mantissa bits",
             "max": "largest value", "smallest_normal": "smallest normal value", "smallest": "smallest value above zero",
@@ -76,7 +76,7 @@ class Fact:
 
     @property
     def witness(self) -> str:
-        """Who else was asked."""
+        """The other source that was asked."""
         return "arithmetic on FP32's bits" if self.format == "tf32" else "torch and NumPy"
 
 

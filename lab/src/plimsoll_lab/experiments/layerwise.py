@@ -145,7 +145,10 @@ def _training(job: Job, numbers: Mapping[str, float]) -> Training:
 
 
 def claims(numbers: Numbers) -> tuple[Claim, ...]:
-    """What the experiment says. A bound on a mean over seeds is one that it keeps with 95 %."""
+    """Return the experiment's claims.
+
+    A bound on a mean over seeds is one that it keeps with 95 %.
+    """
     best, worst = best_static(numbers), _worst_static(numbers)
     return (
         Claim("static-has-to-be-tried", "the worst static scale of the four ends behind the best",
@@ -183,7 +186,10 @@ def _title(name: str) -> str:
 
 
 def _width(numbers: Mapping[str, float]) -> float:
-    """How far the highest scale that serves all layers lies above the lowest; NaN where none does."""
+    """Return the binades between the lowest and the highest scale that serve all.
+
+    NaN where none does.
+    """
     return numbers.get("window_high", float("nan")) - numbers.get("window_low", float("nan"))
 
 
@@ -203,7 +209,7 @@ def _row(title: str, numbers: Mapping[str, float]) -> str:
 
 
 def _serves(numbers: Numbers) -> str:
-    """Which kinds are as good as the best static scale, and which are not."""
+    """Return which kinds are as good as the best static scale, and which are not."""
     good = [_title(name) for name in _ADAPTIVE if numbers[name]["of_best_high"] <= _AS_GOOD]
     bad = [_title(name) for name in _ADAPTIVE if numbers[name]["of_best_high"] > _AS_GOOD]
     best, worst = best_static(numbers), _worst_static(numbers)
@@ -215,7 +221,7 @@ def _serves(numbers: Numbers) -> str:
 
 
 def _windows(fp32: Mapping[str, float]) -> str:
-    """What the spectra say of one scale for all layers."""
+    """Return what the spectra show of one scale for all layers."""
     if "window_low" not in fp32:
         return (
             f"No single scale serves all {fp32['tensors']:.0f} tensors: {fp32['no_scale_serves']:.0f} have none at all."

@@ -283,7 +283,7 @@ def to_task(kind: Kind, seed: int, run: Path, setup: Setup, device: str, *, watc
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     told: dict[str, Any] = asdict(setup)
     return {**told, "device": device, "fp16": "emulated" if device == "cpu" else "the device's own"}
 
@@ -311,7 +311,7 @@ def behind(these: Sequence[float], those: Sequence[float]) -> float:
 
 
 def judged(kind: Kind, run: Path, fp32: float) -> Training:
-    """What became of a watched training; `fp32`: the accuracy of that seed in FP32."""
+    """Judge a watched training; `fp32`: the accuracy of that seed in FP32."""
     view = View(Run(run))
     findings = tuple(diagnose(view))
     (accuracy,) = accuracies([run])
@@ -325,7 +325,10 @@ def judged(kind: Kind, run: Path, fp32: float) -> Training:
 
 
 def formats(run: Run) -> dict[str, float]:
-    """How many outputs of convolutions, weights and norms' parameters the run recorded in 16 bits, and in FP32."""
+    """Return the numbers of tensors that the run recorded in 16 bits, and in FP32.
+
+    They are outputs of convolutions, weights and norms' parameters.
+    """
     step = run.steps[-1]
     found: dict[str, float] = {}
     for name in run.tensors["activations"]:
@@ -391,7 +394,10 @@ def runs_of(kind: Kind, bench: Bench, setup: Setup) -> list[Path]:
 
 
 def claims(found: Accuracies, numbers: Numbers, ran: Mapping[str, Dtypes]) -> tuple[Claim, ...]:
-    """What the experiment says, of accuracies by kind, numbers of the watched trainings, and operations that ran."""
+    """Return the experiment's claims.
+
+    They speak of accuracies by kind, numbers of the watched trainings, and operations that ran.
+    """
     return (
         *of_rows(_of_levels(found), "X5", "X7"),
         *of_rows(_of_formats(numbers, ran), "X5"),
@@ -469,7 +475,10 @@ _LISTED = {
 
 
 def astray(ran: Dtypes, lists: OperationLists, low: torch.dtype = torch.float16) -> float:
-    """How many operations ran in another dtype than their list's; one that is on none may run in any."""
+    """Return the number of operations that ran in another dtype than their list's.
+
+    One that is on none may run in any.
+    """
     expected = {"low": frozenset({low}), "high": frozenset({torch.float32})}
     places = {name: lists.of(_LISTED.get(name, name)) for name in ran}
     return float(sum(place in expected and ran[name] != expected[place] for name, place in places.items()))

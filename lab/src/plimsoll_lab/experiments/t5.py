@@ -352,7 +352,7 @@ def measured(run: Run, view: View, setup: Setup, findings: tuple[Finding, ...]) 
 
 
 def layers_of(setup: Setup) -> tuple[str, ...]:
-    """What each branch returns, from the first to the last: the residual stream."""
+    """Return the outputs of the branches, first to last: the residual stream."""
     return tuple(f"layers.{n}.{branch}:output" for n in range(setup.layers) for branch in ("attention", "feed_forward"))
 
 
@@ -408,7 +408,10 @@ def claims(
     forward: Mapping[str, Numbers],
     foretold: Mapping[str, int],
 ) -> tuple[Claim, ...]:
-    """What the experiment says: of the trainings in the order of `KINDS`, and of the same weights run forward."""
+    """Return the experiment's claims.
+
+    They are of the trainings in the order of `KINDS`, and of the same weights run forward.
+    """
     fp16, clamped, bf16, fp32 = numbers
     return (
         *_of_overflow(setup, fp16, fault),
@@ -484,14 +487,17 @@ def _of_training(clamped: Numbers, bf16: Numbers, fp32: Numbers) -> tuple[Claim,
 
 
 def _is_sum(setup: Setup, fault: Mapping[str, str]) -> bool:
-    """Whether it is an addition to the stream: in a branch, and of its shape (scores get a bias added too)."""
+    """Return True for an addition to the stream: in a branch, and of its shape.
+
+    Scores get a bias added too.
+    """
     added = fault.get("operation", "").startswith("aten.add") and fault.get("kind") == "inf"
     whole = fault.get("shape") == f"{setup.batch}x{LENGTH}x{setup.width}"
     return added and whole and _place(fault) in layers_of(setup)
 
 
 def _place(fault: Mapping[str, str]) -> str:
-    """What the module of the fault returns, by its name in a run; empty where there is none."""
+    """Return the output of the fault's module by its name in a run, or ""."""
     return f"{fault['module']}:output" if fault.get("module") else ""
 
 

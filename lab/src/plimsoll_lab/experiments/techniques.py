@@ -230,7 +230,7 @@ def task_of(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str) -> T
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     fp16 = "emulated" if device == "cpu" else "the device's own"
     text = standard_library().sha256
     return {**setup.to_dict(), "device": device, "fp16": fp16, "fp16_sums": "emulated", "text_sha256": text}
@@ -293,7 +293,10 @@ def _verdict(numbers: Mapping[str, float], reference: Run) -> str:
 
 
 def beside(curve: Floats, reference: Floats) -> dict[str, float]:
-    """How a curve lies beside FP32's, batch by batch: in its first and its last eighth, and where it is furthest."""
+    """Compare a curve with FP32's, batch by batch.
+
+    The ratios are those of its first and its last eighth, and the furthest one.
+    """
     eighths = np.array_split(curve / reference, min(8, len(curve)))
     ratios = [float(part.mean()) for part in eighths]
     return {"ratio_first": ratios[0], "ratio_last": ratios[-1], "furthest": largest(abs(each - 1) for each in ratios)}
@@ -313,7 +316,10 @@ def unmoved(run: Run, since: int) -> float:
 
 
 def claims(setup: Setup, numbers: Numbers, sums: Mapping[int, float]) -> tuple[Claim, ...]:
-    """What the experiment says, with the numbers of the five trainings and the error of sums by their length."""
+    """Return the experiment's claims.
+
+    They are of the numbers of the five trainings, and of the error of sums by their length.
+    """
     return (
         *of_rows(_of_curves(numbers), "N1", "N4"),
         *of_rows((*_of_updates(setup, numbers), *_of_sums(numbers, sums)), "N1"),

@@ -76,12 +76,12 @@ class Setup:
 
     @property
     def early(self) -> int:
-        """How many steps are done when the early verdict is given."""
+        """Number of steps after which the early verdict is given."""
         return self.steps // 9
 
     @property
     def every(self) -> int:
-        """How many steps lie between two samples, each of which is a shadow step."""
+        """Number of steps between two samples, each of which is a shadow step."""
         return max(1, self.steps // _SAMPLES)
 
     def to_dict(self) -> dict[str, object]:
@@ -213,7 +213,7 @@ _NETWORKS: Mapping[Network, Callable[[Setup, int, str], _Made]] = {"clip": _clip
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     fp16 = "emulated" if device == "cpu" else "the device's own"
     return {**setup.to_dict(), "early": setup.early, "every": setup.every, "device": device, "fp16": fp16}
 
@@ -276,7 +276,7 @@ def rate(view: View) -> Rate:
 
 
 def early_verdict(seen: Rate) -> Verdict:
-    """What the early rule says of the rate so far."""
+    """Return the early rule's verdict on the rate so far."""
     found = trend(seen.steps, seen.layers)
     if found is None:
         return "watch"
@@ -325,7 +325,10 @@ def measured(view: View, setup: Setup, found: Rate) -> dict[str, float]:
 
 
 def came_true(verdict: Verdict, at_end: float) -> bool:
-    """Whether the rate at the end is what the early verdict meant: sound where it said stay, and not where change."""
+    """Return True if the rate at the end is as the early verdict said.
+
+    Sound for "stay", and not sound for "change".
+    """
     return {"stay": at_end < STAY, "watch": STAY <= at_end <= CHANGE, "change": at_end > CHANGE}[verdict]
 
 
@@ -339,7 +342,7 @@ def _lost_of_parameters(view: View) -> float:
 
 
 def _told_by_rules(view: View) -> int:
-    """How many findings the rules on underflow have made."""
+    """Return the number of findings of the rules on underflow."""
     return len(diagnose(view, rules=["underflow-*"]))
 
 
@@ -385,7 +388,10 @@ def jobs_of(bench: Bench, setup: Setup) -> list[Job]:
 
 
 def claims(found: Found) -> tuple[Claim, ...]:
-    """What the experiment says; of several seeds, each claim speaks of the one that speaks most against it."""
+    """Return the experiment's claims.
+
+    Of several seeds, each claim speaks of the one that speaks most against it.
+    """
     sound = [(kind.name, kind.title) for kind in KINDS if kind.name != "clip-fp16"]
     return (
         *of_rows((*_of_clip(found["clip-fp16"]), *_of_others(found, sound)), "T5"),

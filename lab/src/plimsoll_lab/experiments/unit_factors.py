@@ -271,12 +271,12 @@ class Row:
 
     @property
     def off(self) -> float:
-        """How far they are apart, as a share of the formula's."""
+        """The distance of the two factors, as a share of the formula's."""
         return abs(self.measured / self.direction.factor - 1)
 
     @property
     def of_bound(self) -> float:
-        """That, in units of the bound."""
+        """The distance in units of the bound."""
         return self.off / self.bound
 
     def __str__(self) -> str:

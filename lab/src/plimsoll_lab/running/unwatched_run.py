@@ -1,4 +1,4 @@
-"""What a training that is not watched leaves: a run of its numbers alone, no spectra."""
+"""Run of a training that is not watched: its numbers alone, no spectra."""
 
 from pathlib import Path
 from typing import Self

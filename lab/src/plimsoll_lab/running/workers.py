@@ -149,7 +149,7 @@ def _hired(count: int) -> "Generator[SimpleQueue[_Worker]]":
 
 
 def _handed(free: "SimpleQueue[_Worker]", line: str) -> str:
-    """What the next worker that is free answers; an empty line where it has died."""
+    """Return the next free worker's answer; an empty line where it has died."""
     worker = free.get()
     try:
         worker.tasks.write(line + "\n")

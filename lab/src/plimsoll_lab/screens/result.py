@@ -1,4 +1,4 @@
-"""How one experiment's result looks: a screen of trainings, findings, claims and places."""
+"""Screen of one experiment's result: trainings, findings, claims and places."""
 
 import math
 from collections.abc import Sequence

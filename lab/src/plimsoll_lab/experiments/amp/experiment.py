@@ -55,7 +55,7 @@ LEVELS = ("fp32", "tf32", "amp-fp16", "amp-bf16", FP8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How long, and how large.
+    """Length and size of the experiment.
 
     - `steps`, `seeds`: of the trainings whose losses are compared. `rounds`: of the steps that are timed, at the
       benchmark's sizes if `full`, and otherwise at batches and pictures that a CPU can take.
@@ -87,7 +87,7 @@ def timed_networks(setup: Setup) -> tuple[Network, ...]:
 
 
 def rounds_of(network: Network, setup: Setup) -> int:
-    """How often the network's steps are timed: BERT-base once, where a CPU has to take them."""
+    """Return the number of rounds that are timed; one for BERT-base on a CPU."""
     return 1 if network.name == "bert" and not setup.full else setup.rounds
 
 
@@ -115,7 +115,10 @@ def trained(task: Task) -> None:
 
 
 def plan_for(network: Network, run: Path) -> str:
-    """How the network runs in FP8: a level, or the plan that its own FP32 run gives, which lies beside that."""
+    """Return the network's FP8 level, or the file of its plan from its FP32 run.
+
+    The plan lies beside the run.
+    """
     if network.name != "unet":
         return "fp8-tensor"
     file = run.with_name(f"{run.name}-fp8.toml")
@@ -132,7 +135,7 @@ def to_task(network: str, precision: str, seed: int, run: Path, setup: Setup, de
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     told: dict[str, object] = asdict(setup)
     batches = {network.name: network.batch for network in timed_networks(setup)}
     emulated = "emulated" if device == "cpu" else "the device's own"
@@ -232,12 +235,12 @@ def against(these: Sequence[Path], fp32: Sequence[Path]) -> Ratio:
 
 
 def furthest(found: Ratio) -> float:
-    """How far from 1 the ratio can be, either way, with 95 % each."""
+    """Return the ratio's largest distance from 1, either way, with 95 % each."""
     return max(found.high - 1.0, 1.0 - found.low)
 
 
 def judged(name: str, title: str, run: Path, found: Ratio, numbers: Mapping[str, float]) -> Training:
-    """What became of a level of a network, with the run that was watched."""
+    """Judge a level of a network, with the run that was watched."""
     loss = losses(run)
     good = found.mean < 1.0 + _AGREES
     return Training(
@@ -258,7 +261,7 @@ Ends = Mapping[tuple[str, str], Ratio]
 
 
 def of_memory(memory: Memory, batches: Mapping[str, int], parameters: int) -> tuple[Claim, ...]:
-    """What is said of memory, at the benchmark's batches."""
+    """Return the claims on memory, at the benchmark's batches."""
     return (
         *of_rows(_of_savings(memory, batches, parameters), "A4"),
         *of_rows(_of_parts(memory, batches["bert"]), "X2"),
@@ -317,7 +320,10 @@ def share(memory: Memory, network: str, level: str, batch: int) -> float:
 
 
 def of_losses(ends: Ends, fell: Mapping[str, float], times: Times) -> tuple[Claim, ...]:
-    """What is said of losses: they fall, they agree at the end, and one step's agree to begin with."""
+    """Return the claims on losses.
+
+    They fall, they agree at the end, and one step's agree to begin with.
+    """
     return (
         *(
             Claim(f"{name}-converges", f"{name}, FP32: the loss falls",
@@ -340,7 +346,7 @@ def of_losses(ends: Ends, fell: Mapping[str, float], times: Times) -> tuple[Clai
 
 
 def of_times(times: Times) -> tuple[Claim, ...]:
-    """What was published of times on GPUs: no gain, 5 to 30 %, 50 to 60 %."""
+    """Return the claims on GPU times, published as no gain, 5 to 30 %, 50 to 60 %."""
     took = {name: time_ratio(levels["amp-fp16"], levels["fp32"]) for name, levels in times.items()}
     return claims_of(
         """
@@ -376,7 +382,7 @@ def _wide(found: Footprint) -> float:
 
 
 def said_of_times(times: Times, device: str) -> Iterator[str]:
-    """How long steps took, and what that says."""
+    """Yield sentences on the steps' times."""
     for name, levels in times.items():
         others = ", ".join(
             f"{level} {time_ratio(timed, levels['fp32']):.2f}" for level, timed in levels.items() if level != "fp32"

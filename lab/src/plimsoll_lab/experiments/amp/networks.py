@@ -46,7 +46,7 @@ class FeedForward(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
     def forward(self, categories: Tensor, numbers: Tensor) -> Tensor:
-        """What is predicted of each row, (n,)."""
+        """Return the prediction for each row, (n,)."""
         embedded = [embed(categories[:, column]) for column, embed in enumerate(self.embeddings)]
         return self.layers(torch.cat([*embedded, self.norm(numbers)], dim=1)).squeeze(1)
 
@@ -127,7 +127,7 @@ def needed_transformers() -> Any:
 
 
 def count(model: nn.Module) -> int:
-    """How many parameters it has."""
+    """Return the number of its parameters."""
     return sum(p.numel() for p in model.parameters())
 
 
@@ -297,11 +297,11 @@ class Footprint:
 
     @property
     def static(self) -> int:
-        """What stays from step to step."""
+        """Bytes that stay from step to step."""
         return self.weights + self.gradients + self.masters + self.state
 
     def dynamic(self, batch: float) -> float:
-        """What is kept from the forward to the backward of so many samples."""
+        """Return the bytes kept from the forward to the backward of so many samples."""
         return self.fixed + self.per_sample * batch
 
     def total(self, batch: float) -> float:

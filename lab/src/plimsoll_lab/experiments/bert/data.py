@@ -1,7 +1,8 @@
-"""How answers are scored: exact match and F1 over tokens, by the rules of SQuAD (Rajpurkar et al. 2016).
+"""Scores of answers: exact match and F1 over tokens, by the rules of SQuAD.
 
-F1 is the harmonic mean of precision and recall of the tokens, each counted as often as it occurs, in any order. What
-SQuAD does to English before (lower case, no articles, no punctuation) is left out: to source code these matter.
+See Rajpurkar et al. 2016. F1 is the harmonic mean of precision and recall of the tokens, each counted as often as it
+occurs, in any order. What SQuAD does to English before (lower case, no articles, no punctuation) is left out: to source
+code these matter.
 """
 
 import re

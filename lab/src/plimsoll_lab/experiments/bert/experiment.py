@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class Body(nn.Module):
-    """What both trainings share."""
+    """The layers that both trainings share."""
 
     def __init__(self, *, vocabulary: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def make_model(phase: str, job: Job, setup: Setup) -> nn.Module:
 
 
 def inputs_of(phase: str, seed: int, step: int, setup: Setup) -> tuple[Tensor, ...]:
-    """What the phase's model is called with in that step."""
+    """Return the inputs of the phase's model in that step."""
     if phase == "masked":
         masked = masked_batch(seed, step, setup.masked_batch)
         return masked.tokens, torch.ones_like(masked.tokens), masked.places, masked.targets
@@ -264,7 +264,10 @@ def make_optimizer(model: nn.Module, phase: str, family: Family, setup: Setup) -
 
 
 def _divisor(phase: str, family: Family, setup: Setup) -> int:
-    """What the loss is divided by. Unit scaling's never is: its gradient is at unit scale whatever the batch is."""
+    """Return the number that the loss is divided by.
+
+    It is 1 for unit scaling: its gradient is at unit scale whatever the batch is.
+    """
     return setup.accumulate if phase == "masked" and family == "plain" else 1
 
 
@@ -324,14 +327,14 @@ def to_task(job: Job, setup: Setup, device: str) -> Task:
 
 
 def from_task(task: Task) -> tuple[Job, Setup, str]:
-    """What `to_task` has made."""
+    """Return the arguments that `to_task` was given."""
     told = task["job"]
     kind = next(kind for kind in KINDS if kind.name == told["kind"])
     return Job(kind=kind, seed=told["seed"], folder=Path(told["folder"])), Setup(**task["setup"]), task["device"]
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     return {
         **setup.to_dict(),
         "length": LENGTH,
@@ -402,7 +405,7 @@ def nats_over(found: Scores, kind: str, other: str) -> float:
 
 
 def judged(kind: Kind, job: Job, phase: str, found: Scores) -> Training:
-    """What became of one phase of one kind, with the run of the first seed: numbers, findings, and the verdict."""
+    """Judge one phase of one kind, with the run of the first seed."""
     run = Run(job.folder / phase)
     view = View(run)
     findings = tuple(diagnose(view))
@@ -467,7 +470,7 @@ def _ordered(trainings: list[Training]) -> tuple[Training, ...]:
 
 
 def claims(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
-    """What the experiment says, with all scores and, by kind, the numbers of the first training."""
+    """Return the experiment's claims, from all scores and each kind's first training."""
     return (*_of_plain(found, numbers), *_of_masked(found), *_of_answers(found), *_of_gradients(numbers))
 
 

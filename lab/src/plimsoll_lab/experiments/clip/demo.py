@@ -97,7 +97,7 @@ def of_parameters(view: View) -> dict[str, float]:
 
 
 def _time_lost(steps: NDArray[np.int64], lost: NDArray[np.float64], end: int) -> float:
-    """How many steps after the hard batches more than a sound part of the gradients was lost; Inf: to the end."""
+    """Return the steps after the hard batches until gradients were sound; Inf: never."""
     bad = np.flatnonzero((steps >= end) & (lost > LOST))
     if not len(bad):
         return 0.0
@@ -123,7 +123,10 @@ def _scale(view: View, setup: Setup, end: int) -> dict[str, float]:
 
 
 def _gradient(view: View, setup: Setup, end: int) -> dict[str, float]:
-    """How many times its usual norm the gradient has at most in the hard batches, and how often it was not finite."""
+    """Return the gradient's largest norm in the hard batches, and its broken steps.
+
+    The norm is a multiple of the usual one.
+    """
     steps, norms = view.scalar("grad_norm")
     hard = norms[(steps >= setup.hard_at) & (steps < end)]
     usual = median(norms[(steps < setup.hard_at) & (steps >= setup.hard_at - TAIL)])
@@ -162,7 +165,7 @@ def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
 
 
 def claims(setup: Setup, fp16: Numbers, bf16: Numbers, spectral: Numbers, layer: Numbers) -> tuple[Claim, ...]:
-    """What the experiment says, with the numbers of the four trainings."""
+    """Return the experiment's claims, with the numbers of the four trainings."""
     return (*_of_fp16(setup, fp16, bf16), *_of_bf16(bf16), *_of_remedies(fp16, bf16, spectral, layer))
 
 
@@ -227,7 +230,7 @@ def _of_remedies(fp16: Numbers, bf16: Numbers, spectral: Numbers, layer: Numbers
 
 
 def legend(setup: Setup) -> str:
-    """What the columns of the table hold."""
+    """Return the legend of the table's columns."""
     return (
         f"lost: of the activation gradient values that FP16 held, at steps after the {setup.hard_batches} hard batches "
         f"(from {setup.hard_end}, repetitions apart). loss: the median of the last {TAIL} steps."
@@ -235,7 +238,7 @@ def legend(setup: Setup) -> str:
 
 
 def said(fp16: Training, bf16: Training, spectral: Training, layer: Training) -> tuple[str, ...]:
-    """What was found, and the advice that the measurement gives."""
+    """Return the findings, and the advice that the measurement gives."""
     serves, wholly = spectral.good, layer.good and layer.numbers["lost_for_steps"] == 0
     found = (
         f"In FP16 the scale falls from 2^{fp16.numbers['scale_before']:.0f} to 2^{fp16.numbers['scale_end']:.0f}, and "
@@ -253,7 +256,7 @@ def said(fp16: Training, bf16: Training, spectral: Training, layer: Training) ->
 
 
 def settings(bench: Bench) -> Mapping[str, object]:
-    """What the demonstration trains, and on what."""
+    """Return the settings and the device of the demonstration."""
     return described(setup_for(bench.steps, full=bench.full), bench.device)
 
 

@@ -247,7 +247,7 @@ _ALWAYS = {
 
 
 def said(numbers: Numbers) -> tuple[str, ...]:
-    """What was found."""
+    """Return the findings in sentences."""
     return (
         _serving("After ten hard batches", _BURST, numbers, "bf16"),
         _serving("Where all batches are hard", _ALWAYS, numbers, "bf16-always-hard"),
@@ -275,7 +275,10 @@ def _cost(parameter: Mapping[str, float], element: Mapping[str, float]) -> str:
 
 
 def _serving(where: str, names: Mapping[str, str], numbers: Numbers, bf16: str) -> str:
-    """What ends with whole gradients and within 10 % of BF16, the lowest loss first, and what does not."""
+    """Return which kinds end with whole gradients and within 10 % of BF16.
+
+    They come in the order of their loss, then those that do not.
+    """
     ratio = {name: numbers[name]["loss_end"] / numbers[bf16]["loss_end"] for name in names}
     order = sorted(ratio, key=lambda name: ratio[name])
     whole = [name for name in order if ratio[name] <= _PARTED and numbers[name]["lost_end"] <= _SOUND]

@@ -93,7 +93,7 @@ def _colour(kind: Tensor) -> Tensor:
 
 
 def _mask(kind: Tensor, centre: Tensor) -> Tensor:
-    """Which pixels the shape covers."""
+    """Return the mask of the pixels that the shape covers."""
     y, x = torch.meshgrid(torch.arange(PIXELS), torch.arange(PIXELS), indexing="ij")
     radius = torch.where(kind % len(SIZES) == 0, 3.5, 6.0)[:, None, None]
     dx, dy = (x - centre[0][:, None, None]) / radius, (y - centre[1][:, None, None]) / radius
@@ -195,7 +195,9 @@ class Clip(nn.Module):
 
 
 def contrastive_loss(similarity: Tensor) -> Tensor:
-    """Which caption belongs to each picture, and which picture to each caption: the mean over this device's pairs.
+    """Return the contrastive loss of pictures and captions, over this device's pairs.
+
+    It asks which caption belongs to each picture, and which picture to each caption, and takes the mean.
 
     Its gradient is this device's part of that of the mean over the whole batch.
     """

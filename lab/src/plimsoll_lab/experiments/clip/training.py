@@ -41,7 +41,7 @@ class Scales:
 
     @property
     def nbytes(self) -> int:
-        """What they take."""
+        """Bytes of the scales."""
         return self.exponent.nbytes + self.clean.nbytes
 
     def gradient(self, g: Tensor, x: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class ParameterScaler(LossScaler):
 
     @property
     def state_bytes(self) -> int:
-        """What all scales take, with what they need to follow."""
+        """Bytes of all scales, and of the state that they follow."""
         return sum(scales.nbytes for scales in self.scales)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -285,11 +285,11 @@ class Setup:
         return self.hard_at + self.hard_batches
 
     def steps_of(self, kind: Kind) -> int:
-        """How long a training of that kind is."""
+        """Return the number of steps of a training of that kind."""
         return round(self.steps * kind.share)
 
     def black_at(self, kind: Kind, step: int) -> int:
-        """How many pictures of that step's batch are black."""
+        """Return the number of black pictures in that step's batch."""
         hard = kind.hard == "always" or (kind.hard == "burst" and self.hard_at <= step < self.hard_end)
         return self.black if hard else 0
 
@@ -363,7 +363,7 @@ def _loss_of(model: Clip, batch: Batch, device: str) -> Callable[[], Tensor]:
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     return {**setup.to_dict(), "device": device, "fp16": "emulated" if device == "cpu" else "the device's own"}
 
 

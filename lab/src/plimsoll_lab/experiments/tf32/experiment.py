@@ -46,7 +46,7 @@ SCALES = (0, 100, -50)  # powers of two that both inputs are multiplied by: with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """What was measured of products, root mean squares over all of them.
+    """Measured errors of products, root mean squares over all of them.
 
     - `error`: by format and scale, the error of the product as a share of its norm; Inf where it is not finite.
     - `inputs`: by format, the error that rounding makes in the two inputs together.
@@ -191,7 +191,7 @@ def _batches(seed: int, device: str) -> Batches:
 def claims(
     found: Errors, losses: Mapping[str, Sequence[float]], settings: int, rate: Mapping[str, float] | None
 ) -> tuple[Claim, ...]:
-    """What the experiment says; of the device's rates and errors only where there are any."""
+    """Return the experiment's claims; those on the device's numbers if there are any."""
     of_device = () if rate is None or found.device is None else (*_of_rates(rate), _of_device(found, found.device))
     return (
         *of_rows((*_of_digits(found), *_of_range(found)), "T2"),

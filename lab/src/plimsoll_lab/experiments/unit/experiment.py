@@ -77,7 +77,7 @@ def scores(jobs: Sequence[Job]) -> Scores:
 
 
 def judged(kind: Kind, job: Job, found: Scores) -> Training:
-    """What became of one kind, with the run that was watched: numbers, findings, and the verdict."""
+    """Judge one kind, with the run that was watched."""
     run = Run(job.run)
     view = View(run)
     findings = tuple(diagnose(view))
@@ -147,11 +147,11 @@ def _moves(run: Run, collection: str) -> Iterator[tuple[str, tuple[float, Floats
 
 
 def headroom(run: Run) -> dict[str, float]:
-    """What E4M3 and E5M2 make of the operands of linear layers, at their worst in any tensor and sample.
+    """Return the worst fit of linear layers' operands to E4M3 and E5M2.
 
-    `operands_overflow` and, of the gradients among them, `gradients_lost`: shares of the nonzero values, where one that
-    is not finite has overflowed; `operands_room`: binades between the largest value and the largest of its format. All
-    are NaN of a run that has recorded no such operand.
+    The worst is that of any tensor and sample. `operands_overflow` and, of the gradients among them, `gradients_lost`:
+    shares of the nonzero values, where one that is not finite has overflowed; `operands_room`: binades between the
+    largest value and the largest of its format. All are NaN of a run that has recorded no such operand.
     """
     overflow, flushed, room = [math.nan], [math.nan], [math.nan]
     for collection, name in FORMATS.items():
@@ -212,7 +212,10 @@ def jobs_of(bench: Bench, setup: Setup) -> list[Job]:
 
 
 def claims(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
-    """What the experiment says. A bound on a mean over seeds is one that it keeps with 95 %."""
+    """Return the experiment's claims.
+
+    A bound on a mean over seeds is one that it keeps with 95 %.
+    """
     return (
         *of_rows(_of_fp16(found, numbers), "U6"),
         *_of_quality(found),

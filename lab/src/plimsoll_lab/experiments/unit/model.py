@@ -171,7 +171,7 @@ class Setup:
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> "Setup":
-        """What `to_dict` gave."""
+        """Return the setup that `to_dict` gave."""
         given = dict(told)
         given["plain_rates"], given["unit_rates"] = tuple(told["plain_rates"]), tuple(told["unit_rates"])
         return cls(**given)
@@ -317,7 +317,7 @@ def _record(job: Job, setup: Setup, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     fp16 = "emulated" if device == "cpu" else "the device's own"
     return {
         **setup.to_dict(),
@@ -349,6 +349,6 @@ def to_task(job: Job, setup: Setup, device: str) -> Task:
 
 
 def from_task(task: Task) -> tuple[Job, Setup, str]:
-    """What `to_task` has made."""
+    """Return the arguments that `to_task` was given."""
     job = task["job"] | {"kind": _BY_NAME[task["job"]["kind"]], "run": Path(task["job"]["run"])}
     return Job(**job), Setup.from_dict(task["setup"]), task["device"]

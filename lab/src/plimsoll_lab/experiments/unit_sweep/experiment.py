@@ -110,7 +110,7 @@ class Scores:
         )  # fmt: skip
 
     def learned(self, design: Design, way: Way) -> bool:
-        """Whether its best is better than what needs no context."""
+        """Return True if its best beats the loss that needs no context."""
         return self.best(design, way) < self.chance
 
     def _counted(self, bits: float) -> float:
@@ -260,7 +260,10 @@ Numbers = Mapping[Way, Mapping[str, float]]
 
 
 def claims(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
-    """What the experiment says; `numbers`: of the watched trainings. Bounds on a mean are those it keeps with 95 %."""
+    """Return the experiment's claims; `numbers`: of the watched trainings.
+
+    Bounds on a mean are those it keeps with 95 %.
+    """
     return (*_of_fp16(found, numbers), *_of_remedies(found, numbers), *_of_quality(found))
 
 
@@ -369,7 +372,10 @@ def ledger_of(bench: Bench) -> Path:
 
 
 def identity(bench: Bench, setup: Setup) -> Mapping[str, object]:
-    """What all results of one ledger have in common; results of another are not comparable, and are refused."""
+    """Return the settings that all results of one ledger share.
+
+    Results of another are not comparable, and are refused.
+    """
     return {
         **setup.to_dict(),
         "seed": bench.seed,

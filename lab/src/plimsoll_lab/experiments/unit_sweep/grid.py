@@ -45,7 +45,7 @@ class Design:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Way:
-    """How a design is computed: in which precision, and what keeps its gradients in range."""
+    """A design's precision, and the scaling that keeps its gradients in range."""
 
     precision: Precision
     scaling: Scaling
@@ -195,7 +195,10 @@ class Ledger:
 
 
 def results(path: Path, setup: Mapping[str, Any], names: Collection[str]) -> dict[str, dict[str, float]]:
-    """What the file holds, by configuration; nothing where there is no file. Changes nothing; raises as `Ledger`."""
+    """Return the file's results by configuration; none where there is no file.
+
+    Changes nothing; raises as `Ledger`.
+    """
     if not path.exists():
         return {}
     data = path.read_bytes()
@@ -213,7 +216,7 @@ def results(path: Path, setup: Mapping[str, Any], names: Collection[str]) -> dic
 
 
 def _whole(data: bytes) -> int:
-    """How many bytes are whole lines."""
+    """Return the number of bytes that are whole lines."""
     return data.rfind(b"\n") + 1
 
 

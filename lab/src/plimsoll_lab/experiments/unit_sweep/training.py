@@ -33,7 +33,7 @@ HEADS, KERNEL = 2, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a model is built of, in torch's way or at unit scale: modules, and functions.
+    """Modules and functions of a model, in torch's way or at unit scale.
 
     `split` and `join` are the two ends of a residual branch with the share tau of the sum.
     """

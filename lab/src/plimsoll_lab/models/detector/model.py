@@ -1,4 +1,4 @@
-"""How good a detector is: the mean average precision of its boxes on scenes, at an overlap of half."""
+"""Mean average precision of a detector's boxes on scenes, at an overlap of half."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
@@ -101,7 +101,7 @@ def _apart(ground: Tensor, colour: Tensor, generator: torch.Generator) -> Tensor
 
 
 def _mask(box: Tensor, kind: Tensor, size: int) -> Tensor:
-    """Which pixels the thing covers, by their middles."""
+    """Return the mask of the pixels whose middles the thing covers."""
     at = (torch.arange(size) + 0.5) / size
     y, x = torch.meshgrid(at, at, indexing="ij")
     half = box[:, 2:, None, None].clamp_min(1e-6) / 2
@@ -141,7 +141,9 @@ def overlaps(these: Tensor, those: Tensor) -> Tensor:
 
 
 def matched(boxes: Tensor, classes: Tensor, defaults: Tensor) -> tuple[Tensor, Tensor]:
-    """What each default box is to find: a class (n, anchors), 0 for none and else one above it, and a box.
+    """Return the class and the box that each default box is to find.
+
+    The class (n, anchors) is 0 for none and else one above it.
 
     Things are `boxes` (n, things, 4) of `classes` (n, things), -1 for none.
     """
@@ -184,7 +186,10 @@ _EPSILON = 1e-4
 
 
 class Found(NamedTuple):
-    """What is said of each default box: scores (n, anchors, 1 + classes), none's first; offsets (n, anchors, 4)."""
+    """Predictions for each default box.
+
+    Scores are (n, anchors, 1 + classes), none's first; offsets (n, anchors, 4).
+    """
 
     scores: Tensor
     offsets: Tensor

@@ -1,4 +1,4 @@
-"""What became of a training of the small detector, read from its run and from nothing else."""
+"""Results of a training of the small detector, read from its run alone."""
 
 import math
 import re
@@ -60,7 +60,10 @@ class Setup:
 
 
 def sized(setup: Setup, experiment: str, steps: int | None, *, full: bool) -> Setup:
-    """That setup in full size, or for that many steps; raises `ArgumentError` for too few, in the experiment's name."""
+    """Return that setup in full size, or for that many steps.
+
+    Raises `ArgumentError` for too few, in the experiment's name.
+    """
     whole = replace(setup, steps=2000, warmup=100, batch=32, width=32, seeds=5, held_out=512) if full else setup
     if steps is None:
         return whole
@@ -204,7 +207,7 @@ def _part_of_rate(step: int, setup: Setup) -> float:
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     return {**setup.to_dict(), "device": device, "fp16": "emulated" if device == "cpu" else "the device's own"}
 
 
@@ -216,7 +219,10 @@ Floats = NDArray[np.float64]
 
 
 def counted(name: str) -> bool:
-    """Whether a tensor is what a convolution, a ReLU or a pooling gives: each once, and all that FP16 would hold."""
+    """Return True for the output of a convolution, a ReLU or a pooling.
+
+    Each is counted once, and these are all that FP16 would hold.
+    """
     return _TENSOR.fullmatch(name) is not None
 
 
