@@ -157,7 +157,7 @@ class CostProbe:
 
 
 def interval(extra: float, budget: float) -> int:
-    """Return the smallest interval at which samples take at most a part of the training's time.
+    """Return the smallest interval at which the samples' time keeps to `budget`.
 
     Args:
         extra: Extra time of a sampled step, as a part of a step without a sample.

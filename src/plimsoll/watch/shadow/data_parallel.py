@@ -1,4 +1,4 @@
-"""Shadow steps on several ranks: each repeats its own part of the batch, and they agree on what came of it.
+"""Shadow steps on several ranks: each repeats its part, and they agree on results.
 
 The model itself is repeated, without what distributes it: DistributedDataParallel is a wrapper around it, and the hooks
 of `fully_shard`, which would gather the real weights, are left out. Weights are gathered into full leaves instead. The
@@ -61,7 +61,7 @@ class DataParallel:
 
 
 def of(root: nn.Module, ranks: Ranks) -> DataParallel | str | None:
-    """Return the ranks of a model, None for a single one, or why it has no shadow steps."""
+    """Return a model's ranks, None for one, or why it has no shadow steps."""
     if ranks.world == 1:
         return None
     wrapper = ddp_around(root)
@@ -100,14 +100,14 @@ def meet(name: str, world: int) -> bool:
 
 
 def _store(name: str) -> Any:
-    """Return the process group's store by a connection of its own: one that ran out of time is of no further use."""
+    """Return the process group's store by a new connection: a timeout spoils it."""
     distributed: Any = torch.distributed.distributed_c10d
     connection = distributed._get_default_store().clone()  # noqa: SLF001  (torch offers it under no other name)
     return distributed.PrefixStore(f"plimsoll/shadow/{name}", connection)
 
 
 def leaves_of(root: nn.Module) -> dict[int, Tensor]:
-    """Return the leaves that stand for the parameters, by identity: whole ones for those that ranks share."""
+    """Return the leaves for the parameters, by identity: whole ones of shared ones."""
     return {id(p): leaf(whole(p)) for p in root.parameters()}
 
 

@@ -22,7 +22,7 @@ _WAITING = 4096  # losses that wait for an optimizer; of parameters that nobody 
 
 
 class Loss:
-    """A loss that was backpropagated, and the parameters whose gradients hold it and were not stepped since."""
+    """A backpropagated loss, and the unstepped parameters whose gradients hold it."""
 
     __slots__ = ("holders", "stepped", "taken", "value")
 
@@ -177,7 +177,7 @@ class Losses:
         self._unplaced.clear()
 
     def _guessed(self, optimizer: Any) -> list[Loss]:
-        """The losses of a step whose gradients came otherwise than by a backward that was seen."""
+        """Return the losses of a step whose gradients came by no backward that was seen."""
         if self._unplaced:
             return list(self._unplaced)
         if not self._placed and any(p.grad is not None for p in parameters_of(optimizer)):
@@ -216,7 +216,7 @@ class Losses:
         return name
 
     def end_step(self, microbatches: int) -> dict[str, float | DeviceValue]:
-        """The step's losses by name, until the next one starts; a pipeline's are means over so many micro-batches."""
+        """Return the step's losses by name; a pipeline's are means over micro-batches."""
         taken = self._taken
         main = taken.get(MAIN)
         if main is not None and len(main) > 1:
@@ -269,7 +269,7 @@ class _Sum(DeviceValue):
 
 
 def total(losses: list[float | DeviceValue], divisor: int) -> float | DeviceValue | None:
-    """The sum of the losses that were backpropagated (with accumulation, of all micro-batches); a pipeline's mean."""
+    """Return the sum of the backpropagated losses, or a pipeline's mean."""
     if not losses:
         return None
     if len(losses) == 1 and divisor == 1:
