@@ -128,7 +128,7 @@ class Parity(NotebookRepr):
         return f"{known}At the present difference about {' or '.join(ways)} would decide."
 
     def to_dict(self) -> dict[str, object]:
-        """All of it as JSON-able data; a number that JSON has no form for is its name ("nan", "inf")."""
+        """Return it as JSON-able data; NaN and infinities are names ("nan", "inf")."""
         speed = self.speed
         return {
             "verdict": self.verdict,
@@ -214,7 +214,7 @@ class Parity(NotebookRepr):
         return middle if self._written(low) == self._written(high) else f"{middle} ({ends})"
 
     def _written(self, value: float) -> str:
-        """Return a difference with its sign: in per cent of the level where the tolerance is."""
+        """Return a difference with its sign, in per cent where the tolerance is."""
         if self.relative and self.level:
             share = 100 * value / abs(self.level)
             return f"{share:+,.0f} %" if abs(share) >= 99.5 else f"{share:+.2g} %"

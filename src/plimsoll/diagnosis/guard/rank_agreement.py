@@ -59,7 +59,10 @@ class ManyRanks:
         return Order.decoded(data.numpy().tobytes())
 
     def gather(self, step: int, closing: threading.Event) -> bool:
-        """Tells that this rank's part is on disk up to a step; rank 0 waits for the others'. Whether it may read."""
+        """Publish that this rank's part is on disk; return True if rank 0 may read.
+
+        Rank 0 waits for the others'.
+        """
         self._link.tell(f"flushed/{self._rank}", str(step))
         if not self.decides:
             return False

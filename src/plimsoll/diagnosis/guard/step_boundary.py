@@ -28,7 +28,7 @@ class LoopBoundary:
 
 
 class HookedBoundary(torch_hooks.TrainingEvents):
-    """The boundary of a hand-written loop, from the events that a watch gets: a `torch_hooks.TrainingEvents`."""
+    """Boundary of a hand-written loop, from a watch's `torch_hooks.TrainingEvents`."""
 
     def __init__(self, access: WatchAccess, between: Callable[[], None]) -> None:
         self._access, self._between = access, between

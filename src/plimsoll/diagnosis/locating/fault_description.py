@@ -1,4 +1,4 @@
-"""From an origin to a fault: its names, and the one sentence that says what happened."""
+"""Description of an origin as a fault: names, and one sentence on what happened."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def describe_fault(
     error: Exception | None,
     spoiled: Origin | None = None,
 ) -> Fault:
-    """The fault of an origin; of one that was harmless but for its gradient, `spoiled` is what came of that."""
+    """Return an origin's fault; `spoiled`: the result of one harmful by its gradient."""
     after = origin.phase in {"backward", "recomputation", "optimizer"}
     fault_scale = scale if after or origin.scaling else None
     end = None if reached is None else label(reached, names)
@@ -57,7 +57,7 @@ def describe_fault(
 
 
 def source_of(place: Place) -> Source | None:
-    """Return the line of a call site, with its text; None where no code of the user's runs."""
+    """Return the line of a call site, with its text; None if no user code runs."""
     if place.file is None:
         return None
     return Source(file=place.file, line=place.line, function=place.function, text=place.text)
@@ -121,7 +121,7 @@ def _held(origin: Origin, names: Names) -> str:
 
 
 def _remedy(origin: Origin, names: Names) -> str:
-    """The advice about a gradient that was there before; of other faults the sentence says enough."""
+    """Return the advice on an earlier gradient; the sentence is enough for others."""
     if origin.what != "held" or names.gradient_of(origin.memory.get(origin.worst, ())) is None:
         return ""
     return " Clear gradients before the backward (optimizer.zero_grad()); locate the step that left this one."

@@ -54,7 +54,7 @@ class _Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpike(Rule):
-    """A loss far above its usual level: an alarm where it does not come back, a note where it does so at once."""
+    """A loss far above its usual level: an alarm, or a note if it returns at once."""
 
     id = "loss-spike"
     says = "the loss rises far above its usual level; an alarm if it does not come back"
@@ -177,7 +177,10 @@ class LossSpike(Rule):
         )  # fmt: skip
 
     def _grown_input(self, view: View, since: int) -> tuple[str, float] | None:
-        """The model's input that became larger than ever as the loss rose, and how many times; None if none did."""
+        """Return the model's input that rose beyond all before with the loss, or None.
+
+        With it comes how many times larger it became.
+        """
         cells, root = view.cells("activations"), view.run.manifest.get("root")
         if cells is None:
             return None
@@ -287,19 +290,19 @@ class LossSpike(Rule):
 
 
 def _unit(began: float) -> float:
-    """Return the unit of rises: the first loss, or 1 if that is less, as before an agent's first reward."""
+    """Return the unit of rises: the first loss, at least 1."""
     return max(abs(began), 1.0)
 
 
 def _accumulated(view: View) -> int:
-    """Return how many backwards a step adds up, as the watch has recorded it. 1 if it has recorded nothing of it."""
+    """Return how many backwards a step adds up by the watch's record, at least 1."""
     counts = [event.details.get("accumulated") for event in view.events if event.kind == "loss"]
     return max((count for count in counts if isinstance(count, int)), default=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RateTooHigh(Rule):
-    """First updates as large as the weights, after which the loss stays near where it began, or above."""
+    """First updates as large as the weights, after which the loss hardly falls."""
 
     id = "rate-too-high"
     says = "the first updates replace the weights, and the loss does not recover"
@@ -403,7 +406,7 @@ class LossUnbounded(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeForerunner(Rule):
-    """Signs before a rise of the loss: an update far above the usual, a gradient that Adam's memory lags behind."""
+    """Signs before a rise of the loss: a huge update, or Adam's moments behind."""
 
     id = "spike-forerunner"
     says = (
@@ -494,7 +497,7 @@ _NO_HARM = "These weights moved many times as far as they usually do, and the lo
 
 
 def _lags(gradients: Cells, optimizer: Cells) -> Floats:
-    """Of each gradient, the sum of squares over that of Adam's second moments, corrected for their start at zero."""
+    """Return gradients' squares over Adam's second moments, corrected for their start."""
     place = {name: i for i, name in enumerate(optimizer.names)}
     moments = [place.get(f"{name}:exp_avg_sq", -1) for name in gradients.names]
     common, mine, theirs = np.intersect1d(gradients.steps, optimizer.steps, return_indices=True)

@@ -278,7 +278,7 @@ def _bits(values: NDArray[np.float64]) -> Counts:
 
 
 def true_spectrum(row: NDArray[np.int64], fmt: str, scale: float, block: int = 0) -> Spectrum:
-    """Return the true values' spectrum, if the scale is a power of two; it is kept."""
+    """Return the true values' spectrum, with its scale if that is a power of two."""
     stored = stored_spectrum(row, fmt, block)
     # Another scale moves values between binades, which cannot be undone from counts. The stored spectrum is returned
     # then, without a source, as for values beyond the range of binades.

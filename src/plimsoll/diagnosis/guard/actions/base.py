@@ -15,7 +15,7 @@ from plimsoll.watch.companion import WatchAccess
 
 
 class Training:
-    """The training that a guard acts on; loop and scaler are held weakly, so that the guard keeps no model alive."""
+    """The training that a guard acts on, with weak references to loop and scaler."""
 
     def __init__(self, access: WatchAccess, loop: Any, scaler: Any) -> None:
         self.access = access
@@ -36,7 +36,7 @@ class Training:
         return None if self._scaler is None else self._scaler()
 
     def modules_of(self, finding: Finding) -> list[str]:
-        """The modules that a finding names, by the run's names; those that are not in the model are left out."""
+        """Return the modules that a finding names, by the run's names, if in the model."""
         modules = dict.fromkeys(_module_of(name, finding.collection, self.access.root) for name in finding.where)
         known = self.access.modules()
         return [name for name in modules if name in known]
@@ -59,7 +59,10 @@ class GuardAction(ABC):
         self.training = training
 
     def refusal(self) -> str | None:
-        """Why it can never be taken in this training; None if it may be. Asked when the guard is made."""
+        """Return why the action is impossible in this training, or None.
+
+        The guard asks for it when it is made.
+        """
         return None
 
     @abstractmethod

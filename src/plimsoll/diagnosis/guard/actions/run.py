@@ -1,4 +1,4 @@
-"""The actions on the run: leaving out a step, going back to a checkpoint, and the end."""
+"""The actions on the run: skip a step, return to a checkpoint, and end."""
 
 import importlib.util
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class Skip(GuardAction):
 
 
 class Rollback(GuardAction):
-    """The last checkpoint from before the finding is put back; the run's steps are counted on."""
+    """Restore the last checkpoint from before the finding; steps are counted on."""
 
     action = "rollback"
 
@@ -78,7 +78,7 @@ class Rollback(GuardAction):
 
 
 class Stop(GuardAction):
-    """The training ends with `GuardStop`, the run being on disk; with a report, if one was asked for."""
+    """End the training with `GuardStop`, the run on disk, and a report if asked for."""
 
     action = "stop"
 

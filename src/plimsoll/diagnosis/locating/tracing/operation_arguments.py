@@ -1,4 +1,4 @@
-"""The arguments of an operation, as `locate` tells them: its tensors by their names, the rest as numbers or text."""
+"""An operation's arguments as `locate` writes them: tensors by name, and the rest."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

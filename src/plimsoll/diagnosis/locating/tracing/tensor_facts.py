@@ -14,7 +14,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def readable(x: Tensor) -> Tensor | None:
-    """The plain floating tensor whose values can be looked at; None where there is none."""
+    """Return the plain floating tensor that can be read; None without one."""
     if x.is_complex() and x.layout == torch.strided:
         return readable(torch.view_as_real(x.resolve_conj().detach()))
     if not x.is_floating_point():
