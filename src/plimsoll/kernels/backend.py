@@ -1,4 +1,4 @@
-"""Choice of the backend: by the tensor's device, or forced by `use` or the variable PLIMSOLL_BACKEND.
+"""Choice of the backend: by device, or forced by `use` or PLIMSOLL_BACKEND.
 
 The choice is visible (`plimsoll doctor` prints `report`) and never silent: where the fast backend of a device is
 missing, the reference one takes over and a warning says so once, with the reason.
@@ -37,7 +37,10 @@ class BackendStatus:
 
 @contextlib.contextmanager
 def use(name: Name) -> Generator[None]:
-    """Forces one backend inside the block, for this thread or task; `BackendError` where it cannot run here."""
+    """Force one backend inside the block, for this thread or task.
+
+    Raises `BackendError` where it cannot run here.
+    """
     if name not in NAMES:
         raise ArgumentError(f"kernels.use: expected one of {', '.join(NAMES)}; got {name!r}.")
     state = status(name)

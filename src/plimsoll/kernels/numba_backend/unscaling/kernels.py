@@ -161,7 +161,7 @@ def _raise_flag(address, bad):
 
 @kernel
 def unscale_float32(table, parts, inverse_address, found_address, variant):
-    """Multiplies float32 parts in place, and measures them; says whether one was not finite."""
+    """Multiply float32 parts in place and measure them; flag any that is not finite."""
     words = carray(pointer(table), (parts, 3), np.int64)
     inverse = carray(pointer(inverse_address), (1,), np.float32)[0]
     room = new_room()
@@ -199,7 +199,7 @@ def multiply_float32(table, parts, inverse_address, found_address, variant):
 
 @kernel
 def unscale_16bit(table, parts, inverse_address, found_address, variant):
-    """Multiplies 16-bit parts in place, and measures them; says whether one was not finite."""
+    """Multiply 16-bit parts in place and measure them; flag any that is not finite."""
     words = carray(pointer(table), (parts, 3), np.int64)
     inverse = carray(pointer(inverse_address), (1,), np.float32)[0]
     room, wide = new_room(), np.empty(_HALF_BLOCK, np.uint32)
@@ -243,7 +243,7 @@ def multiply_16bit(table, parts, inverse_address, found_address, variant):
 
 @kernel
 def unscale_float64(table, parts, inverse_address, found_address, _):
-    """Multiplies float64 parts in place, and measures them; says whether one was not finite."""
+    """Multiply float64 parts in place and measure them; flag any that is not finite."""
     words = carray(pointer(table), (parts, 3), np.int64)
     inverse = np.float64(carray(pointer(inverse_address), (1,), np.float32)[0])
     clean, exponents, wide = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint16)
