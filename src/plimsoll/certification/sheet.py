@@ -1,4 +1,4 @@
-"""`Certificate` and its sheets: text for a terminal, Markdown, and a page of HTML that needs no other file."""
+"""`Certificate` and its sheets: terminal text, Markdown, and one HTML page."""
 
 import html as _html
 import io
@@ -48,7 +48,7 @@ _PAGE = """<!doctype html>
 
 
 def sorted_rows(certificate: CertificateRecord) -> list[Row]:
-    """Return the rows that deviate first, then refusals, those that conform, and those that were not tried."""
+    """Return the rows: deviations, refusals, conforming ones, those not tried."""
     return sorted(certificate.rows, key=lambda row: _ORDER.index(row.status))
 
 
@@ -75,7 +75,7 @@ def facts_line(certificate: CertificateRecord) -> str:
 
 
 def inferred_lines(certificate: CertificateRecord) -> list[tuple[str, str]]:
-    """Return names and values of what was inferred; facts without a value are left out."""
+    """Return names and values of the inferred facts, without empty ones."""
     shown = {True: "yes", False: "no"}
     return [
         (name.replace("_", " "), shown[value] if isinstance(value, bool) else str(value))
@@ -85,7 +85,7 @@ def inferred_lines(certificate: CertificateRecord) -> list[tuple[str, str]]:
 
 
 def remark(row: Row) -> str:
-    """Return the counterexample of a row that deviates, the error of a refusal, or the detail of another."""
+    """Return a deviation's counterexample, a refusal's error, or another's detail."""
     if row.counterexample is not None:
         return str(row.counterexample)
     return row.detail

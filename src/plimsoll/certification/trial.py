@@ -1,4 +1,4 @@
-"""`Trial`: a function under test with the evidence about it, each part of which is collected when a row needs it."""
+"""`Trial`: a function under test with evidence, collected when rows need it."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +40,7 @@ class Subject:
 
     @property
     def held_to_scale_rule(self) -> str:
-        """The rule for scales that the function is held to: by default OCP MX 1.0's, and NVFP4's nearest scale."""
+        """The rule for scales to hold to: by default OCP MX 1.0's, or NVFP4's nearest."""
         return self.scale_rule or RULES[0]
 
     @property
@@ -50,7 +50,7 @@ class Subject:
 
     @property
     def accumulator_bits(self) -> int:
-        """Bits that partial sums must have: those of FP32's significand, or of the format's where it has more."""
+        """Bits that partial sums must have: FP32's significand, or the format's if more."""
         return max(24, self.element.mantissa_bits + 1)
 
     @property
@@ -126,7 +126,7 @@ class Trial:
 
     @cached_property
     def side_lost(self) -> Mask:
-        """Single values beside a tie whose results are that of the tie: they were rounded before."""
+        """Values beside a tie with the tie's results: they were rounded before."""
         if not self.subject.rounding.startswith("nearest"):
             return np.zeros(len(self.observed.x), np.bool_)
         return self.observed.side_lost(self.saturate)
@@ -156,7 +156,7 @@ class Trial:
         return BlockTrials(self.convention, fmt, self.carriers, modes or ("down", "up"))
 
     def sentence(self, says: str) -> str:
-        """Return a requirement's sentence, with words of this function in its placeholders."""
+        """Return a requirement's sentence, with this function's words filled in."""
         blocks, element = self.subject.blocks, self.subject.element
         words = {
             "rounding": IN_WORDS[self.subject.rounding],

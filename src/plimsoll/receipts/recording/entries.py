@@ -1,4 +1,4 @@
-"""Entries of a recording: operations that are alike are one entry, with the number of their calls."""
+"""Entries of a recording: like operations as one, with the number of calls."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
