@@ -1,4 +1,4 @@
-"""`record`: what the run holds and what it lost: when samples were taken, what was dropped, what cannot be read."""
+"""`record`: the run's contents and losses: samples, drops, unreadable parts."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

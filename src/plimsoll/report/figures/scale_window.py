@@ -1,4 +1,4 @@
-"""`scale_window`: over time, the loss scales that work for all layers, against the one that was used."""
+"""`scale_window`: the loss scales that fit all layers over time, and the one used."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Notebook output of a run: the verdict and the findings as HTML; a figure with them where it draws Plotly's."""
+"""Notebook output of a run: verdict and findings as HTML, with a figure if drawn."""
 
 import html
 import json

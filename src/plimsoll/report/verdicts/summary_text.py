@@ -79,7 +79,7 @@ def where(finding: Finding, most: int = 3) -> str:
 
 
 def evidence(finding: Finding) -> list[tuple[str, str]]:
-    """Return the evidence of a finding as labels and texts. Numbers that belong together are one."""
+    """Return a finding's evidence as labels and texts, related numbers as one."""
     rule, rest = rule_of(finding), dict(finding.evidence)
     pairs: list[tuple[str, str]] = []
     if "layers" in rest and finding.where:
@@ -105,7 +105,7 @@ def evidence(finding: Finding) -> list[tuple[str, str]]:
 
 
 def named(finding: Finding, name: str) -> str:
-    """Return the name of a finding's location: of parameters' gradients the layer, else the tensor."""
+    """Return a location's name: the layer for parameter gradients, else the tensor."""
     return layer_name(name) if finding.collection == "gradients" else name
 
 
@@ -224,7 +224,10 @@ def _setting(value: object) -> str:
 
 
 def events(found: Sequence[Event], most: int = 200) -> tuple[list[tuple[str, str, str, str, str]], str]:
-    """Step, kind, message, details and time of events, the latest first, and what is said where some are left out."""
+    """Return events in text, the latest first, and words on those left out.
+
+    Texts are step, kind, message, details and time.
+    """
     some = list(found) if len(found) <= most else [*found[: most // 2], *found[-most // 2 :]]
     words = "" if len(found) <= most else f"The first and the last {most // 2} of {len(found):,} events."
     return [_event(event) for event in reversed(some)], words
