@@ -35,7 +35,7 @@ class CheckedRun:
 
     @property
     def missing(self) -> dict[int, int]:
-        """Last steps of the ranks whose records end before the last step of the view: they may have had an alarm."""
+        """Last steps of ranks that end before the view's: they may have had an alarm."""
         incomplete = self.opened.run.incomplete
         return {rank: last for rank, last in incomplete.items() if last < self.view.last_step}
 

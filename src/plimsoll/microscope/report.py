@@ -130,16 +130,15 @@ class ErrorReport(NotebookRepr):
         return [row for row in self.rows if collection in (None, row.collection)]
 
     def worst(self, collection: str | None = None) -> list[ErrorRow]:
-        """Return the rows, or those of a collection, the largest relative error first. NaN is last.
+        """Return the rows, the largest relative error first. NaN is last.
 
-        Raises:
-            ArgumentError: There is no such collection.
+        They are all rows, or those of a collection. Raises: ArgumentError: There is no such collection.
         """
         rows = self._of(collection)
         return sorted(rows, key=lambda row: math.inf if math.isnan(row.relative_error) else -row.relative_error)
 
     def blame(self, *, budget: int = 200, of: str = "gradients") -> Blame:
-        """Return what contributed how much to the error of the parameters' gradients: casts and operations, by module.
+        """Return the contributions to the gradients' error: casts, operations, modules.
 
         The step is made again as its reference, with one module in low precision at a time, and with one cast of it.
         So the model and the closures must be as they were.
@@ -155,7 +154,7 @@ class ErrorReport(NotebookRepr):
         return (self.blamer or without_model)(budget=budget, of=of)
 
     def table(self, collection: str | None = None) -> str:
-        """Return the rows as a table, one for each tensor, the largest relative error first."""
+        """Return the rows as a table, a tensor each, the largest relative error first."""
         return "\n".join(_lines(_distinct(self.worst(collection))))
 
     def __str__(self) -> str:
@@ -190,7 +189,7 @@ class ErrorReport(NotebookRepr):
 
 
 def _distinct(rows: list[ErrorRow]) -> list[ErrorRow]:
-    """Return the rows without those of a tensor that another name stands for: an output is the next one's input."""
+    """Return the rows without second names: an output is the next one's input."""
     found: dict[object, ErrorRow] = {}
     for row in rows:
         found.setdefault((row.collection, row.values, row.relative_error, row.bias, row.largest_error), row)

@@ -35,7 +35,7 @@ class Names:
             self._optimizer(optimizer)
 
     def learn_gradients(self, leaves: Iterable[Tensor]) -> None:
-        """Takes in the gradients of leaves, also those that a variable of the closure holds."""
+        """Learn the gradients of leaves, also those that a closure's variable holds."""
         for leaf in [*leaves, *(p for what, p in self._lasting if not what.startswith("the optimizer's "))]:
             owner = self.of(leaf) if leaf.grad is not None else None
             if owner is not None and leaf.grad is not None:

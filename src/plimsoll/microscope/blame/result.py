@@ -100,7 +100,7 @@ class Blame(NotebookRepr, Sequence[BlameRow]):
 
     @property
     def explained(self) -> float:
-        """Sum of the shares. It is 1 where errors add up, and less or more where they are too large for that."""
+        """Sum of the shares: 1 where errors add up, other where they are too large."""
         return sum(row.share for row in self.rows)
 
     @property
