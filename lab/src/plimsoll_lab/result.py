@@ -61,7 +61,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """An experiment that was carried out: what was measured, with what, how long it took, and where it lies.
+    """An experiment that was carried out: measurements, versions, time, place.
 
     `date`: of its end, in UTC, as 2026-11-22. `device`: "cpu" or "cuda". `versions`: of what it was made with, and on.
     """

@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def state(self) -> str:
-        """A few words: that all claims hold, how many do not, or that it was not carried out."""
+        """The state in words: all claims hold, how many do not, or not carried out."""
         if self.error:
             return "not carried out"
         if self.failed:
@@ -77,13 +77,13 @@ class Outcome:
 
 
 def recorded() -> dict[str, Outcome]:
-    """The outcomes that were recorded on the maintainers' machine and come with the package, by experiment."""
+    """Return the packaged outcomes of the maintainers' machine, by experiment."""
     text = (resources.files("plimsoll_lab") / RECORD).read_text(encoding="utf-8")
     return _by_name(Outcome.from_dict(told) for told in json.loads(text))
 
 
 def found_in(folder: Path) -> dict[str, Outcome]:
-    """The outcomes of the results in that folder, each in a folder of its own as `perform_all` leaves them.
+    """Return the outcomes of the results in a folder, as `perform_all` leaves them.
 
     Raises `RunError` where there is no such folder, or a result in it cannot be read.
     """
@@ -123,7 +123,7 @@ def _claim(told: Mapping[str, Any]) -> Claim:
 
 
 def _by_row(source: str, claims: Sequence[Claim]) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Of each row of the experiment, how many claims are of it, and which of them do not hold."""
+    """Return each row's number of claims, and those that do not hold."""
     own = {row: [claim for claim in claims if not claim.rows or row in claim.rows] for row in rows_of(source)}
     return {row: (len(these), tuple(str(c) for c in these if not c.holds)) for row, these in own.items()}
 

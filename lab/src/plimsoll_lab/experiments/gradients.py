@@ -1,4 +1,4 @@
-"""Experiment `gradients` (N3, X3, A3): an SSD-like detector's activation gradients, and what a scale of 8 does.
+"""Experiment `gradients` (N3, X3, A3): a detector's gradients at a scale of 8.
 
 The detector is trained in FP32 and its activation gradients are recorded: how many are zero, where the others lie, and
 what FP16 would lose of them at the loss scales 1, 8 and 32K; of its weights' gradients, how many are updates that FP16
@@ -103,13 +103,13 @@ def below(spectrum: Spectrum, limit: float) -> float:
 
 
 def scale_for(spectrum: Spectrum, share: float) -> int | None:
-    """The least power of two by which gradients would have to be larger for no more than `share` in [2^-32, 2^-20)."""
+    """Return the least power of two for at most `share` of them in [2^-32, 2^-20)."""
     fits = (up for up in range(64) if between(spectrum, -32 - up, -20 - up) <= share * spectrum.count)
     return next(fits, None)
 
 
 def histogram(spectrum: Spectrum, title: str) -> "Figure":
-    """The share of each binade, coloured by the loss scale that FP16 needs to keep it, with FP16's limits."""
+    """Return each binade's share, coloured by the scale that FP16 needs for it."""
     exponents = np.arange(len(spectrum.binades)) + row_layout.LOWEST_BINADE
     some = exponents[spectrum.binades > 0]
     low, high = min([_LEAST[0], *some.tolist()]), max([_LEAST[1], *some.tolist()])
@@ -149,7 +149,7 @@ def _bars(exponents: Ints, share: Floats, low: int, high: int, name: str, colour
 
 
 def _limits() -> tuple[list[Layout], list[Layout]]:
-    """FP16's ends, and where they would be below with a loss scale; a binade's bar is around its exponent."""
+    """Return FP16's ends, and where they would be with a loss scale."""
     marks = [
         (FP16.quantum_exponent - shift, words, "solid" if shift == 0 else "dot")
         for shift, words in zip(SHIFTS, ("FP16's least", "at 8", "at 32K"), strict=True)
@@ -234,7 +234,7 @@ def foretold(wide: Job, narrow: Job) -> dict[str, float]:
 
 
 def small_updates(jobs: Sequence[Job], setup: Setup) -> float:
-    """Of all nonzero gradients of weights, the part below 2^-24 when multiplied by the learning rate."""
+    """Return the part of nonzero weight gradients below 2^-24 times the rate."""
     small, all_of_them = 0.0, 0
     for job in jobs:
         for step, _, _, spectrum in Run(job.run).spectra("gradients"):

@@ -1,4 +1,4 @@
-"""Experiment `layerwise` (T7): a scale per layer against one scale, constant or adaptive, on the small detector.
+"""Experiment `layerwise` (T7): a scale per layer against one, on a small detector.
 
 The detector of `gradients`, whose loss is brought 2^7 lower still: divided by all default boxes, as where nobody
 divides by those that match, of which there are some 2^7 times fewer. Static scales then have to be tried; the others
@@ -40,7 +40,7 @@ from plimsoll_lab.study import Experiment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """By tensor: the powers of two at which nothing overflows and less than 1 % is lost; None where no one serves."""
+    """Powers of two by tensor without overflow and under 1 % lost; None: none is so."""
 
     windows: dict[str, tuple[int, int] | None]
 
@@ -65,7 +65,7 @@ class Spans:
 
 
 def spans_of(run: Run) -> Spans:
-    """Of all activation gradients of a run in FP32, each tensor's added up over its steps."""
+    """Return an FP32 run's activation gradients, added up over steps by tensor."""
     whole: dict[str, Spectrum] = {}
     for _, _, name, spectrum in run.spectra(COLLECTION):
         if counted(name):
@@ -117,7 +117,7 @@ def measure_with(bench: Bench, setup: Setup) -> Measured:
 
 
 def numbers_of_all(by_kind: Jobs) -> dict[str, dict[str, float]]:
-    """Of each kind, over its seeds: also beside the best static scale, and how soon it is near FP32's last loss."""
+    """Return each kind's numbers over seeds, against the best static scale and FP32."""
     numbers = {name: over_seeds(these, by_kind["fp32"]) for name, these in by_kind.items()}
     best = best_static(numbers)
     ends = [_NEAR * float(smoothed(Run(job.run))[1][-1]) for job in by_kind["fp32"]]

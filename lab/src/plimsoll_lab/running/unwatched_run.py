@@ -9,7 +9,7 @@ from plimsoll.runs import RunWriter, Scalars
 
 
 class Unwatched:
-    """In a Watch's place: `log` means what `Watch.log` does; the run is written at the context's end.
+    """In a Watch's place: `log` as `Watch.log`; written at the context's end.
 
     A step begins with the first number whose name the step before has already.
     """

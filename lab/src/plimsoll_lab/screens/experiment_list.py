@@ -53,7 +53,7 @@ def list_rows(folder: Path | None, as_json: bool) -> None:
 
 
 def _said(standing: "Standing") -> Text:
-    """The row's sentence; under it its experiments and tests, the claims that do not hold, and what is not measured."""
+    """Return the row's sentence, with experiments, tests, failed claims, gaps."""
     lines = [Text(standing.row.says)]
     shown = [f"lab {name}: {_state(standing.outcomes, name)}" for name in standing.experiments]
     if standing.row.tests:

@@ -1,4 +1,6 @@
-"""Experiment `amp` (A4, X2, N6): three networks in FP32, TF32, FP16, BF16 and FP8: memory, time, losses that agree.
+"""Experiment `amp` (A4, X2, N6): memory, time and losses of three networks.
+
+The levels are FP32, TF32, FP16, BF16 and FP8.
 
 - Memory is counted on "meta" at the benchmark's own sizes (`memory`): what a GPU would keep, on any machine.
 - Time is that of whole steps, in turn (`timing`). On a CPU 16-bit and FP8 arithmetic is emulated, which is slower
@@ -97,7 +99,7 @@ def trained_networks(setup: Setup) -> tuple[Network, ...]:
 
 
 def trained(task: Task) -> None:
-    """Trains what a task of `to_task` says: from the weights and on the batches of its seed, whatever the level."""
+    """Train as a task of `to_task` says, from its seed's weights and batches."""
     setup, device, seed, run = Setup(**task["setup"]), task["device"], task["seed"], Path(task["run"])
     network = next(each for each in trained_networks(setup) if each.name == task["network"])
     torch.manual_seed(seed)
@@ -148,7 +150,7 @@ def _mixed(seed: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """The steps of a level: seconds of each round, and the loss. `peak_bytes`: of the GPU's memory; 0 on a CPU."""
+    """Steps of a level: seconds by round, and loss. `peak_bytes`: GPU's, 0 on a CPU."""
 
     seconds: Sequence[float]
     loss: float
@@ -163,7 +165,7 @@ class Timed:
 def time_steps(
     network: Network, levels: Sequence[str], *, rounds: int, seed: int, device: str, progress: Progress
 ) -> Mapping[str, Timed]:
-    """The steps of each level, in so many rounds after one that warms up; the order turns with each round."""
+    """Return each level's steps, timed in rounds of changing order after a warm-up."""
     progress.begin(f"steps of {network.title}", (rounds + 1) * len(levels))
     torch.manual_seed(seed)
     model = network.make().to(device)
@@ -184,7 +186,7 @@ def time_steps(
 
 
 def time_ratio(these: Timed, those: Timed) -> float:
-    """The median, over rounds, of how many times as long the first took in the same round."""
+    """Return the median over rounds of the times' ratio in the same round."""
     return statistics.median(a / b for a, b in zip(these.seconds, those.seconds, strict=True))
 
 
@@ -218,19 +220,19 @@ def losses(run: Path) -> Floats:
 
 
 def fell_to(loss: Floats) -> float:
-    """The part of the loss that is left at the end: the mean of the last quarter, of that of the first."""
+    """Return the last quarter's mean loss as a part of the first quarter's."""
     part = max(1, len(loss) // _PARTS)
     return float(loss[-part:].mean() / loss[:part].mean())
 
 
 def ends(runs: Sequence[Path]) -> Floats:
-    """The mean loss over the last quarter of each training; Inf for one that ended in no number."""
+    """Return the mean loss over each training's last quarter; Inf for no number."""
     found = [loss[-max(1, len(loss) // _PARTS) :].mean() for loss in map(losses, runs)]
     return np.nan_to_num(np.array(found), nan=np.inf)
 
 
 def against(these: Sequence[Path], fp32: Sequence[Path]) -> Ratio:
-    """The losses at the end as a ratio to FP32's, with Student's bounds over the seeds."""
+    """Return the last losses over FP32's, with Student's bounds over the seeds."""
     return ratio(ends(these), ends(fp32))
 
 
@@ -458,7 +460,7 @@ def _counted(networks: tuple[Network, ...], bench: Bench) -> dict[tuple[str, str
 
 
 def _trained(bench: Bench, setup: Setup, workers: int) -> dict[tuple[str, str], list[Path]]:
-    """The runs of all trainings. FP32's come first: the UNet's plan for FP8 is made of one of them."""
+    """Return the runs of all trainings, FP32's first, for the UNet's FP8 plan."""
     networks = trained_networks(setup)
     runs = {(network.name, level): _folders(bench, setup, network, level) for network in networks for level in LEVELS}
     for levels in (LEVELS[:1], LEVELS[1:]):

@@ -1,4 +1,4 @@
-"""Experiment `demo` (T3, T4): ten hard batches in a row, in FP16 and in BF16, and what keeps FP16 training.
+"""Experiment `demo` (T3, T4): ten hard batches in FP16 and BF16, and remedies.
 
 Four trainings from the same weights on the same batches. In the hard batches an eighth of the pictures is black, as
 where a shard fails to decode. The gradient of a black patch is divided by 1e-8 (`model`): far beyond FP16 at any
@@ -52,7 +52,7 @@ def judged(kind: Kind, setup: Setup, run: Run) -> Training:
 
 
 def measured(view: View, setup: Setup, findings: Sequence[Finding]) -> dict[str, float]:
-    """By name: losses, the scale, what was lost of gradients and batches, and since when rules have told of it."""
+    """Return numbers by name: losses, scale, lost gradients, first finding."""
     repeated = int(np.nansum(view.scalar("retries")[1]))
     end = setup.hard_end + repeated  # a repetition is a step of the run
     steps, loss = view.scalar("loss")
@@ -83,7 +83,7 @@ def measured(view: View, setup: Setup, findings: Sequence[Finding]) -> dict[str,
 
 
 def of_parameters(view: View) -> dict[str, float]:
-    """Of a scale per parameter: how often one sat out, and what its scales take; nothing of other scalers."""
+    """Return a parameter scaler's skips and bytes; nothing of other scalers."""
     (_, sat_out), (_, taken) = view.scalar("sat_out"), view.scalar("scale_bytes")
     if not len(sat_out):
         return {}
@@ -105,7 +105,7 @@ def _time_lost(steps: NDArray[np.int64], lost: NDArray[np.float64], end: int) ->
 
 
 def _scale(view: View, setup: Setup, end: int) -> dict[str, float]:
-    """The loss scale as exponents: before the hard batches, its lowest since, and at the end; none in BF16."""
+    """Return the loss scale's exponents before, lowest since, and last; none in BF16."""
     steps, scale = view.scalar("scale")
     if not len(scale):
         return {}
