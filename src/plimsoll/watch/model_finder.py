@@ -278,7 +278,7 @@ class Finder:
         return place / inside if shared else place
 
     def _list(self, rank: int) -> None:
-        """List the runs of a script's models in its folder, for one answer on all."""
+        """List the runs of a script's models in its folder, to answer for all at once."""
         self._recorded = True
         if self._place is not None and self._runs != [script.ITSELF] and rank == 0:
             script.write(self._place, self._runs)

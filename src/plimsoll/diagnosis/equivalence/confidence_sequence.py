@@ -46,7 +46,7 @@ class Reading:
     confidence: float
 
     def radius(self, longer: float = 1.0) -> float:
-        """Return the interval's reach on both sides, now or in a run `longer` times this."""
+        """Return the interval's reach on both sides, for a run `longer` times as long."""
         blocks = int(self.blocks * longer)
         if blocks < _LEAST_BLOCKS:
             return math.inf

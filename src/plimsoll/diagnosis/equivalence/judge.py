@@ -95,7 +95,7 @@ def parity(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fate:
-    """One side's curves: those kept, and those that diverged, with the step of that."""
+    """Curves of one side: kept ones, and diverged ones with the step of divergence."""
 
     kept: list[Curve]
     lost: list[tuple[Curve, int]]

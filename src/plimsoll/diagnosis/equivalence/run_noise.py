@@ -63,7 +63,7 @@ class RunNoise:
 
 
 def shrinkage(runs: tuple[int, int], more: tuple[int, int]) -> float:
-    """Return the change of the error of a difference of means with more runs."""
+    """Return the factor by which more runs change a mean difference's error."""
     return math.sqrt((1 / more[0] + 1 / more[1]) / (1 / runs[0] + 1 / runs[1]))
 
 
@@ -162,7 +162,7 @@ class Evidence:
         return self._joined(by_steps, by_runs, noise)
 
     def steps_until(self, radius: float) -> float | None:
-        """Return how many times longer runs must be for this radius; None: no length does."""
+        """Return how many times as long runs must be for this radius; None: no length."""
         longer = 1.0
         while longer < _MOST_LONGER:
             longer *= 1.05

@@ -98,7 +98,7 @@ class CheckpointStore:
         return broken
 
     def good(self, since: int) -> Saved | None:
-        """Return the last one saved before step `since`, which its fault has not touched."""
+        """Return the last one saved before step `since`, not that of its beginning."""
         return max((s for s in self._saved if s.step < since), key=lambda saved: saved.step, default=None)
 
     def restore(self, step: int) -> None:

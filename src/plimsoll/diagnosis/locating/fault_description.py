@@ -25,7 +25,7 @@ def describe_fault(
     error: Exception | None,
     spoiled: Origin | None = None,
 ) -> Fault:
-    """Return an origin's fault; `spoiled`: the result of one harmful by its gradient."""
+    """Return an origin's fault; `spoiled`: what came of its gradient."""
     after = origin.phase in {"backward", "recomputation", "optimizer"}
     fault_scale = scale if after or origin.scaling else None
     end = None if reached is None else label(reached, names)

@@ -205,7 +205,7 @@ class Rule(ABC):
         return ""
 
     def needs_other_scale(self, finding: Finding) -> bool:  # noqa: ARG002
-        """Return whether another loss scale may fix it: one remedy for all such findings."""
+        """Return whether another loss scale may fix it, by the run's one remedy."""
         return False
 
     @property

@@ -406,7 +406,7 @@ class LossUnbounded(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeForerunner(Rule):
-    """Signs before a rise of the loss: a huge update, or Adam's moments behind."""
+    """Signs of a coming loss spike: huge updates, or gradients beyond Adam's moments."""
 
     id = "spike-forerunner"
     says = (

@@ -199,7 +199,7 @@ def _bad(scalar: tuple[Ints, Floats], test: Callable[[Floats], Mask]) -> Ints:
 
 
 def _places(view: View) -> list[tuple[int, str, list[str]]]:
-    """Return step, collection and layers of non-finite values, the origin first."""
+    """Return step, collection, layers of non-finite values, the earliest first."""
     places: list[tuple[int, int, str, list[str]]] = []
     for rank, collection in enumerate(_ORDER):
         cells = view.cells(collection)

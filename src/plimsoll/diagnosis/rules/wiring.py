@@ -191,7 +191,7 @@ class OptimizerIdle(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsMishandled(Rule):
-    """Gradients not zeroed, unscaled never or twice, clipped scaled, or erased."""
+    """Gradients not zeroed, unscaled never or twice, clipped while scaled, or erased."""
 
     id = "gradients-mishandled"
     says = (
@@ -319,7 +319,7 @@ class GradientsMishandled(Rule):
 
 
 def erased_samples(view: View) -> NDArray[np.bool_]:
-    """Return the samples of zero parameter gradients beside others that are not."""
+    """Return the samples with zero gradients of parameters, but not of activations."""
     gradients, passed = view.cells("gradients"), view.cells("activation_gradients")
     if gradients is None or passed is None:
         return np.zeros(0 if gradients is None else len(gradients.steps), dtype=bool)

@@ -14,7 +14,7 @@ _HIGHEST_BINADE = row_layout.LOWEST_BINADE + row_layout.BINADES - 1
 
 
 def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumulate: bool, block: int) -> None:
-    """Count each tensor into its row, emptied first without `accumulate`."""
+    """Count each tensor into its row; without `accumulate` the row starts empty."""
     if not accumulate:
         for row in rows:
             bank[row].zero_()

@@ -44,7 +44,7 @@ class Tables:
     # memory that must then stay alive, and its memory would come from the graph's own pool. `find` answers None, and
     # the caller launches once per tensor instead, with the addresses as arguments, which the graph keeps.
     def find(self, key: Key, device: torch.device, make: Callable[[], np.ndarray]) -> Tensor | None:
-        """Return the key's table on `device`, made if need be; None in capture without."""
+        """Return a key's table on `device`; a missing one is made, but not in capture."""
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         with self._lock:
             full_key = (device, *key)

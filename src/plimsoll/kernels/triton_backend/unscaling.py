@@ -86,7 +86,7 @@ def _unscale(
 
 @triton.jit
 def _multiply(raw, bits, factor, KIND: tl.constexpr):
-    """Return the product as decoded bits, and as stored; a factor of 1 is exact."""
+    """Return the product, decoded and as stored; a factor of 1 changes nothing."""
     if KIND == _FP64:
         product = bits.to(tl.float64, bitcast=True) * factor.to(tl.float64)
         stored = tl.where(factor == 1.0, bits, product.to(tl.int64, bitcast=True))

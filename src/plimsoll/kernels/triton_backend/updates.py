@@ -199,7 +199,7 @@ def _launch(jobs: list[_Job], dtype: torch.dtype, push: torch.dtype | None, bank
 
 
 def _mask(push: torch.dtype | None) -> int:
-    """Return the bits that a nonzero push has one of; 0 where pushes are not known."""
+    """Return the bits of which a nonzero push has at least one; 0 if unknown."""
     if push is None:
         return 0
     return 0xFF if push in _FNUZ else (1 << (8 * push.itemsize - 1)) - 1

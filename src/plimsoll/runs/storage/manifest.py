@@ -48,7 +48,7 @@ class Session:
     host: str = ""
 
     def replaces(self, part: Part) -> bool:
-        """Return whether the part may hold rows replaced here: from `from_step` on."""
+        """Return whether the part may hold rows that this session replaced."""
         return self.from_step is not None and part.last < self.first_flush and part.max_step >= self.from_step
 
 
@@ -165,7 +165,7 @@ def parts_of(content: Mapping[str, Any]) -> list[Part]:
 
 
 def lost_of(content: Mapping[str, Any]) -> list[Part]:
-    """Return parts found damaged or missing. Later parts may lack their rows."""
+    """Return damaged or missing parts. Later ones may cover them without their rows."""
     return _listed(content, "lost")
 
 

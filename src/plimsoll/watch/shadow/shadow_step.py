@@ -56,7 +56,7 @@ def check(settings: Settings) -> None:
 
 
 def attach(core: WatchSession, root: nn.Module, begin: Callable[[], None]) -> None:
-    """Give the watch its shadow steps if asked for; `begin`: at a training forward."""
+    """Give the watch its shadow steps if asked for; training forwards call `begin`."""
     if core.settings.shadow_every is not None:
         core.shadow = Shadow(core, root, begin)
 

@@ -113,7 +113,7 @@ class OperationCheck:
                 self.trail.bear(x, how)
 
     def _finite(self, x: Tensor) -> None:
-        """Mark a new tensor and its memory as finite, unless it is a part of it."""
+        """Mark a new tensor and its memory as finite; a view may be only a part."""
         if not x._is_view():  # noqa: SLF001
             self.trail.clear(x)
 

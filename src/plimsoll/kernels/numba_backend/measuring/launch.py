@@ -33,7 +33,7 @@ def cache_folder() -> str | None:
 
 
 def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumulate: bool, block: int) -> None:
-    """Count each tensor into its row, emptied first without `accumulate`."""
+    """Count each tensor into its row; without `accumulate` the row starts empty."""
     places = row_addresses(bank, rows)
     if not accumulate:
         empty_rows(places, bank.shape[1])

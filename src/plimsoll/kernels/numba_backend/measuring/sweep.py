@@ -277,7 +277,7 @@ class _Extremes:
 
 
 class ExtremesAndZeros:
-    """Largest bits by sign, smallest nonzero magnitude less one, and zeros, in one."""
+    """Largest bits by sign, smallest nonzero one less one, and zeros, in one look."""
 
     def __init__(self, vectors: Vectors, top: Any) -> None:
         builder = vectors.builder

@@ -46,7 +46,7 @@ def unscale(
 
 
 def _unscale_parts(dtype: torch.dtype, words: list[int], numbers: _Numbers) -> None:
-    """Unscale parts of one dtype, three words each: address, length, row's or 0."""
+    """Unscale parts of one dtype: address, length and row's address or 0 of each."""
     lengths, places = words[1::3], words[2::3]
     shares = threads.shares(sum(lengths))
     measured = bool(places[0])

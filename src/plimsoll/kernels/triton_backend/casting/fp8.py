@@ -1,4 +1,4 @@
-"""Casting a matrix and its transpose to 8-bit codes from one read, and launch."""
+"""Casting a matrix and its transpose to 8-bit codes: the kernel and its launch."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def fp8_cast_matrix(
     E5M2: tl.constexpr, KIND: tl.constexpr, ROW_WORDS: tl.constexpr, HARDWARE: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Cast `per_program` tiles, row by row; `codes`, `columns`, `scale_at`: or None."""
+    """Cast tiles row by row; `codes`, `columns` and `scale_at` may be None."""
     TILE: tl.constexpr = HEIGHT * WIDTH
     ITEM: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     across = tl.cdiv(padded_width, WIDTH)

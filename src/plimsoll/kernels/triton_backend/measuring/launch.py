@@ -1,4 +1,4 @@
-"""Launch of the measuring kernel: once a dtype, and without a table for a tensor."""
+"""Launch of the measuring kernel: one a dtype, or one without table for a tensor."""
 
 import contextlib
 import functools
@@ -39,7 +39,7 @@ class _Job(NamedTuple):
 
 
 def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumulate: bool, block: int) -> None:
-    """Count each tensor into its row, emptied first without `accumulate`."""
+    """Count each tensor into its row; without `accumulate` the row starts empty."""
     if not accumulate:
         empty(bank, rows)
     by_dtype: dict[torch.dtype, list[_Job]] = {}
@@ -97,7 +97,7 @@ def share(slots: Sequence[int], tile: int, device: torch.device) -> tuple[int, l
 
 
 def table_words(jobs: Sequence[tuple[int, ...]], programs: list[int]) -> np.ndarray:
-    """Return each tensor's words, and each program's: its tensor, its place in it."""
+    """Return each tensor's words, then each program's tensor and place in it."""
     entries = np.array(jobs, dtype=np.int64).ravel()
     counts = np.array(programs, dtype=np.int64)
     tensor = np.repeat(np.arange(len(jobs), dtype=np.int64), counts)
