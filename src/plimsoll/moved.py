@@ -1,4 +1,4 @@
-"""Modules of version 0.1 elsewhere: its pickles, which name modules, still load.
+"""Modules that version 0.1 had elsewhere, so that its pickles still load.
 
 A name of the old layout is imported when a pickle asks for it, never before.
 """

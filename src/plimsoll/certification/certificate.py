@@ -1,4 +1,4 @@
-"""Facts of a certificate: an implementation by rows, with counterexamples."""
+"""Facts of a certificate: requirements row by row, with counterexamples."""
 
 import math
 from collections.abc import Mapping, Sequence

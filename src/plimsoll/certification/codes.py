@@ -66,7 +66,7 @@ class Form:
 
 
 class UnpackConvention:
-    """Calls of an unpack in its form of codes; `ArgumentError` for an unknown one."""
+    """Calls of an unpack, in the form in which it takes codes."""
 
     def __init__(self, caller: Caller, fmt: Format | BlockFormat) -> None:
         self.caller = caller

@@ -48,7 +48,7 @@ _PAGE = """<!doctype html>
 
 
 def sorted_rows(certificate: CertificateRecord) -> list[Row]:
-    """Return the rows: deviations, refusals, conforming ones, those not tried."""
+    """Return the rows sorted: deviations, refusals, conforming ones, untried ones."""
     return sorted(certificate.rows, key=lambda row: _ORDER.index(row.status))
 
 
@@ -85,7 +85,7 @@ def inferred_lines(certificate: CertificateRecord) -> list[tuple[str, str]]:
 
 
 def remark(row: Row) -> str:
-    """Return a deviation's counterexample, a refusal's error, or another's detail."""
+    """Return the counterexample of a row that deviates, or else the row's detail."""
     if row.counterexample is not None:
         return str(row.counterexample)
     return row.detail

@@ -40,7 +40,7 @@ class Subject:
 
     @property
     def held_to_scale_rule(self) -> str:
-        """The rule for scales to hold to: by default OCP MX 1.0's, or NVFP4's nearest."""
+        """The rule for scales to hold the function to; default: its specification's."""
         return self.scale_rule or RULES[0]
 
     @property

@@ -1,3 +1,3 @@
-"""The command ``plimsoll``: a module a subcommand, which imports what it needs."""
+"""The command ``plimsoll``: each subcommand is a module with its own imports."""
 
 from plimsoll.cli.entry_point import app as app, main as main

@@ -98,7 +98,7 @@ class _LazyCommands(Mapping[str, Any]):
     # Entry points are read only for help and for names that are not Plimsoll's own.
     @property
     def others(self) -> dict[str, Any]:
-        """Other distributions' entry points by name; the laboratory's is None if missing."""
+        """Entry points of other distributions by name, with None for a missing laboratory."""
         if self._others is None:
             self._others = _entry_points(self._own)
         return self._others

@@ -71,7 +71,7 @@ class Machine:
 
 
 def examine() -> Machine:
-    """Return the machine's facts, importing torch and backends; failures are lines."""
+    """Return the machine's facts. It imports torch and every backend."""
     from plimsoll import kernels
 
     forced, problem = None, None

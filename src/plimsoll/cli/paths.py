@@ -38,7 +38,7 @@ def start_reading() -> "list[Run]":
 
 
 def report_missing_records(runs: "list[Run]") -> bool:
-    """Report runs with missing records on stderr; damage is known once read.
+    """Report runs with missing records on stderr; return whether there are any.
 
     Returns:
         Whether there is any.
@@ -240,5 +240,5 @@ def open_single(path: str, operation: str) -> OpenRun:
 
 
 def file_for_model(path: Path, opened: OpenRun, runs: int) -> Path:
-    """Return a run's file; of several models ``plan-G.toml`` for ``plan.toml``."""
+    """Return a run's file; several models have their own, as ``plan-G.toml``."""
     return path if runs == 1 else path.with_name(f"{path.stem}-{opened.model}{path.suffix}")

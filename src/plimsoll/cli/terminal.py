@@ -105,7 +105,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def table_width(target: Console) -> int | None:
-    """Return the tables' width: the terminal's to 100; None in a pipe: single lines."""
+    """Return the width of tables, at most 100 cells; None in a pipe."""
     return None if target.width == _UNLIMITED else min(target.width, _WIDEST_DRAWING)
 
 

@@ -58,7 +58,7 @@ def _name(parameter: Any) -> str:
 
 
 def _rule(parameter: Any, message: str) -> str:
-    """Return a parameter's rule, from the parser's message on a value against it."""
+    """Return what must hold of a parameter, from the parser's message."""
     name = _name(parameter)
     if choices := _CHOICES.search(message):
         *most, last = (word.strip(" '\"") for word in choices[1].split(","))

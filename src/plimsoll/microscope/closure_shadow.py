@@ -71,7 +71,7 @@ class ClosureShadow(Shadow):
         self._comparisons = _Observed(self.core, self._observer)
 
     def run(self, closure: Callable[[], Any]) -> Tensor:
-        """Make one step and its repetition; return the loss. Keeps the real gradients."""
+        """Make one step and its repetition; return the loss."""
         root = self.core.model()
         assert root is not None
         call = CapturedCall(root, (), {})

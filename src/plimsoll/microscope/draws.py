@@ -128,7 +128,7 @@ class _Signs:
         self._held: dict[tuple[torch.device, int], Tensor] = {}
 
     def sketch(self, left: Tensor, call: int) -> Floats:
-        """Return values, or many ones' sums over signs; each `call` has its own signs."""
+        """Return the values, or if they are many, sums over the random signs of `call`."""
         count = left.numel()
         if count <= SKETCH:
             return left.double().cpu().numpy()

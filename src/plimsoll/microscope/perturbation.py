@@ -19,7 +19,7 @@ class Perturbation:
     """Changes of one model, others for each draw, and taken back at the end."""
 
     def __init__(self, root: nn.Module, size: float) -> None:
-        """`size`: root mean square of changes; narrow weights change by their step."""
+        """`size`: root mean square of the relative changes."""
         self.size = min(max(size, LEAST), MOST)
         self._draw = 0
         self._narrow: set[int] = set()  # arguments of 16 bits, which a reference has in more

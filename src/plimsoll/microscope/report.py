@@ -189,7 +189,7 @@ class ErrorReport(NotebookRepr):
 
 
 def _distinct(rows: list[ErrorRow]) -> list[ErrorRow]:
-    """Return the rows without second names: an output is the next one's input."""
+    """Return the rows with each tensor once: an output is the next module's input."""
     found: dict[object, ErrorRow] = {}
     for row in rows:
         found.setdefault((row.collection, row.values, row.relative_error, row.bias, row.largest_error), row)

@@ -110,7 +110,7 @@ def _forward(root: nn.Module, args: Any, kwargs: Any, context: Context) -> _Forw
 
 @contextlib.contextmanager
 def _heard(root: nn.Module, found: _Forward) -> Generator[None]:
-    """Context in which the forward notes decisions' modules and broken values."""
+    """Context in which a forward notes its decisions and its broken values."""
 
     def begins(name: str, module: nn.Module, args: Any) -> None:
         del module, args

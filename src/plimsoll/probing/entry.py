@@ -324,7 +324,7 @@ def _planned(
 def _from_plan(
     view: View, question: Question, made: Plan, modules: Sequence[Module], found: Iterable[Finding]
 ) -> tuple[list[Finding], list[str]]:
-    """Return a finding of modules kept wide for gradients or headroom, and unknown."""
+    """Return a finding of modules that the plan keeps wide, and the unknown ones."""
     judge = Judge(view, tolerance=forward.TOLERANCE, margin=None)
     named = _faulty(found)
     reasons: dict[str, str] = {}

@@ -73,7 +73,7 @@ def findings(question: Question, spectra: Spectra, operands: Mapping[str, Iterab
 def _distinct(
     collection: str, tensors: Mapping[str, Sequence[tuple[int, Spectrum]]], cast: set[str]
 ) -> Mapping[str, Sequence[tuple[int, Spectrum]]]:
-    """Return the tensors to judge: an output that is a product's input only as that."""
+    """Return the tensors to judge, each once: an output is the next module's input."""
     if collection != "activations":
         return tensors
     found: dict[Spectrum, str] = {}

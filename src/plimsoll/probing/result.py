@@ -71,7 +71,7 @@ class Probe(NotebookRepr):
         return "Keep the modules of the findings in BF16 or FP32, and probe again."
 
     def __str__(self) -> str:
-        """Return sentence, findings, the plan's summary, gaps, and the next step."""
+        """Return the answer as text: sentence, findings, plan, gaps and the next step."""
         lines = [self.sentence, *map(line_of, self.findings)]
         if self.plan is not None:
             lines += [f"Plan: {remark}" for remark in self.plan.remarks[:1]]

@@ -1,4 +1,4 @@
-"""First training steps of an unaware script, which is stopped after them."""
+"""First training steps of a script: recorded, and the script stopped after them."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""One training step of an unaware script: found, recorded, then the script ends.
+"""One training step of a script: found, recorded, and the script stopped after it.
 
 Recording begins with the script's first optimizer, or with its first backward if it makes none. A step goes from one
 step of the first optimizer that steps to its next one, so that all other optimizers have their part in it; one that a

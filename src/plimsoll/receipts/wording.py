@@ -1,4 +1,4 @@
-"""A receipt in few words: verdict, grouped deviations, like rows as one line."""
+"""A receipt in few words: the verdict, grouped deviations and grouped rows."""
 
 import fnmatch
 from collections import Counter

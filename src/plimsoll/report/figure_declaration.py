@@ -29,7 +29,7 @@ PARAMETER_OF = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A drawing of a figure on page and in report: its label and its arguments."""
+    """A drawing that the page and the report offer: its label and its arguments."""
 
     label: str
     arguments: Mapping[str, Any]

@@ -28,7 +28,7 @@ def safe(text: str, most: int = 60) -> str:
 
 
 def labels(texts: Iterable[str], most: int = 40) -> list[str]:
-    """Return the texts made safe and distinct: shortened names alike get a number."""
+    """Return the texts made safe, with a number where two would look alike."""
     seen: dict[str, int] = {}
     result: list[str] = []
     for text in texts:

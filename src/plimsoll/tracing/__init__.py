@@ -1,1 +1,1 @@
-"""Operations of a training step at the dispatcher: sites, schemas, names, state."""
+"""Operations of a training step at torch's dispatcher: call sites, schemas, names."""

@@ -69,7 +69,7 @@ class Place:
 
 
 def look(*, backward: bool = False) -> Place:
-    """Return the place of the current operation; in a backward, up to its call."""
+    """Return the place of the current operation."""
     place = Place()
     frame: FrameType | None = cast("Any", sys)._getframe(1)  # noqa: SLF001
     while frame is not None:
@@ -178,7 +178,7 @@ def _take_module(place: Place, variables: Mapping[str, Any]) -> None:
 
 
 class ForwardIndex(Generic[Call]):
-    """Forward operations by autograd node's number, for a backward's operations."""
+    """Index of forward operations by the number of their autograd node."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[int, Call]] = {}  # number -> thread, operation

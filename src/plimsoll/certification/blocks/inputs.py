@@ -92,7 +92,7 @@ def _held(values: Values, carrier: str) -> Values:
 
 
 def _filled(largest: Values, fmt: BlockFormat, carrier: str) -> Values:
-    """Return blocks with these largest magnitudes at changing places and signs."""
+    """Return blocks with these largest magnitudes, among smaller values."""
     count, block = len(largest), fmt.block
     parts = np.resize(_SPREAD, (count, block))
     depth = fmt.element.max_exponent - fmt.element.min_exponent

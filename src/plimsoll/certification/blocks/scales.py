@@ -96,7 +96,7 @@ def explains(
 
 
 def explaining_scales(fmt: BlockFormat, x: Values, y: Values, roundings: tuple[Rounding, ...]) -> Values:
-    """Return a scale that explains each block's results, or NaN; tensor scale 1."""
+    """Return for each block a scale that explains its results; NaN without one."""
     scales = np.full(len(x), np.nan)
     # What becomes of elements beyond the largest one is the question of another requirement. So a scale that explains
     # all others will do, if none explains these too.

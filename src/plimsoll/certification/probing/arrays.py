@@ -1,4 +1,4 @@
-"""Tensors and arrays to float64 and back by the codec, not by tested conversions."""
+"""Conversion of tensors and arrays to float64 and back, by the codec alone."""
 
 from dataclasses import dataclass
 from typing import Any, cast

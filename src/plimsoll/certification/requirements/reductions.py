@@ -228,7 +228,7 @@ def same_sum_twice(trial: Trial) -> Outcome:
 
 
 def _stable(trial: Trial) -> Reduction:
-    """Return the reduction, if it adds in one order, as measuring needs."""
+    """Return the reduction if its order is stable, since only then it can be measured."""
     if not trial.reduction.order.stable:
         raise NotTriedError(f"the order of additions is {trial.reduction.order.words}")
     return trial.reduction

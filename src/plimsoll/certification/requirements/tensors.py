@@ -1,4 +1,4 @@
-"""Requirements of casts of tensors: shapes, strides, determinism, inputs kept."""
+"""Requirements of casts of tensors: shapes, strides, determinism, same inputs."""
 
 from collections.abc import Callable
 
@@ -133,7 +133,7 @@ def _block(trial: Trial) -> int:
 
 
 def _in_rows(trial: Trial, shapes: list[tuple[int, ...]]) -> Outcome:
-    """Compare results with those of full rows, which every implementation is for."""
+    """Compare results with those of the same values in full rows."""
     tensors = [_ordinary(trial, shape) for shape in shapes]
     rows: list[Tensor] = []
     for tensor in tensors:

@@ -77,7 +77,7 @@ def check(
 def _checked(
     paths: Sequence[str], until: int | None, select: list[str] | None, thresholds: dict[str, float]
 ) -> list[CheckedRun]:
-    """Return the runs that can be judged; report others if there are several paths."""
+    """Return the runs that can be judged; of several paths, report the others."""
     checked: list[CheckedRun] = []
     for path in paths:
         try:

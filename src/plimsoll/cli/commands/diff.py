@@ -93,7 +93,7 @@ def _pairs(of_a: list[OpenRun], of_b: list[OpenRun]) -> tuple[list[tuple[OpenRun
 
 
 def _earliest_named(models: list[str], found: "list[Divergence]") -> "list[Divergence]":
-    """Return notes on a script's models that part later, or in a computed input."""
+    """Return notes on the models of a script that diverge later than another one."""
     from plimsoll.diagnosis import shown
 
     parted = [(each.first.step, ":input" in each.first.name, model)

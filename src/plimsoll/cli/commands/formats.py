@@ -70,7 +70,7 @@ def facts(fmt: Format | BlockFormat) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
-    """A column of the formats' table; high `rank` goes first on narrow terminals."""
+    """A column of the formats' table; the highest `rank` is dropped first."""
 
     head: str
     width: int

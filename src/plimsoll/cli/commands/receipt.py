@@ -1,4 +1,4 @@
-"""``plimsoll receipt``: precision of a step of a script, or of a recorded run."""
+"""``plimsoll receipt``: the precision of a script's step, or of a recorded run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -150,7 +150,7 @@ def _is_script(target: str) -> bool:
 
 
 def _check_declared(declared: str | None) -> None:
-    """Raise for what is no level and no plan; torch is imported early only then."""
+    """Raise for what is no level and no plan. May import torch before the script."""
     if declared is None or declared.lower() in LEVELS:
         return
     if declared.endswith(".toml"):

@@ -36,7 +36,7 @@ def fields(fmt: Format) -> list[_Field]:
 
 
 def bit_cells(fmt: Format, width: int, glyphs: Glyphs) -> list[Text]:
-    """Return the code as cells under its bit numbers, a field each if too narrow."""
+    """Return the code as cells of a bit each, or of a field each if `width` is small."""
     parts = fields(fmt)
     if 4 * fmt.bits + 1 <= width:
         cells = [(field, [f" {field.letter} "] * field.bits) for field in parts]
@@ -122,7 +122,7 @@ def block_cells(fmt: BlockFormat, glyphs: Glyphs) -> list[Text]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """Binades of a format: its smallest, smallest normal and largest values."""
+    """Binades of a format's smallest, smallest normal and largest values."""
 
     smallest: int
     normal: int
@@ -157,7 +157,7 @@ class Axis:
         return math.floor((exponent - self.low) * self.cells / (self.high + 1 - self.low) + 0.5)
 
     def bar(self, reach: Reach, glyphs: Glyphs, style: str) -> Text:
-        """Return normal and subnormal binades, a cell or more, with arrows outside."""
+        """Return a bar of normal and subnormal binades, with arrows where they go on."""
         start, middle = self.cell(reach.smallest), self.cell(reach.normal)
         if reach.smallest < reach.normal:
             middle = max(middle, start + 1)

@@ -1,4 +1,4 @@
-"""Run of a script to the end of the steps that an answer needs, and the answer.
+"""Run of a script as far as an answer needs, and that answer.
 
 `plimsoll receipt` and `plimsoll probe` use it.
 """

@@ -186,7 +186,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without our frames; from the first if we have failed."""
+    """Return the traceback without Plimsoll's frames, unless Plimsoll has failed."""
     frames: list[TracebackType] = []
     while trace is not None:
         frames.append(trace)

@@ -1,4 +1,4 @@
-"""A step's reference with errors added where they arose, and its gradients."""
+"""Reference of a step with some errors added where they arose."""
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping

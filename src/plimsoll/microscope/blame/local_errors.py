@@ -69,7 +69,7 @@ class Unit:
     _found: tuple[dict[Point, Tensor], dict[int, Tensor]] | None = None
 
     def gradients(self) -> tuple[dict[Point, Tensor], dict[int, Tensor]]:
-        """Return the gradients of leaves and parameters, from those in the step."""
+        """Return the gradients of the leaves, and those of parameters."""
         if self._found is None:  # the graph is free afterwards
             self._found = self._backward()
         return self._found
@@ -253,7 +253,7 @@ def _less(one: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> dict[Any, T
 
 
 def units(calls: Iterable[CallRecord], errors: Callable[[CallRecord], LocalErrors]) -> dict[str, list[LocalErrors]]:
-    """Return local errors by module, calls' in a list, without error-free modules."""
+    """Return the local errors of each module's calls, without error-free modules."""
     found: dict[str, list[LocalErrors]] = {}
     for record in calls:
         found.setdefault(record.key[0], []).append(errors(record))

@@ -100,7 +100,7 @@ class Blame(NotebookRepr, Sequence[BlameRow]):
 
     @property
     def explained(self) -> float:
-        """Sum of the shares: 1 where errors add up, other where they are too large."""
+        """Sum of the shares: 1 if errors add up, which large ones may not."""
         return sum(row.share for row in self.rows)
 
     @property

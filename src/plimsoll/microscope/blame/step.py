@@ -66,7 +66,7 @@ class Step:
         return {cast: fmt for call in self.calls if call.key[0] == module for cast, fmt in sorted(call.heard)}
 
     def arithmetic(self, module: str) -> str:
-        """Return the name of a module's operations without casts, by 16-bit dtypes."""
+        """Return a name for a module's operations, by the 16-bit dtypes of their results."""
         dtypes = {
             FORMATS[y.dtype].name
             for call in self.calls
@@ -80,7 +80,7 @@ class Step:
         return self._player.errors(record, self._player.again(record))
 
     def _make_parts(self, record: CallRecord) -> None:
-        """Compute a call without its casts, and with each alone, in the step's formats."""
+        """Compute a call again without its casts, and with each cast alone."""
         if record.key[0] not in self._split or not record.heard:
             return
         before = active_casts.kept, active_casts.heard

@@ -1,4 +1,4 @@
-"""A declaration: a level's, policy's or plan's formats by module and operation."""
+"""Declared formats of a level, a policy or a plan, by module and operation."""
 
 import os
 from collections.abc import Mapping
@@ -174,7 +174,7 @@ def _in_fp8(root: nn.Module, level: Level) -> dict[str, ModulePlan]:
 
 
 def _reduction(model: nn.Module, level: Level) -> str | None:
-    """Return the format that reduces gradients: `fully_shard`'s, or the weights'."""
+    """Return the format in which gradients are reduced."""
     for policy in sharding_policies(model):
         dtype = policy.reduce_dtype or policy.param_dtype
         if dtype is not None:

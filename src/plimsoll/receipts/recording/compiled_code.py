@@ -61,7 +61,7 @@ class _Graph:
 
 
 class CompiledCode:
-    """Recorder of compiled code's operations. Compiled code is compiled again."""
+    """Recorder of compiled code's operations. It has all code compiled again."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -374,7 +374,7 @@ def _is_rounded(node: Any, kernels: Iterable[set[Any]]) -> bool:
 
 
 def _is_widening(node: Any, before: torch.dtype) -> bool:
-    """Return whether a node is the program's cast up, not a decomposition's."""
+    """Return whether a node is a widening cast of the program itself."""
     after = _dtype(node)
     named = hasattr(node.target, "_schema") and facts_of(node.target).name in _CASTS
     asked = _name_of(node.meta.get("original_aten")) in ("aten._to_copy", "prims.convert_element_type")

@@ -1,4 +1,4 @@
-"""Entries of a recording: like operations as one, with the number of calls."""
+"""Entries of a recording: one for all equal operations, with the number of calls."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -241,7 +241,7 @@ class Observation:
         )
 
     def _attributed(self) -> Place:
-        """Return its call site; in a backward its forward's, unless user code runs."""
+        """Return the call site; in a backward usually that of the forward operation."""
         place = self._place
         if self._backward and self._forward is not None:
             there = self._forward.place

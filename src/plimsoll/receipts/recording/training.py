@@ -49,7 +49,7 @@ class Recording:
 
 
 class TrainingRecorder(torch_hooks.TrainingEvents):
-    """Listener that notes backwards, optimizers, scalers and their coming changes."""
+    """Listener that notes backwards, optimizers and scalers for a recorder."""
 
     def __init__(self, recorder: Recorder, before: Before | None = None) -> None:
         self._recorder, self._before = recorder, before

@@ -33,7 +33,7 @@ SIXTEEN_BIT = frozenset(map(dtype_name, dtypes.SIXTEEN_BIT))
 
 
 def spec_name(spec: list[int]) -> str:
-    """Return the format's name that a Plimsoll cast rounds to, from its integers."""
+    """Return the name of the format that a Plimsoll cast rounds to."""
     if len(spec) == len(CastSpec._fields):
         return _element_name(CastSpec(*spec).format)
     block_spec = BlockSpec.from_ints(spec)

@@ -1,4 +1,4 @@
-"""Rows of an audit's figure: their order, their hover texts, the axis's names."""
+"""Rows of an audit's figure: their order, hover texts and axis labels."""
 
 import math
 from collections.abc import Iterator, Sequence

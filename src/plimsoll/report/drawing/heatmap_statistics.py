@@ -33,7 +33,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistic:
-    """A statistic: title after the collection's name, words, merging and drawing."""
+    """A statistic: its title, its words, and how it is merged and drawn."""
 
     title: str
     words: str

@@ -1,4 +1,4 @@
-"""Load lines: a format's range over the values' places, moved by its scale."""
+"""Load lines: the range of a format at its scale, drawn over the values."""
 
 import math
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class LoadLine:
 # The picture shows true values. A format that holds them times S overflows at its limit divided by S, so its lines lie
 # lower the higher the scale; where the recorded scale changes over time, the lines are step curves.
 def load_lines(formats: Sequence[tuple[Format, Floats]]) -> list[LoadLine]:
-    """Return the limits of formats and the power of two that raises the values."""
+    """Return the limits of formats, each moved by a power of two in each column."""
     lines: list[LoadLine] = []
     for i, (fmt, moved) in enumerate(formats):
         limits = [

@@ -47,7 +47,7 @@ def view_of(run: Source, until: int | None, operation: str) -> View:
 def build_figure(
     operation: str, title: str, subtitle: str, traces: Sequence[Trace], layout: Layout, meta: Mapping[str, Any]
 ) -> "Figure":
-    """Return the Plotly figure in the light theme. `meta` is data for its viewer."""
+    """Return the Plotly figure in the light theme, with `meta` as its metadata."""
     try:
         from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
@@ -108,7 +108,7 @@ def since_mark(step: int | None, words: str = "since step", row: str = "") -> tu
 
 
 def plotted(values: Floats) -> NDArray[np.float32]:
-    """Return heights in single precision; what is beyond it becomes an infinite gap."""
+    """Return heights in single precision; larger ones become Inf, a gap in the line."""
     with np.errstate(over="ignore"):
         return np.asarray(values, dtype=np.float32)
 

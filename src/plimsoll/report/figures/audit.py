@@ -216,7 +216,7 @@ def _unit(axis: str) -> Layout:
 
 
 def _bars(axis: str, direction: Direction) -> list[Layout]:
-    """Return a bar for each format, paler of fewer digits, and lines from some ends."""
+    """Return a bar for each format above the rows, and lines down from some ends."""
     bars: list[Layout] = []
     for number, name in enumerate(FORMATS):
         fmt = get_element(name, "audit figure")

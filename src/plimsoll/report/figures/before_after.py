@@ -1,4 +1,4 @@
-"""`before_after`: losses of one run and not another, or of a plan, by layer."""
+"""`before_after`: each layer's losses in two runs, or in a run and under a plan."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

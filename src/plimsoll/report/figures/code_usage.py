@@ -86,7 +86,7 @@ def code_usage(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Use:
-    """Shares of values by the format's binade from `lowest` on, beyond, and by step."""
+    """Shares of values by the format's binade, and of its top binade by step."""
 
     lowest: int
     shares: Floats
@@ -181,7 +181,7 @@ def _bars(use: _Use, fmt: Format) -> tuple[list[Trace], Layout]:
 
 
 def _cast_over_time(cast: CastCells, columns: Columns, since_step: int | None) -> tuple[list[Trace], Layout]:
-    """Return the largest shares of tensors: saturated, of few digits, and zero."""
+    """Return the largest shares over the tensors: saturated, subnormal and zero."""
     marks, notes = since_mark(since_step, row="2")
     shares = {
         "beyond the largest value": (cast.saturated, RED),

@@ -52,7 +52,7 @@ _LABELS = {
 
 
 def _cases(view: View) -> list[Case]:
-    """Return each recorded collection's statistics, without surely blank heat maps."""
+    """Return a case for each collection's statistic whose heat map may show something."""
     return [
         Case(
             label=label.format(collection_words(collection.name)),
@@ -235,7 +235,7 @@ def panel(
     most_cells: int = MOST_CELLS,
     top: float | None = None,
 ) -> Panel:
-    """Return a matrix's picture, merged to at most `most_cells` cells."""
+    """Return the picture of a matrix, merged into at most `most_cells` cells."""
     matrix, only = focused(matrix, focus)
     rows, columns = few(matrix.names, matrix.steps, most_cells)
     colour = coloured(rows.merged(columns.merged(matrix.values, how), how), scale, words, top)

@@ -1,4 +1,4 @@
-"""`loss_and_scale`: loss, scale, skips, a guard's acts, findings on one time axis."""
+"""`loss_and_scale`: loss, loss scale, skipped steps and findings on one time axis."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -196,7 +196,7 @@ def _painted(
 
 
 def _stacked(picture: _Picture, low: int, high: int) -> tuple[Floats, Ints, dict[str, float]]:
-    """Return shares of rows x columns upwards, their heights, and extra rows' names."""
+    """Return shares by row and column, the rows' heights, and the extra rows' names."""
     wide = len(picture.columns.at)
     binades = np.zeros((high - low + 1, wide))
     start = picture.lowest - low

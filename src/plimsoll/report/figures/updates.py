@@ -184,7 +184,7 @@ def _quartiles(values: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _swallowed_below(formats: Sequence[str]) -> tuple[list[float], list[Layout]]:
-    """Return levels below which 16-bit updates are mostly lost: half a spacing."""
+    """Return the levels below which updates of 16-bit weights are mostly lost."""
     narrow = [fmt for fmt in (get_element(name, "updates") for name in formats) if fmt.bits <= 16]
     limits = [float(-fmt.mantissa_bits - 2) for fmt in narrow]
     words = [

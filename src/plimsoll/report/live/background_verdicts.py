@@ -1,4 +1,4 @@
-"""`Verdicts`: runs' verdicts from the background, so that nothing waits for them."""
+"""`Verdicts`: verdicts on runs, made in the background."""
 
 import threading
 import time
@@ -59,12 +59,12 @@ class Verdicts:
         self.version = 0
 
     def of(self, run: Listed) -> Verdict | None:
-        """Return a run's last verdict, maybe older than its records; None without one."""
+        """Return the last verdict on a run, which may be outdated; None without one."""
         with self._lock:
             return self._known.get(run.id)
 
     def for_page(self, run: Listed) -> Verdict:
-        """Return the last verdict with its summary, made now if needed, renewed later."""
+        """Return the last verdict with its summary; make it now if there is none."""
         self.looked_at(run.id)
         known = self.of(run)
         if known is not None and (

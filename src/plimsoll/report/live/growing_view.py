@@ -91,7 +91,7 @@ def _state_of(catalog: RunFolder) -> dict[Part, int]:
 # lowest step that a new part holds. Cells below it stay, those from it on are read again. Where that is unknown (a part
 # has gone, sessions replaced steps and were merged, rows were thinned, replicas of several ranks), all is read again.
 def _since(known: Mapping[Part, int], now: Mapping[Part, int], catalog: RunFolder) -> int | None:
-    """Return the lowest step that may have changed; None: none, `ALL`: unknown."""
+    """Return the lowest step that may have changed; None for none, `ALL` if unknown."""
     gone = [part for part in known if part.kind == "spectra" and part not in now]
     new = [part for part in now if part.kind == "spectra" and part not in known]
     if _may_be_replicas(catalog) and (gone or new):

@@ -54,7 +54,7 @@ class LiveRun:
 
     @contextlib.contextmanager
     def held(self) -> Generator[None]:
-        """Keep other threads from the run in the block; `StateError` if it takes too long."""
+        """Keep other threads from the run in the block; raise `StateError` after a while."""
         if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
             raise StateError(
                 f"serve: expected an answer within {_PATIENCE_SECONDS:.0f} s; got none, since other questions to this "
@@ -193,7 +193,7 @@ class Live:
             return self._open[key]
 
     def _trim(self) -> None:
-        """Drop the runs not asked about for longest, until the rest, or the last, fits."""
+        """Drop the runs that were not requested for longest, until the rest fits."""
         with self._lock:
             while len(self._open) > 1 and sum(run.size_bytes for run in self._open.values()) > self._most_bytes:
                 self._open.popitem(last=False)

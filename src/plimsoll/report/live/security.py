@@ -143,7 +143,7 @@ _LAST: list[_Header] = [(b"connection", b"close")]  # what follows on the connec
 
 
 def cookie_of(token: str) -> tuple[str, str]:
-    """Return the cookie's name and value, made from the token; ports differ in name."""
+    """Return the cookie's name and value, both derived from the token."""
     value = hmac.new(token.encode(), b"plimsoll live page", hashlib.sha256).hexdigest()
     return f"plimsoll-{value[:12]}", value[12:]
 

@@ -1,4 +1,4 @@
-"""Answers on one run or two for the page, as JSON-able data, as in the report."""
+"""Answers on one run or two for the page and the report, as JSON-able data."""
 
 import json
 import os

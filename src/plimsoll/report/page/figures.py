@@ -1,4 +1,4 @@
-"""Figures as answers: JSON, arguments in addresses, and a run's offers."""
+"""Figures as answers: their JSON, their arguments, and the list for a run."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ _LAST = ("scale", "nonfinite")
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return names in the page's order: losses, logged ones, the watch's, casts'."""
+    """Return names in the page's order: losses, logged numbers, then the watch's own."""
 
     def place(name: str) -> tuple[int, str]:
         if name == "loss" or name.startswith("loss:"):

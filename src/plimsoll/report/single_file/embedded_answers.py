@@ -1,4 +1,4 @@
-"""A page's answers made for a report: run, figures within a budget, what-if."""
+"""Answers stored in a report: the run, figures within a size limit, and what-if."""
 
 import json
 import zlib
@@ -48,7 +48,7 @@ class Figures:
         return self._add(name, arguments, lambda: drawn(self._view, name, _query(arguments), self._findings), budget)
 
     def add_of_finding(self, index: int) -> int | None:
-        """Draw a finding's figure; return its body's place, None for one left out."""
+        """Draw a finding's figure and return its place; None if it is left out."""
         name, arguments = self._findings[index].figure, {"finding": index}
         if name not in FIGURES:  # a custom rule may name a figure that does not exist
             return None
@@ -174,7 +174,7 @@ def _needs(collection: str, answers: Sequence[Offline]) -> dict[str, object]:
 
 
 def _ordered(view: View, findings: Sequence[Finding], hardest: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield tensors once: findings' ones, hardest to hold, then of each collection."""
+    """Yield each tensor once: those of findings, the hardest to hold, then others."""
     first = first_tensor(view, findings)
     named = [] if first is None else [(first["collection"], first["name"])]
     named += [(f.collection, name) for f in findings if f.collection for name in f.where[:_EACH]]

@@ -1,4 +1,4 @@
-"""Notebook output of a run: verdict and findings as HTML, with a figure if drawn."""
+"""Notebook output of a run: the verdict and the findings as HTML, with figures."""
 
 import html
 import json

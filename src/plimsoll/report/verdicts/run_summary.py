@@ -1,4 +1,4 @@
-"""`summary`: facts on a run for report, Markdown, JSON and live page, made once."""
+"""`summary`: the facts on a run that the report, JSON and the live page share."""
 
 import math
 from collections.abc import Mapping, Sequence

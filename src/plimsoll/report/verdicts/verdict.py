@@ -77,7 +77,7 @@ def leading(findings: Sequence[Finding], last_step: int) -> Finding:
 
 
 def leading_first(findings: Sequence[Finding], last_step: int) -> tuple[Finding, ...]:
-    """Return the findings in all surfaces' order: the verdict's, then the others."""
+    """Return the findings in display order: the verdict's, then the others."""
     if all(finding.severity == "info" for finding in findings):
         return tuple(findings)
     lead = leading(findings, last_step)

@@ -27,7 +27,7 @@ Files = Mapping[str, tuple[int, int]]  # sizes and times in ns, by path
 
 
 class StoredRuns:
-    """Runs below a store's folder. Listings cost money: every 10 seconds on demand."""
+    """Runs below a folder of a store, listed every 10 seconds at most: listings cost."""
 
     poll_seconds = list_seconds = 10.0
     settled_seconds = 2.0  # their times are in seconds
@@ -121,7 +121,7 @@ class _AsListed(Stored):
 
 
 def _by_run(tree: Files) -> dict[str, Files]:
-    """Return each run's files by path: a folder with a manifest, and below it."""
+    """Return the files of each run, by the run's path."""
     folders = {folder for folder, _, name in map(_split, tree) if manifest.rank_of(name) is not None}
     by_run: dict[str, dict[str, tuple[int, int]]] = {}
     for path, facts in tree.items():

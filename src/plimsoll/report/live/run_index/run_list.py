@@ -35,7 +35,7 @@ class Source(Protocol):
     settled_seconds: float
 
     def find(self) -> list[Path]:
-        """Return the folders of all runs now; raise `RunError` for dead storage."""
+        """Return the folders of all runs; raise `RunError` if storage does not answer."""
         ...
 
     def stamp(self, path: Path) -> Stamp | None:

@@ -79,7 +79,7 @@ def serve(
 
 
 def _load_slow_packages() -> None:
-    """Load imports of the first verdict and figure, a second, as the browser starts."""
+    """Import what the first verdict and figure need, while the browser starts."""
     import numpy as np
 
     from plimsoll.diagnosis.tables.trend import trend

@@ -1,4 +1,4 @@
-"""Run of the live page under uvicorn: streams end with it, without traceback."""
+"""The live page's application under uvicorn, with a clean end on Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -94,7 +94,7 @@ class _Connection(H11Protocol):
 
 
 class _Plain(logging.Formatter):
-    """Formatter of messages and tracebacks, of any content, for a terminal."""
+    """Log formatter that escapes control characters in messages and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record's text."""
