@@ -80,7 +80,7 @@ def _one(name: str, folder: Path, as_json: bool, **settings: Any) -> None:
 
 
 def _all(folder: Path, as_json: bool, **settings: Any) -> None:
-    """Carry out all, a line each; exit with 2 for a failure, 1 for a false claim."""
+    """Carry out all with a line each; exit with 2 for a failure, 1 for a failed claim."""
     from plimsoll_lab import perform_all
 
     with told() as progress:

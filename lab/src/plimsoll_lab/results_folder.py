@@ -1,4 +1,4 @@
-"""Folder of an experiment's results: only what the lab made there is replaced."""
+"""Folder of an experiment's results; only the lab's own files there are replaced."""
 
 import os
 import shutil

@@ -72,7 +72,7 @@ def held_out_batch(text: Text, *, pieces: int, length: int) -> Batch:
 
 
 def spelled(codes: Tensor) -> str:
-    """Return the characters of codes on one axis; U+FFFD for the one of all others."""
+    """Return the characters of codes on one axis, with U+FFFD for unknown ones."""
     listed = cast("list[int]", codes.tolist())
     return "".join("\ufffd" if code == OTHER else ALPHABET[code] for code in listed)
 

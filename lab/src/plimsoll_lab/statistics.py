@@ -88,7 +88,7 @@ def share_lost(view: View, since_step: int) -> float:
 
 
 def lost(view: View) -> dict[str, float]:
-    """Return the part of activation gradients that FP16 lost: all, first, last."""
+    """Return the part of activation gradients that FP16 lost: overall, first and last."""
     narrow = view.narrow("activation_gradients")
     if narrow is None or not narrow.censors.any():
         return {}

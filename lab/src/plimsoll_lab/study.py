@@ -38,7 +38,7 @@ KindT = TypeVar("KindT", bound=Kind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Generic[KindT]):
-    """One training: kind, seed, run folder, and if tensors' spectra are recorded."""
+    """One training: its kind, its seed, its run folder, and if it is watched."""
 
     kind: KindT
     seed: int

@@ -120,7 +120,7 @@ def _share(audit: Audit, binades: float, *, within: bool, backward: bool = False
 
 
 def _over_the_run(run: Run) -> dict[str, float]:
-    """Return the largest shares that FP8 cuts off in a tensor, and loses in all."""
+    """Return the largest shares over the steps that FP8 cuts off, and that it loses."""
     cut, totals = 0.0, dict[tuple[int, str], Spectrum]()
     for collection, fmt in _FORMAT_OF.items():
         for step, _, _, spectrum in run.spectra(collection):

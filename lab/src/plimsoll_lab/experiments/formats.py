@@ -291,7 +291,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def claims(values: Sequence[tuple[float, float]], differing: Mapping[str, int]) -> tuple[Claim, ...]:
-    """Return a fact's two claims, and one for each format of random patterns."""
+    """Return two claims for each fact, and one for each format on random patterns."""
     found: list[Claim] = []
     for fact, (by_library, witness) in zip(FACTS, values, strict=True):
         low, high = fact.bounds

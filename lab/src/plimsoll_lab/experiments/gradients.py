@@ -103,7 +103,7 @@ def below(spectrum: Spectrum, limit: float) -> float:
 
 
 def scale_for(spectrum: Spectrum, share: float) -> int | None:
-    """Return the least power of two for at most `share` of them in [2^-32, 2^-20)."""
+    """Return the least shift that leaves at most `share` of values in [2^-32, 2^-20)."""
     fits = (up for up in range(64) if between(spectrum, -32 - up, -20 - up) <= share * spectrum.count)
     return next(fits, None)
 

@@ -40,7 +40,7 @@ from plimsoll_lab.study import Experiment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Powers of two by tensor without overflow and under 1 % lost; None: none is so."""
+    """Usable scales of each tensor: no overflow and under 1 % lost; None without any."""
 
     windows: dict[str, tuple[int, int] | None]
 

@@ -113,7 +113,7 @@ class Encoder(nn.Module):
 
 
 def batch_of(seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return random tokens with a frequent one in a third, which is the answer."""
+    """Return rows of random tokens, a third of each the same token: the answer."""
     generator = torch.Generator().manual_seed((seed + 1) * 1_000_003 + step)
     tokens = torch.randint(VOCABULARY, (size, LENGTH), generator=generator)
     frequent = torch.randint(VOCABULARY, (size, 1), generator=generator)
@@ -358,7 +358,7 @@ def layers_of(setup: Setup) -> tuple[str, ...]:
 
 
 def overflowing(run: Path, setup: Setup) -> dict[str, int]:
-    """Return the stream's places that overflow FP16 by a run, with their samples."""
+    """Return the places of the residual stream that would overflow FP16, with counts."""
     answer = whatif(run, "fp16", shift=0, collection="activations")
     found: dict[str, int] = {}
     for name in layers_of(setup):

@@ -45,7 +45,7 @@ _LENGTH, _WIDTH, _COLUMNS = 16, 64, 16
 
 
 def error_of_sums(length: int, seed: int) -> float:
-    """Return the root mean square error over the sums', over frequent symbols' rows."""
+    """Return the relative root mean square error of FP16 sums of that length."""
     states, gradients = _operands(length, seed)
     exact = gradients.T.double() @ states.double()
     with emulate("fp16", lists=None, accumulate="fp16", chunk=CHUNK):
@@ -307,7 +307,7 @@ def beside(curve: Floats, reference: Floats) -> dict[str, float]:
 
 
 def unmoved(run: Run, since: int) -> float:
-    """Return the part of the weights to move that stayed, at the low rate."""
+    """Return the part of the weights with a gradient that did not move."""
     shares: list[float] = []
     weights: list[float] = []
     for name in run.tensors["updates"]:

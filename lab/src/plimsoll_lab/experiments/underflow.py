@@ -228,7 +228,7 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rate:
-    """Steps, share of layers that underflow at each, and part of gradients lost."""
+    """Share of layers that underflow by step, and the part of gradients that is lost."""
 
     steps: Ints
     layers: Floats

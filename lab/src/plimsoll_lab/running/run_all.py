@@ -1,4 +1,4 @@
-"""`perform_all`: every experiment in turn, with a failure of one contained."""
+"""`perform_all`: every experiment in turn, also after one that fails."""
 
 import os
 from collections.abc import Callable, Iterable

@@ -53,7 +53,7 @@ def list_rows(folder: Path | None, as_json: bool) -> None:
 
 
 def _said(standing: "Standing") -> Text:
-    """Return the row's sentence, with experiments, tests, failed claims, gaps."""
+    """Return the row's sentence, with its experiments, tests and failed claims."""
     lines = [Text(standing.row.says)]
     shown = [f"lab {name}: {_state(standing.outcomes, name)}" for name in standing.experiments]
     if standing.row.tests:

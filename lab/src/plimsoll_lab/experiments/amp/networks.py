@@ -332,7 +332,7 @@ def footprint(network: Network, level: str) -> Footprint:
 
 
 def _kept(network: Network, loop: Loop, batch: int) -> tuple[int, int]:
-    """Return the bytes that autograd keeps of a forward, and those of wide values."""
+    """Return the bytes that autograd keeps of a forward, and those in wide dtypes."""
     kept: list[Tensor] = []
     parameters = {_place(p) for p in loop.model.parameters()}
     inputs = moved(network.draw(0, 0, batch), "meta")
@@ -348,7 +348,7 @@ def _kept(network: Network, loop: Loop, batch: int) -> tuple[int, int]:
 
 
 def _static(model: nn.Module, loop: Loop) -> dict[str, int]:
-    """Return bytes by purpose after an optimizer's step: values play no part."""
+    """Return the bytes by purpose after a step of the optimizer."""
     gradients = _bytes(p.grad for p in model.parameters() if p.grad is not None)
     for optimizer in loop.optimizers:
         optimizer.step()

@@ -104,7 +104,7 @@ _MASKED, _KEPT = 0.8, 0.9  # of the tokens to be predicted 80 % are masked, 10 %
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masked:
-    """Masked inputs (batch, length), places to predict in the batch, and the truth."""
+    """Masked inputs (batch, length), the places to predict, and the original tokens."""
 
     tokens: Tensor
     places: Tensor
@@ -134,7 +134,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A text as numbers, its words' starts and end, and `lines`: words at line starts."""
+    """A text as numbers, with the places of its words, and of words that begin a line."""
 
     numbers: tuple[int, ...]
     words: tuple[str, ...]
@@ -235,7 +235,7 @@ def _question(kind: str, begin: int, answer: tuple[int, int], text: Source) -> Q
 
 
 def _answer(kind: str, places: list[int], text: Source) -> tuple[int, int] | None:
-    """Return the answer's first word and the one after its last, None if not unique."""
+    """Return the answer's first word and the one after its last, or None without one."""
     place = places[0]
     if kind in _QUOTES:
         return (place + 1, places[1]) if len(places) == 2 and places[1] - place > 1 else None

@@ -276,7 +276,7 @@ def _divisor(phase: str, family: Family, setup: Setup) -> int:
 
 
 def _train_phase(phase: str, model: nn.Module, job: Job, setup: Setup, device: str) -> list[list[int]]:
-    """Train a phase into its run; return the second's answers: first, last tokens."""
+    """Train a phase into its run; return the answers of the second phase."""
     steps = setup.masked_steps if phase == "masked" else setup.span_steps
     optimizer = make_optimizer(model, phase, job.kind.family, setup)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(steps, setup.warmup))

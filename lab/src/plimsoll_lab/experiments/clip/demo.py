@@ -83,7 +83,7 @@ def measured(view: View, setup: Setup, findings: Sequence[Finding]) -> dict[str,
 
 
 def of_parameters(view: View) -> dict[str, float]:
-    """Return a parameter scaler's skips and bytes; nothing of other scalers."""
+    """Return how often a parameter sat out, and the scales' bytes, of such a scaler."""
     (_, sat_out), (_, taken) = view.scalar("sat_out"), view.scalar("scale_bytes")
     if not len(sat_out):
         return {}

@@ -83,7 +83,7 @@ _SAMPLES = 8  # that are looked at outside of hard batches, spread over the trai
 
 
 def spans(run: Run, setup: Setup, *, always: bool = False) -> dict[str, float]:
-    """Return the most layers that span FP16 in hard and other samples, and shares."""
+    """Return how many layers span FP16 at hard batches and at others."""
     recorded = _sampled(run)
     hard = [step for step in recorded if always or setup.hard_at <= step < setup.hard_end]
     others = [step for step in recorded if step not in hard]
@@ -100,7 +100,7 @@ def _sampled(run: Run) -> list[int]:
 
 
 def _counted(run: Run, steps: Sequence[int]) -> tuple[float, float, float]:
-    """Return samples' most layers that span FP16, share with one, most binades."""
+    """Return the most layers that span FP16, the share of samples, the most binades."""
     if not steps:
         return math.nan, math.nan, math.nan
     layers, widest = [0] * len(steps), 0.0

@@ -46,7 +46,7 @@ class Batch:
 
 
 def tokens(caption: str) -> list[int]:
-    """Return the caption's numbers with start and end, padded to the longest."""
+    """Return the caption's words as numbers, with start and end, padded."""
     words = ["<start>", *caption.split(), "<end>"]
     return [_TOKEN[word] for word in words + ["<pad>"] * (LENGTH - len(words))]
 
@@ -209,7 +209,7 @@ def contrastive_loss(similarity: Tensor) -> Tensor:
 
 
 def _linear(inputs: int, outputs: int, layers: int | None = None) -> nn.Linear:
-    """Return a layer without bias, of unit gain, or GPT-2's at branches' ends."""
+    """Return a linear layer without bias, of unit gain or of GPT-2's initialization."""
     made = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(made.weight, std=inputs**-0.5 / (1.0 if layers is None else math.sqrt(2 * layers)))
     return made

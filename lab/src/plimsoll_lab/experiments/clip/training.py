@@ -144,7 +144,7 @@ class _OwnProducts(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T in the arithmetic around; in FP16's backward W's gradient at its scale."""
+    """Product x W^T, with W's gradient at a scale of its own in FP16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scales: Scales) -> Tensor:

@@ -169,7 +169,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def trained(seed: int, device: str) -> tuple[Mapping[str, list[float]], int]:
-    """Return each loop's losses from the same weights, and the TF32 loop's settings."""
+    """Return each loop's losses, and the number of settings that the TF32 loop makes."""
     batches = _batches(seed, device)
     losses: dict[str, list[float]] = {}
     settings = 0

@@ -202,7 +202,7 @@ def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
 
 
 def jobs_of(bench: Bench, setup: Setup) -> list[Job]:
-    """Return all trainings; the first seed's at the main rate is watched, and first."""
+    """Return all trainings of each kind, rate and seed, with the watched ones first."""
     jobs = [
         Job(
             kind=kind, rate=rate, seed=bench.seed + seed, run=bench.runs / f"{kind.name}-{rate:g}-{bench.seed + seed}",
@@ -247,7 +247,7 @@ def _of_fp16(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
 
 
 def _of_quality(found: Scores) -> tuple[Claim, ...]:
-    """Return claims on kinds beside their model's FP32, and unit-scaled beside plain."""
+    """Return the claims on quality: each kind against FP32, unit-scaled against plain."""
     same = (
         ("fp16-2048", "fp32", "FP16 with a loss scale of 2,048: as FP32, at the same learning rate"),
         ("unit-fp16", "unit-fp32", "unit-scaled FP16: as unit-scaled FP32, at the same learning rate"),

@@ -99,7 +99,7 @@ class Scores:
         )
 
     def pairs_at_same(self, way: Way, against: Way) -> tuple[Pair, ...]:
-        """Return the same pairs at the other's best rate: nothing else is changed."""
+        """Return the same pairs, both at the best learning rate of the other way."""
         return tuple(
             Pair(
                 design=design, bits=self._counted(self.bits[design, way][self.best_rate(design, against)]),

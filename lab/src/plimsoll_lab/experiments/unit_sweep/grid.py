@@ -146,7 +146,7 @@ def every_way() -> Iterable[Way]:
 
 
 def reference(design: Design) -> Design:
-    """Return a unit-scaled design's unscaled one: itself, or its norm's sum."""
+    """Return the unscaled design that a unit-scaled one is compared with."""
     if design.norm == "post" and design.residual == "fixed":
         return replace(design, residual="sum")
     return design

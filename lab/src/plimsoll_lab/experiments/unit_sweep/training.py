@@ -75,7 +75,7 @@ def _weighted(branch: Tensor, skip: Tensor, tau: float) -> Tensor:
 
 
 def _unit_sum(x: Tensor, y: Tensor) -> Tensor:
-    """Return a recurrence's sum; gradients have its factor, or rows would grow."""
+    """Return the sum of a recurrence's two terms, whose gradients have its factor too."""
     return U.add(x, y, constraint="to_output_scale")
 
 
@@ -361,7 +361,7 @@ def train(
 def make_optimizer(
     model: Characters, configuration: Configuration, setup: Setup, seed: int = 0
 ) -> torch.optim.Optimizer:
-    """Return the optimizer for gradients over micro-batches' number, if not unit."""
+    """Return the optimizer; unscaled gradients are over the number of micro-batches."""
     rate, unit = rate_of(configuration), configuration.way.scaling == "unit"
     if configuration.design.optimizer == "sgd":
         if unit:

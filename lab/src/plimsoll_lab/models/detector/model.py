@@ -119,7 +119,7 @@ _VARIANCES = (0.1, 0.2)  # SSD's units of offsets: of the centre, in box sides, 
 
 
 def anchors(size: int) -> Tensor:
-    """Return default boxes (anchors, 4) of a picture's side, in output order."""
+    """Return the default boxes (anchors, 4) of pictures of that size."""
     rows: list[Tensor] = []
     for stride, sides in zip(STRIDES, _SIZES, strict=True):
         cells = size // stride

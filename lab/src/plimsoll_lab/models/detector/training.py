@@ -290,7 +290,7 @@ def ratio_of(these: Sequence[Job], those: Sequence[Job]) -> Ratio:
 
 
 def over_seeds(jobs: Sequence[Job], reference: Sequence[Job]) -> dict[str, float]:
-    """Return a kind's means over seeds, totals of batches, and loss over another's."""
+    """Return the numbers of one kind over its seeds: means, and totals of batches."""
     each = [numbers_of(Run(job.run)) for job in jobs]
     found = {name: float(np.mean([one[name] for one in each])) for name in each[0] if name not in _TOTALS}
     found |= {name: float(sum(one[name] for one in each)) for name in _TOTALS}
