@@ -84,7 +84,7 @@ class WatchAccess:
         self._steps.recorder.send_facts()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until the run's folder has all of it, on any thread; return whether it has."""
+        """Wait until the run's folder has all records; return False if not in time."""
         return self._core.writer.flush(seconds)
 
     def gather(self, seconds: float) -> bool:

@@ -319,7 +319,7 @@ class Watch:
         return f"<Watch: {self._core.writer.path}, {state}>"
 
     def _is_open(self, operation: str) -> bool:
-        """Return True if calls act: not in a forked child, which inherits the loop."""
+        """Return True if calls have an effect: not in a forked child."""
         if self.closed and not self._core.left:
             raise ArgumentError(
                 f"Watch.{operation}: expected an open watch; got one of {self._core.writer.path} that is closed. "

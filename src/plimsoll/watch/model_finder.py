@@ -126,7 +126,7 @@ class Finder:
     # A script that makes no optimizer is heard of by its backwards: where the weights that one reached have moved by
     # the next one, the smallest module that has them is the model, watched from that backward on.
     def note_backward(self, roots: Sequence[torch.Tensor]) -> bool:
-        """Note a backward without any optimizer made; return True if no more is needed."""
+        """Note a backward of a script without optimizers; return True if it is enough."""
         if backward_running() != -1:  # a checkpoint's, within another
             return False
         self._backwards += 1

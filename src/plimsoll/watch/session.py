@@ -132,7 +132,7 @@ class WatchSession:
         return bool(self.elsewhere) and threading.get_ident() in self.elsewhere
 
     def plan(self, step: int, number: int | None = None) -> None:
-        """Set the collections due at the step; `number`: the intervals' count, if other."""
+        """Set the collections due at the step; `number`: the count for the intervals."""
         if not self.on_request and self._is_idle(step, number):
             if self.sample is not None or self.due.forward:
                 self._clear()
@@ -195,7 +195,7 @@ class WatchSession:
         self._clear()
 
     def leave(self) -> None:
-        """Stop all measuring, recording and printing in a forked child: no run of its own."""
+        """Stop all measuring, recording and printing, in a forked child."""
         # Torch's threads do not outlive a fork, so that measuring could wait for ever.
         self.shut()
         self.left = self.muted = True

@@ -76,7 +76,7 @@ class ManyRanks:
 
 
 def ranks_of(path: Path, rank: int, world: int) -> SingleRank | ManyRanks:
-    """Return the agreement of this run's ranks.
+    """Return the object by which the ranks of a run agree.
 
     Raises `ArgumentError` where there are several ranks and nothing connects them.
     """

@@ -188,11 +188,11 @@ class Rule(ABC):
         return Phrase(what=f"{short(context.finding.rule)} holds{place} {context.since}")
 
     def figure_arguments(self, finding: Finding) -> Mapping[str, Any]:  # noqa: ARG002  (for rules that override it)
-        """Return further arguments of the figure than tensors and first step."""
+        """Return arguments of the figure besides the tensors and the first step."""
         return {}
 
     def is_fatal(self, finding: Finding, last_step: int) -> bool:  # noqa: ARG002
-        """Return whether a training does not recover from this alarm, which leads then.
+        """Return whether a training does not recover from this alarm.
 
         Args:
             finding: An alarm of this rule.

@@ -1,4 +1,4 @@
-"""Trackers whose files are read: recognition of the tracker at a path, and reader."""
+"""Trackers whose files can be read: which one wrote a path, and its reader."""
 
 import os
 from pathlib import Path

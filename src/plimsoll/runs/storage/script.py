@@ -36,7 +36,7 @@ def has_several(run: Path) -> bool:
 
 
 def _is_name(name: object) -> bool:
-    """Return whether it names a folder directly below, so that no list leads away."""
+    """Return whether it names a folder directly below: no list may lead elsewhere."""
     return isinstance(name, str) and bool(name) and not {"/", "\\", os.sep} & set(name) and name != ".."
 
 

@@ -146,7 +146,7 @@ def _runs(file: ParquetFile, part: Part) -> tuple[list[Key], list[int]]:
 
 
 def _read(part: Part, read: Callable[[], Any]) -> Any:
-    """Return the reading's result. Damage raises `DamagedPartError`, absence OSError."""
+    """Return what `read` returns; raise `DamagedPartError` for damage, else OSError."""
     try:
         return read()
     except (OSError, ValueError, LookupError, TypeError, MemoryError) as error:  # pyarrow's errors are among these

@@ -152,7 +152,7 @@ class RunWriter:
         return self._worker.produce(produce, size_bytes, numbers=numbers)
 
     def write_manifest(self, **more: object) -> None:
-        """Add entries to this rank's manifest at the next flush; as text if not JSON's.
+        """Add entries to this rank's manifest at the next flush, as text if not JSON.
 
         Raises:
             ArgumentError: The manifest itself uses one of the names.

@@ -1,4 +1,4 @@
-"""Changes of weights: their size, the optimizer's kind of step, and missing ones.
+"""Changes of weights: their size, their kind, and steps without an optimizer.
 
 `Updates` measures the difference of the weights after and before a step. `UpdateKinds` records how an optimizer steps
 16-bit weights, so that rules can judge weights that do not move. `Probe` finds steps that a script makes without an

@@ -49,7 +49,7 @@ class Ranks:
         self._first = True  # of the ranks that hold the same parameters
 
     def look(self, model: nn.Module) -> bool:
-        """Find what distributes the model; return True for news. Raises if unreadable."""
+        """Find what distributes the model, and return True if that is new. May raise."""
         before = self.as_json()
         for module in model.modules():
             _check_flat(module)
@@ -140,7 +140,7 @@ def _initialized() -> Any:
 
 
 def ddp_around(model: nn.Module) -> Any:
-    """Return the DistributedDataParallel that is, wraps, is in, or runs the model."""
+    """Return the DistributedDataParallel around or in the model, or running it."""
     kind = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
     if kind is None:
         return None

@@ -100,14 +100,14 @@ def meet(name: str, world: int) -> bool:
 
 
 def _store(name: str) -> Any:
-    """Return the process group's store by a new connection: a timeout spoils it."""
+    """Return the process group's store over a new connection: a timeout spoils one."""
     distributed: Any = torch.distributed.distributed_c10d
     connection = distributed._get_default_store().clone()  # noqa: SLF001  (torch offers it under no other name)
     return distributed.PrefixStore(f"plimsoll/shadow/{name}", connection)
 
 
 def leaves_of(root: nn.Module) -> dict[int, Tensor]:
-    """Return the leaves for the parameters, by identity: whole ones of shared ones."""
+    """Return the parameters' leaves by identity, whole for those that ranks share."""
     return {id(p): leaf(whole(p)) for p in root.parameters()}
 
 

@@ -84,7 +84,7 @@ class Tally:
             self._compared.setdefault(name, []).append(compared(values, reference))
 
     def add_all(self, values: Decisions, reference: Decisions) -> None:
-        """Compare two forwards' decisions in order; none if their numbers differ."""
+        """Compare the decisions of two forwards in order, unless their numbers differ."""
         if len(values.made) == len(reference.made):
             for low, other in zip(values.made, reference.made, strict=True):
                 self.add(other.module, low, other)

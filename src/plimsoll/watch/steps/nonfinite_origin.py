@@ -117,7 +117,7 @@ class Origin(torch_hooks.TrainingEvents):
 
     @property
     def sees(self) -> Callable[[str, list[tuple[str, Tensor]]], None] | None:
-        """The function for modules' outputs in sampled steps; None if graphs are useless."""
+        """The function to call with modules' outputs in sampled steps, or None."""
         return self._graphs.add if self.core.due.traced else None
 
     @contained

@@ -114,7 +114,7 @@ class ToBF16(GuardAction):
 
 
 class Clamp(GuardAction):
-    """Clamp the modules' outputs to FP16's largest value.
+    """Action that clamps the modules' outputs to FP16's largest value.
 
     Gradients pass, so that training can bring the outputs down.
     """

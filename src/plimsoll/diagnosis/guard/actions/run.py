@@ -55,12 +55,12 @@ class Skip(GuardAction):
 
 
 class Rollback(GuardAction):
-    """Restore the last checkpoint from before the finding; steps are counted on."""
+    """Action that restores the last checkpoint from before the finding."""
 
     action = "rollback"
 
     def refusal(self) -> str | None:
-        """Return why not all that is there would be saved; None if it would."""
+        """Return why a checkpoint would be incomplete; None if it would not."""
         return self.training.keeper.refusal()
 
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
@@ -78,7 +78,7 @@ class Rollback(GuardAction):
 
 
 class Stop(GuardAction):
-    """End the training with `GuardStop`, the run on disk, and a report if asked for."""
+    """Action that ends the training with `GuardStop`, after the run is on disk."""
 
     action = "stop"
 
