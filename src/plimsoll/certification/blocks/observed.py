@@ -28,7 +28,7 @@ class BlockBatch:
 
 
 class BlockTrials:
-    """Calls of a block format's cast or pack, one of whose rounding modes fits each."""
+    """Calls of a block format's cast or pack, with the rounding modes to expect."""
 
     def __init__(
         self, convention: CastConvention, fmt: BlockFormat, carriers: list[str], roundings: tuple[Rounding, ...]

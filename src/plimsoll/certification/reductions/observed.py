@@ -71,7 +71,7 @@ class Reduction:
 
     @cached_property
     def order(self) -> Order:
-        """The order of additions, of the longest sum with one that there is time for."""
+        """The order of additions of the longest sum that shows one, as time allows."""
         lengths = [length for length in LENGTHS[self.reducer.kind] if self._affordable(length)]
         best_order = Order(tree=None, words="not tried: a call takes too long", length=LENGTHS[self.reducer.kind][-1])
         for length in lengths:
@@ -97,7 +97,7 @@ class Reduction:
 
     @cached_property
     def widths(self) -> list[Width]:
-        """Accumulators of the smallest, a middle and the largest partial sum with a next.
+        """Accumulators of a small, a middle and a large partial sum that another follows.
 
         Without a tree it is that of the first two terms, with the last one after them, as in most orders.
         """

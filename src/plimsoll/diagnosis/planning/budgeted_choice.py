@@ -1,4 +1,4 @@
-"""Cheapest formats of all modules with a predicted loss within a budget."""
+"""Cheapest formats of all modules within a budget of predicted loss increase."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -85,7 +85,7 @@ def _is_flushing() -> bool:
 
 
 def _help(waiting: deque[Callable[[], None]], flushing: bool) -> None:
-    """Work through the tasks in the mode of their own thread: each thread has its own."""
+    """Work through the tasks in their thread's mode for subnormal numbers."""
     if _is_flushing() != flushing:
         torch.set_flush_denormal(flushing)
     _drain(waiting)

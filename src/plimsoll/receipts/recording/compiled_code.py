@@ -365,7 +365,7 @@ def _kernels(graph: Any) -> Iterator[set[Any]]:
 # its line; its scheduler knows which of them became one kernel. Within a kernel 16-bit values are computed in FP32, and
 # a cast down that is cast up again rounds nothing, unless `torch._inductor.config.emulate_precision_casts` is set.
 def _is_rounded(node: Any, kernels: Iterable[set[Any]]) -> bool:
-    """Return whether a cast rounds, not cast up again within the same kernel."""
+    """Return whether a cast rounds: not if it is cast up again in the same kernel."""
     before, after = _dtype(next(iter(node.all_input_nodes), None)), _dtype(node)
     if before is None or after is None or not narrower(dtype_name(after), dtype_name(before)):
         return True

@@ -146,7 +146,7 @@ def packed(text: str) -> str:
 # The file holds the page of `plimsoll serve` and the answers to its questions. A content security policy in the file
 # forbids every request, and every script but the file's own three, which it knows by their hashes.
 def policy(scripts: Iterable[str]) -> str:
-    """Return the policy: no sources; scripts by hash; inline styles; own pictures.
+    """Return the content security policy: no sources but the page, scripts by hash.
 
     Plotly writes its own styles.
     """

@@ -250,7 +250,7 @@ def _cell(plan: "Plan", names: list[str], role: Role, below: str) -> str:
 
 
 def _print_reasons(plan: "Plan", target: Console) -> None:
-    """Print why modules miss the target's formats; reasons of other numbers are one."""
+    """Print why modules are not in the target's formats, similar reasons as one."""
     from plimsoll.diagnosis import grouped, shown
 
     reasons: dict[str, list[str]] = {}
