@@ -1,4 +1,4 @@
-"""Checks of arguments: one function per kind, each with an error that states the rule, the value and the remedy.
+"""Checks of arguments: a function each, with errors of rule, value and remedy.
 
 Every message has the shape of `plimsoll.errors`: `<operation>: expected <what must hold>; got <name>=<value>. <remedy>`
 """
@@ -134,7 +134,7 @@ def one_of(operation: str, name: str, value: object, choices: Collection[Choice]
 
 
 def nearest(name: str, known: Iterable[str], many: int = 3) -> list[str]:
-    """Return the known names that resemble `name`, most similar first; upper and lower case count alike.
+    """Return the known names like `name`, most similar first, whatever their case.
 
     >>> nearest("gradient", ["weights", "gradients", "updates"])
     ['gradients']
@@ -164,7 +164,7 @@ def items(operation: str, name: str, value: object, *, remedy: str = "Put it in 
 
 
 def _short(bound: int) -> str:
-    """Return a bound as text, a large power of two as one: nobody recognizes 4611686018427387904."""
+    """Return a bound as text, a large power of two as one, which is recognizable."""
     exponent = bound.bit_length() - 1
     return f"2^{exponent}" if exponent > 40 and bound == 1 << exponent else f"{bound}"
 

@@ -17,7 +17,7 @@ GROUP = "plimsoll.display"
 
 @functools.cache  # reading the metadata of all installed packages takes milliseconds
 def function(name: str) -> Callable[..., Any]:
-    """Return a function by its name among the entry points of pyproject.toml, such as "run" or "histogram".
+    """Return a function by its name in pyproject.toml's entry points, such as "run".
 
     Raises:
         StateError: Plimsoll is not installed, or the installation is older than the source.

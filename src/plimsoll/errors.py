@@ -33,7 +33,7 @@ class UnsupportedTensorError(PlimsollError, TypeError):
 
 
 class NotRecordedError(PlimsollError, LookupError):
-    """A question that the recorded spectrum cannot answer, because what it needs was not measured."""
+    """A question that a spectrum cannot answer: the data was not recorded."""
 
 
 class BackendError(PlimsollError, RuntimeError):
@@ -41,19 +41,22 @@ class BackendError(PlimsollError, RuntimeError):
 
 
 class StateError(PlimsollError, RuntimeError):
-    """An object, or what was saved of it, in a state that the operation cannot start from: calls in a wrong order."""
+    """A state that an operation cannot start from: calls in a wrong order.
+
+    It is that of an object, or of what was saved of it.
+    """
 
 
 class RunError(PlimsollError, OSError):
-    """A folder that is no run, holds one of a newer schema, or that a run cannot be written to."""
+    """A folder that is no run, has a newer schema, or cannot be written to."""
 
 
 class MissingExtraError(PlimsollError, ImportError):
-    """An optional dependency that is not installed; the message names the install line."""
+    """An optional dependency that is not installed; the message has the install line."""
 
 
 class GuardStop(PlimsollError, RuntimeError):  # noqa: N818  (as StopIteration: nothing is wrong with the program)
-    """A `plimsoll.Guard` has stopped the training; the message names the finding, and the report if there is one."""
+    """A training stopped by `plimsoll.Guard`; the message names finding and report."""
 
 
 for _error in [PlimsollError, *PlimsollError.__subclasses__()]:

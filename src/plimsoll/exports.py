@@ -1,4 +1,4 @@
-"""Public names of packages: loaded when they are first used, and shown with the package they are imported from."""
+"""Public names of packages: loaded on first use, shown with their package."""
 
 import importlib
 import inspect
@@ -11,11 +11,10 @@ Class = TypeVar("Class")
 
 
 def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package whose names are loaded when they are first used (PEP 562).
+    """Return a package's `__getattr__` and `__dir__` for names loaded on first use.
 
-    Args:
-        package: The package's ``__name__``.
-        homes: For each name its module, relative to the package. Names of subpackages have an empty one.
+    See PEP 562. Args: package: The package's ``__name__``. homes: For each name its module, relative to the package.
+    Names of subpackages have an empty one.
     """
 
     def get(name: str) -> object:
@@ -36,9 +35,9 @@ def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object
 
 
 def exported_by(package: str) -> Callable[[type[Class]], type[Class]]:
-    """Return a class decorator that lets a class name a package as its module, as `show_classes` does.
+    """Return a decorator by which a class names a package as its module.
 
-    For classes whose module the package imports later than its own use of them.
+    `show_classes` does the same. For classes whose module the package imports later than its own use of them.
     """
 
     def decorate(cls: type[Class]) -> type[Class]:
@@ -49,14 +48,14 @@ def exported_by(package: str) -> Callable[[type[Class]], type[Class]]:
 
 
 def show_classes(package: str) -> None:
-    """Let the classes of a package name it as their module, in `repr`, in tracebacks and in pickles."""
+    """Let a package's classes name it as their module, in `repr` and in pickles."""
     # A pickle then does not depend on the file that a class is in.
     for value in list(vars(sys.modules[package]).values()):
         _show_in(package, value)
 
 
 def make_callable(package: str, function: Callable[..., Any]) -> None:
-    """Let calling a package call this function of it: ``plimsoll.watch(model)`` is ``plimsoll.watch.watch(model)``."""
+    """Let a call of a package call its function, as ``plimsoll.watch(model)`` does."""
 
     # The package has the name of its main function, and an import of the package would otherwise hide the function.
     class CallablePackage(ModuleType):

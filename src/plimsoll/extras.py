@@ -1,4 +1,4 @@
-"""Optional packages, by the extra of pyproject.toml that holds them, and the line that installs them.
+"""Optional packages by the extra of pyproject.toml, and their install line.
 
 Plimsoll is installed from a checkout, so `pip install 'plimsoll[serve]'` would find nothing. The packages themselves
 are on an index: their names are an install line that works in any folder.
@@ -20,7 +20,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 
 
 def install_line(extra: str) -> str:
-    """Return the shell command that installs the packages of an extra, as a user may paste it.
+    """Return the shell command that installs an extra's packages, for pasting.
 
     >>> install_line("report")
     "pip install 'plotly>=6.0'"

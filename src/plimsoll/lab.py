@@ -1,4 +1,4 @@
-"""Former home of the experiments, which are the distribution ``plimsoll_lab`` now. The name works for one release."""
+"""Former home of the experiments, now ``plimsoll_lab``; stays for one release."""
 
 import importlib
 import warnings

@@ -1,4 +1,4 @@
-"""Modules that version 0.1 had elsewhere: pickles name a class by its module, and those of that version still load.
+"""Modules that version 0.1 had elsewhere, so that its pickles still load.
 
 A name of the old layout is imported when a pickle asks for it, never before.
 """
@@ -93,7 +93,7 @@ MOVED = {
 
 
 class Finder:
-    """Finder and loader that gives a module of the old layout the content of the new one."""
+    """Finder and loader that gives an old layout's module the new one's content."""
 
     # Without the base classes of `importlib.abc`, whose import would be a tenth of the time of `plimsoll --help`.
 

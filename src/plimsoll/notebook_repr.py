@@ -1,10 +1,10 @@
-"""`NotebookRepr`: results that IPython and notebooks show as text, not as the fields of a dataclass."""
+"""`NotebookRepr`: results that notebooks show as text, not as fields."""
 
 from typing import Any
 
 
 class NotebookRepr:
-    """A base for results whose `str` is what a reader wants; `repr` stays that of the class."""
+    """A base for results whose `str` notebooks show; `repr` stays the class's."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Numbers as text: one way to write shares, powers of two, counts and steps. Names of many layers in few words.
+"""Numbers as text: shares, powers of two, counts and steps; grouped names.
 
 And text as a terminal, a page of HTML or a table of Markdown can show it. Every surface writes its numbers with these
 functions: terminal, report, Markdown, live page, findings. The scripts of the page and the report write the same in
@@ -17,7 +17,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 def percent(share: float, decimals: int | None = None) -> str:
-    """Write a share in per cent, in two digits; what is not quite none or all is never rounded to it.
+    """Write a share in per cent, in two digits, never rounded to none or all.
 
     Args:
         share: 0.0 to 1.0 for 0 % to 100 %.
@@ -65,7 +65,7 @@ def times_two_to(binades: float) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Write any number: whole ones in full, others in three digits or as many as are asked for.
+    """Write a number: whole ones in full, others in three digits or `digits`.
 
     >>> number(65504.0), number(0.015625), number(2.0**-24), number(3.4e38), number(float("nan"))
     ('65,504', '0.0156', '5.96e-8', '3.40e38', 'nan')
@@ -117,7 +117,7 @@ def steps(first: int, last: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
-    """Return rows of cells as lines whose columns lie below each other. The first row has the heads.
+    """Return rows of cells as lines with aligned columns. The first row has heads.
 
     Args:
         rows: Equally many cells each.
@@ -135,7 +135,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[
 
 
 def printable(text: str, *, lines: bool = True) -> str:
-    r"""Write text that comes from anywhere so that a terminal shows it and does nothing else.
+    r"""Write any text so that a terminal shows it and does nothing else.
 
     Control characters, escape sequences, marks that turn the direction of writing, half characters: all that is not
     to be seen appears as its escape.
@@ -165,7 +165,7 @@ def in_html(text: str) -> str:
 
 
 def escaped_cell(text: str) -> str:
-    r"""Return text for a cell of a Markdown table, on one line, without markup of its own.
+    r"""Return text for a Markdown table's cell: one line, without own markup.
 
     >>> print(escaped_cell("a|b *c*"))
     a\|b \*c\*
@@ -174,7 +174,7 @@ def escaped_cell(text: str) -> str:
 
 
 def grouped(names: Sequence[str], most: int = 3) -> str:
-    """Write names of layers in few words: those that differ in one number only are one.
+    """Write names of layers in few words: those that differ in one number are one.
 
     >>> grouped([f"blocks.{i}.attn.qkv" for i in range(12)] + ["head"])
     'blocks.{0-11}.attn.qkv, head'
@@ -205,7 +205,7 @@ def grouped(names: Sequence[str], most: int = 3) -> str:
 
 
 def shown(name: str) -> str:
-    """Write a name as a line can show it: control characters as escapes, without its middle if it is long."""
+    """Write a name for a line: control characters escaped, long middles left out."""
     clean = printable(name, lines=False)
     half = _LONGEST_NAME // 2 - 2
     return clean if len(clean) <= _LONGEST_NAME else f"{clean[:half]}...{clean[-half:]}"

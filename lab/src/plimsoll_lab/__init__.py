@@ -1,4 +1,4 @@
-"""The experiments that Plimsoll's claims rest on: `plimsoll lab` lists them, `plimsoll lab NAME` carries one out.
+"""The experiments behind Plimsoll's claims: `plimsoll lab` lists and runs them.
 
 An experiment trains, watches its trainings into run folders, and measures its claims from these runs alone. What comes
 of it is a `Result`: each claim with its number, its threshold and whether it holds, as JSON beside runs and reports.

@@ -1,4 +1,4 @@
-"""Claims of experiments: a sentence, the number measured for it, and the bounds of that number."""
+"""Claims of experiments: a sentence, its measured number, and that one's bounds."""
 
 import ast
 import math
@@ -62,7 +62,7 @@ class Claim:
         return f"{self.says}: {measured}, expected {' and '.join(bounds)}"
 
     def to_dict(self) -> dict[str, object]:
-        """Return the claim as JSON-able data. NaN and Inf become the strings "nan" and "inf"."""
+        """Return the claim as JSON-able data. NaN and Inf become "nan" and "inf"."""
         measured = float(self.measured) if math.isfinite(self.measured) else str(float(self.measured))
         return {
             "id": self.id,

@@ -1,4 +1,4 @@
-"""``plimsoll lab``: the experiments, with their claims; one of them, carried out; or all."""
+"""``plimsoll lab``: the experiments with their claims; one or all carried out."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -80,7 +80,7 @@ def _one(name: str, folder: Path, as_json: bool, **settings: Any) -> None:
 
 
 def _all(folder: Path, as_json: bool, **settings: Any) -> None:
-    """A line for each as it ends; exit code 2 where one was not carried out, else 1 where a claim does not hold."""
+    """Carry out all with a line each; exit with 2 for a failure, 1 for a failed claim."""
     from plimsoll_lab import perform_all
 
     with told() as progress:

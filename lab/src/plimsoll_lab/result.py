@@ -1,4 +1,4 @@
-"""What comes of an experiment: its trainings, its claims, and both as JSON."""
+"""Result of an experiment: its trainings, its claims, and both as JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What an experiment's own code gives back: its trainings, its claims, and sentences about what was found.
+    """Trainings, claims and sentences that an experiment's own code returns.
 
     `legend`: what the numbers in the table of trainings are of.
     """
@@ -61,7 +61,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """An experiment that was carried out: what was measured, with what, how long it took, and where it lies.
+    """An experiment that was carried out: measurements, versions, time, place.
 
     `date`: of its end, in UTC, as 2026-11-22. `device`: "cpu" or "cuda". `versions`: of what it was made with, and on.
     """
@@ -81,7 +81,7 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        """Whether all claims hold; with none there is nothing that could."""
+        """True if there are claims and all hold."""
         return bool(self.measured.claims) and all(claim.holds for claim in self.measured.claims)
 
     def to_dict(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The folder of an experiment's results: what the lab made there before is replaced, and nothing else is touched."""
+"""Folder of an experiment's results; only the lab's own files there are replaced."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ RUNS, RESULT = "runs", "result.json"
 
 
 def clear(folder: Path, name: str) -> None:
-    """Makes the folder ready: new, empty, or one that the same experiment has made, without its former results.
+    """Make the folder ready: new, empty, or the same experiment's, without results.
 
     Raises `ArgumentError` for any other folder, with all that is in it left as it is.
     """

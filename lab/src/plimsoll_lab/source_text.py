@@ -1,4 +1,4 @@
-"""Text that every machine has: the sources of Python's standard library, as characters.
+"""Text that every machine has: Python's standard library, as characters.
 
 Modules are named, not searched for: those that are one file of plain Python in every version since 3.10. Three of them
 are held out whole, so that no line of theirs was trained on. The text is that of the interpreter at hand, and differs a
@@ -35,7 +35,7 @@ _CODES = {character: code for code, character in enumerate(ALPHABET)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """The characters as codes (uint8, one axis): those to train on, and those held out. `sha256` is of both."""
+    """Characters as codes (uint8, one axis): trained, held out; `sha256` of both."""
 
     trained: Tensor
     held_out: Tensor
@@ -44,7 +44,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Pieces of the text (pieces, length), and of each character the next one (pieces, length): int64."""
+    """Pieces of text (pieces, length) and each character's next, both int64."""
 
     inputs: Tensor
     targets: Tensor
@@ -59,7 +59,7 @@ def standard_library() -> Text:
 
 
 def make_batch(text: Text, seed: int, step: int, *, pieces: int, length: int) -> Batch:
-    """The batch of that step: pieces from anywhere in what is trained on, each `length` characters and the next."""
+    """Return the step's batch: pieces of the trained text, with next characters."""
     generator = torch.Generator().manual_seed(100_003 * seed + step)
     starts = torch.randint(len(text.trained) - length, (pieces,), generator=generator)
     return _cut(text.trained, starts, length)
@@ -72,7 +72,7 @@ def held_out_batch(text: Text, *, pieces: int, length: int) -> Batch:
 
 
 def spelled(codes: Tensor) -> str:
-    """The characters of codes on one axis; the one symbol for all others is a question mark in a box (U+FFFD)."""
+    """Return the characters of codes on one axis, with U+FFFD for unknown ones."""
     listed = cast("list[int]", codes.tolist())
     return "".join("\ufffd" if code == OTHER else ALPHABET[code] for code in listed)
 
@@ -91,7 +91,7 @@ def _tensor(codes: bytes) -> Tensor:
 
 
 def _source(name: str) -> str:
-    """The source of a module, which is not imported; in a zipped library it is found too."""
+    """Return a module's source without import, also from a zipped library."""
     found = importlib.util.find_spec(name)
     read = getattr(found.loader, "get_source", None) if found is not None else None
     source = read(name) if read is not None else None

@@ -1,4 +1,4 @@
-"""What experiments measure alike: ratios over seeds with bounds, gradients that were lost, a curve in a few numbers."""
+"""Statistics that experiments share: ratios with bounds, lost gradients, curves."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ _COLUMNS = 22  # of the picture in one line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """A mean ratio over seeds, and bounds that it is above and below with 95 % each; with one seed they are NaN."""
+    """Mean ratio over seeds, and 95 % bounds above and below; NaN for one seed."""
 
     mean: float
     low: float
@@ -26,7 +26,7 @@ class Ratio:
 
 
 def ratio(these: Floats, those: Floats) -> Ratio:
-    """The ratio of two rows of results, seed by seed; Inf where one of the first ended in no number.
+    """Return two rows' ratio, seed by seed; Inf if one of the first has no number.
 
     What one seed without a number is above says nothing of the others: `low` is Inf only where none has one. Beside
     results of which one is no number there is no ratio.
@@ -72,7 +72,7 @@ def largest(values: Iterable[float]) -> float:
 
 
 def lost_at(view: View) -> tuple[NDArray[np.int64], Floats]:
-    """The underflow rate of activation gradients at each sample; BF16 loses none, and has none."""
+    """Return activation gradients' underflow rate by sample; none in BF16."""
     narrow = view.narrow("activation_gradients")
     if narrow is not None and not narrow.censors.any():
         return narrow.cells.steps, np.zeros(len(narrow.cells.steps))
@@ -80,7 +80,7 @@ def lost_at(view: View) -> tuple[NDArray[np.int64], Floats]:
 
 
 def share_lost(view: View, since_step: int) -> float:
-    """The underflow rate of activation gradients from a step on: 0 in BF16, NaN where none was recorded."""
+    """Return activation gradients' underflow rate from a step; 0 in BF16, or NaN."""
     rate = underflow_rate(view, "activation_gradients", since_step)
     if rate is not None:
         return rate.share
@@ -88,7 +88,7 @@ def share_lost(view: View, since_step: int) -> float:
 
 
 def lost(view: View) -> dict[str, float]:
-    """Of the gradients of activations that FP16 held, the part it lost: in all samples, in the first and the last."""
+    """Return the part of activation gradients that FP16 lost: overall, first and last."""
     narrow = view.narrow("activation_gradients")
     if narrow is None or not narrow.censors.any():
         return {}
@@ -97,7 +97,7 @@ def lost(view: View) -> dict[str, float]:
 
 
 def columns(steps: NDArray[np.int64], loss: Floats, of: Callable[[Floats], float] = mean) -> tuple[float, ...]:
-    """The loss as so many means of as many steps each, or other numbers `of` them; fewer where steps are few."""
+    """Return the loss as means of equal stretches, or other numbers `of` them."""
     if not len(steps):
         return ()
     place = (steps - steps[0]) * _COLUMNS // (steps[-1] + 1 - steps[0])

@@ -1,4 +1,4 @@
-"""The frame of all experiments: sizes, seeds, worker processes, run folders and settings.
+"""Frame of all experiments: sizes, seeds, workers, run folders and settings.
 
 An experiment is a subclass of `Study` in `plimsoll_lab.experiments`. It declares its name, its claim, its sizes and its
 ways to train, and it implements `train` (one training, in a worker process) and `measure_with` (all trainings, and the
@@ -19,7 +19,7 @@ from plimsoll_lab.running.workers import Task, carry_out, named, one_thread, wor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sizes of an experiment: how long it trains. Subclasses add their own, as plain numbers."""
+    """Sizes of an experiment: how long it trains. Subclasses add their own numbers."""
 
     steps: int
 
@@ -38,7 +38,7 @@ KindT = TypeVar("KindT", bound=Kind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Generic[KindT]):
-    """One training: its kind, its seed, its run folder, and whether the spectra of its tensors are recorded."""
+    """One training: its kind, its seed, its run folder, and if it is watched."""
 
     kind: KindT
     seed: int
@@ -81,7 +81,7 @@ class Study(Generic[SizesT, KindT]):
         return self.shortened(whole, steps)
 
     def shortened(self, whole: SizesT, steps: int) -> SizesT:
-        """Return the sizes with another number of steps. Override it where other sizes depend on it."""
+        """Return the sizes with other steps. Override it where other sizes depend on it."""
         return replace(whole, steps=steps)
 
     def settings(self, bench: Bench) -> Mapping[str, object]:
@@ -99,7 +99,7 @@ class Study(Generic[SizesT, KindT]):
         return self.measure_with(bench, self.setup_for(bench.steps, full=bench.full))
 
     def measure_with(self, bench: Bench, setup: SizesT, workers: int | None = None) -> Measured:
-        """Run the experiment at these sizes, in so many worker processes. None is one for each core."""
+        """Run the experiment at these sizes in `workers` processes; None: one a core."""
         raise NotImplementedError
 
     def train(self, job: Job[KindT], setup: SizesT, device: str) -> Any:
@@ -107,7 +107,7 @@ class Study(Generic[SizesT, KindT]):
         raise NotImplementedError
 
     def jobs(self, bench: Bench, seeds: int = 1) -> list[Job[KindT]]:
-        """Return a training of each kind and seed. The first seed's folders have the names of their kinds."""
+        """Return a training of each kind and seed; the first seed's are named by kind."""
         return [
             Job(
                 kind=kind, seed=bench.seed + number, run=bench.runs / (f"{kind.name}-{number}" if number else kind.name)
@@ -162,7 +162,7 @@ def trained(task: Task) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """An experiment as a record of functions, for those that train nothing by a `Study`."""
+    """An experiment as a record of functions, if it trains nothing by a `Study`."""
 
     name: str
     claim: str

@@ -1,4 +1,4 @@
-"""Conformance certificates of casts, packs, unpacks, products and sums of any library."""
+"""Conformance certificates of any library's casts, packs, unpacks, products, sums."""
 
 from plimsoll import exports
 from plimsoll.certification.certificate import (

@@ -1,4 +1,4 @@
-"""Facts of a certificate: what an implementation does, row by row, with the smallest counterexamples."""
+"""Facts of a certificate: requirements row by row, with counterexamples."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class Outcome:
     detail: str = ""
 
     def __add__(self, other: "Outcome") -> "Outcome":
-        """Return the outcome of both parts of a check. A wrong result counts for more than a refusal."""
+        """Return the outcome of both parts; wrong results count more than refusals."""
         wrong = [outcome for outcome in (self, other) if outcome.wrong]
         shown = next((outcome for outcome in wrong if outcome.refused is None), wrong[0] if wrong else self)
         return Outcome(
@@ -91,7 +91,7 @@ class Row:
 
 
 class Inferred(dict[str, Any]):
-    """What was inferred of an implementation, by name: ``inferred["rounding"]`` or ``inferred.rounding``."""
+    """The inferred facts, by name: ``inferred["rounding"]`` or ``inferred.rounding``."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -104,7 +104,7 @@ class Inferred(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateRecord:
-    """Facts of a certificate, which its sheets are made from. Documented in `Certificate`."""
+    """Facts of a certificate, for its sheets. Documented in `Certificate`."""
 
     function: str
     format: str
@@ -121,7 +121,7 @@ class CertificateRecord:
 
     @property
     def conforms(self) -> bool:
-        """Whether no row deviates. Rows that were not tried and refusals that are allowed do not count."""
+        """True if no row deviates. Untried rows and allowed refusals do not count."""
         return not self.deviations
 
     @property
@@ -136,7 +136,7 @@ class CertificateRecord:
 
     @property
     def verdict(self) -> str:
-        """Whether the function conforms, in one sentence."""
+        """The verdict on the function, in one sentence."""
         name = f"{self.function} ({self.kind}, {self.format})"
         tried = sum(row.status in ("conforms", "deviates") for row in self.rows)
         if self.conforms:
@@ -163,7 +163,7 @@ class CertificateRecord:
 
 
 def plain(value: object) -> object:
-    """Return a value that JSON has: dataclasses become dictionaries, NaN and infinities text."""
+    """Return a value for JSON: dataclasses as dictionaries, NaN and Inf as text."""
     if is_dataclass(value):
         return {part.name: plain(getattr(value, part.name)) for part in fields(value)}
     if isinstance(value, Mapping):
@@ -176,7 +176,7 @@ def plain(value: object) -> object:
 
 
 def written(value: object) -> str:
-    """Write a value of a counterexample: numbers with all their digits, long lists shortened.
+    """Write a counterexample's value: all digits of numbers, long lists shortened.
 
     >>> written(464.0), written(2.0**-149), written([1.0, 0.0])
     ('464', '1.401298464324817e-45', '[1, 0]')

@@ -48,7 +48,7 @@ def certify(
     scale_rule: str | None = None,
     seconds: float = 60.0,
 ) -> Certificate:
-    """Return what a function does: whether it keeps to the specifications of its format, and how it was built.
+    """Certify a function: conformity to its format's specifications, and its build.
 
     The function is called with tensors of every 16-bit value, with FP32 values at every boundary of the format, with
     blocks of adversarial largest magnitudes, and with sums whose result shows the order of additions. Its results are
@@ -147,7 +147,7 @@ def _row(requirement: Requirement, trial: Trial, source: str) -> Row:
 
 
 def _inferred(trial: Trial) -> dict[str, object]:
-    """Return what was inferred; a fact that could not be found for want of time is missing."""
+    """Return the inferred facts, without those that there was no time for."""
     try:
         if trial.subject.kind in ("matmul", "sum"):
             return trial.reduction.facts()

@@ -1,4 +1,4 @@
-"""Calls of an unpack with a `Packed`, codes, or codes and scales in either order, and its results for all codes."""
+"""Calls of an unpack in each form of its arguments, and its results for all codes."""
 
 import math
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class CodeTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """How codes are given."""
+    """The form in which codes are given."""
 
     codes: str  # dtype of the codes: "uint8", "uint16", a torch dtype, or "Packed"
     scales: str = ""  # dtype of the scales: "uint8", a torch dtype, or "float32" for their values
@@ -66,7 +66,7 @@ class Form:
 
 
 class UnpackConvention:
-    """Calls of an unpack, in the form in which it takes codes. One that takes no known form is an `ArgumentError`."""
+    """Calls of an unpack, in the form in which it takes codes."""
 
     def __init__(self, caller: Caller, fmt: Format | BlockFormat) -> None:
         self.caller = caller
@@ -88,7 +88,7 @@ class UnpackConvention:
         return Result(values=result.values.reshape(given.codes.shape), dtype=result.dtype)
 
     def _settled(self) -> Form:
-        """Return the form under which most of some ordinary codes come back as they should."""
+        """Return the form in which most of some ordinary codes come back right."""
         codes = ordinary_codes(self.fmt)
         expected = codes.values(self.fmt)
         best, most, errors = None, -1, dict[str, str]()
@@ -216,11 +216,11 @@ class Decoded:
 
     @cached_property
     def finite(self) -> Mask:
-        """Where a finite element has a scale, and the product is in the range of the results' dtype."""
+        """The places with a finite element and scale, and a product within range."""
         return np.isfinite(self.elements) & np.isfinite(self.scales) & np.isfinite(self.expected)
 
     def compare(self, where: Mask) -> Outcome:
-        """Return how results compare with the exact products, rounded once to the results' dtype."""
+        """Compare the results with exact products, rounded once to the results' dtype."""
         return compared(self.y, self.expected, self._shown, where=where)  # codes and scales ascend
 
     def _shown(self, place: tuple[int, ...]) -> tuple[object, str]:

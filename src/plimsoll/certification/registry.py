@@ -1,4 +1,4 @@
-"""Registry of requirements: each is one row of a certificate, with its source and the check behind it.
+"""Registry of requirements: rows of a certificate with source and check.
 
 A requirement is declared where its check is written, by the decorator `requirement`. Certificates, the reference page
 and the tests read the registry. `docs/contributing/add-a-requirement.md` says how to add one.
@@ -65,7 +65,7 @@ def requirement(
     applies: "Callable[[Subject], bool]" = lambda _: True,
     may_refuse: bool = False,
 ) -> Callable[[Check], Check]:
-    """Register the decorated check as a requirement; see `Requirement` for the arguments."""
+    """Register the decorated check as a requirement (arguments: see `Requirement`)."""
 
     def register(check: Check) -> Check:
         REQUIREMENTS[id] = Requirement(

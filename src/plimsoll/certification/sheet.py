@@ -1,4 +1,4 @@
-"""`Certificate` and its sheets: text for a terminal, Markdown, and a page of HTML that needs no other file."""
+"""`Certificate` and its sheets: terminal text, Markdown, and one HTML page."""
 
 import html as _html
 import io
@@ -48,7 +48,7 @@ _PAGE = """<!doctype html>
 
 
 def sorted_rows(certificate: CertificateRecord) -> list[Row]:
-    """Return the rows that deviate first, then refusals, those that conform, and those that were not tried."""
+    """Return the rows sorted: deviations, refusals, conforming ones, untried ones."""
     return sorted(certificate.rows, key=lambda row: _ORDER.index(row.status))
 
 
@@ -75,7 +75,7 @@ def facts_line(certificate: CertificateRecord) -> str:
 
 
 def inferred_lines(certificate: CertificateRecord) -> list[tuple[str, str]]:
-    """Return names and values of what was inferred; facts without a value are left out."""
+    """Return names and values of the inferred facts, without empty ones."""
     shown = {True: "yes", False: "no"}
     return [
         (name.replace("_", " "), shown[value] if isinstance(value, bool) else str(value))
@@ -85,7 +85,7 @@ def inferred_lines(certificate: CertificateRecord) -> list[tuple[str, str]]:
 
 
 def remark(row: Row) -> str:
-    """Return the counterexample of a row that deviates, the error of a refusal, or the detail of another."""
+    """Return the counterexample of a row that deviates, or else the row's detail."""
     if row.counterexample is not None:
         return str(row.counterexample)
     return row.detail
@@ -218,7 +218,7 @@ def _shown(value: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate(CertificateRecord, NotebookRepr):
-    """What `certify` found.
+    """The result of `certify`.
 
     Attributes:
         function: Name of the function.

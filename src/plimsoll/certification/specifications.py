@@ -57,7 +57,7 @@ def governing(fmt: Format | BlockFormat) -> Specification:
 
 
 def allowed_saturation(fmt: Format) -> tuple[bool, ...]:
-    """Return which of saturation and overflow the governing specification allows; the first is the more usual."""
+    """Return the allowed values of `saturate` by the specification, the usual first."""
     # IEEE 754 (7.4) knows overflow alone, the formats of OCP MX without Inf and NaN saturation alone. OFP8 (5.2, table
     # 3) and the FNUZ formats have both.
     if not (fmt.has_inf or fmt.has_nan):

@@ -1,4 +1,4 @@
-"""`Trial`: a function under test with the evidence about it, each part of which is collected when a row needs it."""
+"""`Trial`: a function under test with evidence, collected when rows need it."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +31,7 @@ class NotTriedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is certified."""
+    """The function's format and kind, and the choices that it is held to."""
 
     fmt: Format | BlockFormat  # the number format
     kind: Kind  # kind of the function
@@ -40,7 +40,7 @@ class Subject:
 
     @property
     def held_to_scale_rule(self) -> str:
-        """The rule for scales that the function is held to: by default OCP MX 1.0's, and NVFP4's nearest scale."""
+        """The rule for scales to hold the function to; default: its specification's."""
         return self.scale_rule or RULES[0]
 
     @property
@@ -50,7 +50,7 @@ class Subject:
 
     @property
     def accumulator_bits(self) -> int:
-        """Bits that partial sums must have: those of FP32's significand, or of the format's where it has more."""
+        """Bits that partial sums must have: FP32's significand, or the format's if more."""
         return max(24, self.element.mantissa_bits + 1)
 
     @property
@@ -103,12 +103,15 @@ class Trial:
 
     @cached_property
     def rule(self) -> Rule:
-        """How single values are rounded."""
+        """The rule by which single values are rounded."""
         return Rule(name="stochastic") if self.subject.rounding == "stochastic" else rounding_rule(self.observed)
 
     @cached_property
     def saturate(self) -> bool:
-        """Whether the function saturates, of what its specification allows: the choice that explains more results."""
+        """True if the function saturates.
+
+        Of the choices that its specification allows, the one that explains more results.
+        """
         observed, choices = self.observed, allowed_saturation(self.subject.element)
         finite = observed.beyond(self.subject.rounding)
         # Toward zero every finite value stops at the largest one, so that only infinities show the choice.
@@ -123,7 +126,7 @@ class Trial:
 
     @cached_property
     def side_lost(self) -> Mask:
-        """Single values beside a tie whose results are that of the tie: they were rounded before."""
+        """Values beside a tie with the tie's results: they were rounded before."""
         if not self.subject.rounding.startswith("nearest"):
             return np.zeros(len(self.observed.x), np.bool_)
         return self.observed.side_lost(self.saturate)
@@ -153,7 +156,7 @@ class Trial:
         return BlockTrials(self.convention, fmt, self.carriers, modes or ("down", "up"))
 
     def sentence(self, says: str) -> str:
-        """Return a requirement's sentence, with words of this function in its placeholders."""
+        """Return a requirement's sentence, with this function's words filled in."""
         blocks, element = self.subject.blocks, self.subject.element
         words = {
             "rounding": IN_WORDS[self.subject.rounding],

@@ -1,3 +1,3 @@
-"""The command ``plimsoll``: one module a subcommand. What a subcommand does not need it does not import."""
+"""The command ``plimsoll``: each subcommand is a module with its own imports."""
 
 from plimsoll.cli.entry_point import app as app, main as main

@@ -35,13 +35,13 @@ class CheckedRun:
 
     @property
     def missing(self) -> dict[int, int]:
-        """Last steps of the ranks whose records end before the last step of the view: they may have had an alarm."""
+        """Last steps of ranks that end before the view's: they may have had an alarm."""
         incomplete = self.opened.run.incomplete
         return {rank: last for rank, last in incomplete.items() if last < self.view.last_step}
 
     @property
     def early_end(self) -> "Ending | None":
-        """How the run ended early. None if it ended properly or is still running."""
+        """The run's early ending. None if it ended properly or is still running."""
         ending = self.view.ending
         return None if ending is None or self.view.last_step > ending.step else ending
 

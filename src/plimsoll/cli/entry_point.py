@@ -1,4 +1,4 @@
-"""Frame of the command line: commands, common options, help, and the form of errors."""
+"""Frame of the command line: commands, common options, help, form of errors."""
 
 import difflib
 import gc
@@ -38,7 +38,7 @@ class _Command(TyperCommand):
     """A command whose help shows flags as flags and arguments by their names alone."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Replace old spellings and write out the names of options with several values, then parse."""
+        """Replace old spellings, repeat names of options of several values, then parse."""
         interspersed = ctx.allow_interspersed_args
         args = with_repeated_names(args, self.params) if interspersed else args
         args = old_spellings.rewritten(self.name or "", args, self.params, interspersed)
@@ -98,7 +98,7 @@ class _LazyCommands(Mapping[str, Any]):
     # Entry points are read only for help and for names that are not Plimsoll's own.
     @property
     def others(self) -> dict[str, Any]:
-        """Entry points of other distributions by name. The laboratory is among them, with None if it is missing."""
+        """Entry points of other distributions by name, with None for a missing laboratory."""
         if self._others is None:
             self._others = _entry_points(self._own)
         return self._others
@@ -151,7 +151,7 @@ def _built(name: str, function: Callable[..., Any], settings: dict[str, Any]) ->
 
 
 class _Group(TyperGroup):
-    """The command `plimsoll`: it loads commands when they are needed, and prints errors of Plimsoll as one line."""
+    """The command `plimsoll`: loads commands on demand, prints errors as one line."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -162,7 +162,7 @@ class _Group(TyperGroup):
         return list(self.commands)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the options before the command. ``plimsoll help NAME`` is ``plimsoll NAME --help``."""
+        """Parse options before the command; ``plimsoll help NAME`` is ``NAME --help``."""
         messages.set_quiet(False)
         if args[:1] == ["help"]:
             args = [*args[1:2], "--help"]
@@ -255,7 +255,7 @@ def _frame(
 
 
 def main() -> None:
-    """Run the command line; the entry point of ``plimsoll`` and of ``python -m plimsoll``."""
+    """Run the command line; entry point of ``plimsoll`` and ``python -m plimsoll``."""
     script: Callable[[], None] | None = None
     thresholds = gc.get_threshold()
     # Imports make many objects and no garbage: collections in between are a tenth of the time of `plimsoll check`.

@@ -1,4 +1,4 @@
-"""Facts of this machine as plain records: versions, devices, backends, caches, optional parts."""
+"""Facts of this machine as records: versions, devices, backends, caches, extras."""
 
 import importlib.metadata
 import os
@@ -40,7 +40,7 @@ class Backend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """Folder of Numba's compiled kernels; None without Numba or without a writable folder."""
+    """Folder of Numba's compiled kernels; None without Numba or a writable folder."""
 
     folder: str | None
     writable: bool
@@ -48,7 +48,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """One optional part, the versions that it found, and the line that installs it where it is incomplete."""
+    """One optional part, its versions, and the install line if it is incomplete."""
 
     name: str
     versions: Mapping[str, str | None]
@@ -71,7 +71,7 @@ class Machine:
 
 
 def examine() -> Machine:
-    """Return the facts of this machine. Imports torch and every backend; a missing or broken one is a line."""
+    """Return the machine's facts. It imports torch and every backend."""
     from plimsoll import kernels
 
     forced, problem = None, None
@@ -94,7 +94,10 @@ def examine() -> Machine:
 
 
 def _torch() -> str:
-    """Return the version of torch with its build, the CUDA version, which some packages leave out."""
+    """Return torch's version with its build, the CUDA version.
+
+    Some packages leave that out.
+    """
     import torch
 
     return str(torch.__version__)
@@ -109,7 +112,7 @@ def version(package: str) -> str | None:
 
 
 def cuda_formats(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the formats below fp32 that the matrix units of a GPU with that compute capability take."""
+    """Return the formats below fp32 that GPUs of a compute capability multiply."""
     elements = sorted(ELEMENTS, key=lambda fmt: (fmt.cuda_capability or (0, 0), fmt.bits, -fmt.mantissa_bits))
     taken = [fmt for fmt in (*elements, *BLOCKS) if fmt.cuda_capability and fmt.cuda_capability <= capability]
     # The same units take all block formats of a width, so these go by the first part of their names.
@@ -117,7 +120,7 @@ def cuda_formats(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def cpu_formats(cpuinfo: str) -> tuple[str, ...]:
-    """Return the 16-bit formats that the processor of a Linux ``/proc/cpuinfo`` computes in."""
+    """Return the 16-bit formats of the processor of a Linux ``/proc/cpuinfo``."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = {flag for key, _, value in lines if key.strip() in ("flags", "Features") for flag in value.split()}
     return tuple(fmt.name for fmt in ELEMENTS if flags.intersection(fmt.cpu_flags))
@@ -161,7 +164,7 @@ def _gpus() -> list[Device]:
 
 
 def _chosen(device: str) -> str:
-    """Return the backend that runs for tensors of that device, as the kernels choose it."""
+    """Return the backend that the kernels choose for tensors of that device."""
     import torch
 
     from plimsoll.kernels import backend as _backend
@@ -201,7 +204,7 @@ def _memory_bytes() -> int | None:
 
 
 def _read(path: str) -> str:
-    """Return the text of a file of the operating system, or nothing where the system has no such file."""
+    """Return the text of a file of the operating system, "" without such a file."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -32,14 +32,12 @@ _OLD: dict[str, dict[str, str | _Values]] = {
 
 
 def rewritten(command: str, arguments: Sequence[str], parameters: Sequence[Any], interspersed: bool) -> list[str]:
-    """Return the arguments of a command with old spellings replaced, and warn of each on standard error.
+    """Return a command's arguments with old spellings replaced; warn of each.
 
-    Args:
-        command: Name of the command.
-        arguments: What follows its name on the command line.
-        parameters: The command's parameters, which show whether an option takes a value.
-        interspersed: Whether options may follow arguments. If not, the first argument ends them: `plimsoll run` leaves
-            the options of the script alone.
+    Warnings go to standard error. Args: command: Name of the command. arguments: What follows its name on the command
+    line. parameters: The command's parameters, which show whether an option takes a value. interspersed: Whether
+    options may follow arguments. If not, the first argument ends them: `plimsoll run` leaves the options of the script
+    alone.
     """
     options = [p for p in parameters if p.param_type_name == "option" and not p.is_flag and not p.count]
     takes_value = {name for option in options for name in option.opts} | set(_OLD.get(command, {}))
@@ -65,7 +63,7 @@ def rewritten(command: str, arguments: Sequence[str], parameters: Sequence[Any],
 
 
 def _replacement(command: str, name: str, value: str) -> list[str] | None:
-    """Return the new arguments for an option with its value, or None where the spelling is a current one."""
+    """Return the new arguments for an old option and value; None for a current one."""
     new = _OLD.get(command, {}).get(name)
     if isinstance(new, str):
         _warn(f"{command}: {name} is now {new}.")

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, as types for their parameters.
+"""Arguments and options that several commands share, as parameters' types.
 
 One grammar holds for every command: ``--json`` prints JSON, ``--output`` names the path to write, ``--format`` names a
 number format, ``--until`` ends at a step, and ``--quiet`` prints errors only.

@@ -1,4 +1,4 @@
-"""Paths of commands: runs may be anywhere that `plimsoll.Run` reads, output is local only.
+"""Paths of commands: runs anywhere that `plimsoll.Run` reads, local output.
 
 An argument that names a run stays text until it is known to be no URI: a path would make ``s3://`` of ``s3:/``.
 """
@@ -38,7 +38,7 @@ def start_reading() -> "list[Run]":
 
 
 def report_missing_records(runs: "list[Run]") -> bool:
-    """Report on stderr the runs of which records are missing. Damaged parts are known once they are read.
+    """Report runs with missing records on stderr; return whether there are any.
 
     Returns:
         Whether there is any.
@@ -92,7 +92,7 @@ def open_runs(path: str) -> list[OpenRun]:
 
 
 def expand(paths: Sequence[str], *, files: bool = False) -> list[str]:
-    """Return the paths with each glob replaced by the folders that it matches, in the order of their names.
+    """Return the paths with globs replaced by their folders, ordered by name.
 
     Shells expand globs too, but not in quotes and not on Windows. A path that exists is never taken for a glob.
 
@@ -117,7 +117,7 @@ def expand(paths: Sequence[str], *, files: bool = False) -> list[str]:
 
 
 def _read(path: str | Path, filesystem: Any) -> "Run":
-    """Return the run. Files that do not belong to it are reported as one line on stderr."""
+    """Return the run, with foreign files reported as one line on stderr."""
     from plimsoll.runs import Run
 
     run = Run(path, filesystem=filesystem, warn=False)
@@ -164,7 +164,7 @@ def _model(run: "Run") -> str:
 
 
 def label_of(path: str) -> str:
-    """Return the text by which a command names a run: the path, or the URI without its secrets."""
+    """Return a command's name for a run: the path, or the URI without secrets."""
     from plimsoll.runs.storage.location import is_uri, without_secrets
 
     return without_secrets(path) if is_uri(path) else str(Path(path))
@@ -240,5 +240,5 @@ def open_single(path: str, operation: str) -> OpenRun:
 
 
 def file_for_model(path: Path, opened: OpenRun, runs: int) -> Path:
-    """Return the file for a run. Of several models each has its own: ``plan-G.toml`` for ``plan.toml``."""
+    """Return a run's file; several models have their own, as ``plan-G.toml``."""
     return path if runs == 1 else path.with_name(f"{path.stem}-{opened.model}{path.suffix}")

@@ -1,4 +1,4 @@
-"""Registry of the commands: the list that `plimsoll --help`, completion and the tests read.
+"""Registry of the commands: the list for `plimsoll --help`, completion, tests.
 
 The command NAME is the function `NAME` of the module `plimsoll.cli.commands.NAME`, or of NAME in a folder there. It is
 imported when the command runs. docs/contributing/add-a-command.md shows how to add one.

@@ -55,7 +55,7 @@ ASCII = Glyphs(
 
 
 class _Console(Console):
-    """A console that prints neither escape sequences of others nor Rich's markup in their texts."""
+    """A console without others' escape sequences and Rich's markup in their texts."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
@@ -105,7 +105,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def table_width(target: Console) -> int | None:
-    """Return the width for tables: the terminal's, at most 100, and None in a pipe, where a cell is one line."""
+    """Return the width of tables, at most 100 cells; None in a pipe."""
     return None if target.width == _UNLIMITED else min(target.width, _WIDEST_DRAWING)
 
 
@@ -115,5 +115,5 @@ def drawing_width(target: Console) -> int:
 
 
 def glyphs(target: Console) -> Glyphs:
-    """Return line-drawing characters where the terminal's encoding has them, ASCII elsewhere."""
+    """Return line-drawing characters if the terminal has them, else ASCII."""
     return ASCII if target.options.ascii_only else UNICODE

@@ -1,4 +1,4 @@
-"""Usage errors of the parser, as click words them, in the form of Plimsoll's own errors."""
+"""Usage errors of the parser, as click words them, in the form of our errors."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ _EXTRA = re.compile(r"argument\S* \((.*)\)\.?$", re.DOTALL)  # the noun is "argu
 
 
 def explained(error: Any) -> str:
-    """Return a usage error as one line: the command, what it expected, what it got, and what to do.
+    """Return a usage error as a line: command, expectation, value, remedy.
 
     Args:
         error: An error of the parser with its context, and with the words that a command got as `arguments`.
@@ -58,7 +58,7 @@ def _name(parameter: Any) -> str:
 
 
 def _rule(parameter: Any, message: str) -> str:
-    """Return what must hold of a parameter, from the message of the parser on a value that does not."""
+    """Return what must hold of a parameter, from the parser's message."""
     name = _name(parameter)
     if choices := _CHOICES.search(message):
         *most, last = (word.strip(" '\"") for word in choices[1].split(","))

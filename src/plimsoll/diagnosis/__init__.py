@@ -1,4 +1,4 @@
-"""Answers from recorded numbers: problems of a run, where and since when, and the effect of another format.
+"""Answers from recorded numbers: a run's problems, and another format's effect.
 
 `diagnose` applies the rules (`RULES`, each a `Rule`) to a `View` of a run and returns `Finding`s. `whatif` answers for
 any format and shift, `plan` for each module, `check_plan` checks a plan against another run, `diff` finds where two

@@ -32,7 +32,7 @@ class Spot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding(NotebookRepr):
-    """Result of a rule: a problem of a run, with its place, its numbers and the advice.
+    """Result of a rule: a problem of a run, with its place, numbers and advice.
 
     Attributes:
         rule: The rule's id.
@@ -63,7 +63,7 @@ class Finding(NotebookRepr):
     figure: str
 
     def to_dict(self) -> dict[str, object]:
-        """Return JSON-able data. A number that JSON cannot hold is its name ("nan", "inf")."""
+        """Return JSON-able data; NaN and infinities are names ("nan", "inf")."""
         return {
             "rule": self.rule,
             "severity": self.severity,

@@ -1,4 +1,4 @@
-"""Runs the rules on a run: selection, thresholds, and findings that others explain."""
+"""Run the rules on a run: selection, thresholds, and explained findings."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -129,7 +129,7 @@ def _no_such(expected: str, value: str, known: Sequence[str]) -> ArgumentError:
 
 
 def unexplained(findings: Sequence[Finding], rules: Mapping[str, Rule]) -> list[Finding]:
-    """Return the findings without those, and without the locations, that others explain.
+    """Return the findings without those, and the locations, that others explain.
 
     Args:
         findings: All findings of a run.

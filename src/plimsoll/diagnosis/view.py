@@ -92,7 +92,7 @@ class View:
 
     @cached_property
     def emulations(self) -> Sequence[tuple[range, Mapping[str, str]]]:
-        """Step ranges in which an emulation rounded all results, with its formats by collection."""
+        """Step ranges of emulations of all results, with their formats by collection."""
         changes = [event for event in self.events if event.kind == "emulation"]
         steps = [*(event.step for event in changes), sys.maxsize]
         spans: list[tuple[range, Mapping[str, str]]] = []
@@ -170,7 +170,7 @@ class View:
 
     @cached_property
     def scaled(self) -> bool:
-        """Whether the loss was scaled at any step."""
+        """True if the loss was scaled at any step."""
         values = self.scalar("scale")[1]
         return bool((values[np.isfinite(values)] != 1.0).any())
 
@@ -196,7 +196,7 @@ class View:
         return (known[place] == steps) & nothing
 
     def narrow(self, collection: str) -> FormatLosses | None:
-        """Return the effect of narrow formats on a collection. None if it was not recorded."""
+        """Return narrow formats' effect on a collection; None if it was not recorded."""
         cells = self.cells(collection)
         if cells is None:
             return None
@@ -205,7 +205,7 @@ class View:
         return self._narrow[collection]
 
     def in_blocks(self, collection: str) -> tuple[BlockCells, FormatLosses] | None:
-        """Return the spectra of a collection with their block records. None if it has none."""
+        """Return a collection's spectra with block records; None if it has none."""
         if collection not in self._blocks:
             blocks = read_blocks(self.run, collection, self.until)
             self._blocks[collection] = None
@@ -247,7 +247,7 @@ def _is_format(name: object) -> bool:
 
 
 def _is_wide(fmt: Format | None) -> bool:
-    """Return whether a parameter is FP32 or wider. True if its weight was not recorded."""
+    """Return whether a parameter is FP32 or wider; True if it was not recorded."""
     return fmt is None or fmt.bits > _NARROWER_THAN_FP32
 
 

@@ -46,7 +46,7 @@ def how_many(finding: Finding) -> str:
 
 
 def located(finding: Finding, most: int = 3) -> str:
-    """Return the location of a finding: its name, or of several the number and the worst.
+    """Return a finding's location: its name, or the number of several and the worst.
 
     Names that are left out are "...". Their number is given only once.
     """

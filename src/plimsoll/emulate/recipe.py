@@ -34,7 +34,7 @@ class Recipe:
     idle: frozenset[str] = frozenset()  # casts that are left out, as `watch.thread_casts.ActiveCasts` names them
 
     def acting(self) -> "Recipe":
-        """Return the recipe with the casts that act on this thread now; its backward has the same."""
+        """Return the recipe with the casts that act on this thread, also for its backward."""
         formats = {"weights": self.forward, "activations": self.forward, "gradients": self.backward}
         formats |= {"sums": self.accumulate}
         named = {cast: fmt.name for cast, fmt in formats.items() if fmt is not None}
@@ -57,7 +57,7 @@ class Recipe:
 
     @property
     def sums_apart(self) -> bool:
-        """Whether products are summed in a format of the recipe, and not by the machine."""
+        """True if products are summed in a format of the recipe, not the machine's."""
         return self.accumulate is not None and "sums" not in self.idle
 
     @property

@@ -1,4 +1,4 @@
-"""Cost of a module's three products in a pair of formats: bytes moved, and time at a device's rates."""
+"""Cost of a module's three products in a pair of formats: bytes, and device time."""
 
 import math
 import os
@@ -79,10 +79,10 @@ TABLES = {
 
 
 def cost_table(given: "str | os.PathLike[str] | Mapping[str, Any]") -> CostTable:
-    """Return a table: a device's by name, or one of a mapping or TOML file with `bandwidth` and `rates`.
+    """Return a device's table by name, or one from a mapping or a TOML file.
 
-    Raises:
-        ArgumentError: There is no such device or file, or it has other entries.
+    A mapping or file has `bandwidth` and `rates`. Raises: ArgumentError: There is no such device or file, or it has
+    other entries.
     """
     if isinstance(given, Mapping):
         return _made("a mapping", given)

@@ -1,4 +1,4 @@
-"""`Linear`, whose three products run in FP8, and `cached_weights`, one cast for all micro-batches of a step."""
+"""`Linear`, with three products in FP8, and `cached_weights`, one cast a step."""
 
 import contextlib
 from collections.abc import Generator, Mapping
@@ -201,7 +201,7 @@ class Linear(nn.Linear):
         return y.reshape(*input.shape[:-1], self.out_features)
 
     def _forward_in_part(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Return what `forward` does with some of its casts alone, as `active_casts` says; in float32."""
+        """Return `forward` with only the casts that act (`active_casts`), in float32."""
         dtype, factors = _result_dtype(input, self.in_features, self.weight), self.fp8_recipe.factors
         # The last scales used: those of this step's weights and activations, and of the last backward's gradients.
         scales = {role: float(scale) for role, (_, scale) in self.casts().items()}

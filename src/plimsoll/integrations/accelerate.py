@@ -1,4 +1,4 @@
-"""Accelerate: `watch` for what an `Accelerator` has prepared, and `use_scaler` for our loss scalers."""
+"""Accelerate: `watch` for prepared models, and `use_scaler` for loss scalers."""
 
 import os
 from typing import Any, cast
@@ -19,7 +19,7 @@ except ImportError as error:
 
 
 def use_scaler(accelerator: Accelerator, scaler: Any) -> None:
-    """Make an accelerator scale its losses with this scaler. Call it before `prepare` of the optimizer.
+    """Make an accelerator scale its losses with this scaler, before `prepare`.
 
     The scaler is saved and restored with the accelerator's state, and skipped steps are reported like those of its own.
     Raises `ArgumentError` for what is no loss scaler, and where the accelerator trains without one (only at fp16 it has
@@ -44,7 +44,7 @@ def use_scaler(accelerator: Accelerator, scaler: Any) -> None:
 
 
 def watch(accelerator: Accelerator, model: nn.Module, *, run: "str | os.PathLike[str]", **settings: Any) -> Watch:
-    """Watch a model that the accelerator has prepared, with its optimizers and its scaler.
+    """Watch a prepared model, with the accelerator's optimizers and scaler.
 
     - `settings`: whatever else `plimsoll.watch` takes. Raises what that raises.
     """

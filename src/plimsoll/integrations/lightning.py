@@ -1,4 +1,4 @@
-"""Lightning: `WatchCallback` records a training, `PrecisionPlugin` trains at a level of Plimsoll's with its scalers."""
+"""Lightning: `WatchCallback` records a training, `PrecisionPlugin` sets levels."""
 
 import contextlib
 import os
@@ -36,7 +36,9 @@ _LIGHTNINGS = {"fp16": "16-mixed", "bf16": "bf16-mixed", None: "32-true"}
 
 
 class WatchCallback(Callback):
-    """Records what `Trainer.fit` trains into the folder `run`, and what the module logs; judges it at the end.
+    """Callback that records what `Trainer.fit` trains into `run`, and judges it.
+
+    It records what the module logs too.
 
     - `run`: None for ``plimsoll`` in the trainer's own log folder.
     - `guard`: keyword arguments of `plimsoll.Guard`, which then looks at the training while it goes on.
@@ -89,7 +91,7 @@ class WatchCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record what was logged, as often as the trainer's loggers do, and the epoch, also with its first batch."""
+        """Record logged values as often as the loggers do, and epochs at first batches."""
         del pl_module, outputs, batch
         interval: int = cast("Any", trainer).log_every_n_steps
         logs = interval and trainer.global_step % interval == 0
@@ -119,7 +121,7 @@ class WatchCallback(Callback):
 
 
 class PrecisionPlugin(MixedPrecision):
-    """Trains at a level of Plimsoll's: ``Trainer(plugins=[PrecisionPlugin("amp-fp16")])``.
+    """Plugin that trains at a level: ``Trainer(plugins=[PrecisionPlugin(...)])``.
 
     - `precision`: fp32, tf32, amp-fp16 or amp-bf16. Levels that cast weights need another loop: `plimsoll.prepare`.
     - `scaler`: for amp-fp16, any of `plimsoll.scaling`; by default a `DynamicScaler`. Its state is in the checkpoints.
@@ -165,7 +167,7 @@ class PrecisionPlugin(MixedPrecision):
 
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None]:
-        """What a forward runs in."""
+        """Context manager in which a forward runs."""
         with contextlib.nullcontext() if self._computing is None else self._computing.forward():
             yield
 

@@ -1,4 +1,4 @@
-"""One training that a trainer owns: watched from its first step to its last, and judged at the end."""
+"""One training of a trainer: watched from first to last step, then judged."""
 
 import os
 import warnings
@@ -50,7 +50,7 @@ class Session:
     def begin(
         self, model: nn.Module, optimizers: Iterable[Any], scaler: Any, step: int, facts: Mapping[str, object]
     ) -> None:
-        """Start watching; `step` is how many the trainer has made, which is not 0 where it goes on from a checkpoint.
+        """Start watching; `step`: steps so far, not 0 after a restored checkpoint.
 
         From a checkpoint on, what the run has of later steps is replaced. `facts` are stored with the settings.
         """

@@ -1,4 +1,4 @@
-"""Hugging Face's `Trainer`, watched: ``Trainer(..., callbacks=[WatchCallback("runs/exp1")])``."""
+"""Hugging Face's `Trainer`: ``Trainer(callbacks=[WatchCallback("runs/exp1")])``."""
 
 import os
 from collections.abc import Mapping
@@ -28,7 +28,9 @@ _ARGUMENTS = (  # those of some hundred that trainings differ in
 
 
 class WatchCallback(TrainerCallback):
-    """Records a training of `transformers.Trainer` into the folder `run`, and what it logs; judges it at the end.
+    """Callback that records `transformers.Trainer` into `run`, and judges it.
+
+    It records what the trainer logs too.
 
     - `guard`: keyword arguments of `plimsoll.Guard`, which then looks at the training while it goes on.
     - `verdict`: whether the run is judged by `plimsoll.diagnose` at the end; alarms are warned of.

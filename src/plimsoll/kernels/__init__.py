@@ -1,4 +1,4 @@
-"""The fast paths under `rounding`, `spectrum` and `watch`: registered operators and the backends behind them.
+"""Fast paths of `rounding`, `spectrum` and `watch`: operators and their backends.
 
 Not public. `measure_into` fills a bank (`row_layout` says what a row holds); `ops` are the operators of
 `operators.statistics`. The other functions are what `watch` does in every step: `measure_one` for one tensor in a hook,
@@ -36,15 +36,16 @@ def new_bank(rows: int, block: int = 0, device: torch.device | str = "cpu") -> T
 def measure_into(
     tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], *, accumulate: bool = True, block: int = 0
 ) -> None:
-    """Counts each tensor into its row of the bank: no synchronisation, no allocation, no graph break.
+    """Count each tensor into its row of the bank.
 
-    Without `accumulate` the rows are emptied first. All tensors are on the bank's device.
+    No synchronisation, no allocation, no graph break. Without `accumulate` the rows are emptied first. All tensors are
+    on the bank's device.
     """
     ops.measure_(list(tensors), bank, list(rows), accumulate, block)
 
 
 def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
-    """Measure one tensor into a row that is emptied first; with less overhead than `measure_into`.
+    """Measure one tensor into a row that is emptied first, faster than `measure_into`.
 
     Eager calls go past torch's dispatcher, so `x` is a plain tensor: detached, strided, on the bank's device.
     """
@@ -55,7 +56,7 @@ def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
 
 
 def measure_each(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], *, block: int = 0) -> None:
-    """Measure plain tensors into rows that are emptied first, past torch's dispatcher as `measure_one`."""
+    """Measure plain tensors into emptied rows, past torch's dispatcher."""
     if torch.compiler.is_compiling() or type(bank) is not Tensor:
         ops.measure_(list(tensors), bank, list(rows), False, block)
     else:
@@ -63,7 +64,7 @@ def measure_each(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], *
 
 
 def measurer(bank: Tensor) -> Callable[[Tensor, Tensor, int], None]:
-    """`measure_one` for banks like this, whose backend is chosen here and not at every call."""
+    """Return `measure_one` for banks like this, with the backend chosen beforehand."""
     return measure_one if type(bank) is not Tensor else backend.choose(bank).measure_one
 
 
@@ -73,9 +74,9 @@ def new_counts(length: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def count_nonfinite_into(tensors: Sequence[Tensor], counts: Tensor, index: int) -> None:
-    """Adds the number of NaN and Inf values of all tensors to ``counts[index]``; as fast as memory gives them.
+    """Add the number of NaN and Inf values of all tensors to ``counts[index]``.
 
-    Tensors are plain ones, as for `measure_one`, on the device of the int64 counts.
+    As fast as memory gives the values. Tensors are plain ones, as for `measure_one`, on the device of the int64 counts.
     """
     if torch.compiler.is_compiling() or type(counts) is not Tensor:
         ops.count_nonfinite_(list(tensors), counts, index)
@@ -84,9 +85,9 @@ def count_nonfinite_into(tensors: Sequence[Tensor], counts: Tensor, index: int) 
 
 
 def count_nonfinite(tensors: Sequence[Tensor]) -> int:
-    """Return the number of NaN and Inf values of plain tensors in the CPU's memory, with as little overhead as can be.
+    """Return the number of NaN and Inf values of plain tensors in the CPU's memory.
 
-    For a few small tensors in every training step.
+    It has as little overhead as can be. For a few small tensors in every training step.
     """
     return backend.choose_for_host().count_values(tensors)
 
@@ -98,13 +99,14 @@ def unscale_into(
     bank: Tensor | None = None,
     rows: Sequence[int] = (),
 ) -> None:
-    """Multiplies every gradient in place by `inverse_scale`, and measures it before, in one pass over memory.
+    """Multiply gradients in place by `inverse_scale`, and measure them before.
 
-    The product is a float32 (float64 of float64 values), rounded once more to the gradient's dtype, to nearest even;
-    an inverse scale of exactly 1 leaves every bit as it is. Where a gradient or a product is not finite `found_inf`
-    becomes 1; it is never reset here. With a bank, each gradient's row is emptied and then holds its spectrum as it was
-    before. Both numbers are float32 tensors of one value, on the gradients' device; gradients are strided tensors that
-    share no memory. No synchronisation, no graph break. Raises `UnsupportedTensorError` or `ArgumentError`.
+    One pass over memory does both. The product is a float32 (float64 of float64 values), rounded once more to the
+    gradient's dtype, to nearest even; an inverse scale of exactly 1 leaves every bit as it is. Where a gradient or a
+    product is not finite `found_inf` becomes 1; it is never reset here. With a bank, each gradient's row is emptied and
+    then holds its spectrum as it was before. Both numbers are float32 tensors of one value, on the gradients' device;
+    gradients are strided tensors that share no memory. No synchronisation, no graph break. Raises
+    `UnsupportedTensorError` or `ArgumentError`.
     """
     if torch.compiler.is_compiling() or type(found_inf) is not Tensor:
         ops.unscale_(list(gradients), inverse_scale, found_inf, bank, list(rows))
@@ -125,13 +127,13 @@ def update_into(
     rows: Sequence[int],
     moves: Tensor,
 ) -> None:
-    """Counts each change ``new - old`` into its row of the bank and of `moves`; both rows are emptied first.
+    """Count each change ``new - old`` into its row of the bank and of `moves`.
 
-    The difference is a float32 (float64 of float64 values). A push is what asks a value to move: its gradient, in any
-    dtype; an empty one says that it is not known. A row of moves holds the number of pushes that are not zero (a NaN is
-    not), how many of those values are the same after as before (0 and -0 are, and NaN and NaN), and the float64 bits of
-    the sum of the old values' squares. No synchronisation, no graph break, and no memory of the tensors' size. Eager
-    calls go past torch's dispatcher: tensors are plain ones, as for `measure_one`.
+    Both rows are emptied first. The difference is a float32 (float64 of float64 values). A push is what asks a value to
+    move: its gradient, in any dtype; an empty one says that it is not known. A row of moves holds the number of pushes
+    that are not zero (a NaN is not), how many of those values are the same after as before (0 and -0 are, and NaN and
+    NaN), and the float64 bits of the sum of the old values' squares. No synchronisation, no graph break, and no memory
+    of the tensors' size. Eager calls go past torch's dispatcher: tensors are plain ones, as for `measure_one`.
     """
     if torch.compiler.is_compiling() or type(bank) is not Tensor:
         ops.update_(list(old), list(new), list(pushes), bank, list(rows), moves)
@@ -145,9 +147,10 @@ def new_errors(rows: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def compare_into(values: Tensor, reference: Tensor, row: Tensor) -> None:
-    """Adds to a row of errors how values differ from a reference of the same shape, on the same device.
+    """Add to a row of errors how values differ from a reference of the same shape.
 
-    Differences and sums are float64, whatever the dtypes. Eager code only; no synchronisation.
+    Both are on the same device. Differences and sums are float64, whatever the dtypes. Eager code only; no
+    synchronisation.
     """
     if values.shape != reference.shape or values.device != reference.device:
         raise ArgumentError(
@@ -160,7 +163,7 @@ def compare_into(values: Tensor, reference: Tensor, row: Tensor) -> None:
 
 
 def merge_rows(target: NDArray[np.int64], groups: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-    """Adds each row j to ``target[groups[j]]`` by the layout's rules: counts and sums add up, keys take the larger.
+    """Add each row j to ``target[groups[j]]``: sums add up, keys take the larger.
 
     Numba's kernel, which holds no global lock, or numpy. All are int64; target and rows have as many columns, and the
     target is in one piece.
@@ -181,9 +184,10 @@ def merge_rows(target: NDArray[np.int64], groups: NDArray[np.int64], rows: NDArr
 
 
 def add_rows(bank: Tensor, targets: Sequence[int], rows: Tensor) -> None:
-    """Adds each row j to row ``targets[j]`` of the bank, on its device, as `merge_rows` does; without waiting for it.
+    """Add each row j to row ``targets[j]`` of the bank on its device, without waiting.
 
-    On a GPU the float64 sums of several rows with one target are added in any order.
+    The rules are those of `merge_rows`. On a GPU the float64 sums of several rows with one target are added in any
+    order.
     """
     if bank.device.type == "cpu":
         merge_rows(bank.numpy(), np.array(targets, np.int64), rows.numpy())

@@ -1,4 +1,4 @@
-"""Choice of the backend: by the tensor's device, or forced by `use` or the variable PLIMSOLL_BACKEND.
+"""Choice of the backend: by device, or forced by `use` or PLIMSOLL_BACKEND.
 
 The choice is visible (`plimsoll doctor` prints `report`) and never silent: where the fast backend of a device is
 missing, the reference one takes over and a warning says so once, with the reason.
@@ -28,7 +28,7 @@ _forced: contextvars.ContextVar[Name | None] = contextvars.ContextVar("plimsoll_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendStatus:
-    """Whether a backend can run here, and why not."""
+    """A backend's availability here, and the reason if it is not available."""
 
     name: Name
     available: bool
@@ -37,7 +37,10 @@ class BackendStatus:
 
 @contextlib.contextmanager
 def use(name: Name) -> Generator[None]:
-    """Forces one backend inside the block, for this thread or task; `BackendError` where it cannot run here."""
+    """Force one backend inside the block, for this thread or task.
+
+    Raises `BackendError` where it cannot run here.
+    """
     if name not in NAMES:
         raise ArgumentError(f"kernels.use: expected one of {', '.join(NAMES)}; got {name!r}.")
     state = status(name)
@@ -81,7 +84,7 @@ def report() -> list[BackendStatus]:
 
 @functools.cache
 def status(name: Name) -> BackendStatus:
-    """Whether the backend of that name can run here; tried once a process."""
+    """Return the status of the backend of that name; tried once a process."""
     try:
         detail = _load(name).describe()
     except Exception as error:  # noqa: BLE001  (a broken install may fail in any way, and must not stop training)

@@ -42,7 +42,7 @@ class DeviceValue:
 
 
 def number(value: object) -> "float | DeviceValue":
-    """Return a number as a float, or a one-element tensor of a device as a `DeviceValue`.
+    """Return a number as a float, or a device's one-element tensor as `DeviceValue`.
 
     Raises:
         ValueError: `value` is a tensor of several elements.

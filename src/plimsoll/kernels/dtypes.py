@@ -1,4 +1,4 @@
-"""The torch dtypes of the catalogue's formats, from which the kernels' tables are derived."""
+"""Torch dtypes of the catalogue's formats, for the kernels' tables."""
 
 import torch
 
@@ -19,7 +19,7 @@ SCALES = tuple(dtype for dtype, fmt in FORMATS.items() if not fmt.signed)  # of 
 
 
 def dtype_of(fmt: Format) -> torch.dtype:
-    """Return the torch dtype whose tensors hold a format's codes, of a format that has one.
+    """Return the torch dtype whose tensors hold a format's codes, if there is one.
 
     >>> from plimsoll.formats import E4M3
     >>> dtype_of(E4M3)

@@ -1,9 +1,10 @@
-"""The noise of stochastic rounding: Philox4x32-10 of a 64-bit key and the value's index (Salmon et al., SC 2011).
+"""Noise of stochastic rounding: Philox4x32-10 of a 64-bit key and an index.
 
-Value i of the flattened tensor (row-major, blocks last for block formats) takes word ``(i >> 8) & 3`` of the Philox
-block with counter ``(i >> 10) * 256 + (i & 255)``: of every 1,024 consecutive values, the first 256 take word 0 of 256
-counters, the next 256 word 1 of the same ones, and so on. Words are thus independent of thread, block and backend, and
-a vector unit computes 256 counters side by side without transposing its four outputs.
+The index is the value's (Salmon et al., SC 2011). Value i of the flattened tensor (row-major, blocks last for block
+formats) takes word ``(i >> 8) & 3`` of the Philox block with counter ``(i >> 10) * 256 + (i & 255)``: of every 1,024
+consecutive values, the first 256 take word 0 of 256 counters, the next 256 word 1 of the same ones, and so on. Words
+are thus independent of thread, block and backend, and a vector unit computes 256 counters side by side without
+transposing its four outputs.
 
 The key's low and high halves are Philox's two key words; the counter's, its first two counter words.
 A value with discarded fraction f of the spacing at it rounds away from zero if its word is below ``floor(f * 2**32)``.
@@ -21,7 +22,10 @@ _WORD = 0xFFFF_FFFF
 
 
 def words(key: torch.Tensor, count: int, start: int = 0) -> torch.Tensor:
-    """The words (int64, 0 to 2**32 - 1) of values `start` to `start + count`, on the key's device: the reference."""
+    """Return the words of values `start` to `start + count`: the reference.
+
+    They are int64, 0 to 2**32 - 1, on the key's device.
+    """
     index = torch.arange(start, start + count, dtype=torch.int64, device=key.device)
     counter = (index >> 10) * LANES + (index & (LANES - 1))
     state = [counter & _WORD, (counter >> 32) & _WORD, torch.zeros_like(counter), torch.zeros_like(counter)]

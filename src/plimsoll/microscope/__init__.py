@@ -1,4 +1,4 @@
-"""How wrong a step in low precision is, tensor by tensor, and what from: `microscope`.
+"""Errors of a step in low precision, by tensor, and their sources: `microscope`.
 
 The package can be called as its function: ``plimsoll.microscope(...)``.
 """

@@ -1,4 +1,4 @@
-"""Shadow of a closure: the step that it makes once as it is, and once as its reference.
+"""Shadow of a closure: its step once as it is, and once as its reference.
 
 A run repeats the model on the arguments it was called with, since nothing tells it what the loss is. A closure tells:
 both passes run it whole, the loss included. It is expected to use the same batch each time.
@@ -37,7 +37,7 @@ Observer = Callable[[str, list[str], Tensor, Tensor, Tensor], None]
 
 
 class _Observed(Comparisons):
-    """Comparisons that go to an observer: collection, names, values, reference and the row of errors."""
+    """Comparisons for an observer: collection, names, values, reference, errors."""
 
     def __init__(self, core: WatchSession, observer: Observer) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class ClosureShadow(Shadow):
         self._comparisons = _Observed(self.core, self._observer)
 
     def run(self, closure: Callable[[], Any]) -> Tensor:
-        """Make one step and its repetition; return the loss. Gradients are left as the real step leaves them."""
+        """Make one step and its repetition; return the loss."""
         root = self.core.model()
         assert root is not None
         call = CapturedCall(root, (), {})

@@ -1,4 +1,4 @@
-"""Errors of several draws of a step: sums, and coordinates that tell bias from noise.
+"""Errors of several draws: sums, and coordinates that tell bias from noise.
 
 The coordinates of an error are its parts along the reference and constant beside it, and a sketch of what is left: the
 left values themselves where they are few, else their sums over random signs, whose inner products are those of the
@@ -70,7 +70,7 @@ class Draws:
 
     @staticmethod
     def _left_over(values: Tensor, reference: Tensor, sums: ErrorSums) -> Tensor:
-        """Return the error without its parts in the two directions, 0 where it is not finite."""
+        """Return the error without its parts in both directions, 0 if not finite."""
         x = reference.detach().reshape(-1)
         x = x if x.dtype == torch.float64 else x.float()
         e = values.detach().reshape(-1).to(x.dtype) - x
@@ -83,18 +83,18 @@ class Draws:
         return torch.where(left.isfinite(), left, 0.0)
 
     def is_repeated(self) -> bool:
-        """Whether the last draw is the one before it to the bit."""
+        """Return True if the last two draws are equal to the bit."""
         pairs = [(draws[-2].sums, draws[-1].sums) for draws in self._found.values() if len(draws) == self.count > 1]
         return bool(pairs) and all(one == other for one, other in pairs)
 
     def typical_error(self) -> float:
-        """Return the median over tensors of the first draw's relative errors, of those that have any."""
+        """Return the median of tensors' nonzero relative errors in the first draw."""
         found = [draws[0].sums.relative_error for draws in self._found.values() if draws]
         found = [error for error in found if 0 < error < np.inf]
         return float(np.median(found)) if found else 0.0
 
     def results(self) -> dict[Key, tuple[ErrorSums, BiasAndNoise]]:
-        """Return the sums over draws, and bias and noise, of each tensor by all its names, in the order of the step."""
+        """Return each tensor's sums, bias and noise, by all names, in step order."""
         found = {key: _split(draws) for key, draws in self._found.items()}
         return {key: found[first] for key, first in self._aliases.items()}
 
@@ -128,7 +128,7 @@ class _Signs:
         self._held: dict[tuple[torch.device, int], Tensor] = {}
 
     def sketch(self, left: Tensor, call: int) -> Floats:
-        """Return the values, or where they are many their sums over signs; `call` has signs of its own."""
+        """Return the values, or if they are many, sums over the random signs of `call`."""
         count = left.numel()
         if count <= SKETCH:
             return left.double().cpu().numpy()

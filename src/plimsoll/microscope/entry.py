@@ -1,4 +1,4 @@
-"""`microscope`: the errors of a model's step in low precision, against the same step in a wide format."""
+"""`microscope`: errors of a low-precision step against a wide format's."""
 
 import tempfile
 import weakref
@@ -35,7 +35,7 @@ def microscope(
     draws: int = 8,
     collect: Iterable[str] = SHADOWED,
 ) -> ErrorReport:
-    """Return the error of each tensor of a model's step against the same step in a wide format.
+    """Return the errors of a model's step, by tensor, against a wide format's.
 
     The step is made as it is (under autocast, emulated, with FP8 layers, 16-bit weights, compiled, as the closure has
     it), and once more as its reference: weights widened, nothing cast, the same random numbers. Each tensor's error is

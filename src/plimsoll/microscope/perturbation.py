@@ -1,4 +1,4 @@
-"""Small random changes of weights and of a model's float inputs, so that roundings fall out otherwise.
+"""Small random changes of weights and float inputs, which alter roundings.
 
 A value is multiplied by 1 + u, with u uniform and of a given root mean square. All passes of a draw, the reference's
 too, have the same changes. Inputs of 16 bits are left alone: changed, they would have to be rounded.
@@ -19,7 +19,7 @@ class Perturbation:
     """Changes of one model, others for each draw, and taken back at the end."""
 
     def __init__(self, root: nn.Module, size: float) -> None:
-        """`size` is the root mean square of the relative changes; weights of fewer bits change by their own step."""
+        """`size`: root mean square of the relative changes."""
         self.size = min(max(size, LEAST), MOST)
         self._draw = 0
         self._narrow: set[int] = set()  # arguments of 16 bits, which a reference has in more

@@ -58,7 +58,7 @@ class ErrorRow(NotebookRepr):
 
     @property
     def is_bias(self) -> bool:
-        """Whether bias is surely there, and more of the squared error than noise."""
+        """True if bias is surely there, and more of the squared error than noise."""
         return self.bias.low > 0 and self.bias.estimate > self.noise
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class ErrorRow(NotebookRepr):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorReport(NotebookRepr):
-    """What `plimsoll.microscope` has found.
+    """The result of `plimsoll.microscope`.
 
     Attributes:
         rows: A row for each tensor, in the order of the step.
@@ -130,16 +130,15 @@ class ErrorReport(NotebookRepr):
         return [row for row in self.rows if collection in (None, row.collection)]
 
     def worst(self, collection: str | None = None) -> list[ErrorRow]:
-        """Return the rows, or those of a collection, the largest relative error first. NaN is last.
+        """Return the rows, the largest relative error first. NaN is last.
 
-        Raises:
-            ArgumentError: There is no such collection.
+        They are all rows, or those of a collection. Raises: ArgumentError: There is no such collection.
         """
         rows = self._of(collection)
         return sorted(rows, key=lambda row: math.inf if math.isnan(row.relative_error) else -row.relative_error)
 
     def blame(self, *, budget: int = 200, of: str = "gradients") -> Blame:
-        """Return what contributed how much to the error of the parameters' gradients: casts and operations, by module.
+        """Return the contributions to the gradients' error: casts, operations, modules.
 
         The step is made again as its reference, with one module in low precision at a time, and with one cast of it.
         So the model and the closures must be as they were.
@@ -155,11 +154,11 @@ class ErrorReport(NotebookRepr):
         return (self.blamer or without_model)(budget=budget, of=of)
 
     def table(self, collection: str | None = None) -> str:
-        """Return the rows as a table, one for each tensor, the largest relative error first."""
+        """Return the rows as a table, a tensor each, the largest relative error first."""
         return "\n".join(_lines(_distinct(self.worst(collection))))
 
     def __str__(self) -> str:
-        """What was varied, and the largest errors."""
+        """Return the draws' variation and the largest errors."""
         distinct = _distinct(self.worst())
         rows = distinct[:_SHOWN]
         more = len(distinct) - len(rows)
@@ -190,7 +189,7 @@ class ErrorReport(NotebookRepr):
 
 
 def _distinct(rows: list[ErrorRow]) -> list[ErrorRow]:
-    """Return the rows without those of a tensor that another name stands for: an output is the next one's input."""
+    """Return the rows with each tensor once: an output is the next module's input."""
     found: dict[object, ErrorRow] = {}
     for row in rows:
         found.setdefault((row.collection, row.values, row.relative_error, row.bias, row.largest_error), row)

@@ -13,7 +13,7 @@ from plimsoll.watch.shadow.rng_state import RandomState
 
 @contextlib.contextmanager
 def untouched(root: nn.Module) -> Generator[None]:
-    """Context after which gradients, buffers, attributes and random generators are as before, to the bit."""
+    """Context that restores gradients, buffers, attributes and generators exactly."""
     gradients = [(p, p.grad) for p in root.parameters()]
     random, buffers = RandomState({p.device for p in root.parameters()}), buffers_of(root)
     attributes = [(module, dict(vars(module))) for module in root.modules()]

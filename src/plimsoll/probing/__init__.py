@@ -1,4 +1,4 @@
-"""Whether a model fits a number format, from a handful of batches: `probe`.
+"""Test of a model's fit to a number format, from a handful of batches: `probe`.
 
 Names are loaded when they are first used: the command asks for a `Question` before its script may import torch.
 """

@@ -1,4 +1,4 @@
-"""Forwards of a model in FP32 and in a format: decisions that flip, and values that are finite only in FP32."""
+"""Forwards in FP32 and in a format: flipped decisions, and broken values."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ Context = contextlib.AbstractContextManager[Any]
 
 
 class Calls:
-    """The first calls of a model with gradients enabled: their arguments, and the outputs that classify.
+    """A model's first calls with gradients: arguments, and classifying outputs.
 
     Args:
         root: The model.
@@ -110,7 +110,7 @@ def _forward(root: nn.Module, args: Any, kwargs: Any, context: Context) -> _Forw
 
 @contextlib.contextmanager
 def _heard(root: nn.Module, found: _Forward) -> Generator[None]:
-    """Context in which the forward notes modules, for its decisions, and their values that are not finite."""
+    """Context in which a forward notes its decisions and its broken values."""
 
     def begins(name: str, module: nn.Module, args: Any) -> None:
         del module, args

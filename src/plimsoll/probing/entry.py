@@ -56,7 +56,7 @@ def probe(
     loss: Loss | None = None,
     batches: int = BATCHES,
 ) -> Probe:
-    """Return whether a model fits a format: what overflows, what is lost to underflow, and which decisions flip.
+    """Return a model's fit to a format: overflow, underflow, flipped decisions.
 
     A few batches run in FP32 and are recorded as `plimsoll.watch` does. Weights and activations are judged by their
     spectra, and gradients by `plimsoll.plan`. Then the same batches run in the format, emulated where the machine lacks
@@ -198,7 +198,7 @@ def _called(model: nn.Module, batch: Any) -> Any:
 def examine(
     root: nn.Module, run: Path, calls: Calls, question: Question, *, subject: str, remarks: Sequence[str] = ()
 ) -> Probe:
-    """Return the answer from recorded batches, and from the calls that the model is asked to repeat.
+    """Return the answer from recorded batches, and from the repeated calls.
 
     Args:
         root: The model. Its mode and its buffers may change.
@@ -253,7 +253,7 @@ def _in_format(question: Question, uniform: Plan, root: nn.Module) -> Context:
 
 
 def _broken(question: Question, compared: Comparison, found: Iterable[Finding]) -> list[Finding]:
-    """Return a finding of outputs that only the format makes NaN or infinite, unless their overflow is known."""
+    """Return a finding of outputs that only the format breaks, if not known."""
     known = {module_of(f, name) for f in found if f.rule in ("overflow", Nonfinite.id) for name in f.where}
     names = [name for name in compared.broken if name not in known]
     if not names or (known and compared.broken[0] in known):
@@ -268,9 +268,9 @@ def _broken(question: Question, compared: Comparison, found: Iterable[Finding]) 
 
 
 def _flips(question: Question, compared: Comparison) -> list[Finding]:
-    """Return findings of decisions: those that flip more often than the rule `decision-flips` allows, and the rest.
+    """Return findings of decisions that flip too often, and of the rest.
 
-    None where values become NaN or infinite, which decide nothing.
+    The limit is that of the rule `decision-flips`. None where values become NaN or infinite, which decide nothing.
     """
     if compared.broken:
         return []
@@ -299,7 +299,7 @@ def _planned(
     subject: str,
     left_out: Sequence[str] | None,
 ) -> tuple[Plan | None, list[str]]:
-    """Return the plan, and why there is none: of the forward alone if `left_out` is None."""
+    """Return the plan, or why there is none; the forward's if `left_out` is None."""
     if question.target is None:
         return None, [f"No plan: none has {question.title} for its target."]
     if not uniform.formats:
@@ -324,7 +324,7 @@ def _planned(
 def _from_plan(
     view: View, question: Question, made: Plan, modules: Sequence[Module], found: Iterable[Finding]
 ) -> tuple[list[Finding], list[str]]:
-    """Return a finding of modules that the plan keeps wide for reasons of gradients or headroom, and unknown ones."""
+    """Return a finding of modules that the plan keeps wide, and the unknown ones."""
     judge = Judge(view, tolerance=forward.TOLERANCE, margin=None)
     named = _faulty(found)
     reasons: dict[str, str] = {}

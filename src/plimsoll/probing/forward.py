@@ -1,4 +1,4 @@
-"""Weights and activations against a format, by their spectra: findings, scales, and a plan for the forward alone."""
+"""Weights and activations against a format: findings, scales, a forward plan."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class _Fault:
 
 
 def findings(question: Question, spectra: Spectra, operands: Mapping[str, Iterable[str]]) -> list[Finding]:
-    """Return findings about overflow, underflow, and values that are not finite at all.
+    """Return findings about overflow, underflow, and values that are not finite.
 
     Overflow of a format that whole operations compute in is judged in every weight and output. All else is judged in
     the operands of products, which alone are cast.
@@ -73,7 +73,7 @@ def findings(question: Question, spectra: Spectra, operands: Mapping[str, Iterab
 def _distinct(
     collection: str, tensors: Mapping[str, Sequence[tuple[int, Spectrum]]], cast: set[str]
 ) -> Mapping[str, Sequence[tuple[int, Spectrum]]]:
-    """Return the tensors to judge: an output that is the next module's input appears once, as that of a product."""
+    """Return the tensors to judge, each once: an output is the next module's input."""
     if collection != "activations":
         return tensors
     found: dict[Spectrum, str] = {}
@@ -102,7 +102,7 @@ def _fault(question: Question, s: Spectrum, *, is_operand: bool) -> tuple[str, f
 
 
 def scale_of(s: Spectrum, fmt: Format) -> int:
-    """Return the shift that brings the largest value into the binade below overflow, where a cast has its own scale."""
+    """Return the shift that brings the largest value into the binade below overflow."""
     window = s.window(fmt, 1.0)
     if not s.nonzero or window is None:
         return 0
@@ -160,7 +160,7 @@ def operands_of(modules: Iterable[Module], *, outputs: bool) -> Mapping[str, lis
 
 
 def uniform(question: Question, modules: Sequence[Module], spectra: Spectra) -> Plan:
-    """Return the plan that has all modules in the format, with a scale for each cast of the forward."""
+    """Return the plan of all modules in the format, with scales for forward casts."""
     scales: dict[str, dict[str, float]] = {}
     fmt = question.forward
     if isinstance(fmt, Format) and not question.is_native:

@@ -54,12 +54,12 @@ class Question:
 
     @property
     def is_native(self) -> bool:
-        """Whether whole operations compute in the format, so that values have no scales of their own."""
+        """True if whole operations compute in the format, so that values have no scales."""
         return self.forward in NATIVE
 
     @property
     def is_exact(self) -> bool:
-        """Whether the format holds every FP32 value."""
+        """True if the format holds every FP32 value."""
         fmt = self.forward
         if isinstance(fmt, BlockFormat):
             return False

@@ -37,7 +37,7 @@ class Probe(NotebookRepr):
 
     @property
     def fits(self) -> bool:
-        """Whether everything that was judged fits."""
+        """True if everything that was judged fits."""
         return not self._problems
 
     @property
@@ -71,7 +71,7 @@ class Probe(NotebookRepr):
         return "Keep the modules of the findings in BF16 or FP32, and probe again."
 
     def __str__(self) -> str:
-        """Return the sentence, the findings, the plan's summary, what was not judged, and the next step."""
+        """Return the answer as text: sentence, findings, plan, gaps and the next step."""
         lines = [self.sentence, *map(line_of, self.findings)]
         if self.plan is not None:
             lines += [f"Plan: {remark}" for remark in self.plan.remarks[:1]]
@@ -112,5 +112,5 @@ def module_of(finding: Finding, name: str) -> str:
 
 
 def line_of(finding: Finding) -> str:
-    """Return a finding as a line: how bad, which rule, where, what it means and what to do."""
+    """Return a finding as a line: severity, rule, place, meaning and advice."""
     return f"{finding.severity}: {finding.rule} in {grouped(finding.where)}: {finding.meaning} {finding.advice}"

@@ -1,4 +1,4 @@
-"""The first training steps of a script that knows nothing of the probe: recorded, and the script stopped after them."""
+"""First training steps of a script: recorded, and the script stopped after them."""
 
 import os
 import shutil
@@ -63,7 +63,7 @@ class ScriptTraining:
         self._finder.note(optimizer)
 
     def note_backward(self, tensors: Any) -> bool:
-        """Note a backward of a script without optimizers; return whether no more of them are needed."""
+        """Note a backward of a script without optimizers; return whether it is enough."""
         listed = cast("Sequence[Any]", tensors if isinstance(tensors, list | tuple) else [tensors])
         roots = [x for x in listed if isinstance(x, torch.Tensor)]
         return self._root is not None or self._finder.note_backward(roots)

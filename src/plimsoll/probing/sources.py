@@ -1,4 +1,7 @@
-"""Models, weights and batches from files: Hugging Face folders, state dicts, safetensors. No code of a file is run."""
+"""Models, weights and batches from files, without running any code of them.
+
+Files are Hugging Face folders, state dicts and safetensors.
+"""
 
 import itertools
 import os
@@ -26,7 +29,7 @@ def is_model_folder(path: Path) -> bool:
 
 
 def load_model(folder: Path) -> tuple[nn.Module, list[str]]:
-    """Return the model of a Hugging Face folder in FP32, in evaluation mode, and remarks.
+    """Return a Hugging Face folder's model in FP32 and evaluation mode, and remarks.
 
     Raises:
         MissingExtraError: transformers is not installed.
@@ -58,7 +61,7 @@ def load_model(folder: Path) -> tuple[nn.Module, list[str]]:
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """Return the floating tensors of a state dict, a safetensors file, or a folder of these.
+    """Return floating tensors of a state dict, safetensors, or a folder of these.
 
     Raises:
         ArgumentError: It cannot be read, or holds none.
@@ -98,7 +101,7 @@ def _read(file: Path) -> Any:
 
 
 def batches_of(data: object, most: int) -> list[Any]:
-    """Return the first batches of data: a batch itself, an iterable of them, or a file of either.
+    """Return the first batches of data: a batch, an iterable, or a file of either.
 
     Raises:
         ArgumentError: There are none.
@@ -135,7 +138,7 @@ def random_tokens(model: nn.Module, batches: int) -> list[Any]:
 
 
 def with_labels(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches, with their tokens as labels where the model predicts tokens and none are given."""
+    """Yield batches, with tokens as labels if the model needs them and has none."""
     predicts = any(word in type(model).__name__ for word in _PREDICTS_TOKENS)
     for batch in batches:
         if predicts and isinstance(batch, Mapping) and "input_ids" in batch and "labels" not in batch:

@@ -1,4 +1,4 @@
-"""Precision receipts: what one training step really runs in, held against what was declared of it.
+"""Precision receipts: what one training step runs in, against its declaration.
 
 `receipt` records a step of a model, `receipt_of_run` reads what a recorded run has of it, and `ScriptStep` records one
 step of a script. All of them return a `Receipt`.

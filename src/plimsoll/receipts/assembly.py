@@ -1,4 +1,4 @@
-"""From a recording to a receipt: names of modules and lines, tensors that last, settings, notes."""
+"""From a recording to a receipt: names, lines, lasting tensors, settings, notes."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +29,7 @@ def rows_of(recording: Recording) -> list[Row]:
 
 
 def parts_of_step(recording: Recording) -> tuple[str, ...]:
-    """Return what the step did: "forward", "backward", and the optimizers that stepped."""
+    """Return the step's parts: "forward", "backward", and stepped optimizers."""
     ran = {entry.phase for entry in recording.entries}
     phases = [phase for phase in ("forward", "backward") if phase in ran]
     return (*phases, *(type(optimizer).__name__ for optimizer in recording.optimizers))
@@ -58,7 +58,7 @@ def module_of(entry: Entry, names: Names) -> str | None:
 
 
 def line_of(place: Place) -> str | None:
-    """Return a line as "file:line", the file below its package's folder or the working directory."""
+    """Return "file:line", below the package's folder or the working directory."""
     if place.file is None:
         return None
     folder = next((base for base in (*INSTALLED, f"{Path.cwd()}{os.sep}") if place.file.startswith(base)), "")

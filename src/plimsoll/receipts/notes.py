@@ -1,4 +1,4 @@
-"""Notes of a receipt: facts that are worth knowing and contradict nothing that was declared."""
+"""Notes of a receipt: facts worth knowing that contradict no declaration."""
 
 import sys
 from collections import Counter
@@ -57,7 +57,7 @@ def _notes(recording: Recording, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _of_autocast(entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield what autocast has left in 16 bits here and casts to FP32 on CUDA, and weights that it cast again."""
+    """Yield notes on operations that autocast left in 16 bits, and on repeated casts."""
     high = categories_of(CUDA)
     left, in_cross_entropy = Counter[str](), False
     for entry in entries:
@@ -85,7 +85,7 @@ def _of_autocast(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def _of_devices(entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield operations that ran on a CPU although there is an accelerator, and attention that "meta" takes apart."""
+    """Yield notes on operations that ran on a CPU, and on the device "meta"."""
     computing = [e for e in entries if e.kind not in ("exact", "cast", "collective") and e.phase != "optimizer"]
     devices = {entry.device for entry in computing}
     if len(devices) > 1 and "cpu" in devices and "meta" not in devices:

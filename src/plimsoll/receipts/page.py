@@ -1,4 +1,4 @@
-"""A receipt as a page: one HTML file that loads nothing, and the part of it that a notebook shows."""
+"""A receipt as one HTML file that loads nothing, and as a notebook's part of it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,7 +1,8 @@
-"""A receipt of a recorded run: the formats at the borders of modules, and of weights, gradients and state.
+"""A receipt of a recorded run: formats at modules' borders, and of training state.
 
-A watch records the tensors between modules and not the operations inside. So a run's receipt has no products, no
-accumulators, no casts but those of FP8 layers, no collectives and no compiled kernels, and says so.
+That is of weights, gradients and the optimizer's state. A watch records the tensors between modules and not the
+operations inside. So a run's receipt has no products, no accumulators, no casts but those of FP8 layers, no collectives
+and no compiled kernels, and says so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +69,7 @@ def _name_of(found: Level | Policy | Plan, declared: object) -> str:
 
 
 def _modules(formats: Mapping[str, Mapping[str, str]]) -> Iterator[Row]:
-    """Yield a row for each module: the formats that go in and come out, forward and backward."""
+    """Yield a row for each module's input and output formats, forward and backward."""
     for collection, phase in (("activations", "forward"), ("activation_gradients", "backward")):
         borders: dict[str, dict[str, list[str]]] = {}
         for name, fmt in formats.get(collection, {}).items():
@@ -148,7 +149,7 @@ def _has_scale(run: Run) -> bool:
 
 
 def _of_plan(plan: Plan, rows: Sequence[Row]) -> Iterator[Deviation]:
-    """Yield modules that a plan has in FP8 and the run has multiplied in something else."""
+    """Yield modules that a plan has in FP8 and the run multiplied in another format."""
     in_fp8 = {row.module for row in rows if row.kind == "cast"}
     for row in rows:
         planned = None if row.module is None or row.kind != "module" else plan.module(row.module)

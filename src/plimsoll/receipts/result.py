@@ -1,4 +1,4 @@
-"""`Receipt`: what one training step really ran in, and where that differs from what was declared."""
+"""`Receipt`: what one training step ran in, and differences from the declared."""
 
 import os
 from dataclasses import dataclass

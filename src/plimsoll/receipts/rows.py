@@ -167,7 +167,7 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiptRecord:
-    """Facts of a receipt, which its texts, page and table are made from. Documented in `Receipt`."""
+    """Facts of a receipt, for texts, page and table. Documented in `Receipt`."""
 
     subject: str
     did: tuple[str, ...] = ()

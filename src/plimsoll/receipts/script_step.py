@@ -1,4 +1,4 @@
-"""One training step of a script that knows nothing of the receipt: found, recorded, and the script stopped after it.
+"""One training step of a script: found, recorded, and the script stopped after it.
 
 Recording begins with the script's first optimizer, or with its first backward if it makes none. A step goes from one
 step of the first optimizer that steps to its next one, so that all other optimizers have their part in it; one that a
@@ -104,7 +104,7 @@ class ScriptStep(torch_hooks.TrainingEvents):
         self._training.optimizer_begins(optimizer)
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Note that it has stepped; the second step of the first optimizer ends the script."""
+        """Note a step; the second one of the first optimizer ends the script."""
         self._training.optimizer_ends(optimizer)
         if self._recorder.stepping or self.complete:
             return  # within the step of another one
@@ -119,7 +119,10 @@ class ScriptStep(torch_hooks.TrainingEvents):
             self._restart()
 
     def _all_moved(self) -> bool:
-        """Whether every optimizer of the script has stepped since the last boundary, or the one around it has."""
+        """Return True if every optimizer has stepped since the last boundary.
+
+        The optimizer around it may have stepped in its place.
+        """
         inner = {id(getattr(moved, "optimizer", None)) for moved in self._moved}
         return all(
             id(optimizer) in inner or any(optimizer is moved for moved in self._moved) for optimizer in self._optimizers
@@ -135,7 +138,7 @@ class ScriptStep(torch_hooks.TrainingEvents):
             self._restart()
 
     def _skip(self) -> bool:
-        """Count a step that is none; return whether there were too many to wait for another."""
+        """Count a skipped step; return whether there were too many."""
         self._skipped += 1
         return self._skipped >= _MOST_SKIPPED
 
@@ -179,7 +182,7 @@ class ScriptStep(torch_hooks.TrainingEvents):
         raise ScriptStopped(0)
 
     def _stop_again(self) -> None:
-        """Stop a script that has caught the end: whatever it trains then is no part of the receipt."""
+        """Stop a script that caught the end: its later training is not in the receipt."""
         if not self.complete:
             return
         self._stops += 1

@@ -1,4 +1,4 @@
-"""`receipt`: one training step, recorded operation by operation and held against what was declared."""
+"""`receipt`: one training step, recorded by operation, against its declaration."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -27,7 +27,7 @@ _C = cast("Any", torch)._C  # noqa: SLF001
 
 
 def receipt(model: nn.Module, *inputs: Any, declared: object = None, step: Callable[[], Any] | None = None) -> Receipt:
-    """Return what one training step of a model really runs in: every operation with its formats, place and cause.
+    """Return what a model's training step runs in: operations, formats, causes.
 
     Without `step`, the model is called with the inputs, and the backward starts from its loss: a scalar output, or its
     output's ``loss``; otherwise from all outputs, with gradients of 1. With `step`, the closure is the step: forward,
@@ -109,7 +109,7 @@ def _forward(model: nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Any]:
 
 
 def _losses(result: Any) -> Iterator[Tensor]:
-    """Yield the tensors that the backward starts from: the loss if there is one, else every output."""
+    """Yield the tensors that the backward starts from: the loss, or all outputs."""
     loss = (
         cast("Mapping[str, Any]", result).get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     )

@@ -1,4 +1,4 @@
-"""A receipt for the terminal: the verdict and the deviations first, then what ran, then notes."""
+"""A receipt for the terminal: verdict, deviations, operations, notes."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""A receipt in few words: the verdict, deviations of one cause as one, rows that are alike as one line."""
+"""A receipt in few words: the verdict, grouped deviations and grouped rows."""
 
 import fnmatch
 from collections import Counter
@@ -77,7 +77,7 @@ class DeviationGroup:
 
 
 def deviation_groups(deviations: Iterable[Deviation]) -> list[DeviationGroup]:
-    """Return the deviations, those alike in kind, line and formats as one; in their order."""
+    """Return deviations in order, those alike in kind, line and formats as one."""
     groups: dict[tuple[object, ...], list[Deviation]] = {}
     for deviation in deviations:
         key = (deviation.kind, deviation.source_line, deviation.expected, deviation.actual, deviation.advice)
@@ -136,7 +136,7 @@ class OperationLine:
 
 
 def operation_lines(rows: Iterable[Row]) -> list[OperationLine]:
-    """Return rows as lines by kind and formats, products first; without those that round nothing."""
+    """Return rows as lines by kind and formats, products first, no exact ones."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         if row.kind != "exact":

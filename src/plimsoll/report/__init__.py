@@ -1,4 +1,4 @@
-"""Figures of a run, each made by one function, a report in one file, and a live page.
+"""Figures of a run, a function each, a report in one file, and a live page.
 
 Figures are Plotly objects, the same in a notebook, in the report and on the page. Names are loaded when they are first
 used, and Plotly only when a figure is made. Calling the package writes a report: ``plimsoll.report(run)``.
@@ -90,7 +90,10 @@ __getattr__, __dir__ = exports.lazy(__name__, _HOME_OF)
 
 
 def _write(run: Any, path: str | os.PathLike[str] = "report.html", **options: Any) -> Path:
-    """Write the report of a run as one HTML file, and return its path. `plimsoll.report.html` has the arguments."""
+    """Write a run's report as one HTML file, and return its path.
+
+    `plimsoll.report.html` has the arguments.
+    """
     from plimsoll.report.single_file.html_report import html
 
     return html(run, path, **options)

@@ -1,4 +1,4 @@
-"""Declaration of figures: one decorator on the function, read by everything that lists or draws figures."""
+"""Declaration of figures: a decorator, read by all that lists or draws figures."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +29,7 @@ PARAMETER_OF = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One drawing of a figure that the page and the report offer: its label in a list, and the arguments."""
+    """A drawing that the page and the report offer: its label and its arguments."""
 
     label: str
     arguments: Mapping[str, Any]
@@ -59,7 +59,7 @@ DECLARED: dict[str, Declared] = {}
 
 
 def if_scaled(label: str) -> "Callable[[View], list[Case]]":
-    """Return the cases of a figure about loss scales: one, if a scale or a narrow format was used for gradients."""
+    """Return one case of a loss-scale figure, if there was a scale or narrow format."""
 
     def cases(view: "View") -> list[Case]:
         narrow = view.narrow("gradients")
@@ -126,7 +126,7 @@ def figure(
 
 
 class Figures(Mapping[str, Callable[..., "Figure"]]):
-    """Read-only mapping of the declared figures' functions by name, in alphabetical order."""
+    """Mapping of the declared figures' functions by name, in alphabetical order."""
 
     def __getitem__(self, name: str) -> Callable[..., "Figure"]:
         return DECLARED[name].function

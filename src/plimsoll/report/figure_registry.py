@@ -61,13 +61,13 @@ def plot(run: Source, collection: str | None = None, name: str | None = None, **
 
 
 def _statistic_of(collection: str) -> dict[str, str]:
-    """Return the first statistic that the report's heat maps show of a collection, if there is any."""
+    """Return a collection's first heat-map statistic of the report, if any."""
     known = next((c for c in COLLECTIONS if c.name == collection), None)
     return {"statistic": known.heatmaps[0]} if known is not None and known.heatmaps else {}
 
 
 def expected_height(view: View, finding: Finding) -> int:
-    """Return about how high the figure of a finding will be, in pixels. 0: there is no figure of its name."""
+    """Return a finding's figure height in pixels, about. 0: there is no such figure."""
     if finding.figure not in FIGURES:
         return 0
     arguments = {"collection": finding.collection, "findings": (finding,)}
@@ -75,7 +75,7 @@ def expected_height(view: View, finding: Finding) -> int:
 
 
 def figure_for(run: Source, finding: Finding) -> "Figure":
-    """Return the figure of a finding: its layers, with a mark at the step where it began.
+    """Return a finding's figure: its layers, with a mark at the step where it began.
 
     Raises `ArgumentError` for a finding whose figure is none of `FIGURES` (a custom rule may name any of them).
     """

@@ -1,4 +1,4 @@
-"""Words on figures: names that cannot be markup, powers of two, percentages, what a collection is called."""
+"""Words on figures: safe names, powers of two, percentages, collections' names."""
 
 import math
 import textwrap
@@ -15,7 +15,7 @@ MINUS = "\N{MINUS SIGN}"
 # the run, so they are shortened, freed of control characters and escaped before they become part of any text. Nothing
 # from a run stands in a `hovertemplate`, which has a language of its own: it is given as data.
 def safe(text: str, most: int = 60) -> str:
-    """Any text from a run, as a figure may show it: at most 60 printable characters, none of them markup.
+    """Return a run's text for a figure: at most 60 printable characters, no markup.
 
     >>> safe("<b>w</b>"), safe("model.layers.11.attention.query.weight", most=24)
     ('&lt;b&gt;w&lt;/b&gt;', 'model.lay…n.query.weight')
@@ -28,7 +28,7 @@ def safe(text: str, most: int = 60) -> str:
 
 
 def labels(texts: Iterable[str], most: int = 40) -> list[str]:
-    """The texts made safe, each different from the others: names that look alike once shortened get a number."""
+    """Return the texts made safe, with a number where two would look alike."""
     seen: dict[str, int] = {}
     result: list[str] = []
     for text in texts:
@@ -39,7 +39,7 @@ def labels(texts: Iterable[str], most: int = 40) -> list[str]:
 
 
 def of(collection: str) -> str:
-    """What a collection is called within a sentence."""
+    """Return a collection's name within a sentence."""
     return safe(collection_words(collection))
 
 
@@ -59,12 +59,12 @@ def power(exponent: float) -> str:
 
 
 def scale_range(low: int, high: int) -> str:
-    """Scales between two exponents, as `plimsoll.diagnosis.what_if.scale_windows.scales` writes them."""
+    """Return scales between two exponents, as `what_if.scale_windows.scales` does."""
     return power(low) if low == high else f"{power(low)} to {power(high)}"
 
 
 def powers(low: float, high: float, most: int = 9) -> tuple[list[float], list[str]]:
-    """Ticks at powers of two between two exponents: their places and texts, at most about so many."""
+    """Return about `most` ticks at powers of two: their places and texts."""
     steps = (1, 2, 4, 8, 16, 32, 64)
     span = max(high - low, 1.0)
     step = next((s for s in steps if span / s <= most), 128)

@@ -1,4 +1,4 @@
-"""Runs on disk: written by `RunWriter` during training, read by `Run` then or at any later time.
+"""Runs on disk: written by `RunWriter` during training, read by `Run` at any time.
 
 A run is a folder of Parquet parts and a manifest (docs/reference/run-format.md). `Batch`, `Scalars` and `Event` are the
 records that go into it.

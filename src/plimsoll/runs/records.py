@@ -105,7 +105,7 @@ class StepRecord:
 
 
 class Sink(Protocol):
-    """Protocol of a sink: a tracker, a dashboard, a function that receives a run while it is written."""
+    """Receiver of a run while it is written: a tracker, a dashboard, a function."""
 
     def open(self, run_path: Path, settings: Mapping[str, object]) -> None:
         """Called once, before anything else."""

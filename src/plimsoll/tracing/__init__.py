@@ -1,1 +1,1 @@
-"""The operations of a training step as the dispatcher sees them: call sites, schemas, names, and state to restore."""
+"""Operations of a training step at torch's dispatcher: call sites, schemas, names."""

@@ -1,4 +1,4 @@
-"""Where an operation was called from: the user's line, and the module whose forward runs.
+"""The place of an operation's call: the user's line, and the running module.
 
 Python's own stack says both, so nothing has to be hooked. A file's path says whose it is: torch's, Plimsoll's
 and Python's own are never the user's.
@@ -50,7 +50,7 @@ _FILES = {
 
 @dataclass(slots=True)
 class Place:
-    """Where an operation was called from."""
+    """The place that an operation was called from."""
 
     file: str | None = None
     line: int = 0
@@ -69,7 +69,7 @@ class Place:
 
 
 def look(*, backward: bool = False) -> Place:
-    """The place of the operation that is called now; in a backward, not beyond what runs the backward."""
+    """Return the place of the current operation."""
     place = Place()
     frame: FrameType | None = cast("Any", sys)._getframe(1)  # noqa: SLF001
     while frame is not None:
@@ -126,7 +126,7 @@ def owner_of(file: str) -> Owner:
 
 
 class Caller(NamedTuple):
-    """The innermost Python code that runs: whose it is, its file and function, and the name of what it calls."""
+    """The innermost running Python code: owner, file, function, name of its callee."""
 
     owner: Owner
     file: str
@@ -151,7 +151,7 @@ def innermost(beyond: tuple[str, ...]) -> Caller:
 
 @functools.lru_cache(maxsize=8192)
 def _callee(code: CodeType, instruction: int) -> str:
-    """Return the name of the function that an instruction calls, by its place in the source."""
+    """Return the name of the function that an instruction calls, by its position."""
     positions = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
     first, last, start, end = positions
     if first is None or last is None or start is None or end is None:
@@ -178,7 +178,7 @@ def _take_module(place: Place, variables: Mapping[str, Any]) -> None:
 
 
 class ForwardIndex(Generic[Call]):
-    """Forward operations by the number of their autograd node, for the operations of a backward to be looked up."""
+    """Index of forward operations by the number of their autograd node."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[int, Call]] = {}  # number -> thread, operation
@@ -186,7 +186,7 @@ class ForwardIndex(Generic[Call]):
         self._last: Call | None = None  # of the backward: what sums of gradients belong to
 
     def note(self, call: Call, number: int) -> Call:
-        """Note a forward operation by its node's number. The first of a node names it, and is returned."""
+        """Note a forward operation by its node's number; return the node's first."""
         thread = threading.get_ident()  # each counts its nodes by itself
         known = self._calls.get(number)
         if known is None:
@@ -197,7 +197,7 @@ class ForwardIndex(Generic[Call]):
         return call
 
     def of(self, node: Any) -> Call | None:
-        """Return the forward operation that a node differentiates; between nodes, the last one."""
+        """Return the forward operation of a node; between nodes, the last one."""
         if node is None:
             return self._last
         if node.name().endswith("AccumulateGrad"):
@@ -209,7 +209,7 @@ class ForwardIndex(Generic[Call]):
 
 @functools.lru_cache(maxsize=4096)
 def _kind(file: str) -> str | None:
-    """Whose file it is."""
+    """Return the owner of a file, as a kind; None for a library's and ours."""
     if file.startswith(_TORCH):
         inside = file[len(_TORCH) :]
         return _OPTIMIZER if inside.startswith("optim" + os.sep) else _FILES.get(inside)

@@ -1,4 +1,4 @@
-"""What the nodes of torch.fx graphs know of the program that they were traced from: module and line."""
+"""Modules and lines of the program that torch.fx graph nodes were traced from."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def path_of(node: Any) -> str | None:
 
 
 def path_below(expression: str) -> str:
-    """Return the names in an expression by which Dynamo reaches a module, without the variable that it begins with.
+    """Return the names by which Dynamo's expression reaches a module, from its root.
 
     >>> path_below("L['self']._modules['blocks']._modules['0'].attn"), path_below("L['self'].blocks[3]")
     ('blocks.0.attn', 'blocks.3')
@@ -39,7 +39,7 @@ def place_of(node: Any) -> Place:
 
 
 def cause_of(node: Any, place: Place) -> Literal["backward", "script", "autocast"]:
-    """Return who asked for a cast in a graph that autograd and autocast were traced into."""
+    """Return the origin of a cast in a graph traced with autograd and autocast."""
     if node.meta.get("fwd_nn_module_stack") is not None or "backward" in str(node.meta.get("partitioner_tag", "")):
         return "backward"
     stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}

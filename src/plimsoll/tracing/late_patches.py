@@ -1,4 +1,4 @@
-"""Patches of modules that may not be imported yet: torch's compiler takes seconds to load."""
+"""Patches of modules not imported yet: torch's compiler takes seconds to load."""
 
 import importlib.machinery
 import importlib.util
@@ -32,7 +32,7 @@ class _OnImport:
 
 
 def when_imported(name: str, patch: Callable[[ModuleType], None]) -> Callable[[], None]:
-    """Call `patch` with a module, now or when it is imported; return the function that stops waiting for it."""
+    """Call `patch` with a module, now or on import; return the function to cancel."""
     if name in sys.modules:
         patch(sys.modules[name])
         return lambda: None

@@ -1,4 +1,4 @@
-"""What an operation's schema says: which arguments it writes, and which kind of operation it is."""
+"""An operation's schema: the arguments that it writes, and its kind."""
 
 import functools
 from dataclasses import dataclass
@@ -72,7 +72,10 @@ def facts_of(func: Any) -> Facts:
 
 
 def _is_quiet(func: Any) -> bool:
-    """Whether it draws only where an argument asks it to: attention with dropout of 0, say."""
+    """Return True if it draws only where an argument asks for it.
+
+    An example is attention with dropout of 0.
+    """
     return any(argument.name == "dropout_p" for argument in func._schema.arguments)  # noqa: SLF001
 
 

@@ -1,4 +1,4 @@
-"""What a closure changes, noted before it changes it, so that it can be put back.
+"""State that a closure changes, noted beforehand, so that it can be restored.
 
 Contents of tensors that were there before are copied right before an operation first writes them: parameters, buffers,
 gradients, moments, a scaler's scale. In addition: which tensors the gradients, the modules' attributes, the optimizers'

@@ -1,4 +1,4 @@
-"""Tensors inside arguments, results and variables, and the memory that a tensor lies in."""
+"""Tensors inside arguments, results and variables, and tensors' memory."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What things are called: parameters, buffers and moments by their names, inputs by the closure's variables."""
+"""Names of tensors: parameters, buffers, moments, and the closure's variables."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
@@ -35,7 +35,7 @@ class Names:
             self._optimizer(optimizer)
 
     def learn_gradients(self, leaves: Iterable[Tensor]) -> None:
-        """Takes in the gradients of leaves, also those that a variable of the closure holds."""
+        """Learn the gradients of leaves, also those that a closure's variable holds."""
         for leaf in [*leaves, *(p for what, p in self._lasting if not what.startswith("the optimizer's "))]:
             owner = self.of(leaf) if leaf.grad is not None else None
             if owner is not None and leaf.grad is not None:
@@ -59,15 +59,15 @@ class Names:
         return None if name is None or name.startswith("the ") else name.rpartition(".")[0] or ROOT
 
     def of(self, x: Tensor) -> str | None:
-        """What a tensor's memory is known as."""
+        """Return the name of a tensor's memory."""
         return next((self._memory[memory] for memory in memory_of(x) if memory in self._memory), None)
 
     def of_memory(self, memory: Iterable[int]) -> str | None:
-        """What memory is known as."""
+        """Return the name of memory."""
         return next((self._memory[m] for m in memory if m in self._memory), None)
 
     def lasting(self) -> list[tuple[str, Tensor]]:
-        """What outlives a step: parameters, buffers, the optimizers' state."""
+        """Return what outlives a step: parameters, buffers, the optimizers' state."""
         return list(self._lasting)
 
     def _module(self, root: nn.Module, prefix: str) -> None:

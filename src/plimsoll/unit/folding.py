@@ -1,10 +1,10 @@
-"""`fold`, which turns a converted model into plain weights, and its plan: steps, multipliers, scales.
+"""`fold`, which makes plain weights of a converted model, and its plan.
 
-A value V of the converted model is s V' in the folded one. A homogeneous operation ties s of its result to s of its
-input, so values form classes whose members follow from one number. An operation that cannot absorb a factor wants a
-value at its own number: a non-linear function wants its input unchanged, and so does an output. Each class takes the
-number that most of its members want. For the others a multiplication remains. The choice never changes the result, only
-how many multiplications remain.
+The plan is steps, multipliers and scales. A value V of the converted model is s V' in the folded one. A homogeneous
+operation ties s of its result to s of its input, so values form classes whose members follow from one number. An
+operation that cannot absorb a factor wants a value at its own number: a non-linear function wants its input unchanged,
+and so does an output. Each class takes the number that most of its members want. For the others a multiplication
+remains. The choice never changes the result, only how many multiplications remain.
 """
 
 import math

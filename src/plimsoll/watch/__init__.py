@@ -1,4 +1,4 @@
-"""Collecting spectra from live training: `watch` starts it, `Watch` is the handle on it.
+"""Spectra from live training: `watch` starts it, `Watch` is its handle.
 
 The package can be called as its function: ``plimsoll.watch(...)``.
 """

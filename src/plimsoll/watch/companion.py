@@ -59,7 +59,7 @@ class WatchAccess:
 
     @property
     def step(self) -> int:
-        """The number of the step that is under way, or has ended and is not followed by another yet."""
+        """The number of the step that runs, or has ended and has no successor yet."""
         return self._core.step
 
     @property
@@ -76,19 +76,19 @@ class WatchAccess:
         return {clean(name) or self.root: module for name, module in named}
 
     def settle(self) -> None:
-        """End the current step if an optimizer or scaler has ended it. Call it between two steps only."""
+        """End the step if an optimizer or scaler has. Call it between two steps only."""
         self._steps.settle_if_ended()
 
     def hand_over(self) -> None:
-        """Gives the numbers of the finished steps to the writer; on the thread that trains."""
+        """Give the finished steps' numbers to the writer; on the thread that trains."""
         self._steps.recorder.send_facts()
 
     def flush(self, seconds: float) -> bool:
-        """Waits until what was handed over is in the run's folder; on any thread. Whether it was done in time."""
+        """Wait until the run's folder has all records; return False if not in time."""
         return self._core.writer.flush(seconds)
 
     def gather(self, seconds: float) -> bool:
-        """The same on rank 0, of what the other ranks have flushed too, where it writes for them."""
+        """Do the same on rank 0, with the flushed data of the ranks that it writes for."""
         writer = self._core.writer
         return (not isinstance(writer, Collector) or writer.take_sent(seconds)) and writer.flush(seconds)
 

@@ -157,7 +157,7 @@ class CostProbe:
 
 
 def interval(extra: float, budget: float) -> int:
-    """Return the smallest interval at which samples take at most a part of the training's time.
+    """Return the smallest interval at which the samples' time keeps to `budget`.
 
     Args:
         extra: Extra time of a sampled step, as a part of a step without a sample.
@@ -180,7 +180,10 @@ def _cost(name: str, extra: Sequence[float], idle: Sequence[float], floor: float
 
 
 def _compiles() -> bool:
-    """Whether torch.compile has compiled something in this process: the floor's hooks would compile it again."""
+    """Return True if torch.compile has compiled something in this process.
+
+    It would compile the floor's hooks again.
+    """
     return bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
 
 

@@ -65,11 +65,12 @@ def watch(
     quiet: bool | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> "Watch":
-    """Record a model's numbers while it trains, every `every` optimizer steps, into the folder `run`.
+    """Record a model's numbers during training, every `every` steps, into `run`.
 
-    The training loop stays unchanged. A step ends with the optimizer's step or the scaler's update. Steps that a scaler
-    skips are recorded too. Watching never waits for a device, never stops training, and does not change results.
-    Exception: code that is compiled in 16 bits or for a GPU may round and sum in another order around measured tensors.
+    The steps are those of the optimizer. `run` is a folder. The training loop stays unchanged. A step ends with the
+    optimizer's step or the scaler's update. Steps that a scaler skips are recorded too. Watching never waits for a
+    device, never stops training, and does not change results. Exception: code that is compiled in 16 bits or for a GPU
+    may round and sum in another order around measured tensors.
 
     The model owns its watch: it works until `Watch.close`, the end of its ``with`` block, or the end of the model. In a
     forked child it does nothing. A child that is to be recorded calls `watch` itself.
@@ -217,7 +218,7 @@ class Watch:
 
     @property
     def closed(self) -> bool:
-        """Whether the watch is closed."""
+        """True if the watch is closed."""
         return not self._core.open
 
     @property
@@ -281,7 +282,7 @@ class Watch:
             self._steps.end_by_hand()
 
     def flush(self, timeout: float | None = 60.0) -> bool:
-        """Write all records up to the last finished step; return whether that was done in time.
+        """Write all records up to the last finished step; return whether it was in time.
 
         Args:
             timeout: Limit in seconds. None: no limit. Default: 60.
@@ -293,7 +294,7 @@ class Watch:
         return self._core.writer.flush(timeout)
 
     def close(self) -> None:
-        """End the watch: remove all hooks, write the rest, and print the verdict on the run to stderr.
+        """End the watch: remove hooks, write the rest, print the verdict to stderr.
 
         Closing twice does nothing. After an interrupt, closing again continues. A first SIGINT or SIGTERM waits until
         the run is written, 5 seconds at most, and then has its usual effect. A second one does not wait.
@@ -318,7 +319,7 @@ class Watch:
         return f"<Watch: {self._core.writer.path}, {state}>"
 
     def _is_open(self, operation: str) -> bool:
-        """Whether there is anything to do: not in a forked child, which goes through its parent's training loop."""
+        """Return True if calls have an effect: not in a forked child."""
         if self.closed and not self._core.left:
             raise ArgumentError(
                 f"Watch.{operation}: expected an open watch; got one of {self._core.writer.path} that is closed. "
@@ -398,7 +399,7 @@ def _optimizers(given: Any) -> list[Any]:
 
 
 def _facts(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, object]:
-    """Return the class and the numbers of each optimizer, by "optimizer", "optimizer1" and so on."""
+    """Return each optimizer's class and numbers, by "optimizer", "optimizer1", ..."""
 
     def is_number(value: object) -> bool:
         return isinstance(value, int | float | tuple) and not isinstance(value, bool)
@@ -438,7 +439,7 @@ def _writer(
 
 
 def _forget_compiled(core: WatchSession) -> None:
-    """Code that was compiled before has no taps, and would go on without: it is compiled anew when next called."""
+    """Have torch.compile compile again: code compiled before has no taps."""
     convert = sys.modules.get("torch._dynamo.convert_frame")
     if convert is not None and getattr(convert, "FRAME_COUNTER", 1):
         torch.compiler.reset()

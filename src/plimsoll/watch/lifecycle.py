@@ -1,4 +1,4 @@
-"""Start and end of a watch: may it write into a folder that holds a run, and how it is closed.
+"""Start and end of a watch: the check of the run's folder, and the closing.
 
 A run is one training. If another training were appended to it, its first steps would look like a spike, and its tensors
 would be listed among those of another model. So a run is continued if that was asked for, if this process has watched
@@ -42,7 +42,7 @@ _watched: "weakref.WeakKeyDictionary[nn.Module, set[Path]]" = weakref.WeakKeyDic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierRun:
-    """Run of one rank that is in the folder already. `why` is the reason not to continue it, or empty."""
+    """Run of one rank that is in the folder. `why`: reason not to continue it, or ""."""
 
     path: Path
     steps: int  # the number after its last step
@@ -51,7 +51,7 @@ class EarlierRun:
 
     @property
     def fits(self) -> bool:
-        """Whether the same training continues."""
+        """True if the same training continues."""
         return not self.why
 
 
@@ -91,7 +91,10 @@ def earlier_run(folder: Path, rank: int, model: nn.Module, optimizers: Iterable[
 
 
 def is_taken(folder: Path, found: EarlierRun | None, rank: int) -> bool:
-    """Whether a script's folder holds runs, `found` or others, of the models of another training."""
+    """Return True if a script's folder holds runs of models of another training.
+
+    Those are `found` or others.
+    """
     if found is not None:
         return not found.fits
     if any(part.kind != "events" for part in _parts.listed(Folder(folder), rank)[0]):
@@ -100,7 +103,7 @@ def is_taken(folder: Path, found: EarlierRun | None, rank: int) -> bool:
 
 
 def begins(model: nn.Module, run: Path, rank: int, end: "weakref.finalize[Any, Any]") -> None:
-    """Register that this process watches the model into the folder; `end` closes the watch."""
+    """Register a watch of the model into the folder; `end` closes the watch."""
     path = run.absolute()
     _register_end()
     _watched.setdefault(unwrapped(model), set()).add(path)
@@ -115,7 +118,7 @@ def _register_end() -> None:
 
 
 def _close_all() -> None:
-    """Close all open watches before a signal takes effect, and then report on their runs."""
+    """Close all watches before a signal takes effect, and then report on their runs."""
     closings: list[Any] = [watched[1] for end in _open.values() if (watched := end.peek()) is not None]
     # Finalizers by themselves would stop at a KeyboardInterrupt.
     with signal_deferral.deferred():
@@ -126,9 +129,9 @@ def _close_all() -> None:
 
 
 def close_earlier(model: nn.Module, run: Any, rank: int) -> None:
-    """Closes this process's watch on the folder where it is of the same model, or a notebook's.
+    """Close this process's watch on the folder if it is of the same model.
 
-    Raises `ArgumentError` where a script watches another model into it.
+    In a notebook it is closed for any model. Raises `ArgumentError` where a script watches another model into it.
     """
     path = folder_to_write("watch", run).absolute()
     end = _open.get((path, rank))
@@ -148,9 +151,10 @@ def close_earlier(model: nn.Module, run: Any, rank: int) -> None:
 def start_of(
     run: Any, rank: int, model: nn.Module, optimizers: Iterable[Any], resume: bool | None, start_step: int | None
 ) -> int | None:
-    """The step to start from, None for the one after the run's last; makes way, or refuses, where a run is in the way.
+    """Return the step to start from; None for the one after the run's last.
 
-    Raises `ArgumentError` where another training's run is in the folder.
+    Makes way, or refuses, where a run is in the way. Raises `ArgumentError` where another training's run is in the
+    folder.
     """
     if resume is not None and not isinstance(resume, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"watch: expected resume to be True, False or None; got resume={resume!r}. Leave it out.")
@@ -194,13 +198,13 @@ def _steps_made(optimizers: Iterable[Any]) -> int:
 
 
 def _in_notebook() -> bool:
-    """Whether IPython runs this code: in a notebook, or in its terminal."""
+    """Return True if IPython runs this code, in a notebook or in its terminal."""
     shell = sys.modules.get("IPython")
     return shell is not None and shell.get_ipython() is not None
 
 
 def _set_aside(found: EarlierRun) -> None:
-    """Renames the folder of an earlier run: the first free of first-1, first-2 and so on."""
+    """Rename an earlier run's folder, to the first free of first-1, first-2, ..."""
     number = 1
     while (aside := found.path.with_name(f"{found.path.name}-{number}")).exists():
         number += 1
@@ -216,7 +220,7 @@ def _set_aside(found: EarlierRun) -> None:
 
 
 def verdicts(place: Path) -> list[dict[str, str | None]]:
-    """Return the verdicts on the runs in a folder: one, or one for each model of a script.
+    """Return the verdicts on a folder's runs: one, or one for each of its models.
 
     Args:
         place: The folder of a run, or of a script that trains several models.
@@ -238,7 +242,7 @@ def verdicts(place: Path) -> list[dict[str, str | None]]:
 
 
 def verdict_lines(place: Path) -> list[str]:
-    """Return the lines that a training ends with: its verdicts, and the command for the details."""
+    """Return a training's last lines: its verdicts, and the command for details."""
     answers, label = verdicts(place), _from_here(place)
     several = len(answers) > 1
     lines = [f"{a['run']}: {a['verdict']}" if several else str(a["verdict"]) for a in answers if a["verdict"]]
@@ -284,7 +288,7 @@ class Closing:
                 self._busy = False
 
     def report(self) -> None:
-        """Print the verdict on the run and the next command to stderr, once, on the first rank."""
+        """Print the verdict and the next command to stderr, once, on the first rank."""
         core = self._core
         if self._reported or not self._done or core.left or core.ranks.rank != 0 or core.step == self._first_step:
             return
@@ -320,7 +324,7 @@ class Closing:
 
 
 def finish(end: "weakref.finalize[Any, Any]") -> None:
-    """Call a finalizer's function and then detach it, so that it can be called again after an interruption."""
+    """Call a finalizer's function, then detach it; an interruption keeps it callable."""
     watched = end.peek()
     if watched is not None:
         _, call, arguments, named = watched

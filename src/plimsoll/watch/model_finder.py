@@ -1,4 +1,4 @@
-"""Finds what a script trains, at its first training step, and watches it from that step on.
+"""Search for a script's model at its first training step, to watch it from there.
 
 Optimizers are noted as they are made. While one of them has parameters that nothing watches, `torch.nn.Module.__call__`
 is replaced: the outermost call of a module that has them, with gradients enabled, finds the model, and the watch is set
@@ -53,7 +53,10 @@ class Arithmetic(Protocol):
     """Interface of a change to the computation of a found model."""
 
     def begin(self, model: nn.Module, called: nn.Module | None, optimizers: Sequence[Optimizer]) -> str:
-        """A model is found, in its module `called`, whose call waits; returns what it computes in."""
+        """Begin with a model found in its module `called`; return what it computes in.
+
+        The call of `called` waits.
+        """
         ...
 
     def on_refusal(self, hear: Callable[[str], None]) -> None:
@@ -117,13 +120,13 @@ class Finder:
 
     @property
     def has_found(self) -> bool:
-        """Whether a model was found."""
+        """True if a model was found."""
         return bool(self._watches)
 
     # A script that makes no optimizer is heard of by its backwards: where the weights that one reached have moved by
     # the next one, the smallest module that has them is the model, watched from that backward on.
     def note_backward(self, roots: Sequence[torch.Tensor]) -> bool:
-        """A backward begins, and no optimizer was ever made; whether there is nothing more to hear of them."""
+        """Note a backward of a script without optimizers; return True if it is enough."""
         if backward_running() != -1:  # a checkpoint's, within another
             return False
         self._backwards += 1
@@ -275,13 +278,13 @@ class Finder:
         return place / inside if shared else place
 
     def _list(self, rank: int) -> None:
-        """Lists the runs of a script's models in its folder, so that one answer can be given for all of them."""
+        """List the runs of a script's models in its folder, to answer for all at once."""
         self._recorded = True
         if self._place is not None and self._runs != [script.ITSELF] and rank == 0:
             script.write(self._place, self._runs)
 
     def _name(self, model: nn.Module, root: nn.Module) -> str:
-        """The name of a model's folder: its class, or for one of torch's own what the script calls it."""
+        """Return a model's folder name: its class, or the script's name for torch's own."""
         kind = class_of(root)
         plain = kind.__module__.startswith("torch.")
         variable = _variable(model, root) or _attribute(root) if plain else None
@@ -359,7 +362,10 @@ def _housed(modules: list[tuple[nn.Module, set[int]]]) -> set[int]:
 # LightningModule whose `training_step` calls its parts); where there is none (an encoder and a decoder), each part is
 # watched when it is called. What is never called as a module is looked for after an optimizer's second step.
 def _whole(module: nn.Module, ids: set[int], needs: list[set[int]]) -> nn.Module:
-    """The module itself if it has all that an optimizer steps, else what does, else the module."""
+    """Return the module if it has all that an optimizer steps, or else one that has.
+
+    The module itself if none has.
+    """
     if any(need <= ids for need in needs):
         return module
     modules = _live_modules()
@@ -370,19 +376,19 @@ def _whole(module: nn.Module, ids: set[int], needs: list[set[int]]) -> nn.Module
 
 
 def _smallest(modules: list[tuple[nn.Module, set[int]]], need: set[int]) -> nn.Module | None:
-    """The module that has these parameters and the fewest others, the outermost of several; None if none has all."""
+    """Return the outermost smallest module with these parameters; None without one."""
     fit = [(len(has), -sum(1 for _ in module.modules()), module) for module, has in modules if need <= has]
     return min(fit, key=lambda each: each[:2])[2] if fit else None
 
 
 def _is_stepping(optimizer: Optimizer) -> bool:
-    """Whether we are inside the optimizer's step: it was given a closure."""
+    """Return True if the optimizer's step is running: it was given a closure."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
     return any(f.f_code.co_name in {"step", "wrapper"} and f.f_locals.get("self") is optimizer for f in frames)
 
 
 def _variable(model: nn.Module, root: nn.Module) -> str | None:
-    """Return the variable that the script has for a model, global or in a running function."""
+    """Return the script's variable for a model, global or in a running function."""
     main = vars(sys.modules["__main__"])
     for names in (main, *(frame.f_locals for frame, _ in traceback.walk_stack(None) if frame.f_globals is main)):
         for name, value in list(names.items()):

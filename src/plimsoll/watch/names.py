@@ -1,4 +1,4 @@
-"""Names of parameters and modules, and of tensors by their position in a structure.
+"""Names of parameters and modules, and of tensors by their place in a structure.
 
 Wrappers leave no trace: a model inside `torch.compile`, DistributedDataParallel or a checkpoint wrapper has the names
 that it has without. The root module is called "model".
@@ -36,7 +36,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def class_of(model: nn.Module) -> type[nn.Module]:
-    """The user's own class inside all wrappers, also those that stay around what is watched (FSDP, checkpointing)."""
+    """Return the user's class inside all wrappers, FSDP's and checkpointing's too."""
     while True:
         model = unwrapped(model)
         inside = model.__dict__.get("_modules", {})
@@ -62,7 +62,7 @@ def clean(name: str) -> str:
 
 
 def tensors_in(value: Any) -> list[tuple[str, Tensor]]:
-    """The floating tensors of a module's output, each with its index or key; without one where it is alone."""
+    """Return an output's floating tensors by index or key; "" for a single one."""
     if isinstance(value, Tensor):
         return [("", value)] if value.is_floating_point() else []
     tensors: list[tuple[str, Tensor]] = []
@@ -71,7 +71,7 @@ def tensors_in(value: Any) -> list[tuple[str, Tensor]]:
 
 
 def tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """The floating tensors of a call's arguments, by index or keyword; without one where there is one only."""
+    """Return the arguments' floating tensors by index or keyword; "" for a single one."""
     if len(args) == 1 and not kwargs:
         return tensors_in(args[0])
     tensors: list[tuple[str, Tensor]] = []
@@ -101,7 +101,7 @@ def _gather(value: Any, path: str, found: list[tuple[str, Tensor]], depth: int) 
 
 
 class Selection:
-    """Which modules and parameters `include` and `exclude` leave.
+    """The modules and parameters that `include` and `exclude` leave.
 
     A pattern names a module with all that is in it, or a parameter. One that is a name itself matches that name only.
     """
@@ -120,7 +120,7 @@ class Selection:
         self._names |= {*modules, *parameters}
 
     def takes(self, name: str) -> bool:
-        """Whether the module or parameter of that name is watched."""
+        """Return True if the module or parameter of that name is watched."""
         line = _line(name)
         included = self._include is None or any(self._matches(p, line) for p in self._include)
         return included and not any(self._matches(p, line) for p in self._exclude)
@@ -142,6 +142,9 @@ class Selection:
 
 
 def _line(name: str) -> list[str]:
-    """The name, and those of the modules around it, the root last (a pattern for the root alone selects all)."""
+    """Return the name and those of the modules around it, the root last.
+
+    A pattern for the root alone selects all.
+    """
     parts = name.split(".")
     return [*(".".join(parts[:end]) for end in range(len(parts), 0, -1)), ROOT][: len(parts) + (name != ROOT)]

@@ -37,7 +37,7 @@ class Pool:
         self._free: dict[torch.device, list[Tensor]] = defaultdict(list)
 
     def take(self, device: torch.device) -> Tensor:
-        """Return a bank on the device. Its contents are undefined: measuring empties each row first."""
+        """Return a bank on the device. Its contents are undefined: measuring clears rows."""
         try:
             return self._free[device].pop()
         except IndexError:
@@ -51,7 +51,7 @@ class Pool:
 
 
 class EntryErrors(NamedTuple):
-    """Errors of an entry's values: a row of errors, in a table that is copied to the host."""
+    """Errors of an entry's values: a row in a table that is copied to the host."""
 
     entry: int
     table: DeviceValue
@@ -165,7 +165,7 @@ class Rows:
         self.errors = [errors._replace(entry=number[errors.entry]) for errors in self.errors if errors.entry in number]
 
     def spans(self, count: int) -> Iterator[tuple[int, int, Tensor, range]]:
-        """Fresh rows for so many tensors, in pieces: (first tensor, number of its row, bank, rows in that bank)."""
+        """Yield fresh rows in pieces: (first tensor, its row's number, bank, rows in it)."""
         done = 0
         while done < count:
             if self.next == BANK_ROWS:
@@ -176,7 +176,7 @@ class Rows:
             done += taken
 
     def adopt(self, counted: Tensor) -> int:
-        """Takes a copy of rows that were counted elsewhere; returns the number of the first."""
+        """Copy rows that were counted elsewhere; return the number of the first."""
         position = len(self.banks)
         for start in range(0, len(counted), BANK_ROWS):
             self._grow()
@@ -253,7 +253,7 @@ class Sample:
         return self._pool.row_bytes * sum([rows.held for rows in self._rows.values()])
 
     def fold(self) -> bool:
-        """Add up rows of the same series if that frees enough of them; return whether it did."""
+        """Add up rows of the same series if that frees enough; return whether it did."""
         worth = [rows for rows in self._rows.values() if rows.repeats > len(rows.index) // 64]
         return sum(rows.fold() for rows in worth) > 0
 
@@ -378,7 +378,7 @@ class _Part:
 
 
 class FinishedSample:
-    """A complete sample, or the part of it that is of some series; read once, on the background thread."""
+    """A complete sample, or its part for some series; read once, in the background."""
 
     def __init__(self, step: int, parts: list[_Part], takes: Callable[[int], bool] | None = None) -> None:
         self.step, self._parts, self._takes = step, parts, takes
@@ -389,7 +389,7 @@ class FinishedSample:
         return sum(part.size_bytes for part in self._parts)
 
     def split(self, chooses: Callable[[int], bool]) -> "tuple[FinishedSample | None, FinishedSample | None]":
-        """The entries whose series is not chosen, and those whose series is; None for none."""
+        """Return the entries of other series, and those of chosen series; None for none."""
         chosen = {series for part in self._parts for series in part.rows.series if chooses(series)}
         all_series = {series for part in self._parts for series in part.rows.series}
         if not chosen:

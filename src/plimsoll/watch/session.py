@@ -1,4 +1,4 @@
-"""State of one watch: what is due, where measurements go, and how failures are contained.
+"""State of a watch: due collections, targets of measurements, contained failures.
 
 Taps, parameter readers, the step boundary and the recorder all hold the session. The session holds the model weakly.
 Nothing here raises into training: `contained` turns any failure into one warning and an event.
@@ -70,7 +70,7 @@ class ShadowStep(Protocol):
 
     @property
     def due(self) -> bool:
-        """Whether the present step has a shadow."""
+        """True if the present step has a shadow."""
         ...
 
     def see_compiled(self, site: tuple[str, int], names: Sequence[str], x: Tensor, *, gradient: bool) -> None:
@@ -83,7 +83,7 @@ class ShadowStep(Protocol):
 
 
 class StepSchedule:
-    """Collections that are due in the current step. Compiled code guards on them, so each is a plain bool."""
+    """Collections due in the step. Plain bools, since compiled code guards on them."""
 
     def __init__(self) -> None:
         self.weights = self.gradients = self.optimizer = self.updates = False
@@ -123,13 +123,16 @@ class WatchSession:
         _cores.add(self)
 
     def is_elsewhere(self) -> bool:
-        """Whether the backward of this thread is another model's, while a thread of its own may train this one."""
+        """Return True if this thread's backward is another model's.
+
+        A thread of its own may train this model meanwhile.
+        """
         # Meanwhile nothing may read gradients: they are written without Python's lock, and who reads one then may
         # crash.
         return bool(self.elsewhere) and threading.get_ident() in self.elsewhere
 
     def plan(self, step: int, number: int | None = None) -> None:
-        """Set the collections that are due at the step; `number` is the count for the intervals if it differs."""
+        """Set the collections due at the step; `number`: the count for the intervals."""
         if not self.on_request and self._is_idle(step, number):
             if self.sample is not None or self.due.forward:
                 self._clear()
@@ -147,7 +150,7 @@ class WatchSession:
             self.sample = None
 
     def _is_idle(self, step: int, number: int | None) -> bool:
-        """Return whether the schedule asks for nothing at the step; in one look, since most steps are such."""
+        """Return True if nothing is due at the step; one look, since most steps are such."""
         settings, count = self.settings, step if number is None else number
         if settings.recorded or count < settings.warmup or settings.shadows(step):
             return False
@@ -168,7 +171,7 @@ class WatchSession:
             self.sample = Sample(self.step, self.pool)
 
     def plan_forward(self, step: int, number: int | None = None) -> None:
-        """Sets what is due in the next step's forward, for compiled code, which looks before anyone else can."""
+        """Set the next forward's due flags for compiled code, which reads them early."""
         if self.on_request <= 1 and self._is_idle(step, number):
             self.due.activations = self.due.activation_gradients = self.due.forward = False
             return
@@ -192,7 +195,7 @@ class WatchSession:
         self._clear()
 
     def leave(self) -> None:
-        """In a forked child: nothing is measured, recorded or printed: the run is the parent's."""
+        """Stop all measuring, recording and printing, in a forked child."""
         # Torch's threads do not outlive a fork, so that measuring could wait for ever.
         self.shut()
         self.left = self.muted = True
@@ -228,12 +231,10 @@ class WatchSession:
     def gather(
         self, collection: str, named: Mapping[str, Tensor], narrowed: Mapping[str, torch.dtype]
     ) -> tuple[list[str], dict[torch.device, tuple[list[Tensor], list[int]]]]:
-        """Return the names that can be read, and by device the plain tensors and the numbers of their series.
+        """Return the readable names, and by device their tensors and series numbers.
 
-        Args:
-            collection: Name of the collection.
-            named: Tensors by name. Those that are not floating are left out.
-            narrowed: Narrower dtypes that values came through, by name.
+        The tensors are plain ones. Args: collection: Name of the collection. named: Tensors by name. Those that are not
+        floating are left out. narrowed: Narrower dtypes that values came through, by name.
         """
         known = self._plain_series[collection]
         names: list[str] = []
@@ -266,7 +267,7 @@ class WatchSession:
         return {number for number, name in enumerate(self.collections) if name in collections}
 
     def readable(self, x: Tensor, what: str, name: str = "") -> Tensor | None:
-        """The plain tensor to be measured; None, said once, where there is none to read. Not detached."""
+        """Return the plain tensor to measure, not detached; None, said once, without one."""
         if type(x) in _PLAIN and x.layout == torch.strided and not x.is_meta and not x.is_neg():
             return x
         try:
@@ -278,7 +279,7 @@ class WatchSession:
             return None
 
     def measure(self, x: Tensor) -> tuple[Rows, int]:
-        """Measures a plain tensor into a fresh row of the sample; returns the rows and the row's number."""
+        """Measure a plain tensor into a fresh row; return the rows and the row's number."""
         assert self.sample is not None
         rows = self.sample.rows(x.device)
         bank, row, number = rows.take()
@@ -289,7 +290,7 @@ class WatchSession:
         return rows, number
 
     def has_room(self, tensors: int = 1, size_bytes: int = 0) -> bool:
-        """Whether the sample may take so many more tensors and bytes; said once when not."""
+        """Return True if the sample has room for more tensors and bytes; say once if not."""
         sample = self.sample
         if sample is None:
             return False
@@ -354,7 +355,7 @@ def nothing_recorded() -> Generator[None]:
 
 @contextlib.contextmanager
 def watches_muted() -> Generator[None]:
-    """Context in which the watches that there are now record nothing; one that begins inside does."""
+    """Context in which the present watches record nothing; one begun inside does."""
     # By identity, since each session has several listeners.
     sessions = {id(core): core for core in (getattr(listener, "core", None) for listener in torch_hooks.listeners())}
     cores = [core for core in sessions.values() if isinstance(core, WatchSession) and not core.muted]
@@ -368,7 +369,7 @@ def watches_muted() -> Generator[None]:
 
 
 def contained(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
-    """Contain the exceptions of a method whose object has a `core`: record each once, and continue."""
+    """Contain the exceptions of a method of an object with a `core`: record each once."""
 
     @functools.wraps(method)
     def harmless(self: Any, *args: P.args, **kwargs: P.kwargs) -> R | None:

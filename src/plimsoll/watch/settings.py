@@ -45,13 +45,16 @@ class Settings:
         return tuple(name for name in self.recorder if name in COLLECTIONS)
 
     def due(self, collection: str, step: int, number: int | None = None) -> bool:
-        """Whether the schedule asks for the collection at that step; `number` is what its turn counts (see `turns`)."""
+        """Return True if the schedule asks for the collection at that step.
+
+        `number` is what the collection's turn counts (see `turns`).
+        """
         every, number = self.intervals.get(collection), step if number is None else number
         shadowed = collection in SHADOWED and self.shadows(step)
         return every is not None and (number < self.warmup or number % every == 0 or shadowed)
 
     def shadows(self, step: int) -> bool:
-        """Whether the step has a shadow."""
+        """Return True if the step has a shadow."""
         return self.shadow_every is not None and step % self.shadow_every == 0
 
     def as_json(self) -> dict[str, object]:

@@ -22,7 +22,7 @@ class ActiveCasts(threading.local):
     heard: set[tuple[str, str]] | None = None
 
     def acts(self, cast: str, fmt: str) -> bool:
-        """Whether a cast to a format acts now."""
+        """Return True if a cast to a format acts now."""
         if self.heard is not None:
             self.heard.add((cast, fmt))
         return self.kept is None or cast in self.kept

@@ -1,1 +1,1 @@
-"""What experiments have shown, as it was recorded."""
+"""Recorded outcomes of experiments."""

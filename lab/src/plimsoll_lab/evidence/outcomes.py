@@ -1,4 +1,4 @@
-"""What is known of experiments that were carried out: in a folder of results, or in the record that comes along."""
+"""Outcomes of experiments, in a folder of results or in the packaged record."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ RECORD = "recorded.json"  # in the package: how the experiments ended when they 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How an experiment ended.
+    """The outcome of an experiment.
 
     - `claims`: how many it has; `failed`: those that do not hold, as one line each.
     - `error`: why it was not carried out, empty where it was. `seconds`: how long it took.
@@ -38,7 +38,7 @@ class Outcome:
     rows: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict[str, "tuple[int, tuple[str, ...]]"])
 
     def of_row(self, row: str) -> "Outcome":
-        """What of it is of that row."""
+        """Return the part of the outcome that belongs to the row."""
         if not self.rows:
             return self
         claims, failed = self.rows.get(row, (0, ()))
@@ -46,12 +46,12 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether it was carried out, and all of its claims hold."""
+        """True if it was carried out, and all of its claims hold."""
         return not self.error and self.claims > 0 and not self.failed
 
     @property
     def state(self) -> str:
-        """A few words: that all claims hold, how many do not, or that it was not carried out."""
+        """The state in words: all claims hold, how many do not, or not carried out."""
         if self.error:
             return "not carried out"
         if self.failed:
@@ -60,7 +60,7 @@ class Outcome:
 
     @classmethod
     def of(cls, result: Result) -> "Outcome":
-        """How that one ended."""
+        """Return the outcome of the result."""
         claims = result.measured.claims
         return cls(
             experiment=result.experiment, claims=len(claims), failed=tuple(str(c) for c in claims if not c.holds),
@@ -70,20 +70,20 @@ class Outcome:
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> "Outcome":
-        """What `asdict` gave, from JSON."""
+        """Return the outcome that `asdict` gave, from JSON."""
         given = dict(told)
         rows = {row: (claims, tuple(failed)) for row, (claims, failed) in given.pop("rows", {}).items()}
         return cls(failed=tuple(given.pop("failed")), rows=rows, **given)
 
 
 def recorded() -> dict[str, Outcome]:
-    """The outcomes that were recorded on the maintainers' machine and come with the package, by experiment."""
+    """Return the packaged outcomes of the maintainers' machine, by experiment."""
     text = (resources.files("plimsoll_lab") / RECORD).read_text(encoding="utf-8")
     return _by_name(Outcome.from_dict(told) for told in json.loads(text))
 
 
 def found_in(folder: Path) -> dict[str, Outcome]:
-    """The outcomes of the results in that folder, each in a folder of its own as `perform_all` leaves them.
+    """Return the outcomes of the results in a folder, as `perform_all` leaves them.
 
     Raises `RunError` where there is no such folder, or a result in it cannot be read.
     """
@@ -123,7 +123,7 @@ def _claim(told: Mapping[str, Any]) -> Claim:
 
 
 def _by_row(source: str, claims: Sequence[Claim]) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Of each row of the experiment, how many claims are of it, and which of them do not hold."""
+    """Return each row's number of claims, and those that do not hold."""
     own = {row: [claim for claim in claims if not claim.rows or row in claim.rows] for row in rows_of(source)}
     return {row: (len(these), tuple(str(c) for c in these if not c.holds)) for row, these in own.items()}
 

@@ -1,4 +1,4 @@
-"""The rows of the evidence base: what earlier work reported, one sentence each, and what of Plimsoll stands for it.
+"""Rows of the evidence base: earlier reports, and what in Plimsoll shows them.
 
 An experiment says itself which rows it belongs to (`Experiment.source`). What no experiment shows is an interface or a
 rule; tests stand for it, by their files in the repository. `gpu` is what of a row only a GPU can show.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row: `id`, what it says, files of tests that stand for it, and what of it needs a GPU."""
+    """One row: `id`, sentence, test files that show it, and what needs a GPU."""
 
     id: str
     says: str

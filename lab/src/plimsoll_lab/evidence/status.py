@@ -1,4 +1,4 @@
-"""Where each row of the evidence base stands: from the outcomes of its experiments, and its tests."""
+"""State of each row of the evidence base, from its experiments and its tests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ State = Literal["holds", "holds in part", "not carried out", "tested"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where a row stands.
+    """The state of a row.
 
     - `state`: "holds" where all claims of the row do, in all of its experiments, "holds in part" where some do not,
       "not carried out" where an experiment of it has no outcome, "tested" where tests alone stand for it.

@@ -258,7 +258,7 @@ def _rate_spread(run: Run, setup: Setup) -> float:
 
 
 def _early(setup: Setup) -> range:
-    """Return the first quarter of the opening, after the first gradients of the branch."""
+    """Return the first quarter of the opening, after the branch's first gradients."""
     return range(setup.pause + 1, setup.pause + 1 + setup.opening // 4)
 
 
@@ -280,7 +280,7 @@ def _outcome(numbers: dict[str, float]) -> tuple[str, bool]:
 def claims(
     fp32: Numbers, zero: Numbers, small: Numbers, large: Numbers, guarded: Numbers, master: Numbers
 ) -> tuple[Claim, ...]:
-    """Return the claims with the numbers of the six trainings, in the order of `KINDS`."""
+    """Return the claims with the six trainings' numbers, in the order of `KINDS`."""
     return claims_of(
         f"""
         epsilon-is-zero | zero.weights_lost | at least 1 of the weights

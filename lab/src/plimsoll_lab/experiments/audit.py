@@ -1,4 +1,4 @@
-"""Experiment `audit` (U1, U2, U5): the scale of every operation of a transformer, before and after its conversion.
+"""Experiment `audit` (U1, U2, U5): operations' scales before and after conversion.
 
 A small pre-norm transformer for characters, of torch's own modules as torch draws them, is audited on a batch of text;
 converted by `unit.convert`; audited again; trained at unit scale, without a loss scale, and audited once more. What
@@ -42,7 +42,7 @@ _ARITHMETIC = ("add", "sub", "mul", "div", "rsub")
 
 
 class _Arithmetic(TorchDispatchMode):
-    """Counts the values that additions, subtractions, multiplications and divisions give."""
+    """Counter of the values that sums, differences, products and quotients give."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Arithmetic(TorchDispatchMode):
 
 
 def added_share(**sizes: int) -> float:
-    """The operations that a step has more at unit scale, as a share of all that it has without."""
+    """Return the operations added at unit scale, as a share of those without it."""
     plain, scaled = (operations(kind, **sizes) for kind in (Plain, Unit))
     return (sum(scaled) - sum(plain)) / sum(plain)
 
@@ -120,7 +120,7 @@ def _share(audit: Audit, binades: float, *, within: bool, backward: bool = False
 
 
 def _over_the_run(run: Run) -> dict[str, float]:
-    """Of all steps that were recorded, the largest share that FP8 cuts off in one tensor, and loses in all of them."""
+    """Return the largest shares over the steps that FP8 cuts off, and that it loses."""
     cut, totals = 0.0, dict[tuple[int, str], Spectrum]()
     for collection, fmt in _FORMAT_OF.items():
         for step, _, _, spectrum in run.spectra(collection):
@@ -131,7 +131,7 @@ def _over_the_run(run: Run) -> dict[str, float]:
 
 
 def claims(found: Mapping[str, float]) -> tuple[Claim, ...]:
-    """What the experiment says, with its numbers."""
+    """Return the experiment's claims, with their numbers."""
     return (
         *of_rows(_of_the_beginning(found), "U1", "U2"),
         *of_rows(_of_drift(found), "U5"),
@@ -260,7 +260,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def measure_with(bench: Bench, setup: Setup, costed: Mapping[str, int] = BERT_LARGE) -> Measured:
-    """Do the same with your own sizes; `costed`: those at which the added operations are counted."""
+    """Do the same with your own sizes; `costed`: those of the counted operations."""
     text = standard_library()
 
     def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Experiment `errors` (E1 to E3): what rounding does to training by its bias and its noise, as mechanisms.
+"""Experiment `errors` (E1 to E3): training under rounding's bias and noise.
 
 Each mechanism is planted: a small model is put under the conditions that its paper names, and beside it a control that
 lacks one of them. `plimsoll.microscope` and recorded shadow steps measure the errors, and rules judge the runs.
@@ -65,7 +65,7 @@ HEADS = (
 
 
 class Attention(nn.Module):
-    """Causal attention in the order of flash attention: P V first, and its division by the sums of rows last.
+    """Causal attention in flash attention's order: P V, then divided by row sums.
 
     The gradient of the sums of rows then has the rounded P V in it, as the row sums of dO * O in flash attention's
     backward have. Query and key read a token's class, and the value is -2.3 and what else the token has.
@@ -107,12 +107,12 @@ class Attention(nn.Module):
         return torch.where(tied, (2 * largest).clamp(min=0), largest)
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """Return BF16's values. The gradient passes as it is: this is about the forward's rounding alone."""
+        """Return BF16's values with the gradient unchanged: only the forward rounds."""
         return x + (x.to(torch.bfloat16).to(x.dtype) - x).detach() if self.head.rounds else x
 
 
 def tokens(ties: bool, generator: torch.Generator) -> Tensor:
-    """Return sequences in which each class is there once, or twice if scores are to tie.
+    """Return sequences with each class once, or twice if scores are to tie.
 
     A token scores 13 to 16 with each of its class and 0 with all others. So the others add 1e-6 of a value to P V: too
     little for its last place, and enough to break a tie, always in the same direction.
@@ -205,7 +205,7 @@ NORMS = (
 
 
 class Block(nn.Module):
-    """A residual block with a norm. A multiplication by one stands where the norm's weights are cast."""
+    """A residual block with a norm, whose weights are cast at a product with one."""
 
     def __init__(self, center: float) -> None:
         super().__init__()
@@ -224,7 +224,10 @@ class _Norm(nn.LayerNorm):
 
 
 def norms(kind: Norms, bench: Bench, steps: int) -> tuple[Training, Numbers]:
-    """Look at a student of residual blocks through the microscope, then train it on a teacher's outputs."""
+    """Look at a student of residual blocks by the microscope, then train it.
+
+    It learns a teacher's outputs.
+    """
     torch.manual_seed(bench.seed)
     teacher, student = (nn.Sequential(*(Block(center) for _ in range(4))) for center in (1.0, kind.center))
 
@@ -290,7 +293,7 @@ RATIOS = (0.1, 0.3, 0.5, 3**-0.5, 0.7, 0.9, 1.1)  # of noise to gradient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Descent(Kind):
-    """A training of the regression. `switches`: whether the last steps have their backward in BF16."""
+    """A training of the regression. `switches`: BF16 backward in the last steps."""
 
     format: str | None = "nvfp4"
     switches: bool = False
@@ -304,7 +307,7 @@ DESCENTS = (
 
 
 class Regression:
-    """A linear regression whose loss is half the squared distance to its solution, plus what stays.
+    """Linear regression: half the squared distance to its solution, and a rest.
 
     Inputs are orthogonal, so that every direction has a curvature of 1. Labels have noise, so that the gradients of
     examples do not vanish at the solution, where their mean does. What FP4 rounds are gradients of examples.
@@ -321,7 +324,7 @@ class Regression:
         self.direction = functional.normalize(torch.randn(_PLACES * _PLACES), dim=0).view(_PLACES, _PLACES)
 
     def at(self, distance: float) -> None:
-        """Put the weights at a distance from the solution, which is the norm of the gradient."""
+        """Put weights at a distance from the solution, which is the gradient's norm."""
         with torch.no_grad():
             self.model.weight.copy_(self.solution + distance * self.direction)
 
@@ -337,9 +340,10 @@ class Regression:
 
 
 def efficiency(regression: Regression, distance: float) -> tuple[float, float]:
-    """Return the ratio of noise to gradient by the microscope, and how much of its decrease a step keeps.
+    """Return the ratio of noise to gradient, and the decrease that a step keeps.
 
-    The decrease is the mean one of the loss over steps of the best length, of the decrease without noise.
+    The ratio is the microscope's. The decrease is the mean one of the loss over steps of the best length, of the
+    decrease without noise.
     """
     regression.at(distance)
     weight = regression.model.weight
@@ -387,7 +391,7 @@ def stall(kind: Descent, bench: Bench) -> tuple[Training, Numbers]:
 
 
 def efficiencies(seed: int) -> Numbers:
-    """Return how far efficiencies are from 1 / (1 + ratio^2), and the one at a ratio of 1 / sqrt(3)."""
+    """Return efficiencies' distance from 1 / (1 + ratio^2), and one at 1 / sqrt(3)."""
     regression = Regression(seed)
     noise = efficiency(regression, 1.0)[0]
     found = {aimed: efficiency(regression, noise / aimed) for aimed in RATIOS}
@@ -447,7 +451,7 @@ def _trained(
     loss: Callable[[int], Tensor],
     seen: Callable[[int], float],
 ) -> list[float]:
-    """Train with a shadow at every second step, and return a number of each step, taken after it."""
+    """Train with shadows at every second step; return a number of each step."""
     bench.progress.begin(name, steps)
     series: list[float] = []
     with watch(model, optimizer, run=bench.runs / name, every=2, shadow_every=2, block=32, quiet=True):

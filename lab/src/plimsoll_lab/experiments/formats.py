@@ -1,4 +1,4 @@
-"""Experiment `formats` (X1, T2): what the floating-point formats hold, measured by casting and by a second witness.
+"""Experiment `formats` (X1, T2): formats' contents by casts and a second witness.
 
 Nothing is read off the catalogue. A format's fields and limits are found by putting numbers into it with
 `plimsoll.cast` and looking at what comes back (`measured_by_cast`). The second witness is torch's and NumPy's own
@@ -52,7 +52,7 @@ class Fact:
 
     @property
     def bounds(self) -> tuple[float, float | None]:
-        """What the published figure allows; Inf is above every number that float64 holds."""
+        """Bounds by the published figure; Inf is above every number that float64 holds."""
         if self.published == "inf":
             return sys.float_info.max, None
         if self.published.startswith("2^"):
@@ -66,7 +66,7 @@ class Fact:
 
     @property
     def short(self) -> str:
-        """What is asked, in a few words."""
+        """The question in a few words."""
         words = {
             "bits": "bits", "exponent_bits": "exponent bits", "mantissa_bits": "mantissa bits",
             "max": "largest value", "smallest_normal": "smallest normal value", "smallest": "smallest value above zero",
@@ -76,7 +76,7 @@ class Fact:
 
     @property
     def witness(self) -> str:
-        """Who else was asked."""
+        """The other source that was asked."""
         return "arithmetic on FP32's bits" if self.format == "tf32" else "torch and NumPy"
 
 
@@ -144,7 +144,7 @@ _POWERS = torch.ldexp(torch.ones(2098, dtype=torch.float64), torch.arange(-1074,
 
 
 def by_cast(fact: Fact, device: str) -> float:
-    """The figure, by casting float64 values to the format and looking at what is left of them."""
+    """Return the figure by casting float64 values to the format."""
 
     def into(values: Tensor) -> Tensor:
         return cast(values.to(device), fact.format).cpu()
@@ -155,7 +155,7 @@ def by_cast(fact: Fact, device: str) -> float:
 
 
 def _largest(into: _Into) -> Tensor:
-    """Of the powers of two with all places of the mantissa set, the largest that is kept."""
+    """Return the largest kept power of two with all places of the mantissa set."""
     full = _POWERS * (2 - 2.0 ** -_mantissa(into))
     return full[(into(full) == full) & full.isfinite()].max()
 
@@ -176,7 +176,7 @@ def _swallowed(into: _Into) -> Tensor:
 
 
 def _exponent(into: _Into) -> float:
-    """Two codes of the exponent stand for zero with the subnormals, and for Inf with NaN."""
+    """Return the exponent's bits, with two codes for subnormals and for Inf and NaN."""
     return math.log2(len(_normal(into)) + 2)
 
 
@@ -228,7 +228,7 @@ def by_witness(fact: Fact, device: str) -> float:
 
 
 def disagreements(values: Tensor, name: str) -> int:
-    """Of FP32 values, how many `cast` and the second way round to different ones; NaN is NaN."""
+    """Return how many FP32 values the two ways round differently; NaN is NaN."""
     ours = cast(values, name)
     theirs = tf32_by_bits(values) if name == "tf32" else values.to(DTYPES[name]).float()
     same = (ours.view(torch.int32) == theirs.view(torch.int32)) | (ours.isnan() & theirs.isnan())
@@ -236,7 +236,7 @@ def disagreements(values: Tensor, name: str) -> int:
 
 
 def _described(name: str) -> dict[str, float]:
-    """Widths and limits: of torch's `finfo`, whose fields follow from `eps` and `tiny`; of TF32 from FP32's bits."""
+    """Return widths and limits by torch's `finfo`, or for TF32 by FP32's bits."""
     if name == "tf32":
         codes = np.array(
             [0x7F7FFFFF >> _CUT << _CUT, 0x00800000, 0x3F800000, 0x3F800000 + (1 << _CUT)], dtype=np.uint32
@@ -268,7 +268,7 @@ def _rounded(name: str, values: NDArray[np.float64], device: str) -> NDArray[np.
 
 
 def tf32_by_bits(values: Tensor) -> Tensor:
-    """Nearest TF32 value, ties to even, by adding to FP32's bits and cutting them; NaN stays."""
+    """Return the nearest TF32 value, ties to even, by FP32's bits; NaN stays."""
     bits = values.contiguous().view(torch.int32)
     up = bits + ((1 << (_CUT - 1)) - 1) + ((bits >> _CUT) & 1)  # Inf has no bits that are cut: it stays
     return torch.where(values.isnan(), values, ((up >> _CUT) << _CUT).view(torch.float32))
@@ -291,7 +291,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def claims(values: Sequence[tuple[float, float]], differing: Mapping[str, int]) -> tuple[Claim, ...]:
-    """Two of each fact, one for each way; and one of each format that random patterns were rounded to."""
+    """Return two claims for each fact, and one for each format on random patterns."""
     found: list[Claim] = []
     for fact, (by_library, witness) in zip(FACTS, values, strict=True):
         low, high = fact.bounds
@@ -305,7 +305,10 @@ def claims(values: Sequence[tuple[float, float]], differing: Mapping[str, int]) 
 
 
 def _differing(bench: Bench) -> dict[str, int]:
-    """Of random bit patterns of FP32, how many the two ways round to different values, by format."""
+    """Return the random FP32 patterns that the two ways round differently.
+
+    They are counted by format.
+    """
     blocks = _blocks(bench)
     bench.progress.begin("random patterns", blocks)
     generator = torch.Generator().manual_seed(bench.seed)

@@ -1,4 +1,4 @@
-"""Experiment `gradients` (N3, X3, A3): an SSD-like detector's activation gradients, and what a scale of 8 does.
+"""Experiment `gradients` (N3, X3, A3): a detector's gradients at a scale of 8.
 
 The detector is trained in FP32 and its activation gradients are recorded: how many are zero, where the others lie, and
 what FP16 would lose of them at the loss scales 1, 8 and 32K; of its weights' gradients, how many are updates that FP16
@@ -59,7 +59,7 @@ _LEAST = (-46, 18)  # binades that are always shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """What a spectrum holds, as fractions.
+    """Contents of a spectrum, as fractions.
 
     - `zero`: of all values. All else is of the nonzero ones, but `wide`.
     - `lost`: rounded to zero by FP16 at the scales of `SHIFTS`. `band`: in [2^-27, 2^-24).
@@ -88,25 +88,28 @@ def shares(spectrum: Spectrum) -> Shares:
 
 
 def between(spectrum: Spectrum, low: int, high: int) -> int:
-    """How many values have magnitudes in [2^low, 2^high)."""
+    """Return the number of values with magnitudes in [2^low, 2^high)."""
     return int(spectrum.binades[low - row_layout.LOWEST_BINADE : high - row_layout.LOWEST_BINADE].sum())
 
 
 def below(spectrum: Spectrum, limit: float) -> float:
-    """How many values have magnitudes below a limit; of the binade that it lies in, as if values were spread evenly."""
+    """Return the number of values with magnitudes below a limit.
+
+    Within the limit's binade values are taken as spread evenly.
+    """
     mantissa, exponent = math.frexp(limit)
     binade = exponent - 1 - row_layout.LOWEST_BINADE
     return float(spectrum.binades[:binade].sum()) + float(spectrum.binades[binade]) * (2 * mantissa - 1)
 
 
 def scale_for(spectrum: Spectrum, share: float) -> int | None:
-    """The least power of two by which gradients would have to be larger for no more than `share` in [2^-32, 2^-20)."""
+    """Return the least shift that leaves at most `share` of values in [2^-32, 2^-20)."""
     fits = (up for up in range(64) if between(spectrum, -32 - up, -20 - up) <= share * spectrum.count)
     return next(fits, None)
 
 
 def histogram(spectrum: Spectrum, title: str) -> "Figure":
-    """The share of each binade, coloured by the loss scale that FP16 needs to keep it, with FP16's limits."""
+    """Return each binade's share, coloured by the scale that FP16 needs for it."""
     exponents = np.arange(len(spectrum.binades)) + row_layout.LOWEST_BINADE
     some = exponents[spectrum.binades > 0]
     low, high = min([_LEAST[0], *some.tolist()]), max([_LEAST[1], *some.tolist()])
@@ -146,7 +149,7 @@ def _bars(exponents: Ints, share: Floats, low: int, high: int, name: str, colour
 
 
 def _limits() -> tuple[list[Layout], list[Layout]]:
-    """FP16's ends, and where they would be below with a loss scale; a binade's bar is around its exponent."""
+    """Return FP16's ends, and where they would be with a loss scale."""
     marks = [
         (FP16.quantum_exponent - shift, words, "solid" if shift == 0 else "dot")
         for shift, words in zip(SHIFTS, ("FP16's least", "at 8", "at 32K"), strict=True)
@@ -221,14 +224,17 @@ def measure_with(bench: Bench, setup: Setup) -> Measured:
 
 
 def foretold(wide: Job, narrow: Job) -> dict[str, float]:
-    """What the first step's FP32 record says that FP16 at scale 8 loses, and what it lost: the weights are the same."""
+    """Return FP16's loss at scale 8 as foretold by FP32's first step, and the error.
+
+    The weights of both first steps are the same.
+    """
     record = whole_spectrum(Run(wide.run), slice(0, 1))
     said = record.fit("fp16", shift=SHIFTS[1]).lost.estimate
     return {"foretold": said, "foretold_off": abs(lost(View(Run(narrow.run), 0))["lost"] - said)}
 
 
 def small_updates(jobs: Sequence[Job], setup: Setup) -> float:
-    """Of all nonzero gradients of weights, the part below 2^-24 when multiplied by the learning rate."""
+    """Return the part of nonzero weight gradients below 2^-24 times the rate."""
     small, all_of_them = 0.0, 0
     for job in jobs:
         for step, _, _, spectrum in Run(job.run).spectra("gradients"):
@@ -238,7 +244,10 @@ def small_updates(jobs: Sequence[Job], setup: Setup) -> float:
 
 
 def claims(numbers: Numbers) -> tuple[Claim, ...]:
-    """What the experiment says. A bound on a mean over seeds is one that it keeps with 95 %."""
+    """Return the experiment's claims.
+
+    A bound on a mean over seeds is one that it keeps with 95 %.
+    """
     return (
         *of_rows(_of_zeros(numbers), "N3", "X3"),
         *of_rows(_of_values(numbers), "N3"),
@@ -319,7 +328,10 @@ def _of_trainings(numbers: Numbers) -> tuple[Claim, ...]:
 
 
 def said(numbers: Numbers, larger: int | None) -> tuple[str, ...]:
-    """What was found; `larger`: by how many powers of two gradients would have to be larger for the published band."""
+    """Return the findings in sentences.
+
+    `larger`: powers of two by which gradients would have to be larger for the published band.
+    """
     fp32, eight = numbers["fp32"], numbers["fp16-8"]
     held = (
         f"In FP32 {percent(fp32['zero'], 1)} of the activation gradients are zero. Of the others FP16 would lose "

@@ -1,4 +1,4 @@
-"""Experiment `layerwise` (T7): a scale per layer against one scale, constant or adaptive, on the small detector.
+"""Experiment `layerwise` (T7): a scale per layer against one, on a small detector.
 
 The detector of `gradients`, whose loss is brought 2^7 lower still: divided by all default boxes, as where nobody
 divides by those that match, of which there are some 2^7 times fewer. Static scales then have to be tried; the others
@@ -40,7 +40,7 @@ from plimsoll_lab.study import Experiment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """By tensor: the powers of two at which nothing overflows and less than 1 % is lost; None where no one serves."""
+    """Usable scales of each tensor: no overflow and under 1 % lost; None without any."""
 
     windows: dict[str, tuple[int, int] | None]
 
@@ -65,7 +65,7 @@ class Spans:
 
 
 def spans_of(run: Run) -> Spans:
-    """Of all activation gradients of a run in FP32, each tensor's added up over its steps."""
+    """Return an FP32 run's activation gradients, added up over steps by tensor."""
     whole: dict[str, Spectrum] = {}
     for _, _, name, spectrum in run.spectra(COLLECTION):
         if counted(name):
@@ -117,7 +117,7 @@ def measure_with(bench: Bench, setup: Setup) -> Measured:
 
 
 def numbers_of_all(by_kind: Jobs) -> dict[str, dict[str, float]]:
-    """Of each kind, over its seeds: also beside the best static scale, and how soon it is near FP32's last loss."""
+    """Return each kind's numbers over seeds, against the best static scale and FP32."""
     numbers = {name: over_seeds(these, by_kind["fp32"]) for name, these in by_kind.items()}
     best = best_static(numbers)
     ends = [_NEAR * float(smoothed(Run(job.run))[1][-1]) for job in by_kind["fp32"]]
@@ -145,7 +145,10 @@ def _training(job: Job, numbers: Mapping[str, float]) -> Training:
 
 
 def claims(numbers: Numbers) -> tuple[Claim, ...]:
-    """What the experiment says. A bound on a mean over seeds is one that it keeps with 95 %."""
+    """Return the experiment's claims.
+
+    A bound on a mean over seeds is one that it keeps with 95 %.
+    """
     best, worst = best_static(numbers), _worst_static(numbers)
     return (
         Claim("static-has-to-be-tried", "the worst static scale of the four ends behind the best",
@@ -183,7 +186,10 @@ def _title(name: str) -> str:
 
 
 def _width(numbers: Mapping[str, float]) -> float:
-    """How far the highest scale that serves all layers lies above the lowest; NaN where none does."""
+    """Return the binades between the lowest and the highest scale that serve all.
+
+    NaN where none does.
+    """
     return numbers.get("window_high", float("nan")) - numbers.get("window_low", float("nan"))
 
 
@@ -203,7 +209,7 @@ def _row(title: str, numbers: Mapping[str, float]) -> str:
 
 
 def _serves(numbers: Numbers) -> str:
-    """Which kinds are as good as the best static scale, and which are not."""
+    """Return which kinds are as good as the best static scale, and which are not."""
     good = [_title(name) for name in _ADAPTIVE if numbers[name]["of_best_high"] <= _AS_GOOD]
     bad = [_title(name) for name in _ADAPTIVE if numbers[name]["of_best_high"] > _AS_GOOD]
     best, worst = best_static(numbers), _worst_static(numbers)
@@ -215,7 +221,7 @@ def _serves(numbers: Numbers) -> str:
 
 
 def _windows(fp32: Mapping[str, float]) -> str:
-    """What the spectra say of one scale for all layers."""
+    """Return what the spectra show of one scale for all layers."""
     if "window_low" not in fp32:
         return (
             f"No single scale serves all {fp32['tensors']:.0f} tensors: {fp32['no_scale_serves']:.0f} have none at all."

@@ -1,8 +1,8 @@
-"""Experiment `levels` (X5, X7): O0 to O3 on a small network with batch norm, and what the loss scale does there.
+"""Experiment `levels` (X5, X7): O0 to O3 on a small network with batch norm.
 
-Every training of a seed begins with the same weights and sees the same pictures. Levels are compared by accuracy on
-pictures held out, over several seeds; the loss scales by what FP16 loses of the gradients of activations, and by what
-comes of it.
+Loss scales are compared there too. Every training of a seed begins with the same weights and sees the same pictures.
+Levels are compared by accuracy on pictures held out, over several seeds; the loss scales by what FP16 loses of the
+gradients of activations, and by what comes of it.
 
 What FP16 needs to lose gradients is stated, not hidden: the training is one device's share of a step over 2,048 of
 them, so that the loss is divided by that number (and SGD's learning rate multiplied, which changes nothing in FP32).
@@ -74,7 +74,7 @@ def classes_of(captions: Tensor) -> Tensor:
 
 
 class SmallNet(nn.Module):
-    """Three convolutions, each with batch norm, ReLU and pooling; the mean over places; a linear layer."""
+    """Three convolutions with batch norm, ReLU and pooling; a mean; a linear layer."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class SmallNet(nn.Module):
 
 
 def loss_of(scores: Tensor, classes: Tensor) -> Tensor:
-    """The mean cross-entropy, in FP32 (N6): of FP16 scores torch's own lists would round the logarithms to FP16."""
+    """Return the FP32 mean cross-entropy (N6): FP16 would round the logarithms."""
     return nn.functional.cross_entropy(scores.float(), classes)
 
 
@@ -102,7 +102,7 @@ _MOVING = frozenset(("_to_copy", "detach", "expand", "permute", "t", "transpose"
 
 
 class _Heard(TorchDispatchMode):
-    """The dtypes of what each operation computes from: the first floating tensor that it is given."""
+    """Mode that notes each operation's dtype: its first floating tensor's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class _Heard(TorchDispatchMode):
 
 
 def operations_at(level: str, policy: Policy | None = None, *, width: int = 8) -> Dtypes:
-    """Each operation of the small network's forward and loss, and the dtypes that it runs in."""
+    """Return each operation of the network's forward and loss, with its dtypes."""
     model = SmallNet(width).to("meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pixels = torch.empty(4, 3, 32, 32, device="meta")
@@ -187,7 +187,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A way to train: `scale` is a constant loss scale, None for the level's own; `policy` changes the lists.
+    """A way to train: constant `scale`, None for the level's; `policy` for lists.
 
     `watched`: the first seed's training leaves the spectra of its tensors, and not its losses alone.
     """
@@ -225,7 +225,7 @@ _BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 def trained(task: Task) -> None:
-    """Trains what a task of `to_task` says: from the weights and on the pictures of its seed, whatever the level."""
+    """Train as a task of `to_task` says, from its seed's weights and pictures."""
     kind, setup, device = _BY_NAME[task["kind"]], Setup(**task["setup"]), task["device"]
     torch.manual_seed(task["seed"])
     model = SmallNet(setup.width).to(device)
@@ -249,7 +249,7 @@ def trained(task: Task) -> None:
 
 
 def _accuracy(loop: Loop, seed: int, setup: Setup, device: str) -> Tensor:
-    """The part of the pictures held out that the model classifies right, in the level's own arithmetic."""
+    """Return the accuracy on held-out pictures, in the level's own arithmetic."""
     pictures = make_pictures(seed, _HELD_OUT_AT, setup.held_out, device)
     right = torch.zeros((), device=device)
     with loop.evaluate() as model:
@@ -283,7 +283,7 @@ def to_task(kind: Kind, seed: int, run: Path, setup: Setup, device: str, *, watc
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     told: dict[str, Any] = asdict(setup)
     return {**told, "device": device, "fp16": "emulated" if device == "cpu" else "the device's own"}
 
@@ -298,7 +298,9 @@ def accuracies(runs: Sequence[Path]) -> tuple[float, ...]:
 
 
 def behind(these: Sequence[float], those: Sequence[float]) -> float:
-    """By how much the first are behind the second at most, with 95 %; NaN of a single pair, which shows no spread.
+    """Return how much the first are behind the second at most, with 95 %, or NaN.
+
+    NaN of a single pair, which shows no spread.
 
     >>> round(behind([0.90, 0.91, 0.92], [0.91, 0.92, 0.93]), 6)
     0.01
@@ -311,7 +313,7 @@ def behind(these: Sequence[float], those: Sequence[float]) -> float:
 
 
 def judged(kind: Kind, run: Path, fp32: float) -> Training:
-    """What became of a watched training; `fp32`: the accuracy of that seed in FP32."""
+    """Judge a watched training; `fp32`: the accuracy of that seed in FP32."""
     view = View(Run(run))
     findings = tuple(diagnose(view))
     (accuracy,) = accuracies([run])
@@ -325,7 +327,10 @@ def judged(kind: Kind, run: Path, fp32: float) -> Training:
 
 
 def formats(run: Run) -> dict[str, float]:
-    """How many outputs of convolutions, weights and norms' parameters the run recorded in 16 bits, and in FP32."""
+    """Return the numbers of tensors that the run recorded in 16 bits, and in FP32.
+
+    They are outputs of convolutions, weights and norms' parameters.
+    """
     step = run.steps[-1]
     found: dict[str, float] = {}
     for name in run.tensors["activations"]:
@@ -385,13 +390,16 @@ def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
 
 
 def runs_of(kind: Kind, bench: Bench, setup: Setup) -> list[Path]:
-    """The folder of each training of a kind: the first is `bench.seed`'s, and watched if the kind is."""
+    """Return each training's folder of a kind: `bench.seed`'s first, maybe watched."""
     seeds = setup.seeds if kind in OF_LEVELS else 1
     return [bench.runs / (kind.name if number == 0 else f"{kind.name}-seed-{number}") for number in range(seeds)]
 
 
 def claims(found: Accuracies, numbers: Numbers, ran: Mapping[str, Dtypes]) -> tuple[Claim, ...]:
-    """What the experiment says, of accuracies by kind, numbers of the watched trainings, and operations that ran."""
+    """Return the experiment's claims.
+
+    They speak of accuracies by kind, numbers of the watched trainings, and operations that ran.
+    """
     return (
         *of_rows(_of_levels(found), "X5", "X7"),
         *of_rows(_of_formats(numbers, ran), "X5"),
@@ -469,7 +477,10 @@ _LISTED = {
 
 
 def astray(ran: Dtypes, lists: OperationLists, low: torch.dtype = torch.float16) -> float:
-    """How many operations ran in another dtype than their list's; one that is on none may run in any."""
+    """Return the number of operations that ran in another dtype than their list's.
+
+    One that is on none may run in any.
+    """
     expected = {"low": frozenset({low}), "high": frozenset({torch.float32})}
     places = {name: lists.of(_LISTED.get(name, name)) for name in ran}
     return float(sum(place in expected and ran[name] != expected[place] for name, place in places.items()))

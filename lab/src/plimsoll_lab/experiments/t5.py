@@ -1,8 +1,9 @@
-"""Experiment `t5` (T9): a deep encoder whose residual stream passes 65,504, with clamps and without.
+"""Experiment `t5` (T9): an encoder whose residual stream passes 65,504, clamped.
 
-Four trainings from the same weights on the same batches (`model` says what makes the stream so large): FP16, FP16
-with every branch's output clamped to the format's largest value, BF16, and FP32. FP16 here is that of a model that is
-16 bits wide (`fp16-master`): the residual stream itself is. Under autocast it would stay in FP32.
+It is trained without clamps too. Four trainings from the same weights on the same batches (`model` says what makes the
+stream so large): FP16, FP16 with every branch's output clamped to the format's largest value, BF16, and FP32. FP16 here
+is that of a model that is 16 bits wide (`fp16-master`): the residual stream itself is. Under autocast it would stay in
+FP32.
 
 The FP32 training's weights are then run forward in all four, on the same held-out rows: what clamping does to outputs.
 """
@@ -51,7 +52,7 @@ class Attention(nn.Module):
         self.out = _linear(width, width, 1 / math.sqrt(width))
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """The same shape, (batch, tokens, width); `bias`: of the scores, (heads, tokens, tokens)."""
+        """Return the same shape (batch, tokens, width); `bias` is (heads, tokens, tokens)."""
         size, length, width = x.shape
         seen = self.norm(x).to(self.query.weight.dtype)
         q, k, v = (
@@ -112,7 +113,7 @@ class Encoder(nn.Module):
 
 
 def batch_of(seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
-    """Random tokens, a third of each row overwritten with one of them; that one is what every place has to say."""
+    """Return rows of random tokens, a third of each the same token: the answer."""
     generator = torch.Generator().manual_seed((seed + 1) * 1_000_003 + step)
     tokens = torch.randint(VOCABULARY, (size, LENGTH), generator=generator)
     frequent = torch.randint(VOCABULARY, (size, 1), generator=generator)
@@ -192,7 +193,7 @@ def task_of(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str) -> T
 
 
 def trained(task: Task) -> Mapping[str, Any]:
-    """Trains what a task says; tells the loss and accuracy on held-out rows, and more of some kinds.
+    """Train as a task says; return held-out loss, accuracy, and some kinds' more.
 
     Without clamps in FP16: `fault`, which operation of which module gave the first Inf. In FP32: what other formats
     make of the same trained weights, forward only.
@@ -239,7 +240,7 @@ def _on(device: str, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def _clamps(model: nn.Module, *, on: bool) -> Generator[Any]:
-    """Clamps what every branch returns, as transformers' T5 does; yields what tells how many values were clamped."""
+    """Clamp branches' outputs as transformers' T5 does; yield a counter of clamps."""
     if not on:
         yield dict
         return
@@ -335,7 +336,7 @@ def judged(kind: Kind, setup: Setup, path: Path, said: Mapping[str, Any]) -> Tra
 
 
 def measured(run: Run, view: View, setup: Setup, findings: tuple[Finding, ...]) -> dict[str, float]:
-    """By name: when the loss was first not finite, what was skipped since, when that was told, and sizes."""
+    """Return numbers by name: first broken loss, skips since, findings, sizes."""
     steps, loss = run.scalars("loss")
     broken = steps[~np.isfinite(loss)]
     overflow_at = float(broken[0]) if len(broken) else math.inf
@@ -352,12 +353,12 @@ def measured(run: Run, view: View, setup: Setup, findings: tuple[Finding, ...]) 
 
 
 def layers_of(setup: Setup) -> tuple[str, ...]:
-    """What each branch returns, from the first to the last: the residual stream."""
+    """Return the outputs of the branches, first to last: the residual stream."""
     return tuple(f"layers.{n}.{branch}:output" for n in range(setup.layers) for branch in ("attention", "feed_forward"))
 
 
 def overflowing(run: Path, setup: Setup) -> dict[str, int]:
-    """In FP16, the places of the residual stream that would overflow, with at how many samples; judged by a run."""
+    """Return the places of the residual stream that would overflow FP16, with counts."""
     answer = whatif(run, "fp16", shift=0, collection="activations")
     found: dict[str, int] = {}
     for name in layers_of(setup):
@@ -368,7 +369,7 @@ def overflowing(run: Path, setup: Setup) -> dict[str, int]:
 
 
 def _largest(run: Run, setup: Setup, step: int) -> float:
-    """The largest magnitude of the residual stream at a step; Inf where there are infinite values."""
+    """Return the residual stream's largest magnitude at a step, or Inf."""
     found = 0.0
     for name in layers_of(setup):
         spectrum = run.spectrum("activations", name, step)
@@ -408,7 +409,10 @@ def claims(
     forward: Mapping[str, Numbers],
     foretold: Mapping[str, int],
 ) -> tuple[Claim, ...]:
-    """What the experiment says: of the trainings in the order of `KINDS`, and of the same weights run forward."""
+    """Return the experiment's claims.
+
+    They are of the trainings in the order of `KINDS`, and of the same weights run forward.
+    """
     fp16, clamped, bf16, fp32 = numbers
     return (
         *_of_overflow(setup, fp16, fault),
@@ -484,14 +488,17 @@ def _of_training(clamped: Numbers, bf16: Numbers, fp32: Numbers) -> tuple[Claim,
 
 
 def _is_sum(setup: Setup, fault: Mapping[str, str]) -> bool:
-    """Whether it is an addition to the stream: in a branch, and of its shape (scores get a bias added too)."""
+    """Return True for an addition to the stream: in a branch, and of its shape.
+
+    Scores get a bias added too.
+    """
     added = fault.get("operation", "").startswith("aten.add") and fault.get("kind") == "inf"
     whole = fault.get("shape") == f"{setup.batch}x{LENGTH}x{setup.width}"
     return added and whole and _place(fault) in layers_of(setup)
 
 
 def _place(fault: Mapping[str, str]) -> str:
-    """What the module of the fault returns, by its name in a run; empty where there is none."""
+    """Return the output of the fault's module by its name in a run, or ""."""
     return f"{fault['module']}:output" if fault.get("module") else ""
 
 

@@ -1,9 +1,10 @@
-"""Experiment `techniques` (N1, N4): an LSTM language model in FP16, with each of the three techniques left out in turn.
+"""Experiment `techniques` (N1, N4): an LSTM in FP16 without each of three.
 
-The level is `fp16-master`: FP16 weights and tensors, products summed in FP32, a dynamic loss scale, FP32 masters. Left
-out are, one at a time, the loss scale (it stays at 1), the masters (each step's weights are rounded to FP16, and the
-next begins there), and the wide sums (every product of the forward and the backward is summed in FP16, four at a time,
-as the first tensor cores can). All see the same batches as FP32, from the same weights.
+Each technique is left out in turn. The level is `fp16-master`: FP16 weights and tensors, products summed in FP32, a
+dynamic loss scale, FP32 masters. Left out are, one at a time, the loss scale (it stays at 1), the masters (each step's
+weights are rounded to FP16, and the next begins there), and the wide sums (every product of the forward and the
+backward is summed in FP16, four at a time, as the first tensor cores can). All see the same batches as FP32, from the
+same weights.
 
 What a small model needs for this is stated, not hidden. Without a loss scale FP16 fails if a step is large: a micro-
 batch's loss is its share of a mean over 2^19 characters (`training`). Without masters it is the small updates
@@ -44,7 +45,7 @@ _LENGTH, _WIDTH, _COLUMNS = 16, 64, 16
 
 
 def error_of_sums(length: int, seed: int) -> float:
-    """The root mean square of the error over that of the sums, over the most frequent symbols' rows of the gradient."""
+    """Return the relative root mean square error of FP16 sums of that length."""
     states, gradients = _operands(length, seed)
     exact = gradients.T.double() @ states.double()
     with emulate("fp16", lists=None, accumulate="fp16", chunk=CHUNK):
@@ -53,7 +54,10 @@ def error_of_sums(length: int, seed: int) -> float:
 
 
 def _operands(length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """FP16 operands: states (length, width) and gradients of scores (length, symbols), at a sound loss scale."""
+    """Return FP16 states (length, width) and score gradients (length, symbols).
+
+    Gradients are at a sound loss scale.
+    """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = Language(width=_WIDTH, layers=1)
@@ -159,7 +163,7 @@ def loss_of(model: Language, batch: Batch, device: str) -> Tensor:
 
 
 def train(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str) -> None:
-    """Trains from the same weights and batches as every other kind of that seed, and leaves the run."""
+    """Train from the weights and batches of the seed, and leave the run."""
     torch.manual_seed(seed)
     model = Language(width=setup.width, layers=setup.layers).to(device)
     # Gradients that are divided by a number make the same steps if epsilon is too.
@@ -198,21 +202,21 @@ def _step(loop: Loop, model: Language, kind: Kind, setup: Setup, record: Watch, 
 
 
 def forget_masters(loop: Loop) -> None:
-    """Makes the FP16 weights all that there is: what their rounding has cut off of the step is gone."""
+    """Make FP16 weights the only ones: what rounding cut off a step is gone."""
     masters = loop.optimizer
     assert isinstance(masters, MasterWeights)
     masters.take_model_weights()
 
 
 def _sums(kind: Kind) -> "contextlib.AbstractContextManager[object]":
-    """Around the forward, beside the level's arithmetic: products that are summed in FP16, or nothing."""
+    """Return a context of the forward with products summed in FP16, or nothing."""
     if kind.wide_sums:
         return contextlib.nullcontext()
     return emulate("fp16", lists=None, accumulate="fp16", chunk=CHUNK)
 
 
 def _held_out(loop: Loop, model: Language, setup: Setup, device: str) -> Tensor:
-    """Bits per character of the text that is held out; its sums are FP32's in every kind."""
+    """Return bits per character of held-out text, with FP32's sums in every kind."""
     with loop.evaluate():
         batch = held_out_batch(standard_library(), pieces=setup.held_out, length=setup.length)
         return loss_of(model, batch, device) / math.log(2.0)
@@ -230,7 +234,7 @@ def task_of(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str) -> T
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     fp16 = "emulated" if device == "cpu" else "the device's own"
     text = standard_library().sha256
     return {**setup.to_dict(), "device": device, "fp16": fp16, "fp16_sums": "emulated", "text_sha256": text}
@@ -293,14 +297,17 @@ def _verdict(numbers: Mapping[str, float], reference: Run) -> str:
 
 
 def beside(curve: Floats, reference: Floats) -> dict[str, float]:
-    """How a curve lies beside FP32's, batch by batch: in its first and its last eighth, and where it is furthest."""
+    """Compare a curve with FP32's, batch by batch.
+
+    The ratios are those of its first and its last eighth, and the furthest one.
+    """
     eighths = np.array_split(curve / reference, min(8, len(curve)))
     ratios = [float(part.mean()) for part in eighths]
     return {"ratio_first": ratios[0], "ratio_last": ratios[-1], "furthest": largest(abs(each - 1) for each in ratios)}
 
 
 def unmoved(run: Run, since: int) -> float:
-    """Of the weights that were to move, the part that was the same after the step, at the low rate."""
+    """Return the part of the weights with a gradient that did not move."""
     shares: list[float] = []
     weights: list[float] = []
     for name in run.tensors["updates"]:
@@ -313,7 +320,10 @@ def unmoved(run: Run, since: int) -> float:
 
 
 def claims(setup: Setup, numbers: Numbers, sums: Mapping[int, float]) -> tuple[Claim, ...]:
-    """What the experiment says, with the numbers of the five trainings and the error of sums by their length."""
+    """Return the experiment's claims.
+
+    They are of the numbers of the five trainings, and of the error of sums by their length.
+    """
     return (
         *of_rows(_of_curves(numbers), "N1", "N4"),
         *of_rows((*_of_updates(setup, numbers), *_of_sums(numbers, sums)), "N1"),

@@ -1,4 +1,4 @@
-"""Experiment `underflow` (T5, T6): how many layers' gradients underflow, over time, and whether that is seen early.
+"""Experiment `underflow` (T5, T6): layers that underflow over time, seen early.
 
 A small CLIP and a small one-stage detector, each in FP16 with the stock scaler and in BF16, on the same weights and
 batches, without hard batches: nothing goes wrong, and the scale stays high. What a layer, its underflow and the rate
@@ -76,12 +76,12 @@ class Setup:
 
     @property
     def early(self) -> int:
-        """How many steps are done when the early verdict is given."""
+        """Number of steps after which the early verdict is given."""
         return self.steps // 9
 
     @property
     def every(self) -> int:
-        """How many steps lie between two samples, each of which is a shadow step."""
+        """Number of steps between two samples, each of which is a shadow step."""
         return max(1, self.steps // _SAMPLES)
 
     def to_dict(self) -> dict[str, object]:
@@ -90,7 +90,7 @@ class Setup:
 
 
 def setup_for(steps: int | None, *, full: bool) -> Setup:
-    """The sizes for that many steps of each training; `full` trains for the 9,000 of the evidence, from three seeds.
+    """Return sizes for so many steps; `full`: the evidence's 9,000, three seeds.
 
     In a short training the warm-up is shorter too: most of its early part is behind it.
     """
@@ -126,7 +126,7 @@ BY_NAME = {kind.name: kind for kind in KINDS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One training; of a seed, all precisions begin with the same weights and see the same batches."""
+    """One training; precisions of a seed share weights and batches."""
 
     kind: Kind
     seed: int
@@ -161,7 +161,7 @@ def train(job: Job, setup: Setup, device: str) -> None:
 
 @contextmanager
 def _loop(job: Job, setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> Generator[Any]:
-    """The training step, watched. Every sample is a shadow step: in BF16 too zeros that FP32 lacks are counted."""
+    """Watch a training step; shadow samples count zeros that FP32 lacks in BF16 too."""
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / setup.warmup))
     scaler = torch.amp.GradScaler(device) if job.kind.precision == "amp-fp16" else None
     collect = ("gradients", "activation_gradients")
@@ -191,7 +191,7 @@ def _clip(setup: Setup, seed: int, device: str) -> _Made:
 
 
 def captioned(seed: int, step: int, size: int, mismatched: float) -> Batch:
-    """The batch of that step, in which about such a share of the captions is of other pictures."""
+    """Return the step's batch, with a share of captions of other pictures."""
     batch, others = (make_batch(seed, at, size) for at in (step, _OTHERS + step))
     generator = torch.Generator().manual_seed(100_003 * seed + _OTHERS + step)
     wrong = torch.rand(size, 1, generator=generator) < mismatched
@@ -213,7 +213,7 @@ _NETWORKS: Mapping[Network, Callable[[Setup, int, str], _Made]] = {"clip": _clip
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     fp16 = "emulated" if device == "cpu" else "the device's own"
     return {**setup.to_dict(), "early": setup.early, "every": setup.every, "device": device, "fp16": fp16}
 
@@ -228,7 +228,7 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rate:
-    """Steps; at each the share of layers that underflow, and the part of all layers' gradients that is lost."""
+    """Share of layers that underflow by step, and the part of gradients that is lost."""
 
     steps: Ints
     layers: Floats
@@ -240,14 +240,14 @@ class Rate:
         return Rate(steps=self.steps[there], layers=self.layers[there], lost=self.lost[there])
 
     def rise(self) -> float:
-        """By how much the trend of the layers' share rises; 0 where it is not sure that it moves, NaN of too few."""
+        """Return the rise of the layers' share; 0 if not sure, NaN of too few."""
         found = trend(self.steps, self.layers)
         if found is None:
             return math.nan
         return found.end - found.start if found.confidence >= SURE else 0.0
 
     def rise_seen(self) -> float:
-        """The first step by which it is sure that the rate rises by more than 1 % of the layers; NaN if it never is."""
+        """Return the first step at which a rise of over 1 % of layers is sure, or NaN."""
         for samples in looks(len(self.steps)):
             if self.within(0, int(self.steps[samples - 1]) + 1).rise() > STAY:
                 return float(self.steps[samples - 1])
@@ -276,7 +276,7 @@ def rate(view: View) -> Rate:
 
 
 def early_verdict(seen: Rate) -> Verdict:
-    """What the early rule says of the rate so far."""
+    """Return the early rule's verdict on the rate so far."""
     found = trend(seen.steps, seen.layers)
     if found is None:
         return "watch"
@@ -301,7 +301,7 @@ def judged(job: Job, setup: Setup) -> Training:
 
 
 def measured(view: View, setup: Setup, found: Rate) -> dict[str, float]:
-    """By name: the rate in the early part, at the end and over all; what was lost; the loss; the scale; the verdict."""
+    """Return numbers by name: rates early, last and overall, losses, scale, verdict."""
     early, last = setup.early, setup.steps - setup.steps // PARTS
     verdict = early_verdict(found.within(setup.warmup, early))
     end = found.within(last, setup.steps)
@@ -325,7 +325,10 @@ def measured(view: View, setup: Setup, found: Rate) -> dict[str, float]:
 
 
 def came_true(verdict: Verdict, at_end: float) -> bool:
-    """Whether the rate at the end is what the early verdict meant: sound where it said stay, and not where change."""
+    """Return True if the rate at the end is as the early verdict said.
+
+    Sound for "stay", and not sound for "change".
+    """
     return {"stay": at_end < STAY, "watch": STAY <= at_end <= CHANGE, "change": at_end > CHANGE}[verdict]
 
 
@@ -339,12 +342,12 @@ def _lost_of_parameters(view: View) -> float:
 
 
 def _told_by_rules(view: View) -> int:
-    """How many findings the rules on underflow have made."""
+    """Return the number of findings of the rules on underflow."""
     return len(diagnose(view, rules=["underflow-*"]))
 
 
 def _scale(view: View) -> dict[str, float]:
-    """The loss scale as an exponent, at the beginning and the end, and the batches lost to it; none in BF16."""
+    """Return the scale's exponents, first and last, and lost batches; none in BF16."""
     _, scale = view.scalar("scale")
     if not len(scale):
         return {}
@@ -385,7 +388,10 @@ def jobs_of(bench: Bench, setup: Setup) -> list[Job]:
 
 
 def claims(found: Found) -> tuple[Claim, ...]:
-    """What the experiment says; of several seeds, each claim speaks of the one that speaks most against it."""
+    """Return the experiment's claims.
+
+    Of several seeds, each claim speaks of the one that speaks most against it.
+    """
     sound = [(kind.name, kind.title) for kind in KINDS if kind.name != "clip-fp16"]
     return (
         *of_rows((*_of_clip(found["clip-fp16"]), *_of_others(found, sound)), "T5"),

@@ -1,4 +1,4 @@
-"""Experiment `unit-factors` (U2): the ideal factor of every operation, by formula and by measurement.
+"""Experiment `unit-factors` (U2): operations' ideal factors, and measured ones.
 
 Measured are torch's own operations, on normal inputs and gradients: the factor is one over the scale that comes out.
 The bound is Student's, of the standard error over independent runs, which one of a million sound rows exceeds; to it
@@ -31,7 +31,7 @@ from plimsoll_lab.study import Experiment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direction:
-    """One tensor of an operation: its name, the formula in words, what it gives, and the share that it leaves out."""
+    """A tensor of an operation: name, formula in words, its value, share left out."""
 
     name: str
     formula: str
@@ -41,9 +41,10 @@ class Direction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One operation at one shape: torch's function, the shapes of its tensors; first its output, then each gradient.
+    """One operation at one shape: torch's function, tensors' shapes, directions.
 
-    A direction of None has no factor to measure: a loss, or a norm, that is left as it is.
+    They are first its output, then each gradient. A direction of None has no factor to measure: a loss, or a norm, that
+    is left as it is.
     """
 
     operation: str
@@ -262,7 +263,7 @@ _WIDEST = 0.1  # a bound above this would show nothing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One factor: what the formula gives, what was measured, and how far the two may be apart, as a share."""
+    """One factor: the formula's, the measured one, and their allowed distance."""
 
     case: Case
     direction: Direction
@@ -271,12 +272,12 @@ class Row:
 
     @property
     def off(self) -> float:
-        """How far they are apart, as a share of the formula's."""
+        """The distance of the two factors, as a share of the formula's."""
         return abs(self.measured / self.direction.factor - 1)
 
     @property
     def of_bound(self) -> float:
-        """That, in units of the bound."""
+        """The distance in units of the bound."""
         return self.off / self.bound
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""`perform_all`: every experiment, one after the other; one that fails does not keep the others from being done."""
+"""`perform_all`: every experiment in turn, also after one that fails."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ def perform_all(
     progress: Progress | None = None,
     done: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
-    """Carries out all experiments, or those given: each into a folder of its name, as `perform` does.
+    """Carry out all experiments, or those given, each into a folder of its name.
 
     After each, all outcomes so far go to the folder's ``outcomes.json``. One that raises (what it needs is not
     installed, its folder holds other things) has that as its outcome's `error`, and the next is begun.

@@ -32,7 +32,7 @@ def perform(
     full: bool = False,
     progress: Progress | None = None,
 ) -> Result:
-    """Carries out an experiment: its runs, a report of each, and ``result.json`` go to the folder.
+    """Carry out an experiment: runs, reports and ``result.json`` go to the folder.
 
     - `folder`: new, empty, or one that the same experiment has made before; its former results there are replaced.
     - `seed`: of everything that is random. `device`: "cpu", where FP16 is emulated, or "cuda".

@@ -1,4 +1,4 @@
-"""What a training that is not watched leaves: a run of its numbers alone, no spectra."""
+"""Run of a training that is not watched: its numbers alone, no spectra."""
 
 from pathlib import Path
 from typing import Self
@@ -9,7 +9,7 @@ from plimsoll.runs import RunWriter, Scalars
 
 
 class Unwatched:
-    """In a Watch's place: `log` means what `Watch.log` does; the run is written at the context's end.
+    """In a Watch's place: `log` as `Watch.log`; written at the context's end.
 
     A step begins with the first number whose name the step before has already.
     """

@@ -1,4 +1,4 @@
-"""Many trainings at once: each worker is a process of one thread, which is given one task after the other.
+"""Many trainings at once: workers of one thread, with one task after another.
 
 A task is JSON-able data, and what does it a function by its name ("module:function"), whose answer is JSON-able too. A
 worker is an interpreter that runs this module, and reads tasks as lines of JSON. So it imports nothing of the program
@@ -57,7 +57,7 @@ def carry_out(
     title: str = "trainings",
     done: Callable[[int, Any], None] | None = None,
 ) -> list[Any]:
-    """The answer to each task, in the tasks' order; so many are done at a time, with one worker in this process.
+    """Return the tasks' answers in order; `workers` run at a time, one in-process.
 
     - `function`: "module:function", which is called with one task.
     - `done`: is told of each answer as it comes, with the task's number, in this thread.
@@ -79,7 +79,7 @@ def carry_out(
 
 @contextlib.contextmanager
 def one_thread() -> Generator[None]:
-    """Computes with one of torch's threads inside, and with as many as before afterwards."""
+    """Compute with one of torch's threads inside, and as many as before after it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -149,7 +149,7 @@ def _hired(count: int) -> "Generator[SimpleQueue[_Worker]]":
 
 
 def _handed(free: "SimpleQueue[_Worker]", line: str) -> str:
-    """What the next worker that is free answers; an empty line where it has died."""
+    """Return the next free worker's answer; an empty line where it has died."""
     worker = free.get()
     try:
         worker.tasks.write(line + "\n")

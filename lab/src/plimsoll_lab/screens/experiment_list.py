@@ -1,4 +1,4 @@
-"""What `plimsoll lab` lists: experiments with their outcomes, and the rows of the evidence base with their state."""
+"""The lists of `plimsoll lab`: experiments with outcomes, and rows with states."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,7 +53,7 @@ def list_rows(folder: Path | None, as_json: bool) -> None:
 
 
 def _said(standing: "Standing") -> Text:
-    """The row's sentence; under it its experiments and tests, the claims that do not hold, and what is not measured."""
+    """Return the row's sentence, with its experiments, tests and failed claims."""
     lines = [Text(standing.row.says)]
     shown = [f"lab {name}: {_state(standing.outcomes, name)}" for name in standing.experiments]
     if standing.row.tests:
@@ -68,7 +68,7 @@ def _said(standing: "Standing") -> Text:
 
 
 def _origin(folder: Path | None, listed: "list[Standing]") -> str:
-    """Where the outcomes are from, and when they were made."""
+    """Return where the outcomes are from, and when they were made."""
     dates = sorted({o.date for standing in listed for o in standing.outcomes.values() if o.date})
     made = f", of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
     if folder is not None:

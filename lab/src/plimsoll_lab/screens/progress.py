@@ -1,4 +1,4 @@
-"""How far an experiment has come: bars on a terminal, a plain line for each part elsewhere; on stderr in any case."""
+"""Progress of an experiment, on stderr: bars on a terminal, else plain lines."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""How one experiment's result looks: a screen of trainings, findings, claims and places."""
+"""Screen of one experiment's result: trainings, findings, claims and places."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _MOST_FINDINGS = 3
 
 
 def show(result: "Result", target: Console) -> None:
-    """One screen: the trainings, what was found in the first, the claims, and where everything lies."""
+    """Show one screen: trainings, the first's findings, claims, and places."""
     target.print()
     if result.measured.trainings:
         target.print(_trainings(result.measured.trainings, target))
@@ -64,7 +64,7 @@ def _trainings(trainings: "Sequence[Training]", target: Console) -> Table:
 
 
 def _spark(values: Sequence[float], low: float, high: float, bars: str) -> str:
-    """One sign for each value, by its logarithm between the lowest and the highest of all trainings; Inf is highest."""
+    """Return a sign for each value, by its logarithm in the range; Inf is highest."""
     span = math.log(high / low) or 1.0
     return "".join(
         " " if not value > 0 else bars[min(int(math.log(min(value, high) / low) / span * len(bars)), len(bars) - 1)]

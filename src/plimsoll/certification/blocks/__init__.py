@@ -1,1 +1,1 @@
-"""Block formats: single values in blocks of a known scale, the scales of blocks, and what blocks do to each other."""
+"""Block formats: single values at a known scale, scales, and whole blocks."""

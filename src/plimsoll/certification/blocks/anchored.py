@@ -1,4 +1,4 @@
-"""Single values in blocks whose scale is known: a largest value in front makes it 1 by every rule.
+"""Single values in blocks of known scale: a largest value in front makes it 1.
 
 So a block format's elements are tried like any other cast. In an MX block the anchor is the largest power of two of the
 element format, at which all four rules give the scale 1. In an NVFP4 block it is the largest element. One more row then
@@ -16,7 +16,7 @@ from plimsoll.formats import BlockFormat, Format
 
 
 def element_call(convention: CastConvention, fmt: Format | BlockFormat) -> tuple[Call, float]:
-    """Return a call that rounds each value by itself, and the largest magnitude that it can try."""
+    """Return a call that rounds single values, and the largest magnitude it can try."""
     if not isinstance(fmt, BlockFormat):
         return convention.sized, math.inf
     block, limit = fmt.block, fmt.element.max if fmt.scale.signed else 2.0**fmt.element.max_exponent

@@ -1,4 +1,4 @@
-"""Blocks with adversarial largest magnitudes, in classes that the requirements tell apart."""
+"""Blocks with adversarial largest magnitudes, classed as requirements need."""
 
 import math
 from dataclasses import dataclass
@@ -65,14 +65,14 @@ def _for_powers_of_two(fmt: BlockFormat, info: torch.finfo) -> dict[BlockClass, 
 
 
 def _in_range(fmt: BlockFormat, exponent: int, lowest: int, highest: int) -> bool:
-    """Whether every rule gives a scale in E8M0's range, and elements stay normal in the dtype."""
+    """Return True if each rule's scale is in E8M0's range, with normal elements."""
     scale = exponent - fmt.element.max_exponent
     spread = fmt.element.max_exponent - fmt.element.min_exponent + _TINY + 7
     return scale - 1 >= -126 and exponent - spread > lowest and exponent < highest - 1
 
 
 def _for_a_mantissa(fmt: BlockFormat) -> dict[BlockClass, list[float]]:
-    """Largest magnitudes for an E4M3 scale, under a tensor scale of 1 where there is one."""
+    """Return largest magnitudes for an E4M3 scale, under a tensor scale of 1, if any."""
     scales = fmt.scale.decode(np.arange(1, fmt.scale.max_code + 1))
     ties = (scales[1:] + scales[:-1]) / 2
     quarters = np.concatenate([scales[:-1] + part * (scales[1:] - scales[:-1]) for part in (0.25, 0.75)])
@@ -92,7 +92,7 @@ def _held(values: Values, carrier: str) -> Values:
 
 
 def _filled(largest: Values, fmt: BlockFormat, carrier: str) -> Values:
-    """Return blocks with these largest magnitudes, at changing places and with changing signs, among smaller values."""
+    """Return blocks with these largest magnitudes, among smaller values."""
     count, block = len(largest), fmt.block
     parts = np.resize(_SPREAD, (count, block))
     depth = fmt.element.max_exponent - fmt.element.min_exponent

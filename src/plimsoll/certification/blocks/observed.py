@@ -1,4 +1,4 @@
-"""What a function made of blocks: their values and scales, and the rule that explains the scales."""
+"""Values and scales of a function's blocks, and the rule that explains the scales."""
 
 import math
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class BlockBatch:
 
 
 class BlockTrials:
-    """Calls of a block format's cast or pack with blocks, of whose rounding modes one gives each result."""
+    """Calls of a block format's cast or pack, with the rounding modes to expect."""
 
     def __init__(
         self, convention: CastConvention, fmt: BlockFormat, carriers: list[str], roundings: tuple[Rounding, ...]
@@ -63,7 +63,7 @@ class BlockTrials:
         return self.convention.sized(torch.from_numpy(flat).to(getattr(torch, carrier)).reshape(-1, SIDE))
 
     def rows(self, rows: Values) -> Values:
-        """Return the values that the function makes of blocks in the dtype for single ones."""
+        """Return the values that the function makes of blocks, in single values' dtype."""
         return self.read(rows, self.carrier).values.reshape(-1, self.fmt.block)[: len(rows)]
 
     def rule(self) -> str:
@@ -76,7 +76,10 @@ class BlockTrials:
         return best if shares[best] > 0.5 else "unknown"
 
     def _right(self, batch: BlockBatch, rule: str) -> Mask:
-        """Return which blocks have the scale of a rule, or results that it explains where scales are not visible."""
+        """Return the blocks with a rule's scale, or with results that it explains.
+
+        The results count where scales are not visible.
+        """
         expected = expected_scales(self.fmt, rule, batch.tried.absmax)
         if batch.visible:
             return batch.scales == expected
@@ -111,7 +114,7 @@ class BlockTrials:
         return deviation(largest, expected, shown, note, tried=tried, wrong=wrong)
 
     def clamped(self) -> Outcome:
-        """Return whether elements beyond the largest one, at their block's scale, became the largest one."""
+        """Return whether elements beyond the largest at their scale became the largest."""
         outcome = Outcome(tried=0)
         for batch in self.batches:
             x, scales, of = batch.tried.x, batch.scales, batch.tried.carrier
@@ -126,7 +129,7 @@ class BlockTrials:
         return outcome
 
     def values_in_range(self, rule: str) -> Outcome:
-        """Return whether blocks at the ends of the scale's range have the values that their rule gives."""
+        """Return whether blocks at the scale range's ends have the values of their rule."""
         outcome = Outcome(tried=0)
         for batch in self.batches:
             where = batch.tried.classes == "range"

@@ -1,4 +1,4 @@
-"""Rules for the scale of a block, in exact float64 arithmetic, and the scale that explains a block's results."""
+"""Rules for a block's scale, in exact float64, and the scale behind its results."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ _LARGEST = 127  # exponent of the largest E8M0 scale; the smallest has -127
 
 
 def expected_scales(fmt: BlockFormat, rule: str, absmax: Values) -> Values:
-    """Return the scale that a rule gives blocks of these largest magnitudes, under a tensor scale of 1.
+    """Return a rule's scale for blocks of these magnitudes, at a tensor scale of 1.
 
     Args:
         fmt: The block format.
@@ -58,7 +58,9 @@ RULES = tuple(_MX_RULES)
 
 
 def rule_words(fmt: BlockFormat, rule: str) -> str:
-    """Return the name of a rule. A scale with a mantissa is the nearest one by "floor" and "even", else the next above.
+    """Return the name of a rule; with a mantissa "nearest" or "next above".
+
+    A scale with a mantissa is the nearest one by "floor" and "even", else the next above.
 
     >>> from plimsoll.formats import NVFP4
     >>> rule_words(NVFP4, "floor")
@@ -94,7 +96,7 @@ def explains(
 
 
 def explaining_scales(fmt: BlockFormat, x: Values, y: Values, roundings: tuple[Rounding, ...]) -> Values:
-    """Return for each block a scale that explains its results, under a tensor scale of 1; NaN if there is none."""
+    """Return for each block a scale that explains its results; NaN without one."""
     scales = np.full(len(x), np.nan)
     # What becomes of elements beyond the largest one is the question of another requirement. So a scale that explains
     # all others will do, if none explains these too.

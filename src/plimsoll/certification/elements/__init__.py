@@ -1,1 +1,1 @@
-"""Casts of single values: which are tried, what each should become, and what the function does with them."""
+"""Casts of single values: inputs, conforming results, and the function's results."""

@@ -1,4 +1,4 @@
-"""Inference of what a cast does: how it rounds and overflows, and what becomes of subnormals, zeros, Inf and NaN."""
+"""Inference of a cast: rounding, overflow, subnormals, zeros, Inf and NaN."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ _KNOWN = 0.9  # share of inexact inputs that a rule must explain to be named alt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How a cast rounds."""
+    """The rounding of a cast."""
 
     name: str  # name of the rule, of `IN_WORDS`
     through: str | None = None  # name of a format that inputs are rounded to first, or None
@@ -55,7 +55,7 @@ def rounding_rule(observed: Observed) -> Rule:
 
 
 def _predictions(observed: Observed) -> Iterator[tuple[Rule, Values]]:
-    """Yield each known rule with its results; only those in the range of normal values matter."""
+    """Yield each known rule with its results; only normal values matter."""
     fmt = observed.fmt
     saturate = allowed_saturation(fmt)[0]
     for mode in MODES:
@@ -93,7 +93,7 @@ def facts(observed: Observed, rule: Rule) -> dict[str, object]:
 
 
 def saturates(observed: Observed, where: Mask) -> bool | str:
-    """Return True where overflow gives the largest value, False where it gives Inf (NaN without Inf), or words."""
+    """Return True for overflow to the largest value, False to Inf or NaN, or words."""
     kind = became(observed, where)
     if kind == "largest value":
         return True
@@ -101,7 +101,7 @@ def saturates(observed: Observed, where: Mask) -> bool | str:
 
 
 def became(observed: Observed, where: Mask) -> str:
-    """Return in words what the inputs of a mask became; by sign or bits where these differ."""
+    """Return in words what a mask's inputs became, by sign or bits if these differ."""
     where = where & (True if observed.fmt.signed else ~observed.negative)
     kinds = _kinds(observed)
     positive, negative = (set(kinds[where & side].tolist()) for side in (~observed.negative, observed.negative))
@@ -130,7 +130,7 @@ def _negative_zero(observed: Observed) -> str:
 
 
 def _flushed(observed: Observed, where: Mask) -> str:
-    """Return "kept", or which of the inputs that no rounding takes to zero became zero."""
+    """Return "kept", or which inputs became zero that no rounding takes to zero."""
     # What rounds up to the smallest normal value is one, also where subnormal results are flushed.
     becomes_normal = (observed.fraction > 0) & (observed.upper >= observed.fmt.smallest_normal)
     where = where & (observed.lower > 0) & ~becomes_normal & ~observed.failed

@@ -1,6 +1,7 @@
-"""Inputs of a cast: every 16-bit value, and in FP32 each boundary of the format with its neighbours.
+"""Inputs of a cast: all 16-bit values, and in FP32 the format's boundaries.
 
-A cast is called with all of them, in parts where it refuses some, and with a sample where it is slow.
+Boundaries come with their neighbours. A cast is called with all of them, in parts where it refuses some, and with a
+sample where it is slow.
 """
 
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Inputs:
 
 
 def inputs(fmt: Format, carrier: str, limit: float = np.inf) -> Inputs:
-    """Return what is tried in a dtype: all of it if it has 16 bits, else the format's boundaries.
+    """Return the inputs in a dtype: all of it up to 16 bits, else the boundaries.
 
     Args:
         fmt: The format of the results.
@@ -69,7 +70,7 @@ def inputs(fmt: Format, carrier: str, limit: float = np.inf) -> Inputs:
 
 
 def boundaries(fmt: Format) -> NDArray[np.float32]:
-    """Return the float32 values at which a cast can go wrong, of both signs and without NaN.
+    """Return the float32 values at which a cast can go wrong, of both signs, no NaN.
 
     They are each value of the format, each half-way point, where overflow begins, one float32 step to either side of
     all these, and float32's own ends.
@@ -136,7 +137,10 @@ def _ordinary(tried: Inputs) -> NDArray[np.intp]:
 
 
 def _chosen(caller: Caller, tried: Inputs, fmt: Format) -> tuple[NDArray[np.intp], str]:
-    """The inputs that there is time for, the boundaries of the format first, and a sentence if they are not all."""
+    """Return the inputs that there is time for, boundaries first, and a sentence.
+
+    The sentence is empty if they are all.
+    """
     count = len(tried.bits)
     affordable = caller.affordable(count, _SHARE)
     if affordable >= count:
@@ -158,7 +162,7 @@ def _edges(fmt: Format) -> Values:
 
 
 def _in_parts(call: Call, tried: Inputs, chosen: NDArray[np.intp]) -> Batch:
-    """Call the function with all chosen inputs; where it raises, with one class of them after the other."""
+    """Call the function with the chosen inputs; if it raises, class by class."""
     values = tried.values[chosen]
     y = np.full(len(chosen), np.nan)
     failed = np.zeros(len(chosen), np.bool_)

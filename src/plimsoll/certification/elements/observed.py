@@ -1,4 +1,4 @@
-"""What a function made of the inputs of a cast, next to what the format's codec makes of them."""
+"""The results of a cast, next to those of the format's codec."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,7 +36,7 @@ class Batch:
 
 
 class Observed:
-    """Inputs and results of a cast to an element format, with the neighbours of each input in the format."""
+    """Inputs and results of a cast to an element format, with neighbours of inputs."""
 
     def __init__(self, fmt: Format, batches: list[Batch]) -> None:
         self.fmt = fmt
@@ -65,26 +65,29 @@ class Observed:
 
     @cached_property
     def upper(self) -> Values:
-        """The next magnitude of the format; beyond the largest, the one that would follow it."""
+        """The next magnitude of the format; beyond the largest, the one to follow it."""
         values = self.fmt.decode(np.arange(self.fmt.max_code + 1))
         step = 2.0 ** (self.fmt.max_exponent - self.fmt.mantissa_bits)
         return np.append(values, self.fmt.max + step)[self._code + 1]
 
     @cached_property
     def fraction(self) -> Values:
-        """How far the input lies from `lower` to `upper`, exactly; more than 1 far beyond the largest value."""
+        """The input's exact distance from `lower`, as a fraction of that to `upper`.
+
+        It is more than 1 far beyond the largest value.
+        """
         return (self.magnitude - self.lower) / (self.upper - self.lower)
 
     @cached_property
     def lower_is_even(self) -> Mask:
-        """Whether the code of `lower` is even."""
+        """True where the code of `lower` is even."""
         return self._code % 2 == 0
 
     # ------------------------------------------------------------------------------------------ the classes of inputs
 
     @cached_property
     def in_range(self) -> Mask:
-        """Finite inputs that are neither beyond the largest value, nor below the smallest of a format without zero."""
+        """Finite inputs within the format's range, whose lower end may not be zero."""
         lowest = 0.0 if self.fmt.signed else self.fmt.smallest_normal
         signs = True if self.fmt.signed else ~self.negative
         return self.finite & (self.magnitude <= self.fmt.max) & (self.magnitude >= lowest) & signs
@@ -111,7 +114,7 @@ class Observed:
 
     @cached_property
     def beside_tie(self) -> Mask:
-        """Inputs so near half-way that a rounding to float32's next value, to BF16 or to FP16 moves them onto it."""
+        """Inputs that rounding to float32's next value, BF16 or FP16 moves onto a tie."""
         middle = (self.lower + self.upper) / 2
         exponent = np.maximum(np.frexp(self.magnitude)[1] - 1, -126)
         near = np.abs(self.magnitude - middle) <= np.ldexp(1.0, exponent - 23)
@@ -135,7 +138,7 @@ class Observed:
         return self.finite & (self.magnitude > self.fmt.max) & ~self.top & self._signed
 
     def beyond(self, rounding: Rounding) -> Mask:
-        """Return the finite inputs whose results are decided by the overflow rule of a rounding mode."""
+        """Return the finite inputs that a rounding mode's overflow rule decides."""
         if rounding == "stochastic":  # one spacing beyond the largest value both neighbours are out of range
             return self.overflow & (self.fraction >= 1)
         return self.overflow if rounding.startswith("nearest") else self.finite & (self.magnitude > self.fmt.max)
@@ -153,11 +156,11 @@ class Observed:
     # -------------------------------------------------------------------------------------------------- the comparison
 
     def expected(self, rounding: Rounding, saturate: bool) -> Values:
-        """Return what the codec makes of the inputs, as the results' dtypes hold it; NaN for NaN."""
+        """Return the codec's results in the results' dtypes; NaN for NaN."""
         return self._encoded(np.where(self.nan, 0.0, self.x), rounding, saturate, self.nan)
 
     def side_lost(self, saturate: bool) -> Mask:
-        """Return where the result is that of the tie next to the input, and that of the input is another one."""
+        """Return where the result is the neighbouring tie's, and the input's is another."""
         middle = np.copysign((self.lower + self.upper) / 2, self.x)
         tied = self._encoded(middle, "nearest_even", saturate, ~self.beside_tie)
         # A zero may have been flushed: it says nothing of rounding.
@@ -170,7 +173,7 @@ class Observed:
         return self.as_returned(np.where(nan, np.nan, values))
 
     def as_returned(self, values: Values) -> Values:
-        """Return values as they come back in an input's own dtype where that is narrower than the format."""
+        """Return values as an input's own dtype has them, if it is narrower."""
         parts = [values[self.batch == index] for index in range(len(self.batches))]
         narrow = [batch.dtype == batch.carrier for batch in self.batches]
         return np.concatenate(
@@ -186,7 +189,7 @@ class Observed:
         return self.judge(where, right, expected)
 
     def judge(self, where: Mask, right: Mask, expected: Values) -> Outcome:
-        """Return the outcome of a comparison: how many inputs are wrong, and the simplest of them.
+        """Judge a comparison: how many inputs are wrong, and the simplest of them.
 
         Args:
             where: The inputs that are judged.
@@ -206,7 +209,7 @@ class Observed:
         return replace(outcome, refused=error) if np.all(self.failed[wrong]) else outcome
 
     def simplest(self, indices: NDArray[np.intp]) -> int:
-        """Return the input that is shortest to write; among NaN, a quiet one without payload comes first."""
+        """Return the input that is shortest to write; of NaN a quiet one without payload."""
         mantissa_bits = np.array([batch.format.mantissa_bits for batch in self.batches], np.uint64)[self.batch[indices]]
         one = np.uint64(1)
         quiet = one << (mantissa_bits - one)

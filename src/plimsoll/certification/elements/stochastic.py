@@ -1,4 +1,4 @@
-"""Evidence on stochastic rounding: how often each value goes up, from many draws, with a computed bound."""
+"""Evidence on stochastic rounding: shares of upward draws, with a computed bound."""
 
 import math
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Point:
 
     @property
     def chance(self) -> float:
-        """Probability of a count at least as far from the expected one as this, if the rounding is unbiased."""
+        """Probability of a count as far from the expected one, if rounding is unbiased."""
         below, above = (
             stats.binom.cdf(self.ups, self.draws, self.fraction),
             stats.binom.sf(self.ups - 1, self.draws, self.fraction),
@@ -46,7 +46,10 @@ class Point:
 
 
 def varies(call: Call, fmt: Format) -> bool:
-    """Return whether equal values in a tensor are rounded differently, in the finest dtype that the function takes."""
+    """Return whether equal values of a tensor are rounded differently.
+
+    Tries the finest dtype that the function takes.
+    """
     for carrier in _CARRIERS:
         values = [point[0] for point in _wanted(fmt, carrier) if 0 < point[1] < 1 and point[3] == _DRAWS]
         try:
@@ -59,7 +62,7 @@ def varies(call: Call, fmt: Format) -> bool:
 
 
 class Draws:
-    """Draws of all points, made when they are first asked for, by a call that returns values of a format."""
+    """Draws of all points by a call that returns a format's values, made on demand."""
 
     def __init__(self, caller: Caller, call: Call, fmt: Format, carriers: list[str]) -> None:
         self._caller = caller
@@ -84,7 +87,7 @@ class Draws:
 
     @property
     def bound(self) -> float:
-        """Largest difference of a share from its fraction that chance alone gives, by Hoeffding's inequality."""
+        """Largest difference of share and fraction by chance (Hoeffding's inequality)."""
         fewest = min(point.draws for point in self.points)
         return math.sqrt(math.log(2 * len(self.points) / FALSE_ALARM) / (2 * fewest))
 
@@ -106,7 +109,7 @@ class Draws:
         return x, (y == upper).astype(np.float64)
 
     def dependent(self) -> int | None:
-        """Return the distance in the tensor at which draws agree more or less often than chance allows, or None."""
+        """Return the distance at which draws agree too often or too rarely, or None."""
         _, up = self.half_way
         share = float(np.mean(up))
         expected = share**2 + (1 - share) ** 2
@@ -128,7 +131,7 @@ class Draws:
 
 
 def _wanted(fmt: Format, carrier: str) -> list[tuple[float, float, tuple[float, float], int]]:
-    """The values to draw: value, fraction, neighbours, draws. Exact values, then fractions from large to small."""
+    """Return the values to draw: value, fraction, neighbours, draws. Exact ones first."""
     step = math.ldexp(1.0, -fmt.mantissa_bits)
     spare = _CARRIERS[carrier].mantissa_bits - fmt.mantissa_bits  # bits of the carrier below the format's last one
     third = round((1 << min(spare, 12)) / 3) / (1 << min(spare, 12)) if spare > 0 else 0.5

@@ -1,1 +1,1 @@
-"""Calls of the function under test, and its arguments and results in their various conventions."""
+"""Calls of the function under test, in conventions of arguments and results."""

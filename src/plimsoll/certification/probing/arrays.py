@@ -1,4 +1,4 @@
-"""Tensors and arrays to float64 values and back, by the codec: no conversion that might be under test itself."""
+"""Conversion of tensors and arrays to float64 and back, by the codec alone."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,7 +16,7 @@ Values = NDArray[np.float64]
 
 
 class CallFailedError(Exception):
-    """The function raised an error, or returned what cannot be read as a result; the text says which."""
+    """An error of the function, or an unreadable result; the text says which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,9 @@ def read_values(returned: Any) -> Result:
 
 
 def read_codes(returned: Any) -> NDArray[np.int64]:
-    """Return the bit patterns of a tensor or an array: integers as they are, floats of up to 16 bits by their bits.
+    """Return the bit patterns of a tensor or an array.
+
+    They are integers as they are, and floats of up to 16 bits by their bits.
 
     Raises:
         CallFailedError: It has no codes.
@@ -74,7 +76,7 @@ def read_codes(returned: Any) -> NDArray[np.int64]:
 
 
 def format_of_dtype(name: str) -> Format | None:
-    """Return the format of a dtype's name, torch's or ml_dtypes'; None for integers and the like."""
+    """Return the format of torch's or ml_dtypes' dtype name; None for integers."""
     try:
         return get_element(name, "certify")
     except FormatError:
@@ -109,7 +111,7 @@ def to_numpy(tensor: Tensor) -> Any:
 
 
 def held(values: Values, dtype: str) -> Values:
-    """Return values as a dtype holds them: rounded to nearest even, with overflow as its format has it by default."""
+    """Return values in a dtype: to nearest even, with its format's default overflow."""
     fmt = format_of_dtype(dtype)
     if fmt is None or fmt.bits == 64:
         return values

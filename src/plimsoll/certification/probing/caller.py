@@ -1,4 +1,4 @@
-"""Calls of the function under test: contained, timed, and watched for changes of their inputs."""
+"""Calls of the function under test: contained, timed, with inputs checked."""
 
 import contextlib
 import io
@@ -30,7 +30,7 @@ class OutOfTimeError(Exception):
 # The function is somebody else's. What it raises becomes a `CallFailedError`, what it prints and warns of becomes a
 # note, and a changed input is kept as a counterexample. Random generators are restored when the certificate is done.
 class Caller:
-    """The function under test, with tensors on a device and a limit of the time that is checked between calls."""
+    """The function under test, its device, and a time limit checked between calls."""
 
     def __init__(self, function: Callable[..., Any], device: torch.device, seconds: float) -> None:
         self.function = function
@@ -50,13 +50,13 @@ class Caller:
         return self.limit - (time.perf_counter() - self._begin)
 
     def affordable(self, values: int, share: float) -> int:
-        """Return how many of so many values a call may have, to take at most this share of the time left."""
+        """Return how many values a call may have to take at most a share of the time."""
         if self.seconds_per_value * values <= self.remaining * share:
             return values
         return max(0, int(self.remaining * share / self.seconds_per_value))
 
     def __call__(self, *arguments: object) -> Any:
-        """Return the function's result for tensors, which are moved to the device; other arguments go as they are.
+        """Return the function's result for arguments, tensors moved to the device.
 
         Raises:
             CallFailedError: The function raised an error.
@@ -117,7 +117,7 @@ class Caller:
 
 
 def refusal(wanted: str, errors: Mapping[str, str]) -> ArgumentError:
-    """Return the error for a function that is not of its kind, with its own errors by what it was given."""
+    """Return the error for a function that is not of its kind, with its own errors."""
     by_error: dict[str, list[str]] = {}
     for what, error in errors.items():
         by_error.setdefault(error, []).append(what)
@@ -140,7 +140,10 @@ def _first_change(argument: Tensor, old: bytes, new: bytes) -> Counterexample:
 
 @contextlib.contextmanager
 def kept_generators(device: torch.device) -> Generator[None]:
-    """Seed the global generators for the block, and restore them after it: a certificate is the same every time."""
+    """Seed the global generators for the block, and restore them after it.
+
+    So a certificate is the same every time.
+    """
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002  (what functions under test may use)
     # A device without an index is the current one.
     devices = [torch.empty(0, device=device).device] if device.type == "cuda" else []
@@ -156,7 +159,7 @@ def kept_generators(device: torch.device) -> Generator[None]:
 
 
 def _bytes(argument: object) -> bytes | None:
-    """Return all bytes of the memory of an argument, also those between the values that it shows."""
+    """Return all bytes of an argument's memory, also between the values it shows."""
     if isinstance(argument, np.ndarray):
         return argument.tobytes() if argument.nbytes <= _MOST_COMPARED_BYTES else None
     if not isinstance(argument, Tensor):

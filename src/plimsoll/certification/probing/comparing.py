@@ -1,4 +1,4 @@
-"""Comparisons of results: where they are right, how many are wrong, and which input shows it best."""
+"""Comparisons of results: right places, the number wrong, and the best input."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ Place = tuple[int, ...]
 
 
 def same(found: Values, expected: Values) -> Mask:
-    """Return where two arrays are equal; a NaN equals a NaN, and the sign of zero counts."""
+    """Return where two arrays are equal; a NaN equals a NaN, and zero's sign counts."""
     both_nan = np.isnan(found) & np.isnan(expected)
     return both_nan | ((found == expected) & (np.signbit(found) == np.signbit(expected)))
 
@@ -64,7 +64,7 @@ def deviation(
 
 
 def attempted(what: str, check: Callable[[], Outcome]) -> Outcome:
-    """Return the outcome of a check, or a refusal of an input in these words if the function raises an error."""
+    """Return a check's outcome, or a refusal if the function raises an error."""
     try:
         return check()
     except CallFailedError as error:
@@ -72,7 +72,7 @@ def attempted(what: str, check: Callable[[], Outcome]) -> Outcome:
 
 
 def shortest(values: Values, *ties: NDArray[np.generic]) -> int:
-    """Return the index of the value that is shortest to write, the same one every time.
+    """Return the index of the value that is shortest to write, always the same one.
 
     Finite values come first. Of these the ones with the fewest significant bits do, where eight powers of two away
     from 1 count as much as a bit. Then positive ones and the keys in `ties` decide.

@@ -1,4 +1,4 @@
-"""Conventions of a cast or a pack, found by calling it: torch or NumPy, and the parts of a packed result."""
+"""Conventions of a cast or pack, found by calls: torch or NumPy, and packed parts."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast
@@ -32,7 +32,7 @@ HalfOrder = Literal["low", "high"]  # the half byte of the first of two 4-bit co
 
 
 class CastConvention:
-    """Calls of a cast or a pack. A function that takes no matrix of any dtype is an `ArgumentError`."""
+    """Calls of a cast or pack; `ArgumentError` if it takes no matrix of any dtype."""
 
     def __init__(self, caller: Caller, kind: Kind, fmt: Format | BlockFormat) -> None:
         self.caller = caller
@@ -87,7 +87,7 @@ class CastConvention:
         raise refusal(f"a function of one tensor that returns {wanted}", errors)
 
     def _find_half_order(self) -> None:
-        """Read pairs of 4-bit codes as they give the values back, and keep the order of the parts."""
+        """Read pairs of 4-bit codes by the values that they give, and keep their order."""
         x = _exact_matrix(SIDE, self.carrier)
         returned = self.caller(x)
         right: dict[HalfOrder, int] = {}
@@ -194,7 +194,7 @@ def _role(part: Any, fmt: BlockFormat, shape: tuple[int, ...]) -> Role | None:
 
 
 def _halves(element: Format, shape: tuple[int, ...]) -> int:
-    """Return the number of bytes of codes packed in pairs, -1 for formats of another width."""
+    """Return the number of bytes of codes in pairs, -1 for formats of other widths."""
     if element.bits != 4 or not shape:
         return -1
     return int(np.prod(shape[:-1], dtype=np.int64)) * -(-shape[-1] // 2)
@@ -214,12 +214,12 @@ def _one_a_value(
 
 
 def _is_pairs(codes: NDArray[np.int64], shape: tuple[int, ...]) -> bool:
-    """Whether as many bytes as values hold pairs all the same: rows of one value each."""
+    """Return True if as many bytes as values hold pairs: rows of one value each."""
     return bool(shape) and shape[-1] == 1 and bool((codes > 15).any())
 
 
 def _scales(part: Any, fmt: BlockFormat, shape: tuple[int, ...]) -> Values:
-    """Return the scales as values: integers are codes, floats of more than 8 bits are the values themselves."""
+    """Return scales as values: integers are codes, floats over 8 bits are values."""
     dtype = str(getattr(part, "dtype", ""))
     is_code = dtype.removeprefix("torch.") in ("uint8", "int8") or (
         isinstance(part, Tensor) and part.dtype.itemsize == 1

@@ -1,1 +1,1 @@
-"""Sums and matrix products: the order of their additions, the accumulator's width, and the results."""
+"""Sums and matrix products: order of additions, accumulator's width, results."""

@@ -1,4 +1,4 @@
-"""Findings on a sum or a product: its order of additions, and the width and rounding of its accumulator."""
+"""Findings on a sum or product: order, and the accumulator's width and rounding."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,7 +71,7 @@ class Reduction:
 
     @cached_property
     def order(self) -> Order:
-        """The order of additions, of the longest sum that shows one and that there is time for."""
+        """The order of additions of the longest sum that shows one, as time allows."""
         lengths = [length for length in LENGTHS[self.reducer.kind] if self._affordable(length)]
         best_order = Order(tree=None, words="not tried: a call takes too long", length=LENGTHS[self.reducer.kind][-1])
         for length in lengths:
@@ -97,7 +97,7 @@ class Reduction:
 
     @cached_property
     def widths(self) -> list[Width]:
-        """Accumulators of the smallest, a middle and the largest partial sum that another one follows.
+        """Accumulators of a small, a middle and a large partial sum that another follows.
 
         Without a tree it is that of the first two terms, with the last one after them, as in most orders.
         """
@@ -131,7 +131,10 @@ class Reduction:
 
     @cached_property
     def overflows_early(self) -> bool | None:
-        """Whether a partial sum of 2**16 overflows; None where the format or the result has no 2**15."""
+        """True if a partial sum of 2**16 overflows.
+
+        None where the format or the result has no 2**15.
+        """
         if min(self.reducer.highest, self.reducer.result_format.max_exponent) < 15:
             return None
         half = 2.0**15
@@ -139,7 +142,7 @@ class Reduction:
 
     @cached_property
     def compensated(self) -> bool:
-        """Whether many terms of a quarter of the last place count although each is lost by itself."""
+        """True if many quarters of the last place count, although each alone is lost."""
         tree, width, length = self.order.tree, self.widths[0], self.order.length
         # Only of a sum that adds one term after another: in others small terms meet each other first.
         if tree is None or width.open or not is_chain(tree):
@@ -151,7 +154,10 @@ class Reduction:
 
     @cached_property
     def exact_products(self) -> bool | None:
-        """Whether products enter the sum unrounded; None where the accumulator holds every product."""
+        """True if products enter the sum unrounded.
+
+        None where the accumulator holds every product.
+        """
         narrowest = min(self.widths, key=lambda width: width.bits)
         mantissa = self.reducer.fmt.mantissa_bits
         if self.reducer.kind != "matmul" or narrowest.open or narrowest.bits > 2 * mantissa:
@@ -177,7 +183,7 @@ class Reduction:
         return facts_by_name | {"takes": self.reducer.dtype, "returns": self.reducer.result}
 
     def accumulator_words(self) -> str:
-        """Return the accumulator in words: one format, or one for each size of partial sums."""
+        """Return the accumulator in words: one format, or one for each size of sums."""
         names = [(self._named(width), width.terms) for width in self.widths]
         if len({name for name, _ in names}) == 1:
             return f"{names[0][0]}, compensated" if self.compensated else names[0][0]
@@ -192,7 +198,7 @@ class Reduction:
 
 
 def _path(tree: Tree) -> list[tuple[Places, int]]:
-    """Return the partial sums with the first term that another one follows, small ones first.
+    """Return the partial sums with the first term and a term after them, small first.
 
     Each has the places of the first term, of one that is added to it there, and of one that is added later, and the
     number of its terms. Terms that are added at once are one partial sum, and the last of them cancels the first.

@@ -1,4 +1,4 @@
-"""The order of additions, from numerical tests alone (FPRev: Xie et al., arXiv:2411.00442)."""
+"""The order of additions, by numerical tests alone (FPRev: arXiv:2411.00442)."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -49,7 +49,7 @@ def reveal(reducer: Reducer, length: int) -> Tree:
 
 
 def mask_and_unit(reducer: Reducer, length: int) -> tuple[float, float]:
-    """Return M and the unit: as far apart as the terms allow, so that the result counts units without M.
+    """Return M and the unit, far apart, so that results count units without M.
 
     Raises:
         NotVisibleError: The result's dtype does not count so far, or units are lost by themselves.
@@ -72,7 +72,7 @@ def mask_and_unit(reducer: Reducer, length: int) -> tuple[float, float]:
 # and -M meet are lost, and the others are counted by the result. The count gives the size of the smallest partial sum
 # that has both. Sizes for all pairs give the tree.
 def _sizes(reducer: Reducer, length: int, mask: float, unit: float, first: int, others: Sequence[int]) -> list[int]:
-    """Return for pairs of terms the number of terms of the smallest partial sum that has both."""
+    """Return for pairs of terms the size of the smallest partial sum with both."""
     sizes: dict[int, int] = {}
     for sign in (1.0, -1.0):
         wanted = [other for other in others if other not in sizes]
@@ -154,7 +154,7 @@ def is_chain(tree: Tree) -> bool:
 
 
 def _chain(tree: Tree, members: list[int]) -> str:
-    """Return words for a tree that adds one term, or one group, after another; nothing for others."""
+    """Return words for a tree that adds a term or group after another; else ""."""
     added: list[list[int]] = []
     while isinstance(tree, tuple):
         inner = [child for child in tree if isinstance(child, tuple)]
@@ -179,7 +179,7 @@ def _chain(tree: Tree, members: list[int]) -> str:
 
 
 def _pairwise(tree: Tree) -> str:
-    """Return words for a tree whose partial sums all add two halves: neighbours, or every other term."""
+    """Return words for a tree of halves, neighbours or every other term; else ""."""
     if _halved(tree, lambda terms: terms[: len(terms) // 2]):
         return "pairwise"
     return "pairwise, each term with the one half the length away" if _halved(tree, lambda terms: terms[::2]) else ""
@@ -194,7 +194,7 @@ def _halved(tree: Tree, half: Callable[[list[int]], list[int]]) -> bool:
 
 
 def _groupings(members: list[int]) -> list[tuple[str, list[list[int]]]]:
-    """Return how terms may be grouped into equal parts, the largest number of interleaved sums first."""
+    """Return ways to group terms into equal parts, the most interleaved sums first."""
     count = len(members)
     parts = [k for k in range(count // 2, 1, -1) if count % k == 0]
     groupings = [(f"{k} interleaved sums", [members[r::k] for r in range(k)]) for k in parts]

@@ -48,7 +48,7 @@ class Reducer:
         raise refusal(wanted, errors)
 
     def _trial(self) -> Result:
-        """Call the function twice, as the first call may compile something, and keep the time of the second call."""
+        """Call the function twice, since the first may compile, and time the second."""
         ones = np.ones((SIDE, SIDE))
         call = (lambda: self.product(ones, ones)) if self.kind == "matmul" else (lambda: self.total(ones[0]))
         call()
@@ -109,7 +109,10 @@ class Reducer:
         return get_element(self.result, "certify")
 
     def sums(self, terms: Values) -> Values:
-        """Return the sum of each row of terms: values of a significand of the format times a power of two."""
+        """Return the sum of each row of terms: the format's significands times powers.
+
+        The powers are of two.
+        """
         if self.kind == "sum":
             return np.array([float(self.total(row).values) for row in terms])
         left, right = self._factors(terms)
@@ -127,7 +130,7 @@ class Reducer:
         return np.concatenate(sums)
 
     def _factors(self, terms: Values) -> tuple[Values, Values]:
-        """Split each term into an operand with its significand and one that is a power of two."""
+        """Split each term into an operand with its significand and a power of two."""
         significand, exponent = np.frexp(terms)
         exponent = exponent - 1
         half = np.clip(exponent // 2, int(np.log2(self.fmt.smallest_subnormal)), self.fmt.max_exponent)

@@ -1,4 +1,4 @@
-"""The rows of a certificate: every requirement, declared with its source next to the check behind it.
+"""The rows of a certificate: every requirement, with its source and its check.
 
 Importing this package fills `plimsoll.certification.registry.REQUIREMENTS`, in the order of a certificate's rows.
 """

@@ -1,4 +1,4 @@
-"""Requirements of block formats: the scales of blocks, their ends, and what blocks do to each other."""
+"""Requirements of block formats: scales, their ends, and effects between blocks."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Requirements of an unpack, and the one on two 4-bit codes in a byte, which packs have too."""
+"""Requirements of an unpack, and on two 4-bit codes a byte, which packs share."""
 
 from dataclasses import replace
 

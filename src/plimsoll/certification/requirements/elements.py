@@ -1,4 +1,4 @@
-"""Requirements of a cast to an element format: one for each class of inputs, so that a fault is named by its row."""
+"""Requirements of a cast to an element format, one for each class of inputs."""
 
 import numpy as np
 

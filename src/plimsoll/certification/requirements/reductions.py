@@ -228,7 +228,7 @@ def same_sum_twice(trial: Trial) -> Outcome:
 
 
 def _stable(trial: Trial) -> Reduction:
-    """Return the reduction, whose accumulator can be measured if it adds in the same order every time."""
+    """Return the reduction if its order is stable, since only then it can be measured."""
     if not trial.reduction.order.stable:
         raise NotTriedError(f"the order of additions is {trial.reduction.order.words}")
     return trial.reduction
@@ -291,7 +291,7 @@ def _result(reducer: Reducer, left: Values, right: Values) -> Values:
 
 
 def _layouts(reducer: Reducer, left: Values, right: Values) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    """Yield inputs of unusual strides with the values of two matrices, or of the left one's first row."""
+    """Yield inputs of unusual strides with two matrices' values, or the left's row."""
 
     def stepped(tensor: Tensor) -> Tensor:
         room = torch.empty((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)
@@ -313,7 +313,7 @@ def _layouts(reducer: Reducer, left: Values, right: Values) -> Iterator[tuple[st
 
 
 def _signs(shape: tuple[int, int], seed: int) -> Values:
-    """Return 1 and -1 at random; of rows that are longer than `_MOST_TERMS` the first terms are zero."""
+    """Return random 1 and -1, with zeros first in rows longer than `_MOST_TERMS`."""
     signs = np.where(np.random.default_rng(seed).integers(0, 2, shape) == 1, 1.0, -1.0)
     signs[:, : max(0, shape[1] - _MOST_TERMS)] = 0.0
     return signs
@@ -329,7 +329,10 @@ def _random(reducer: Reducer, shape: tuple[int, int], seed: int) -> Values:
 
 
 def _values(fmt: Format, *, subnormal: bool) -> Values:
-    """Return finite values of the format, all of them up to 8 bits, else a spread with the ends of each binade."""
+    """Return finite values of the format: all up to 8 bits, else a spread.
+
+    The spread has the ends of each binade.
+    """
     if fmt.bits <= 8:
         values = fmt.decode(np.arange(fmt.max_code + 1))
     else:

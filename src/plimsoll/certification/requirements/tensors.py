@@ -1,4 +1,4 @@
-"""Requirements of casts as operations on tensors: shapes, strides, determinism, inputs that stay as they are."""
+"""Requirements of casts of tensors: shapes, strides, determinism, same inputs."""
 
 from collections.abc import Callable
 
@@ -133,7 +133,7 @@ def _block(trial: Trial) -> int:
 
 
 def _in_rows(trial: Trial, shapes: list[tuple[int, ...]]) -> Outcome:
-    """Compare results with those of the same values in full rows, which every implementation is made for."""
+    """Compare results with those of the same values in full rows."""
     tensors = [_ordinary(trial, shape) for shape in shapes]
     rows: list[Tensor] = []
     for tensor in tensors:
@@ -145,7 +145,7 @@ def _in_rows(trial: Trial, shapes: list[tuple[int, ...]]) -> Outcome:
 
 
 def _same_as(trial: Trial, tensors: list[Tensor], references: list[Tensor]) -> Outcome:
-    """Compare the result for each tensor with that for the same values in its reference."""
+    """Compare each tensor's result with that of the same values in its reference."""
     outcome = Outcome(tried=0)
     for tensor, reference in zip(tensors, references, strict=True):
         layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, offset {tensor.storage_offset()}"
@@ -167,7 +167,7 @@ def _difference(trial: Trial, tensor: Tensor, reference: Tensor, what: str) -> O
 
 
 def _ordinary(trial: Trial, shape: tuple[int, ...]) -> Tensor:
-    """Return a contiguous tensor of different values of both signs, in whole steps of 1/16 up to 4."""
+    """Return a contiguous tensor of values of both signs, in steps of 1/16 up to 4."""
     count = int(np.prod(shape, dtype=np.int64))
     values = (np.arange(count) * 37 % 64 + 1) / 16.0 * np.where(np.arange(count) % 3 == 1, -1.0, 1.0)
     return torch.from_numpy(values.reshape(shape)).to(getattr(torch, trial.convention.carrier))

@@ -1,4 +1,4 @@
-"""``plimsoll check``: the findings of the rules in runs, and an exit code for schedulers and CI."""
+"""``plimsoll check``: rules' findings in runs, and an exit code for CI."""
 
 import math
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def check(
 def _checked(
     paths: Sequence[str], until: int | None, select: list[str] | None, thresholds: dict[str, float]
 ) -> list[CheckedRun]:
-    """Return the runs that can be judged. Of several paths, one that cannot is reported, and the others go on."""
+    """Return the runs that can be judged; of several paths, report the others."""
     checked: list[CheckedRun] = []
     for path in paths:
         try:
@@ -90,7 +90,7 @@ def _checked(
 
 
 def _as_data(paths: Sequence[str], checked: Sequence[CheckedRun]) -> dict[str, object]:
-    """Return the answer for one run, or for several with the state and verdict of the worst."""
+    """Return the answer for a run, or for several with the worst one's verdict."""
     if len(paths) == len(checked) == 1:
         return checked[0].to_dict()
     data = [{"model": run.opened.model, **run.to_dict()} for run in checked]

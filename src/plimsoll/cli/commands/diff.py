@@ -1,4 +1,4 @@
-"""``plimsoll diff``: the place where two runs diverge, and an exit code for scripts."""
+"""``plimsoll diff``: the place where two runs diverge, and an exit code."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -77,7 +77,7 @@ def diff(
 
 
 def _pairs(of_a: list[OpenRun], of_b: list[OpenRun]) -> tuple[list[tuple[OpenRun, OpenRun]], list[str]]:
-    """Return the runs of the same models, and the models that only one of the scripts has."""
+    """Return the runs of the same models, and the models of only one script."""
     if len(of_a) == len(of_b) == 1:
         return [(of_a[0], of_b[0])], []
     models_a, models_b = ({opened.model: opened for opened in runs} for runs in (of_a, of_b))
@@ -93,7 +93,7 @@ def _pairs(of_a: list[OpenRun], of_b: list[OpenRun]) -> tuple[list[tuple[OpenRun
 
 
 def _earliest_named(models: list[str], found: "list[Divergence]") -> "list[Divergence]":
-    """Of a script's models, a note for those that part later than another, or as early in a computed input."""
+    """Return notes on the models of a script that diverge later than another one."""
     from plimsoll.diagnosis import shown
 
     parted = [(each.first.step, ":input" in each.first.name, model)
@@ -138,6 +138,6 @@ def _print(divergence: "Divergence", target: "Console") -> None:
 
 
 def _with_label(series: str) -> str:
-    """Return "collection name" with the collection's label, as all other output has it."""
+    """Return "collection name" with the collection's label, as other output does."""
     collection, _, name = series.partition(" ")
     return f"{LABELS.get(collection, collection)} {name}"

@@ -1,4 +1,4 @@
-"""``plimsoll doctor``: devices, kernel backends, optional packages of this machine, and the cost of watching on it."""
+"""``plimsoll doctor``: devices, backends, packages, and the cost of watching."""
 
 import dataclasses
 import json

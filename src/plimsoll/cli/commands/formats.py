@@ -70,7 +70,7 @@ def facts(fmt: Format | BlockFormat) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
-    """One column of the table of element formats; those of a high `rank` go first where the terminal is narrow."""
+    """A column of the formats' table; the highest `rank` is dropped first."""
 
     head: str
     width: int
@@ -176,7 +176,7 @@ def _blocks(gap: int) -> Table:
 
 
 def _frame(title: str, gap: int) -> Table:
-    """Return an open table: a rule under its head and no other lines, `gap` cells between columns."""
+    """Return an open table: a rule under its head only, `gap` cells between columns."""
     return Table(
         title=title,
         title_justify="left",

@@ -1,4 +1,4 @@
-"""``plimsoll mcp``: the answers of other commands for agents and editors, over the Model Context Protocol."""
+"""``plimsoll mcp``: other commands' answers for agents and editors, over MCP."""
 
 import functools
 import sys
@@ -74,7 +74,7 @@ _one_at_a_time = threading.Lock()  # the server calls tools from several threads
 
 
 def _answering(tool: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Return a tool whose errors are messages, and which adds the records that its runs lack to the answer."""
+    """Return a tool with errors as messages, and missing records in its answer."""
     from mcp.server.mcpserver.exceptions import ToolError
 
     @functools.wraps(tool)
@@ -94,7 +94,7 @@ def _answering(tool: Callable[..., Answer]) -> Callable[..., Answer]:
 
 
 class Tools:
-    """Questions about the runs below a folder, each answered with the JSON of its command.
+    """Questions about runs below a folder, answered with their commands' JSON.
 
     Args:
         root: The folder, without symbolic links in its path.
@@ -202,7 +202,7 @@ class Tools:
         return self._of_each(run, lambda opened: receipt_of_run(opened.run, declared).to_dict())
 
     def _of_each(self, run: str, answer: Callable[[OpenRun], Mapping[str, object]]) -> Answer:
-        """Return the answer for a run; of a script that trains several models, one for each."""
+        """Return the answer for a run; of a script of several models, one for each."""
         opened = open_runs(str(self._inside(run)))
         for each in opened:
             self._inside(str(each.run.path))

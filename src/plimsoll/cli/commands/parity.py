@@ -1,4 +1,4 @@
-"""``plimsoll parity``: whether one recipe trains as well as another, and an exit code for scripts."""
+"""``plimsoll parity``: comparison of two recipes' training, and an exit code."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 

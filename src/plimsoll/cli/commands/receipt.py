@@ -1,4 +1,4 @@
-"""``plimsoll receipt``: the precision that a step of a script really ran in, or what a recorded run has of it."""
+"""``plimsoll receipt``: the precision of a script's step, or of a recorded run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +109,7 @@ class Printer:
         self._several = several  # its JSON is printed with that of others
 
     def show(self, receipt: "Receipt", rank: int = 0) -> int:
-        """Print and write the receipt of the first rank, or one line of deviations on others; return the exit code."""
+        """Print and write the receipt, or other ranks' deviations; return the exit code."""
         if not rank:
             self._print(receipt)
         elif receipt.deviations:
@@ -131,7 +131,10 @@ class Printer:
 
 
 def _is_script(target: str) -> bool:
-    """Return whether a target is a script: a file, or a folder with a __main__.py that holds no run."""
+    """Return whether a target is a script: a file, or a folder with __main__.py.
+
+    A folder that holds a run is none.
+    """
     if "://" in target:
         return False
     path = Path(target)
@@ -147,7 +150,7 @@ def _is_script(target: str) -> bool:
 
 
 def _check_declared(declared: str | None) -> None:
-    """Raise for what is no level and no plan. Only then is torch imported before the script."""
+    """Raise for what is no level and no plan. May import torch before the script."""
     if declared is None or declared.lower() in LEVELS:
         return
     if declared.endswith(".toml"):

@@ -1,4 +1,4 @@
-"""``plimsoll report``: a run as one HTML file, or as Markdown or JSON for other programs."""
+"""``plimsoll report``: a run as one HTML file, or as Markdown or JSON."""
 
 from pathlib import Path
 from typing import Annotated, Literal

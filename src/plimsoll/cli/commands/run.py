@@ -145,7 +145,10 @@ class _Session:
             self._arithmetic.note(optimizer)
 
     def note_backward(self, tensors: Any) -> bool:
-        """Note the start of a backward. Return whether no more are needed: they only find scripts without optimizer."""
+        """Note the start of a backward; return whether no more are needed.
+
+        They only find scripts without optimizer.
+        """
         if self._made or self._broken:
             return True
         roots = [tensors] if hasattr(tensors, "grad_fn") else list(tensors)
@@ -200,7 +203,7 @@ class _Session:
         return found
 
     def end(self) -> None:
-        """Report the verdict and the next command, or why nothing was recorded, at the end of the process."""
+        """Report the verdict, or why nothing was recorded, at the end of the process."""
         if self._broken or os.getpid() != self._process or _rank() != 0:
             return
         if self._finder is not None and (self._made or self._finder.has_found):
@@ -261,7 +264,7 @@ def _report_once(line: str) -> None:
 
 
 def _refuse(precision: str) -> None:
-    """Raise for a level that a script cannot be trained at as it is; only then is torch imported before the script."""
+    """Raise for a level that scripts cannot use. Imports torch before the script."""
     from plimsoll.precision.scripts.script_precision import level_for_scripts
 
     level_for_scripts(precision)

@@ -1,4 +1,4 @@
-"""Findings of runs on standard output: as text, as one line each, or as annotations of a GitHub workflow."""
+"""Findings of runs on stdout: text, a line each, or GitHub workflow annotations."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -118,7 +118,7 @@ def _concise(run: "CheckedRun") -> list[str]:
 
 
 def _github(run: "CheckedRun") -> list[str]:
-    """Return workflow commands, which GitHub shows as annotations; a plain line for a healthy run."""
+    """Return workflow commands, GitHub's annotations; a plain line for healthy runs."""
     if not run.findings:
         return _concise(run)
     return [
@@ -136,10 +136,10 @@ def _place(finding: "Finding") -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return text as the message of a workflow command; the runner reads %, CR and LF as syntax."""
+    """Return text as a workflow command's message; %, CR and LF are syntax there."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
-    """Return text as a property of a workflow command, where a colon and a comma are syntax too."""
+    """Return text as a workflow command's property: colons and commas are syntax."""
     return _escaped(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,4 +1,4 @@
-"""Drawings of a format: its bits as cells, and its range along an axis of powers of two."""
+"""Drawings of a format: bits as cells, and range along an axis of powers of two."""
 
 import math
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class _Field:
 
 
 def fields(fmt: Format) -> list[_Field]:
-    """Return the fields of a code from the highest bit down, those of no width left out."""
+    """Return the fields of a code from the highest bit down, without empty ones."""
     every = (
         _Field(letter="S", name="sign", short="s", bits=int(fmt.signed), style=SIGN),
         _Field(letter="E", name="exponent", short="exp", bits=fmt.exponent_bits, style=EXPONENT),
@@ -36,7 +36,7 @@ def fields(fmt: Format) -> list[_Field]:
 
 
 def bit_cells(fmt: Format, width: int, glyphs: Glyphs) -> list[Text]:
-    """Return the code as cells under its bit numbers: one per bit, or one per field if `width` is too small."""
+    """Return the code as cells of a bit each, or of a field each if `width` is small."""
     parts = fields(fmt)
     if 4 * fmt.bits + 1 <= width:
         cells = [(field, [f" {field.letter} "] * field.bits) for field in parts]
@@ -122,7 +122,7 @@ def block_cells(fmt: BlockFormat, glyphs: Glyphs) -> list[Text]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """The binades of a format: where its smallest value, its smallest normal one and its largest one lie."""
+    """Binades of a format's smallest, smallest normal and largest values."""
 
     smallest: int
     normal: int
@@ -137,7 +137,7 @@ class Reach:
 
     @classmethod
     def of_block(cls, fmt: BlockFormat) -> "Reach":
-        """Return the reach of a block format's elements, moved up and down by the block's scale."""
+        """Return a block format's reach: its elements', moved by the block's scale."""
         inside, low = cls.of(fmt.element), cls.of(fmt.scale).smallest
         top, scale_top = math.frexp(fmt.element.max), math.frexp(fmt.scale.max)
         largest = math.frexp(top[0] * scale_top[0])[1] + top[1] + scale_top[1] - 1
@@ -157,7 +157,7 @@ class Axis:
         return math.floor((exponent - self.low) * self.cells / (self.high + 1 - self.low) + 0.5)
 
     def bar(self, reach: Reach, glyphs: Glyphs, style: str) -> Text:
-        """Normal and subnormal binades, each at least one cell wide, with an arrow where they go on outside."""
+        """Return a bar of normal and subnormal binades, with arrows where they go on."""
         start, middle = self.cell(reach.smallest), self.cell(reach.normal)
         if reach.smallest < reach.normal:
             middle = max(middle, start + 1)
@@ -190,7 +190,7 @@ class Axis:
 
 
 def ranges(rows: list[tuple[str, Reach, str]], width: int, glyphs: Glyphs) -> list[Text]:
-    """Named reaches, one below the other on one axis, with the ends as text next to them."""
+    """Return named reaches on one axis, one below the other, with ends as text."""
     from plimsoll.formats import FP16
 
     # The axis holds the first row and FP16's range; what is wider goes on with an arrow.

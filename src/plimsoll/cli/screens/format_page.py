@@ -1,4 +1,4 @@
-"""One format on a page: its bits, its numbers, and where it lies against FP16, BF16 and FP32."""
+"""One format on a page: bits, numbers, and place against FP16, BF16 and FP32."""
 
 import math
 
@@ -148,7 +148,7 @@ def _hex(fmt: Format, code: int) -> str:
 
 
 def _special_codes(fmt: Format) -> list[tuple[str, int | None]]:
-    """Inf, NaN (the first) and -0, each with its code, or None where the format has none."""
+    """Return Inf, NaN (the first) and -0 with their codes, None if it has none."""
     magnitudes = 1 << (fmt.exponent_bits + fmt.mantissa_bits)
     nan = {"ieee": fmt.max_code + 2, "fn": magnitudes - 1, "fnuz": magnitudes, "none": None}[fmt.specials]
     return [

@@ -1,4 +1,4 @@
-"""The run of a script from its start to the end of the training steps that an answer needs, and the answer.
+"""Run of a script as far as an answer needs, and that answer.
 
 `plimsoll receipt` and `plimsoll probe` use it.
 """
@@ -14,7 +14,7 @@ from plimsoll.errors import PlimsollError
 
 
 class Recorder(Protocol):
-    """Interface of the recorder of a script's first steps. It stops the script by an exception."""
+    """Recorder of a script's first steps, which stops the script by an exception."""
 
     def note_optimizer(self, optimizer: Any) -> None:
         """Note an optimizer that the script has made."""

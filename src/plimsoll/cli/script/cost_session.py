@@ -1,4 +1,4 @@
-"""`plimsoll doctor --cost`: a training whose watch is measured, of a script or of a small transformer."""
+"""`plimsoll doctor --cost`: the cost of watching a script, or a transformer."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ _WIDTH, _LAYERS, _HEADS, _VOCABULARY, _BATCH, _SEQUENCE = 256, 6, 4, 1024, 4, 64
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer of 5 million parameters, about the one of the project's benchmarks."""
+    """A decoder-only transformer of 5 million parameters, as in the benchmarks."""
 
     def __init__(self, layers: int = _LAYERS, width: int = _WIDTH) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Transformer(nn.Module):
 
 
 def measure_example(rounds: int, layers: int = _LAYERS, width: int = _WIDTH) -> CostReport:
-    """Train a small transformer on the CPU until the cost of watching it is known, and return that.
+    """Train a small transformer on the CPU, and return the cost of watching it.
 
     The state of torch's random generator is restored.
     """

@@ -1,4 +1,4 @@
-"""Default folder of `plimsoll run`: ``runs/SCRIPT-DATE-TIME``, the same on every rank."""
+"""Default folder of `plimsoll run`: ``runs/SCRIPT-DATE-TIME``, on every rank."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ def choose(stem: str, start: Path) -> Path:
 
 
 def free(folder: Path, taken: bool) -> Path:
-    """Return the folder, or one numbered after it where it is taken by another training; the same on every rank."""
+    """Return the folder, or a numbered one if it is taken; the same on every rank."""
     dist = process_group()
     if dist is not None and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
@@ -59,7 +59,7 @@ def _unused(path: Path) -> Path:
 
 
 def _launched() -> datetime:
-    """When the launcher of this machine's ranks was started, which all of them find the same."""
+    """Return when the launcher of the ranks was started; all ranks find the same."""
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     status = Path(f"/proc/{os.getppid()}/stat")
     if not one_machine or "TORCHELASTIC_RUN_ID" not in os.environ or not status.exists():

@@ -1,4 +1,4 @@
-"""Runs a script as ``python SCRIPT`` or ``python -m MODULE`` would, inside this process."""
+"""Run a script as ``python SCRIPT`` or ``python -m MODULE``, in this process."""
 
 import builtins
 import functools
@@ -21,9 +21,10 @@ _METHODS = ("__init__", "__setstate__")  # made, and unpickled or copied
 
 
 def hear(tell: Callable[[Any], None], heed: Callable[[Any], bool] | None = None) -> None:
-    """Call `tell` with each optimizer once its `torch.optim.Optimizer` part is made; it must not raise.
+    """Call `tell` with each optimizer once `torch.optim.Optimizer` is initialized.
 
-    `heed` is called with what each backward begins from, until it says that it need not hear of more.
+    It must not raise. `heed` is called with what each backward begins from, until it says that it need not hear of
+    more.
     """
 
     def patch(module: ModuleType) -> None:
@@ -73,7 +74,7 @@ class RunAfterCli(BaseException):
 
 
 def check(script: str, command: str = "run") -> None:
-    """Raise `ArgumentError`, in the words of the command, where there is no such script."""
+    """Raise `ArgumentError` in the command's words if there is no such script."""
     try:
         if not Path(script).is_dir():
             Path(script).open("rb").close()
@@ -154,7 +155,7 @@ def _code(path: str) -> CodeType:
 
 
 def _show(error: BaseException) -> None:
-    """Show the error as the interpreter does: by the hook, and if that fails too, both."""
+    """Show the error as the interpreter does: by the hook, or else both errors."""
     for shown in _chain(error):
         shown.__traceback__ = _without_ours(shown.__traceback__)
     try:
@@ -185,7 +186,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without Plimsoll's frames; with them below the first where it is Plimsoll that failed."""
+    """Return the traceback without Plimsoll's frames, unless Plimsoll has failed."""
     frames: list[TracebackType] = []
     while trace is not None:
         frames.append(trace)

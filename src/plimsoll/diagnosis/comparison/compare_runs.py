@@ -1,4 +1,4 @@
-"""`diff`: the first step and tensor where two runs diverge (see `divergence_search`)."""
+"""`diff`: first step and tensor where two runs diverge (see `divergence_search`)."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,7 +106,7 @@ def _only(view: View, other: View) -> tuple[str, ...]:
 
 
 def _changed(views: tuple[View, View]) -> Iterator[tuple[str, str, str]]:
-    """Return the settings and versions in which the runs differ, nested ones by names with dots."""
+    """Yield the settings and versions in which the runs differ, nested ones with dots."""
     for title in ("versions", "settings"):
         a, b = (
             dict(_flat(cast("Mapping[str, object]", view.run.manifest.get(title) or {}), f"{title}.")) for view in views

@@ -307,7 +307,7 @@ class Search:
 
 
 def _given(views: tuple[View, View], names: Sequence[str]) -> Floats:
-    """Return the rounding error allowed for the model's inputs. NaN for computed tensors."""
+    """Return the rounding error allowed for the model's inputs. NaN: computed tensors."""
     if any(has_several(view.run.path) for view in views):  # another model of the script may have computed them
         return np.full(len(names), np.nan)
     formats = [view.formats("activations") for view in views]

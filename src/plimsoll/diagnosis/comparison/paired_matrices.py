@@ -1,4 +1,4 @@
-"""Matrices of two runs for one collection: the same layers and steps, and distances."""
+"""Matrices of two runs for one collection: common layers and steps, and distances."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ class Pair:
 
 
 def _distances(a: Side, b: Side, groups: Ints) -> tuple[Floats, Floats]:
-    """Return distances relative to own size and to the group's. NaN without finite values."""
+    """Return distances relative to own size and the group's. NaN: no finite values."""
     with np.errstate(all="ignore"):
         size = np.fmax(a.rms, b.rms)
         gaps = (np.abs(getattr(a, n) - getattr(b, n)) for n in ("rms", "absmean", "mean"))
@@ -117,7 +117,7 @@ def _largest(size: Floats, groups: Ints) -> Floats:
 
 
 def _small(cells: Cells, layers: Ints, places: Ints, limit: Floats) -> Floats:
-    """Return the share of each cell's values that are nonzero and below a limit's binade."""
+    """Return the share of nonzero values below a limit's binade, by cell."""
     whole = np.zeros(cells.shape)
     whole[np.ix_(layers, places)] = limit
     of_row = whole[cells.layer, cells.at] * cells.scale

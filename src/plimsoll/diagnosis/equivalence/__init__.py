@@ -1,1 +1,1 @@
-"""Parity: whether one recipe trains as well as another, within a tolerance that is declared beforehand."""
+"""Parity: comparison of two recipes' training, within a tolerance set beforehand."""

@@ -1,4 +1,4 @@
-"""Confidence sequence of the mean difference of two runs: an interval that may be read at every step."""
+"""Confidence sequence of two runs' mean difference, valid at every step."""
 
 import functools
 import importlib
@@ -46,7 +46,7 @@ class Reading:
     confidence: float
 
     def radius(self, longer: float = 1.0) -> float:
-        """Return how far the interval reaches on both sides; the radius to expect of a run so many times as long."""
+        """Return the interval's reach on both sides, for a run `longer` times as long."""
         blocks = int(self.blocks * longer)
         if blocks < _LEAST_BLOCKS:
             return math.inf
@@ -64,7 +64,7 @@ def weights(records: int) -> Floats:
 
 
 def reading(differences: Floats, confidence: float) -> Reading:
-    """Return the reading of the differences of all records so far, which are finite and in the order of steps."""
+    """Return the reading of all records' differences: finite ones, in step order."""
     share = weights(len(differences))
     mean, size = float(share @ differences), math.sqrt(float(share @ differences**2))
     if len(differences) < LEAST_RECORDS:
@@ -81,7 +81,7 @@ def reading(differences: Floats, confidence: float) -> Reading:
 
 
 def averaged(values: Floats) -> Floats:
-    """Return at most `_MOST_RECORDS` values: means of neighbours, where there are more."""
+    """Return at most `_MOST_RECORDS` values: means of neighbours, if there are more."""
     if len(values) <= _MOST_RECORDS:
         return values
     starts = np.linspace(0, len(values), _MOST_RECORDS + 1).astype(np.int64)
@@ -89,7 +89,10 @@ def averaged(values: Floats) -> Floats:
 
 
 def _noise(values: Floats) -> tuple[Floats, int, int]:
-    """Return the weighted values less their trend, the number of independent blocks, and how many the trend takes."""
+    """Return the weighted values less their trend, their blocks, and the trend's.
+
+    These are the number of independent blocks, and how many of them the trend takes.
+    """
     place, share = np.linspace(-1.0, 1.0, len(values)), weights(len(values))
     candidates: list[tuple[Floats, int, int]] = []
     # The trend of a recipe that is worse is smooth but of any form, and differs from noise only in its slowness. So
@@ -123,7 +126,7 @@ def _correlation_time(noise: Floats) -> float:
 # is taken out first. Boundary: a constant multiple of the standard error, wide enough for all lengths from the first
 # reading to `_SPAN` times as many records. docs/concepts/parity.md has the assumptions and how often they fail.
 def _block_error(noise: Floats, blocks: int, taken: int) -> float:
-    """Return the standard error of the sum of noise, by independent blocks of equal length."""
+    """Return the standard error of the noise's sum, by independent blocks."""
     starts = np.linspace(0, len(noise), blocks + 1).astype(np.int64)[:-1]
     sums = np.add.reduceat(noise, starts)
     return math.sqrt(float(sums @ sums) * blocks / (blocks - taken))

@@ -1,4 +1,4 @@
-"""Loss curves from runs, folders, files and sequences; which of them diverged, and at which steps all have a value."""
+"""Loss curves from runs, folders, files, sequences: divergence and common steps."""
 
 import operator
 import os
@@ -146,7 +146,7 @@ def _recorded(run: Run, scalar: str) -> Curve:
 
 
 def diverged(curve: Curve, base: Sequence[Curve], sign: float) -> int | None:
-    """Return the step from which on a curve is lost to its end; None for one that is not.
+    """Return the step from which a curve is lost to its end; None if it is not.
 
     Lost are NaN and infinities, and values that are worse than where the base began. The latter only where the base
     gained clearly, or where they are far beyond all that the base had. A few at the end of a run that goes on are not
@@ -186,7 +186,7 @@ def _longest_gap(lost: NDArray[np.bool_]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limits:
-    """Where the base began, a clear gain over that, and a value beyond which nothing is in order."""
+    """The base's first level, a clear gain over it, and an absurd value."""
 
     first: float
     clear: float
@@ -271,7 +271,7 @@ def aligned(base: Sequence[Curve], candidate: Sequence[Curve]) -> Aligned:
 
 
 def _means(curves: Sequence[Curve], low: int, width: int) -> tuple[Ints, list[Floats]]:
-    """Return the last step of each interval in which all curves have a value, and their means there."""
+    """Return the last step of each interval common to all curves, and the means there."""
     places = [(curve.steps - low) // width for curve in curves]
     common = np.unique(places[0])
     for place in places[1:]:

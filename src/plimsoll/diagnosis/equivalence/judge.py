@@ -95,7 +95,7 @@ def parity(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fate:
-    """One side's curves: those that were kept, and those that diverged with the step from which on they are lost."""
+    """Curves of one side: kept ones, and diverged ones with the step of divergence."""
 
     kept: list[Curve]
     lost: list[tuple[Curve, int]]
@@ -153,7 +153,7 @@ class Comparison:
         )
 
     def is_late(self, records: int) -> bool:
-        """Return whether the last records alone lie beyond the tolerance, whatever the mean is."""
+        """Return whether the last records alone are beyond the tolerance."""
         late = self.runs.differences[records - records // _LATE : records]
         if len(late) < LEAST_RECORDS:
             return False
@@ -215,7 +215,7 @@ def _since(history: Sequence[Moment]) -> int:
 
 
 def _remaining(comparison: Comparison, evidence: Evidence) -> tuple[int | None, int | None]:
-    """Return the further steps, and the further runs a side, that would decide if the difference stays as it is."""
+    """Return the further steps and runs a side that would decide at this difference."""
     margin = abs(abs(evidence.reading.estimate) - comparison.tolerance)
     steps = comparison.runs.steps
     gap = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
@@ -230,9 +230,10 @@ def _remaining(comparison: Comparison, evidence: Evidence) -> tuple[int | None, 
 
 
 def _by_divergence(base: Fate, candidate: Fate, confidence: float) -> Verdict | None:
-    """Return the verdict that divergence alone gives; None where the runs that are left must be compared.
+    """Return the verdict that divergence alone gives, or None.
 
-    All runs of one side and none of the other: that side is worse. Otherwise Fisher's exact test.
+    None: the runs that are left must be compared. All runs of one side and none of the other: that side is worse.
+    Otherwise Fisher's exact test.
     """
     if not base.lost and not candidate.lost:
         return None
@@ -302,7 +303,7 @@ def _tolerance(given: object, level: float) -> tuple[float, bool]:
 
 
 def _amount(name: str, given: object, level: float) -> tuple[float, bool]:
-    """Return an amount in the scalar's unit, and whether it was given in per cent of the level."""
+    """Return an amount in the scalar's unit, and if it was given in per cent."""
     remedy = "Give a number in the scalar's unit, or a share of the base's level such as \"1%\"."
     if not isinstance(given, str):
         return number("parity", name, given, at_least=0, remedy=remedy), False
@@ -317,7 +318,7 @@ def _amount(name: str, given: object, level: float) -> tuple[float, bool]:
 
 
 def _level(base: Sequence[Curve]) -> float:
-    """Return the mean of the base where it cannot be compared; 1 where it has no number at all."""
+    """Return the mean of a base that cannot be compared; 1 if it has no number at all."""
     values = np.concatenate([curve.values for curve in base])
     values = values[np.isfinite(values)]
     return float(values.mean()) if len(values) else 1.0

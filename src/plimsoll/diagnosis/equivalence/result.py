@@ -35,7 +35,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity(NotebookRepr):
-    """Whether the candidate trains as well as the base.
+    """Comparison of a candidate's training with that of the base.
 
     Attributes:
         verdict: "equivalent": the whole interval lies within the tolerance. "worse", "better": it lies beyond it.
@@ -87,7 +87,7 @@ class Parity(NotebookRepr):
 
     @property
     def is_no_worse(self) -> bool:
-        """Whether the candidate is known to be no worse than the tolerance allows."""
+        """True if the candidate is surely no worse than the tolerance allows."""
         worst = self.difference.high if self.better == "lower" else -self.difference.low
         return worst < self.tolerance
 
@@ -114,7 +114,7 @@ class Parity(NotebookRepr):
 
     @property
     def remaining(self) -> str:
-        """What would decide an undecided comparison; empty for a decided one."""
+        """The steps or runs that would decide; empty for a decided comparison."""
         if self.verdict != "undecided" or not self.steps:
             return ""
         ways = [counted(many, noun) for many, noun in ((self.more_steps, "more step"), (self.more_seeds, "more run"))
@@ -128,7 +128,7 @@ class Parity(NotebookRepr):
         return f"{known}At the present difference about {' or '.join(ways)} would decide."
 
     def to_dict(self) -> dict[str, object]:
-        """All of it as JSON-able data; a number that JSON has no form for is its name ("nan", "inf")."""
+        """Return it as JSON-able data; NaN and infinities are names ("nan", "inf")."""
         speed = self.speed
         return {
             "verdict": self.verdict,
@@ -214,7 +214,7 @@ class Parity(NotebookRepr):
         return middle if self._written(low) == self._written(high) else f"{middle} ({ends})"
 
     def _written(self, value: float) -> str:
-        """Return a difference with its sign: in per cent of the level where the tolerance is."""
+        """Return a difference with its sign, in per cent where the tolerance is."""
         if self.relative and self.level:
             share = 100 * value / abs(self.level)
             return f"{share:+,.0f} %" if abs(share) >= 99.5 else f"{share:+.2g} %"

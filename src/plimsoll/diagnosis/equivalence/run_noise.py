@@ -1,4 +1,4 @@
-"""Noise between runs: how far two runs of one recipe end apart by chance, measured from repeats or estimated."""
+"""Noise between runs of one recipe by chance, measured from repeats or estimated."""
 
 import importlib
 import math
@@ -28,7 +28,7 @@ _MOST_MORE, _MOST_LONGER = 100, 1e4  # further runs, and times the length so far
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNoise:
-    """Noise of the mean difference between the sides that comes from runs, not from steps.
+    """Noise of the sides' mean difference that comes from runs, not from steps.
 
     Attributes:
         error: Standard deviation of the mean difference.
@@ -53,7 +53,7 @@ class RunNoise:
         return float(stats.t.isf(tail, self.freedom)) * self.error
 
     def with_more(self, runs: int) -> "RunNoise":
-        """Return the noise to expect with so many further runs a side, which are repeats then."""
+        """Return the noise to expect with further runs a side, which are repeats then."""
         many = (self.runs[0] + runs, self.runs[1] + runs)
         error = self.error * shrinkage(self.runs, many)
         if self.source == "given":
@@ -63,7 +63,7 @@ class RunNoise:
 
 
 def shrinkage(runs: tuple[int, int], more: tuple[int, int]) -> float:
-    """Return by which factor the error of a difference of means changes with the numbers of runs."""
+    """Return the factor by which more runs change a mean difference's error."""
     return math.sqrt((1 / more[0] + 1 / more[1]) / (1 / runs[0] + 1 / runs[1]))
 
 
@@ -97,7 +97,10 @@ def run_noise(runs: Aligned, given: float | None) -> RunNoise:
 # times the share of the steps' own noise that the runs do not have in common. Runs on the same data whose losses move
 # together batch by batch are close to one another; those on other data are not.
 def _estimate(base: Floats, candidate: Floats) -> float:
-    """Return the rule of thumb: share of the gain, times how far the runs are apart in the noise of single steps."""
+    """Return the rule of thumb: share of the gain, times the runs' distance in noise.
+
+    The noise is that of single steps.
+    """
     records = len(base)
     if records < 4:
         return 0.0
@@ -110,7 +113,7 @@ def _estimate(base: Floats, candidate: Floats) -> float:
 
 
 def _measured(base: Floats, candidate: Floats) -> Iterator[RunNoise]:
-    """Yield the noise by pairs, where there are as many runs on both sides, and by sides."""
+    """Yield the noise by pairs, if there are as many runs on both sides, and by sides."""
     many = (len(base), len(candidate))
     # Pairs help where runs of one seed resemble one another, and cost freedom where they do not. By sides: Welch's, or
     # with a single run on one side, the other's noise for both.
@@ -159,7 +162,7 @@ class Evidence:
         return self._joined(by_steps, by_runs, noise)
 
     def steps_until(self, radius: float) -> float | None:
-        """Return how many times as long the runs must be for the interval to reach no farther; None: no length does."""
+        """Return how many times as long runs must be for this radius; None: no length."""
         longer = 1.0
         while longer < _MOST_LONGER:
             longer *= 1.05
@@ -168,10 +171,10 @@ class Evidence:
         return None
 
     def runs_until(self, radius: float) -> int | None:
-        """Return how many further runs a side it takes for the interval to reach no farther; None: none do."""
+        """Return how many further runs a side it takes for this radius; None: none do."""
         return next((more for more in range(1, _MOST_MORE + 1) if self.radius(more_runs=more) < radius), None)
 
     @staticmethod
     def _joined(by_steps: float, by_runs: float, noise: RunNoise) -> float:
-        """Return both together: runs that are repeats have the noise of their steps in them already."""
+        """Return both noises together: repeats have the noise of their steps already."""
         return max(by_steps, by_runs) if noise.source == "repeats" else math.hypot(by_steps, by_runs)

@@ -1,4 +1,4 @@
-"""Speed at equal quality: the steps that the candidate needs for the base's loss, and the time that they take."""
+"""Speed at equal quality: the candidate's steps and time for the base's loss."""
 
 import importlib
 import math
@@ -58,7 +58,7 @@ def speed_of(
 
 
 def _smooth(curve: Floats) -> Floats:
-    """Return means of blocks, none of them worse than one before; empty for a short curve."""
+    """Return means of blocks, none worse than one before; empty for a short curve."""
     if len(curve) < 2 * _BLOCKS:
         return np.empty(0)
     starts = np.linspace(0, len(curve), _BLOCKS + 1).astype(np.int64)
@@ -66,7 +66,7 @@ def _smooth(curve: Floats) -> Floats:
 
 
 def _steps_needed(base: Floats, candidate: Floats, worse: float) -> float | None:
-    """Return the steps for one of the base's, for a candidate whose weighted mean is worse by so much."""
+    """Return the steps for one of the base's, with the candidate's mean so much worse."""
     slower = base if worse >= 0 else candidate  # the curve that is slowed down gives the other one
     if not len(slower) or not math.isfinite(worse):
         return None
@@ -85,7 +85,7 @@ def _steps_needed(base: Floats, candidate: Floats, worse: float) -> float | None
 
 
 def _seconds_per_step(side: Sequence[Curve]) -> float | None:
-    """Return the median time of a step, over the runs of a side; None where it was not recorded."""
+    """Return the median time of a step, over a side's runs; None if not recorded."""
     medians: list[float] = []
     for curve in side:
         if len(curve.seconds) > 1:

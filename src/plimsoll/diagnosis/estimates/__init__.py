@@ -1,1 +1,1 @@
-"""Effects of a format, a scale or rounding on recorded values, for whole collections."""
+"""Effects of a format, a scale or rounding on recorded values, by collection."""

@@ -87,19 +87,19 @@ class BlockTallies:
 
     @cached_property
     def _scale(self) -> tuple[Ints, NDArray[np.bool_]]:
-        """Power of two in each row's scale, rounded down, and whether the scale is more than it."""
+        """Power of two of each row's scale, rounded down, and whether the scale is more."""
         fraction, exponent = np.frexp(self.blocks.cells.scale)
         return (exponent - 1).astype(np.int64), fraction != 0.5
 
     @cached_property
     def _ends(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Rows with values below, and with values beyond the counted binades (float64 ones)."""
+        """Rows with values below, and with values beyond the counted binades (float64)."""
         column = self.blocks.cells.column
         return column("absmin") < LOWEST, column("absmax") >= BEYOND
 
     @cached_property
     def _misplaced(self) -> Floats:
-        """Number of values that may lie deeper than recorded, by row: those in the end binades."""
+        """Number of each row's values in the end binades, which may lie deeper."""
         cells, (low, high) = self.blocks.cells, self._ends
         lowest = cells.below_binade(np.full(len(cells), row_layout.LOWEST_BINADE + 1))
         return np.where(low, lowest, 0) + np.where(high, self._maxima_from(_HIGHEST) * self.blocks.length, 0.0)
@@ -160,7 +160,7 @@ class BlockTallies:
         )
 
     def _at_least(self, number: Tallies, at_end: Tallies, where: NDArray[np.bool_]) -> Tallies:
-        """Return a number by depths with the values at the end of the scale's format added."""
+        """Return a number by depths, with the values at the end of the scale's format."""
         poisoned, total = self.blocks.poisoned, self.blocks.values
         # The number at the scale's end includes values of blocks with NaN or Inf.
         low = np.where(where, np.maximum(number.low, at_end.low - poisoned), number.low)
@@ -169,7 +169,7 @@ class BlockTallies:
         return _within(low, high, estimate)
 
     def _landed(self, element: Format) -> tuple[Tallies, Tallies, Tallies, Floats]:
-        """Sums by depth: lost, below the normal numbers, not overflowing, noise over signal."""
+        """Return sums by depth: lost, subnormal, not overflowing, noise over signal."""
         sums, odd = np.zeros((len(self.blocks.length), 11)), self._scale[1]
         grid = np.where(odd, _NO_GRID, self._grid)
         key = grid * 2 + odd
@@ -181,7 +181,7 @@ class BlockTallies:
         return tallies[0], tallies[1], tallies[2], _ratio(sums[:, 10], sums[:, 9])
 
     def _beyond_scales(self, fmt: BlockFormat, shift: int) -> tuple[Floats, Floats]:
-        """Return upper bounds of the values in blocks whose scale is outside the scale's format.
+        """Return upper bounds of the values in blocks whose scale is out of range.
 
         The first is of scales below it, the second of those above it.
         """

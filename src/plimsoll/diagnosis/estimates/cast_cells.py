@@ -49,7 +49,7 @@ class CastCells:
 
     @cached_property
     def room(self) -> Floats:
-        """Binades that each cell's values could rise before the largest saturates. NaN: none."""
+        """Binades that each cell's values could rise before the largest saturates, or NaN."""
         there = self.cells.nonzero > 0
         return -self.cells.highest(np.where(there, -self.values.highest_shift(self.format).astype(np.float64), np.nan))
 

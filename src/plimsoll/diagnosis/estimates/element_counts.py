@@ -1,4 +1,4 @@
-"""Losses of an element format in each row of a collection: `Spectrum.fit` on columns.
+"""Losses of an element format in a collection's rows: `Spectrum.fit` on columns.
 
 The arithmetic is that of `population` and `element_fit` in `spectrum.fit`, for all rows of a collection at once. Tests
 compare the two. Magnitudes are ordinals: the binade's exponent times 2^53, plus the position in the binade.
@@ -59,7 +59,7 @@ class Populations:
 
     @cached_property
     def grids(self) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-        """Mantissa bits and quantum exponent of each row's grid, and whether the row is on it."""
+        """Mantissa bits and quantum exponent of each row's grid, and if the row is on it."""
         known = [get_element(name, "diagnose") for name in self.cells.formats]
         bits = np.array([fmt.mantissa_bits for fmt in known], dtype=np.int64)[self.cells.format]
         quantum = np.array([fmt.quantum_exponent for fmt in known], dtype=np.int64)[self.cells.format]
@@ -69,7 +69,7 @@ class Populations:
         return bits, quantum, on_grid
 
     def points(self, point: int, shift: int | Ints, scale: float | None = None) -> Ints:
-        """Return an ordinal of the true values times ``2**shift`` as a stored value of each row.
+        """Return an ordinal of true values times ``2**shift`` as each row stores it.
 
         With `scale` it is one of any values at that scale.
         """
@@ -92,9 +92,9 @@ class Populations:
         return binade, inside
 
     def below(self, point: Ints, *, inclusive: bool) -> Tallies:
-        """Return how many magnitudes of each row are below an ordinal (`Population.below`).
+        """Return how many magnitudes of each row are below an ordinal.
 
-        With `inclusive`, those at it count too.
+        See `Population.below`. With `inclusive`, those at it count too.
         """
         nonzero, limit = self.cells.nonzero, point + inclusive
         all_of_it = self.last < limit
@@ -227,7 +227,7 @@ def _on_grid(x: Floats, bits: Ints, quantum: Ints) -> NDArray[np.bool_]:
 
 
 def _over_binades(start: Ints, stop: Ints, point: Ints) -> Floats:
-    """Return the share below a point where an end binade holds everything beyond it too.
+    """Return the share below a point where an end binade holds all beyond it too.
 
     It is computed by magnitude and not by ordinal.
     """

@@ -93,7 +93,7 @@ class FormatLosses:
 
     @cached_property
     def lost_of_cell(self) -> Floats:
-        """Estimate of the values that underflowed, by cell. NaN where nothing was recorded.
+        """Estimate of the values that underflowed, by cell. NaN: nothing was recorded.
 
         For a cell of zeros only it is all, if more than half of the layer's last values would underflow at the present
         scale, and none otherwise.
@@ -120,7 +120,7 @@ class FormatLosses:
 
     @cached_property
     def _of_what_was(self) -> Floats:
-        """For cells of zeros: 1 if the layer's last values would underflow at the present scale.
+        """1 in cells of zeros whose layer's last values would underflow at this scale.
 
         0 for other cells.
         """
@@ -139,7 +139,7 @@ class FormatLosses:
         return result
 
     def _would_be_lost(self, then: NDArray[np.int64], now: NDArray[np.int64]) -> Floats:
-        """Return the share of the values of rows `then` that underflows at the scale of `now`.
+        """Return the share of rows `then` that underflows at the scale of `now`.
 
         The values that those rows had lost count too.
         """
@@ -175,6 +175,6 @@ class FormatLosses:
 
 
 def share(lost: Floats, nonzero: Floats) -> Floats:
-    """Return the lost share of the values that would be nonzero, 0 where there are none."""
+    """Return the lost share of the values that should be nonzero, 0 without any."""
     with np.errstate(all="ignore"):
         return np.where(lost + nonzero == 0, 0.0, lost / (lost + nonzero))

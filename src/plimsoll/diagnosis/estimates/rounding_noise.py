@@ -48,7 +48,7 @@ class Noise:
     values: Populations
 
     def of(self, fmt: Format, shift: int, over: Floats | None = None) -> tuple[Floats, Floats]:
-        """Return the expected sum of squared errors and the sum of squares of the true values, by row.
+        """Return the expected squared errors and the squared true values, summed by row.
 
         A value that the format represents has an evenly distributed error of its spacing, a lost one the error of its
         size, an overflowing one its distance to the format's largest value (it is taken to saturate). Values of one

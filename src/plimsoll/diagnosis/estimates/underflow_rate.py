@@ -1,4 +1,4 @@
-"""The underflow rate: one definition, which every printed share of gradients follows.
+"""The underflow rate: one definition for every printed share of gradients.
 
 It is the share of values that became zero in a format narrower than FP32, of all its values that would not be zero. The
 values are those of all tensors of the collection in a step range, taken together. A shadow step counts them. At other
@@ -63,7 +63,7 @@ def underflow_by_step(view: View, collection: str) -> tuple[Ints, Floats]:
 
 
 def _counted(view: View, collection: str) -> tuple[Ints, Floats, Floats]:
-    """Return the steps, and the values that underflowed and that did not in narrow formats."""
+    """Return the steps, and numbers of values lost and kept in narrow formats."""
     narrow = view.narrow(collection)
     if narrow is None or not narrow.censors.any():
         return np.empty(0, dtype=np.int64), np.empty(0), np.empty(0)

@@ -1,4 +1,4 @@
-"""Usable scales of a collection: the highest without overflow, the lowest with little loss.
+"""Usable scales of a collection: highest without overflow, lowest of little loss.
 
 The rules, `whatif` and the figures all use this module, so that one run has one answer. Scales are shifts (powers of
 two) of the true values, by step and layer. Gradients of parameters are judged by module, others tensor by tensor.
@@ -62,7 +62,7 @@ class Scales:
 
     @property
     def of_tensors(self) -> tuple[Floats, Floats]:
-        """`low` and `high` of each tensor, which are its layer's. NaN for a tensor of zeros."""
+        """`low` and `high` of each tensor's layer. NaN for a tensor of zeros."""
         of_layer = _layers(self.cells).of_layer
         there = self.cells.total(self.cells.nonzero) > 0
         low, high = (np.where(there, bound[of_layer], np.nan) for bound in (self.low, self.high))
@@ -76,7 +76,7 @@ class Scales:
 
     @property
     def bounding(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """The layer that needs the highest scale and the one that overflows first, with bounds."""
+        """The layers that bound the scale from below and above, with their bounds."""
         lowest, highest = np.nan_to_num(self.low, nan=-np.inf), np.nan_to_num(self.high, nan=np.inf)
         needs, bears = int(lowest.max(axis=1).argmax()), int(highest.min(axis=1).argmin())
         return (self.names[needs], int(lowest[needs].max())), (self.names[bears], int(highest[bears].min()))
@@ -93,13 +93,16 @@ class Scales:
 
     @property
     def one_serves(self) -> bool:
-        """Whether one scale works for all layers at most of the last steps (a quarter of all)."""
+        """True if one scale works for all layers at most of the last steps.
+
+        The last steps are a quarter of all.
+        """
         recent = slice(-(-3 * self.low.shape[1] // 4) - 1, None)
         return bool(np.median(_known(self.need[recent] - self.room[recent], 1.0)) <= 0)
 
     @property
     def each_serves(self) -> bool:
-        """Whether each layer has a scale that works for it at most of the last steps."""
+        """True if each layer has a scale that works for it at most of the last steps."""
         recent = slice(-(-3 * self.low.shape[1] // 4) - 1, None)
         gaps = _over_layers(np.fmax, self.low[:, recent] - self.high[:, recent])
         return bool(np.median(_known(gaps, 1.0)) <= 0)

@@ -1,4 +1,7 @@
-"""Which of a look's findings a guard acts on, and how: once at a look, within its limits, and never twice in vain."""
+"""Choice of the finding that a guard acts on, and of the action.
+
+A guard acts once at a look, within its limits, and never twice in vain.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +19,7 @@ _WAIT = "wait"
 
 @dataclass(slots=True)
 class _Track:
-    """What is known of one finding over the looks."""
+    """State of one finding over the looks."""
 
     clear_at: int  # the last step by which it was known not to hold
     tries: Counter[Action] = field(default_factory=Counter["Action"])
@@ -37,7 +40,10 @@ class ActionChooser:
         self._last: dict[tuple[str, str], int] = {}  # when a kind of action was last taken on a target
 
     def choose(self, look: Look, step: int, propose: Propose) -> tuple[Order | None, dict[str, str]]:
-        """What to do after `step`, if anything; and for findings that nothing can be done about, why, by rule."""
+        """Return the order after `step`, and the findings without a remedy.
+
+        The order is None if nothing is to be done. The findings are reasons by rule.
+        """
         order, helpless = None, dict[str, str]()
         current = [(f, track) for f in look.findings if (track := self._current(f, look)) is not None]
         for finding, track in current:

@@ -58,7 +58,7 @@ def check_arguments(
 def training_of(
     watch: Watch, loop: Any, scaler: Any, checkpoint: "Mapping[str, Stateful] | None", kept: int
 ) -> Training:
-    """What the guard works on; raises `ArgumentError` where its parts do not belong together."""
+    """Return the guard's training; raise `ArgumentError` where its parts conflict."""
     access = watch.beside
     if loop is not None:
         _check_loop(loop, scaler, access.model)
@@ -78,7 +78,7 @@ def remedies_of(
     training: Training,
     report: "str | os.PathLike[str] | Callable[[Path], object] | None",
 ) -> dict[str, GuardAction]:
-    """The actions that are allowed; raises `ArgumentError` for one that this training cannot have."""
+    """Return the allowed actions; raise `ArgumentError` for an impossible one."""
     if report is not None and "stop" not in names:
         raise ArgumentError("Guard: expected report= together with the action stop; got it without. Allow stop.")
     write = None if report is None else reporting(cast("Any", report))

@@ -1,4 +1,4 @@
-"""Looking at a run while it is written: the rules over its folder, on a thread of their own and at a bounded cost.
+"""Background checks of a run in progress: the rules, on a thread, at bounded cost.
 
 A look up to step s reads only what steps up to s have left, so that it finds what ``diagnose(run, until=s)`` finds at
 any later time. One look at a time; after one that took t seconds of a core the next begins t / share seconds later, or
@@ -49,7 +49,10 @@ class BackgroundChecker:
         self.closing = threading.Event()
 
     def ask(self, step: int) -> bool:
-        """Begins a look up to that step in the background; False if one is under way, or it would cost too much."""
+        """Begin a background look up to that step; return False if it must wait.
+
+        It waits while one runs, and if it would cost too much.
+        """
         busy = self._thread is not None and self._thread.is_alive()
         if busy or self._done is not None or time.monotonic() < self._not_before:
             return False
@@ -63,7 +66,7 @@ class BackgroundChecker:
         return look
 
     def now(self, step: int) -> Look | None:
-        """A look on the calling thread; None where not all was on disk in time. One under way is waited for first."""
+        """Return a look on this thread, after a running one; None if data came too late."""
         if self._thread is not None:
             self._thread.join()
             self._done = None  # what was looked at before is older
@@ -96,7 +99,7 @@ class BackgroundChecker:
 
 
 def room(view: View) -> int | None:
-    """The highest shift at which the largest recent gradient does not overflow; None where none was seen.
+    """Return the highest shift without overflow of recent gradients; None if unseen.
 
     Of parameters and of activations, as true values, against the narrowest format that held them, or FP16.
     """

@@ -1,4 +1,4 @@
-"""`CheckpointStore`: checkpoints that a guard may roll back to, and what of the training is in them.
+"""`CheckpointStore`: checkpoints that a guard may restore, and their contents.
 
 By default that is the loop, or in a hand-written loop the model, the watch's optimizers and the
 scaler; always the random generators of Python, NumPy, the CPU and the model's device. Where the data loader stands is
@@ -17,10 +17,10 @@ from plimsoll.watch.companion import WatchAccess
 
 
 class Stateful(Protocol):
-    """What can be saved and put back."""
+    """An object whose state can be saved and restored."""
 
     def state_dict(self) -> Any:
-        """What is to be saved."""
+        """Return the state to save."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> Any:
@@ -61,7 +61,7 @@ class CheckpointStore:
         return [saved.step for saved in self._saved]
 
     def parts(self) -> dict[str, Stateful]:
-        """What is saved, by name."""
+        """Return the parts that are saved, by name."""
         if self._given is not None:
             return self._given
         loop = self._loop()
@@ -89,7 +89,7 @@ class CheckpointStore:
         return None
 
     def save(self, state: Mapping[str, Any] | Restore | None) -> str | None:
-        """Keeps a checkpoint of now; returns why not, if the weights are not fit to go back to."""
+        """Save a checkpoint of now; return why not, if the weights are not fit for it."""
         broken = self._broken()
         if broken is None:
             states = state if callable(state) else copied(self._states(state))
@@ -98,11 +98,11 @@ class CheckpointStore:
         return broken
 
     def good(self, since: int) -> Saved | None:
-        """The last one that was saved before step `since`; not that of its beginning, which its fault may have made."""
+        """Return the last one saved before step `since`, not that of its beginning."""
         return max((s for s in self._saved if s.step < since), key=lambda saved: saved.step, default=None)
 
     def restore(self, step: int) -> None:
-        """Puts back the checkpoint of that step; later ones are forgotten, since training takes another way now."""
+        """Restore the checkpoint of that step, and drop later ones: training differs now."""
         saved = next(s for s in self._saved if s.step == step)
         while self._saved and self._saved[-1].step > step:
             self._saved.pop()
@@ -130,7 +130,7 @@ class CheckpointStore:
         return given
 
     def _broken(self) -> str | None:
-        """What is not finite in the weights; waits for the device."""
+        """Return the weight that is not finite, in words; waits for the device."""
         model: Any = self._access.model
         for name, parameter in () if model is None else model.named_parameters():
             known = parameter.is_floating_point() and parameter.element_size() > 1  # torch cannot ask this of 8 bits
@@ -140,7 +140,7 @@ class CheckpointStore:
 
 
 def copied(value: Any) -> Any:
-    """A state with tensors of its own, on the host; containers and plain values as they are."""
+    """Return a state with copied tensors on the host, and other values as they are."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):

@@ -31,7 +31,7 @@ _FLUSH_SECONDS = 30.0
 
 
 class Guard:
-    """Looks at a watched training every so many steps, with the rules of `diagnose`, and does what they advise.
+    """Guard of a watched training: checks it by the rules of `diagnose`, and acts.
 
     Looking happens in the background, on what the watch has written; acting on the thread that trains, between two
     steps. Every act is an event of the run, of kind "guard", and in `acts`. By default nothing is done:
@@ -121,12 +121,12 @@ class Guard:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What the latest look found."""
+        """The findings of the latest look."""
         return self._looks[-1].findings if self._looks else ()
 
     @property
     def dry_run(self) -> bool:
-        """Whether it only says what it would do."""
+        """True if the guard only reports its actions."""
         return self._dry_run
 
     @property
@@ -136,13 +136,13 @@ class Guard:
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
+        """True if the guard has ended."""
         return self._closed
 
     # -- what a user calls ---------------------------------------------------------------------------------------------
 
     def look(self) -> tuple[Finding, ...]:
-        """Looks now, in the foreground, at all steps that have ended; acts at the end of the next step.
+        """Check all finished steps now, in the foreground; act at the next step's end.
 
         Call it between two steps; with several ranks on all of them. On ranks other than 0 it finds nothing.
         """
@@ -158,12 +158,12 @@ class Guard:
         return () if new_look is None else new_look.findings
 
     def checkpoint(self, state: "Mapping[str, Any] | Restore | None" = None) -> bool:
-        """Keeps a checkpoint of now that "rollback" may put back; False, and an event, if the weights are not finite.
+        """Save a checkpoint of now for "rollback"; return False if weights are not finite.
 
-        Call it between two steps, as often as you can bear to lose what lies between. Without `state` it copies what
-        there is to the host's memory. `state` may be what `Loop.state_dict` gave, or a mapping like `checkpoint=` with
-        a state for each name; or a function that restores, called without arguments, for checkpoints kept elsewhere.
-        The random generators are saved in any case. It waits for the device.
+        That is an event, too. Call it between two steps, as often as you can bear to lose what lies between. Without
+        `state` it copies what there is to the host's memory. `state` may be what `Loop.state_dict` gave, or a mapping
+        like `checkpoint=` with a state for each name; or a function that restores, called without arguments, for
+        checkpoints kept elsewhere. The random generators are saved in any case. It waits for the device.
         """
         self._check_open("checkpoint")
         broken = self._training.keeper.save(state)
@@ -172,7 +172,7 @@ class Guard:
         return broken is None
 
     def close(self) -> None:
-        """Ends it: looks and acts no more, and takes its hooks off the model. Closing again does what is left."""
+        """End the guard and remove its hooks. Closing again does what is left."""
         self._closed = True
         self._boundary.remove()
         for remedy in self._remedies.values():
@@ -195,7 +195,7 @@ class Guard:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def _between(self) -> None:
-        """A step has ended. Whatever goes wrong in here is contained; `GuardStop` alone is meant to leave."""
+        """Act between two steps, with all errors contained but `GuardStop`."""
         if self._busy or self._closed:
             return
         self._busy = True
@@ -223,7 +223,7 @@ class Guard:
             self._checker.ask(step - 1)
 
     def _decision(self, step: int) -> Order | None:
-        """What to do about what was seen since the last step, if anything was."""
+        """Return the order for the last look since the previous step, if any."""
         look, self._asked = self._asked or self._checker.take(), None
         if look is None:
             return None

@@ -1,4 +1,4 @@
-"""How the ranks of one training act alike: rank 0 decides, and the others follow at an agreed step."""
+"""Common actions of a training's ranks: rank 0 decides, all act at one step."""
 
 import threading
 import time
@@ -46,7 +46,7 @@ class ManyRanks:
         self._link = StoreChannel(f"{path}#guard", rank)
 
     def agree(self, order: Order | None) -> Order | None:
-        """What rank 0 has decided; all ranks call it at the same step."""
+        """Return rank 0's decision; all ranks call it at the same step."""
         text = b"" if order is None else order.encoded()
         size = torch.tensor([len(text)], dtype=torch.int64)
         torch.distributed.broadcast(size, 0, group=self._group)
@@ -59,7 +59,10 @@ class ManyRanks:
         return Order.decoded(data.numpy().tobytes())
 
     def gather(self, step: int, closing: threading.Event) -> bool:
-        """Tells that this rank's part is on disk up to a step; rank 0 waits for the others'. Whether it may read."""
+        """Publish that this rank's part is on disk; return True if rank 0 may read.
+
+        Rank 0 waits for the others'.
+        """
         self._link.tell(f"flushed/{self._rank}", str(step))
         if not self.decides:
             return False
@@ -73,7 +76,10 @@ class ManyRanks:
 
 
 def ranks_of(path: Path, rank: int, world: int) -> SingleRank | ManyRanks:
-    """What agrees; raises `ArgumentError` where there are several ranks and nothing that connects them."""
+    """Return the object by which the ranks of a run agree.
+
+    Raises `ArgumentError` where there are several ranks and nothing connects them.
+    """
     if world == 1:
         return SingleRank()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():

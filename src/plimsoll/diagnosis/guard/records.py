@@ -1,4 +1,4 @@
-"""What a guard leaves behind, and what bounds it: `Act`, `Look`, `Limits`; and the `Order` that ranks agree on."""
+"""A guard's records and limits: `Act`, `Look`, `Limits`, and the ranks' `Order`."""
 
 import json
 import math
@@ -17,7 +17,7 @@ Outcome = Literal["done", "dry run", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How often a guard may act; it never does more than one thing at a look.
+    """Limits on a guard's actions; it takes at most one at a look.
 
     - `steps`: an action is not repeated on the same target (the loss scale, a module, the run) within so many steps;
       raising and lowering the scale count as one, so that it cannot swing.
@@ -39,7 +39,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Look:
-    """What a guard saw when it looked at the run up to and with `step`: the same as ``diagnose(run, until=step)``.
+    """A guard's view of the run up to and with `step`.
+
+    The same as ``diagnose(run, until=step)``.
 
     `newest`: of each collection that a finding speaks of the last step recorded by then; of "" that of the run.
     `room`: the highest power of two that no recent gradient, times it, overflows with; None where none was left to see.
@@ -71,7 +73,7 @@ class Order:
 
     @classmethod
     def decoded(cls, text: bytes) -> Self:
-        """What `encoded` gave."""
+        """Return the order that `encoded` gave."""
         fields: dict[str, Any] = json.loads(text)
         for name in ("where", "targets"):
             fields[name] = tuple(cast("list[str]", fields[name]))
@@ -80,7 +82,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act(NotebookRepr):
-    """What a guard did, or in a dry run would have done, after a step.
+    """An action that a guard took after a step, or would have in a dry run.
 
     - `step`: the last step before it. `action`, for which `rule`'s finding, since when that held, `where` it acted
       (names of modules; none where the whole run is meant).
@@ -101,7 +103,7 @@ class Act(NotebookRepr):
 
     @property
     def dry_run(self) -> bool:
-        """Whether it was only said."""
+        """True if the action was only reported."""
         return self.outcome == "dry run"
 
     def to_dict(self) -> dict[str, object]:

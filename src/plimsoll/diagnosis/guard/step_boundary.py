@@ -1,4 +1,4 @@
-"""Where one step has ended and the next not begun, on the thread that trains: there, and only there, a guard acts.
+"""Boundaries between steps, on the thread that trains; only there a guard acts.
 
 With a `Loop` that is the end of ``loop.step``. In a hand-written loop it is the end of ``scaler.update()``, or, where
 no loss is scaled, of the last optimizer's step: once each of the watch's optimizers has stepped.
@@ -14,7 +14,7 @@ from plimsoll.watch.parameters.optimizer_tensors import innermost
 
 
 class Boundary(Protocol):
-    """What calls a function between steps, until it is removed."""
+    """Caller of a function between steps, until it is removed."""
 
     def remove(self) -> None:
         """Ends the calls."""
@@ -28,7 +28,7 @@ class LoopBoundary:
 
 
 class HookedBoundary(torch_hooks.TrainingEvents):
-    """The boundary of a hand-written loop, from the events that a watch gets: a `torch_hooks.TrainingEvents`."""
+    """Boundary of a hand-written loop, from a watch's `torch_hooks.TrainingEvents`."""
 
     def __init__(self, access: WatchAccess, between: Callable[[], None]) -> None:
         self._access, self._between = access, between

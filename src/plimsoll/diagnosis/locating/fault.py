@@ -55,7 +55,7 @@ class Operand:
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault(NotebookRepr):
-    """The first operation whose finite inputs gave a NaN or an Inf that mattered, or that flushed values to zero.
+    """First operation that made NaN, Inf or zeros that mattered from finite inputs.
 
     - `kind`: "nan", "inf" or "flush". `sentence`: what happened, in one sentence.
     - `operation`: torch's name of it ("aten.exp"). `phase`: "forward", "backward", "recomputation" (a checkpoint's
@@ -92,7 +92,7 @@ class Fault(NotebookRepr):
     error: str | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """The fault as JSON-able data; a number that JSON has no form for is its name ("nan", "inf")."""
+        """Return the fault as JSON-able data; NaN and infinities are names ("nan", "inf")."""
         s = self.source
         where = None if s is None else {"file": s.file, "line": s.line, "function": s.function, "text": s.text}
         return {
@@ -197,7 +197,7 @@ def _operands(kind: str, operands: tuple[Operand, ...]) -> list[str]:
 
 
 def held_by(s: Spectrum) -> str:
-    """What a tensor holds, in few words."""
+    """Return a tensor's contents in few words."""
     parts: list[str] = []
     if s.absmax > 0:
         low, high = math.log2(s.absmin), math.log2(s.absmax)

@@ -1,4 +1,4 @@
-"""From an origin to a fault: its names, and the one sentence that says what happened."""
+"""Description of an origin as a fault: names, and one sentence on what happened."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def describe_fault(
     error: Exception | None,
     spoiled: Origin | None = None,
 ) -> Fault:
-    """The fault of an origin; of one that was harmless but for its gradient, `spoiled` is what came of that."""
+    """Return an origin's fault; `spoiled`: what came of its gradient."""
     after = origin.phase in {"backward", "recomputation", "optimizer"}
     fault_scale = scale if after or origin.scaling else None
     end = None if reached is None else label(reached, names)
@@ -57,14 +57,14 @@ def describe_fault(
 
 
 def source_of(place: Place) -> Source | None:
-    """Return the line of a call site, with its text; None where no code of the user's runs."""
+    """Return the line of a call site, with its text; None if no user code runs."""
     if place.file is None:
         return None
     return Source(file=place.file, line=place.line, function=place.function, text=place.text)
 
 
 def label(reached: NonfiniteResult, names: Names) -> str:
-    """What was reached, in words."""
+    """Return the name of the result that was reached."""
     if reached.what != "gradient":
         return reached.what
     name = None if reached.owner is None else names.of(reached.owner)
@@ -121,7 +121,7 @@ def _held(origin: Origin, names: Names) -> str:
 
 
 def _remedy(origin: Origin, names: Names) -> str:
-    """The advice about a gradient that was there before; of other faults the sentence says enough."""
+    """Return the advice on an earlier gradient; the sentence is enough for others."""
     if origin.what != "held" or names.gradient_of(origin.memory.get(origin.worst, ())) is None:
         return ""
     return " Clear gradients before the backward (optimizer.zero_grad()); locate the step that left this one."
@@ -143,7 +143,7 @@ def _flush(origin: Origin) -> str:
 
 
 def _made(origin: Origin) -> str:
-    """What an operation did that gave NaN or Inf."""
+    """Describe how an operation gave NaN or Inf."""
     special = _SPECIAL.get(origin.facts.base)
     said = special(origin) if special is not None else None
     if said is not None:
@@ -157,7 +157,7 @@ def _made(origin: Origin) -> str:
 
 
 def _is_overflow(origin: Origin) -> bool:
-    """Whether a wider format, or one still wider, would hold the result."""
+    """Return True if a wider format would hold the result."""
     if origin.facts.base in _STEEP and all(math.isfinite(value) for value in origin.at.values()):
         return True
     return origin.expected is not None and math.isfinite(origin.expected)

@@ -1,4 +1,4 @@
-"""`locate`: the first operation of a training step that made a NaN or an Inf, or flushed its values to zero.
+"""`locate`: a training step's first operation that made NaN, Inf or flushed zeros.
 
 The closure runs once, as it is, inside a dispatch mode that looks at what every operation gives. An operation whose
 result is not finite though its inputs are becomes an *origin* (`tracing.nonfinite_trail`); what comes of it inherits
@@ -41,11 +41,11 @@ def locate(
     flush_share: float | None = None,
     restore: bool = True,
 ) -> Fault | None:
-    """The first operation, forward or backward, that made a NaN or an Inf which mattered; None if there is none.
+    """Return the first operation that made a NaN or Inf that mattered; None without.
 
-    The closure is run once: forward, and backward if it calls it; if it does not and returns a loss that requires
-    gradients, `locate` calls it. It may step an optimizer and use a loss scaler. It computes what it would compute
-    without `locate`, bit for bit; compiled models run eagerly inside.
+    It is of the forward or the backward. The closure is run once: forward, and backward if it calls it; if it does not
+    and returns a loss that requires gradients, `locate` calls it. It may step an optimizer and use a loss scaler. It
+    computes what it would compute without `locate`, bit for bit; compiled models run eagerly inside.
 
     What matters is what reaches the loss, a gradient, or a parameter, buffer or optimizer state that the step writes:
     -Inf masks, and a log(0) that `where` leaves out, are no faults as long as nothing non-finite comes of them. If only
@@ -77,7 +77,7 @@ def locate(
 
 
 class _Search(torch_hooks.TrainingEvents):
-    """One run of a closure; hears of its backwards, optimizers and scalers (`torch_hooks.TrainingEvents`)."""
+    """One run of a closure, a listener to its backwards, optimizers and scalers."""
 
     def __init__(self, model: nn.Module | None, flush_share: float | None, *, restore: bool) -> None:
         self._model = model

@@ -35,13 +35,13 @@ def locate_on_trigger(
     around: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     flush_share: float | None = None,
 ) -> "OnTrigger[P, R]":
-    """`compute`, which returns the loss, as a function that calls `locate` by itself if the step breaks.
+    """Return `compute` as a function that calls `locate` if the step breaks.
 
-    Train with what is returned in its place: ``loss = step_loss(x, y)``, then backward and the optimizer's step as
-    ever. Whenever the loss or a gradient is not finite as the optimizer is about to step, or a scaler has skipped for
-    it, the same call is repeated inside `locate`, with the random generators as they were and the loss scaled as it
-    was. What is found becomes an event of the kind "fault" in the run, with `Fault.to_dict` in its details; training
-    goes on as it would have, bit for bit.
+    `compute` returns the loss. Train with what is returned in its place: ``loss = step_loss(x, y)``, then backward and
+    the optimizer's step as ever. Whenever the loss or a gradient is not finite as the optimizer is about to step, or a
+    scaler has skipped for it, the same call is repeated inside `locate`, with the random generators as they were and
+    the loss scaled as it was. What is found becomes an event of the kind "fault" in the run, with `Fault.to_dict` in
+    its details; training goes on as it would have, bit for bit.
 
     It does so once a run for a non-finite loss and once for non-finite gradients (the recorder's reasons "loss" and
     "nonfinite"), and never raises. It waits for the device once a step, and keeps the arguments of a step's calls till
@@ -68,7 +68,10 @@ def locate_on_trigger(
 
 
 class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
-    """What `locate_on_trigger` returns: call it in the place of the function. `faults` has what was found so far."""
+    """The return value of `locate_on_trigger`, called in the function's place.
+
+    `faults` has those found so far.
+    """
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
         return "nonfinite" if _any_bad(gradients) else None
 
     def _located(self) -> Fault | None:
-        """The fault of the first micro-batch that has one by itself, or else of all of them, added up."""
+        """Return the fault of the first micro-batch with one, or of all, added up."""
         calls = list(self._calls)
         for some in [*([call] for call in calls), *([calls] if len(calls) > 1 else [])]:
             closure = self._repeating(some, some[0].inputs(self._compute))

@@ -1,4 +1,4 @@
-"""Rates, decays and momenta of an optimizer that are NaN or Inf: faults that no operation makes.
+"""Optimizers' rates, decays and momenta that are NaN or Inf: no operation's fault.
 
 They are numbers and not tensors, so that no operation is to blame for what comes of them.
 """

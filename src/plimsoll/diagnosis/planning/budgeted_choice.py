@@ -1,4 +1,4 @@
-"""Cheapest formats of all modules whose predicted increase of the loss stays within a budget."""
+"""Cheapest formats of all modules within a budget of predicted loss increase."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def options(
     pairs: Sequence[tuple[str, str]],
     fallback: str,
 ) -> list[Option]:
-    """Return the pairs of formats that a module may have, the fallback and FP32 included.
+    """Return the formats that a module may have, the fallback and FP32 included.
 
     Formats that are cast to at operands may be combined with the fallback in the other direction. Without a prediction
     only the fallback is left.
@@ -72,7 +72,7 @@ def options(
 def option_of(
     judge: Judge, forecast: Forecast, table: CostTable, module: Module, forward: str, backward: str, verdict: Verdict
 ) -> Option:
-    """Return the option of a module with these formats, and with the scales of the verdict."""
+    """Return a module's option with these formats and the verdict's scales."""
     shifts = dict(verdict.shifts)
     if verdict.gradients.bounded:
         shifts["gradients"] = min(verdict.gradients.high - judge.margin, HIGHEST)
@@ -94,13 +94,13 @@ def cost_of(judge: Judge, table: CostTable, module: Module, forward: str, backwa
 def share_of_bf16(
     judge: Judge, table: CostTable, pairs: Mapping[str, tuple[str, str]], modules: Sequence[Module]
 ) -> float | None:
-    """Return the cost of modules in pairs of formats over that in BF16. None if it is unknown."""
+    """Return the cost of modules in pairs of formats over BF16's, None if unknown."""
     whole = sum(cost_of(judge, table, module, BF16.name, BF16.name) for module in modules)
     return sum(cost_of(judge, table, module, *pairs[module.name]) for module in modules) / whole if whole else None
 
 
 def cheapest(offers: Sequence[Sequence[Option]], most: float) -> list[Option] | None:
-    """Return an option for each module: those of least cost whose increases add up to at most `most`.
+    """Return the modules' options of least cost with increases of at most `most`.
 
     Of costs that differ by less than a millionth it is the one with the smaller increase. None if there is none.
     """

@@ -87,7 +87,7 @@ class PlanCheck(NotebookRepr):
 
     @property
     def ok(self) -> bool:
-        """Whether the plan holds."""
+        """True if the plan holds."""
         return not self.unknown and all(row.ok for row in self.rows)
 
     @property
@@ -217,7 +217,7 @@ def _row(
 
 
 def _scale(plan: Plan, said: ModulePlan, role: Role, fmt: Format | BlockFormat) -> float:
-    """Return the factor of the values: their own scale, or the loss scale for gradients."""
+    """Return the values' factor: their own scale, or the loss scale for gradients."""
     own = said.scales.get(role)
     if own is not None:
         return own

@@ -1,4 +1,4 @@
-"""Whether a module can compute in a format, and its losses there, by recorded values.
+"""Fit of a format to a module, and its losses there, by recorded values.
 
 The cast values depend on the format. FP16, BF16 and wider are torch's own dtypes: operands and results of a product are
 rounded to them. So are gradients, which all carry only the loss scale. Narrower formats are cast at the operands of
@@ -114,7 +114,7 @@ class Judge:
         return f"{percent(self.tolerance)} or more of its {_WORDS[role]} may be lost in {name} at 2^{shift} ({needs})"
 
     def best(self, window: Window, spare: int) -> int:
-        """Return the highest shift with so much headroom, or as much as keeps the loss small.
+        """Return the highest shift with so much headroom, or with little loss.
 
         0 for tensors of zeros.
         """
@@ -123,7 +123,7 @@ class Judge:
         return min(max(window.high - spare, min(window.low, window.high - self.margin), LOWEST), HIGHEST)
 
     def why_none(self, window: Window, fmt: Format, role: Role, lowest: int, highest: int) -> str | None:
-        """Return why no shift from `lowest` to `highest` works for a window. None if one does."""
+        """Return why no shift from `lowest` to `highest` works; None if one does."""
         room = min(window.high - self.margin, highest)
         if max(window.low, lowest) <= room:
             return None

@@ -23,7 +23,7 @@ _LEAST = 1e-6  # of the largest increase: smaller budgets need FP32 everywhere
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A plan of least cost: its share of the cost in BF16, and its predicted increase as a share of the loss."""
+    """A plan of least cost: cost over BF16's, and predicted increase over the loss."""
 
     cost: float
     increase: Interval

@@ -1,8 +1,9 @@
-"""Prediction of what a plan costs in loss: first-order divergence of the loss and of the updates, by module.
+"""Predicted loss of a plan: divergence of loss and updates to first order.
 
-Let *g* be the gradient of a tensor, *n* its number of values, and *e* the error of a cast. The spectra give the sum of
-squares of *e* for any format: over all binades, the count times a twelfth of the squared spacing, plus what underflows
-and overflows. Errors are taken to be independent of each other and of the gradient. Then, to first order,
+It is computed by module. Let *g* be the gradient of a tensor, *n* its number of values, and *e* the error of a cast.
+The spectra give the sum of squares of *e* for any format: over all binades, the count times a twelfth of the squared
+spacing, plus what underflows and overflows. Errors are taken to be independent of each other and of the gradient. Then,
+to first order,
 
     D = sum over the tensors cast in the forward of |g|^2 |e|^2 / n
 
@@ -108,7 +109,10 @@ class Forecast:
 
     @property
     def possible(self) -> bool:
-        """Whether the run has what a prediction needs: losses, and all tensors of a module."""
+        """True if the run has what a prediction needs.
+
+        That is losses, and all tensors of a module.
+        """
         return self.loss > 0 and bool(self._sizes)
 
     @cached_property
@@ -119,7 +123,7 @@ class Forecast:
 
     @cached_property
     def slope(self) -> float:
-        """How much the loss fell with the logarithm of the steps, over their last half."""
+        """Fall of the loss with the logarithm of the steps, over their last half."""
         steps, losses = self._losses
         late = steps >= (steps[-1] + 1) / 2
         if late.sum() < 3:
@@ -132,7 +136,7 @@ class Forecast:
         return min(sizes.rows for sizes in self._sizes.values())
 
     def of(self, name: str, forward: str, backward: str, shifts: Mapping[Role, int]) -> Consequence | None:
-        """Return the consequence of a module's formats. None if its tensors or blocks were not recorded."""
+        """Return a module's consequence; None if its tensors or blocks were not recorded."""
         key = (name, forward, backward, tuple(shifts.get(role) for role in ("weights", "activations", "gradients")))
         if key not in self._known:
             self._known[key] = self._computed(name, forward, backward, shifts) if name in self._sizes else None
@@ -149,9 +153,10 @@ class Forecast:
 
     @cached_property
     def calibration(self) -> tuple[float, int]:
-        """Recorded over predicted squared error of the weight gradients in the run's own format, and how many.
+        """Recorded over predicted squared error of weight gradients, and their number.
 
-        It is the geometric mean over the modules of which a shadow step recorded errors. (1, 0) without any.
+        Both are in the run's own format. It is the geometric mean over the modules of which a shadow step recorded
+        errors. (1, 0) without any.
         """
         found: list[float] = []
         passed = 0.0
@@ -200,13 +205,13 @@ class Forecast:
         )
 
     def _own(self, sizes: _Sizes, gradients: float, inputs: float) -> float:
-        """Return the squared relative error of the weight's gradient, by relative errors of its two operands."""
+        """Return the weight gradient's squared relative error, by its operands' errors."""
         if not sizes.weight_gradient:
             return 0.0
         return sizes.output_gradient * sizes.inputs * (gradients + inputs) / (sizes.rows * sizes.weight_gradient)
 
     def _reaches(self, sizes: _Sizes) -> float:
-        """Return the module's share of the gradient of its input, which other modules may use too."""
+        """Return the module's share of its input's gradient, which others may use too."""
         return min(sizes.passed / sizes.input_gradient, 1.0) if sizes.input_gradient else 1.0
 
     @cached_property
@@ -278,7 +283,7 @@ def _missing(squared: float) -> float:
 
 
 def _recorded_errors(view: View) -> dict[str, float]:
-    """Return the squared relative error of each weight's gradient, over all shadow steps."""
+    """Return each weight gradient's squared relative error, over all shadow steps."""
     cells = view.cells("gradients")
     if cells is None:
         return {}

@@ -217,7 +217,7 @@ def _with_consequences(
     table: CostTable,
     budget: float | None,
 ) -> Plan:
-    """Return the plan with its cost, and its predicted increase of the loss if the run allows to predict one."""
+    """Return the plan with its cost, and its predicted loss increase if possible."""
     pairs = {choice.module.name: (choice.forward, choice.backward) for choice in chosen}
     cost = share_of_bf16(judge, table, pairs, [choice.module for choice in chosen])
     if not forecast.possible:

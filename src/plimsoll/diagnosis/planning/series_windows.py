@@ -1,4 +1,4 @@
-"""Usable shifts of a plan's series at every step, and their losses over the whole run.
+"""Usable shifts of a plan's series at every step, and losses over the whole run.
 
 Element formats have windows of shifts. A block format scales each block itself: its losses are in the run's block
 records, if there are any of that block length. Without them a bound is known. No block's largest value is beyond the
@@ -46,13 +46,13 @@ class Window:
 
     @property
     def bounded(self) -> bool:
-        """Whether there were values to hold."""
+        """True if there were values to hold."""
         return self.high < _NEVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bad:
-    """Numbers of values that a format loses (at least, about, at most) and that overflow.
+    """Numbers of values that a format loses (least, about, most) and that overflow.
 
     Values overflow for certain or maybe.
     """
@@ -125,7 +125,7 @@ class Collection:
         return sum(float(np.median(count[self._rows([name])])) for name in names if self.has(name))
 
     def window(self, names: Sequence[str], fmt: Format) -> Window:
-        """Return the shifts at which no series overflows and each loses little, at every step."""
+        """Return the shifts at which no series overflows and each loses little, always."""
         low, high = self._window_of_rows(fmt)
         rows = self._rows(names)
         rows = rows[self.cells.nonzero[rows] + self.hidden[rows] > 0]
@@ -172,15 +172,15 @@ class Collection:
         return Bad(lost=(low, estimate, high), overflow=beyond, values=values, hidden=hidden)
 
     def energy(self, names: Sequence[str]) -> float:
-        """Return the sum of squares of the series at a step: the mean over the later half of the recorded steps."""
+        """Return the series' sum of squares a step, over the later half of the steps."""
         rows = self._late(names)
         squares = self.cells.column("sumsq")[rows] / self.cells.scale[rows] ** 2
         return float(squares.sum()) / max(len(np.unique(self.cells.at[rows])), 1)
 
     def relative_error(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> float | None:
-        """Return the expected squared error of a cast over the sum of squares, over the later half of the steps.
+        """Return a cast's squared error over the sum of squares, in the later steps.
 
-        None for a block format whose block length was not recorded.
+        These are the later half. None for a block format whose block length was not recorded.
         """
         rows = self._late(names)
         if isinstance(fmt, BlockFormat) and (self.blocks is None or (self.blocks.length[rows] != fmt.block).any()):
@@ -208,7 +208,7 @@ class Collection:
         return Noise(values=self.values)
 
     def lost_sum(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> float:
-        """Return the sum of the magnitudes that become zero at a step: the mean over the later half of the steps.
+        """Return the lost magnitudes' sum a step, over the later half of the steps.
 
         0 for block formats, whose records do not have it.
         """

@@ -1,4 +1,4 @@
-"""Rules of diagnosis: each class in a module of this folder is one, with all its texts, and needs no other list."""
+"""Rules of diagnosis: each class here is one, with all its texts; no other list."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""Base class of all rules, and what several of them share: thresholds, phrases, evidence items, spans of samples."""
+"""Base class of rules, and shared thresholds, phrases, evidence and spans."""
 
 import math
 from abc import ABC, abstractmethod
@@ -36,7 +36,7 @@ def threshold(default: float, source: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EvidenceItem:
-    """How one value of a finding's evidence is labelled and written.
+    """Label and unit of one value of a finding's evidence.
 
     Attributes:
         label: Its name for readers. Default: the key, with spaces and a capital.
@@ -79,7 +79,7 @@ class Phrase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindingContext:
-    """A finding with the run and all findings of that run, as a rule's `phrase` needs them."""
+    """A finding, its run, and all findings of it, for a rule's `phrase`."""
 
     finding: Finding
     view: View
@@ -97,7 +97,7 @@ class FindingContext:
 
     @property
     def is_single(self) -> bool:
-        """Whether the finding has exactly one location."""
+        """True if the finding has exactly one location."""
         return len(self.finding.where) == 1
 
     @property
@@ -107,7 +107,7 @@ class FindingContext:
 
     @property
     def layer(self) -> str:
-        """The worst location: its module, if the collection makes clear which of its tensors is meant."""
+        """The worst location: its module, if the collection shows which tensor it is."""
         name = self.finding.where[0]
         if self.finding.collection == "optimizer":
             name = name.rpartition(":")[0] or name
@@ -134,7 +134,7 @@ class FindingContext:
         return math.nan if isinstance(value, str) else float(value)
 
     def text(self, name: str) -> str:
-        """Return a text of the evidence that is safe to print. Empty if there is none of this name."""
+        """Return a text of the evidence that is safe to print, "" if there is none."""
         return shown(str(self.finding.evidence.get(name, "")))
 
 
@@ -188,11 +188,11 @@ class Rule(ABC):
         return Phrase(what=f"{short(context.finding.rule)} holds{place} {context.since}")
 
     def figure_arguments(self, finding: Finding) -> Mapping[str, Any]:  # noqa: ARG002  (for rules that override it)
-        """Return arguments of the figure beyond the finding's tensors and first step, which every figure gets."""
+        """Return arguments of the figure besides the tensors and the first step."""
         return {}
 
     def is_fatal(self, finding: Finding, last_step: int) -> bool:  # noqa: ARG002
-        """Return whether a training does not recover from this alarm. Fatal alarms lead the verdict.
+        """Return whether a training does not recover from this alarm.
 
         Args:
             finding: An alarm of this rule.
@@ -201,11 +201,11 @@ class Rule(ABC):
         return False
 
     def consequence(self, finding: Finding, last_step: int) -> str:  # noqa: ARG002
-        """Return the words for an alarm that follows another one, as the end of a sentence. Default: none."""
+        """Return the words for an alarm that follows another, as a sentence's end."""
         return ""
 
     def needs_other_scale(self, finding: Finding) -> bool:  # noqa: ARG002
-        """Return whether another loss scale may fix the cause. Such findings get the run's one remedy as advice."""
+        """Return whether another loss scale may fix it, by the run's one remedy."""
         return False
 
     @property
@@ -289,7 +289,7 @@ def spells(holds: Mask, recorded: Mask, least: float) -> list[tuple[int, int, in
 
 
 def stretches(holds: Mask, least: float) -> list[tuple[int, int]]:
-    """Return first and last place of each span of at least `least` consecutive true values."""
+    """Return first and last place of spans of at least `least` true values."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], holds, [False]]).astype(np.int8)))
     return [(int(a), int(b) - 1) for a, b in zip(edges[::2], edges[1::2], strict=True) if b - a >= least]
 
@@ -297,7 +297,7 @@ def stretches(holds: Mask, least: float) -> list[tuple[int, int]]:
 def worst(
     cells: Cells, spans: list[tuple[int, int, int]], values: NDArray[np.float64], names: Sequence[str] | None = None
 ) -> list[Spot]:
-    """Return a location for each span of `spells`, with the largest of its values. The worst is first."""
+    """Return each span's location with its largest value, the worst first."""
     names = cells.names if names is None else names
     spots = [
         Spot(name=names[layer], since_step=int(cells.steps[a]), value=float(np.nanmax(values[layer, a : b + 1])))

@@ -1,4 +1,4 @@
-"""Rules of casts to 8 bits: saturation, underflow, unused codes, and tensors that leave unit scale.
+"""Rules of casts to 8 bits: saturation, underflow, unused codes, unit scale left.
 
 All four judge the values at the scale of the cast, which a run of FP8 layers records. The thresholds come from the
 format's own numbers, so the rules hold for E4M3, E5M2 and any other format that a module casts to.
@@ -30,7 +30,7 @@ _MODULE = "or keep its module in BF16"
 
 @dataclass(frozen=True, kw_only=True)
 class CastRule(Rule):
-    """Base of the rules of casts. A finding has the worst cast's module, role and scale."""
+    """Base of the rules of casts: the worst cast's module, role and scale."""
 
     figure = "code_usage"
 
@@ -72,7 +72,7 @@ class CastRule(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class ShareRule(CastRule):
-    """Base of the rules about a share of a cast's values: above one bound a warning, above another an alarm."""
+    """Base of the rules on a share of values: bounds of a warning and an alarm."""
 
     share: float
     grave: float
@@ -92,7 +92,7 @@ class ShareRule(CastRule):
 
 
 def _above(cast: CastCells, shares: Floats, least: float, samples: float) -> list[_Found]:
-    """Return the layers in which a share is above a bound for enough samples, each with its highest share."""
+    """Return the layers whose share is above a bound long enough, with the highest."""
     spans = spells(shares > least, ~np.isnan(shares), samples)
     return [(cast, layer, a, b, float(np.nanmax(shares[layer, a : b + 1]))) for layer, a, b in spans]
 
@@ -187,7 +187,7 @@ class CodesUnused(CastRule):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitDrift(CastRule):
-    """A tensor that began at unit scale and has left the sizes that its format holds well at a constant scale."""
+    """A tensor that began at unit scale and has left its format's good sizes."""
 
     id = "unit-drift"
     says = "a tensor that began at unit scale has left [2^-k, 2^k], where its 8-bit format works at a constant scale"

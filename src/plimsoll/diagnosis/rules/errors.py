@@ -1,4 +1,4 @@
-"""Rules of what rounding does to values: errors against a shadow step, blocks of one value, decisions that flip."""
+"""Rules of rounding: errors against a shadow step, clustered blocks, flips."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ _LOOKS = "shadow steps in a row: not reported from a single one"
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorAboveSignal(Rule):
-    """Gradients whose rounding error is as large as they are, or will be at the present trend.
+    """Gradients whose rounding error is as large as they are, or will soon be.
 
     Errors are those of shadow steps. Gradients of parameters are judged by module, and those that are next to nothing
     not at all: in exact arithmetic some are zero, as that of a key's bias, and what is recorded of them is noise.
@@ -71,7 +71,7 @@ class ErrorAboveSignal(Rule):
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding for each collection of gradients, and one for those on their way."""
+        """Yield a finding for each collection of gradients, and one for rising errors."""
         for collection in _BACKWARD:
             cells = view.cells(collection)
             if cells is None:
@@ -141,7 +141,7 @@ class ErrorAboveSignal(Rule):
     def _coming(
         self, steps: Ints, errors: Floats, looked: Mask, names: Sequence[str]
     ) -> list[tuple[Spot, float, int, bool]]:
-        """Return the location, the steps left, until which step it was so, and whether it is so at the end."""
+        """Return the location, steps left, last step of the trend, and if it goes on."""
         with np.errstate(all="ignore"):
             levels = 20 * np.log10(errors / self.ratio)  # dB above the limit
         found: list[tuple[Spot, float, int, bool]] = []
@@ -172,7 +172,7 @@ class ErrorAboveSignal(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class BiasedRounding(Rule):
-    """Errors that point the same way at every look: along the values, or up or down in all of them.
+    """Errors that point the same way at every look: along the values, or up or down.
 
     Rounding to nearest errs either way, so what is left along the values is a hundredth of the error and less. A cast
     toward zero, a kernel that truncates, a saturated block and a stale scale leave most of the error there, step after
@@ -241,11 +241,11 @@ class BiasedRounding(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class ClusteredBlock(Rule):
-    """Weights of which most share the last bin of their block's format, so that a block holds one number.
+    """Weights of which most share the last bin of their block's format.
 
-    The weights of a norm lie close to each other. In MX formats those at 1.69 to 2 times a power of two are all rounded
-    to the largest number of the block, or clipped to it. It is a note: no record says which weights a training casts to
-    a block format.
+    A block of them holds one number. The weights of a norm lie close to each other. In MX formats those at 1.69 to 2
+    times a power of two are all rounded to the largest number of the block, or clipped to it. It is a note: no record
+    says which weights a training casts to a block format.
     """
 
     id = "clustered-block"
@@ -291,7 +291,7 @@ class ClusteredBlock(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionFlips(Rule):
-    """Decisions for the largest of several scores that come out otherwise than in a shadow step.
+    """Decisions for the largest of several scores that a shadow step changes.
 
     Routes of experts, arg max and the classes of an output. A token that goes to another expert is no small error:
     its whole path is another one, and so is the gradient.
@@ -357,7 +357,7 @@ _DIRECTIONS = (("toward zero", "away from zero"), ("down", "up"))
 
 
 def _errors(cells: Cells) -> tuple[dict[str, Floats], Sequence[str]]:
-    """Return sums of errors by layer and step, and the layers. Gradients of parameters are by module."""
+    """Return sums of errors by layer and step, and the layers; parameters by module."""
     sums = {name: cells.error_sum(name) for name in _SUMS}
     if cells.collection != "gradients":
         return sums, cells.names
@@ -372,7 +372,7 @@ def _biases(sums: Mapping[str, Floats]) -> Floats:
 
 
 def _different(found: list[tuple[int, int, int]], sums: Mapping[str, Floats]) -> list[tuple[int, int, int]]:
-    """Return one span for each tensor: the output of a layer is also the input of the next one."""
+    """Return one span for each tensor: a layer's output is the next one's input."""
     seen = {
         (sums["errorsq"][i, first], sums["referencesq"][i, first]): (i, first, last) for i, first, last in found[::-1]
     }

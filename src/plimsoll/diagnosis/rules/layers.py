@@ -1,4 +1,4 @@
-"""Rules of layers: dead ones, zeros that are no underflow, and sizes that do not settle."""
+"""Rules of layers: dead ones, zeros that are no underflow, and drift."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLayer(Rule):
-    """Layers that put out zeros only, or whose gradients are zero though they were not flushed."""
+    """Layers with zero outputs only, or with zero gradients that were not flushed."""
 
     id = "dead-layer"
     says = "a layer outputs only zeros, or its gradients are all zero, and it is not underflow"
@@ -45,7 +45,7 @@ class DeadLayer(Rule):
     # Underflow is left to its own rules. A gradient in a narrow format that was never anything but zero cannot be
     # distinguished from underflow without a shadow step, and the finding says so.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of the outputs, one of the gradients of layers whose outputs are alive."""
+        """Yield a finding on outputs, and one on gradients where outputs are alive."""
         dead: set[str] = set()
         outputs = view.cells("activations")
         if outputs is not None:
@@ -97,7 +97,7 @@ class DeadLayer(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsVanish(Rule):
-    """Gradients that shrink from layer to layer until the first layers are not trained."""
+    """Gradients that shrink from layer to layer until the first are not trained."""
 
     id = "gradients-vanish"
     says = "gradients shrink towards the first layers until these are not trained"
@@ -161,7 +161,7 @@ class GradientsVanish(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class StructuralZeros(Rule):
-    """Zeros that would be zero in any format. A note, so that nobody mistakes them for underflow."""
+    """Zeros that are zero in any format: a note, to distinguish them from underflow."""
 
     id = "structural-zeros"
     says = "many values are zero in any format (ReLU, unused rows, masks): no underflow"
@@ -202,7 +202,7 @@ class StructuralZeros(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class Drift(Rule):
-    """Weights or activations whose size moves steadily, up or down, and does not settle."""
+    """Weights or activations whose size moves steadily and does not settle."""
 
     id = "distribution-drift"
     says = "the size of a layer's weights or outputs moves steadily and does not settle"
@@ -257,7 +257,7 @@ class Drift(Rule):
         )
 
     def _candidates(self, cells: Cells) -> list[int]:
-        """Return the layers whose size has moved far enough at all. A trend is computed for these only."""
+        """Return the layers whose size moved far enough for a trend to be computed."""
         sizes = log2(cells.rms)
         with np.errstate(all="ignore"):
             span = np.fmax.reduce(sizes, axis=1, initial=-np.inf) - np.fmin.reduce(sizes, axis=1, initial=np.inf)
@@ -265,7 +265,7 @@ class Drift(Rule):
         return [i for i in np.flatnonzero(span >= self.binades).tolist() if cells.names[i] in main]
 
     def _drift(self, cells: Cells, layer: int) -> tuple[Spot, float, int, bool] | None:
-        """Return the location, how far its size moved, until which step, and whether it still moves."""
+        """Return the location, its size's change, the last step, and if it still moves."""
         sizes = log2(cells.rms[layer])
         known = np.flatnonzero(~np.isnan(sizes))
         since, most, until = None, 0.0, 0

@@ -54,7 +54,7 @@ class _Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpike(Rule):
-    """A loss far above its usual level: an alarm where it does not come back, a note where it does so at once."""
+    """A loss far above its usual level: an alarm, or a note if it returns at once."""
 
     id = "loss-spike"
     says = "the loss rises far above its usual level; an alarm if it does not come back"
@@ -177,7 +177,10 @@ class LossSpike(Rule):
         )  # fmt: skip
 
     def _grown_input(self, view: View, since: int) -> tuple[str, float] | None:
-        """The model's input that became larger than ever as the loss rose, and how many times; None if none did."""
+        """Return the model's input that rose beyond all before with the loss, or None.
+
+        With it comes how many times larger it became.
+        """
         cells, root = view.cells("activations"), view.run.manifest.get("root")
         if cells is None:
             return None
@@ -226,7 +229,10 @@ class LossSpike(Rule):
     # the rise lasted, far above the first losses; or it is on its way back from there; or spikes grow. Everything else
     # is a note.
     def _judged(self, loss: Floats, rise: Rise, broken: bool = False) -> _Judged:
-        """How grave a rise is; `broken`: what came after the record's last finite loss is NaN or Inf."""
+        """Return the severity of a rise.
+
+        `broken`: the values after the record's last finite loss are NaN or Inf.
+        """
         began = beginning(loss)
         unit = _unit(began)
         far = rise.height > began + self.beyond * unit
@@ -266,7 +272,10 @@ class LossSpike(Rule):
         return [_Judged(rise=rise, severity="warning" if improves else "alarm", course="never learned")]
 
     def _grow(self, loss: Floats, found: list[Rise]) -> bool:
-        """Whether many spikes reach ever farther beyond the noise, and the last one is worse than untrained."""
+        """Return True if many spikes grow, and the last is worse than untrained.
+
+        They reach ever farther beyond the noise.
+        """
         began = beginning(loss)
         small = 0.01 * _unit(began)  # losses of before may all be zero
         heights = np.array(
@@ -281,19 +290,19 @@ class LossSpike(Rule):
 
 
 def _unit(began: float) -> float:
-    """Return the unit of rises: the first loss, or 1 if that is less, as before an agent's first reward."""
+    """Return the unit of rises: the first loss, at least 1."""
     return max(abs(began), 1.0)
 
 
 def _accumulated(view: View) -> int:
-    """Return how many backwards a step adds up, as the watch has recorded it. 1 if it has recorded nothing of it."""
+    """Return how many backwards a step adds up by the watch's record, at least 1."""
     counts = [event.details.get("accumulated") for event in view.events if event.kind == "loss"]
     return max((count for count in counts if isinstance(count, int)), default=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RateTooHigh(Rule):
-    """First updates as large as the weights, after which the loss stays near where it began, or above."""
+    """First updates as large as the weights, after which the loss hardly falls."""
 
     id = "rate-too-high"
     says = "the first updates replace the weights, and the loss does not recover"
@@ -397,7 +406,7 @@ class LossUnbounded(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeForerunner(Rule):
-    """Signs before a rise of the loss: an update far above the usual, a gradient that Adam's memory lags behind."""
+    """Signs of a coming loss spike: huge updates, or gradients beyond Adam's moments."""
 
     id = "spike-forerunner"
     says = (
@@ -488,7 +497,7 @@ _NO_HARM = "These weights moved many times as far as they usually do, and the lo
 
 
 def _lags(gradients: Cells, optimizer: Cells) -> Floats:
-    """Of each gradient, the sum of squares over that of Adam's second moments, corrected for their start at zero."""
+    """Return gradients' squares over Adam's second moments, corrected for their start."""
     place = {name: i for i, name in enumerate(optimizer.names)}
     moments = [place.get(f"{name}:exp_avg_sq", -1) for name in gradients.names]
     common, mine, theirs = np.intersect1d(gradients.steps, optimizer.steps, return_indices=True)

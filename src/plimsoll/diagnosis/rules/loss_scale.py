@@ -1,4 +1,4 @@
-"""Rules of the loss scale, and the one remedy of a run whose scale does not fit its gradients.
+"""Rules of the loss scale, and the one remedy of a run with a bad scale.
 
 The first of these that applies decides the remedy:
 
@@ -45,7 +45,7 @@ class ScaleRule(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class NoSingleScale(ScaleRule):
-    """The layers' gradients span more binades than FP16 has between losing 1 % and overflow."""
+    """Gradients of more binades than FP16 has between losing 1 % and overflow."""
 
     id = "no-single-scale"
     says = "no single loss scale keeps the gradients of all layers in FP16's range"
@@ -175,7 +175,7 @@ class ScaleLow(ScaleRule):
         )
 
     def _free(self, view: View, cells: Cells) -> Floats:
-        """At each step of the gradients, the binades between the largest value that the format held and its top."""
+        """Return the binades free above the format's largest value, at each step."""
         free = np.full(len(cells.steps), np.inf)
         for collection in WITH_LOSS_SCALE:
             narrow = view.narrow(collection)
@@ -193,7 +193,7 @@ class ScaleLow(ScaleRule):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleCollapse(ScaleRule):
-    """A fall of the loss scale within few steps, after it had once settled; a warning where the scale came back."""
+    """A fall of a settled loss scale within few steps; a warning if it came back."""
 
     id = "scale-collapse"
     says = "the loss scale falls far within few steps"
@@ -331,13 +331,16 @@ def _known_scale(view: View) -> tuple[Ints, Floats]:
 
 
 def _settled(scale: Floats, samples: int) -> int | None:
-    """Where the scale has first stayed the same for so many samples: the first of them."""
+    """Return the first of so many samples in which the scale first stays the same."""
     spans = stretches(np.diff(scale) == 0, samples - 1) if len(scale) >= samples else []
     return spans[0][0] if spans else None
 
 
 def _fallen(steps: Ints, scale: Floats, begin: int, window: float) -> Floats:
-    """How many binades below its highest value of the last `window` steps the scale lies, from `begin` on."""
+    """Return the binades by which the scale lies below its recent highest value.
+
+    That is the highest of the last `window` steps, from `begin` on.
+    """
     result, known = np.zeros(len(scale)), steps.tolist()
     for i in range(begin + 1, len(scale)):
         if scale[i] < scale[i - 1]:
@@ -348,7 +351,10 @@ def _fallen(steps: Ints, scale: Floats, begin: int, window: float) -> Floats:
 
 
 def _start_of_fall(scale: Floats, at: int, begin: int) -> int:
-    """The first sample of the fall that leads to a place: back over all that did not rise, then to where it fell."""
+    """Return the first sample of the fall that leads to a place.
+
+    The search goes back over all that did not rise, and then to where it fell.
+    """
     start = at
     # The search stops at `begin`, where the scale had settled: the search before it may have been a fall too.
     while start > begin and scale[start - 1] >= scale[start]:
@@ -357,7 +363,7 @@ def _start_of_fall(scale: Floats, at: int, begin: int) -> int:
 
 
 def _within(holds: Mask, window: int) -> Ints:
-    """How many of the last `window` values hold, at each place."""
+    """Return, at each place, how many of the last `window` values hold."""
     running = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(holds, dtype=np.int64)])
     ends = np.arange(1, len(running))
     return running[ends] - running[np.maximum(ends - window, 0)]
@@ -365,7 +371,7 @@ def _within(holds: Mask, window: int) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """What to do, as the end of a sentence, and why."""
+    """A remedy, as the end of a sentence, and its reason."""
 
     action: str
     reason: str
@@ -375,7 +381,7 @@ class Remedy:
 
 
 def scale_remedy(view: View, findings: Sequence[Finding]) -> Remedy | None:
-    """Return the remedy of what the findings say of the loss scale; None where they say nothing of it."""
+    """Return the remedy for the findings on the loss scale; None without any."""
     by_rule = {finding.rule: finding for finding in reversed(findings) if rule_of(finding).needs_other_scale(finding)}
     if not by_rule:
         return None
@@ -402,7 +408,7 @@ def remedy_words(context: FindingContext) -> str:
 
 
 def with_remedy(view: View, findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings, those of the loss scale with the run's one remedy as their advice."""
+    """Return the findings, with the run's one remedy as advice on the loss scale."""
     remedy = scale_remedy(view, findings)
     if remedy is None:
         return list(findings)
@@ -429,7 +435,7 @@ def _against_collapse(view: View, collapse: Finding) -> Remedy:
 
 
 def _overflowed_in(view: View, collapse: Finding) -> list[str]:
-    """The layers whose gradients overflowed when the scale fell, if a sample saw it and they are few."""
+    """Return the few layers whose gradients overflowed as the scale fell, if seen."""
     names: list[str] = []
     tensors = 0
     for collection in BACKWARD:
@@ -446,7 +452,7 @@ def _overflowed_in(view: View, collapse: Finding) -> list[str]:
 
 
 def by_scales(scales: Scales | None, low: Finding | None = None) -> tuple[str, Remedy, tuple[Action, ...]]:
-    """Return what the scales that serve allow, in few words, as a remedy, and as a guard's actions.
+    """Return the advice from the usable scales: in words, a remedy, and actions.
 
     Args:
         scales: Those of the run so far; None where gradients were not recorded.

@@ -42,7 +42,7 @@ _BETWEEN_SAMPLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Nonfinite(Rule):
-    """NaN or Inf in the loss, the weights, the activations or the gradients, and the first place they were seen."""
+    """NaN or Inf in loss, weights, activations or gradients, and the first place."""
 
     id = "nonfinite"
     says = "NaN or Inf in the loss, weights, activations or unscaled gradients, and where it began"
@@ -168,7 +168,7 @@ class Nonfinite(Rule):
         return f"and NaN or Inf came at step {finding.since_step:,}"
 
     def _too_high(self, view: View) -> float | None:
-        """Return the loss scale at which gradients overflow again and again, to the end, and which hardly falls."""
+        """Return the loss scale that overflows to the end and hardly falls."""
         steps, values = _counts(view)
         spans = stretches(values > 0, self.fixed)
         if not view.scaled or not spans or spans[-1][1] != len(steps) - 1:
@@ -183,7 +183,7 @@ class Nonfinite(Rule):
 
 
 def _counts(view: View) -> tuple[Ints, Floats]:
-    """Return the number of non-finite gradient values at every step; 0 where nothing spoke for any."""
+    """Return the number of non-finite gradient values by step, 0 where unknown."""
     steps, values = view.scalar("nonfinite")
     if not len(steps):
         return steps, values
@@ -199,7 +199,7 @@ def _bad(scalar: tuple[Ints, Floats], test: Callable[[Floats], Mask]) -> Ints:
 
 
 def _places(view: View) -> list[tuple[int, str, list[str]]]:
-    """Step, collection and layers of the non-finite values, the earliest first, and its origin before what follows."""
+    """Return step, collection, layers of non-finite values, the earliest first."""
     places: list[tuple[int, int, str, list[str]]] = []
     for rank, collection in enumerate(_ORDER):
         cells = view.cells(collection)
@@ -215,7 +215,7 @@ def _places(view: View) -> list[tuple[int, str, list[str]]]:
 
 
 def _overflow_first(view: View, since: int) -> bool:
-    """Return whether, at each sample from a step on, an overflow of FP16 is what broke the gradients first."""
+    """Return whether FP16's overflow broke the gradients at each sample from a step."""
     cells = view.cells("activation_gradients")
     cells = view.cells("gradients") if cells is None else cells
     if cells is None:
@@ -239,12 +239,12 @@ def _overflow_first(view: View, since: int) -> bool:
 
 
 def _of_loss(names: list[str]) -> str:
-    """Where a loss broke though all outputs were finite, or all up to the last that was left to be looked at."""
+    """Return where a loss broke although all outputs that were seen are finite."""
     return f"the loss or what follows {names[0]}" if names else "the loss, of outputs that were finite"
 
 
 def _traced(view: View) -> list[tuple[int, str, list[str]]]:
-    """The same of the places that the watch has traced back (`watch.steps.nonfinite_origin`)."""
+    """Return the places that the watch has traced (`watch.steps.nonfinite_origin`)."""
     traced: list[tuple[int, str, list[str]]] = []
     for event in view.events:
         names = event.details.get("names")

@@ -1,4 +1,4 @@
-"""Rules of the optimizer: updates lost to rounding, and Adam's second moments and epsilon."""
+"""Rules of the optimizer: lost updates, and Adam's second moments and epsilon."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class UpdatesSwallowed(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMomentLost(Rule):
-    """Second moments that their format flushed to zero where the first moments are not (T8)."""
+    """Second moments flushed to zero where the first moments are not (T8)."""
 
     id = "second-moment-lost"
     says = "Adam's second moments are zero where the first ones are not, or epsilon is zero in their format"
@@ -152,7 +152,10 @@ class SecondMomentLost(Rule):
         )  # fmt: skip
 
     def _shares(self, cells: Cells) -> Floats:
-        """Of second moments: of the values whose first moment is not zero, those whose second is; NaN elsewhere."""
+        """Return the share of second moments that are zero though the first are not.
+
+        NaN in other cells than those of second moments.
+        """
         zeros, count = cells.total_of("zeros"), cells.total_of("count")
         place = {name: i for i, name in enumerate(cells.names)}
         result = np.full(cells.shape, np.nan)

@@ -1,4 +1,4 @@
-"""Rules of the top of the format: values near it, values that approach it, and values that saturate."""
+"""Rules of the format's top: values near it, approaching it, and saturated."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +44,7 @@ class OverflowAhead(Rule):
     # little), and of gradients where no loss scale is used: a scaler brings scaled ones to the top on purpose. The
     # format's most negative value itself is taken for a mask.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield at most two findings for each collection: values near the top, and values that approach it."""
+        """Yield findings for each collection: values near the top, and approaching it."""
         for collection in OVERFLOW_ORDER:
             cells = view.cells(collection)
             if cells is None or (view.scaled and collection.endswith("gradients")):
@@ -98,7 +98,10 @@ class OverflowAhead(Rule):
         yield self.finding("warning", spots, evidence, until_step=until, collection=cells.collection, meaning=meaning)
 
     def _comes(self, cells: Cells, distance: Floats) -> bool:
-        """Whether values still come nearer in the second half of the record, fast enough to arrive within it again."""
+        """Return True if values still approach, and would arrive within a record's length.
+
+        The trend is that of the second half of the record.
+        """
         known = np.flatnonzero(~np.isnan(distance))
         half = known[len(known) // 2 :] if len(known) >= 2 * _FEW else known
         rise = trend(cells.steps[half], -distance[half])
@@ -175,7 +178,7 @@ class AttentionLogits(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationGrowth(Rule):
-    """Activations that grow and grow, as attention values and residual sums of deep transformers do (T9)."""
+    """Activations that keep growing, such as deep transformers' residual sums (T9)."""
 
     id = "activation-growth"
     says = "activations (attention, residual sums) grow steadily toward the top of FP16"
@@ -243,7 +246,10 @@ class ActivationGrowth(Rule):
         return {"formats": ["fp16"]}
 
     def _growth(self, cells: Cells, sizes: Floats, name: str) -> list[tuple[Spot, float, float, int]]:
-        """Its spot, its size at the end, the steps until it leaves FP16 (Inf if it settled), and until when it grew."""
+        """Return the spot, its last size, the steps to FP16's end, and the last growth.
+
+        The steps are infinite if it settled.
+        """
         known = np.flatnonzero(~np.isnan(sizes))
         since, most, until = None, 0.0, 0
         for samples in looks(len(known)):
@@ -444,7 +450,10 @@ def _settled_or_not(
 
 
 def _magnitudes(cells: Cells) -> Floats:
-    """The largest magnitude of each cell as stored, a format's most negative value (a mask) left out."""
+    """Return each cell's largest stored magnitude, without a format's lowest value.
+
+    That value is a mask.
+    """
     lowest = np.array([-get_element(name, "diagnose").max for name in cells.formats])[cells.format]
     low, high = cells.column("min"), cells.column("max")
     masked = low <= lowest
@@ -452,7 +461,7 @@ def _magnitudes(cells: Cells) -> Floats:
 
 
 def _distance(cells: Cells) -> Floats:
-    """Binades from each cell's largest magnitude to the top of its format; NaN where the format reaches far."""
+    """Return the binades from each cell's largest value to its format's top, or NaN."""
     known = [get_element(name, "diagnose") for name in cells.formats]
     narrow = np.array([fmt.max < _WIDE and fmt.bits > 8 for fmt in known])[cells.format]
     if not narrow.any():

@@ -18,7 +18,7 @@ _BLOCK = 5  # steps whose mean loss is judged as one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Apart:
-    """A rank that is away from the others: since when, until when, its value there, and the others'."""
+    """A rank away from the others: first and last step, its value, and the others'."""
 
     name: str
     rank: int
@@ -30,7 +30,7 @@ class _Apart:
 
 @dataclass(frozen=True, kw_only=True)
 class RankDiffers(Rule):
-    """A data-parallel rank whose loss, or whose activations, stay outside those of all other ranks."""
+    """A data-parallel rank whose loss or activations stay outside all others'."""
 
     id = "rank-differs"
     says = "the loss or the activations of one rank stay away from those of all other ranks"
@@ -111,7 +111,7 @@ class RankDiffers(Rule):
     def _apart(
         self, values: Floats, least: Callable[[Floats], Floats], lasting: float
     ) -> Iterator[tuple[int, int, int, float, float]]:
-        """Ranks that are apart: number, first and last place, their median and that of the others."""
+        """Yield distant ranks: number, first and last place, own median and others'."""
         ranks = len(values) if len(values) > 2 else 1  # of two, each is away from the other
         for rank in range(ranks):
             others = np.delete(values, rank, axis=0)

@@ -73,7 +73,7 @@ class RunEnded(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordsLost(Rule):
-    """Samples that the watch dropped, tensors that it could not measure, parts and ranks that are missing."""
+    """Dropped samples, unmeasured tensors, missing parts and ranks."""
 
     id = "records-lost"
     says = "the watch dropped records, or parts of the run are damaged or missing"

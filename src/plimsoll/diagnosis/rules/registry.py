@@ -1,4 +1,4 @@
-"""Registry of rules: Plimsoll's own, those of installed packages, and those that a user gave as objects.
+"""Registry of rules: Plimsoll's own, installed packages', and users' objects.
 
 A package offers a rule by an entry point in the group `plimsoll.rules`. The entry points are looked up when all rules
 are asked for, or one that is not Plimsoll's. An error of a package's rule never stops a diagnosis. It is a warning.
@@ -41,7 +41,7 @@ class PackagedRules:
 
 
 class _UnknownRule(Rule):
-    """The rule of a finding whose rule is not known in this process: defaults for everything."""
+    """Rule of a finding that this process has no rule for: defaults for everything."""
 
     id, says, meaning, advice, figure = "unknown", "", "", "", ""
 
@@ -63,12 +63,12 @@ def add_own(module: ModuleType) -> None:
 
 
 def known_rules() -> dict[str, Rule]:
-    """Return all rules by id: Plimsoll's own in their order, then those of installed packages by name."""
+    """Return all rules by id: Plimsoll's in order, then installed ones by name."""
     return {**OWN, **packaged_rules().rules}
 
 
 def remember(rule: Rule) -> None:
-    """Register a rule that a user gave as an object, so that its findings are put into its words."""
+    """Register a user's rule, so that its findings are put into its words."""
     if rule.id not in OWN:
         _custom[rule.id] = rule
 
@@ -83,7 +83,7 @@ def rule_of(finding: Finding) -> Rule:
 
 
 def guarded(rule: Rule, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
-    """Return the answer of a rule. If a package's rule raises an error, warn once and return `otherwise`.
+    """Return a rule's answer; warn once and return `otherwise` if a package's raises.
 
     Args:
         rule: The rule.
@@ -138,7 +138,7 @@ class _UnusableError(Exception):
 
 
 def _loaded(name: str, packages: list[str], point: EntryPoint) -> Rule:
-    """Return the rule of an entry point: a class, or a function without arguments that returns a rule."""
+    """Return an entry point's rule: a class, or a function that returns a rule."""
     if name in OWN:
         raise _UnusableError("the id of one of Plimsoll's rules")
     if len(packages) > 1:

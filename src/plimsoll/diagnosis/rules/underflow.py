@@ -87,7 +87,10 @@ class UnderflowHigh(ScaleRule):
         )
 
     def _flushed_from_the_output_on(self, view: View) -> Iterator[Finding]:
-        """Parameter gradients that are zero because an emulated format flushed those of all activations to zero."""
+        """Yield parameter gradients that are zero since those of activations underflowed.
+
+        An emulated format flushed these.
+        """
         outputs, narrow = view.cells("activation_gradients"), view.narrow("gradients")
         if outputs is None or narrow is None:
             return
@@ -207,7 +210,7 @@ class UnderflowRising(ScaleRule):
         return finding.severity == "alarm"
 
     def _rise(self, cells: Cells, fractions: Floats) -> "tuple[Trend | None, int, int]":
-        """The last trend that rises significantly to above `watch`; when that was first seen, and last."""
+        """Return the last significant rise above `watch`, and its first and last look."""
         known = np.flatnonzero(~np.isnan(fractions))
         last, since, until = None, 0, 0
         for samples in looks(len(known)):

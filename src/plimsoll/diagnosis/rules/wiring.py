@@ -1,4 +1,4 @@
-"""Rules of wiring: parameters that nothing trains, idle optimizers, and gradients that are handled wrongly.
+"""Rules of wiring: untrained parameters, idle optimizers, mishandled gradients.
 
 These rules read the facts of `plimsoll.watch.steps.wiring`, events of kind "wiring". Where a recorded number can
 confirm or refute a fact, it decides.
@@ -46,7 +46,7 @@ class UntrainedParameters(Rule):
     # whose module comes first in the model are a warning: something cuts the model off from the loss. Others are
     # information, since a head or an expert that this training does not use has none either.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding for those that are in no optimizer, one for those without a gradient."""
+        """Yield findings on parameters without an optimizer, and without a gradient."""
         event = _first(view, _OUTSIDE)
         if event is not None:
             joined = _names_of(view, "joined")
@@ -100,7 +100,7 @@ class UntrainedParameters(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerIdle(Rule):
-    """An optimizer that does not step, or whose steps move nothing: by its rate, its gradients or its weights."""
+    """An optimizer that does not step, or moves nothing by rate, gradients, weights."""
 
     id = "optimizer-idle"
     says = "an optimizer never steps, steps without gradients, or has a rate of 0, NaN or Inf"
@@ -191,7 +191,7 @@ class OptimizerIdle(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsMishandled(Rule):
-    """Gradients not set to zero, unscaled never or twice, clipped while they carry the loss scale, or erased."""
+    """Gradients not zeroed, unscaled never or twice, clipped while scaled, or erased."""
 
     id = "gradients-mishandled"
     says = (
@@ -282,7 +282,7 @@ class GradientsMishandled(Rule):
         return None
 
     def _unscaled_twice(self, view: View) -> int | None:
-        """Since when biases' gradients are too small by the loss scale; None if they are not.
+        """Return the first step of biases' gradients too small by the loss scale, or None.
 
         A bias is added to its module's output, so both gradients have one sum, whatever the batch is.
         """
@@ -319,7 +319,7 @@ class GradientsMishandled(Rule):
 
 
 def erased_samples(view: View) -> NDArray[np.bool_]:
-    """Return the samples in which all parameters' gradients are zero, though those of activations are not."""
+    """Return the samples with zero gradients of parameters, but not of activations."""
     gradients, passed = view.cells("gradients"), view.cells("activation_gradients")
     if gradients is None or passed is None:
         return np.zeros(0 if gradients is None else len(gradients.steps), dtype=bool)
@@ -374,7 +374,7 @@ class DecayLost(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class AverageStuck(Rule):
-    """A moving average of the weights or a counter, kept in 16 bits, whose steps are smaller than its rounding."""
+    """An average or counter in 16 bits whose steps are smaller than its rounding."""
 
     id = "average-stuck"
     says = "an average of the weights or a counter, kept in a 16-bit format, moves by less than its rounding"
@@ -428,7 +428,7 @@ class AverageStuck(Rule):
 
 
 def weights_stay(view: View) -> bool | None:
-    """Return whether every recorded weight is the same at all samples; None with fewer than two samples."""
+    """Return whether all weights are the same at all samples; None with fewer than 2."""
     cells = view.cells("weights")
     if cells is None or len(cells.steps) < 2:
         return None
@@ -440,7 +440,7 @@ def weights_stay(view: View) -> bool | None:
 
 
 def group_states(view: View) -> list[tuple[Event, int]]:
-    """Return what was said of parameter groups, each with the last step that it holds at."""
+    """Return the events on parameter groups, each with its last step."""
     events = _all(view, "groups")
     states: list[tuple[Event, int]] = []
     for place, event in enumerate(events):
@@ -462,7 +462,7 @@ def with_rate_of_zero(view: View) -> list[tuple[set[str], int, int]]:
 
 
 def with_epsilon_of_zero(view: View) -> list[Event]:
-    """Return what was said of optimizers whose epsilon is zero in the format of their second moments."""
+    """Return the events on epsilons that are zero in their second moments' format."""
     return _all(view, "epsilon lost")
 
 
@@ -490,7 +490,10 @@ def _groups(event: Event) -> list[dict[str, Any]]:
 
 
 def _cut_off(view: View, names: Sequence[str]) -> tuple[set[str], list[str]]:
-    """Of parameters without gradient, those whose module has run, and those before all that have one."""
+    """Return parameters without gradient: those of modules that ran, and early ones.
+
+    The second are those before all that have one.
+    """
     root = str(view.run.manifest.get("root", ""))
     outputs = view.run.tensors.get("activations", ())
     order = {name.rpartition(":")[0]: place for place, name in reversed(list(enumerate(outputs))) if ":output" in name}

@@ -134,13 +134,13 @@ class Cells:
 
     @cached_property
     def recorded(self) -> NDArray[np.bool_]:
-        """Whether there is a row, by layer and step."""
+        """True where there is a row, by layer and step."""
         is_recorded = np.zeros(self.shape, dtype=bool)
         is_recorded.ravel()[self.cell] = True
         return is_recorded
 
     def total(self, by_row: NDArray[Any]) -> Floats:
-        """Return the sum over each cell's rows. NaN where nothing, or only NaN, was recorded."""
+        """Return the sum over each cell's rows. NaN: nothing, or only NaN, was recorded."""
         size = len(self.names) * len(self.steps)
         known = None if by_row.dtype.kind != "f" else ~np.isnan(by_row)
         if known is None or known.all():
@@ -151,7 +151,7 @@ class Cells:
         return np.where(there, summed, np.nan).reshape(self.shape)
 
     def highest(self, by_row: Floats) -> Floats:
-        """Return the largest of each cell's rows. NaN where nothing, or only NaN, is there."""
+        """Return the largest of each cell's rows. NaN: nothing, or only NaN, is there."""
         result = np.full(len(self.names) * len(self.steps), np.nan)
         np.fmax.at(result, self.cell, by_row)
         return result.reshape(self.shape)
@@ -189,13 +189,16 @@ class Cells:
 
     @cached_property
     def kurtosis(self) -> Floats:
-        """Mean fourth power over the square of the mean square, as `Spectrum.kurtosis`. NaN where it is not known."""
+        """Kurtosis as `Spectrum.kurtosis`. NaN where it is not known.
+
+        That is the mean fourth power over the square of the mean square.
+        """
         with np.errstate(all="ignore"):
             result = self.total(self.columns["sumfourth"] / self.scale**4) / self.finite / self.rms**4
         return np.where(np.isfinite(result) & (result > 0), np.maximum(result, 1.0), np.nan)
 
     def error_sum(self, name: str) -> Floats:
-        """Return a sum of `ErrorSums` of each cell, scale undone. NaN where there was no shadow step."""
+        """Return each cell's sum of `ErrorSums`, scale undone. NaN: no shadow step."""
         return self.total(self.columns[name] / self.scale ** error_sums.POWERS.get(name, 0))
 
     @cached_property
@@ -251,7 +254,7 @@ def from_table(collection: str, table: Table, order: Sequence[str]) -> Cells:
 
 
 def _places(column: Any, order: Sequence[str]) -> tuple[tuple[str, ...], Ints]:
-    """Return the distinct words, those of `order` first, and the place of each row's word."""
+    """Return the distinct words, `order` first, and the place of each row's word."""
     encoded = pc.dictionary_encode(column)
     encoded = encoded.unify_dictionaries().combine_chunks()
     if isinstance(encoded, pa.ChunkedArray):

@@ -1,4 +1,4 @@
-"""Cells that grow: rows that a live run has added are appended to those read before."""
+"""Cells that grow: a live run's new rows are appended to those read before."""
 
 import sys
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def joined(first: Cells, later: Cells, order: Sequence[str]) -> Cells:
 def _merged(
     words: tuple[Sequence[str], Sequence[str]], places: tuple[Ints, Ints], order: Sequence[str]
 ) -> tuple[tuple[str, ...], Ints]:
-    """Return the words in use on either side, in order, and the place of each row's word."""
+    """Return the words in use on either side, in order, and each row's place."""
     used = {word for known, place in zip(words, places, strict=True) for word in _in_use(known, place)}
     rank = {word: i for i, word in enumerate(order)}
     merged = sorted(used, key=lambda word: (rank.get(word, len(rank)), word))

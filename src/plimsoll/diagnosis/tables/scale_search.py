@@ -1,4 +1,4 @@
-"""Search for a loss scale at the start of a training: its skipped steps are no fault.
+"""Search for a loss scale at a training's start: skipped steps are no fault.
 
 A scaler starts high on purpose (GradScaler at 2^16) and halves the scale at each overflow until the gradients fit.
 """

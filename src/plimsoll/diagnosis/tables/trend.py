@@ -65,7 +65,9 @@ def trend(steps: Ints, values: Floats) -> Trend | None:
 
 
 def theil_sen(x: Floats, y: Floats) -> tuple[float, float, float, float]:
-    """Return the median slope of all pairs of points, the intercept, and the ends of the slope's 95 % interval.
+    """Return the Theil-Sen slope, the intercept, and the slope's 95 % interval.
+
+    The slope is the median of those of all pairs of points.
 
     Args:
         x: Ascending numbers.
@@ -81,7 +83,10 @@ def theil_sen(x: Floats, y: Floats) -> tuple[float, float, float, float]:
 
 
 def mann_kendall(y: Floats) -> float:
-    """Return the probability that numbers without a trend are ordered as much as these, in either direction."""
+    """Return the probability that trendless numbers are ordered as much as these.
+
+    Either direction counts.
+    """
     later, earlier = np.tril_indices(len(y), -1)
     signs = np.sign(y[later] - y[earlier])
     falling, is_tied = int(np.count_nonzero(signs < 0)), bool((signs == 0).any())
@@ -91,14 +96,20 @@ def mann_kendall(y: Floats) -> float:
 
 
 def _variance(y: Floats) -> float:
-    """Return the variance of the number of rising pairs less that of falling ones (Kendall 1970, with ties)."""
+    """Return the variance of the number of rising less falling pairs.
+
+    Kendall 1970, with ties.
+    """
     ties = np.unique(y, return_counts=True)[1].astype(np.float64)
     n = float(len(y))
     return (n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18
 
 
 def _exact(n: int, inversions: int) -> float:
-    """Return the share of the orders of n numbers with at most so many inversions, counted from either end."""
+    """Return the share of orders of n numbers with at most so many inversions.
+
+    These are counted from either end.
+    """
     orders = [1]  # by their number of inversions; one number has none
     for m in range(2, n + 1):  # the m-th number goes before 0 to m - 1 of the others
         sums = list(itertools.accumulate(orders))

@@ -35,7 +35,7 @@ def whatif(
     collection: str = "gradients",
     inference: bool = False,
 ) -> WhatIf:
-    """Return the effect of a format on a run's tensors: per layer, per step and overall.
+    """Return a format's effect on a run's tensors: per layer, per step and overall.
 
     Values are true values: a loss scale under which they were recorded is undone first. So for gradients the shift is
     the future loss scale. Values that the run's own format has lost cannot be seen. Then `WhatIf.censored` is true, and
@@ -109,7 +109,7 @@ def _part(view: View, collection: str, fmt: Format | BlockFormat, shift: int | N
 
 
 def predictor_of(narrow: FormatLosses) -> "Predictor":
-    """Return the predictor of a collection, kept as long as the view keeps the collection."""
+    """Return a collection's predictor, kept as long as the view keeps the collection."""
     # A user asks about many shifts.
     predictor = _PREDICTORS.get(narrow)
     if predictor is None:

@@ -1,4 +1,4 @@
-"""What-if for block formats, from the block records of a run."""
+"""Block formats in what-if tables, from the block records of a run."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -80,7 +80,7 @@ def size_bytes(found: tuple[BlockCells, FormatLosses]) -> int:
 
 
 def _tallies_of(found: tuple[BlockCells, FormatLosses], block: int) -> tuple[Ints, int, BlockTallies]:
-    """Return the rows with a record of that block length, the omitted cells, the tallies."""
+    """Return the rows with that block length's record, the omitted cells, the tallies."""
     blocks = found[0]
     remembered = _TALLIES.setdefault(blocks, {})
     if block not in remembered:

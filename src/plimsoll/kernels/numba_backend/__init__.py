@@ -1,4 +1,4 @@
-"""The CPU backend: Numba kernels over integer bits, on as many threads as torch uses."""
+"""The CPU backend: Numba kernels over integer bits, on as many threads as torch."""
 
 import numba
 

@@ -1,4 +1,4 @@
-"""How values differ from a reference, on the CPU: one pass over both.
+"""Differences of values from a reference, on the CPU: one pass over both.
 
 Blocks of 1,024 pairs. A first loop over bits says whether there are zeros, which are counted, and NaN or Inf, whose
 pairs are left out. A second one subtracts and sums in float64, in vectors. The largest error is that of the difference
@@ -27,7 +27,7 @@ _UNDERFLOWED, _STRUCTURAL = row_layout.UNDERFLOWED, row_layout.STRUCTURAL
 
 
 def compare(values: Tensor, reference: Tensor, row: Tensor) -> None:
-    """Adds to a row of errors how the values differ from those of a reference of the same shape."""
+    """Add to a row of errors how values differ from a reference of the same shape."""
     target = row.numpy()
     dtype = torch.float64 if torch.float64 in (values.dtype, reference.dtype) else torch.float32
     if values.dtype == reference.dtype == dtype and alike(values, reference):
@@ -115,7 +115,7 @@ def _add_finite(values, reference, errors, row):
 
 @inlined
 def _keep_finite(values, reference, inf, kept_values, kept_reference, row):
-    """Copies the pairs that are finite on both sides, and counts the others; returns how many there are."""
+    """Copy the pairs that are finite on both sides, count the others; return how many."""
     kept = 0
     for i in range(values.size):
         here, there = abs(values[i]) < inf, abs(reference[i]) < inf
@@ -131,7 +131,7 @@ def _keep_finite(values, reference, inf, kept_values, kept_reference, row):
 
 @inlined
 def _count_zeros(values, reference, row):
-    """Counts zeros among the values, by their reference; where that is NaN they are neither."""
+    """Count zeros of the values by their reference; where that is NaN, as neither."""
     for i in range(values.size):
         if values[i] == 0:
             if reference[i] == 0:

@@ -26,7 +26,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def summing_kernel(function: Callable[..., Any]) -> Any:
-    """As `kernel`, but sums may be taken in any order. For loops over finite values only."""
+    """Compile as `kernel`, with sums in any order. For loops over finite values only."""
     return _compile(function, fastmath={"reassoc", "contract", "nsz"})
 
 
@@ -36,7 +36,7 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def pasted(function: Callable[..., Any]) -> Any:
-    """As `inlined`, but never compiled alone, which takes less time; for a part with one caller."""
+    """Compile as `inlined`, but never alone, which is faster; for a single caller."""
     return njit(inline="always", **_OPTIONS)(function)
 
 
@@ -69,14 +69,17 @@ def _compile(function: Callable[..., Any], **options: Any) -> Any:
 
 @functools.cache
 def _stamp() -> tuple[tuple[str, int, int], ...]:
-    """Return name, size and time of change of each file that kernels are compiled from."""
+    """Return name, size and time of change of the files that kernels are made from."""
     kernels, layout = Path(__file__).parents[1], Path(row_layout.__file__)
     states = ((file.name, file.stat()) for file in [layout, *sorted(kernels.rglob("*.py"))])
     return tuple((name, state.st_size, state.st_mtime_ns) for name, state in states)
 
 
 def _bitcast(to: Any) -> Any:
-    """An intrinsic that reads a number's bits as `to`; integers are cut to its width: Numba widens them."""
+    """Return an intrinsic that reads a number's bits as `to`.
+
+    Integers are cut to its width: Numba widens them.
+    """
 
     @intrinsic
     def reinterpret(_: Any, value: Any) -> Any:
@@ -99,7 +102,10 @@ as_int64: Any = _bitcast(types.int64)
 
 
 def _shift(operation: str) -> Any:
-    """An intrinsic that shifts an integer within its own width; Numba's operators would widen it to 64 bits first."""
+    """Return an intrinsic that shifts an integer within its own width.
+
+    Numba's operators would widen it to 64 bits first.
+    """
 
     @intrinsic
     def shift(_: Any, value: Any, amount: Any) -> Any:
@@ -128,7 +134,10 @@ def pointer(_: Any, address: Any) -> Any:
 
 @intrinsic
 def count_four(_: Any, buffer: Any, chunks: Any, top: Any) -> Any:
-    """Count the bytes of ``buffer[: 32 * chunks]`` that equal top, top - 1, top - 2 and top - 3: 16 bits for each."""
+    """Count bytes of ``buffer[: 32 * chunks]``: top to top - 3, in 16 bits each.
+
+    The four counts are of top, top - 1, top - 2 and top - 3.
+    """
 
     # Written in LLVM's vectors because a loop that adds up comparisons is compiled into wider lanes, and far slower. A
     # lane counts to 255, so chunks <= 255; the count of `top` is in the lowest 16 bits. Thirty-two lanes, since on 64 a
@@ -160,7 +169,7 @@ def count_four(_: Any, buffer: Any, chunks: Any, top: Any) -> Any:
 
 
 def stack(size: int) -> Any:
-    """An intrinsic that gives the address of so many bytes on the stack of the function it is used in."""
+    """Return an intrinsic that gives the address of so many bytes on the stack."""
 
     @intrinsic
     def address(_: Any) -> Any:
@@ -185,7 +194,7 @@ def _splat(builder: Any, value: Any, lanes: Any) -> Any:
 
 @inlined
 def widen_half(bits):
-    """Float32 bits of a float16, subnormals included, without reading a float32 subnormal."""
+    """Return the float32 bits of a float16, without reading a float32 subnormal."""
     magnitude = np.uint32(bits & np.uint32(0x7FFF))
     sign = np.uint32(np.uint32(bits & np.uint32(0x8000)) << np.uint32(16))
     normal = np.uint32((magnitude << np.uint32(13)) + np.uint32(112 << 23))

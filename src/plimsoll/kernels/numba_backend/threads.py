@@ -1,7 +1,7 @@
-"""Our own pool of threads for serial kernels: at most `torch.get_num_threads()` at once, the caller among them.
+"""Our own pool of threads for serial kernels, as many as torch's.
 
-Safe from several threads at a time (tasks never wait for tasks) and after fork (a child starts its own threads: the
-parent's do not exist there).
+At most `torch.get_num_threads()` run at once, the caller among them. Safe from several threads at a time (tasks never
+wait for tasks) and after fork (a child starts its own threads: the parent's do not exist there).
 """
 
 import math
@@ -35,7 +35,7 @@ def shares(values: int) -> int:
 
 
 def cut(lengths: Sequence[int], count: int) -> tuple[list[list[Piece]], list[int]]:
-    """Cuts tensors of these lengths into at most `count` shares of about equal size; also each slot's tensor."""
+    """Cut tensors into at most `count` equal shares; return also each slot's tensor."""
     size = -(-sum(lengths) // count)
     size = -(-size // _SPLIT) * _SPLIT
     shared: list[list[Piece]] = [[]]
@@ -58,7 +58,7 @@ def cut(lengths: Sequence[int], count: int) -> tuple[list[list[Piece]], list[int
 
 
 def run(tasks: Sequence[Callable[[], None]]) -> None:
-    """Runs all tasks and returns when the last has ended; the first error is raised, after all have ended."""
+    """Run all tasks; raise the first error after all have ended."""
     threads = min(torch.get_num_threads(), len(tasks))
     if threads <= 1:
         for task in tasks:
@@ -77,12 +77,15 @@ def run(tasks: Sequence[Callable[[], None]]) -> None:
 
 
 def _is_flushing() -> bool:
-    """Whether this thread takes subnormal numbers for zero (`torch.set_flush_denormal`)."""
+    """Return True if this thread takes subnormal numbers for zero.
+
+    See `torch.set_flush_denormal`.
+    """
     return _smallest == 0.0
 
 
 def _help(waiting: deque[Callable[[], None]], flushing: bool) -> None:
-    """Works through the tasks as the thread that has them would: each thread has its own mode."""
+    """Work through the tasks in their thread's mode for subnormal numbers."""
     if _is_flushing() != flushing:
         torch.set_flush_denormal(flushing)
     _drain(waiting)

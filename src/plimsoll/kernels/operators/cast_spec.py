@@ -1,4 +1,4 @@
-"""A cast as plain integers, the form in which operators and graphs carry it, and as the record that backends take."""
+"""A cast as plain integers for operators and graphs, and as backends' record."""
 
 from typing import Generic, NamedTuple, TypeVar
 
@@ -18,7 +18,7 @@ _SPECIALS: tuple[Specials, ...] = ("ieee", "fn", "fnuz", "none")
 
 
 class CastSpec(NamedTuple):
-    """An element format with the rounding and the overflow rule to use: seven integers."""
+    """An element format with its rounding and overflow rule: seven integers."""
 
     exponent_bits: int
     mantissa_bits: int
@@ -61,7 +61,7 @@ class BlockSpec(NamedTuple):
 
     @classmethod
     def of(cls, fmt: BlockFormat, rounding: int, rule: int) -> "BlockSpec":
-        """The spec for `fmt`. The scale's own rounding follows from `rule` where the scale has a mantissa."""
+        """Return the spec for `fmt`. `rule` sets the rounding of scales with a mantissa."""
         element = CastSpec.of(fmt.element, rounding, saturate=True)
         scale_rounding = UP if rule in (CEIL, RCEIL) else NEAREST_EVEN
         scale = CastSpec.of(fmt.scale, scale_rounding, saturate=True)
@@ -96,5 +96,8 @@ class CastArguments(NamedTuple, Generic[Spec]):
 
     @property
     def scaled(self) -> bool:
-        """Whether there is a scale other than 1; one in a tensor counts, since its value is not known here."""
+        """True if there is a scale other than 1.
+
+        One in a tensor counts, since its value is not known here.
+        """
         return self.scale_tensor is not None or self.scale != 1.0

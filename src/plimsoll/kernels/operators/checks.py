@@ -1,4 +1,4 @@
-"""Checks of the tensors that operations take, with the remedy for each that they refuse; and how tensors lie in memory.
+"""Checks of the tensors that operations take, with remedies; layout in memory.
 
 Measuring, casting and packing take floating values in plain memory. `unscale_` takes gradients, each with memory of its
 own, all on one device.
@@ -17,12 +17,12 @@ _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether the values fill one stretch of memory, in whatever order."""
+    """Return True if the values fill one stretch of memory, in any order."""
     return x.is_contiguous() or _is_dense(x)
 
 
 def alike(*tensors: Tensor) -> bool:
-    """Whether tensors of one shape are dense and hold their values in the same order."""
+    """Return True if tensors of one shape are dense and in the same memory order."""
     if all([x.is_contiguous() for x in tensors]):  # noqa: C419  (a list is twice as fast as a generator here)
         return True
     first = tensors[0]
@@ -30,7 +30,7 @@ def alike(*tensors: Tensor) -> bool:
 
 
 def check_tensor(x: object, operation: str, place: str = "") -> None:
-    """Raises `UnsupportedTensorError` unless `x` is a strided tensor of floating values.
+    """Raise `UnsupportedTensorError` unless `x` is a strided floating tensor.
 
     `place` says where among several `x` stands (" at index 3").
     """
@@ -95,7 +95,10 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 def check_unscale(
     gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor, bank: Tensor | None, rows: Sequence[int]
 ) -> None:
-    """Raises `UnsupportedTensorError` or `ArgumentError` for what a kernel would misread; reads no value."""
+    """Raise an error for arguments that a kernel would misread; reads no value.
+
+    It is an `UnsupportedTensorError` or `ArgumentError`.
+    """
     device = found_inf.device
     _check_number(inverse_scale, "inverse_scale", device)
     _check_number(found_inf, "found_inf", device)

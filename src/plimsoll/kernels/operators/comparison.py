@@ -1,4 +1,4 @@
-"""Errors against a reference by torch's own operations, on any device: the reference backend, and that of GPUs."""
+"""Errors against a reference by torch's operations: the reference, and GPUs'."""
 
 from typing import cast
 
@@ -12,7 +12,7 @@ _PIECE = 1 << 20  # values that are compared at a time: as float64 they take 8 M
 
 # A shadow step alone compares, whose second forward and backward take far longer than this.
 def compare(values: Tensor, reference: Tensor, row: Tensor) -> None:
-    """Adds to a row of errors how the values differ from those of a reference of the same shape."""
+    """Add to a row of errors how values differ from a reference of the same shape."""
     pieces = [cast("tuple[Tensor, ...]", x.reshape(-1).split(_PIECE)) for x in (values, reference)]
     for low, wide in zip(*pieces, strict=True):
         y, x = low.to(torch.float64), wide.to(torch.float64)

@@ -1,8 +1,9 @@
-"""The operator ``plimsoll::fp8_cast``: a matrix into 8-bit codes, by rows, by columns, or both, from one read of it.
+"""The operator ``plimsoll::fp8_cast``: a matrix into 8-bit codes, from one read.
 
-Scaled matrix products want one operand row by row and the other column by column, and sizes divisible by 16. So the
-operator writes the codes as the matrix lies, and those of its transpose, made up with zeros to multiples of 16; and
-where a bank is given it counts what it reads. The reference is in `torch_backend.casting`.
+The codes are by rows, by columns, or both. Scaled matrix products want one operand row by row and the other column by
+column, and sizes divisible by 16. So the operator writes the codes as the matrix lies, and those of its transpose, made
+up with zeros to multiples of 16; and where a bank is given it counts what it reads. The reference is in
+`torch_backend.casting`.
 """
 
 import functools
@@ -36,7 +37,7 @@ _SCHEMA = (
 
 
 class Cast(NamedTuple):
-    """Arguments of a backend: `codes` and `columns` are uint8 matrices to write, or None."""
+    """A backend's arguments: `codes` and `columns` are uint8 outputs, or None."""
 
     codes: Tensor | None
     columns: Tensor | None
@@ -55,11 +56,12 @@ def fp8_cast(
     bank: Tensor | None = None,
     row: int = 0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The codes of the matrix `x`, and those of its transpose, each in one piece; None for what `layout` leaves out.
+    """Return the codes of matrix `x`, and of its transpose; None if left out.
 
-    Values become float32, are multiplied by `scale` as float32, held to the format's largest value, and rounded once to
-    nearest, ties to even; -0 keeps its sign, NaN stays NaN. With a bank, the row is emptied and then holds the spectrum
-    of `x` itself. No synchronisation, no graph break. Raises `UnsupportedTensorError` or `ArgumentError`.
+    Each is in one piece. `layout` says which are left out. Values become float32, are multiplied by `scale` as float32,
+    held to the format's largest value, and rounded once to nearest, ties to even; -0 keeps its sign, NaN stays NaN.
+    With a bank, the row is emptied and then holds the spectrum of `x` itself. No synchronisation, no graph break.
+    Raises `UnsupportedTensorError` or `ArgumentError`.
 
     >>> rows, columns = fp8_cast(torch.tensor([[1.0, -500.0]]), torch.float8_e4m3fn)
     >>> rows.shape, rows[0, :3].float(), columns.shape
@@ -77,7 +79,7 @@ def padded(size: int) -> int:
 
 
 def keep(x: Tensor) -> Tensor:
-    """A copy that compiled code saves for its backward, and never computes again from what it came from."""
+    """Return a copy that compiled code saves for its backward and never recomputes."""
     # Compilers may compute small tensors again in the backward. Where they come from a buffer that the forward changes
     # in place (torch 2.13: under `no_grad`), that would be from its later contents. The copy carries no gradient.
     return torch.ops.plimsoll.keep(x)

@@ -1,4 +1,4 @@
-"""The operator family ``plimsoll::*``: schemas, fakes, and the one implementation that hands each call to a backend.
+"""Operators ``plimsoll::*``: schemas, fakes, and the call of a backend.
 
 `measure_`, `count_nonfinite_` and `update_` mutate what they count into and return nothing; they allocate nothing of
 the tensors' size. `unscale_` mutates the gradients too. The `*_out` forms mutate `out`. None of them carries a
@@ -45,7 +45,7 @@ def update(
     rows: Sequence[int],
     moves: Tensor,
 ) -> None:
-    """The implementation of ``update_``, for eager calls that go past torch's dispatcher."""
+    """Count updates as ``update_``, for eager calls past torch's dispatcher."""
     for before, after, push in zip(old, new, pushes, strict=True):
         if before.shape != after.shape or before.dtype != after.dtype or (push.numel() and push.shape != after.shape):
             raise ArgumentError(
@@ -59,7 +59,7 @@ def update(
 def unscale(
     gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor, bank: Tensor | None, rows: Sequence[int]
 ) -> None:
-    """The implementation of ``unscale_``, for eager calls that go past torch's dispatcher."""
+    """Unscale as ``unscale_``, for eager calls past torch's dispatcher."""
     check_unscale(gradients, inverse_scale, found_inf, bank, rows)
     backend.choose(found_inf).unscale(gradients, inverse_scale, found_inf, bank, rows)
     torch.autograd.graph.increment_version(gradients)  # what autograd saved of them it must not use now
@@ -118,7 +118,10 @@ def _block_pack(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _absmax(x: Tensor) -> Tensor:
-    """The largest finite magnitude, 0 if there is none, as a float64 on x's device; allocates no more than a row."""
+    """Return the largest finite magnitude or 0, as a float64 on x's device.
+
+    It allocates no more than a row.
+    """
     if x.device.type == "cpu" and x.dtype in FLOATING and x.numel():
         lowest, highest = torch.aminmax(x)
         largest = torch.maximum(-lowest, highest).to(torch.float64)
@@ -130,7 +133,7 @@ def _absmax(x: Tensor) -> Tensor:
 
 
 def _empty_codes(x: Tensor, spec: CastSpec) -> Tensor:
-    """Room for the codes of a matrix: two a byte for 4-bit formats, one a byte up to 8 bits, one in two bytes above."""
+    """Return room for codes: two a byte of 4 bits, one a byte to 8, else 16 bits."""
     bits = spec.format.bits
     columns = (x.shape[1] + 1) // 2 if bits == 4 else x.shape[1]
     return torch.empty((x.shape[0], columns), dtype=torch.uint8 if bits <= 8 else torch.uint16, device=x.device)

@@ -1,4 +1,4 @@
-"""Rules of the operators for `torch.func.vmap`: the batch becomes a dimension, or rows, of the same call.
+"""Rules for `torch.func.vmap`: the batch becomes a dimension, or rows, of a call.
 
 With stochastic rounding each example of a batch draws noise of its own, by its place in the batch.
 """

@@ -1,4 +1,4 @@
-"""Casting with plain torch operations: the reference, written to be read and not to be fast."""
+"""Casting with plain torch operations: the reference, written to be read."""
 
 import math
 from typing import Any
@@ -38,9 +38,9 @@ _LARGEST_SHIFT = 62
 
 
 def cast(x: Tensor, out: Tensor, arguments: CastArguments[CastSpec]) -> None:
-    """Writes the values of `x`, as the format holds them, into `out` (of x's shape, any floating dtype).
+    """Write the values of `x` in the format into `out` of any floating dtype.
 
-    With a scale, values are multiplied by it before and divided by it after, both in float64.
+    `out` has x's shape. With a scale, values are multiplied by it before and divided by it after, both in float64.
     """
     spec, factor = arguments.spec, _factor(arguments)
     values = x.to(torch.float64) * factor
@@ -50,7 +50,7 @@ def cast(x: Tensor, out: Tensor, arguments: CastArguments[CastSpec]) -> None:
 
 
 def pack(x: Tensor, codes: Tensor, arguments: CastArguments[CastSpec]) -> None:
-    """Writes the code of each value of the matrix `x` into `codes`: of its shape, or two a byte for 4-bit formats.
+    """Write the codes of matrix `x` into `codes`; 4-bit codes two a byte.
 
     The first of two codes takes the low half of the byte. A NaN where the format has none takes the code of zero.
     """
@@ -60,14 +60,17 @@ def pack(x: Tensor, codes: Tensor, arguments: CastArguments[CastSpec]) -> None:
 
 
 def block_cast(x: Tensor, out: Tensor, arguments: CastArguments[BlockSpec]) -> None:
-    """Writes the values of the matrix `x`, as the block format holds them, into `out`; blocks run along the rows."""
+    """Write matrix `x` in the block format into `out`; blocks run along the rows."""
     codes, _, divisor = _quantize_blocks(x, arguments)
     rounded = from_codes(codes, arguments.spec.element.format) * divisor / _factor(arguments)
     out.copy_(to_carrier(rounded.flatten(1)[:, : x.shape[1]], out.dtype))
 
 
 def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArguments[BlockSpec]) -> None:
-    """Writes the element codes (as `pack`) and one scale code a block; a block with NaN or Inf has codes of zero."""
+    """Write element codes (as `pack`) and one scale code a block.
+
+    A block with NaN or Inf has codes of zero.
+    """
     elements, scale_codes, divisor = _quantize_blocks(x, arguments)
     elements = torch.where(divisor.isnan(), 0, elements).flatten(1)[:, : x.shape[1]]
     codes.copy_(_dense(elements, arguments.spec.element).to(codes.dtype))
@@ -75,7 +78,10 @@ def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArgument
 
 
 def _quantize_blocks(x: Tensor, arguments: CastArguments[BlockSpec]) -> tuple[Tensor, Tensor, Tensor]:
-    """Element codes [rows, blocks, block], scale codes [rows, blocks], and what elements are multiplied by."""
+    """Return codes [rows, blocks, block], scale codes [rows, blocks], and factors.
+
+    Elements are multiplied by the factors.
+    """
     spec, tensor_scale = arguments.spec, arguments.tensor_scale
     ragged = -x.shape[1] % spec.block
 
@@ -103,7 +109,10 @@ def _quantize_blocks(x: Tensor, arguments: CastArguments[BlockSpec]) -> tuple[Te
 
 
 def _power_of_two_scale(largest: Tensor, spec: BlockSpec) -> Tensor:
-    """Exponent of the block's scale from its largest magnitude's bits (OCP MX 1.0 section 6.3, and its variants)."""
+    """Return the exponent of a block's scale from its largest magnitude's bits.
+
+    OCP MX 1.0 section 6.3, and its variants.
+    """
     element, scale = spec.element.format, spec.scale.format
     fraction = largest & _FRACTION
     # In integers throughout: a float log2 rounds a maximum one ulp below a power of two up to it.
@@ -212,7 +221,7 @@ def _rounds_away(
 
 
 def _is_toward_zero(rounding: int, negative: Tensor) -> Tensor:
-    """Mask of the finite values beyond the largest one that round back to it, whatever the overflow rule."""
+    """Return a mask of values beyond the largest that round to it by any rule."""
     if rounding == UP:
         return negative
     if rounding == DOWN:
@@ -248,7 +257,10 @@ def from_codes(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def to_carrier(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float64 values rounded once to nearest even into `dtype`; `.to` would go through float32 to the 16-bit ones."""
+    """Return float64 values rounded once to nearest even into `dtype`.
+
+    `.to` would go through float32 to the 16-bit ones.
+    """
     if dtype == torch.float64:
         return values
     fmt = FORMATS[dtype]

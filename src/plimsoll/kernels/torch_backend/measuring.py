@@ -1,4 +1,4 @@
-"""Measuring, counting, unscaling and adding up rows with plain torch operations and numpy: the reference."""
+"""Measuring, counting, unscaling and merging with torch and numpy: the reference."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ _HIGHEST_BINADE = row_layout.LOWEST_BINADE + row_layout.BINADES - 1
 
 
 def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumulate: bool, block: int) -> None:
-    """Counts each tensor into its row of the bank; without `accumulate` the rows are emptied first."""
+    """Count each tensor into its row; without `accumulate` the row starts empty."""
     if not accumulate:
         for row in rows:
             bank[row].zero_()
@@ -83,7 +83,7 @@ def _binades(bits: Tensor) -> Tensor:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`x` as a matrix whose rows are its last axis; a scalar is one row of one, an empty tensor no rows of one."""
+    """Return `x` as a matrix of its last axis; a scalar is [1, 1], no values [0, 1]."""
     return x.reshape(-1, x.shape[-1]) if x.dim() and x.numel() else x.reshape(-1, 1)
 
 
@@ -95,7 +95,7 @@ def update(
     rows: Sequence[int],
     moves: Tensor,
 ) -> None:
-    """Counts each change into its row of the bank, and how many values it moved into its row of `moves`."""
+    """Count each change into its row of the bank, and the moves into that of `moves`."""
     for row in rows:
         bank[row].zero_()
         moves[row].zero_()
@@ -128,7 +128,7 @@ def count_values(tensors: Sequence[Tensor]) -> int:
 def unscale(
     gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor, bank: Tensor | None, rows: Sequence[int]
 ) -> None:
-    """Measures each gradient into its row, multiplies it, and sets `found_inf` where anything is not finite."""
+    """Measure each gradient, multiply it, and set `found_inf` if any is not finite."""
     if bank is not None:
         measure(gradients, bank, rows, False, 0)
     inverse = inverse_scale.reshape(())

@@ -1,4 +1,7 @@
-"""The Triton backend: one launch and one pass over memory, for NVIDIA GPUs; in Triton's interpreter also on a CPU."""
+"""The Triton backend: one launch and one pass over memory.
+
+It is for NVIDIA GPUs; in Triton's interpreter also on a CPU.
+"""
 
 import torch
 
@@ -27,7 +30,7 @@ from plimsoll.kernels.triton_backend.updates import update as update
 
 
 def describe() -> str:
-    """One line: Triton's version and where its kernels run; `BackendError` where they cannot."""
+    """Return Triton's version and device; raise `BackendError` if it cannot run."""
     if interpreted():
         return f"Triton {triton.__version__}, interpreter"
     if not torch.cuda.is_available():

@@ -28,7 +28,7 @@ class _Table:
 
 
 class Tables:
-    """A bounded cache of int64 device tensors by content; the least recently used goes first."""
+    """A bounded cache of int64 device tensors by content, least recently used out."""
 
     def __init__(self, most: int = _MOST_TABLES) -> None:
         self._most = most
@@ -44,7 +44,7 @@ class Tables:
     # memory that must then stay alive, and its memory would come from the graph's own pool. `find` answers None, and
     # the caller launches once per tensor instead, with the addresses as arguments, which the graph keeps.
     def find(self, key: Key, device: torch.device, make: Callable[[], np.ndarray]) -> Tensor | None:
-        """The table of that key on `device`, made by `make` if need be; None during capture if there is none yet."""
+        """Return a key's table on `device`; a missing one is made, but not in capture."""
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         with self._lock:
             full_key = (device, *key)

@@ -1,4 +1,4 @@
-"""Decoding of raw elements to the bits that kernels compute on, for every input dtype."""
+"""Decoding of raw elements of any input dtype to the bits that kernels use."""
 
 import torch
 import triton
@@ -15,7 +15,10 @@ _FNUZ, _INF = 1 << 20, 1 << 21
 
 
 def _kind_of_codes(fmt: Format) -> int:
-    """One number for all that decoding takes: two flags, largest magnitude (8 bits), bias (8) and mantissa bits (4)."""
+    """Return one number for decoding: flags, largest magnitude, bias, mantissa bits.
+
+    There are two flags, and then 8, 8 and 4 bits.
+    """
     flags = (_FNUZ if fmt.specials == "fnuz" else 0) | (_INF if fmt.has_inf else 0)
     return _CODES | flags | fmt.max_code << 12 | fmt.bias << 4 | fmt.mantissa_bits
 
@@ -52,7 +55,7 @@ def pointee(dtype: torch.dtype) -> tl.dtype:
 # float64 stays as it is (int64). Both are exact.
 @triton.jit
 def decode(raw, KIND: tl.constexpr):
-    """Bits of the float64 (int64) for float64 elements, else bits of the float32 (int32)."""
+    """Return the bits of the float64 (int64), or else of the float32 (int32)."""
     if KIND == FP64 or KIND == FP32:
         return raw
     elif KIND == BF16:
@@ -85,7 +88,10 @@ def _decode_byte(raw, M: tl.constexpr, BIAS: tl.constexpr, INF: tl.constexpr, LA
 
 @triton.jit
 def to_double(bits, WIDE: tl.constexpr):
-    """The float64 of decoded bits (exact: no conversion here flushes subnormals, which the compile test looks for)."""
+    """Return the exact float64 of decoded bits: no conversion flushes subnormals.
+
+    The compile test looks for those.
+    """
     if WIDE:
         return bits.to(tl.float64, bitcast=True)
     else:

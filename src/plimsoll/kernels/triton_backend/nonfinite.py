@@ -36,7 +36,10 @@ def count_tensor(
 def count_table(
     table, programs, count, per_program: tl.int64, KIND: tl.constexpr, POINTEE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Many tensors: `programs` says which program works where, `table` holds two words a tensor."""
+    """Count in many tensors, with two words each in `table`.
+
+    `programs` says which program works where.
+    """
     word = tl.load(programs + tl.program_id(0))
     entry = table + 2 * (word >> PROGRAM_SHIFT)
     first = (word & PROGRAM_MASK) * per_program

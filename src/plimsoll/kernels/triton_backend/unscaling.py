@@ -1,4 +1,4 @@
-"""Unscaling gradients: the kernel, and its one launch for all gradients of a dtype."""
+"""Unscaling gradients: the kernel, and its one launch for each dtype."""
 
 import functools
 from collections.abc import Sequence
@@ -38,7 +38,10 @@ def unscale_table(
     table, programs, bank, inverse, flag, per_program: tl.int64,
     WIDTH: tl.constexpr, KIND: tl.constexpr, POINTEE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Many gradients: `programs` says which program works where, `table` holds three words a gradient."""
+    """Unscale many gradients, with three words each in `table`.
+
+    `programs` says which program works where.
+    """
     word = tl.load(programs + tl.program_id(0))
     entry = table + 3 * (word >> PROGRAM_SHIFT)
     first = (word & PROGRAM_MASK) * per_program
@@ -83,7 +86,7 @@ def _unscale(
 
 @triton.jit
 def _multiply(raw, bits, factor, KIND: tl.constexpr):
-    """The product as decoded bits of the gradient's dtype, and as what is stored; a factor of 1 changes nothing."""
+    """Return the product, decoded and as stored; a factor of 1 changes nothing."""
     if KIND == _FP64:
         product = bits.to(tl.float64, bitcast=True) * factor.to(tl.float64)
         stored = tl.where(factor == 1.0, bits, product.to(tl.int64, bitcast=True))
@@ -131,7 +134,7 @@ class _Job(NamedTuple):
 def unscale(
     gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor, bank: Tensor | None, rows: Sequence[int]
 ) -> None:
-    """Measures each gradient into its row, multiplies it, and sets `found_inf` where anything is not finite.
+    """Measure each gradient, multiply it, and set `found_inf` if any is not finite.
 
     Gradients with gaps in their memory are copied, and copied back.
     """

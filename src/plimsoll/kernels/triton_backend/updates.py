@@ -1,4 +1,4 @@
-"""Weight updates: the kernel, and its one launch for all tensors of a dtype whose pushes are of one dtype."""
+"""Weight updates: the kernel, and its one launch for each pair of dtypes."""
 
 import functools
 from collections.abc import Sequence
@@ -45,7 +45,10 @@ def update_table(
     WIDTH: tl.constexpr, KIND: tl.constexpr, POINTEE: tl.constexpr, PUSH: tl.constexpr, MASK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Many tensors: `programs` says which program works where, `table` holds five words a tensor."""
+    """Count many updates, with five words each in `table`.
+
+    `programs` says which program works where.
+    """
     word = tl.load(programs + tl.program_id(0))
     entry = table + 5 * (word >> PROGRAM_SHIFT)
     first = (word & PROGRAM_MASK) * per_program
@@ -121,7 +124,7 @@ def _difference(before, after, WIDE: tl.constexpr):
 
 @triton.jit
 def _same(before, after, WIDE: tl.constexpr):
-    """Whether two values are the same: in their bits, or both zero, or both NaN."""
+    """Return true if two values are equal in bits, or both zero, or both NaN."""
     least = tl.minimum(magnitude_of(before, WIDE), magnitude_of(after, WIDE))
     if WIDE:
         infinity = tl.full((), 0x7FF0000000000000, tl.int64)
@@ -146,7 +149,7 @@ def update(
     rows: Sequence[int],
     moves: Tensor,
 ) -> None:
-    """Counts each change into its row of the bank, and how many values it moved into its row of `moves`.
+    """Count each change into its row of the bank, and the moves into that of `moves`.
 
     Tensors that do not lie alike in memory are copied.
     """
@@ -196,7 +199,7 @@ def _launch(jobs: list[_Job], dtype: torch.dtype, push: torch.dtype | None, bank
 
 
 def _mask(push: torch.dtype | None) -> int:
-    """The bits of a push of which one at least is set where it is not zero; 0 where pushes are not known."""
+    """Return the bits of which a nonzero push has at least one; 0 if unknown."""
     if push is None:
         return 0
     return 0xFF if push in _FNUZ else (1 << (8 * push.itemsize - 1)) - 1

@@ -1,4 +1,4 @@
-"""What an error comes from.
+"""The sources of an error.
 
 Each module's own operations, without those of the modules that it calls, are a *unit*. In the step as it is, every unit
 is computed once more in the wide format from the very values that came into it, and its backward from the gradients

@@ -1,4 +1,4 @@
-"""The reference of a step with some errors added where they arose, and what becomes of the gradients."""
+"""Reference of a step with some errors added where they arose."""
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -42,7 +42,7 @@ class Reference:
         return {key: g - self.gradients[key] for key, g in found.items() if key in self.gradients}
 
     def with_gradients(self, errors: Iterable[LocalErrors]) -> Gradients:
-        """Return by how much the gradients change if these errors of gradients are added on the way back."""
+        """Return the change of the gradients by these errors, added on the way back."""
         listed = list(errors)
         added = _summed(e.gradients for e in listed)
         ends = {point: self._points[point] for point in added if point in self._points}

@@ -15,7 +15,7 @@ Call = Callable[..., Any]
 
 
 class Around(Protocol):
-    """What is done around a module's call, its hooks included."""
+    """Wrapper around a module's call, its hooks included."""
 
     def __call__(
         self, name: str, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], /
@@ -33,7 +33,10 @@ def named(root: nn.Module, top: str) -> dict[int, str]:
 
 
 def in_backward() -> bool:
-    """Whether a backward runs on this thread: what is called then is a checkpoint's recomputation."""
+    """Return True if a backward runs on this thread.
+
+    A forward that is called then is a checkpoint's recomputation.
+    """
     return _backward_running() != -1
 
 
@@ -58,5 +61,5 @@ def intercepted(names: Mapping[int, str], around: Around) -> Generator[None]:
 
 
 def is_float(x: object) -> bool:
-    """Whether it is a floating tensor of values."""
+    """Return True for a floating tensor of values."""
     return isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta

@@ -1,4 +1,4 @@
-"""Local errors: each unit once more, from the values and gradients that came into it."""
+"""Local errors: each unit again, from the values and gradients that it had."""
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -35,7 +35,7 @@ class LocalErrors:
 
     @property
     def is_none(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return not any(bool(e.any()) for e in (*self.forward, *self.backward))
 
     @property
@@ -59,7 +59,7 @@ class LocalErrors:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """A unit that was computed again: its values, and the leaves that its backward reaches."""
+    """A unit that was computed again: its values, and its backward's leaves."""
 
     record: CallRecord
     values: dict[Point, Tensor]
@@ -69,7 +69,7 @@ class Unit:
     _found: tuple[dict[Point, Tensor], dict[int, Tensor]] | None = None
 
     def gradients(self) -> tuple[dict[Point, Tensor], dict[int, Tensor]]:
-        """Return the gradients of the leaves, and those of parameters, from what came back to the call in the step."""
+        """Return the gradients of the leaves, and those of parameters."""
         if self._found is None:  # the graph is free afterwards
             self._found = self._backward()
         return self._found
@@ -97,7 +97,7 @@ class Unit:
 
 
 class _Play:
-    """A unit while it is computed again: calls within it give what they gave in the step."""
+    """A unit while computed again: calls within it give what they gave in the step."""
 
     def __init__(self, record: CallRecord, wide: torch.dtype | None) -> None:
         self.record, self._wide = record, wide
@@ -253,7 +253,7 @@ def _less(one: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> dict[Any, T
 
 
 def units(calls: Iterable[CallRecord], errors: Callable[[CallRecord], LocalErrors]) -> dict[str, list[LocalErrors]]:
-    """Return the local errors by module, those of several calls of one in a list; without modules that have none."""
+    """Return the local errors of each module's calls, without error-free modules."""
     found: dict[str, list[LocalErrors]] = {}
     for record in calls:
         found.setdefault(record.key[0], []).append(errors(record))

@@ -1,4 +1,4 @@
-"""A step as it is, with all that came into each call of a module, what it gave out, and the gradients of both."""
+"""A step as it is: inputs and outputs of module calls, and their gradients."""
 
 import functools
 from collections import Counter
@@ -69,7 +69,7 @@ class Recorder:
         devices: Collection[torch.device],
         at_exit: Callable[[CallRecord], None] | None = None,
     ) -> None:
-        """`called`: modules that are called at all: what others own belongs to the module around them."""
+        """`called`: modules that are called; others belong to the module around them."""
         self._names, self._called, self._devices, self._at_exit = names, set(called), devices, at_exit
         self._times: Counter[str] = Counter()
         self._stack: list[CallRecord] = []
@@ -172,7 +172,7 @@ def called_modules(names: Mapping[int, str], closure: Callable[[], Any]) -> set[
 
 
 def _with_parts(module: nn.Module, called: Collection[int]) -> Generator[nn.Module]:
-    """Yield a module and those below it that are never called, down to the next that is."""
+    """Yield a module and those below that are never called, to the next called one."""
     yield module
     for child in module.children():
         if id(child) not in called:

@@ -37,7 +37,7 @@ class BlameRow(NotebookRepr):
 
     @property
     def is_bias(self) -> bool | None:
-        """Whether bias is surely there, and more of the contribution than noise. None: not asked."""
+        """True if bias is surely there and outweighs noise. None: not asked."""
         if self.bias is None or self.noise is None:
             return None
         return self.bias.low > 0 and self.bias.estimate > self.noise
@@ -100,7 +100,7 @@ class Blame(NotebookRepr, Sequence[BlameRow]):
 
     @property
     def explained(self) -> float:
-        """Sum of the shares. It is 1 where errors add up, and less or more where they are too large for that."""
+        """Sum of the shares: 1 if errors add up, which large ones may not."""
         return sum(row.share for row in self.rows)
 
     @property

@@ -48,12 +48,12 @@ class _Part:
 
 
 class Blamer:
-    """What `ErrorReport.blame` calls."""
+    """The function behind `ErrorReport.blame`."""
 
     def __init__(
         self, root: "weakref.ref[nn.Module]", closures: Sequence[Closure], wide: torch.dtype, size: float
     ) -> None:
-        """`size`: by how much weights are changed where closures repeat (see `Perturbation`)."""
+        """`size`: change of weights where closures repeat (see `Perturbation`)."""
         self._root, self._closures, self._wide, self._size = root, closures, wide, size
 
     def __call__(self, *, budget: int = 200, of: str = "gradients") -> Blame:
@@ -132,7 +132,7 @@ class _Search:
         return found
 
     def _groups(self, names: Sequence[str]) -> list[tuple[_Part, BlameRow]]:
-        """The contributions of groups by their names, the largest taken apart as far as the budget allows."""
+        """Return groups' contributions, the largest split as far as the budget allows."""
         open_groups: list[tuple[float, str, list[str]]] = [(1.0, "", list(names))]
         done: list[tuple[_Part, BlameRow]] = []
         while open_groups:
@@ -234,7 +234,7 @@ class _Search:
         return [found["blame", f"{place}"][1] for place in range(len(parts))]
 
     def _take(self, draws: Draws, step: Step, name: str, found: Gradients) -> None:
-        """Hand a contribution to the draws, each parameter's relative to the norm of its gradient."""
+        """Give a contribution to the draws, by parameter, over its gradient's norm."""
         scales = self._scales(step)
         exact = {key: g.double() for key, g in step.reference.gradients.items()}
         changed = {key: exact[key] + found[key] if key in found else exact[key] for key in scales}
@@ -280,7 +280,7 @@ class _Search:
         return math.fsum(parts) if all(map(math.isfinite, parts)) else math.nan
 
     def _scales(self, step: Step) -> dict[int, float]:
-        """The inverse of each reference gradient's squared norm, of those that are more than the reference's rounding.
+        """Return inverse squared norms of gradients above the reference's rounding.
 
         The gradient of a bias before a batch norm, and of the keys' bias in attention, is zero.
         """

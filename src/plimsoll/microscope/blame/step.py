@@ -1,4 +1,4 @@
-"""One step taken apart: its whole error, the local errors of its units, and what each contributes."""
+"""One step taken apart: whole error, local errors, and their contributions."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -66,7 +66,7 @@ class Step:
         return {cast: fmt for call in self.calls if call.key[0] == module for cast, fmt in sorted(call.heard)}
 
     def arithmetic(self, module: str) -> str:
-        """Return what a module's operations are called, apart from its casts: by the 16-bit dtypes that they give."""
+        """Return a name for a module's operations, by the 16-bit dtypes of their results."""
         dtypes = {
             FORMATS[y.dtype].name
             for call in self.calls
@@ -80,7 +80,7 @@ class Step:
         return self._player.errors(record, self._player.again(record))
 
     def _make_parts(self, record: CallRecord) -> None:
-        """Compute a call once more with none of its casts, and with each alone, where the step itself computes."""
+        """Compute a call again without its casts, and with each cast alone."""
         if record.key[0] not in self._split or not record.heard:
             return
         before = active_casts.kept, active_casts.heard

@@ -130,7 +130,7 @@ def _sharded_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def sharding_policies(model: nn.Module) -> list[Any]:
-    """Return the `MixedPrecisionPolicy` of each module that `fully_shard` was applied to."""
+    """Return the `MixedPrecisionPolicy` of each module that `fully_shard` wraps."""
     return [_policy(module) for module in _sharded_modules(model)]
 
 

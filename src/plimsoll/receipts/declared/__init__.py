@@ -1,1 +1,1 @@
-"""What was declared of a step, and where the step differs from it."""
+"""A step's declared arithmetic, and the step's differences from it."""

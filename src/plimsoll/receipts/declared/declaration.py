@@ -1,4 +1,4 @@
-"""A declaration: the formats that a level, a policy or a plan promises for each module and operation of a model."""
+"""Declared formats of a level, a policy or a plan, by module and operation."""
 
 import os
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class Declaration:
     reduction: str | None = None
 
     def factors(self, module: str | None, *, backward: bool) -> frozenset[str] | None:
-        """Return the formats that a product's operands may have in a module; None where nothing is declared."""
+        """Return the formats of a module's product operands; None if not declared."""
         plan = self._plan_of(module)
         if plan is not None:
             return frozenset((plan.forward, plan.backward) if backward else (plan.forward,))
@@ -62,7 +62,7 @@ class Declaration:
         return self.products
 
     def inside(self, module: str | None) -> str | None:
-        """Return the 16-bit format that all of a module computes in; None where no such thing is declared."""
+        """Return the 16-bit format that all of a module computes in; None if not declared."""
         fmt = None if module is None else self.computes.get(module)
         return fmt if fmt in SIXTEEN_BIT else None
 
@@ -100,7 +100,7 @@ def declaration_of(declared: object, model: nn.Module) -> Declaration:
 
 
 def parse(declared: object) -> Level | Policy | Plan:
-    """Return what was declared as a record; raise `ArgumentError` for anything that declares no formats."""
+    """Return a declaration as a record; raise `ArgumentError` if it has no formats."""
     if isinstance(declared, Level | Policy | Plan):
         return declared
     try:
@@ -174,7 +174,7 @@ def _in_fp8(root: nn.Module, level: Level) -> dict[str, ModulePlan]:
 
 
 def _reduction(model: nn.Module, level: Level) -> str | None:
-    """Return the format in which gradients are reduced: that of `fully_shard`'s policy, else that of the weights."""
+    """Return the format in which gradients are reduced."""
     for policy in sharding_policies(model):
         dtype = policy.reduce_dtype or policy.param_dtype
         if dtype is not None:

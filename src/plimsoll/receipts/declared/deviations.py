@@ -42,7 +42,7 @@ class _Seen:
 def deviations_of(
     declaration: Declaration, recording: Recording, rows: Sequence[Row], tensors: Sequence[TensorRow]
 ) -> tuple[Deviation, ...]:
-    """Return the deviations of a recording, the worst kind first, within it in the order of the step."""
+    """Return a recording's deviations, the worst kind first, then in step order."""
     seen = [_Seen(entry=entry, row=row) for entry, row in zip(recording.entries, rows, strict=True)]
     deviations: list[Deviation] = []
     for one in seen:
@@ -121,7 +121,7 @@ def _kind_of_product(entry: Entry, strange: Sequence[str], allowed: frozenset[st
 
 
 def _is_custom(node: str) -> bool:
-    """Return whether a node of autograd is that of a Python class: torch's own names end with a number."""
+    """Return whether an autograd node is a Python class's: torch's end with numbers."""
     return node.endswith("Backward") and "::" not in node and not node.startswith(("Compiled", "Checkpoint"))
 
 
@@ -170,7 +170,7 @@ def _of_other(declaration: Declaration, seen: _Seen) -> Iterator[Deviation]:
 
 
 def is_left_by_autocast(entry: Entry) -> bool:
-    """Return whether autocast itself leaves an operation in 16 bits that is on its FP32 list."""
+    """Return whether autocast leaves an operation of its FP32 list in 16 bits."""
     # torch's autocast for CPUs has fewer operations on that list. And no autocast touches an operation whose dtype is
     # asked for, as cross_entropy asks for that of its logits.
     if entry.kind == "softmax" and entry.part_of == CROSS_ENTROPY:
@@ -246,7 +246,7 @@ def _of_state(declaration: Declaration, t: TensorRow) -> Iterator[Deviation]:
 
 
 def _has_outside_masters(tensors: Iterable[TensorRow]) -> bool:
-    """Return whether an optimizer steps FP32 tensors that are no parameters of the model: masters made by hand."""
+    """Return whether an optimizer steps FP32 masters outside the model, made by hand."""
     return any(t.role == "masters" and " of " in t.name and t.format == "fp32" for t in tensors)
 
 
@@ -274,7 +274,7 @@ def _listed(formats: Iterable[str]) -> str:
 
 
 def _merged(found: Iterable[Deviation]) -> list[Deviation]:
-    """Return deviations of one kind at one place as one: what a forward does, its backward does too."""
+    """Return deviations of a kind and place as one: a backward follows its forward."""
     merged: dict[tuple[str, str | None, str | None, str], Deviation] = {}
     listed = list(found)
     forward = {(d.module, d.source_line): d.kind for d in listed if d.kind in _WIDE and "forward" in d.phases}

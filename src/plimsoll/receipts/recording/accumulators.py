@@ -1,4 +1,4 @@
-"""The formats that products really multiply and add up in, by device and by torch's switches.
+"""Formats that products multiply and add up in, by device and torch's switches.
 
 Nothing of this is in a tensor's dtype. The rules are torch's own:
 
@@ -64,12 +64,12 @@ def _private() -> Any:
 
 
 def _allows(answer: Any) -> bool:
-    """Return whether a reduction may be narrow; newer versions of torch answer with a pair."""
+    """Return whether a reduction may be narrow; newer torch answers with a pair."""
     return bool(cast("tuple[bool, ...]", answer)[0] if isinstance(answer, tuple) else answer)
 
 
 class Arithmetic(NamedTuple):
-    """How a product is computed."""
+    """Arithmetic of a product: its operands' format and its accumulators."""
 
     multiplied: str | None = None  # format that FP32 operands are rounded to; None: they are not
     accumulate: str | None = None  # None: unknown
@@ -135,13 +135,13 @@ def sum_accumulator(base: str, dtype: torch.dtype, device: torch.device) -> str 
 
 
 def _has_tf32(device: torch.device) -> bool:
-    """Return whether the device multiplies in TF32; a fake one of a machine without CUDA does."""
+    """Return whether the device multiplies in TF32; fake ones without CUDA do."""
     if torch.version.hip is not None:
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _has_bf16() -> bool:
-    """Return whether oneDNN multiplies FP32 operands in BF16 on this processor, where it may."""
+    """Return whether oneDNN may multiply FP32 operands in BF16 on this processor."""
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)
     return bool(torch.backends.mkldnn.is_available()) and bool(has_amx())

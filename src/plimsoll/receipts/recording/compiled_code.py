@@ -1,4 +1,4 @@
-"""Operations of code that torch.compile has compiled, from Inductor's graph after its last pass."""
+"""Operations of compiled code, from Inductor's graph after its last pass."""
 
 import functools
 import sys
@@ -61,7 +61,7 @@ class _Graph:
 
 
 class CompiledCode:
-    """Adds the operations of compiled code to a recording. Code that is compiled already is compiled again."""
+    """Recorder of compiled code's operations. It has all code compiled again."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -143,7 +143,7 @@ class CompiledCode:
         return __call__
 
     def _enter(self) -> tuple[Place, bool, Any]:
-        """Return where compiled code is called from, whether in a backward, and its autograd node."""
+        """Return compiled code's call site, if it is a backward, and its autograd node."""
         backward = _C._current_graph_task_id() != -1  # noqa: SLF001
         node = _C._current_autograd_node() if backward else None  # noqa: SLF001
         place = look(backward=backward)
@@ -180,7 +180,7 @@ class CompiledCode:
             self._recorder.entries.add(entry, bytes=operation.bytes)
 
     def _add_opaque(self, name: str, inputs: list[Tensor], result: Any, before: tuple[Place, bool, Any]) -> None:
-        """Record code that shows nothing of itself by its name, with the dtypes that go in and come out."""
+        """Record opaque code by its name, with the dtypes that go in and come out."""
         place, backward, node = before
         outputs = [x for x in tensors_in(result) if x.is_floating_point()]
         operands = tuple(dict.fromkeys(dtype_name(x.dtype) for x in inputs if x.is_floating_point()))
@@ -221,7 +221,7 @@ class CompiledCode:
         return call_user_compiler
 
     def _watched(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return the code of a backend, recorded by name if none of its operations can be seen while it runs."""
+        """Return a backend's code, recorded by name if its operations cannot be seen."""
 
         @functools.wraps(compiled)
         def run(*args: Any) -> Any:
@@ -298,7 +298,10 @@ def _read(graph: Any, *, autocast: bool) -> _Graph:
 
 
 def _is_scripted(node: Any, scripted: set[Any], *, is_cast: bool) -> bool:
-    """Return whether the program has narrowed a node's values by a cast; `scripted` has the nodes before it."""
+    """Return whether a cast of the program narrowed a node's values.
+
+    `scripted` has the nodes before it.
+    """
     own = _dtype(node)
     if own is None or not narrower(dtype_name(own), "fp32") or kind_of(facts_of(node.target)) in MULTIPLYING:
         return False
@@ -309,7 +312,7 @@ def _is_scripted(node: Any, scripted: set[Any], *, is_cast: bool) -> bool:
 def _operation(
     nodes: list[Any], facts: Facts, device: str, scripted: set[Any], *, is_cast: bool, rounded: bool
 ) -> _Operation:
-    """Return the operation that some nodes are: one, or those that one was decomposed into."""
+    """Return the operation of some nodes: one, or a decomposition's original."""
     inside = set(nodes)
     inputs = [n for node in nodes for n in node.all_input_nodes if n not in inside]
     if len(nodes) == 1 and not is_cast:
@@ -352,7 +355,7 @@ def _operation(
 
 
 def _kernels(graph: Any) -> Iterator[set[Any]]:
-    """Yield the graph's operations that are computed within one kernel, for each kernel."""
+    """Yield, for each kernel, the graph's operations that it computes."""
     for node in graph.scheduler.nodes:
         parts: list[Any] = [part for part in node.get_nodes() if part.node is not None]
         yield set[Any]().union(*(part.node.origins for part in parts))
@@ -362,7 +365,7 @@ def _kernels(graph: Any) -> Iterator[set[Any]]:
 # its line; its scheduler knows which of them became one kernel. Within a kernel 16-bit values are computed in FP32, and
 # a cast down that is cast up again rounds nothing, unless `torch._inductor.config.emulate_precision_casts` is set.
 def _is_rounded(node: Any, kernels: Iterable[set[Any]]) -> bool:
-    """Return whether a cast rounds: not where it is cast up again within the same kernel."""
+    """Return whether a cast rounds: not if it is cast up again in the same kernel."""
     before, after = _dtype(next(iter(node.all_input_nodes), None)), _dtype(node)
     if before is None or after is None or not narrower(dtype_name(after), dtype_name(before)):
         return True
@@ -371,7 +374,7 @@ def _is_rounded(node: Any, kernels: Iterable[set[Any]]) -> bool:
 
 
 def _is_widening(node: Any, before: torch.dtype) -> bool:
-    """Return whether a node casts up by a cast of the program, not by one that a decomposition computes with."""
+    """Return whether a node is a widening cast of the program itself."""
     after = _dtype(node)
     named = hasattr(node.target, "_schema") and facts_of(node.target).name in _CASTS
     asked = _name_of(node.meta.get("original_aten")) in ("aten._to_copy", "prims.convert_element_type")
@@ -379,7 +382,7 @@ def _is_widening(node: Any, before: torch.dtype) -> bool:
 
 
 def _narrowest(node: Any) -> str:
-    """Return the format of a node's values, through the casts that have made them wider."""
+    """Return the format of a node's values, through the casts that widened them."""
     own = dtype_name(cast("torch.dtype", _dtype(node)))
     while node.op == "call_function" and hasattr(node.target, "_schema") and node.all_input_nodes:
         facts = facts_of(node.target)

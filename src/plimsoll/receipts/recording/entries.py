@@ -1,4 +1,4 @@
-"""Entries of a recording: operations that are alike are one entry, with the number of their calls."""
+"""Entries of a recording: one for all equal operations, with the number of calls."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -49,7 +49,10 @@ class Entry:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes two operations alike; an emulated operation's output is settled later."""
+        """The fields that make two operations alike.
+
+        An emulated operation's output is settled later.
+        """
         place = self.place
         return (
             self.kind, self.operation, self.phase, place.file, place.line, self.path,

@@ -1,4 +1,4 @@
-"""The kinds of operations: products, casts, reductions and others, by their names in torch's dispatcher."""
+"""Kinds of operations (products, casts, ...), by torch's dispatcher names."""
 
 import functools
 from collections.abc import Mapping
@@ -92,7 +92,7 @@ _OWN_CASTS = ("cast", "block_cast", "fp8_cast", "pack", "block_pack", "cast_out"
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(facts: Facts) -> Kind:
-    """Return the kind of an operation; "custom" for operators of others, which are known by name only."""
+    """Return an operation's kind; "custom" for those of others, known by name only."""
     base = facts.base
     plain = base.removesuffix("_backward").removesuffix("_forward")
     exact: tuple[tuple[bool, Kind], ...] = (
@@ -113,12 +113,12 @@ def kind_of(facts: Facts) -> Kind:
 
 
 def listed_as(base: str) -> str:
-    """Return the name that lists of operations have for an operation of the dispatcher."""
+    """Return the name in lists of operations for one of the dispatcher."""
     return _LISTED_AS.get(base, base)
 
 
 def factors(facts: Facts, given: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that a product multiplies; of any other operation its floating tensors."""
+    """Return the tensors that a product multiplies, or another's floating tensors."""
     named = factors_of_names(facts, given)
     chosen = given.values() if named is None else named
     tensors: list[Tensor] = []
@@ -128,7 +128,7 @@ def factors(facts: Facts, given: Mapping[str, Any]) -> list[Tensor]:
 
 
 def factors_of_names(facts: Facts, given: Mapping[str, Any]) -> list[Any] | None:
-    """Return a product's arguments that are multiplied; None for an operation that multiplies nothing."""
+    """Return a product's multiplied arguments; None for other operations."""
     names = _FACTORS.get(facts.base)
     if names is None and kind_of(facts) == "attention":
         names = ("query", "key", "value")

@@ -1,4 +1,4 @@
-"""The recorder of a step: a dispatch mode that notes what every operation read, wrote and computed in.
+"""Recorder of a step: a dispatch mode that notes what operations computed in.
 
 It computes nothing and changes nothing. Operations are seen below autograd and autocast, so that the casts of autocast
 are operations like others. Wrappers of tensors (DTensor, quantized weights) are let through, and what they do inside is
@@ -54,7 +54,7 @@ class Forward(NamedTuple):
 
 
 class Observation:
-    """What an operation reads, and after it has run, what it has made of that."""
+    """An operation's inputs and, after it has run, its results."""
 
     def __init__(self, recorder: "Recorder", facts: Facts, given: Mapping[str, Any]) -> None:
         self._recorder, self._facts, self._given = recorder, facts, given
@@ -106,7 +106,7 @@ class Observation:
     # -- before --------------------------------------------------------------------------------------------------------
 
     def _values_of(self, x: Tensor) -> str:
-        """Return the format that the values of a tensor have, which may be narrower than its dtype."""
+        """Return the format of a tensor's values, which may be narrower than its dtype."""
         known, own = self._held[id(x)], dtype_name(x.dtype)
         return own if known is None or not holds(own, known.values) else known.values
 
@@ -116,7 +116,10 @@ class Observation:
         return thread_frame.current() is not None and thread_frame.local.bypassed
 
     def _is_internal(self) -> bool:
-        """Whether it is a cast that an emulation makes around an operation of its own, and no cast of the step."""
+        """Return True for a cast that an emulation makes around its own operation.
+
+        It is no cast of the step.
+        """
         if self._kind != "cast":
             return False
         if self._backward and self._forward is not None and self._forward.internal:
@@ -181,7 +184,7 @@ class Observation:
         return outputs[0] if tensor is None else tensor
 
     def _rounds_to(self) -> str | None:
-        """Return the format that a cast of Plimsoll rounds to; None for a cast to another dtype."""
+        """Return the format that a Plimsoll cast rounds to; None for a cast to a dtype."""
         if not self._facts.name.startswith("plimsoll."):
             return None
         spec, dtype = self._given.get("spec"), self._given.get("dtype")
@@ -207,7 +210,7 @@ class Observation:
         return "autocast" if listed and self._is_autocasting() else "operation"
 
     def _is_autocasting(self) -> bool:
-        """Whether torch's autocast is around it, or was around what a checkpoint runs again."""
+        """Return True if torch's autocast is active, or was around recomputed code."""
         return thread_frame.nesting() > 0 and (not self._backward or self._place.recomputing)
 
     def _entry(self, operands: list[Tensor], output: str) -> Entry:
@@ -238,7 +241,7 @@ class Observation:
         )
 
     def _attributed(self) -> Place:
-        """Return where it was called from; in a backward, where its forward was, unless code of the user runs."""
+        """Return the call site; in a backward usually that of the forward operation."""
         place = self._place
         if self._backward and self._forward is not None:
             there = self._forward.place
@@ -262,7 +265,7 @@ class Observation:
         return "optimizer" if recorder.after_backward else "forward"
 
     def _reduces_parameters(self) -> bool:
-        """Return whether a collective adds up gradients of parameters, and not those of activations."""
+        """Return whether a collective sums gradients of parameters, not of activations."""
         if self._place.sharding or (self._node is not None and "AccumulateGrad" in self._node.name()):
             return True
         return (self._backward and self._node is None) or self._recorder.after_backward
@@ -310,7 +313,7 @@ class Observation:
         return any(x is y for name in self._facts.written for y in tensors_in(self._given.get(name)))
 
     def _note_weight(self, held: Held, outputs: list[Tensor], entry: Entry) -> None:
-        """Note memory that holds a weight's cast by autocast, which is kept for the next use."""
+        """Note memory that holds a weight's cast by autocast, kept for the next use."""
         if entry.weight:
             held.cast_of, held.uses = self._recorder.memory.key(self._source(outputs)), 0
 
@@ -360,12 +363,12 @@ class Recorder(TorchDispatchMode):
         recipe.around_sums.remove(self._around_sum)
 
     def restart(self) -> None:
-        """Forget the operations so far. What is known of memory and of autograd's graph stays."""
+        """Forget the operations so far, but not the facts on memory and autograd."""
         self.entries.clear()
         self.memory.restart()
 
     def about_to_write(self, x: Tensor) -> None:
-        """Keep memory that an operation is about to change, if it was there before the step."""
+        """Keep memory from before the step that an operation is about to change."""
         known = self.memory.of(x)
         if self._before is not None and (known is None or known.role != "other"):
             self._before.about_to_write(x)
@@ -392,7 +395,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _is_elsewhere(self) -> bool:
-        """Whether the call is none of the step's: it belongs to a compiler, to compiled code, or to another process."""
+        """Return True if the call is not one of the step's.
+
+        It then belongs to a compiler, to compiled code, or to another process.
+        """
         if not self.recording or self.inside_compiled or self._process != os.getpid():
             return True
         return cast("Any", torch)._guards.TracingContext.try_get() is not None  # noqa: SLF001

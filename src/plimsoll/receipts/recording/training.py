@@ -1,4 +1,4 @@
-"""The training around the operations of a step: its models, backwards, optimizers and loss scalers."""
+"""Training around a step's operations: models, backwards, optimizers, scalers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class Recording:
 
 
 class TrainingRecorder(torch_hooks.TrainingEvents):
-    """Listener that notes backwards, optimizers and scalers for a recorder, and what they are about to change."""
+    """Listener that notes backwards, optimizers and scalers for a recorder."""
 
     def __init__(self, recorder: Recorder, before: Before | None = None) -> None:
         self._recorder, self._before = recorder, before
@@ -165,7 +165,7 @@ def _outermost(optimizers: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def models_of(given: Sequence[nn.Module], recorder: Recorder) -> list[nn.Module]:
-    """Return the models of a step: the given ones, and other outermost modules that ran and have parameters."""
+    """Return the step's models: those given, and outermost others with parameters."""
     models = [unwrapped(model) for model in given]
     inside = {id(m) for root in models for m in root.modules()}
     ran = [unwrapped(root) for root in recorder.roots.values()]

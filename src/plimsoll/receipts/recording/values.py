@@ -1,4 +1,4 @@
-"""Memory during a step: which is alive, and which formats the values in it have passed through."""
+"""Memory during a step: what is alive, and the formats its values went through."""
 
 import functools
 import weakref
@@ -20,7 +20,7 @@ Role = Literal["weights", "buffers", "gradients", "optimizer", "inputs", "other"
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype's format; torch's own name where it is none: "bf16", "int64"."""
+    """Return a dtype's format, or torch's own name without one: "bf16", "int64"."""
     if not dtype.is_floating_point:
         return str(dtype).removeprefix("torch.")
     try:
@@ -33,7 +33,7 @@ SIXTEEN_BIT = frozenset(map(dtype_name, dtypes.SIXTEEN_BIT))
 
 
 def spec_name(spec: list[int]) -> str:
-    """Return the catalogue's name of the format that a cast of Plimsoll rounds to, from the operator's integers."""
+    """Return the name of the format that a Plimsoll cast rounds to."""
     if len(spec) == len(CastSpec._fields):
         return _element_name(CastSpec(*spec).format)
     block_spec = BlockSpec.from_ints(spec)
@@ -54,7 +54,10 @@ def _element_name(found: Format) -> str:
 
 @functools.cache
 def holds(wide: str, narrow: str) -> bool:
-    """Return whether a format has every value of another one. Blocks count by their elements, which scales move."""
+    """Return whether a format has all of another's values, blocks' by elements.
+
+    A block's elements count, since its scale moves them.
+    """
     try:
         a, b = get(wide), get(narrow)
     except FormatError:
@@ -82,7 +85,7 @@ def is_code(format_name: str) -> bool:
 
 
 def size_bytes(x: Tensor) -> int:
-    """Return the bytes of a tensor's elements; those that it repeats (`expand`) count once."""
+    """Return the bytes of a tensor's elements; repeated ones (`expand`) count once."""
     if x.layout != torch.strided:
         return 0
     count = 1
@@ -131,7 +134,7 @@ class Memory:
         return None if storage is None else int(storage._cdata)  # noqa: SLF001
 
     def of(self, x: Tensor, role: Role = "inputs") -> Held | None:
-        """Return what is known of a tensor's memory. Memory that is new is noted, under that role."""
+        """Return the facts on a tensor's memory; new memory is noted under that role."""
         storage = _storage(x)
         if storage is None:
             return None

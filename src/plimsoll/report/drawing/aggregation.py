@@ -1,4 +1,4 @@
-"""Large runs in few cells: steps into columns, layers into rows. Every sample is looked at, none is left out.
+"""Large runs in few cells: steps into columns, layers into rows, none left out.
 
 A column stands for as many samples as every other one (the last for what is left), a row for a layer or for several
 that share a prefix. How their numbers become one depends on what they say: the worst of them where one bad step
@@ -25,7 +25,7 @@ _SAID = {"max": "the highest", "min": "the lowest", "sum": "their sum", "mean": 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Columns:
-    """Samples in columns: where each begins, how many samples it takes, and its middle step."""
+    """Samples in columns: their beginnings, numbers of samples, and middle steps."""
 
     steps: Ints
     starts: Ints
@@ -66,7 +66,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Layers in rows: the layers in the order drawn, where each row begins among them, and each row's name."""
+    """Layers in rows: the layers' order, each row's first layer, and its name."""
 
     order: Ints
     starts: Ints
@@ -74,7 +74,7 @@ class Rows:
 
     @classmethod
     def of(cls, names: Sequence[str], most: int = MOST_ROWS) -> "Rows":
-        """At most so many rows: layers, or else modules of one prefix, or else neighbours of these."""
+        """Return at most `most` rows: layers, modules of one prefix, or neighbours."""
         groups = _groups(names, max(most, 1))
         sizes = np.array([len(members) for members in groups.values()], dtype=np.int64)
         order = np.array([i for members in groups.values() for i in members], dtype=np.int64)
@@ -101,13 +101,13 @@ class Rows:
 
 
 def few(names: Sequence[str], steps: Ints, most_cells: int = MOST_CELLS) -> tuple[Rows, Columns]:
-    """Rows and columns of no more than so many cells together; rows leave room for enough columns to see when."""
+    """Return rows and columns of at most `most_cells`, with enough columns for time."""
     rows = Rows.of(names, min(MOST_ROWS, most_cells // min(max(len(steps), 1), _COLUMNS_KEPT)))
     return rows, Columns.of(steps, min(MOST_COLUMNS, most_cells // max(len(rows.names), 1)))
 
 
 def histogram(cells: Cells, first: Ints, kept: NDArray[np.bool_] | None = None) -> tuple[int, Floats]:
-    """The counts of all rows, or of those kept, by binade: the lowest binade, and the counts from it on.
+    """Return all or kept rows' counts: the lowest binade, and counts from it on.
 
     `first` is the binade of each row's first count, moved as the caller likes.
     """

@@ -1,4 +1,4 @@
-"""The rows of the figure of an audit: which there are, what hovering says of each, and what the axis names."""
+"""Rows of an audit's figure: their order, hover texts and axis labels."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _ABSENT = {"frozen": "no gradient: nothing here is trained", "no_grad": "no grad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One direction of a row in one audit: its reading, None without a gradient, and what hovering says."""
+    """One direction of a row in an audit: its reading, or None, and the hover text."""
 
     reading: Reading | None
     words: str
@@ -59,7 +59,7 @@ class Line:
 
 
 def lines_of(before: Audit, after: Audit | None) -> list[Line]:
-    """The operations in program order; those of one audit alone stand between their neighbours."""
+    """Return the operations in program order, those of one audit beside neighbours."""
     if after is None:
         return [Line(before=None, after=row) for row in before.operations]
     earlier = {row.key: row for row in before.operations}
@@ -77,7 +77,10 @@ def lines_of(before: Audit, after: Audit | None) -> list[Line]:
 
 
 def middle(reading: Reading) -> tuple[float, float]:
-    """log2 of the magnitudes that 5 % and 95 % of the nonzero finite values lie below, even within a binade."""
+    """Return log2 of the magnitudes above 5 % and 95 % of nonzero finite values.
+
+    Within a binade values are even.
+    """
     s = reading.spectrum
     if not s.nonzero:
         return math.nan, math.nan
@@ -91,7 +94,7 @@ def middle(reading: Reading) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticks:
-    """Labels of the axis: each operation, or, if `grouped`, each run of operations in one module."""
+    """Labels of the axis: an operation each, or if `grouped` a module's run of them."""
 
     grouped: bool
     places: list[float]
@@ -116,7 +119,7 @@ def ticks_of(rows: Sequence[Row]) -> Ticks:
 
 
 def _groups(rows: Sequence[Row]) -> list[int]:
-    """Starts of the groups: by the deepest part of the modules' paths that gives few enough of them."""
+    """Return the groups' starts, by the deepest part of modules that gives few."""
     paths = [row.module.split(".") for row in rows]
     best = [0]
     for depth in range(1, max(len(path) for path in paths) + 1):

@@ -1,4 +1,4 @@
-"""Statistics of heat maps: each as layers by steps, how samples of it become one, how it is drawn and said.
+"""Statistics of heat maps: layers by steps, with merging, drawing and words.
 
 Shares are drawn by their square root, so that one per cent is seen beside all; sizes by their power of two.
 """
@@ -23,7 +23,7 @@ Scale = Literal["share", "power", "binades", "count"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Matrix:
-    """Numbers of layers x steps: `names` are drawn, `series` are the tensors they stand for."""
+    """Numbers of layers x steps: `names` are drawn, `series` are their tensors."""
 
     names: tuple[str, ...]
     series: tuple[str, ...]
@@ -33,7 +33,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistic:
-    """One statistic: its title after the collection's name, the words before its number, how it is merged and drawn."""
+    """A statistic: its title, its words, and how it is merged and drawn."""
 
     title: str
     words: str
@@ -54,7 +54,7 @@ def _by_series(compute: Callable[[Cells], Floats]) -> Callable[[View, str], Matr
 
 
 def underflow(view: View, collection: str) -> Matrix | None:
-    """The share of values that underflowed; of parameters' gradients by module, as the rules judge them."""
+    """Return the share of values that underflowed, parameter gradients by module."""
     narrow = view.narrow(collection)
     if narrow is None:
         return None
@@ -70,7 +70,7 @@ def underflow(view: View, collection: str) -> Matrix | None:
 
 
 def _blank(share: Floats, narrow: FormatLosses, nonzero: Floats, lost: Floats) -> Floats:
-    """The share; NaN where all values of a narrow format are zero and nothing says why."""
+    """Return the share; NaN where a narrow format's values are all zero, unexplained."""
     return np.where((nonzero == 0) & (lost == 0) & narrow.censors.any(), np.nan, share)
 
 
@@ -102,7 +102,7 @@ def _nonfinite(cells: Cells) -> Floats:
 
 
 def _headroom(cells: Cells) -> Floats:
-    """Binades from the largest magnitude, as stored, to the top of the format that it was stored in."""
+    """Return the binades from the largest stored magnitude to its format's top."""
     top = np.array([np.log2(get_element(name, "heatmap").max) for name in cells.formats])[cells.format]
     with np.errstate(all="ignore"):
         room = top - log2(cells.column("absmax"))

@@ -1,4 +1,4 @@
-"""Load lines: what a format holds, drawn over where values lie, moved by the scale at which it holds them."""
+"""Load lines: the range of a format at its scale, drawn over the values."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _BESIDE = 14.0  # binades beyond the values within which a line is still drawn
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadLine:
-    """One limit of a format over the columns: the exponent of the true value at it, and what it means."""
+    """A limit of a format over the columns: true values' exponent, and the meaning."""
 
     format: str
     says: str  # a line of no format says all
@@ -36,7 +36,7 @@ class LoadLine:
 # The picture shows true values. A format that holds them times S overflows at its limit divided by S, so its lines lie
 # lower the higher the scale; where the recorded scale changes over time, the lines are step curves.
 def load_lines(formats: Sequence[tuple[Format, Floats]]) -> list[LoadLine]:
-    """The limits of formats, each with the power of two by which it holds the values higher, column by column."""
+    """Return the limits of formats, each moved by a power of two in each column."""
     lines: list[LoadLine] = []
     for i, (fmt, moved) in enumerate(formats):
         limits = [
@@ -83,7 +83,7 @@ def drawn(lines: Sequence[LoadLine], at: Ints, spacing: float) -> tuple[list[Tra
 
 
 def _trace(one: LoadLine, at: Ints) -> Trace:
-    """A line between columns: binade e is drawn from e - 1/2 to e + 1/2, so the value 2^e lies half a binade lower."""
+    """Return a line between columns; 2^e lies half a binade below binade e's middle."""
     edges = np.flatnonzero(np.diff(one.height, prepend=np.nan, append=np.nan) != 0)
     corners = np.unique(np.clip(np.concatenate([edges, edges - 1, [0, len(at) - 1]]), 0, len(at) - 1))
     return {

@@ -1,4 +1,4 @@
-"""Parts of all figures: the view, a Plotly figure from plain data, lines, marks, bands and lanes.
+"""Parts of all figures: view, Plotly figure from plain data, lines, marks, lanes.
 
 A figure is put together as plain data. `build_figure` makes a Plotly object of it at the very end, so Plotly is loaded
 only when a figure is asked for. A figure without anything to show says in words what is missing. It is never an error,
@@ -47,7 +47,7 @@ def view_of(run: Source, until: int | None, operation: str) -> View:
 def build_figure(
     operation: str, title: str, subtitle: str, traces: Sequence[Trace], layout: Layout, meta: Mapping[str, Any]
 ) -> "Figure":
-    """The Plotly figure, in the light theme. `meta` is data for whoever shows it: `figure`, `rows` and the like."""
+    """Return the Plotly figure in the light theme, with `meta` as its metadata."""
     try:
         from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
@@ -89,7 +89,7 @@ def empty_figure(operation: str, title: str, words: str, meta: Mapping[str, Any]
 
 
 def series_checked(view: View, operation: str, collection: str, name: str | None = None) -> None:
-    """Raises `NotRecordedError` for a collection, or a name in it, that the run does not have."""
+    """Raise `NotRecordedError` for a collection or name that the run does not have."""
     if collection not in view.run.tensors:
         raise unknown(operation, "a collection", collection, list(view.run.tensors))
     if name is not None and name not in view.run.tensors[collection]:
@@ -108,13 +108,13 @@ def since_mark(step: int | None, words: str = "since step", row: str = "") -> tu
 
 
 def plotted(values: Floats) -> NDArray[np.float32]:
-    """Heights in single precision, which halves a page; what is beyond it becomes infinite, a gap in the line."""
+    """Return heights in single precision; larger ones become Inf, a gap in the line."""
     with np.errstate(over="ignore"):
         return np.asarray(values, dtype=np.float32)
 
 
 def line(x: Ints | Floats, y: Floats, name: str, colour: str, hover: str, **more: Any) -> Trace:
-    """A line over steps; `hover` is a template of our own, without anything from a run in it."""
+    """Return a line over steps; `hover` is our own template, without a run's text."""
     return {
         "type": "scatter",
         "mode": "lines" if len(x) > 1 else "markers",

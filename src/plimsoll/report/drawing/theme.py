@@ -1,4 +1,4 @@
-"""Colours of figures: a light and a dark Plotly template, as plain data, and the marks that both share.
+"""Colours of figures: a light and a dark Plotly template, and marks for both.
 
 Everything that depends on the paper (text, grid, the map from few to many) stands in the template and nowhere else, so
 that a page changes the theme of a drawn figure by changing its template. Marks (lines, bars, warnings) keep their

@@ -1,4 +1,4 @@
-"""`audit`: where every operation's values and gradients lie, in program order, against what formats hold.
+"""`audit`: operations' values and gradients against formats, in program order.
 
 Operations go down, magnitudes across: forward in the left half, backward in the right one. Each operation has a mark at
 its standard deviation and a line over the middle nine tenths of its magnitudes; of two audits, the marks of the first
@@ -34,7 +34,9 @@ _NAMED_WORST, _APART = 3, 4  # how many are named, and how many rows lie between
 
 
 def audit(before: Audit, after: Audit | None = None) -> "Figure":
-    """Every operation's standard deviation and middle nine tenths, forward and backward, in program order.
+    """Return a figure of every operation's values and gradients, in program order.
+
+    These are the standard deviation and the middle nine tenths, forward and backward.
 
     With two audits, of a model before and after its conversion, marks of the first are hollow. Operations that hold NaN
     or Inf, those that are all zero, and those without a gradient stand at the edges. Above 60 operations the axis names
@@ -152,7 +154,7 @@ def _marks(places: Sequence[tuple[float, Place]], axis: str, look: _Look, low: f
 
 
 def _edges(places: Sequence[tuple[float, Place]], axis: str, low: float, high: float) -> list[Trace]:
-    """Marks without a place on the scale: NaN and Inf at the right edge; all zero, and no gradient, at the left one."""
+    """Return marks at the edges: NaN and Inf right; all zero and no gradient left."""
     inside = 0.015 * (high - low)
     kinds: list[tuple[str, str, str, float, Callable[[Place], bool]]] = [
         ("NaN or Inf", RED, "x", high - inside, lambda p: p.reading is not None and p.reading.spoiled > 0),
@@ -214,7 +216,7 @@ def _unit(axis: str) -> Layout:
 
 
 def _bars(axis: str, direction: Direction) -> list[Layout]:
-    """A bar for each format above the rows, pale where it has fewer digits; and lines down from the ends of some."""
+    """Return a bar for each format above the rows, and lines down from some ends."""
     bars: list[Layout] = []
     for number, name in enumerate(FORMATS):
         fmt = get_element(name, "audit figure")

@@ -1,4 +1,4 @@
-"""`before_after`: layer by layer, what one run lost and another did not; or what a plan would change of a run."""
+"""`before_after`: each layer's losses in two runs, or in a run and under a plan."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -115,7 +115,7 @@ def _as_it_was(view: View, collection: str) -> dict[str, float]:
 
 
 def _as_planned(view: View, plan: Plan, role: str) -> dict[str, float]:
-    """Share of each module of a plan that its format would lose of the run's values, at its scale."""
+    """Return the share of a run's values that a plan's formats lose, by module."""
     rows = check_plan(plan, view).rows
     return {row.module: row.found.estimate for row in rows if row.role == role and row.found is not None}
 

@@ -1,4 +1,4 @@
-"""`code_usage`: how the values of 8-bit tensors spread over what their format holds."""
+"""`code_usage`: spread of 8-bit tensors' values over what their format holds."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -86,7 +86,7 @@ def code_usage(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Use:
-    """Shares of all values by the format's binade from `lowest` on, below it and above it; the top's by step."""
+    """Shares of values by the format's binade, and of its top binade by step."""
 
     lowest: int
     shares: Floats
@@ -132,7 +132,7 @@ def _cast(view: View, collection: str, wanted: Format | None) -> CastCells | Non
 
 
 def _top_by_step(cells: Cells, kept: NDArray[np.bool_], first: Ints, top: int) -> Floats:
-    """At each step the share of nonzero values in the top binade, of the tensor that has most there."""
+    """Return each step's share in the top binade, of the tensor with most there."""
     under = cells.running[cells.start[:-1] + np.clip(top - first, 0, cells.length)] - cells.running[cells.start[:-1]]
     with np.errstate(all="ignore"):
         shares = np.where(kept & (cells.nonzero > 0), 1 - under / cells.nonzero, np.nan)
@@ -181,7 +181,7 @@ def _bars(use: _Use, fmt: Format) -> tuple[list[Trace], Layout]:
 
 
 def _cast_over_time(cast: CastCells, columns: Columns, since_step: int | None) -> tuple[list[Trace], Layout]:
-    """Largest shares over the tensors: beyond the format's largest value, with fewer digits, and zero."""
+    """Return the largest shares over the tensors: saturated, subnormal and zero."""
     marks, notes = since_mark(since_step, row="2")
     shares = {
         "beyond the largest value": (cast.saturated, RED),

@@ -1,4 +1,4 @@
-"""`heatmap`: layers down, steps across, colour is a number of each layer at each step."""
+"""`heatmap`: a number of each layer (down) at each step (across) as colour."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +52,7 @@ _LABELS = {
 
 
 def _cases(view: View) -> list[Case]:
-    """Return each statistic of each collection that was recorded, without heat maps that can only be blank."""
+    """Return a case for each collection's statistic whose heat map may show something."""
     return [
         Case(
             label=label.format(collection_words(collection.name)),
@@ -235,7 +235,7 @@ def panel(
     most_cells: int = MOST_CELLS,
     top: float | None = None,
 ) -> Panel:
-    """Return the picture of a matrix, with rows and columns merged until at most `most_cells` cells are drawn."""
+    """Return the picture of a matrix, merged into at most `most_cells` cells."""
     matrix, only = focused(matrix, focus)
     rows, columns = few(matrix.names, matrix.steps, most_cells)
     colour = coloured(rows.merged(columns.merged(matrix.values, how), how), scale, words, top)
@@ -260,7 +260,7 @@ def panel(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Colour:
-    """Numbers as colours: `z`, the colour axis, and what hovering says (with `shown` where z itself is no number)."""
+    """Numbers as colours: `z`, the colour axis, and hover texts with `shown`."""
 
     z: Floats
     axis: Layout
@@ -269,7 +269,7 @@ class Colour:
 
 
 def coloured(values: Floats, scale: Scale, words: str, top: float | None = None) -> Colour:
-    """The colours of a matrix of numbers; shares up to `top`, or to the next of 5, 25, 50 and 100 % above them."""
+    """Return a matrix's colours; shares up to `top`, or the next tick above them."""
     if scale == "share":
         top = top or next((t for t in _SHARE_TICKS[2:] if not np.nanmax(values) > t), 1.0)
         ticks = [t for t in _SHARE_TICKS if t <= top]

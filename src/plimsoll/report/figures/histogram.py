@@ -1,4 +1,4 @@
-"""`histogram`: the values of one spectrum by power of two, against the limits of formats."""
+"""`histogram`: one spectrum's values by power of two, against formats' limits."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _HEIGHT = 380
 
 
 def histogram(spectrum: Spectrum, formats: Sequence[object] | None = None, *, shift: int = 0) -> "Figure":
-    """Values of one spectrum by power of two, a bar each, with the limits of formats as lines.
+    """Return bars of a spectrum's values by power of two, with formats' limits.
 
     Counts are exact. The axis of shares is logarithmic, since a few small values among millions can matter.
 
@@ -62,7 +62,7 @@ def histogram(spectrum: Spectrum, formats: Sequence[object] | None = None, *, sh
 
 
 def _own(spectrum: Spectrum) -> list[Format]:
-    """Return the format that the values passed through, or FP16 if it is unknown or has no trouble with range."""
+    """Return the format that the values had, or FP16 if unknown or wide enough."""
     narrow = None if spectrum.source is None else element(spectrum.source.format, "histogram")
     return [FP16 if narrow is None or narrow.exponent_bits >= 8 else narrow]
 

@@ -1,4 +1,4 @@
-"""`loss_and_scale`: the loss, the loss scale, skipped steps, a guard's acts and the findings, on one time axis."""
+"""`loss_and_scale`: loss, loss scale, skipped steps and findings on one time axis."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -143,7 +143,7 @@ def _skipped(view: View) -> Ints:
 
 
 def _marked(at: Ints, steps: Ints, values: Floats, name: str, colour: str, symbol: str) -> list[Trace]:
-    """Marks at some steps, as high as the curve there; of very many the first of each column."""
+    """Return marks at steps, on the curve; of very many the first of each column."""
     shown = at[Columns.of(at, _MOST_POINTS).starts]
     high = values[np.clip(np.searchsorted(steps, shown, side="right") - 1, 0, None)]
     known = np.isfinite(high)

@@ -1,4 +1,4 @@
-"""`plan_frontier`: cost of the cheapest plans against the increase of the loss that they are predicted to bring."""
+"""`plan_frontier`: the cheapest plans' cost against their predicted loss increase."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`record`: what the run holds and what it lost: when samples were taken, what was dropped, what cannot be read."""
+"""`record`: the run's contents and losses: samples, drops, unreadable parts."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -54,7 +54,7 @@ def record(run: Source, *, until: int | None = None) -> "Figure":
 
 
 def _samples(view: View) -> list[Lane]:
-    """When samples were taken: a stretch for each part without a gap."""
+    """Return the sampled steps: a stretch for each part without a gap."""
     steps = np.array([s for s in view.run.steps if view.until is None or s <= view.until], dtype=np.int64)
     if not len(steps):
         return []

@@ -110,7 +110,7 @@ def _costs(view: View, cells: Cells, fmt: Format) -> tuple[Ints, Floats, Floats]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Flushed:
-    """Values that the run's own format has flushed: how many of each row, and how steeply they spread.
+    """Values that the run's own format flushed: each row's number and spread.
 
     `held`: the shift at which the format that is asked about would flush the same.
     """
@@ -220,7 +220,7 @@ def _narrowest(cells: Cells) -> Format:
 
 
 def element(fmt: object, operation: str) -> Format:
-    """The element format that is meant; `FormatError` for those of blocks, or of scales."""
+    """Return the element format; raise `FormatError` for block and scale formats."""
     known = get(fmt)
     if isinstance(known, BlockFormat) or not known.signed:
         raise FormatError(

@@ -1,4 +1,4 @@
-"""`scale_window`: over time, the loss scales that work for all layers, against the one that was used."""
+"""`scale_window`: the loss scales that fit all layers over time, and the one used."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -127,7 +127,7 @@ def _own(scales: Scales, columns: Columns, focus: Sequence[str]) -> list[Trace]:
 
 
 def _extremes(scales: Scales) -> str:
-    """Which layers set the bounds."""
+    """Return the layers that set the bounds."""
     (needs, low), (first, high) = scales.bounding
     return (
         f"{safe(layer_name(needs), 32)} needs {power(low)}, {safe(layer_name(first), 32)} overflows above {power(high)}"

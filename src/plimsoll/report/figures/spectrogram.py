@@ -1,4 +1,4 @@
-"""`spectrogram`: where the values of one tensor lie, step by step, against what formats hold."""
+"""`spectrogram`: one tensor's values by step, against the range of formats."""
 
 import math
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ def spectrogram(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Picture:
-    """Counts of binades x columns from binade `lowest` on, of what has no binade, and of all values."""
+    """Counts of binades x columns from `lowest` on, of other values, and of all."""
 
     columns: Columns
     lowest: int
@@ -151,12 +151,12 @@ def _lines(
 
 
 def _narrow(cells: Cells) -> bool:
-    """Return whether the narrowest format of a tensor is one whose range can be too small."""
+    """Return whether the narrowest format of a tensor may have too small a range."""
     return min(get_element(name, "spectrogram").binades for name in cells.formats) < _WIDE
 
 
 def _moved(view: View, cells: Cells, columns: Columns, held: bool) -> Floats:
-    """The power of two of the scale at each column, at which a format held the values or would have."""
+    """Return the scale's power of two by column, at which a format held the values."""
     if not cells.collection.endswith("gradients"):
         return np.zeros(len(columns.at))
     narrow = view.narrow(cells.collection)
@@ -196,7 +196,7 @@ def _painted(
 
 
 def _stacked(picture: _Picture, low: int, high: int) -> tuple[Floats, Ints, dict[str, float]]:
-    """Shares of rows x columns from bottom to top (NaN for none), their heights, and the names of the rows apart."""
+    """Return shares by row and column, the rows' heights, and the extra rows' names."""
     wide = len(picture.columns.at)
     binades = np.zeros((high - low + 1, wide))
     start = picture.lowest - low

@@ -1,4 +1,4 @@
-"""`underflow_over_time`: how much of the gradients narrow formats flush to zero, and whether that grows."""
+"""`underflow_over_time`: share of gradients flushed by narrow formats over time."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -113,7 +113,7 @@ def _share_of_layers(matrix: Matrix) -> Floats:
 
 
 def _single(matrix: Matrix, columns: Columns, focus: Sequence[str]) -> list[Trace]:
-    """Lines of the layers in focus, or of those that lose most; none where no layer loses anything."""
+    """Return lines of the layers in focus, or of those that lose most, if any."""
     worst = np.nan_to_num(np.fmax.reduce(matrix.values, axis=1, initial=np.nan))
     wanted = set(focus)
     chosen = [i for i, name in enumerate(matrix.series) if name in wanted or matrix.names[i] in wanted]
@@ -150,7 +150,10 @@ def _level_marks(top: float) -> tuple[list[Layout], list[Layout]]:
 
 
 def _outlook(view: View, collection: str, findings: Sequence[Finding] | None) -> str:
-    """The early rule's outlook in words, with the underflow rate since the finding began, or of the last quarter."""
+    """Return the early rule's outlook in words, with the underflow rate.
+
+    The rate is that since the finding began, or of the last quarter.
+    """
     if collection != "gradients":
         return ""
     judged = diagnose(view, rules=[UnderflowRising.id, UnderflowHigh.id]) if findings is None else findings

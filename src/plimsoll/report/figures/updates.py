@@ -1,4 +1,4 @@
-"""`updates`: how far each step moves the weights, and how many of them it does not move at all."""
+"""`updates`: how far each step moves the weights, and how many it does not move."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,7 +96,10 @@ def updates(
 
 
 def lag(run: Source, *, focus: Sequence[str] = (), since_step: int | None = None, until: int | None = None) -> "Figure":
-    """Squared gradients over Adam's second moments, by layer: near 1 in the mean, far above after a surprise."""
+    """Return a figure of squared gradients over Adam's second moments, by layer.
+
+    They are near 1 in the mean, far above after a surprise.
+    """
     view = view_of(run, until, "lag")
     title, meta = "Gradients against Adam's memory of them", {"figure": "updates", "collection": "gradients"}
     lags = _lags(view)
@@ -147,7 +150,7 @@ def _chosen(names: Sequence[str], values: Floats, focus: Sequence[str]) -> list[
 
 
 def _traces(panel: _Panel, columns: Columns, chosen: Sequence[int], first: bool) -> list[Trace]:
-    """The band of the middle half of all layers and their median, and the lines of some."""
+    """Return the band of the middle half of the layers, the median, and some lines."""
     values = columns.merged(panel.values, panel.how)
     when = f"{columns.when} %{{x}}"
     common: dict[str, Any] = {"yaxis": panel.axis, "connectgaps": True}
@@ -172,7 +175,7 @@ def _traces(panel: _Panel, columns: Columns, chosen: Sequence[int], first: bool)
 
 
 def _quartiles(values: Floats) -> tuple[Floats, Floats, Floats]:
-    """Quarter, median and three quarters over the layers; NaN where no layer has a number."""
+    """Return quarter, median and three quarters over the layers; NaN without numbers."""
     result = np.full((3, values.shape[1]), np.nan)
     known = ~np.isnan(values).all(axis=0)
     with np.errstate(invalid="ignore"):  # between two infinite numbers there is none
@@ -181,7 +184,7 @@ def _quartiles(values: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _swallowed_below(formats: Sequence[str]) -> tuple[list[float], list[Layout]]:
-    """Levels below which updates of weights in 16 bits or fewer are mostly lost: half a weight's spacing."""
+    """Return the levels below which updates of 16-bit weights are mostly lost."""
     narrow = [fmt for fmt in (get_element(name, "updates") for name in formats) if fmt.bits <= 16]
     limits = [float(-fmt.mantissa_bits - 2) for fmt in narrow]
     words = [
@@ -211,7 +214,7 @@ def _power_axis(traces: Sequence[Trace], more: Sequence[float]) -> Layout:
 
 
 def _lags(view: View) -> tuple[tuple[str, ...], Ints, Floats] | None:
-    """Ratio of each gradient's sum of squares to its second moments, corrected for their start at zero."""
+    """Return gradients' squares over second moments, corrected for their start."""
     gradients, optimizer = view.cells("gradients"), view.cells("optimizer")
     if gradients is None or optimizer is None:
         return None

@@ -1,4 +1,4 @@
-"""`zero_heatmap`: which values are zero, and which of those zeros a format has made."""
+"""`zero_heatmap`: which values are zero, and which zeros a format has made."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`Verdicts`: verdicts of runs, made in the background, so that neither the list nor a page waits for them."""
+"""`Verdicts`: verdicts on runs, made in the background."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ _SUMMARIES = 300  # of these with their findings, up to some 50 KB each
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Verdict on a run as it was at a token; `summary` is None where it was dropped or cannot be made.
+    """Verdict on a run at a token; `summary` is None if dropped or impossible.
 
     `serial`: different for each verdict; `at`: when it was found; `took_seconds`.
     """
@@ -40,7 +40,7 @@ class Verdict:
 
 
 class Verdicts:
-    """Verdicts by id. `judge` makes a run's summary, or says why there is none. Any thread may ask."""
+    """Verdicts by id. `judge` makes a run's summary, or a reason. For any thread."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Verdicts:
         self.version = 0
 
     def of(self, run: Listed) -> Verdict | None:
-        """The last verdict on a run, which may be older than what was written since; None where there is none yet."""
+        """Return the last verdict on a run, which may be outdated; None without one."""
         with self._lock:
             return self._known.get(run.id)
 
     def for_page(self, run: Listed) -> Verdict:
-        """The last verdict with its summary, made now where there is none; the thread renews it when that is due."""
+        """Return the last verdict with its summary; make it now if there is none."""
         self.looked_at(run.id)
         known = self.of(run)
         if known is not None and (
@@ -86,7 +86,7 @@ class Verdicts:
         self._ended.set()
 
     def judge_next(self) -> float | None:
-        """Judges the run that is due; returns how long to rest after it. None where none is due."""
+        """Judge the run that is due; return how long to rest, or None if none is due."""
         runs, now = self._runs(), self._clock()
         opened = self._drop_old({run.id for run in runs}, now)
         ordered = sorted(runs, key=lambda run: run.id not in opened)  # stable: else those written to last first

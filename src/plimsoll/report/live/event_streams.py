@@ -1,4 +1,4 @@
-"""`Streams`: server-sent events, by which the page learns that a run or the list has news.
+"""`Streams`: server-sent events that tell the page news of a run or the list.
 
 One task polls each run that anybody watches, and one the list, for any number of browsers: it compares tokens, which
 takes a few `stat` calls while nothing changes. A browser that leaves frees its stream at once, and the last one the
@@ -28,7 +28,7 @@ Look = Callable[[str], "Mapping[str, object] | None"]
 
 
 class _Stream:
-    """Queue of one browser: news that it has not received, the newest of each run and of the list."""
+    """Queue of one browser: unsent news, the newest of each run and of the list."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Mapping[str, object]] = {}
@@ -79,7 +79,7 @@ class Streams:
             stream.woken.set()
 
     async def events(self, run_ids: Sequence[str]) -> AsyncGenerator[bytes]:
-        """Yield the events for one browser, which may watch runs as well as the list. Comments keep the line open."""
+        """Yield one browser's events of runs and list. Comments keep the line open."""
         stream = _Stream()
         keys = list(dict.fromkeys([_RUNS, *run_ids]))
         for key in keys:
@@ -120,7 +120,7 @@ class Streams:
             self._tasks.pop(key).cancel()
 
     async def _watch(self, key: str) -> None:
-        """Poll one run or the list, and send each state that differs from the one before it."""
+        """Poll one run or the list, and send each state that differs from the last."""
         while True:
             try:
                 state = await asyncio.to_thread(self._look, key)
@@ -139,7 +139,7 @@ def _event(key: str) -> str:
 
 
 class EventStream:
-    """ASGI answer with a stream's events. It ends when the browser leaves, also between two events."""
+    """ASGI answer of a stream's events, until the browser leaves, even between two."""
 
     def __init__(self, streams: Streams, run_ids: Sequence[str]) -> None:
         self._streams, self._run_ids = streams, run_ids

@@ -1,4 +1,4 @@
-"""`LiveView`: a view that follows a run as it is written, reading only what was added."""
+"""`LiveView`: a view that follows a run in progress, reading only additions."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -38,7 +38,7 @@ class LiveView(View):
         return beside + sum(size_bytes(cells) for cells in self._cells.values() if cells is not None)
 
     def copied(self) -> "LiveView":
-        """Another view of the run as it is on disk now, which shares what this one has read."""
+        """Return another view of the run as it is now, with shared data that was read."""
         copy = LiveView(Run(self.run.path, filesystem=self._catalog.place.filesystem, warn=False))
         copy._cells = {name: cells for name, cells in self._cells.items() if cells is not None}
         copy._narrow = dict(self._narrow)
@@ -91,7 +91,7 @@ def _state_of(catalog: RunFolder) -> dict[Part, int]:
 # lowest step that a new part holds. Cells below it stay, those from it on are read again. Where that is unknown (a part
 # has gone, sessions replaced steps and were merged, rows were thinned, replicas of several ranks), all is read again.
 def _since(known: Mapping[Part, int], now: Mapping[Part, int], catalog: RunFolder) -> int | None:
-    """The lowest step at which spectra may have changed; None for no step, `ALL` where that is unknown."""
+    """Return the lowest step that may have changed; None for none, `ALL` if unknown."""
     gone = [part for part in known if part.kind == "spectra" and part not in now]
     new = [part for part in now if part.kind == "spectra" and part not in known]
     if _may_be_replicas(catalog) and (gone or new):
@@ -111,12 +111,12 @@ def _since(known: Mapping[Part, int], now: Mapping[Part, int], catalog: RunFolde
 
 
 def _may_be_replicas(catalog: RunFolder) -> bool:
-    """Return whether several ranks hold series of which only all steps tell whether they count once."""
+    """Return whether ranks hold series that only all steps show as replicas or not."""
     tensors = [m.get("tensors", {}) for m in catalog.manifests.values()] if len(catalog.ranks) > 1 else []
     return any(not entry.get("shared") for each in tensors for names in each.values() for entry in names.values())
 
 
 def _rewritten_with_loss(catalog: RunFolder) -> bool:
-    """Return whether merging may have left rows out: replaced ones, or those thinned by age."""
+    """Return whether merging may have left out rows, replaced or thinned by age."""
     manifests = catalog.manifests.values()
     return any(m.get("thin") or any(s.get("from_step") is not None for s in m.get("sessions", [])) for m in manifests)

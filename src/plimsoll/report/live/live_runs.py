@@ -1,4 +1,4 @@
-"""`Live`: the runs of a folder as the live page asks about them: each opened once, followed, and kept while it fits.
+"""`Live`: the runs of a folder for the live page, each opened once and followed.
 
 An answer is made under the run's own lock and kept until the run has something new, so a slow question to one run
 keeps nobody waiting who asks about another.
@@ -39,7 +39,7 @@ class LiveRun:
         self.size_bytes = 0
 
     def answer(self, listed: Listed, question: object, make: Callable[[LiveView], Any]) -> Any:
-        """Return what `make` makes of the run's view, cached by state and question. No cache for None."""
+        """Return `make` of the run's view, cached by state and question (None: never)."""
         with self.held():
             view = self._followed(listed)
             if question is None:
@@ -54,7 +54,7 @@ class LiveRun:
 
     @contextlib.contextmanager
     def held(self) -> Generator[None]:
-        """No other thread is answered about the run within the block. Raises `StateError` if that is not to be had."""
+        """Keep other threads from the run in the block; raise `StateError` after a while."""
         if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
             raise StateError(
                 f"serve: expected an answer within {_PATIENCE_SECONDS:.0f} s; got none, since other questions to this "
@@ -74,7 +74,7 @@ class LiveRun:
         self._lock.release()
 
     def judged(self, listed: Listed, make: Callable[[LiveView], _T]) -> _T:
-        """Return what `make` makes of a copy of the view. Others need not wait, and data read is kept."""
+        """Return `make` of a copy of the view. Others need not wait; read data is kept."""
         with self._lock:
             copy = self._followed(listed).copied()
         result = make(copy)
@@ -116,7 +116,7 @@ class Live:
         self._pairs: OrderedDict[object, bytes] = OrderedDict()
 
     def listed(self, run_id: str) -> Listed:
-        """The list's row of a run, as it is now. Raises `NotRecordedError` for an id that no run has."""
+        """Return a run's row as it is now; raise `NotRecordedError` for an unknown id."""
         listed_run = self.list.run(run_id)
         if listed_run is None:
             raise NotRecordedError(
@@ -126,7 +126,7 @@ class Live:
         return listed_run
 
     def answer(self, run_id: str, question: object, make: Callable[[LiveView], Any]) -> tuple[Listed, Any]:
-        """The run as it was listed, and what `make` makes of its view, remembered under `question`."""
+        """Return the run's row, and `make` of its view, cached under `question`."""
         listed = self.opened(run_id)
         run = self._opened(listed)
         try:
@@ -154,7 +154,7 @@ class Live:
         return make(View(self.list.source.opened(listed.path)))
 
     def opened(self, run_id: str) -> Listed:
-        """Return the row of a run and keep the run open while it fits. Raises `RunError` if it cannot be read."""
+        """Return a run's row and keep it open if it fits; `RunError` if unreadable."""
         listed = self.listed(run_id)
         if not listed.opens:
             raise RunError(_why(listed.problem or "damaged"))
@@ -193,7 +193,7 @@ class Live:
             return self._open[key]
 
     def _trim(self) -> None:
-        """Drops the runs that nobody asked about for longest, until the rest fits; the last one stays in any case."""
+        """Drop the runs that were not requested for longest, until the rest fits."""
         with self._lock:
             while len(self._open) > 1 and sum(run.size_bytes for run in self._open.values()) > self._most_bytes:
                 self._open.popitem(last=False)
@@ -201,7 +201,7 @@ class Live:
 
 @contextlib.contextmanager
 def _held(first: LiveRun, second: LiveRun) -> Generator[None]:
-    """Both runs at once. Who waits for one holds none: so nobody waits for a run because another one is slow."""
+    """Hold both runs at once. A thread that waits for one holds none meanwhile."""
     begun = time.monotonic()
     while time.monotonic() - begun < _PATIENCE_SECONDS:
         with first.held():

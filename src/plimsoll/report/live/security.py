@@ -1,4 +1,4 @@
-"""`SecurityMiddleware`: what every request to the live page must pass, and what every answer carries. Promise P9.
+"""`SecurityMiddleware`: checks of all requests to the live page. Promise P9.
 
 - The Host header must be one that the page is known under, or else a foreign name that is made to resolve to this
   machine (DNS rebinding) would let any web page read the runs: 403.
@@ -49,7 +49,7 @@ LONGEST_HEAD_BYTES = 16 << 10  # of a request: its address and headers
 
 
 class SecurityMiddleware:
-    """An ASGI application in front of another one, which sees only requests that may pass.
+    """An ASGI application before another, which sees only requests that pass.
 
     `hosts`: names, addresses (IPv6 in brackets), each with a port, or without for any port. `token`: None for none.
     """
@@ -143,7 +143,7 @@ _LAST: list[_Header] = [(b"connection", b"close")]  # what follows on the connec
 
 
 def cookie_of(token: str) -> tuple[str, str]:
-    """The cookie's name and value: made from the token, and not it; servers on several ports do not share a name."""
+    """Return the cookie's name and value, both derived from the token."""
     value = hmac.new(token.encode(), b"plimsoll live page", hashlib.sha256).hexdigest()
     return f"plimsoll-{value[:12]}", value[12:]
 
@@ -163,7 +163,7 @@ async def _answer(scope: Scope, send: Send, status: int, text: str, more: list[_
 
 
 async def _redirect(scope: Scope, send: Send, cookie: _Header) -> None:
-    """To the same page without the token, so that it stays in no history and no copied address."""
+    """Redirect to the page without the token, which then stays in no history."""
     query = [(k, v) for k, v in parse_qsl(_text(scope["query_string"]), keep_blank_values=True) if k != "token"]
     path = "/" + quote(scope["path"].lstrip("/\\"))  # never "//host", which would be another machine
     target = path + (f"?{urlencode(query)}" if query else "")

@@ -1,1 +1,1 @@
-"""Front end of the live page and the report: its files, and the answers to its questions."""
+"""Front end of the live page and the report: files, and answers to questions."""

@@ -1,4 +1,4 @@
-"""Answers to the questions of the page about one run or two, as JSON-able data; the report embeds the same ones."""
+"""Answers on one run or two for the page and the report, as JSON-able data."""
 
 import json
 import os
@@ -52,9 +52,10 @@ def run_answer(view: View, summary: Summary, root: Path | None = None) -> dict[s
 
 
 def first_tensor(view: View, findings: Sequence[Finding]) -> dict[str, str] | None:
-    """Return the tensor to look at first: the worst of the most severe finding that names one, or else the largest.
+    """Return the first tensor to show: the worst of a finding, or the largest.
 
-    The largest says more than the first by name, which may be a single number (a temperature, a scale).
+    The finding is the most severe one that names a tensor. The largest says more than the first by name, which may be a
+    single number (a temperature, a scale).
     """
     tensors = view.run.tensors
     for finding in findings:
@@ -106,7 +107,7 @@ def whatif_answer(view: View, fmt: str, shift: int | None, collection: str) -> d
 
 
 def difference(first: View, second: View, root: Path) -> tuple[object, str]:
-    """Return where two runs diverge, as data and in a sentence. Without data if they cannot be compared."""
+    """Return where two runs diverge, as data and a sentence; no data if impossible."""
     from plimsoll.diagnosis import diff
 
     try:
@@ -117,7 +118,7 @@ def difference(first: View, second: View, root: Path) -> tuple[object, str]:
 
 
 def encoded(data: Mapping[str, object]) -> bytes:
-    """JSON in ASCII, without what browsers cannot read: numbers that are none are their names."""
+    """Return JSON in ASCII that browsers read; NaN and infinities as names."""
     try:
         return json.dumps(data, allow_nan=False).encode()
     except ValueError:
@@ -140,5 +141,5 @@ def _event(event: Event) -> dict[str, object]:
 
 
 def within(message: str, root: Path | None) -> str:
-    """Return a message whose paths begin at the served folder, so that it does not reveal where that lies."""
+    """Return a message with paths from the served folder on, which hides its place."""
     return message if root is None else message.replace(f"{root}{os.sep}", "").replace(str(root), ".")

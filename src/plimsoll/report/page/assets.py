@@ -1,4 +1,4 @@
-"""Files of the front end: the live page serves them one by one, the report has them in one file."""
+"""Files of the front end: single ones for the live page, one for the report."""
 
 import functools
 import gzip
@@ -45,9 +45,10 @@ class Asset:
 
 @functools.cache
 def assets() -> tuple[str, Mapping[str, Asset]]:
-    """Return the version of the page, a digest of all its files, and the files by their path below /assets/.
+    """Return the page's version, a digest of its files, and the files by path.
 
-    Addresses in index.html begin with /assets/VERSION, so a browser can keep what it fetched from them for ever.
+    Paths are those below /assets/. Addresses in index.html begin with /assets/VERSION, so a browser can keep what it
+    fetched from them for ever.
     """
     files = {
         path.relative_to(FILES).as_posix(): _asset(path.read_bytes(), path.suffix)

@@ -1,4 +1,4 @@
-"""Figures as answers: JSON, the arguments in their addresses, and those that are offered for a run."""
+"""Figures as answers: their JSON, their arguments, and the list for a run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ def needs_findings(name: str, query: Mapping[str, str]) -> bool:
 
 
 def drawn(view: View, name: str, query: Mapping[str, str], findings: Sequence[Finding]) -> str:
-    """A figure of one run as JSON. With `finding` in the query, that finding's own figure.
+    """Return a figure of one run as JSON; with `finding`, that finding's own.
 
     Raises `NotRecordedError` for a figure or finding that there is not, and `ArgumentError` for words that mean nothing
     to the figure.
@@ -56,7 +56,7 @@ def listed() -> list[dict[str, object]]:
 
 
 def offered(view: View, findings: Sequence[Finding] = ()) -> list[dict[str, object]]:
-    """Return the drawings that the page and the report of a run offer, as the figures declare them.
+    """Return the drawings that a run's page and report offer, as figures declare.
 
     Args:
         view: The run.

@@ -1,4 +1,4 @@
-"""Scalars as answers: at most 600 points each, with the values of the axes over which they can be drawn."""
+"""Scalars as answers: at most 600 points each, with the values of their axes."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,7 @@ _LAST = ("scale", "nonfinite")
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return names in the order of the page: losses, what the training logged, the watch's own, scales of casts."""
+    """Return names in the page's order: losses, logged numbers, then the watch's own."""
 
     def place(name: str) -> tuple[int, str]:
         if name == "loss" or name.startswith("loss:"):
@@ -63,10 +63,10 @@ def scalar_answer(view: View, name: str, most: int = POINTS) -> dict[str, object
 
 
 def _epochs(view: View, steps: Ints) -> Floats | None:
-    """Return the epoch at each step, between two logged ones in proportion. None: no axis can be made of them.
+    """Return the epoch at each step, in proportion between logged ones, or None.
 
-    Before the first and after the last, epochs are as long as the nearest. A number that is logged at every step of its
-    epoch counts where it is new.
+    None: no axis can be made of them. Before the first and after the last, epochs are as long as the nearest. A number
+    that is logged at every step of its epoch counts where it is new.
     """
     known, values = view.scalar(_EPOCH)
     there = np.isfinite(values)
@@ -80,7 +80,7 @@ def _epochs(view: View, steps: Ints) -> Floats | None:
 
 
 def _seconds(view: View, name: str, columns: Columns) -> Floats | None:
-    """Return the seconds from the start of the run to each point. None: the run has no times, as older ones."""
+    """Return each point's seconds from the run's start. None: the run has no times."""
     started = started_at(view.run)
     times = view.run.scalar_times(name)[1][: len(columns.steps)]
     if started is None or not len(times) or np.isnan(times).any():

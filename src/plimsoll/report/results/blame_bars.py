@@ -1,4 +1,4 @@
-"""`blame_bars`: what contributed how much to the error of a step's gradients, bias and noise apart."""
+"""`blame_bars`: contributions to a step's gradient error, bias and noise apart."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +20,9 @@ _KINDS = (("noise", BLUE), ("bias", ORANGE), ("not split", GREY))
 
 
 def blame_bars(found: "Blame") -> "Figure":
-    """Each contribution to the gradients' error as a bar: its module, its cast, its direction and its share.
+    """Return bars of the contributions to the gradients' error, with their shares.
+
+    Each has a module, a cast and a direction.
 
     A bar is split into bias and noise by their squares where the blame has asked for them. It points left where a
     contribution cancels a part of the others. Beyond 20 contributions the smaller ones share the last bar.

@@ -1,4 +1,4 @@
-"""`layer_errors`: bias and noise of each layer's error against FP32, in the order of the model."""
+"""`layer_errors`: bias and noise of each layer's error against FP32, in order."""
 
 import math
 import sys
@@ -152,7 +152,7 @@ def _of_cells(cells: Cells) -> Errors:
 
 
 def _distinct(collection: str, names: Sequence[str], errors: Floats) -> tuple[list[str], Floats, int]:
-    """Return the tensors with an error from the first layer on, each by one name, and the number of those without."""
+    """Return the distinct tensors with an error, in order, and how many have none."""
     found: dict[tuple[float, ...], int] = {}
     for i in range(len(names)):
         if errors[i, :2].any():
@@ -184,7 +184,7 @@ def _traces(texts: Sequence[str], errors: Floats) -> list[Trace]:
 
 
 def _axis(errors: Floats, least: float) -> Layout:
-    """Return the axis of errors: decades, as far as noise and biases reach, and up to `least` in any case."""
+    """Return the axis of errors in decades, to noise and biases, and to `least`."""
     known = errors[:, :2][np.isfinite(errors[:, :2]) & (errors[:, :2] > 0)]
     high = math.log10(float(known.max(initial=least))) + 0.2
     low = max(math.log10(float(known.min(initial=1e-3))) - 0.3, high - 4)

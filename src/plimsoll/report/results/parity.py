@@ -1,4 +1,4 @@
-"""`parity`: the paired difference of two recipes over the steps, its interval, and the tolerance."""
+"""`parity`: two recipes' paired difference by step, its interval, the tolerance."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ _HEIGHT = 420
 
 
 def parity(found: Parity) -> "Figure":
-    """The paired difference over the steps, what was known of it at each, and the tolerance.
+    """Return a figure of the paired difference over the steps, and the tolerance.
 
     Points are means of the candidate's values less the base's over stretches of steps. The line is the weighted mean of
     all steps so far, which the verdict is about, and the band its interval. The verdict is decided where the band lies
@@ -67,7 +67,7 @@ def parity(found: Parity) -> "Figure":
 
 
 def _reach(allowed: float, paired: "np.ndarray[tuple[int], np.dtype[np.float64]]", low: float, high: float) -> float:
-    """Return how far the axis reaches: to the tolerance, the last interval, and nearly all points."""
+    """Return the axis's reach: the tolerance, last interval, and nearly all points."""
     ends = [_ROOM * allowed, float(np.quantile(np.abs(paired), 0.95))]
     ends += [abs(end) for end in (low, high) if np.isfinite(end) and abs(end) < 20 * allowed]
     return 1.1 * max(ends)

@@ -1,4 +1,4 @@
-"""Answers of a run's page, made beforehand for a report: the run, figures within a budget of bytes, and what-if."""
+"""Answers stored in a report: the run, figures within a size limit, and what-if."""
 
 import json
 import zlib
@@ -25,7 +25,7 @@ _DRAWN = ("loss", "scale", "nonfinite")  # the figure of loss and scale shows th
 
 
 class Figures:
-    """Figures of one report by their question; those that are empty or find no room are left out."""
+    """Figures of a report by question, without empty ones and those without room."""
 
     def __init__(self, view: View, findings: Sequence[Finding]) -> None:
         self._view, self._findings = view, findings
@@ -48,7 +48,7 @@ class Figures:
         return self._add(name, arguments, lambda: drawn(self._view, name, _query(arguments), self._findings), budget)
 
     def add_of_finding(self, index: int) -> int | None:
-        """Draw the figure of a finding. Return the place of its body; None for a figure that is left out."""
+        """Draw a finding's figure and return its place; None if it is left out."""
         name, arguments = self._findings[index].figure, {"finding": index}
         if name not in FIGURES:  # a custom rule may name a figure that does not exist
             return None
@@ -80,7 +80,7 @@ def _packed_bytes(text: str) -> int:
 
 
 def embedded(view: View, summary: Summary, answers: Sequence[Offline], collection: str | None) -> dict[str, Any]:
-    """Return all that a report's page asks for: the run, the figures, the what-if answers.
+    """Return all that a report's page asks for: run, figures, what-if answers.
 
     Args:
         view: The run.
@@ -135,7 +135,7 @@ def embedded(view: View, summary: Summary, answers: Sequence[Offline], collectio
 def spectrograms(
     figures: Figures, view: View, findings: Sequence[Finding], hardest: Sequence[tuple[str, str]]
 ) -> dict[str, list[str]]:
-    """Add spectrograms of the tensors that matter most. Return their names by collection."""
+    """Add spectrograms of the tensors that matter most; return names by collection."""
     tensors: dict[str, list[str]] = {}
     count = 0
     for collection, name in _ordered(view, findings, hardest):
@@ -174,7 +174,7 @@ def _needs(collection: str, answers: Sequence[Offline]) -> dict[str, object]:
 
 
 def _ordered(view: View, findings: Sequence[Finding], hardest: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Tensors, each once: those that findings name, those that are hardest to hold, then some of each collection."""
+    """Yield each tensor once: those of findings, the hardest to hold, then others."""
     first = first_tensor(view, findings)
     named = [] if first is None else [(first["collection"], first["name"])]
     named += [(f.collection, name) for f in findings if f.collection for name in f.where[:_EACH]]

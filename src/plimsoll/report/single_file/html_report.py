@@ -1,4 +1,4 @@
-"""`html`: a run as one file that needs nothing else: no network, no server, no Plimsoll to read it."""
+"""`html`: a run as one file that needs no network, no server, no Plimsoll."""
 
 import base64
 import gzip
@@ -115,7 +115,7 @@ def _page(view: View, title: str | None, findings: Sequence[Finding] | None) -> 
 
 
 def _assembled(title: str, content: object, text: str, made: str) -> str:
-    """The page's HTML with its style, scripts and answers within; what has the form of a link to a file is left out."""
+    """Return the page's HTML with its style, scripts and answers inside."""
     first, plotly, page = (FILES / "js" / "first.js").read_text("utf-8"), PLOTLY.read_text("utf-8"), script()
     style = "".join((FILES / "css" / f"{name}.css").read_text("utf-8") for name in ("base", "parts", "views"))
     answers = json.dumps(jsonable(content), separators=(",", ":"), allow_nan=False)
@@ -139,14 +139,17 @@ def _assembled(title: str, content: object, text: str, made: str) -> str:
 
 
 def packed(text: str) -> str:
-    """Text as a browser unpacks it; without a time in it, so that equal texts are packed alike."""
+    """Return text for browsers to unpack, without a time: equal texts pack alike."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode("ascii")
 
 
 # The file holds the page of `plimsoll serve` and the answers to its questions. A content security policy in the file
 # forbids every request, and every script but the file's own three, which it knows by their hashes.
 def policy(scripts: Iterable[str]) -> str:
-    """Nothing from anywhere; scripts by hash; styles inline, since Plotly writes its own; pictures made in the page."""
+    """Return the content security policy: no sources but the page, scripts by hash.
+
+    Plotly writes its own styles.
+    """
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts
     )

@@ -1,4 +1,4 @@
-"""`markdown`: a run's verdict and findings for a comment on a change, in GitHub's Markdown."""
+"""`markdown`: a run's verdict and findings for a comment, in GitHub's Markdown."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _ZERO_WIDTH = "\u200b"
 
 
 def markdown(run: Source, *, findings: Sequence[Finding] | None = None, until: int | None = None) -> str:
-    """The verdict, a table of findings, and what is behind them folded away; at most 60 KB.
+    """Return verdict, table of findings, and folded details, in at most 60 KB.
 
     - `findings`: those of `diagnose`, unless others are given. `until`: the last step that counts.
 

@@ -1,4 +1,4 @@
-"""Notebook output of a run: the verdict and the findings as HTML; a figure with them where it draws Plotly's."""
+"""Notebook output of a run: the verdict and the findings as HTML, with figures."""
 
 import html
 import json

@@ -57,7 +57,7 @@ class Offline:
 
     @property
     def censored(self) -> str:
-        """Note on how the answers are judged where the run's own format may have lost values, else empty."""
+        """Note on the answers' method where the run's format may have lost values, or ""."""
         whole = self.answer.sentence
         return f"{whole.removesuffix(self.sentence).rstrip(': ')}." if self.answer.censored else ""
 
@@ -67,7 +67,7 @@ class Offline:
         return Interval(low=low, high=high, estimate=estimate)
 
     def to_dict(self) -> dict[str, object]:
-        """Return JSON-able data. Shares by tensor have 16 bits each, little-endian, in base64."""
+        """Return JSON-able data. Shares by tensor are 16-bit, little-endian, in base64."""
         return {
             "format": self.answer.format,
             "block": self.answer.block,
@@ -105,7 +105,7 @@ def offline(view: View, collection: str, formats: Sequence[str] = FORMATS) -> li
 # one binade the values are taken to lie: a test holds them between its bounds at one shift less and at one more. At the
 # best shift, which is shown first, they are `whatif`'s own, as are windows, sentences, and the order of the tensors.
 def merged(cells: Cells) -> Cells:
-    """The same values over all steps: one row for each layer, format and scale; of counts, those by binade only."""
+    """Return the values summed over all steps, by layer, format and scale."""
     scales, scale = np.unique(cells.scale, return_inverse=True)
     key = (cells.layer * len(cells.formats) + cells.format) * len(scales) + scale
     groups, group = np.unique(key, return_inverse=True)
@@ -132,7 +132,7 @@ def merged(cells: Cells) -> Cells:
 
 
 def _unscaled(cells: Cells) -> Cells:
-    """The true values; a scale that is no power of two moves them to the next lower one."""
+    """Return the true values; a scale that is no power of two counts as the lower."""
     exponent = np.frexp(cells.scale)[1].astype(np.int64) - 1
     columns = {name: cells.column(name) / cells.scale for name in ("min", "max", "absmin", "absmax")}
     return replace(
@@ -172,7 +172,7 @@ def _in_blocks(answer: WhatIf) -> Offline:
 
 
 def _told(answer: WhatIf) -> dict[str, Floats]:
-    """Return how many values of each tensor are lost, or overflow, at the answer's own shift."""
+    """Return how many values of each tensor are lost or overflow at the shift."""
     p = answer.prediction
     return {
         name + bound: np.nansum(tally[i], axis=1)
@@ -193,7 +193,7 @@ def _kept(
     nonzero: Floats,
     windows: tuple[tuple[int, int] | None, ...],
 ) -> Offline:
-    """The shares of all tensors together, and of those that fare worst at the best shift."""
+    """Return the shares of all tensors, and of those worst at the best shift."""
     hidden: Floats = np.nansum(answer.prediction.hidden, axis=1)
     shares = {name: np.stack(values, axis=1) for name, values in found.items()}
     whole = nonzero + hidden if hidden.any() else nonzero
@@ -218,7 +218,7 @@ def _kept(
 
 
 def _packed(shares: Floats, at_most: Floats) -> str:
-    """Shares in 16 bits; what is not zero stays so. 1 stands for a share that is estimated as 0 and may be more."""
+    """Return shares in 16 bits. 1 means estimated as 0, but possibly more."""
     some = np.clip(np.round(shares * _ONE), 2, _ONE)
     units = np.where(shares > 0, some, at_most > 0).astype("<u2")
     return base64.b64encode(units.tobytes()).decode("ascii")

@@ -1,4 +1,4 @@
-"""`write_parity`: a verdict on two recipes as one file, an HTML page with its figure, Markdown, JSON or text."""
+"""`write_parity`: a verdict on two recipes as HTML, Markdown, JSON or text file."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def write_parity(found: Parity, path: str | os.PathLike[str]) -> Path:
 
 
 def check_parity_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a file to write; raise `ArgumentError` for one that cannot be written."""
+    """Return a file's path; raise `ArgumentError` for one that cannot be written."""
     return check_place("parity", path, _FORMS)
 
 
@@ -98,7 +98,7 @@ def _html(found: Parity) -> str:
 
 
 def _answers(found: Parity) -> str:
-    """Return what the page's script draws: the figure without its title, which the page has as its own."""
+    """Return the page's figure, without the title, which the page itself has."""
     figure = figure_of(found).update_layout(title=None, margin={"t": 36})
     plain = json.loads(figure.to_json() or "{}")
     return json.dumps(

@@ -1,4 +1,4 @@
-"""Text of a report for readers without scripts: the verdict, findings, what-if, events and the record."""
+"""Text of a report without scripts: verdict, findings, what-if, events, record."""
 
 import html
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""`summary`: what is shown of a run everywhere: in the report, in Markdown, in JSON and on the live page, made once."""
+"""`summary`: the facts on a run that the report, JSON and the live page share."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class Summary:
     dropped: Mapping[str, int]
 
     def to_dict(self) -> dict[str, object]:
-        """The summary as JSON-able data; a number that JSON has no form for is its name ("nan", "inf")."""
+        """Return the summary as JSON-able data; NaN and infinities are names."""
         return {
             "verdict": self.verdict,
             "state": self.state,
@@ -129,13 +129,13 @@ def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: in
 
 
 def median_loss(losses: Floats) -> float | None:
-    """Return the median of the last 60 losses; one that is no number counts as Inf. None without losses."""
+    """Return the median of the last 60 losses, NaN as Inf; None without losses."""
     last = losses[-LOSS_STEPS:]
     return float(np.median(np.where(np.isfinite(last), last, np.inf))) if len(last) else None
 
 
 def jsonable(value: object) -> object:
-    """What a manifest held, with the numbers that JSON has no form for as their names."""
+    """Return a manifest's value, with numbers unknown to JSON replaced by names."""
     if isinstance(value, Mapping):
         return {str(k): jsonable(v) for k, v in _mapping(value).items()}  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(value, list | tuple):
@@ -150,12 +150,12 @@ def first_step(view: View, steps: Sequence[int]) -> int:
 
 
 def started_at(run: Run) -> float | None:
-    """Return when recording started, in Unix seconds. None if the manifest does not have it."""
+    """Return the recording's start in Unix seconds; None if the manifest lacks it."""
     return unix_seconds(run.manifest.get("created"))
 
 
 def formats_of(run: Run, collection: str) -> tuple[str, ...]:
-    """Return the formats that a collection's values are held in by the manifest, the most frequent first."""
+    """Return a collection's formats by the manifest, the most frequent first."""
     series = _mapping(_mapping(run.manifest.get("tensors")).get(collection))
     formats = [str(_mapping(entry).get("format", "")) for entry in series.values()]
     return tuple(sorted({f for f in formats if f}, key=lambda f: (-formats.count(f), f)))
@@ -175,7 +175,7 @@ def unix_seconds(value: object) -> float | None:
 
 
 def seconds_of(run: Run, begun: float | None) -> float | None:
-    """From the beginning to the end in order, or else to the last event; None where neither is known."""
+    """Return the seconds from the start to the end, or last event; None if unknown."""
     if begun is None:
         return None
     ended = unix_seconds(run.manifest.get("closed"))

@@ -1,4 +1,7 @@
-"""What a summary's numbers are called and how they are written: in the report, in Markdown and on the live page."""
+"""Names and formats of a summary's numbers.
+
+The report, Markdown and the live page share them.
+"""
 
 import json
 import math
@@ -47,7 +50,7 @@ def run_shown(summary: Summary, found: Sequence[Event]) -> dict[str, object]:
 
 
 def heading(finding: Finding) -> str:
-    """What a finding is called: its rule's id, on every surface."""
+    """Return a finding's heading: its rule's id, on every surface."""
     return finding.rule
 
 
@@ -68,7 +71,7 @@ def when(finding: Finding) -> str:
 
 
 def where(finding: Finding, most: int = 3) -> str:
-    """What of which layers is meant: "parameter gradients of 15 of 35 layers: ..."."""
+    """Return a finding's places: "parameter gradients of 15 of 35 layers: ..."."""
     if not finding.where:
         return ""
     kind = f"{collection_words(finding.collection)} of " if finding.collection else ""
@@ -76,7 +79,7 @@ def where(finding: Finding, most: int = 3) -> str:
 
 
 def evidence(finding: Finding) -> list[tuple[str, str]]:
-    """Return the evidence of a finding as labels and texts. Numbers that belong together are one."""
+    """Return a finding's evidence as labels and texts, related numbers as one."""
     rule, rest = rule_of(finding), dict(finding.evidence)
     pairs: list[tuple[str, str]] = []
     if "layers" in rest and finding.where:
@@ -102,7 +105,7 @@ def evidence(finding: Finding) -> list[tuple[str, str]]:
 
 
 def named(finding: Finding, name: str) -> str:
-    """Return the name of a finding's location: of parameters' gradients the layer, else the tensor."""
+    """Return a location's name: the layer for parameter gradients, else the tensor."""
     return layer_name(name) if finding.collection == "gradients" else name
 
 
@@ -147,7 +150,7 @@ def _place(text: str) -> str:
 
 
 def counted(summary: Summary) -> str:
-    """How many findings of each severity: "2 alarms, 1 warning"."""
+    """Return the number of findings by severity: "2 alarms, 1 warning"."""
     return ", ".join(several(summary.counts[s], s) for s in ("alarm", "warning") if summary.counts[s])
 
 
@@ -186,7 +189,7 @@ def _at_the_end(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def record(summary: Summary) -> Iterator[tuple[str, str]]:
-    """What was recorded, and by what."""
+    """Yield what was recorded, and by what."""
     for collection, series in summary.tensors.items():
         formats = ", ".join(f.upper() for f in summary.formats.get(collection, ()))
         yield (
@@ -221,7 +224,10 @@ def _setting(value: object) -> str:
 
 
 def events(found: Sequence[Event], most: int = 200) -> tuple[list[tuple[str, str, str, str, str]], str]:
-    """Step, kind, message, details and time of events, the latest first, and what is said where some are left out."""
+    """Return events in text, the latest first, and words on those left out.
+
+    Texts are step, kind, message, details and time.
+    """
     some = list(found) if len(found) <= most else [*found[: most // 2], *found[-most // 2 :]]
     words = "" if len(found) <= most else f"The first and the last {most // 2} of {len(found):,} events."
     return [_event(event) for event in reversed(some)], words

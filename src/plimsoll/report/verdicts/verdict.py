@@ -23,7 +23,7 @@ _BEGINS_LIVE = {**_BEGINS, "alarm": "Stop"}  # only a run that still goes on can
 
 
 def state_of(view: View, findings: Sequence[Finding]) -> State:
-    """Return the highest severity in one word, or "empty" for a run in which nothing was recorded.
+    """Return the highest severity in one word, or "empty" without any record.
 
     A run with missing records is not called healthy.
     """
@@ -36,7 +36,10 @@ def state_of(view: View, findings: Sequence[Finding]) -> State:
 
 
 def verdict(view: View, findings: Sequence[Finding]) -> str:
-    """Return the run in one sentence of at most `LONGEST` characters. Equal findings give equal sentences."""
+    """Return the run in a sentence of at most `LONGEST` characters.
+
+    Equal findings give equal sentences.
+    """
     state = state_of(view, findings)
     if state == "empty":
         return "Nothing was recorded."
@@ -74,7 +77,7 @@ def leading(findings: Sequence[Finding], last_step: int) -> Finding:
 
 
 def leading_first(findings: Sequence[Finding], last_step: int) -> tuple[Finding, ...]:
-    """Return the findings in the order of all surfaces: the one that the verdict is about, then the others."""
+    """Return the findings in display order: the verdict's, then the others."""
     if all(finding.severity == "info" for finding in findings):
         return tuple(findings)
     lead = leading(findings, last_step)
@@ -95,7 +98,7 @@ def _consequence(lead: Finding, findings: Sequence[Finding], last_step: int) -> 
 
 
 def _fitted(begins: str, phrase: Phrase, followed: str) -> str:
-    """Return as much as fits: what and when always, then what to do, then what followed."""
+    """Return as much as fits: what and when always, then remedy, then what followed."""
     head = f"{begins}: {phrase.what}"
     remedy = f"; {phrase.remedy}" if phrase.remedy else ""
     for parts in ((phrase.effect, followed), (followed,), (phrase.effect,), ()):

@@ -1,4 +1,4 @@
-"""Modules of pyarrow without type checks, since it has no stubs, and types to annotate with."""
+"""Modules of pyarrow without type checks, since it has no stubs, and type aliases."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ WRITING_POOL: Any = pa.system_memory_pool()
 # `array`, `strings` and `values_of` convert between its arrays and NumPy's. pyarrow's own `array`, `to_numpy` and
 # `fill_null` import pandas if that is installed: 0.4 s, and some 50 MB of a training process's memory.
 def array(values: NDArray[Any], missing: NDArray[np.bool_] | None = None) -> Array:
-    """Return a NumPy array of numbers or booleans as Arrow array, null where `missing`."""
+    """Return a NumPy array of numbers or booleans as Arrow array, null if `missing`."""
     values = np.ascontiguousarray(values)
     data = _bits(values) if values.dtype == bool else pa.py_buffer(values)
     there = None if missing is None else _bits(~missing)

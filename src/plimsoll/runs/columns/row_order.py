@@ -1,4 +1,4 @@
-"""Order of the rows of a part, and which of two rows with the same key is the valid one: the later."""
+"""Order of a part's rows; of two rows with the same key the later one is valid."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _DISTINGUISHING: Mapping[Kind, tuple[str, ...]] = {"spectra": ("format", "scale"
 
 
 def ordered(table: Table, kind: Kind, last: Sequence[str] = ()) -> Table:
-    """Return the rows sorted by the kind's key, the step and the columns `last`, without replaced rows."""
+    """Return the rows without replaced ones, by the kind's key, the step and `last`."""
     # Events have no key: all stay, in the order of their steps.
     if kind == "events":
         return table.take(array(np.argsort(values_of(table["step"]), kind="stable")))
@@ -50,12 +50,12 @@ def codes(column: Array) -> NDArray[Any]:
 
 
 def changes(columns: Sequence[NDArray[Any]]) -> NDArray[np.bool_]:
-    """Return for each row but the first whether it differs from the row before in any of the columns."""
+    """Return for each row but the first whether it differs from the row before."""
     return np.any([column[1:] != column[:-1] for column in columns], axis=0)
 
 
 def starts(columns: Sequence[NDArray[Any]]) -> NDArray[np.intp]:
-    """Return the first row of each group of adjacent rows that agree in all of the columns."""
+    """Return the first row of each group of adjacent rows with equal columns."""
     if not len(columns[0]):
         return np.empty(0, dtype=np.intp)
     return np.concatenate([[0], np.flatnonzero(changes(columns)) + 1])

@@ -58,7 +58,7 @@ TIMED: Schema = pa.schema([*SCHEMAS["scalars"], ("time", pa.float64())])
 
 
 def schema_with(kind: Kind, names: Collection[str]) -> Schema:
-    """Return the schema of a kind of parts, with each group of optional columns of which one is among the names."""
+    """Return a kind's schema, with the groups of optional columns that `names` needs."""
     if kind == "scalars":
         return TIMED if "time" in names else SCHEMAS[kind]
     if kind != "spectra":
@@ -105,7 +105,7 @@ def words(values: Sequence[str], codes: NDArray[np.int64]) -> Array:
 
 
 def conformed(table: Table, schema: Schema) -> Table:
-    """Return the table with a schema's columns in its order and types. Columns that the table lacks are null."""
+    """Return the table with a schema's columns, order and types; null where missing."""
     for field in schema:
         if field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(len(table), field.type))

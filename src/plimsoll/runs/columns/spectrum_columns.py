@@ -25,7 +25,7 @@ Counts = NDArray[np.int64]
 
 
 def columns_of(steps: int | Counts, table: StepTable) -> Table:
-    """Return a step table as columns of a part, with the series' number in place of its names.
+    """Return a step table as a part's columns, with series' numbers for their names.
 
     Args:
         steps: The step, or the step of each row.
@@ -71,7 +71,7 @@ def _block_columns(rows: Counts, blocks: Counts) -> dict[str, Array]:
 
 
 def spectra_table(tables: Sequence[Table], series: Sequence[Series]) -> Table:
-    """Return the table of a part from the columns of its steps, sorted by collection, name and step."""
+    """Return a part's table from its steps' columns, by collection, name and step."""
     whole = pa.concat_tables(tables, promote_options="default")
     used, codes = np.unique(values_of(whole["series"]), return_inverse=True)
     named: list[Series] = [series[int(i)] for i in used]
@@ -100,7 +100,7 @@ def _taken(column: Array, rows: Array) -> Array:
 
 
 def summed(table: Table, starts: NDArray[np.intp]) -> Table:
-    """Return the columns of a part for rows without block records that are merged group by group.
+    """Return a part's columns for rows merged by group, without block records.
 
     Args:
         table: The rows.
@@ -125,7 +125,7 @@ def summed(table: Table, starts: NDArray[np.intp]) -> Table:
 
 
 def _summed_binades(table: Table, starts: NDArray[np.intp]) -> dict[str, Array]:
-    """Return the columns `lowest` and `binades` of rows that are merged group by group."""
+    """Return the columns `lowest` and `binades` of rows merged group by group."""
     place, counts = list_items(table["binades"])
     first, lengths = integers(table, "lowest"), np.diff(place)
     some = lengths > 0
@@ -146,7 +146,7 @@ def _summed_binades(table: Table, starts: NDArray[np.intp]) -> dict[str, Array]:
 
 
 def rows_of(table: Table) -> Counts:
-    """Return the statistics rows that spectra were stored from, wide if one of them has a block record.
+    """Return the statistics rows of stored spectra, wide if one has a block record.
 
     A wide row without a record ends in zeros; `blocks_of` tells which ones these are.
     """
@@ -180,7 +180,7 @@ def _fill_block_records(table: Table, rows: Counts) -> None:
 
 
 def blocks_of(table: Table) -> Counts | None:
-    """Return the block length of each row's record, 0 for none; None if no row has one."""
+    """Return the block length of each row's record, 0 for none; None if none has one."""
     if "block" not in table.column_names or table["block"].null_count == len(table):
         return None
     return integers(table, "block")
@@ -197,20 +197,23 @@ def digests(table: Table) -> NDArray[np.uint64]:
 
 
 def numbers(table: Table, name: str) -> NDArray[np.float64]:
-    """Return a column as floats, NaN where it is null, or where there is no such column."""
+    """Return a column as floats; NaN where it is null or does not exist."""
     if name not in table.column_names:
         return np.full(len(table), np.nan)
     return np.asarray(values_of(table[name]), dtype=np.float64)
 
 
 def integers(table: Table, name: str) -> Counts:
-    """Return a column of integers. Null is 0, and the first binade (-149) for the exponents of binades."""
+    """Return a column of integers; null is 0, or -149 for the exponents of binades."""
     null = row_layout.LOWEST_BINADE if name in ("lowest", "lowest_maximum") else 0
     return values_of(table[name], null).astype(np.int64)
 
 
 def list_items(column: Array) -> tuple[Counts, Counts]:
-    """Return the first item of each row's list (and the end of the last), and all items. Null is empty."""
+    """Return the first item of each row's list, the end of the last, and all items.
+
+    Null is an empty list.
+    """
     whole = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     # Older versions of pyarrow return a chunked array of one chunk.
     if isinstance(whole, pa.ChunkedArray):
@@ -220,7 +223,10 @@ def list_items(column: Array) -> tuple[Counts, Counts]:
 
 
 def _occupied(table: Table, name: str, first: Counts) -> tuple[tuple[Counts, Counts], Counts]:
-    """Return the row and the binade of each stored count, and the counts; `first` is each row's lowest binade."""
+    """Return each stored count's row and binade, and the counts.
+
+    `first` is each row's lowest binade.
+    """
     start, counts = list_items(table[name])
     lengths = np.diff(start)
     binade = np.arange(len(counts)) + np.repeat(first - start[:-1], lengths)
@@ -230,12 +236,10 @@ def _occupied(table: Table, name: str, first: Counts) -> tuple[tuple[Counts, Cou
 def _trimmed(
     rows: Counts, start: int, missing: NDArray[np.bool_] | None = None
 ) -> tuple[NDArray[np.int16], Counts, Array]:
-    """Return each row's lowest occupied binade, the number of binades from there to the highest, and their counts.
+    """Return each row's lowest binade, its number of binades, and their counts.
 
-    Args:
-        rows: Statistics rows.
-        start: Column of the first binade.
-        missing: Rows whose list is null. Default: none.
+    The binades reach from the lowest occupied one to the highest. Args: rows: Statistics rows. start: Column of the
+    first binade. missing: Rows whose list is null. Default: none.
     """
     # Positions rather than masks of whole rows: about 30 of 277 binades are occupied, and this takes half the time.
     occupied = np.flatnonzero(rows[:, start : start + row_layout.BINADES] != 0)
@@ -256,7 +260,7 @@ def _trimmed(
 
 
 def _extremes(head: Counts) -> Sequence[NDArray[np.float64]]:
-    """Return the columns `EXTREMES`, NaN where there is no such value, as in `Spectrum`; `head` is transposed rows."""
+    """Return the columns `EXTREMES` from transposed rows, NaN where there is no value."""
     positive, negative = head[row_layout.POSITIVE : row_layout.NEGATIVE + 1].view(np.float64)
     nearest = head[row_layout.NEAREST]
     absmin = np.where(nearest != 0, (row_layout.ABSMIN_TOP - nearest).view(np.float64), np.nan)
@@ -280,7 +284,7 @@ def _bits(values: NDArray[np.float64]) -> Counts:
 
 
 def true_spectrum(row: NDArray[np.int64], fmt: str, scale: float, block: int = 0) -> Spectrum:
-    """Return the spectrum of the true values if the scale is a power of two. Its source has the scale."""
+    """Return the true values' spectrum, with its scale if that is a power of two."""
     stored = stored_spectrum(row, fmt, block)
     # Another scale moves values between binades, which cannot be undone from counts. The stored spectrum is returned
     # then, without a source, as for values beyond the range of binades.
@@ -294,5 +298,5 @@ def true_spectrum(row: NDArray[np.int64], fmt: str, scale: float, block: int = 0
 
 
 def stored_spectrum(row: NDArray[np.int64], fmt: str, block: int = 0) -> Spectrum:
-    """Return the spectrum of the stored values. `block` is the block length of its record, 0 for none."""
+    """Return the stored values' spectrum. `block`: its record's block length, or 0."""
     return Spectrum.from_row(np.ascontiguousarray(row[: row_layout.width(block)]), Source(fmt), block)

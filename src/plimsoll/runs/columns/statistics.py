@@ -21,7 +21,7 @@ _LOWEST, _HIGHEST = ("min", "absmin"), ("max", "absmax", "largest_error")
 
 
 def merged(table: Table, *, raw: bool) -> tuple[NDArray[np.int64], Columns]:
-    """Return the steps, and each column with one number per step. Scales are undone unless `raw`."""
+    """Return the steps, and columns of a number a step. Undoes scales unless `raw`."""
     order = np.argsort(values_of(table["step"]), kind="stable")
     steps = values_of(table["step"])[order]
     starts = row_order.starts([steps])

@@ -87,14 +87,14 @@ def _blocks(part: StepTable) -> NDArray[np.int64]:
 
 
 def merged(table: StepTable) -> StepTable:
-    """Return the table with rows of one series and scale merged, sorted by series and scale."""
+    """Return the table with rows of one series and scale merged, sorted by both."""
     order, starts = _groups(table.series, table.scales)
     blocks = None if table.blocks is None else table.blocks[order]
     return _grouped(table.series[order], table.scales[order], table.rows[order], blocks, table.extras[order], starts)
 
 
 def _groups(series: NDArray[np.int64], scales: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the order by series and scale, and where in it each new pair of them starts."""
+    """Return the order by series and scale, and the start of each pair in it."""
     order = np.lexsort((scales, series))
     series, scales = series[order], scales[order]
     first = np.ones(len(order), dtype=bool)
@@ -119,7 +119,7 @@ def _grouped(
 def merged_rows(
     rows: NDArray[np.int64], blocks: NDArray[np.int64] | None, starts: NDArray[np.intp]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Return rows merged group by group, and their block lengths. A group reaches from one of `starts` to the next."""
+    """Return rows merged by group, and block lengths; `starts` has the first rows."""
     result = np.add.reduceat(rows, starts, axis=0)
     result[:, row_layout.EXTREMES] = np.maximum.reduceat(rows[:, row_layout.EXTREMES], starts, axis=0)
     sums = np.ascontiguousarray(rows[:, row_layout.SUMS]).view(np.float64)
@@ -133,7 +133,7 @@ def merged_rows(
 
 
 def _agreed(rows: NDArray[np.int64], blocks: NDArray[np.int64], starts: NDArray[np.intp]) -> NDArray[np.int64]:
-    """Return the block length that all nonempty rows of a group have; 0 where they differ or one has none."""
+    """Return the groups' block lengths; 0 where nonempty rows differ or lack one."""
     counted = rows[:, row_layout.COUNT] > 0
     highest = np.maximum.reduceat(np.where(counted, blocks, 0), starts)
     lowest = np.minimum.reduceat(np.where(counted, blocks, np.iinfo(np.int64).max), starts)

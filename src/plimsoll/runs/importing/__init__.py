@@ -1,1 +1,1 @@
-"""Runs of other trackers: their scalars, read from files of W&B, TensorBoard and CSV into a run folder."""
+"""Runs of other trackers: scalars of W&B, TensorBoard and CSV files, as runs."""

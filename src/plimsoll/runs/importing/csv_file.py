@@ -46,7 +46,7 @@ def read_csv(path: Path, *, step: str | None, delimiter: str | None) -> ScalarTa
 
 
 class _Columns:
-    """What each column of a file holds: steps, seconds, numbers, or text so far."""
+    """Contents of a file's columns: steps, seconds, numbers, or text so far."""
 
     def __init__(self, path: Path, names: Sequence[str], step: str | None) -> None:
         self.path, self.names = path, names

@@ -80,7 +80,7 @@ class ScalarTable:
         self._count += 1
 
     def replace_from(self, step: int) -> None:
-        """Remove what was added at a step and after: the tracker says that a run began again there."""
+        """Remove a step's values and later ones: the tracker's run began again there."""
         for name in self._steps:
             earlier = np.array(self._steps[name]) < step
             self._steps[name] = array("q", np.array(self._steps[name])[earlier].tobytes())
@@ -130,7 +130,7 @@ class ScalarTable:
 
 
 def _tables(columns: dict[str, Column]) -> Iterator[Table]:
-    """Yield the rows of each scalar: row groups of their own, which readers of other scalars skip."""
+    """Yield each scalar's rows as row groups of their own, which other readers skip."""
     # The seconds become a scalar of their own: those of the scalar that was recorded most often.
     steps, _, seconds = max(columns.values(), key=lambda column: len(column[0]))
     known = np.isfinite(seconds)

@@ -18,7 +18,7 @@ _FLOATS = {1: np.float32, 2: np.float64}  # TensorFlow's numbers of dtypes
 
 
 def event_files(path: Path) -> list[Path]:
-    """Return the event files at a path in the order in which they were begun; none if there are none."""
+    """Return the event files at a path, oldest first; none if there are none."""
     if path.is_file():
         return [path] if SIGN in path.name else []
     return sorted(file for file in path.iterdir() if SIGN in file.name) if path.is_dir() else []
@@ -85,7 +85,7 @@ def _payloads(path: Path) -> Iterator[bytes]:
 # them are read with TensorBoard's own definitions. A torn record at the end is the state of a file that is being
 # written.
 def _next(file: BinaryIO, path: Path) -> bytes | None:
-    """Return the next record, empty for one that is too long to be scalars; None at the end."""
+    """Return the next record, b"" if too long for scalars; None at the end."""
     place = file.tell()
     head = file.read(12)
     if len(head) < 12:

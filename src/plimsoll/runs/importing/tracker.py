@@ -1,4 +1,4 @@
-"""Trackers whose files are read: which one wrote what lies at a path, and its reader."""
+"""Trackers whose files can be read: which one wrote a path, and its reader."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ Kind = Literal["csv", "tensorboard", "wandb"]
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind | None:
-    """Return the tracker whose files lie at a path; None for Plimsoll's own runs and all else."""
+    """Return the tracker whose files are at a path; None for Plimsoll's and others."""
     if is_elsewhere(path):
         return None
     place = Path(path)

@@ -1,4 +1,4 @@
-"""Records of data-parallel ranks side by side: their losses, and the sizes of their activations.
+"""Records of data-parallel ranks side by side: losses, and sizes of activations.
 
 Ranks that share a part of the batch (tensor or pipeline parallel ones) count as one, under the lowest rank.
 """
@@ -22,7 +22,7 @@ _READ = 1 << 20  # rows that are read at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ByRank:
-    """One number of each rank at each step that all ranks recorded: `values[rank, step]`."""
+    """A number of each rank at the steps that all recorded: `values[rank, step]`."""
 
     name: str
     ranks: tuple[int, ...]
@@ -31,7 +31,7 @@ class ByRank:
 
 
 def parts_of(run: Run) -> dict[int, int]:
-    """Return the part of the batch that each rank has. Empty for a run that is not data-parallel."""
+    """Return each rank's part of the batch; empty if the run is not data-parallel."""
     if len(run.ranks) < 2:
         return {}
     folder = run._folder  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
@@ -56,7 +56,7 @@ def losses(run: Run, parts: Mapping[int, int]) -> ByRank:
 
 
 def activation_sizes(run: Run, parts: Mapping[int, int]) -> Iterator[ByRank]:
-    """Return the root mean square of each layer's activations on each rank, in the order of the layers."""
+    """Yield the root mean square of activations, layer by layer, on each rank."""
     names = run.tensors.get("activations", ())
     at_once = max(1, _READ // max(1, len(run.steps) * len(run.ranks)))
     columns = ["step", "collection", "name", "format", "scale", "count", "sumsq"]

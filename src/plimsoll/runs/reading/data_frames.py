@@ -17,7 +17,7 @@ Scalars = Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]
 
 
 def of_scalars(scalars: Scalars, wanted: Steps) -> Any:
-    """Return a frame with a column for each scalar and the step as index. NaN: not recorded at that step."""
+    """Return a frame of scalars by step. NaN: not recorded at that step."""
     pandas = _pandas()
     frame = pandas.DataFrame({name: pandas.Series(values, index=steps) for name, (steps, values) in scalars.items()})
     frame.index.name = "step"
@@ -25,7 +25,9 @@ def of_scalars(scalars: Scalars, wanted: Steps) -> Any:
 
 
 def of_tensors(table: Table) -> Any:
-    """Return a frame with a row for each tensor and step: step, collection, name and all statistics.
+    """Return a frame with the statistics of each tensor and step.
+
+    Its columns are step, collection, name and all statistics.
 
     Args:
         table: Rows of spectra, as `Run.table` returns them, without block records.

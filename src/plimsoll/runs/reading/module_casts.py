@@ -1,4 +1,4 @@
-"""Casts of modules to 8 bits before they multiply: formats and scales, as a run has recorded them.
+"""Casts of modules to 8 bits before they multiply: recorded formats and scales.
 
 A watch records an event of kind `casts` when it first finds modules that cast, and after each change. It has for each
 module and role the series whose values are cast, the format, and the scale. A scale that follows the data is null
@@ -52,7 +52,7 @@ class Cast:
     scales: NDArray[np.float64]
 
     def scale_at(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the scale at each step, the last one recorded by then. NaN if there is none, or no cast."""
+        """Return the last scale recorded by each step. NaN if there is none, or no cast."""
         if not len(self.steps):
             return np.full(len(steps), np.nan)
         place = np.searchsorted(self.steps, steps, side="right") - 1
@@ -94,7 +94,7 @@ _Entry = tuple[str, str, float | None]  # format, series, scale
 
 
 def _entries(event: Event) -> dict[_Key, _Entry]:
-    """Return the casts in one event. Invalid entries are left out, since anyone may write events."""
+    """Return an event's casts, without invalid entries, since anyone may write events."""
     entries: dict[_Key, _Entry] = {}
     for module, said in _mapping(event.details.get("modules")).items():
         for role in ROLES:
@@ -114,7 +114,7 @@ def _spans(
     tables: Sequence[tuple[int, Mapping[_Key, _Entry]]],
     scales: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]],
 ) -> Iterable[Cast]:
-    """Yield one cast for each range of steps in which a module's role is cast in one way."""
+    """Yield a cast for each range of steps in which a module's role keeps its cast."""
     before: _Entry | None = None
     begun = 0
     for step, table in tables:

@@ -1,4 +1,4 @@
-"""Merging of what ranks recorded of one series: shards are added up, replicas are counted once.
+"""Merging of the ranks' records of a series: sums of shards, one of replicas.
 
 A shared series is added up. A plain one (``shared=False``) is a replica on every rank if all ranks have the same
 spectrum of it at every step that they have in common. Otherwise ranks have different values, which are added up.
@@ -24,7 +24,7 @@ COMPARED = (*COUNTS, *EXTREMES, *SUMS, "format", "scale")
 
 
 def parts_of_batch(manifests: Mapping[int, Mapping[str, Any]], collection: str) -> dict[int, int]:
-    """Return the part of the batch that each rank has, if the collection depends on it. Others have part 0."""
+    """Return each rank's part of the batch, or 0 if the collection has no parts."""
     if collection not in OF_MODULES:
         return {}
     entries: dict[int, dict[str, Any]] = {rank: manifest.get("ranks") or {} for rank, manifest in manifests.items()}
@@ -37,7 +37,7 @@ def is_plain(table: Table) -> bool:
 
 
 def are_replicas(table: Table, parts: Mapping[int, int]) -> bool:
-    """Return whether the ranks of each part have the same spectra at the steps in common.
+    """Return whether the ranks of each part have the same spectra at common steps.
 
     Args:
         table: All rows of one series.
@@ -56,7 +56,7 @@ def are_replicas(table: Table, parts: Mapping[int, int]) -> bool:
 
 
 def counted_once(table: Table, parts: Mapping[int, int]) -> NDArray[np.bool_]:
-    """Return which rows of replicas are those of the lowest rank that has each step and part."""
+    """Return a mask of the replicas' rows: those of each step's and part's first rank."""
     steps, ranks = np.stack([values_of(table["step"]), _part(table, parts)]), values_of(table["rank"])
     distinct, place = np.unique(steps, axis=1, return_inverse=True)
     lowest = np.full(distinct.shape[1], np.iinfo(np.int64).max)

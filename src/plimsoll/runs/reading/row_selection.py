@@ -128,7 +128,10 @@ def _load(
     steps: Steps,
     end: int,
 ) -> Table:
-    """Return the selected rows of a part up to step `end`: the first columns, and existing ones of the second."""
+    """Return a part's selected rows up to step `end`.
+
+    They have the first columns, and those of the second that exist.
+    """
     file = parquet.opened(place, part)
     there = file.schema_arrow.names
     wanted = [*columns[0], *(name for name in columns[1] if name in there)]

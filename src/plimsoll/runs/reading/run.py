@@ -103,7 +103,7 @@ class Run:
         delimiter: str | None = None,
         to: str | os.PathLike[str] | None = None,
     ) -> "Run":
-        """Return the run in a CSV file: its columns of numbers are scalars under their names.
+        """Return the run in a CSV file: its columns of numbers are scalars by name.
 
         Args:
             path: The file. Its first line names the columns.
@@ -139,7 +139,9 @@ class Run:
         step: str | None = None,
         to: str | os.PathLike[str] | None = None,
     ) -> "Run":
-        """Return the run that W&B wrote offline: the numbers in its history are scalars, nested keys joined by dots.
+        """Return the run that W&B wrote offline: the numbers in its history are scalars.
+
+        Nested keys are joined by dots.
 
         Args:
             path: The folder offline-run-..., or the .wandb file in it.
@@ -192,7 +194,7 @@ class Run:
 
     @property
     def block_lengths(self) -> tuple[int, ...]:
-        """Lengths of the blocks that spectra have records of (`plimsoll.watch` with `block`)."""
+        """Block lengths of the spectra's block records (`plimsoll.watch` with `block`)."""
         return self._contents.block_lengths()
 
     @property
@@ -227,13 +229,18 @@ class Run:
 
     @property
     def closed(self) -> bool:
-        """Whether every rank's writer has closed the run. False while one is alive, or after it was killed."""
+        """True if every rank's writer has closed the run.
+
+        False while one is alive, or after it was killed.
+        """
         manifests = self._folder.manifests
         return len(manifests) >= self.world_size and all(m.get("closed") for m in manifests.values())
 
     @property
     def was_abandoned(self) -> bool:
-        """Whether a writer ended without closing the run: its process was killed, or its machine failed.
+        """True if a writer ended without closing the run.
+
+        Its process was killed, or its machine failed.
 
         A writer on another machine counts as alive.
         """
@@ -241,7 +248,7 @@ class Run:
 
     @property
     def incomplete(self) -> Mapping[int, int]:
-        """Ranks that were lost while others went on, with their last steps. Later sums are without them."""
+        """Lost ranks, with their last steps. Later sums are without them."""
         return {short.rank: short.last_step for short in self._folder.short if short.lost}
 
     @property
@@ -255,12 +262,12 @@ class Run:
 
     @property
     def problems(self) -> list[str]:
-        """Damaged, missing and foreign files and missing ranks, with the consequence of each."""
+        """Damaged, missing and foreign files and missing ranks, with their consequences."""
         return self._folder.problems
 
     @property
     def missing(self) -> list[str]:
-        """The `problems` that cost records: damaged and missing parts, manifests and ranks.
+        """The `problems` that cost records: lost or damaged parts, manifests and ranks.
 
         Findings in such a run are findings in what is left of it. A damaged part is noticed when it is read.
         """
@@ -297,7 +304,7 @@ class Run:
     def spectra(
         self, collection: str | None = None, name: str | None = None, steps: slice | None = None, *, raw: bool = False
     ) -> Iterator[tuple[int, str, str, Spectrum]]:
-        """Yield step, collection, name and spectrum, series by series, in the order of steps.
+        """Yield step, collection, name and spectrum, by series, in the order of steps.
 
         Args:
             collection: Name or glob. Default: all.
@@ -353,7 +360,7 @@ class Run:
     def errors(
         self, collection: str | None = None, name: str | None = None, steps: slice | None = None
     ) -> Iterator[tuple[int, str, str, ErrorSums]]:
-        """Yield step, collection, name and errors of shadow steps, series by series, in the order of steps.
+        """Yield step, collection, name and shadow errors, by series, in step order.
 
         Args:
             collection: Name or glob. Default: all.
@@ -412,7 +419,7 @@ class Run:
         return {name: by_name.get(name, (np.empty(0, dtype=np.int64), np.empty(0))) for name in names}
 
     def casts(self, module: str | None = None) -> list[module_casts.Cast]:
-        """Return the casts of modules before they multiply: one for each module, role and step range.
+        """Return the modules' casts before products, for each module, role and step range.
 
         Runs without FP8 have none.
 
@@ -483,12 +490,11 @@ class Run:
         return data_frames.of_tensors(self.table(collection, name, steps, blocks=False))
 
     def plot(self, collection: str | None = None, name: str | None = None, **arguments: Any) -> Any:
-        """Return a Plotly figure: loss and loss scale, a heat map of a collection, or the spectrogram of a tensor.
+        """Return a figure: loss and scale, a collection's heat map, or a spectrogram.
 
-        Args:
-            collection: Name of a collection. Default: none, for loss and loss scale.
-            name: Name of a tensor of it. Default: none, for the heat map of the collection.
-            arguments: Arguments of the figure (`plimsoll.report`), such as `formats` or `until`.
+        The figure is Plotly's. Args: collection: Name of a collection. Default: none, for loss and loss scale. name:
+        Name of a tensor of it. Default: none, for the heat map of the collection. arguments: Arguments of the figure
+        (`plimsoll.report`), such as `formats` or `until`.
 
         Raises:
             ArgumentError: A name is given without its collection.
@@ -514,7 +520,7 @@ class Run:
         return np.setdiff1d(self._contents.steps(), before).tolist()
 
     def follow(self, *, poll_seconds: float = 1.0, timeout: float | None = None) -> Iterator[list[int]]:
-        """Yield the existing steps, then new ones as they are added, until the run is closed.
+        """Yield the existing steps, then new ones as they come, until the run is closed.
 
         Args:
             poll_seconds: Time between two looks at the folder.
@@ -533,7 +539,7 @@ class Run:
                 time.sleep(poll_seconds)
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return what a notebook shows: the verdict, and the figure of loss and scale if it can be drawn."""
+        """Return a notebook's output: the verdict, and the loss figure if it can be drawn."""
         del include, exclude
         return {"text/plain": repr(self), **display.function("run")(self)}
 

@@ -1,4 +1,4 @@
-"""Folder of a run for readers: manifests, valid parts, problems, and remembered contents."""
+"""Folder of a run for readers: manifests, valid parts, problems, cached contents."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ _ROUNDING_SECONDS = 2.0  # of a process's start, and of clocks
 
 
 def gone_writers(manifests: Iterable[Mapping[str, Any]]) -> list[Session]:
-    """Return the last session of each manifest that is not closed and whose process has ended.
+    """Return the last sessions of open manifests whose processes have ended.
 
     A process of another machine counts as alive.
     """
@@ -52,7 +52,7 @@ def _writes_still(session: Session) -> bool:
 
 
 def _started(pid: int) -> float | None:
-    """Return when a process began, in Unix seconds; None where the system has no /proc."""
+    """Return a process's start in Unix seconds; None where the system has no /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
@@ -69,7 +69,7 @@ _ATTEMPTS = 20  # listings, where a live writer's compaction takes parts away be
 
 
 class NoRunError(RunError):
-    """A folder that does not exist or has no run. `below` has the runs in folders below it."""
+    """A folder that does not exist or has no run. `below` has the runs below it."""
 
     def __init__(self, place: StorageLocation, why: str, below: Sequence[str]) -> None:
         self.place, self.why, self.below, self.here = str(place), why, list(below), isinstance(place, Folder)
@@ -158,7 +158,7 @@ class RunFolder:
         self._warn()
 
     def _list(self) -> list[Part]:
-        """Read the manifests and list the parts. Return parts in manifests that do not exist."""
+        """Read the manifests and list the parts; return listed parts that do not exist."""
         self._foreign, self._missing = [], []
         self._load_manifests()
         parts = self._listed_parts()
@@ -243,7 +243,7 @@ class RunFolder:
 
     @property
     def problems(self) -> list[str]:
-        """Damaged, missing and foreign files with the consequence of each, and ranks that end early."""
+        """Damaged, missing and foreign files with consequences, and ranks that end early."""
         return [*self._foreign, *map(str, self.short), *self.missing]
 
     @property
@@ -285,7 +285,7 @@ class RunFolder:
         return min([part.max_step, *ends, *self._ends_of_a_left_rank(part.rank)])
 
     def _ends_of_a_left_rank(self, rank: int) -> list[int]:
-        """Return for a rank that a restart with fewer ranks left behind where rank 0 has replaced rows since."""
+        """Return where rank 0 replaced rows after a restart without this rank."""
         if rank < self.world_size:
             return []
         left = max((s.started for s in self._sessions.get(rank, [])), default=0.0)
@@ -327,7 +327,7 @@ class RunFolder:
             raise _DamagedError from error
 
     def _tried(self, part: Part, load: Callable[[StorageLocation, Part], Any]) -> Any:
-        """Return the result of `load`, after a second attempt if the storage may have failed."""
+        """Return the result of `load`, tried twice if the storage may have failed."""
         try:
             return load(self.place, part)
         except OSError as error:
@@ -365,7 +365,7 @@ def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def short_ranks(folder: RunFolder) -> list[IncompleteRank]:
-    """Return the ranks whose records end early, except those that may still be writing."""
+    """Return ranks whose records end early, except those that may still be writing."""
     if folder.world_size == 1:
         return []
     spectra, scalars = ({rank: _end(folder, kind, rank) for rank in folder.ranks} for kind in ("spectra", "scalars"))
@@ -425,7 +425,7 @@ class RunContents:
         self.replicas: dict[tuple[str, str], bool] = {}
 
     def refresh(self) -> None:
-        """Forget the contents of parts that are gone, and what is derived from several parts."""
+        """Forget the contents of removed parts, and what is derived from several parts."""
         counting = set(self.folder.parts)
         self._steps = {part: steps for part, steps in self._steps.items() if part in counting}
         self._words = {part: words for part, words in self._words.items() if part in counting}

@@ -54,13 +54,11 @@ def rows(
 
 
 def table(contents: RunContents, chosen: Sequence[tuple[str, Sequence[str]]], steps: Steps, *, blocks: bool) -> Table:
-    """Return some series as one table with the columns of a part, one row for each series, step and scale.
+    """Return series as one table, with a row for each series, step and scale.
 
-    Args:
-        contents: The run's contents.
-        chosen: Collections, each with names of its series.
-        steps: The steps.
-        blocks: Whether to include block records. Their columns exist only if one of the rows has a record.
+    It has the columns of a part. Args: contents: The run's contents. chosen: Collections, each with names of its
+    series. steps: The steps. blocks: Whether to include block records. Their columns exist only if one of the rows has
+    a record.
     """
     tables = [pa.Table.from_batches([], SCHEMAS["spectra"])]
     for collection, names in chosen:
@@ -107,7 +105,10 @@ def _summed(piece: Table) -> Iterator[Table]:
 def _pieces(
     contents: RunContents, collection: str, names: Sequence[str], steps: Steps, *, blocks: bool = True
 ) -> Iterator[Table]:
-    """Yield rows of whole series, sorted by name and step, replicas counted once. Small series come several at once."""
+    """Yield rows of whole series, by name and step, without replicas.
+
+    Small series come several at once.
+    """
     for some in _groups(contents, names, steps):
         wanted = {"collection": [collection], "name": some}
         rows = select(contents.folder, "spectra", equal=wanted, steps=steps, blocks=blocks)
@@ -153,7 +154,10 @@ def _series(table: Table) -> Iterator[tuple[str, Table]]:
 
 
 def _decide(contents: RunContents, collection: str, plain: dict[str, Table], steps: Steps) -> None:
-    """Decide which of these series are replicas, from all steps whichever are asked for, and keep the decision."""
+    """Decide and remember which series are replicas, from all steps.
+
+    The steps that are asked for do not matter.
+    """
     parts = rank_merge.parts_of_batch(contents.folder.manifests, collection)
     undecided = [name for name in plain if (collection, name) not in contents.replicas]
     if steps == Steps():
@@ -168,7 +172,7 @@ def _decide(contents: RunContents, collection: str, plain: dict[str, Table], ste
 
 
 def _whole_steps(table: Table, start: int) -> Table:
-    """Return about `_ROWS` rows from `start` on. Both ends are where a name or a step starts, so that cuts fit."""
+    """Return about `_ROWS` rows from `start` on, cut where a name or a step begins."""
     return table.slice(_boundary(table, start), _boundary(table, start + _ROWS) - _boundary(table, start))
 
 
@@ -210,9 +214,10 @@ def _decoded(table: Table, *, raw: bool) -> Iterator[tuple[int, str, str, Spectr
 
 
 def merge_choices(path: Path) -> Mapping[str, Mapping[str, Sequence[str]]] | None:
-    """Return for a closed run's manifest which plain series readers count once, and which they add up over ranks.
+    """Return for a closed run which plain series count once, and which add up.
 
-    None if a rank is missing or behind rank 0, or if the decision takes too long. Readers decide for themselves then.
+    Readers find it in the manifest. The sums are over ranks. None if a rank is missing or behind rank 0, or if the
+    decision takes too long. Readers decide for themselves then.
     """
     folder = RunFolder(path, warn=False)
     contents = RunContents(folder)

@@ -1,4 +1,4 @@
-"""Sinks, which send a run elsewhere while it is written: TensorBoard, W&B, MLflow, a Python callable.
+"""Sinks for a run in progress: TensorBoard, W&B, MLflow, a Python callable.
 
 No tracker's package is imported before its sink is opened, on the sink's own thread.
 """

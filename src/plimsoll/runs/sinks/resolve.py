@@ -1,4 +1,4 @@
-"""Sinks from what a user gives: a name, an object with `put`, or a function of a record.
+"""Sinks from a user's argument: a name, an object with `put`, or a function.
 
 Names are those of the classes in `TRACKERS`, and of entry points in the group `plimsoll.sinks`, by which another
 package offers a sink. An entry point is loaded only when its name is asked for.

@@ -19,7 +19,7 @@ _Mark = threading.Event
 
 
 class SinkRunner:
-    """Runner of one sink. No method raises, and only `flush`, `close` and `has_ended` wait.
+    """Runner of one sink. No method raises; `flush`, `close`, `has_ended` wait.
 
     In a forked child it does nothing: the thread stays with the parent.
 
@@ -81,7 +81,7 @@ class SinkRunner:
             self._note("full", f"{self.name}: slower than training; the oldest waiting steps are dropped")
 
     def flush(self, timeout: float = 10.0) -> None:
-        """Wait until all queued records are sent and the sink is flushed, at most `timeout` seconds."""
+        """Wait at most `timeout` seconds until all records are sent and the sink flushed."""
         mark = _Mark()
         with_thread = not self._absent() and self._thread not in {None, threading.current_thread()}
         if not with_thread or not self._leave(mark) or mark.wait(timeout):
@@ -92,7 +92,7 @@ class SinkRunner:
         self.give_up("flush", timeout)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Let the sink take its queue, close it, and wait for that at most `timeout` seconds.
+        """Let the sink take its queue, close it, and wait at most `timeout` seconds.
 
         A slow sink continues in the background while the process lives.
         """
@@ -102,7 +102,7 @@ class SinkRunner:
                 self.give_up("close", timeout)
 
     def end(self, *, flushing: bool = False) -> None:
-        """Let the sink take its queue, flush it if `flushing`, and close it, without waiting."""
+        """Let the sink take its queue, flush it if `flushing`, and close it; do not wait."""
         if self._absent() or self._closing:
             return
         with self._changed:

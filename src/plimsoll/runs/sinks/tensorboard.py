@@ -1,4 +1,4 @@
-"""Sink for TensorBoard: scalars by tensor and statistic, histograms from spectra, events as text."""
+"""Sink for TensorBoard: scalars by tensor, histograms from spectra, event texts."""
 
 import functools
 import itertools
@@ -68,7 +68,7 @@ class EventFile:
 
 
 def opening_payloads(step: int) -> list[bytes]:
-    """Return the first records of a file. The start of a session makes readers drop later steps of earlier files."""
+    """Return a file's first records; a session start drops earlier files' later steps."""
     events = load("tensorboard.compat.proto.event_pb2")
     start = events.SessionLog(status=events.SessionLog.START)
     return [
@@ -129,7 +129,10 @@ def _bytes(message: Any) -> bytes:
 
 
 def masked_crc(data: bytes) -> bytes:
-    """Return the checksum as TFRecord stores it, rotated and offset: a file of checksums may get a checksum itself."""
+    """Return the checksum as TFRecord stores it, rotated and offset.
+
+    A file of checksums may get a checksum itself.
+    """
     crc = crc32c(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFF_FFFF)
 
@@ -182,7 +185,7 @@ def _bytewise() -> list[int]:
 
 @functools.cache
 def _table() -> NDArray[np.uint32]:
-    """Return a table with the CRC of byte b followed by k zero bytes at [k, b], without inversions."""
+    """Return the table [k, b] of CRCs of byte b and k zero bytes, without inversions."""
     table = np.zeros((_BLOCK, 256), dtype=np.uint32)
     row = np.arange(256, dtype=np.uint32)
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""Base class of the sinks that send a run to a tracker: what each declares, and its optional package."""
+"""Base class of the sinks for trackers: their declarations, and optional packages."""
 
 import importlib
 import importlib.util
@@ -19,7 +19,7 @@ from plimsoll.spectrum import Spectrum
 
 
 class Tracker:
-    """Declarations of a tracker's sink. `plimsoll.runs.sinks.resolve.TRACKERS` lists the classes.
+    """Declarations of a tracker's sink; `resolve.TRACKERS` lists the classes.
 
     Attributes:
         name: The name that `watch(sinks=[...])` takes.
@@ -33,7 +33,7 @@ class Tracker:
 
     @classmethod
     def require(cls) -> None:
-        """Check that the tracker is installed, without importing it: trackers take seconds.
+        """Check that the tracker is installed, without the seconds that an import takes.
 
         Raises:
             MissingExtraError: It is not.
@@ -54,7 +54,7 @@ class Tracker:
 
 
 def load(module: str) -> Any:
-    """Return a tracker's module, untyped: the type checker runs without trackers, and most have no types."""
+    """Return a tracker's module, untyped, since most trackers have no types."""
     return importlib.import_module(module)
 
 
@@ -70,7 +70,10 @@ MAX_HISTOGRAMS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Histogram:
-    """Nonzero finite values by floor(log2(abs(x))): ``counts[i]`` are in [2^(lowest+i), 2^(lowest+i+1))."""
+    """Nonzero finite values by binade.
+
+    ``counts[i]`` are those with abs(x) in [2^(lowest+i), 2^(lowest+i+1)).
+    """
 
     lowest: int
     counts: NDArray[np.int64]
@@ -83,7 +86,10 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepValues:
-    """A step's numbers and histograms by tag: "collection/name/statistic", "collection/name", or a scalar's name."""
+    """A step's numbers and histograms, by tag.
+
+    Tags are "collection/name/statistic", "collection/name", or a scalar's name.
+    """
 
     scalars: Mapping[str, float]
     histograms: Mapping[str, Histogram] = field(default_factory=dict[str, Histogram])

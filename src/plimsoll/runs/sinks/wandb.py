@@ -137,7 +137,7 @@ class WandB(Tracker):
 
 
 def _check_login(wandb: Any, mode: str | None) -> None:
-    """Raise where W&B would ask for an API key: from this thread, it would take the terminal from the user."""
+    """Raise if W&B would ask for an API key, on this thread, in the user's terminal."""
     mode = mode or wandb.setup().settings.mode
     if mode not in {"offline", "disabled", "dryrun"} and not wandb.login(prompt=False):
         raise PlimsollError(

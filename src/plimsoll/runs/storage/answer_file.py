@@ -1,4 +1,4 @@
-"""Files that hold an answer: a receipt, a verdict, a certificate, in the form that the file's ending names."""
+"""Files of an answer (receipt, verdict, certificate), by the file name's ending."""
 
 import os
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all. Everything that a run writes is written here."""
+"""Files that appear whole or not at all. All files of a run are written here."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ HIDDEN = ".writing-"
 # others may write to, a link placed under a known name would redirect the writing.
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[BinaryIO]:
-    """Open a file that replaces `path` at the end of the block, unless the block raises."""
+    """Open a file that replaces `path` at the block's end, unless the block raises."""
     temporary = path.with_name(f"{HIDDEN}{secrets.token_hex(8)}-{path.name}.tmp")
     opened = open_for_writing(temporary)
     try:
@@ -91,7 +91,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable, if the file system supports it (not on Windows)."""
+    """Make renames in a folder durable, where the file system can (not on Windows)."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -101,7 +101,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path, name_pattern: str) -> None:
-    """Remove the unfinished files of killed writers. Only the holder of their lock may call it."""
+    """Remove killed writers' unfinished files. Only their lock's holder may call it."""
     for path in folder.glob(f"{HIDDEN}*-{name_pattern}.tmp"):
         with contextlib.suppress(OSError):
             remove(path)

@@ -103,7 +103,7 @@ def _check_details(texts: Sequence[str]) -> None:
 
 
 def _check_rows(table: Table) -> None:
-    """Check that the columns of each row agree, as `Spectrum` requires of each spectrum."""
+    """Check that the columns of each row agree, as `Spectrum` requires."""
     count, zeros, *others = (values_of(table[name]) for name in COUNTS)
     finite = count - np.sum(others, axis=0)
     low, high, absmin, absmax = (numbers(table, name) for name in EXTREMES)

@@ -1,4 +1,4 @@
-"""Limits of a sound run: ranges of its numbers, sizes of its files, depth of its JSON.
+"""Limits of a sound run: ranges of its numbers, file sizes, depth of its JSON.
 
 Names of parts, manifests, columns and events are checked against this table when they are read. A value outside it is
 damage (`DamageError`), so code behind the readers never receives a number that it cannot use.

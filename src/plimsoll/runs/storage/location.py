@@ -1,4 +1,4 @@
-"""Location of a run: a local folder, or a folder in a file system of pyarrow or fsspec.
+"""Location of a run: a local folder, or one in pyarrow's or fsspec's file system.
 
 A URI such as ``s3://bucket/exp1`` is opened by pyarrow, or by fsspec if pyarrow does not support the scheme. Messages
 never contain the keys, passwords and options of a URI.
@@ -146,9 +146,9 @@ class Entry(NamedTuple):
 
 
 def entries(filesystem: Any, folder: str, *, below: bool = False) -> list[Entry]:
-    """Return the entries of a folder, and of the folders below it if `below`. Missing folders are empty.
+    """Return the entries of a folder, and of all below it if `below`.
 
-    Raises whatever the file system raises.
+    Missing folders are empty. Raises whatever the file system raises.
     """
     handler: Any = getattr(filesystem, "handler", None)
     try:
@@ -193,7 +193,7 @@ class StorageLocation(ABC):
 
     @abstractmethod
     def names(self, kind: str = "") -> list[str]:
-        """Return the sorted names in the folder, or in the folder of a kind. A missing folder is empty.
+        """Return the sorted names in the folder, or in a kind's. A missing one is empty.
 
         Raises:
             OSError: The folder exists and cannot be listed.
@@ -279,7 +279,10 @@ class Stored(StorageLocation):
         return sorted(entry.name for entry in self._entries(self._at(kind) if kind else self._inside))
 
     def tree(self) -> dict[str, tuple[int, int]]:
-        """Return size and time of the last change in ns (0 if unknown) of all files below, by path."""
+        """Return all files below by path, with size and time of the last change.
+
+        The time is in ns, 0 if unknown.
+        """
         base = len(self._inside.strip("/"))
         # Object stores list a thousand files per request, whatever folders these are in.
         files = [entry for entry in self._entries(self._inside, below=True) if entry.is_file]
@@ -306,7 +309,7 @@ class Stored(StorageLocation):
         return self.filesystem.open_input_file(self._at(name))
 
     def may_succeed(self, name: str) -> bool:
-        """Return True once all bytes of the file have arrived: only one request may have failed."""
+        """Return True once the whole file has arrived: only one request may have failed."""
         self._fetched(name)
         return True
 
@@ -334,7 +337,7 @@ class Stored(StorageLocation):
 
 
 def place_of(path: str | os.PathLike[str], filesystem: Any = None) -> StorageLocation:
-    """Return the location of a path: in `filesystem` if given, by its scheme if it is a URI."""
+    """Return a path's location, in `filesystem` if given, by scheme if it is a URI."""
     uri = path if isinstance(path, str) and is_uri(path) else None
     if filesystem is not None and uri is not None:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Lock for one writer per run and rank. The system releases it when its holder dies."""
+"""Lock for a run and rank's only writer. The system frees it if its holder dies."""
 
 import contextlib
 import errno
@@ -53,13 +53,13 @@ class Lock:
         self._sign(descriptor)
 
     def _sign(self, descriptor: int) -> None:
-        """Write the holder into the file. On a full disk it stays empty, and the lock is valid all the same."""
+        """Write the holder into the file. A full disk leaves it empty, but locked."""
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, _holder(), 0)
 
     def renew(self) -> None:
-        """Confirm the lock: acquire it again if its file was removed, and send a heartbeat.
+        """Confirm the lock: take it again if its file was removed, and send a heartbeat.
 
         Raises:
             ArgumentError: Another writer holds it by now.
@@ -75,7 +75,7 @@ class Lock:
             os.utime(self._exclusive)
 
     def release(self) -> None:
-        """Release the lock. Its file stays: after a removal two writers could lock two files of one name."""
+        """Release the lock, but keep its file: two writers could lock two files otherwise."""
         if self._descriptor is not None:
             if not self._by_flock:
                 with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ class Lock:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the file without releasing the lock, in a forked child, whose parent holds the lock."""
+        """Close the file but keep the lock: in a forked child, the parent holds it."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)

@@ -1,4 +1,4 @@
-"""Manifest of one rank: `run.json` for rank 0, `run-r00001.json` and so on for the others.
+"""Manifest of one rank: `run.json` for rank 0, `run-r00001.json` and so on.
 
 It is JSON and replaced as a whole. It contains what parts cannot: schema and package versions, settings, the registered
 series, and the sessions (the lifetime of one writer each). A session that starts at a step that an earlier one had
@@ -48,7 +48,7 @@ class Session:
     host: str = ""
 
     def replaces(self, part: Part) -> bool:
-        """Return whether the part may hold rows that this session replaced: those at `from_step` and after."""
+        """Return whether the part may hold rows that this session replaced."""
         return self.from_step is not None and part.last < self.first_flush and part.max_step >= self.from_step
 
 
@@ -106,7 +106,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parsed(text: bytes, where: str) -> dict[str, Any]:
-    """Return the content of a manifest from its text; `where` names the file in messages.
+    """Return a manifest's content from its text; `where` names the file in messages.
 
     Raises:
         RunError: The manifest has a newer schema.
@@ -165,7 +165,7 @@ def parts_of(content: Mapping[str, Any]) -> list[Part]:
 
 
 def lost_of(content: Mapping[str, Any]) -> list[Part]:
-    """Return the parts that a writer found damaged or missing. Later parts may cover them without their rows."""
+    """Return damaged or missing parts. Later ones may cover them without their rows."""
     return _listed(content, "lost")
 
 

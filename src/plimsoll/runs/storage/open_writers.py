@@ -1,4 +1,4 @@
-"""The open run writers of this process. A reader in the same process makes them write first."""
+"""The process's open run writers. A reader in this process makes them write first."""
 
 import weakref
 from collections.abc import Callable

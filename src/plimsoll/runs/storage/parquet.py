@@ -1,4 +1,4 @@
-"""Reading and writing of parts: encodings, row groups, checksums, and which errors mean damage."""
+"""Reading and writing of parts: encodings, row groups, checksums, and damage."""
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,7 +83,7 @@ def _options(kind: Kind, columns: Sequence[str]) -> dict[str, Any]:
 
 
 def opened(place: StorageLocation, part: Part, words: Sequence[str] = ()) -> ParquetFile:
-    """Return a part whose footer is sound. The columns `words` are read as dictionaries.
+    """Return a part with a sound footer. Columns `words` are read as dictionaries.
 
     Raises:
         DamageError: The part is damaged. Errors of pyarrow mean the same.
@@ -116,7 +116,7 @@ def _footer(source: Any) -> tuple[bytes, int]:
 
 
 def _digits_at(footer: bytes) -> int:
-    """Return the position of the checksum's digits. One byte each for kind and length precedes a value."""
+    """Return the position of the checksum's digits, behind two bytes: kind and length."""
     return footer.rfind(FOOTER) + len(FOOTER) + 2
 
 
@@ -155,9 +155,10 @@ def _check_sizes(part: Part, metadata: Any, size_bytes: int) -> None:
 
 
 def read(file: ParquetFile, part: Part, columns: Sequence[str], groups: Sequence[int] | None = None) -> Table:
-    """Return checked columns of a part, of some row groups or all. Columns that it is too old to have are null.
+    """Return checked columns of a part, of all row groups or some.
 
-    Types are those of the part's kind, except for words that the file was opened to give as dictionaries.
+    Columns that it is too old to have are null. Types are those of the part's kind, except for words that the file was
+    opened to give as dictionaries.
 
     Raises:
         DamageError: A column's values cannot be true.
@@ -199,7 +200,7 @@ def _may_hold(statistics: Any, low: Any, high: Any) -> bool:
 
 
 def is_damage(error: Exception) -> bool:
-    """Return whether an error of reading means a damaged file, rather than an unreachable one."""
+    """Return whether a reading error means a damaged file, not an unreachable one."""
     known = (pa.ArrowException, DamageError, LookupError, TypeError, MemoryError)
     if isinstance(error, RunError):
         return False

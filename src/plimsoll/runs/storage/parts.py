@@ -73,7 +73,7 @@ def of_name(name: str) -> Part | None:
 
 
 def listed(place: StorageLocation, rank: int | None = None) -> tuple[list[Part], list[str], dict[Kind, str]]:
-    """Return the parts of a run with covered ones, names of other files, and folders that cannot be listed.
+    """Return a run's parts, covered ones too, other files' names, unlistable folders.
 
     Args:
         place: Location of the run.
@@ -100,7 +100,7 @@ def listed(place: StorageLocation, rank: int | None = None) -> tuple[list[Part],
 
 
 def split(parts: Iterable[Part]) -> tuple[list[Part], list[Part]]:
-    """Return the valid parts, oldest flush first within kind and rank, and the covered ones."""
+    """Return the valid parts, oldest first within kind and rank, and the covered ones."""
     counting: list[Part] = []
     covered: list[Part] = []
     # Sorted so, a part comes after all that could cover it, and the last one kept reaches farthest.

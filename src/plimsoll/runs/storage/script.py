@@ -1,4 +1,4 @@
-"""Runs of one script: ``script.json`` in a folder lists the runs of the models that the script trains."""
+"""Runs of one script: ``script.json`` lists the runs of the models it trains."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ITSELF = "."  # the run that the folder itself is
 
 
 def names_in(place: StorageLocation) -> tuple[str, ...]:
-    """Return the runs that ``script.json`` lists by folder name. Without the file there are none."""
+    """Return the runs in ``script.json`` by folder name; none without the file."""
     if NAME not in place.names():
         return ()
     try:
@@ -36,7 +36,7 @@ def has_several(run: Path) -> bool:
 
 
 def _is_name(name: object) -> bool:
-    """Return whether it names a folder directly below: no list written here leads elsewhere."""
+    """Return whether it names a folder directly below: no list may lead elsewhere."""
     return isinstance(name, str) and bool(name) and not {"/", "\\", os.sep} & set(name) and name != ".."
 
 

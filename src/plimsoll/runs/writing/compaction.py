@@ -1,4 +1,4 @@
-"""Merging of several parts of one kind into one, with a row group of each in memory.
+"""Merging of parts of one kind, with one row group of each in memory.
 
 Parts are sorted by their kind's key (`KEYS`) and the step. The keys are read first. Then, for one range of keys after
 the other, the rows of all inputs are read, joined, sorted, and freed of replaced ones.
@@ -38,7 +38,7 @@ class DamagedPartError(Exception):
 
 
 def merge(folder: Path, parts: Sequence[Part], target: Part, keep: Keep) -> int:
-    """Write the rows of `parts` that `keep` keeps as `target`, and return their number.
+    """Write the rows of `parts` that `keep` keeps as `target`; return their number.
 
     Raises:
         DamagedPartError: An input is unreadable.
@@ -69,7 +69,7 @@ def _row_groups(sources: Sequence["_Source"], kind: Kind, keep: Keep) -> Iterato
 
 
 def _ranges(sources: Sequence["_Source"]) -> Iterator[tuple[Key, Key]]:
-    """Yield the first and last key of each range: at most `_CHUNK` rows, at least one key."""
+    """Yield each range's first and last key: at most `_CHUNK` rows, at least one key."""
     rows: dict[Key, int] = {}
     for source in sources:
         for key, start, stop in zip(source.keys, source.starts, source.starts[1:], strict=False):
@@ -114,7 +114,7 @@ class _Source:
         return cls(part=part, file=file, keys=keys, starts=starts, bounds=np.cumsum([0, *sizes]).tolist())
 
     def rows(self, low: Key, high: Key, schema: Schema) -> Table:
-        """Return the rows with keys from `low` to `high`, both included, with a schema's columns."""
+        """Return the rows with keys from `low` to `high`, included, in a schema's columns."""
         start = self.starts[bisect.bisect_left(self.keys, low)]
         stop = self.starts[bisect.bisect_right(self.keys, high)]
         if start == stop:
@@ -131,7 +131,7 @@ class _Source:
 
 
 def _runs(file: ParquetFile, part: Part) -> tuple[list[Key], list[int]]:
-    """Return the distinct keys in file order and their first rows, ended by the number of rows."""
+    """Return the distinct keys in file order, their first rows, and the row count."""
     rows, key = file.metadata.num_rows, KEYS[part.kind]
     if not key or not rows:
         return ([()], [0, rows]) if rows else ([], [0])
@@ -146,7 +146,7 @@ def _runs(file: ParquetFile, part: Part) -> tuple[list[Key], list[int]]:
 
 
 def _read(part: Part, read: Callable[[], Any]) -> Any:
-    """Return the result of reading. Damage raises `DamagedPartError`, an unreachable file OSError."""
+    """Return what `read` returns; raise `DamagedPartError` for damage, else OSError."""
     try:
         return read()
     except (OSError, ValueError, LookupError, TypeError, MemoryError) as error:  # pyarrow's errors are among these

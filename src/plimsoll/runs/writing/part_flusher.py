@@ -61,7 +61,7 @@ class DroppedRecords:
         return records
 
     def after_fork(self) -> None:
-        """Replace the lock: one that another thread held at the fork is never released in the child."""
+        """Replace the lock: one held at the fork is never released in the child."""
         self._guard = threading.RLock()
 
 
@@ -85,7 +85,7 @@ class Buffer:
 
     @property
     def is_full(self) -> bool:
-        """Whether to write now. After a failed attempt only newer records count."""
+        """True if it is time to write. After a failed attempt only newer records count."""
         return self._bytes - self._tried_bytes >= min(_FULL_BYTES, self._bound // 2)
 
     def add_spectra(self, step: int, columns: Table) -> None:
@@ -175,12 +175,12 @@ def _step(step: object) -> int:
 
 
 def _in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows sorted by name and step. The sort is stable, so the later of two equal ones stays last."""
+    """Return rows by name and step. A stable sort: the later of two equals stays last."""
     return sorted(rows, key=lambda row: (row["name"], row["step"]))
 
 
 class PartFlusher:
-    """Writer of a buffer into a rank's folder. Compacts the folder in a background thread."""
+    """Writer of a buffer into a rank's folder, which it compacts in the background."""
 
     def __init__(self, log: RankFolder, dropped: DroppedRecords) -> None:
         self._folder, self._dropped = log, dropped
@@ -246,7 +246,7 @@ class PartFlusher:
             self._changed = False
 
     def _replace_former(self, first: int) -> None:
-        """Replace earlier sessions' rows from this session's first step on, as soon as that is known."""
+        """Replace earlier sessions' rows from this session's first step, once known."""
         last = self._folder.last_step
         if not self._started and last is not None and first <= last:
             self._folder.replace_from(first)
@@ -264,7 +264,7 @@ class PartFlusher:
         self._folder.list_parts()
 
     def _table(self, buffer: Buffer, kind: Kind, series: Sequence[Series]) -> Table | None:
-        """Return the table of one kind. Invalid records are dropped, since they would block all later ones."""
+        """Return a kind's table without invalid records, which would block later ones."""
         try:
             return buffer.table(kind, series)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other records are worth more)

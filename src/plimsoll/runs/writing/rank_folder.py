@@ -1,4 +1,4 @@
-"""One rank's share of a run folder, protected by its lock: manifest, parts, compaction."""
+"""One rank's share of a run folder, under its lock: manifest, parts, compaction."""
 
 import errno
 import os
@@ -53,7 +53,7 @@ class SeriesRegistry:
             return self._numbers[key]
 
     def after_fork(self) -> None:
-        """Replace the lock: one that another thread held at the fork is never released in the child."""
+        """Replace the lock: one held at the fork is never released in the child."""
         self._guard = threading.RLock()
 
 
@@ -143,7 +143,7 @@ class RankFolder:
         self.found.append(("continued", message, details | {"resume_from": resume_from}))
 
     def _former_manifest(self) -> dict[str, Any]:
-        """Return the manifest of earlier sessions. A damaged one is set aside, which costs its settings."""
+        """Return the earlier sessions' manifest; set aside a damaged one and its settings."""
         path = self.path / manifest.file_name(self.rank)
         try:
             return manifest.read(path)
@@ -156,7 +156,7 @@ class RankFolder:
             return {}
 
     def _load_parts(self, expected: Mapping[Part, Part]) -> None:
-        """List the parts with their rows from the manifest. Missing parts stay listed as lost."""
+        """List the parts with the manifest's row counts; missing ones are listed as lost."""
         for kind in KINDS:
             self._make_folder(kind)
             atomic_files.sweep(self.path / kind, f"r{self.rank:05d}-*")
@@ -197,7 +197,7 @@ class RankFolder:
     # -- writing
 
     def replace_from(self, step: int) -> None:
-        """Invalidate the rows of earlier sessions from a step on, before anything is written."""
+        """Invalidate earlier sessions' rows from a step on, before anything is written."""
         with self._guard:
             self._sessions[-1] = replace(self._sessions[-1], from_step=step)
         self.write_manifest()
@@ -216,12 +216,12 @@ class RankFolder:
         self._took = self._written - begun
 
     def list_parts(self) -> None:
-        """Write the manifest for its list of parts, unless the last writing took long and was recent."""
+        """Write the manifest for its list of parts, unless that is slow and was recent."""
         if (time.monotonic() - self._written) * _LISTING_SHARE >= self._took:
             self.write_manifest()
 
     def renew(self) -> bool:
-        """Confirm folder and lock. Return True if the folder was gone and has been created again."""
+        """Confirm folder and lock. Return True if a lost folder was created again."""
         missing = not all((self.path / kind).is_dir() for kind in KINDS)
         for kind in KINDS if missing else ():
             (self.path / kind).mkdir(parents=True, exist_ok=True)
@@ -310,7 +310,7 @@ class RankFolder:
         )
 
     def _keep(self, part: Part, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which rows of an input stay: not replaced by a later session, and not thinned out."""
+        """Return which rows of an input stay: neither replaced later nor thinned out."""
         lasting = steps <= self._visible_end(part)
         if part.kind == "spectra" and self._thin:
             lasting &= thinning.kept(steps, self._thin, max(p.max_step for p in self._of("spectra")))

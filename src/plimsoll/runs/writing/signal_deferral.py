@@ -20,7 +20,7 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if
 
 
 class _Deferral:
-    """Signals received while it is active. `until` is the time at which all waiting ends."""
+    """Signals received while it is active. `until`: the time that ends all waiting."""
 
     def __init__(self) -> None:
         self.previous: dict[int, Any] = {}
@@ -52,7 +52,7 @@ class _Deferral:
             signal.signal(number, self.handle)
 
     def end(self) -> None:
-        """Restore the former handlers and apply the received signals, those that end the process first."""
+        """Restore the handlers and apply the signals, those that end the process first."""
         came, self._came = self._came, []
         effects = [(number, frame, self.previous[number]) for number, frame in came]
         with contextlib.ExitStack() as last_first:  # goes on with the next whatever one of them raises

@@ -1,4 +1,4 @@
-"""Thinning by age: of old spectra only every n-th step stays. Done while compacting.
+"""Thinning by age while compacting: of old spectra only every n-th step stays.
 
 A rule is ``(age_steps, keep_every)``: of the steps that are more than `age_steps` behind the last one, those divisible
 by `keep_every` stay. A part is rewritten once for each rule that applies to all of its steps. Its generation is the
@@ -45,7 +45,7 @@ def kept(steps: NDArray[np.int64], thin: Rules, last_step: int) -> NDArray[np.bo
 
 
 def due(parts: Sequence[Part], thin: Rules) -> Sequence[Part]:
-    """Return the oldest part of spectra that a rule applies to and that was not rewritten for it."""
+    """Return the oldest part of spectra that a rule still has to be applied to."""
     if not thin or not parts or parts[0].kind != "spectra":
         return ()
     last_step = max(part.max_step for part in parts)

@@ -1,4 +1,4 @@
-"""Background thread of a writer: takes records from a bounded queue, merges and writes them."""
+"""Background thread of a writer: takes, merges and writes records from a queue."""
 
 import queue
 import threading
@@ -60,7 +60,7 @@ class _Room:
 
 
 class Worker:
-    """The thread and its queue of at most `queue_bytes` of spectra, with further room for numbers and events."""
+    """The thread and its queue: at most `queue_bytes` of spectra, and other records."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Worker:
         return False
 
     def flush(self, timeout: float | None) -> bool:
-        """Wait until all queued records are on disk. Return False if they are not, or not in time."""
+        """Wait until all records are on disk; return False if they are not, or too late."""
         if self._closed or threading.current_thread() is self._thread:
             return self._closed and not len(self._buffer)
         mark = _Mark(threading.Event(), [])
@@ -128,7 +128,7 @@ class Worker:
         return signal_deferral.wait(mark.done.wait, timeout) and mark.result == [True]
 
     def close(self, timeout: float | None) -> None:
-        """Flush and end the thread, for at most `timeout` seconds. An interrupted call can be repeated."""
+        """Flush and end the thread, in at most `timeout` seconds; can be called again."""
         with self._guard:
             self._closed = True
         if self._last.done.is_set() or not self._thread.is_alive():  # in a forked child there is no thread
@@ -144,7 +144,7 @@ class Worker:
             self._dropped.warn_once("close", message)
 
     def after_fork(self) -> None:
-        """Make the child's copy inert: it has no thread, and the run belongs to its parent."""
+        """Make the child's copy inert: it has no thread, and the run is its parent's."""
         self._closed = True
         self._last.done.set()  # there is nothing to close
         self._guard = threading.RLock()

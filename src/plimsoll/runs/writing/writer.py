@@ -1,4 +1,4 @@
-"""`RunWriter`, which training calls. It queues records; `worker` does the rest in a background thread."""
+"""`RunWriter`, which training calls: a queue of records for `worker`'s thread."""
 
 import os
 import threading
@@ -114,7 +114,7 @@ class RunWriter:
 
     @property
     def next_step(self) -> int:
-        """The step after the run's last one, of any rank, when this writer opened it. 0 for a new run."""
+        """Step after the last one of any rank when this writer opened the run, or 0."""
         return self._next_step
 
     @property
@@ -152,7 +152,7 @@ class RunWriter:
         return self._worker.produce(produce, size_bytes, numbers=numbers)
 
     def write_manifest(self, **more: object) -> None:
-        """Add entries to this rank's manifest at the next flush. Values that JSON lacks become text.
+        """Add entries to this rank's manifest at the next flush, as text if not JSON.
 
         Raises:
             ArgumentError: The manifest itself uses one of the names.

@@ -210,7 +210,7 @@ def mean_squares(binades: NDArray[np.int64], grid: Grid | None, unit: int) -> ND
 def rounding_error(
     binades: NDArray[np.int64], grid: Grid | None, fmt: Format, shift: int, unit: int
 ) -> NDArray[np.float64]:
-    """Return the mean square error of rounding to a spacing q, in units of ``4**unit``."""
+    """Return the mean square error of rounding to a spacing, in units of ``4**unit``."""
     # The error is q^2/12 for an even spread, (q^2 + 2 g^2)/12 for values on a grid of spacing g < q, and 0 if g >= q.
     # The values of the binade right below the smallest one, [q/2, q), all round up to it: on a grid, g^2 (M+1)(2M+1)/6
     # for M places.

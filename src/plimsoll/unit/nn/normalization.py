@@ -13,7 +13,7 @@ class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` whose parameters' gradients are at unit scale."""
 
     def reset_parameters(self) -> None:
-        """Set the weight to one and the bias to zero, as torch does, and give them their kinds."""
+        """Set the weight to one and the bias to zero, and give them their kinds."""
         super().reset_parameters()
         tag(self, weight="norm", bias="bias")
 
@@ -39,7 +39,7 @@ class GroupNorm(nn.GroupNorm):
     """`torch.nn.GroupNorm` whose parameters' gradients are at unit scale."""
 
     def reset_parameters(self) -> None:
-        """Set the weight to one and the bias to zero, as torch does, and give them their kinds."""
+        """Set the weight to one and the bias to zero, and give them their kinds."""
         super().reset_parameters()
         tag(self, weight="norm", bias="bias")
 
@@ -55,7 +55,7 @@ class BatchNorm2d(nn.BatchNorm2d):
     """
 
     def reset_parameters(self) -> None:
-        """Set the weight to one and the bias to zero, as torch does, and give them their kinds."""
+        """Set the weight to one and the bias to zero, and give them their kinds."""
         super().reset_parameters()
         tag(self, weight="norm", bias="bias")
 

@@ -1,4 +1,4 @@
-"""The autograd graph behind a loss: its leaves, its loss scale, and the values that it keeps for the backward."""
+"""The autograd graph of a loss: leaves, loss scale and values for the backward."""
 
 import functools
 from collections.abc import Iterator
@@ -16,33 +16,33 @@ backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
 
 
 def leaves_of(roots: "list[Tensor]") -> dict[int, Tensor]:
-    """The leaves that a backward from these tensors reaches, by identity; not those inside a checkpoint."""
+    """Return the leaves that a backward reaches, by identity; none in checkpoints."""
     variables = (getattr(node, "variable", None) for node in _nodes(roots))
     return {id(leaf): leaf for leaf in variables if leaf is not None}
 
 
 def operations_of(root: Tensor) -> list[Any]:
-    """Return the nodes of the operations behind a tensor, in the order in which they ran."""
+    """Return the operations behind a tensor, in the order in which they ran."""
     nodes = [cast("Any", node) for node in _nodes([root]) if getattr(node, "variable", None) is None]
     return sorted(nodes, key=position)
 
 
 def position(node: Any) -> int:
-    """Return the place of a node among all operations that autograd has recorded on its thread."""
+    """Return a node's place among the operations recorded on its thread."""
     return node._sequence_nr()  # noqa: SLF001  (public in all but name)
 
 
 def widens(node: Any) -> bool:
-    """Return whether a cast to another dtype was to one that has every value of the dtype before."""
+    """Return whether the cast's new dtype holds every value of the old one."""
     maker, output = node.next_functions[0]
     before, after = maker._input_metadata[output].dtype, node._input_metadata[0].dtype  # noqa: SLF001  (likewise)
     return torch.promote_types(before, after) == after
 
 
 def kept_values(node: Any) -> Iterator[tuple[bool, Tensor]]:
-    """Yield the tensors that a node keeps for its backward, each with whether the operation has made it.
+    """Yield the tensors kept for a node's backward, and whether it made them.
 
-    Those that were freed, or changed in place since, are left out.
+    Each comes with True if the operation has made it. Those that were freed, or changed in place since, are left out.
     """
     for name in _kept_names(cast("type[object]", type(node))):
         try:
@@ -60,7 +60,7 @@ def _kept_names(kind: type) -> tuple[str, ...]:
 
 
 def is_scaled_by(root: Tensor, scale: Tensor) -> bool:
-    """Whether the tensor was computed from a product with this very scale, not far behind."""
+    """Return True if the tensor was computed from a recent product with `scale`."""
     for count, node in enumerate(_nodes([root])):
         if count == _NEAREST:
             return False

@@ -15,7 +15,7 @@ Take = Callable[[Tensor], None]
 # A module that `parallelize_module` distributed gives out the local tensor of a DTensor; the node of the autograd graph
 # that made it plain knows the placements still, so that its values count as those of the DTensor (`behind`).
 def behind(x: Tensor) -> Tensor:
-    """The DTensor that a plain tensor is the local part of; a tensor that is none, itself."""
+    """Return the DTensor whose local part a plain tensor is, or the tensor itself."""
     spec = _spec_behind(x)
     return x if spec is None else _sharded(x.detach(), spec)
 
@@ -24,7 +24,7 @@ def behind(x: Tensor) -> Tensor:
 # the next node on the way back, the one that made the tensor a DTensor or redistributed it, and read after that
 # (`reading`).
 def reading(x: Tensor, take: Take) -> Take:
-    """A hook for the tensor's gradient, which hands it to `take` as soon as it can be read."""
+    """Return a gradient hook that calls `take` as soon as the gradient can be read."""
     spec = _spec_behind(x)
     if spec is not None:
         return lambda g: take(_sharded(g, spec))

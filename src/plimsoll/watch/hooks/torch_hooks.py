@@ -39,7 +39,7 @@ in_front: set[int] = set()
 
 
 class TrainingEvents:
-    """Base class of listeners: methods that are called at the events of a training. None of them may raise."""
+    """Base class of listeners to a training's events. No method may raise."""
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer's step begins."""
@@ -75,7 +75,7 @@ class TrainingEvents:
         """A pipeline's stage has divided its gradients by the number of microbatches."""
 
     def trial(self, stage: Any, begins: bool) -> None:
-        """A pipeline's stage tries its shapes out, or has done so: no step of the training."""
+        """Note that a pipeline's stage begins or ends a trial of its shapes: no step."""
 
     def process_ends(self, reason: str, message: str, seconds: float) -> None:
         """The process ends by an exception or a signal; there are so many seconds left."""
@@ -102,14 +102,17 @@ _given = _Given()
 
 
 def seeds() -> list[Any]:
-    """The gradients that the backward which begins on this thread was given, one for each of its tensors."""
+    """Return the gradients given to the backward that begins on this thread.
+
+    There is one for each of its tensors, and none at all if torch makes them.
+    """
     current = _given.seeds
     listed: list[Any] = [] if current is None else [current] if isinstance(current, torch.Tensor) else list(current)
     return listed if any(seed is not None for seed in listed) else []
 
 
 def factor_of(x: Any) -> float:
-    """By how much the gradient of a tensor, in the forward that makes it, is larger than the loss scale makes it."""
+    """Return the factor of a tensor's gradient beyond the loss scale."""
     factor = 1.0
     for carried in gradient_factor_providers:
         factor *= carried(x)
@@ -275,7 +278,7 @@ def _patch_scaler(kind: type) -> None:
 
 
 def add_scaler_class(kind: type) -> None:
-    """Report the calls of a class of loss scalers. A package above this one adds its own when it is imported."""
+    """Report the calls of a class of loss scalers; a package above adds its own."""
     with _lock:
         _scaler_classes.append(kind)
         if _undo:  # a watch is active already
@@ -283,7 +286,7 @@ def add_scaler_class(kind: type) -> None:
 
 
 def look_for_pipelines() -> None:
-    """Wraps what pipelines call of a stage, if there are any: its trial runs, and the division of its gradients."""
+    """Wrap the trial runs and the division of gradients of pipelines, if any."""
     pipelining = sys.modules.get("torch.distributed.pipelining.stage")
     trials = ("_prepare_forward_infra", "_prepare_backward_infra")
     for kind, wrappers in (
@@ -329,13 +332,16 @@ def _wrap(owner: Any, name: str, wrapper: Any, undo: list[Callable[[], None]]) -
 
 
 def _put(owner: Any, name: str, ours: object, original: object, undo: list[Callable[[], None]]) -> None:
-    """Replaces an attribute; how to undo that is kept first, for an interruption may come in between."""
+    """Replace an attribute, with the undo kept first in case of an interruption."""
     undo.append(lambda: _restore(owner, name, ours, original))
     setattr(owner, name, ours)
 
 
 def _acts(scaler: Any) -> bool:
-    """Whether a scaler scales: one with `enabled=False` only passes on, and its scale of 1 says nothing of the step."""
+    """Return True if the scaler scales.
+
+    One with `enabled=False` only passes on, and its scale of 1 says nothing of the step.
+    """
     enabled = getattr(scaler, "is_enabled", None)
     return not callable(enabled) or bool(enabled())
 
@@ -420,7 +426,10 @@ def _patch_signal(number: signal.Signals) -> None:
 
 
 def _notify_of_signal(name: str) -> None:
-    """On a thread of its own: the interrupted code may hold a lock that the log needs. It is given a few seconds."""
+    """Notify of a signal on another thread, since this one may hold the log's lock.
+
+    It is given a few seconds.
+    """
     work = threading.Thread(target=_notify, args=("process_ends", "signal", name, _SIGNAL_SECONDS), daemon=True)
     try:
         work.start()
@@ -430,6 +439,6 @@ def _notify_of_signal(name: str) -> None:
 
 
 def _restore(owner: Any, name: str, ours: object, original: object) -> None:
-    """Puts the original back, unless someone has wrapped ours since: then ours stays, with nobody listening."""
+    """Put the original back, unless ours was wrapped since: then ours stays, idle."""
     if owner.__dict__.get(name) is ours:
         setattr(owner, name, original)

@@ -1,4 +1,4 @@
-"""Averages of trained weights, and counters, that a 16-bit format keeps from moving.
+"""Averages and counters that a 16-bit format keeps from moving.
 
 A moving average takes a small part of its distance to the weights at every step. Where that part is less than half a
 unit in the last place, rounding gives back the value that it was, however far away the weights are. That shows in no
@@ -40,13 +40,13 @@ class Averages:
         self._counters: list[_Counter] = []
 
     def step_ends(self, steps: int, owned: Callable[[], Collection[int]]) -> None:
-        """An optimizer has made so many steps; `owned`: the parameters of all optimizers, by identity."""
+        """Note an optimizer's step count; `owned`: all optimizers' parameters, by id."""
         if steps % _EVERY == 0 or (steps < _EVERY and steps & (steps - 1) == 0):
             self.look(steps, owned())
 
     @torch.no_grad()
     def look(self, steps: int, owned: Collection[int]) -> None:
-        """Compares the copies with what they were at the last look; the first look chooses them."""
+        """Compare the copies with the last look's values; the first look chooses them."""
         passed, self._looked = steps - self._looked, steps
         if self._copies is None:
             self._copies = _chosen(self.core, owned)
@@ -105,7 +105,7 @@ class Averages:
 
 
 class _Copy:
-    """A 16-bit copy of a trained weight: some of its values, and where a slow average of the weight would be."""
+    """A sampled 16-bit copy of a trained weight, and the average that it should have."""
 
     def __init__(self, name: str, copy: Tensor, weight: Tensor) -> None:
         self.name, self.format = name, _FORMATS[copy.dtype]
@@ -125,7 +125,7 @@ class _Copy:
     # are free to) is an average. One that does not move at all is frozen, or copied again from time to time, and not
     # meant.
     def look(self, passed: int, owned: Collection[int]) -> Tensor | None:
-        """Return how many sampled values have moved, and how many are stuck; None for a tensor to drop."""
+        """Return how many sampled values moved and are stuck; None for a tensor to drop."""
         copy, weight = self._copy(), self._weight()
         if copy is None or weight is None or copy.grad is not None or id(copy) in owned:
             return None
@@ -166,7 +166,7 @@ class _Counter:
     # A counter is a buffer of one value that has grown by the same amount with each change in place. Where adding that
     # amount once more gives the value back, it counts no further: BF16 stops at 256, FP16 at 2,048.
     def is_stuck(self, value: DeviceValue, version: int) -> bool:
-        """Return whether the value has stopped since the last look, though it was changed. True once."""
+        """Return True, once, if the value stopped moving although it was changed."""
         now, last = value.value(), self._last
         self._last = now, version
         if last is None or version == last[1] or self._reported:
@@ -193,7 +193,7 @@ def _counters(core: WatchSession) -> list[_Counter]:
 # Sixteen copies are chosen before their weights are sought, so that the names of these alone are compared, and not
 # those of a whole large model.
 def _chosen(core: WatchSession, owned: Collection[int]) -> list[_Copy]:
-    """Some of the model's 16-bit tensors in no optimizer, each with the trained weight that its name is most like."""
+    """Return 16-bit tensors in no optimizer, with the trained weights named like them."""
     model = core.model()
     if model is None:
         return []
@@ -223,7 +223,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _likeness(name: str, weight: str) -> tuple[int, int]:
-    """Return the length of the common end of both names, with or without dots; 0 for other kinds."""
+    """Return the length of the names' common end, with and without dots, or 0."""
     if not name.endswith(weight.rpartition(".")[2]):
         return 0, 0
     return _shared_end(f".{name}", f".{weight}"), _shared_end(name.replace(".", ""), weight.replace(".", ""))

@@ -1,4 +1,4 @@
-"""How many values of a tensor end in the last bin of their block's format.
+"""Counts of the values of a tensor that end in the last bin of their block.
 
 A block's scale is set by its largest magnitude. Where all values of a block lie close to each other, as the weights of
 a norm do, they may all be rounded to the format's largest number, or clipped to it: the block then holds one number.

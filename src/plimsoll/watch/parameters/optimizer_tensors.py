@@ -1,4 +1,4 @@
-"""Weights, gradients, optimizer state and updates: all that is read around an optimizer's step.
+"""Weights, gradients, optimizer state and updates, read around optimizers' steps.
 
 Weights are those that the step's forward has used, read before the optimizer changes them; gradients are what the
 optimizer is given (after unscaling and clipping), read before its step, or after it where the step itself runs the
@@ -29,7 +29,7 @@ Marks = dict[int, tuple[int, int] | None]  # of each parameter's gradient: ident
 
 
 class _Steered:
-    """The parameters that an optimizer steps, found once and kept while it has the same ones."""
+    """The parameters that an optimizer steps, found once and kept while they stay."""
 
     def __init__(self, state: object, named: dict[str, Tensor], everything: list[Tensor]) -> None:
         self.state, self.named = state, named
@@ -75,14 +75,14 @@ class Parameters:
         self.nonfinite: dict[torch.device, Tensor] = {}
 
     def owns(self, optimizer: Any) -> bool:
-        """Whether the optimizer has parameters of the model."""
+        """Return True if the optimizer has parameters of the model."""
         params = list(parameters_of(optimizer))
         self._meet(params)  # `fully_shard` puts others in the place of those that were there
         names = self._names  # another thread may replace them
         return any(id(p) in self._members and id(p) in names and names[id(p)][0]() is p for p in params)
 
     def takes_over(self, optimizer: Any) -> bool:
-        """Whether it has parameters of an optimizer that is read, or that are new in the model."""
+        """Return True if it has parameters of a read optimizer, or new ones of the model."""
         return not self.ids_of(optimizer).isdisjoint(self._owned | self._late)
 
     def adopt(self, optimizer: Any) -> None:
@@ -145,7 +145,7 @@ class Parameters:
     # that clipping takes, or a few small gradients. A NaN that arises in a backward spreads to the gradients of all
     # layers before it. On other devices all are counted at every step, which the training does not wait for.
     def _seem_finite(self, known: _Steered) -> bool:
-        """Whether nothing speaks for NaN or Inf in the gradients of an optimizer on a CPU."""
+        """Return True if nothing indicates NaN or Inf in a CPU optimizer's gradients."""
         if self.suspect:
             return False
         grads = [_inner(g) for p in known.probed if (g := p.grad) is not None]
@@ -153,7 +153,7 @@ class Parameters:
 
     @contained
     def judge(self, optimizer: Any, *, finite: bool) -> None:
-        """A scaler has looked at all gradients of an optimizer that has stepped, or that skips by itself."""
+        """Note a scaler's verdict on the gradients of an optimizer that steps or skips."""
         if finite:
             self._vouched.add(id(optimizer))
         elif not self.core.due.gradients and not self.nonfinite:  # the few that were looked at were finite
@@ -164,7 +164,7 @@ class Parameters:
 
     @contained
     def read_early(self) -> None:
-        """Reads weights and gradients when a backward has ended: where no optimizer steps, nothing else says when."""
+        """Read weights and gradients as a backward ends, since no optimizer may step."""
         self._drop_early()
         core, params = self.core, self._all()
         if core.due.weights:
@@ -176,7 +176,7 @@ class Parameters:
         self._read_early = core.series_in(BEFORE_UPDATE_OF_PARAMETERS)
 
     def _drop_early(self) -> None:
-        """Forgets what was read early: there is another backward of the same step, or an optimizer after all."""
+        """Drop the early reading: another backward or an optimizer has come."""
         if self._read_early and self.core.sample is not None:
             self.core.sample.drop_series(self._read_early)
         self._read_early = set()
@@ -191,7 +191,7 @@ class Parameters:
 
     @contained
     def finish_step(self) -> None:
-        """Reads what no optimizer's step has brought up: frozen weights, gradients that nothing consumes."""
+        """Read frozen weights, and gradients that no optimizer's step consumed."""
         due = self.core.due
         if not (due.weights or due.gradients):
             return
@@ -204,7 +204,10 @@ class Parameters:
             self._read_gradients_of(orphans, scaled=False)
 
     def count_nonfinite(self) -> Tensor | None:
-        """Return the number of non-finite gradient values of the step, as a tensor; None without a count."""
+        """Return the step's number of non-finite gradient values; None without a count.
+
+        It is a tensor.
+        """
         counts = list(self.nonfinite.values()) if self._counts else []
         if not counts and self._counts and self._entered and self._entered <= self._vouched:
             counts = [kernels.new_counts(1)]
@@ -214,7 +217,7 @@ class Parameters:
 
     @property
     def _counts(self) -> bool:
-        """Whether non-finite gradient values are recorded."""
+        """True if non-finite gradient values are recorded."""
         return "nonfinite" in self.core.settings.recorder
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -279,7 +282,7 @@ class Parameters:
             rows.enter_all(number, series[part], scaled=scaled, last_bins=last)
 
     def _measure_sparse(self, name: str, g: Tensor, scaled: bool) -> None:
-        """Counts what is stored, and as zeros what is not; blocks where the last axis is a dense one."""
+        """Count stored values, the others as zeros; in blocks if the last axis is dense."""
         values = g.coalesce().values()
         core = self.core
         if not core.has_room():
@@ -353,7 +356,10 @@ class Parameters:
         return leaves_of(roots).keys() & self._members.keys()
 
     def reach(self, roots: list[Tensor]) -> Literal["ours", "both", "others", "unknown"]:
-        """Whose parameters a backward from these tensors reaches; unknown where none is seen."""
+        """Return the owner of the parameters that a backward from `roots` reaches.
+
+        "unknown" where no parameter is seen.
+        """
         reached = {key for key, leaf in leaves_of(roots).items() if isinstance(leaf, nn.Parameter)}
         ours = reached & {key for key, _ in self.members()}
         # FSDP's graphs have other tensors in the parameters' place, and re-entrant checkpoints hide theirs.
@@ -362,7 +368,7 @@ class Parameters:
         return ("ours" if ours == reached else "both") if ours else "others"
 
     def are_sharded(self) -> bool:
-        """Whether FSDP holds the parameters, or they are parts of distributed ones."""
+        """Return True if FSDP holds the parameters, or they are parts of distributed ones."""
         if self.core.ranks.world == 1:
             return False
         model = self.core.model()
@@ -373,7 +379,7 @@ class Parameters:
         return self._known(optimizer).all_ids
 
     def label_of(self, ids: set[int]) -> str:
-        """The module that has just these parameters of the model, or the few that have; empty if there is none."""
+        """Return the one or few modules with just these parameters; "" if there is none."""
         model = self.core.model()
         named = [(clean(raw), id(p) in ids) for raw, p in model.named_parameters()] if model is not None else []
         paths = [name.split(".") for name, has in named if has]
@@ -388,7 +394,7 @@ class Parameters:
         return ".".join(shared) or ("+".join(tops) if len(tops) <= _FEW else "")
 
     def _learn(self) -> None:
-        """Finds the model's parameters by identity; again when some turn up that are not known."""
+        """Find the model's parameters by identity; again when unknown ones turn up."""
         model = self.core.model()
         named = [(clean(raw), p) for raw, p in model.named_parameters()] if model is not None else []
         takes = self._selection.takes
@@ -454,7 +460,7 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 
 def masters_of(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
-    """The FP32 masters that an optimizer steps, each with the model's weight, as their owner registers them."""
+    """Return an optimizer's registered FP32 masters, each with the model's weight."""
     # The attribute is a function without arguments, so that an optimizer's copies and pickles have none of it.
     masters: Any = getattr(optimizer, "plimsoll_masters", None)
     return [] if masters is None else list(masters())
@@ -499,5 +505,5 @@ def _state_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _inner(g: Any) -> Any:
-    """Return the tensor whose version shows a change: FSDP2 adds to a DTensor's inside."""
+    """Return the tensor whose version shows a change: FSDP2 adds inside a DTensor."""
     return g if type(g) is Tensor else getattr(g, "_local_tensor", g)

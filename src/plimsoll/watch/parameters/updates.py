@@ -1,4 +1,4 @@
-"""Changes of weights: their size at a sampled step, how an optimizer makes them, and whether there are any.
+"""Changes of weights: their size, their kind, and steps without an optimizer.
 
 `Updates` measures the difference of the weights after and before a step. `UpdateKinds` records how an optimizer steps
 16-bit weights, so that rules can judge weights that do not move. `Probe` finds steps that a script makes without an
@@ -22,7 +22,7 @@ _PROBED_TENSORS, _PROBED_VALUES = 8, 256
 
 
 class Updates:
-    """Copies of the weights before a sampled step, and the measurement of their changes."""
+    """Copies of the weights before a sampled step, and measurement of the changes."""
 
     def __init__(self, core: WatchSession) -> None:
         self.core = core
@@ -80,7 +80,7 @@ class Updates:
         return settings.intervals.get("updates") == 1 or "updates" in settings.recorded
 
     def _push(self, p: Tensor, device: torch.device) -> Tensor:
-        """Return the gradient, which shows whether a weight should have moved; an empty tensor without one."""
+        """Return the gradient, which shows if a weight should have moved, or an empty one."""
         g = p.grad
         plain = None if g is None or g.is_sparse else self.core.readable(g, "updates")
         if plain is not None:
@@ -103,10 +103,10 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 class UpdateKinds:
-    """Record of how optimizers step 16-bit weights: one event when a weight is first met, and one at each change.
+    """Record of how optimizers step 16-bit weights, with an event at each change.
 
-    Whatever changes the way of an optimizer's step sets its attribute `plimsoll_update`: "masters", "stochastic" or
-    "kahan".
+    The first event is when a weight is first met. Whatever changes the way of an optimizer's step sets its attribute
+    `plimsoll_update`: "masters", "stochastic" or "kahan".
     """
 
     def __init__(self, core: WatchSession) -> None:
@@ -114,7 +114,7 @@ class UpdateKinds:
         self._recorded: dict[str, str] = {}
 
     def record(self, optimizer: Any, named: Mapping[str, Tensor]) -> None:
-        """Record how the optimizer steps those of the weights whose kind is new or has changed."""
+        """Record how the optimizer steps the weights whose kind is new or has changed."""
         kind = kind_of(optimizer)
         new = [name for name, p in named.items() if p.dtype in SIXTEEN_BIT and self._recorded.get(name) != kind]
         if new:
@@ -130,7 +130,7 @@ def kind_of(optimizer: Any) -> str:
 
 
 class Probe:
-    """Snapshot of some weights, which shows later whether a script has changed them itself.
+    """Snapshot of weights, which shows later if a script has changed them itself.
 
     Args:
         parameters: The weights.
@@ -161,6 +161,6 @@ def _some(p: Tensor) -> Tensor:
 
 
 def _is_there(p: Tensor) -> bool:
-    """Return whether a parameter's storage is allocated: FSDP frees the storage of gathered parameters."""
+    """Return whether a parameter's storage is allocated: FSDP frees gathered ones."""
     plain = type(p.data) is Tensor and p.is_contiguous()
     return plain and p.untyped_storage().nbytes() >= (p.storage_offset() + p.numel()) * p.element_size()

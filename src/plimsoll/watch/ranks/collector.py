@@ -1,4 +1,4 @@
-"""``ranks="reduce"``: rank 0 alone writes the run, and adds up what ranks have of one tensor before it does.
+"""``ranks="reduce"``: rank 0 adds up the ranks' data and alone writes the run.
 
 A rank other than 0 has a writer like any (`Sender`), which hands finished tables to rank 0 (`_link`) where others write
 files; what rank 0 does not take waits in bounded memory. Rank 0 (`Collector`) holds a step's spectra until all ranks
@@ -37,7 +37,7 @@ _OPEN_SECONDS = 5.0
 
 
 def reducing_writer(path: str | os.PathLike[str], *, rank: int, world_size: int, **options: Any) -> RunWriter:
-    """The writer of this rank; one of an own part set where there is nobody to reduce with."""
+    """Return this rank's writer; a plain one where there is nobody to reduce with."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise ArgumentError(
             f'watch: expected a process group for ranks="reduce"; got none, on rank {rank} of {world_size}. '
@@ -55,7 +55,7 @@ def reducing_writer(path: str | os.PathLike[str], *, rank: int, world_size: int,
 
 
 class Collector(RunWriter):
-    """The writer of rank 0, which writes for the others as well. Merging is the writer's thread's, without locks."""
+    """Writer of rank 0, also for the others. Its thread merges, without locks."""
 
     def __init__(self, path: str | os.PathLike[str], link: StoreChannel, *, world_size: int, **options: Any) -> None:
         super().__init__(path, rank=0, world_size=world_size, **options)
@@ -178,7 +178,7 @@ class Collector(RunWriter):
         return self._others[rank]
 
     def take_sent(self, timeout: float) -> bool:
-        """Waits until all that other ranks have sent by now has been taken; whether it was in time."""
+        """Wait until all that other ranks have sent is taken; return True if in time."""
         deadline = time.monotonic() + timeout
         with contextlib.suppress(OSError):
             sent = self._link.sent()
@@ -190,17 +190,17 @@ class Collector(RunWriter):
     # -- the end
 
     def flush(self, timeout: float | None = 60.0) -> bool:
-        """Waits until all that has come is on disk; what other ranks have of these steps goes into their own parts."""
+        """Wait until all data is on disk; late data of other ranks goes into their parts."""
         super().submit(lambda: self._complete(everything=True), 1000)
         return super().flush(timeout) and all(writer.flush(timeout) for writer in list(self._others.values()))
 
     def after_fork(self) -> None:
-        """Makes the child's copy inert: it has no thread, and must not tell the other ranks that it ends."""
+        """Make the child's copy inert: it has no thread, and must report no end."""
         super().after_fork()
         self._collecting = False
 
     def close(self, timeout: float | None = 60.0) -> None:
-        """Gives the other ranks a few seconds to end, writes what there is, and gives the run back."""
+        """Give the other ranks seconds to end, write the rest, and give the run back."""
         if self._closed:
             return
         with signal_deferral.deferred():

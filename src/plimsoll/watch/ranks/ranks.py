@@ -32,7 +32,10 @@ PARAMETERS = frozenset(OF_PARAMETERS)
 
 
 class Ranks:
-    """This process's place. `look` finds how the model is distributed, and may be called again."""
+    """This process's place among the ranks. `look` may be called again.
+
+    It finds how the model is distributed.
+    """
 
     def __init__(self) -> None:
         dist = _initialized()
@@ -46,7 +49,7 @@ class Ranks:
         self._first = True  # of the ranks that hold the same parameters
 
     def look(self, model: nn.Module) -> bool:
-        """Finds what distributes the model; whether anything is new. Raises for what cannot be read."""
+        """Find what distributes the model, and return True if that is new. May raise."""
         before = self.as_json()
         for module in model.modules():
             _check_flat(module)
@@ -62,37 +65,40 @@ class Ranks:
         return before != self.as_json()
 
     def shared(self, collection: str) -> bool:
-        """Whether what ranks record of a plain tensor is to be added up without a second look."""
+        """Return True if the ranks' records of a plain tensor are simply added up."""
         return self.world == 1 or (collection not in PARAMETERS and self.data_parallel == self.world)
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank records the parameter, and what belongs to it."""
+        """Return True if this rank records the parameter, and what belongs to it."""
         return id(parameter) not in self._elsewhere
 
     @property
     def counts_plain(self) -> bool:
-        """Whether non-finite values of plain gradients count here: beside DTensors these are replicas, counted once."""
+        """True if non-finite values of plain gradients count on this rank.
+
+        Beside DTensors plain gradients are replicas, which are counted once.
+        """
         if self.mesh is None or self.wrapper is not None:
             return True
         return not any(cast("Iterable[int]", self.mesh["coordinate"] or ()))
 
     @property
     def alone(self) -> bool:
-        """Whether activation gradients are those of the whole batch as they are."""
+        """True if activation gradients are those of the whole batch as they are."""
         return self.data_parallel == self.microbatches == 1
 
     @property
     def factor(self) -> float:
-        """The factor that activation gradients are recorded with: a power of two, which readers can undo."""
+        """Factor of recorded activation gradients: a power of two, which readers undo."""
         return float(self.data_parallel) if _is_power_of_two(self.data_parallel) else 1.0
 
     @property
     def divisor(self) -> int:
-        """Divisor of activation gradients before they are measured, which readers could not undo."""
+        """Divisor of activation gradients before measuring, which readers could not undo."""
         return math.prod(n for n in (self.data_parallel, self.microbatches) if not _is_power_of_two(n))
 
     def take_microbatches(self, count: int) -> int:
-        """Notes how many a pipeline's step had; returns the factor that its activation gradients still carry."""
+        """Note a pipeline's micro-batches; return the factor left on activation gradients."""
         known, self.microbatches = self.microbatches, count
         return 1 if known == count and not _is_power_of_two(count) else count
 
@@ -134,7 +140,7 @@ def _initialized() -> Any:
 
 
 def ddp_around(model: nn.Module) -> Any:
-    """The DistributedDataParallel that is the model, is around or in it, or runs it at this moment."""
+    """Return the DistributedDataParallel around or in the model, or running it."""
     kind = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
     if kind is None:
         return None
@@ -160,13 +166,16 @@ def fully_sharded(model: nn.Module) -> Iterator[Any]:
 
 
 def _widest_mesh(model: nn.Module) -> Any:
-    """Of the device meshes that the model's parameters are on, the one of most dimensions."""
+    """Return the device mesh of most dimensions among the parameters' meshes."""
     meshes: list[Any] = [mesh for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None]
     return max(meshes, key=lambda mesh: mesh.ndim, default=None)
 
 
 def _is_replica(p: Any, widest: Any) -> bool:
-    """Whether p lies along some of the mesh's dimensions, and this is not the first rank along the others."""
+    """Return True if p is a replica, whose first copy is on another rank.
+
+    It then lies along only some of the mesh's dimensions, and this is not the first rank along the others.
+    """
     names, mine = widest.mesh_dim_names, getattr(getattr(p, "device_mesh", None), "mesh_dim_names", None)
     coordinate = widest.get_coordinate()
     if not names or not mine or coordinate is None or not set(mine) < set(names):

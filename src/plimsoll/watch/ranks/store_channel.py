@@ -1,4 +1,4 @@
-"""Messages from ranks to rank 0 through the key-value store of the process group, and the writer that sends them."""
+"""Messages from ranks to rank 0 through the process group's store, and the sender."""
 
 import errno
 import json
@@ -63,11 +63,11 @@ class StoreChannel:
         return _asked(lambda: int(self._store.add("sent", 0)))
 
     def is_there(self, rank: int, number: int) -> bool:
-        """Whether a message lies there still."""
+        """Return True if the message is still in the store."""
         return _asked(lambda: bool(self._store.check([f"{rank}/{number}"])))
 
     def take(self, rank: int, number: int) -> bytes | None:
-        """A message, which is the caller's from now on; None if there is none, or another has taken it."""
+        """Take a message, now the caller's; None if there is none or another took it."""
         message = self.told(f"{rank}/{number}")
         return message if message is not None and self.claim(rank, number) else None
 
@@ -137,7 +137,7 @@ class Sender(RunWriter):
 
 
 class Outbox:
-    """Folder of a `PartFlusher` that sends tables, until rank 0 is gone and a folder of this rank takes over."""
+    """Folder of a `PartFlusher` that sends tables, or writes them once rank 0 is gone."""
 
     def __init__(self, path: Path, link: StoreChannel, own_log: Callable[[], RankFolder]) -> None:
         self.path, self._link, self._own_log = path, link, own_log
@@ -233,7 +233,7 @@ class Outbox:
             self._own.replace_from(step)
 
     def is_due(self) -> bool:
-        """Whether the rank's own folder is due to be flushed."""
+        """Return True if the rank's own folder is due to be flushed."""
         return self._own is not None and self._own.is_due()
 
     def compact(self, *, closing: bool = False) -> None:
@@ -242,7 +242,7 @@ class Outbox:
             self._own.compact(closing=closing)
 
     def finish(self, dropped: Mapping[str, int]) -> None:
-        """Report that this rank has ended, and wait a little for rank 0 to take all messages."""
+        """Report this rank's end, and wait a little for rank 0 to take all messages."""
         if self._own is None:
             self._note("end", dict(dropped))
             deadline = time.monotonic() + _TAKEN_SECONDS

@@ -1,4 +1,4 @@
-"""Record of a forward for a shadow step: enough to repeat it, and the values of its tensors."""
+"""Record of a forward for a shadow step: what repeats it, and its tensors' values."""
 
 import functools
 import weakref
@@ -15,7 +15,7 @@ from plimsoll.watch.shadow.rng_state import Dropouts, RandomState
 
 
 class CapturedForward:
-    """A tensor of the real step: its values and its gradient, until they have been compared."""
+    """A tensor of the real step: its values and gradient, until they are compared."""
 
     __slots__ = (
         "gradient",
@@ -67,7 +67,7 @@ class CapturedCall:
         self._handles: list[Any] = []
 
     def sight(self, name: str, x: Tensor) -> CapturedForward:
-        """The record of a tensor that a tap sees under this name; the same one where it was seen already."""
+        """Return the record of a tensor seen under this name, the earlier one if seen."""
         key = (name, self._times[name])
         self._times[name] += 1
         known = self._latest.get(id(x))
@@ -116,7 +116,7 @@ class CapturedCall:
         return None
 
     def listen(self, root: nn.Module, closure: Callable[[], Any] | None = None) -> Dropouts:
-        """Runs the forward as it was, or a closure around it, and notes what its dropouts draw from."""
+        """Run the forward again, or a closure, and note what its dropouts draw from."""
         dropouts = Dropouts()
         with as_it_was(self.autocast), borrowed(root, {}, self.buffers), dropouts:
             self.random.restore()
@@ -128,7 +128,7 @@ class CapturedCall:
         return dropouts
 
     def send_back(self, outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-        """Gives the leaves that are wanted their gradients, from the real ones that arrived at the outputs."""
+        """Give the wanted leaves their gradients, from those that arrived at the outputs."""
         there = [(outputs[index], g) for index, g in self.gradients.items() if outputs[index].requires_grad]
         ends, gradients = tuple(y for y, _ in there), tuple(g.to(y.dtype) for y, g in there)
         # By the engine itself: inside `torch.autograd.backward` a checkpoint's recomputation would be outside of the
@@ -153,9 +153,9 @@ Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 def watch_calls(root: nn.Module, around: Around) -> Callable[[], None]:
-    """Call `around` with each call of a compiled module that wraps the root; return the undo function.
+    """Call `around` at a compiled root's calls; return the undo function.
 
-    `around` is a bound method, and is held weakly.
+    The root is inside a compiled module. `around` is a bound method, and is held weakly.
     """
     import torch._dynamo.eval_frame as dynamo  # (whoever has an optimizer has imported it already)
 
@@ -173,6 +173,6 @@ def watch_calls(root: nn.Module, around: Around) -> Callable[[], None]:
 
 
 def _undo(kind: Any, call: object, original: object) -> None:
-    """Puts the original back, unless someone has wrapped ours since: then ours stays, and tells nobody."""
+    """Put the original back, unless ours was wrapped since: then ours stays, idle."""
     if kind.__dict__.get("__call__") is call:
         kind.__call__ = original

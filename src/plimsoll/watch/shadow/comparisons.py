@@ -1,4 +1,4 @@
-"""Comparisons of one shadow step: a row of errors for each pair of tensors, and the series that each row is of."""
+"""Comparisons of one shadow step: rows of errors for pairs of tensors, by series."""
 
 from collections.abc import Collection, Iterable
 
@@ -21,7 +21,7 @@ class Comparisons:
     def add(
         self, series: Iterable[int], values: Tensor, reference: Tensor, *, divisor: int = 1, carries_scale: bool = False
     ) -> bool:
-        """Compare values with their reference, for each of these series; return whether that is possible.
+        """Compare values with a reference for these series; return if that is possible.
 
         Args:
             series: Numbers of the series.
@@ -43,7 +43,10 @@ class Comparisons:
         self._rows.setdefault(row.device, []).append((row, [series], carries_scale))
 
     def enter(self, sample: Sample, left_out: Collection[int]) -> None:
-        """Put the rows beside the sample's entries, one of each series (its entries are added up when written)."""
+        """Put the rows beside the sample's entries, one of each series.
+
+        A series' entries are added up when they are written.
+        """
         for device, rows_of_device in self._rows.items():
             rows = sample.rows(device)
             entries = {number: entry for entry, number in enumerate(rows.series)}

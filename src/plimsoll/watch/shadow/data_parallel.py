@@ -1,4 +1,4 @@
-"""Shadow steps on several ranks: each repeats its own part of the batch, and they agree on what came of it.
+"""Shadow steps on several ranks: each repeats its part, and they agree on results.
 
 The model itself is repeated, without what distributes it: DistributedDataParallel is a wrapper around it, and the hooks
 of `fully_shard`, which would gather the real weights, are left out. Weights are gathered into full leaves instead. The
@@ -34,11 +34,14 @@ class DataParallel:
 
     @property
     def averages(self) -> bool:
-        """Whether the present backward averages gradients: not where the script adds several up first."""
+        """True if the present backward averages gradients.
+
+        It does not where the script adds several up first.
+        """
         return self._wrapper is None or bool(self._wrapper.require_backward_grad_sync)
 
     def agrees(self, *, able: bool) -> bool:
-        """Whether all ranks are able; all must ask."""
+        """Return True if all ranks are able; all must ask."""
         import torch.distributed as dist
 
         answer = torch.tensor([float(able)], device=self._device)
@@ -58,7 +61,7 @@ class DataParallel:
 
 
 def of(root: nn.Module, ranks: Ranks) -> DataParallel | str | None:
-    """Return the ranks of a model, None for a single one, or why it has no shadow steps."""
+    """Return a model's ranks, None for one, or why it has no shadow steps."""
     if ranks.world == 1:
         return None
     wrapper = ddp_around(root)
@@ -97,14 +100,14 @@ def meet(name: str, world: int) -> bool:
 
 
 def _store(name: str) -> Any:
-    """Return the process group's store by a connection of its own: one that ran out of time is of no further use."""
+    """Return the process group's store over a new connection: a timeout spoils one."""
     distributed: Any = torch.distributed.distributed_c10d
     connection = distributed._get_default_store().clone()  # noqa: SLF001  (torch offers it under no other name)
     return distributed.PrefixStore(f"plimsoll/shadow/{name}", connection)
 
 
 def leaves_of(root: nn.Module) -> dict[int, Tensor]:
-    """Return the leaves that stand for the parameters, by identity: whole ones for those that ranks share."""
+    """Return the parameters' leaves by identity, whole for those that ranks share."""
     return {id(p): leaf(whole(p)) for p in root.parameters()}
 
 

@@ -29,7 +29,7 @@ _NEAR_ZERO = 0.02  # sum of a row's gradient over that of its magnitudes, left b
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Choice:
-    """A decision: scores with the alternatives along the last axis, of which the `count` largest are chosen."""
+    """A decision: the `count` largest of the scores along the last axis are chosen."""
 
     module: str
     scores: Tensor
@@ -84,13 +84,13 @@ class Tally:
             self._compared.setdefault(name, []).append(compared(values, reference))
 
     def add_all(self, values: Decisions, reference: Decisions) -> None:
-        """Compare the decisions of two forwards in their order. None if there are more of them in one."""
+        """Compare the decisions of two forwards in order, unless their numbers differ."""
         if len(values.made) == len(reference.made):
             for low, other in zip(values.made, reference.made, strict=True):
                 self.add(other.module, low, other)
 
     def scalars(self) -> Mapping[str, float]:
-        """Return shares of flipped and tied rows, and the median margin, as scalars of a run."""
+        """Return flipped and tied rows' shares and the median margin, as a run's scalars."""
         by_name: dict[str, float] = {}
         for name, parts in self._compared.items():
             rows = sum(part.flipped.numel() for part in parts)
@@ -124,7 +124,7 @@ def _compared(values: Choice, reference: Choice) -> Compared:
 
 
 def class_axis(gradient: Tensor) -> int | None:
-    """Return the axis of classes of an output whose gradient is that of a cross-entropy. None for another gradient."""
+    """Return the class axis of an output with a cross-entropy's gradient, or None."""
     for axis in (-1, 1) if gradient.dim() > 2 else (-1,):
         if gradient.dim() < 2 or gradient.shape[axis] < 2:
             continue

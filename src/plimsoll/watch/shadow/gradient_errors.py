@@ -1,4 +1,4 @@
-"""Errors of parameters' gradients in a shadow step: the repetition's sums against what each backward has left."""
+"""Errors of parameters' gradients in a shadow step, against the repetition's sums."""
 
 from collections.abc import Mapping
 
@@ -69,7 +69,7 @@ class GradientErrors:
         self._left = _state(root)
 
     def _mean(self, name: str, p: Tensor, ranks: DataParallel | None) -> Tensor | None:
-        """Return the repetition's gradient; over ranks their mean, in which all of them take part."""
+        """Return the repetition's gradient; over ranks their mean, which all take part in."""
         expected = self._expected.get(name)
         if ranks is None or not p.requires_grad:
             return expected
@@ -79,9 +79,9 @@ class GradientErrors:
         return self.core.readable(part_of(expected, p), "gradients", name)
 
     def taken(self, name: str, g: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
-        """Return the repetition's gradient, the row of errors, and whether `g` is still what they were found of.
+        """Return the repetition's gradient, the errors, and if `g` is unchanged since.
 
-        Both are forgotten.
+        The errors are a row. Both are forgotten.
         """
         is_left = (self._left or {}).get(name) == _version_of(g) and name not in self._before
         own = self._expected.pop(name, None)
@@ -89,7 +89,7 @@ class GradientErrors:
         return expected, self._rows.pop(name, None), is_left
 
     def _has_hooks(self, name: str, p: Tensor) -> bool:
-        """Whether the user's hooks may have changed the real gradient."""
+        """Return True if the user's hooks may have changed the real gradient."""
         if getattr(p, "_backward_hooks", None):
             self.core.say(
                 "shadow", f"the gradient of {name} is not compared: it has hooks of its own", once=f"hooks {name}"

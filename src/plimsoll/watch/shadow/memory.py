@@ -1,4 +1,4 @@
-"""Whether there is room for a twin: the bytes that it needs, and those that are free."""
+"""The bytes that a twin needs, and the bytes that are free."""
 
 import os
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def twin_bytes(parameters: Iterable[Tensor], wide: torch.dtype = torch.float32) -> dict[torch.device, int]:
-    """Return the bytes of a twin's weights, where they are copies, and of its gradients, by device.
+    """Return the bytes of a twin's copied weights and its gradients, by device.
 
     Its activations come on top: those of one step in the wide dtype.
     """

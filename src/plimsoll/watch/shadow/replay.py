@@ -1,4 +1,4 @@
-"""A module's forward and backward once more, in FP32 or FP64, without a trace in the training.
+"""A module's forward and backward again in FP32 or FP64, without a trace left.
 
 Everything that a forward reads and changes is borrowed and put back, whatever happens:
 
@@ -33,7 +33,7 @@ _NARROWING = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tenso
 
 
 def is_narrow(dtype: torch.dtype, wide: torch.dtype = torch.float32) -> bool:
-    """Whether it is a floating dtype of fewer bits than `wide`."""
+    """Return True for a floating dtype of fewer bits than `wide`."""
     return dtype.is_floating_point and dtype.itemsize < wide.itemsize
 
 
@@ -51,7 +51,7 @@ def as_wide(x: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def leaf(p: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
-    """A parameter's stand-in: a wide copy where it is narrower, else the same memory; without its hooks."""
+    """Return a parameter's stand-in without hooks: a wide copy, or the same memory."""
     x = p.detach()
     return (x.to(wide) if is_narrow(x.dtype, wide) else x).requires_grad_(p.requires_grad)
 
@@ -62,7 +62,10 @@ def tensors_of(inputs: Any) -> list[Tensor]:
 
 
 def fresh_inputs(inputs: Any, wide: torch.dtype | None = torch.float32) -> Any:
-    """The arguments with copies of their tensors, leaves where gradients are asked of them; None: in their dtypes."""
+    """Return the arguments with copied tensors, leaves where gradients are asked.
+
+    With `wide` as None they keep their dtypes.
+    """
     made: dict[int, Tensor] = {}
 
     def fresh(x: Tensor) -> Tensor:
@@ -91,9 +94,9 @@ def borrowed(
     buffers: Sequence[Mapping[str, Tensor]],
     wide: torch.dtype = torch.float32,
 ) -> Generator[None]:
-    """Inside, the module has these leaves (by its parameters' identity) and buffers; after it, what it had before.
+    """Give the module these leaves and buffers inside the context, its own after it.
 
-    With leaves, narrower buffers are wide too.
+    Leaves go by the parameters' identity. With leaves, narrower buffers are wide too.
     """
     modules = list(root.modules())
     live = [vars(m) for m in modules] + [vars(m)[kind] for m in modules for kind in ("_parameters", "_buffers")]
@@ -145,7 +148,7 @@ def in_reference(
 
 @contextlib.contextmanager
 def as_it_was(autocast: Mapping[str, tuple[bool, torch.dtype]]) -> Generator[None]:
-    """Inside, this thread computes as the real step did, but eagerly, and without gradients."""
+    """Compute as the real step did inside the context, but eagerly, without gradients."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(eagerly())
         for kind, (enabled, dtype) in autocast.items():
@@ -155,12 +158,12 @@ def as_it_was(autocast: Mapping[str, tuple[bool, torch.dtype]]) -> Generator[Non
 
 
 def autocast_of(devices: Iterable[torch.device]) -> dict[str, tuple[bool, torch.dtype]]:
-    """Whether autocast is on, and its dtype, for each kind of device."""
+    """Return autocast's state and its dtype for each kind of device."""
     return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds(devices)}
 
 
 def draws_by_dtype(devices: Iterable[torch.device]) -> bool:
-    """Whether some device's dropout depends on the dtype."""
+    """Return True if dropout depends on the dtype on one of the devices."""
     return any(device.type not in ALIKE for device in devices)
 
 
@@ -228,7 +231,7 @@ def _autocast_stays_off() -> Generator[None]:
 
 
 class _Wide(TorchFunctionMode):
-    """Gives the wide dtype where a narrower one is asked for, and the real step's masks where something is dropped."""
+    """Mode that gives the wide dtype for narrower ones, and the real step's masks."""
 
     def __init__(self, dropouts: Dropouts | None, wide: torch.dtype) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ ALIKE = frozenset({"cpu", "meta"})  # devices whose dropout does not depend on t
 
 
 class RandomState:
-    """The random generators as they are now: of Python, NumPy, the CPU and devices. Reading waits for no device."""
+    """Present state of Python's, NumPy's and torch's generators. Waits for no device."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  (the one that models use)
@@ -23,7 +23,7 @@ class RandomState:
         self.states = {device: state_of(device) for device in places}
 
     def matches(self, other: "RandomState") -> bool:
-        """Whether torch's generators are in the same state."""
+        """Return True if torch's generators are in the same state."""
         return all(torch.equal(state, other.states[device]) for device, state in self.states.items())
 
     def restore(self) -> None:
@@ -57,7 +57,7 @@ def put(device: torch.device, state: Tensor) -> None:
 # the mask is then drawn in that dtype from that state. A checkpoint's recomputation, which comes out of order, finds
 # its dtype by the state that the checkpoint has set.
 class Dropouts(TorchFunctionMode):
-    """Random states of the dropouts of a forward: recorded inside the context, and used again by `again`."""
+    """Random states of a forward's dropouts: recorded inside, used again by `again`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,5 +89,5 @@ class Dropouts(TorchFunctionMode):
 
 
 def is_dropout(func: Any, kwargs: Any) -> bool:
-    """Whether a call drops anything."""
+    """Return True if a call drops anything."""
     return func is functional.dropout and bool(kwargs.get("training", True))

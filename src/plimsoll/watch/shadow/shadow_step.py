@@ -1,4 +1,4 @@
-"""The shadow step: the same batch once more in FP32, which shows the error of every tensor.
+"""The shadow step: the same batch again in FP32, which shows all tensors' errors.
 
 On such a step each forward of the root is noted: its arguments, the random generators, the buffers. Taps keep copies of
 the activations and of their gradients until the backward has ended, and hooks on the root's outputs keep the gradients
@@ -56,7 +56,7 @@ def check(settings: Settings) -> None:
 
 
 def attach(core: WatchSession, root: nn.Module, begin: Callable[[], None]) -> None:
-    """Gives the watch its shadow steps, where they were asked for. `begin` is told that a training forward begins."""
+    """Give the watch its shadow steps if asked for; training forwards call `begin`."""
     if core.settings.shadow_every is not None:
         core.shadow = Shadow(core, root, begin)
 
@@ -94,7 +94,7 @@ class Shadow:
 
     @property
     def due(self) -> bool:
-        """Whether the present step has a shadow."""
+        """True if the present step has a shadow."""
         return self.core.open and self.core.settings.shadows(self.core.step)
 
     # -- the real step -------------------------------------------------------------------------------------------------
@@ -137,7 +137,10 @@ class Shadow:
                     call.hook(x, functools.partial(self._arrives, call, index))
 
     def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of the root through a compiled one, whose hooks may not be heard (if they are, that call counts)."""
+        """Wrap a call of the root through a compiled one, whose hooks may not be called.
+
+        If they are, that call counts.
+        """
         root = self.core.model()
         trains = root is not None and torch.is_grad_enabled() and (root.training or self.evaluates)
         if root is None or WatchSession.repeating or not trains:
@@ -218,7 +221,7 @@ class Shadow:
             seen.gradient, seen.gradient_version = self._has_room(plain).detach(), plain._version  # noqa: SLF001
 
     def _has_room(self, x: Tensor) -> Tensor:
-        """The tensor, or an empty one, which nothing compares with, where there is no room to keep it."""
+        """Return the tensor; an empty one if there is no room, which nothing compares."""
         self._kept_bytes += x.numel() * x.element_size()
         if self._kept_bytes <= self.core.settings.max_bytes:
             return x
@@ -263,7 +266,7 @@ class Shadow:
             self._gradients.note(root)
 
     def _all_able(self) -> bool:
-        """Whether this step can be repeated, on all ranks."""
+        """Return True if this step can be repeated, on all ranks."""
         if self._ranks is not None and not self._ranks.agrees(able=self._reason is None):
             self._reason = self._reason or "another rank could not repeat its part"
         return self._reason is None

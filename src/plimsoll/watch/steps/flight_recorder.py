@@ -1,4 +1,4 @@
-"""The flight recorder: the last steps at full rate, written down when something breaks.
+"""The flight recorder: the last steps in full, written when something breaks.
 
 Loss, loss scale and the number of non-finite gradient values are kept for every step, and written for every step too:
 they are a few bytes. Collections that it was asked to keep are measured at every step, and their last samples are held
@@ -34,7 +34,7 @@ _SPIKE_LEAST = 0.2  # and so much of the median itself
 
 @dataclass(slots=True, kw_only=True)
 class StepScalars:
-    """The numbers of one step; those that a device still computes come later. `time` is that of its end."""
+    """Numbers of one step, some still computed by a device. `time` is that of its end."""
 
     step: int
     time: float = field(default_factory=time.time)
@@ -45,7 +45,7 @@ class StepScalars:
     skipped: float | DeviceValue | None = None
 
     def ready(self) -> bool:
-        """Whether all are known without waiting."""
+        """Return True if all values are known without waiting."""
         known = (self.loss, self.scale, self.nonfinite, self.skipped, *self.other_losses.values())
         return all(ready(value) for value in known)
 

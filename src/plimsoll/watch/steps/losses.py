@@ -22,7 +22,7 @@ _WAITING = 4096  # losses that wait for an optimizer; of parameters that nobody 
 
 
 class Loss:
-    """A loss that was backpropagated, and the parameters whose gradients hold it and were not stepped since."""
+    """A backpropagated loss, and the unstepped parameters whose gradients hold it."""
 
     __slots__ = ("holders", "stepped", "taken", "value")
 
@@ -65,7 +65,7 @@ class Losses:
         self._running = _Running(Loss(value, set()), now, roots)
 
     def backward_ends(self) -> bool:
-        """Whether the backward has left gradients of ours that no optimizer has stepped on."""
+        """Return True if the backward left gradients that no optimizer has stepped on."""
         running, self._running = self._running, None
         if running is None:
             return False
@@ -89,7 +89,7 @@ class Losses:
         return bool(changed)
 
     def _may_come_later(self, roots: list[Tensor]) -> bool:
-        """Whether a backward that has changed no gradient of ours may have been for them."""
+        """Return True if a backward that changed no gradient may have been for ours."""
         # The graph is asked only until a loss was found in gradients: from then on it is another model's backward.
         # FSDP sets gradients after a pipeline's backwards, so a backward does not show which ones are its own.
         return self._parameters.are_sharded() or (not self._placed and self._parameters.reach(roots) != "others")
@@ -155,7 +155,10 @@ class Losses:
         self.others_step()
 
     def are_used(self) -> bool:
-        """Whether gradients that hold losses were dropped or changed since the last backward."""
+        """Return True if gradients that hold losses were dropped or changed.
+
+        Compares with the gradients after the last backward.
+        """
         now = self._parameters.gradient_marks()
         return any(now.get(key) != self._after.get(key) for loss in self._waiting for key in loss.holders)
 
@@ -174,7 +177,7 @@ class Losses:
         self._unplaced.clear()
 
     def _guessed(self, optimizer: Any) -> list[Loss]:
-        """The losses of a step whose gradients came otherwise than by a backward that was seen."""
+        """Return the losses of a step whose gradients came by no backward that was seen."""
         if self._unplaced:
             return list(self._unplaced)
         if not self._placed and any(p.grad is not None for p in parameters_of(optimizer)):
@@ -213,7 +216,7 @@ class Losses:
         return name
 
     def end_step(self, microbatches: int) -> dict[str, float | DeviceValue]:
-        """The step's losses by name, until the next one starts; a pipeline's are means over so many micro-batches."""
+        """Return the step's losses by name; a pipeline's are means over micro-batches."""
         taken = self._taken
         main = taken.get(MAIN)
         if main is not None and len(main) > 1:
@@ -266,7 +269,7 @@ class _Sum(DeviceValue):
 
 
 def total(losses: list[float | DeviceValue], divisor: int) -> float | DeviceValue | None:
-    """The sum of the losses that were backpropagated (with accumulation, of all micro-batches); a pipeline's mean."""
+    """Return the sum of the backpropagated losses, or a pipeline's mean."""
     if not losses:
         return None
     if len(losses) == 1 and divisor == 1:

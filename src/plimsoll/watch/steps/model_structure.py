@@ -1,4 +1,4 @@
-"""Changes of a watched model: modules and parameters that are replaced, added or removed.
+"""Changes of a watched model: modules and parameters replaced, added or removed.
 
 LoRA merges, pruning, layers that are added or unfrozen put other objects in the place of those that the watch knows.
 Sampled steps look for that, by identity, before their forward and before an optimizer steps: tens of microseconds for a
@@ -47,7 +47,7 @@ class Structure:
 
     @contained
     def follow(self) -> None:
-        """In a sampled step: looks whether the model is another than it was, and records it as it is."""
+        """Look in a sampled step for changes of the model, and record it as it is."""
         model = self.core.model()
         if self.core.sample is None or model is None or self.core.ranks.wrapper == "fully_shard":
             return

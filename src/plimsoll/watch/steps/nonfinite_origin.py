@@ -1,9 +1,9 @@
-"""Location of the first NaN or Inf of any step, sampled or not, found when the loss or a gradient breaks.
+"""Location of a step's first NaN or Inf, found when the loss or a gradient breaks.
 
-Steps that are not sampled pay nothing for it. When the loss that goes backward is not finite, all is still there: the
-inputs, the weights as the forward has used them, and in the autograd graph the values that the backward needs. They are
-searched once, in the order in which one makes the other. A sampled step has shown which module's output each operation
-of the graph is, and the graph of a later step is the same if its operations are.
+The step may be sampled or not. Steps that are not sampled pay nothing for it. When the loss that goes backward is not
+finite, all is still there: the inputs, the weights as the forward has used them, and in the autograd graph the values
+that the backward needs. They are searched once, in the order in which one makes the other. A sampled step has shown
+which module's output each operation of the graph is, and the graph of a later step is the same if its operations are.
 """
 
 import itertools
@@ -50,7 +50,7 @@ _Place = tuple[str, list[str], str]
 
 
 class Buffers:
-    """NaN and Inf that come into a model's buffers: running statistics that overflow their format.
+    """New NaN and Inf in a model's buffers: running statistics that overflow.
 
     They are counted at sampled steps, and distinguished from those that were there at first (masks) when the device has
     counted.
@@ -98,7 +98,7 @@ class Buffers:
 
 
 class Origin(torch_hooks.TrainingEvents):
-    """Listener of forwards, backwards and steps that records where non-finite values began."""
+    """Listener of forwards, backwards and steps that finds where NaN and Inf began."""
 
     def __init__(self, core: WatchSession, parameters: Parameters, losses: Losses, model: nn.Module) -> None:
         self.core, self._parameters, self._losses = core, parameters, losses
@@ -117,7 +117,7 @@ class Origin(torch_hooks.TrainingEvents):
 
     @property
     def sees(self) -> Callable[[str, list[tuple[str, Tensor]]], None] | None:
-        """The function to be called with each module's outputs in sampled steps; None if graphs are of no use."""
+        """The function to call with modules' outputs in sampled steps, or None."""
         return self._graphs.add if self.core.due.traced else None
 
     @contained
@@ -199,7 +199,7 @@ class Origin(torch_hooks.TrainingEvents):
     # -- the search
 
     def _place(self, loss: Tensor) -> "_Place | None":
-        """Return the location of the first non-finite value: its kind, its names, and a remark."""
+        """Return the first non-finite value's location: its kind, names and a remark."""
         model = self.core.model()
         if model is None:
             return None
@@ -223,7 +223,7 @@ class Origin(torch_hooks.TrainingEvents):
         return "loss", [last] if last and last != f"{self.core.name}:output" else [], "the outputs are finite"
 
     def _by_parameters(self, model: nn.Module, operations: list[Any]) -> list[tuple[int, str]]:
-        """Return names in a graph that was not learned: what modules with parameters are given and return."""
+        """Return names in an unlearned graph: inputs and outputs of parameters' modules."""
         modules = {id(p): clean(name).rpartition(".")[0] or self.core.name for name, p in model.named_parameters()}
         names: list[tuple[int, str]] = []
         for place, node in enumerate(operations):
@@ -259,7 +259,7 @@ class Origin(torch_hooks.TrainingEvents):
 
 
 class GraphNames:
-    """Names of the modules' outputs in autograd graphs, by the place of the operation that made each.
+    """Names of the modules' outputs in autograd graphs, by their operation's place.
 
     Learned in sampled steps, whose modules have hooks. A graph is known again by its operations.
     """
@@ -282,7 +282,7 @@ class GraphNames:
 
     @property
     def has_new(self) -> bool:
-        """Whether the forward differs from those that were learned."""
+        """True if the forward differs from those that were learned."""
         return bool(self._outputs) and self._forward not in self._learned
 
     @property
@@ -301,7 +301,7 @@ class GraphNames:
         self.order = {name.rpartition(":")[0]: place for place, (name, _) in enumerate(self._outputs)}
 
     def of(self, operations: list[Any]) -> list[tuple[int, str]] | None:
-        """Return the names in a graph, each with the place of its operation, in the order in which modules return."""
+        """Return the names in a graph, with operations' places, in the modules' order."""
         return self._known.get(_signature(operations))
 
 
@@ -310,7 +310,7 @@ def _signature(operations: list[Any]) -> int:
 
 
 def _first_broken(operations: list[Any]) -> int | None:
-    """Return the place of the operation that has made the first value that is NaN or Inf; -Inf may be a mask."""
+    """Return the place of the first operation that made NaN or Inf, but not -Inf."""
     places = {node: place for place, node in enumerate(operations)}
     for place, node in enumerate(operations):
         for made, x in kept_values(node):
@@ -322,7 +322,7 @@ def _first_broken(operations: list[Any]) -> int | None:
 
 
 def _maker(node: Any, places: dict[Any, int], place: int) -> int:
-    """Return the place of the operation whose result a node was given, past those that make no NaN or Inf."""
+    """Return the place of the operation behind a node, past those that make no NaN."""
     while True:
         before = [places[made] for made, _ in node.next_functions if made in places]
         if not before:

@@ -71,7 +71,7 @@ class Steps(torch_hooks.TrainingEvents):
     # -- forward and backward ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A training forward or backward begins; not while a CUDA graph is captured, which runs nothing."""
+        """Begin a training forward or backward; not while a CUDA graph is captured."""
         # A checkpoint's second forward begins one too, unless optimizers that step within this backward have ended it.
         if self._ended and not is_capturing() and (self._sealed or backward_running() == -1):
             self.settle()
@@ -129,7 +129,7 @@ class Steps(torch_hooks.TrainingEvents):
 
     @contained
     def gradients_divided(self, stage: Any, microbatches: int) -> None:
-        """A pipeline has run a step's micro-batches, and is about to divide the weights' gradients by their number."""
+        """Note a pipeline's micro-batches, before it divides the weights' gradients."""
         if unwrapped(stage.submod) is self.core.model():
             self._microbatches = microbatches
             factor = self.core.ranks.take_microbatches(microbatches)
@@ -195,7 +195,7 @@ class Steps(torch_hooks.TrainingEvents):
         self._shadow_follows()
 
     def _end_unled(self, *, closing: bool = False) -> None:
-        """Ends a step that no optimizer has made: the script has changed the weights itself since the backward."""
+        """End a step without an optimizer: the script itself has changed the weights."""
         if not self._unled or self._probe is None or self._inside:
             return
         # Gradients are dropped, too, that another model's loss has left here: where weights can be seen, they decide.
@@ -365,12 +365,12 @@ class Steps(torch_hooks.TrainingEvents):
         self._attach_taps()
 
     def _attach_taps(self) -> None:
-        """Attach the taps if the forward that is planned is due, and remove them otherwise."""
+        """Attach the taps if the planned forward is due, and remove them otherwise."""
         if self.taps is not None:
             self.taps.attach(self.core.due.forward)
 
     def settle(self) -> None:
-        """The step has ended: what was measured goes to the log, and the next one is planned."""
+        """End the step: hand its measurements to the log, and plan the next one."""
         core = self.core
         self._hand_over()
         self._turns.end()
@@ -435,7 +435,10 @@ class Steps(torch_hooks.TrainingEvents):
         )
 
     def _trains_in_eval_mode(self, taps: Taps) -> bool:
-        """Whether a step has come of forwards in eval mode alone, which looked like evaluation till then."""
+        """Return True if a step has come of forwards in eval mode alone.
+
+        Such forwards looked like evaluation until then.
+        """
         stepped = self._ended and taps.saw_eval_forward and self.parameters.backwards
         if stepped and not self._trained_forwards and not taps.takes_eval_forward:
             taps.takes_eval_forward = True

@@ -55,7 +55,7 @@ class Turns:
     # alternate, every tenth step could be the same one's for ever, so each turn counts its own steps: its first that
     # was seen coming is sampled, and every tenth after it.
     def number(self, step: int) -> int:
-        """Return the count for the intervals of the next step, also before `end` of the current one."""
+        """Return the next step's count for the intervals, also before this one's `end`."""
         present = self._present() if self._now else self._last
         following = None if present is None else self._after.get(present)
         if present is None or following is None or len(self._counts) <= 1:

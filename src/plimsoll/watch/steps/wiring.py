@@ -1,4 +1,4 @@
-"""Facts on how a training is wired: which parameters are trained, and what happens to gradients between steps.
+"""Facts on a training's wiring: trained parameters, and gradients between steps.
 
 What goes wrong here leaves the numbers finite and plausible, so it is recorded as facts and not guessed from spectra:
 
@@ -137,7 +137,7 @@ class _Optimizer:
 
 
 class Wiring(torch_hooks.TrainingEvents):
-    """Listener of the training's events (`hooks.torch_hooks.TrainingEvents`) that records how it is wired."""
+    """Listener that records the wiring, from `hooks.torch_hooks.TrainingEvents`."""
 
     def __init__(self, core: WatchSession, optimizers: Iterable[Any]) -> None:
         self.core = core
@@ -307,7 +307,7 @@ class Wiring(torch_hooks.TrainingEvents):
         self._graded.update(with_gradient)
 
     def _look_at_groups(self, optimizer: Any, known: _Optimizer) -> None:
-        """Record when a group's rate becomes 0, NaN or Inf, or its weight decay underflows, and when that ends."""
+        """Record the start and end of bad rates (0, NaN, Inf) and underflowing decay."""
         now = [(_rate_of(group), _decay_of(group, optimizer)) for group in optimizer.param_groups]
         before, known.groups = known.groups, now
         if now == before or (not before and not any(rate or decay for rate, decay in now)):
@@ -332,7 +332,7 @@ class Wiring(torch_hooks.TrainingEvents):
     # With an epsilon of 2^-25 or less and its state in FP16, Adam divides by zero from the first step on: too soon for
     # a rule that wants two samples.
     def _look_at_epsilon(self, optimizer: Any, known: _Optimizer) -> None:
-        """Record an epsilon of Adam that is zero in the format of the second moments to which it is added."""
+        """Record an epsilon of Adam that is zero in the format of its second moments."""
         names, lost, least = self._names(), list[str](), math.inf
         for group in optimizer.param_groups if kind_of(optimizer) == OWN else ():
             epsilon = group.get("eps")
@@ -371,7 +371,10 @@ class Wiring(torch_hooks.TrainingEvents):
             )
 
     def _gradients_are_broken(self) -> bool:
-        """Whether a gradient holds NaN or Inf, for which a script may skip its steps; waits for the device, once."""
+        """Return True if a gradient holds NaN or Inf; waits for the device, once.
+
+        For these a script may skip its steps.
+        """
         model = self.core.model()
         gradients = [] if model is None else [p.grad.detach() for p in model.parameters() if p.grad is not None]
         return any(not bool(torch.isfinite(g).all()) for g in gradients if g.layout == torch.strided and not g.is_meta)
@@ -395,7 +398,7 @@ class Wiring(torch_hooks.TrainingEvents):
         self._later("not unscaled", message, lambda: value is None or resolved(value) != 1.0, known)
 
     def _later(self, fact: str, message: str, holds: Callable[[], bool], known: _Optimizer) -> None:
-        """Record a fact on the background thread, as soon as the values it depends on are there."""
+        """Record a fact on the background thread, once its values are known."""
         if fact in self._said:
             return
         self._said.add(fact)
@@ -431,7 +434,7 @@ class Wiring(torch_hooks.TrainingEvents):
         return not core.open or core.muted or core.is_elsewhere() or WatchSession.repeating or is_capturing()
 
     def _meet(self, optimizer: Any) -> _Optimizer | None:
-        """Return the state of the optimizer; None if it has none of the model's parameters."""
+        """Return the optimizer's state; None if it has none of the model's parameters."""
         known = self._known.get(optimizer)
         if known is None and self._foreign.get(optimizer, 0) >= _REPEATS:
             return None
@@ -466,7 +469,7 @@ def _has_gradients(optimizer: Any) -> bool:
 
 
 def _rate_of(group: Mapping[str, Any]) -> str:
-    """Return the fault of the group's rate; "" without one, or if reading it would wait for a device."""
+    """Return the fault of the group's rate, or ""; waits for no device."""
     rate = group.get("lr")
     if isinstance(rate, Tensor):
         rate = rate.item() if rate.device.type == "cpu" and rate.numel() == 1 else None
@@ -478,7 +481,7 @@ def _rate_of(group: Mapping[str, Any]) -> str:
 
 
 def _decay_of(group: Mapping[str, Any], optimizer: Any) -> float:
-    """The share of a weight that decoupled decay takes off in a step, where its 16 bits show none of it; else 0."""
+    """Return the share of weights that decoupled decay takes but 16 bits lose, or 0."""
     rate, decay = group.get("lr"), group.get("weight_decay")
     if not isinstance(rate, float) or not isinstance(decay, int | float) or kind_of(optimizer) != OWN:
         return 0.0

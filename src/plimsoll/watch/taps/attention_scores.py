@@ -1,4 +1,4 @@
-"""Largest attention score of each head, where fused attention keeps its scores to itself.
+"""Largest attention score of each head, where fused attention hides its scores.
 
 Every call of `scaled_dot_product_attention` in an eager forward is heard. Where activations are due, the scores of a
 few rows are computed once more from queries and keys: Q K^T by the call's scale, masked as it is. What is recorded is
@@ -48,7 +48,7 @@ def listen(listener: Listener) -> None:
 
 
 def end(listener: Listener) -> None:
-    """Tell it no more. Without listeners torch is restored, unless someone has wrapped the function since."""
+    """Remove a listener; with the last one torch is restored, unless wrapped since."""
     with _lock:
         _listeners.discard(listener)
         original = getattr(functional.scaled_dot_product_attention, "plimsoll_original", None)
@@ -70,7 +70,7 @@ def _heard(original: Callable[..., Tensor]) -> Any:
 
 @torch.no_grad()
 def largest_scores(query: Tensor, key: Tensor, rest: dict[str, Any]) -> Tensor | None:
-    """Return the largest score of each head and sample, in float32; None where there is no score.
+    """Return the largest score by head and sample, in float32; None without scores.
 
     Args:
         query: (..., L, E).

@@ -1,4 +1,4 @@
-"""Record of the casts to 8 bits that modules make before they multiply: formats and scales."""
+"""Record of modules' casts to 8 bits before they multiply: formats and scales."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
@@ -21,7 +21,9 @@ class Casting(Protocol):
     """A module that casts what it multiplies."""
 
     def casts(self) -> Mapping[str, tuple[str, float | Tensor]]:
-        """The format's name and the scale before the cast, by role ("activations", "weights", "gradients").
+        """Return each role's format and the scale before the cast.
+
+        The roles are "activations", "weights" and "gradients".
 
         The scale multiplies: a number where it is constant, a 0-d tensor where it follows the data.
         """
@@ -42,7 +44,7 @@ class Casts:
     # are scalars of the step, read on the background thread, which alone waits for the device.
     @contained
     def tell(self) -> None:
-        """The step has ended: says which casts there are, if that is not known, and the scales that changed with it."""
+        """Record the casts at the step's end, if not known, and the scales that changed."""
         model = self.core.model()
         if self.core.sample is None or model is None:
             return
@@ -72,7 +74,7 @@ class Casts:
                     yield name, module, cast("Casting", module).casts()
 
     def _series(self, name: str, model: nn.Module, weight: nn.Parameter | None) -> dict[Role, str]:
-        """The series of each role's values; a weight that several modules share is recorded by its first name."""
+        """Return each role's series; a shared weight is recorded by its first name."""
         owner = "" if name == self.core.name else f"{name}."
         named = f"{owner}weight"
         if weight is not None:

@@ -1,4 +1,4 @@
-"""Taps inside compiled code and captured CUDA graphs, where Python looks once and the device runs many times.
+"""Taps inside compiled code and CUDA graphs, which Python runs once.
 
 While `torch.compile` traces a model its hooks are traced too. A tensor gets a *site* then: one row for its values and
 one for its gradient, fixed for the life of that graph, in banks whose addresses never change. The graph counts into
@@ -45,12 +45,12 @@ def inlined_only(*hooks: Callable[..., Any]) -> None:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
+    """Return True if a CUDA graph is being captured on the current stream."""
     return _BUILT and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _Sites:
-    """The sites of one device: two banks at fixed addresses, and what each row belongs to."""
+    """The sites of one device: two banks at fixed addresses, and the rows' owners."""
 
     def __init__(self, device: torch.device, capacity: int, block: int) -> None:
         self.values, self.gradients = _fixed(device, capacity, block), _fixed(device, capacity, block)
@@ -95,7 +95,7 @@ class CompiledTaps:
 
     @property
     def in_use(self) -> bool:
-        """Whether code was compiled, or a CUDA graph captured, with taps in it."""
+        """True if code was compiled, or a CUDA graph captured, with taps in it."""
         return self.captured or any(sites.names for sites in self.sites.values())
 
     def seal(self) -> None:
@@ -115,7 +115,7 @@ class CompiledTaps:
                     self._remember(x, self._count(f"{name}:input{path}", x, tapped=False))
 
     def outputs(self, name: str, output: Any) -> Any:
-        """Counts a module's outputs; returns them with their gradients tapped, or None to leave them; traced."""
+        """Count a module's outputs; return them with gradients tapped, or None; traced."""
         if not torch.is_grad_enabled():
             return None
         tapped = [self._tapped(f"{name}:output{path}", x) for path, x in tensors_in(output)]
@@ -152,7 +152,7 @@ class CompiledTaps:
         _remember(self.number, site)
 
     def _also(self, name: str, x: Tensor, *, tapped: bool) -> bool:
-        """Whether the tensor has such a site already, which is its under this name too from now on."""
+        """Return True if the tensor has a site, which is now listed under this name too."""
         _look_at(x)
         return _also(self.number, name, str(x.device), tapped)
 
@@ -223,7 +223,7 @@ _looked_at: list[Tensor] = []
 
 
 def _look_at(x: Tensor) -> None:  # noqa: ARG001  (read by name)
-    """Notes the tensor that the compiler traces as `x`; nothing in code that is not traced."""
+    """Note the tensor that the compiler traces as `x`; does nothing when not traced."""
     from torch._dynamo.comptime import comptime
 
     comptime(_note)
@@ -253,7 +253,7 @@ def _remember(taps: int, site: int) -> None:
 
 
 def _seen() -> tuple[Tensor | None, int]:
-    """The tensor that was looked at last, and how often it has been changed in place; None where nothing is traced."""
+    """Return the last noted tensor and its version; None where nothing is traced."""
     x = _looked_at.pop() if _looked_at else None
     return x, 0 if x is None or x.is_inference() else x._version  # noqa: SLF001  (public in all but name)
 

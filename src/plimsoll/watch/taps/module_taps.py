@@ -1,4 +1,4 @@
-"""Taps on modules: activations when a module is called, activation gradients when the backward comes to them.
+"""Taps on modules: activations in the forward, their gradients in the backward.
 
 A tap is two hooks on a module, one before its forward (inputs, which the module may change in place) and one after it.
 Only steps that are due have them: torch calls a module without hooks by a shorter way. Compiled code keeps its taps and
@@ -31,7 +31,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class _Sight:
-    """A tensor that was seen in this forward: where its values and its gradient are recorded."""
+    """A tensor seen in this forward, with the rows for its values and its gradient."""
 
     __slots__ = ("folds", "gradients", "ref", "row", "rows", "version")
 
@@ -83,7 +83,7 @@ class Taps:
         self._put(self.attached)
 
     def attach(self, due: bool) -> None:
-        """Attach the taps, or remove them while nothing is due; those that code was compiled with stay."""
+        """Attach the taps, or remove those that are not due; compiled code keeps its own."""
         if due is not self.attached and (due or not self.compiled.in_use):
             self.attached = due
             self._put(due)
@@ -104,7 +104,7 @@ class Taps:
                     del hooks[handle.id]
 
     def _put_back(self, hooks: Any, own: int) -> None:
-        """Move a tap from the end to its place: behind the hooks that it came after, in front of all others."""
+        """Move a tap from the end to its place: behind the hooks that it came after."""
         # A hook that was registered later, and changes the output, must not change what is recorded of the module.
         keys = [key for key in hooks if key != own and key not in torch_hooks.in_front]
         earlier = set(self._earlier.pop(own, keys))
@@ -126,7 +126,7 @@ class Taps:
         self.forget()
 
     def come_last(self) -> None:
-        """Move the taps behind later hooks, such as those that make a module's tensors DTensors and plain again."""
+        """Move the taps behind later hooks, such as those that make DTensors and undo it."""
         for handle in (handle for _, handles in self._handles.values() for handle, _ in handles):
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
@@ -176,7 +176,7 @@ class Taps:
 
     @contained
     def narrow(self, name: str, module: nn.Module, dtype: torch.dtype) -> None:
-        """Notes that autocast ran the module in 16 bits: its parameters' gradients come through that dtype."""
+        """Note that autocast ran the module in 16 bits, and so its parameters' gradients."""
         for key, p in module.named_parameters(recurse=False):
             full = key if name == self.core.name else f"{name}.{key}"
             if p.dtype == torch.float32 and self._narrowed.get(full) is not dtype:

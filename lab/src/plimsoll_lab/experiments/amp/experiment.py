@@ -1,4 +1,6 @@
-"""Experiment `amp` (A4, X2, N6): three networks in FP32, TF32, FP16, BF16 and FP8: memory, time, losses that agree.
+"""Experiment `amp` (A4, X2, N6): memory, time and losses of three networks.
+
+The levels are FP32, TF32, FP16, BF16 and FP8.
 
 - Memory is counted on "meta" at the benchmark's own sizes (`memory`): what a GPU would keep, on any machine.
 - Time is that of whole steps, in turn (`timing`). On a CPU 16-bit and FP8 arithmetic is emulated, which is slower
@@ -55,7 +57,7 @@ LEVELS = ("fp32", "tf32", "amp-fp16", "amp-bf16", FP8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How long, and how large.
+    """Length and size of the experiment.
 
     - `steps`, `seeds`: of the trainings whose losses are compared. `rounds`: of the steps that are timed, at the
       benchmark's sizes if `full`, and otherwise at batches and pictures that a CPU can take.
@@ -87,7 +89,7 @@ def timed_networks(setup: Setup) -> tuple[Network, ...]:
 
 
 def rounds_of(network: Network, setup: Setup) -> int:
-    """How often the network's steps are timed: BERT-base once, where a CPU has to take them."""
+    """Return the number of rounds that are timed; one for BERT-base on a CPU."""
     return 1 if network.name == "bert" and not setup.full else setup.rounds
 
 
@@ -97,7 +99,7 @@ def trained_networks(setup: Setup) -> tuple[Network, ...]:
 
 
 def trained(task: Task) -> None:
-    """Trains what a task of `to_task` says: from the weights and on the batches of its seed, whatever the level."""
+    """Train as a task of `to_task` says, from its seed's weights and batches."""
     setup, device, seed, run = Setup(**task["setup"]), task["device"], task["seed"], Path(task["run"])
     network = next(each for each in trained_networks(setup) if each.name == task["network"])
     torch.manual_seed(seed)
@@ -115,7 +117,10 @@ def trained(task: Task) -> None:
 
 
 def plan_for(network: Network, run: Path) -> str:
-    """How the network runs in FP8: a level, or the plan that its own FP32 run gives, which lies beside that."""
+    """Return the network's FP8 level, or the file of its plan from its FP32 run.
+
+    The plan lies beside the run.
+    """
     if network.name != "unet":
         return "fp8-tensor"
     file = run.with_name(f"{run.name}-fp8.toml")
@@ -132,7 +137,7 @@ def to_task(network: str, precision: str, seed: int, run: Path, setup: Setup, de
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     told: dict[str, object] = asdict(setup)
     batches = {network.name: network.batch for network in timed_networks(setup)}
     emulated = "emulated" if device == "cpu" else "the device's own"
@@ -145,7 +150,7 @@ def _mixed(seed: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """The steps of a level: seconds of each round, and the loss. `peak_bytes`: of the GPU's memory; 0 on a CPU."""
+    """Steps of a level: seconds by round, and loss. `peak_bytes`: GPU's, 0 on a CPU."""
 
     seconds: Sequence[float]
     loss: float
@@ -160,7 +165,7 @@ class Timed:
 def time_steps(
     network: Network, levels: Sequence[str], *, rounds: int, seed: int, device: str, progress: Progress
 ) -> Mapping[str, Timed]:
-    """The steps of each level, in so many rounds after one that warms up; the order turns with each round."""
+    """Return each level's steps, timed in rounds of changing order after a warm-up."""
     progress.begin(f"steps of {network.title}", (rounds + 1) * len(levels))
     torch.manual_seed(seed)
     model = network.make().to(device)
@@ -181,7 +186,7 @@ def time_steps(
 
 
 def time_ratio(these: Timed, those: Timed) -> float:
-    """The median, over rounds, of how many times as long the first took in the same round."""
+    """Return the median over rounds of the times' ratio in the same round."""
     return statistics.median(a / b for a, b in zip(these.seconds, those.seconds, strict=True))
 
 
@@ -215,29 +220,29 @@ def losses(run: Path) -> Floats:
 
 
 def fell_to(loss: Floats) -> float:
-    """The part of the loss that is left at the end: the mean of the last quarter, of that of the first."""
+    """Return the last quarter's mean loss as a part of the first quarter's."""
     part = max(1, len(loss) // _PARTS)
     return float(loss[-part:].mean() / loss[:part].mean())
 
 
 def ends(runs: Sequence[Path]) -> Floats:
-    """The mean loss over the last quarter of each training; Inf for one that ended in no number."""
+    """Return the mean loss over each training's last quarter; Inf for no number."""
     found = [loss[-max(1, len(loss) // _PARTS) :].mean() for loss in map(losses, runs)]
     return np.nan_to_num(np.array(found), nan=np.inf)
 
 
 def against(these: Sequence[Path], fp32: Sequence[Path]) -> Ratio:
-    """The losses at the end as a ratio to FP32's, with Student's bounds over the seeds."""
+    """Return the last losses over FP32's, with Student's bounds over the seeds."""
     return ratio(ends(these), ends(fp32))
 
 
 def furthest(found: Ratio) -> float:
-    """How far from 1 the ratio can be, either way, with 95 % each."""
+    """Return the ratio's largest distance from 1, either way, with 95 % each."""
     return max(found.high - 1.0, 1.0 - found.low)
 
 
 def judged(name: str, title: str, run: Path, found: Ratio, numbers: Mapping[str, float]) -> Training:
-    """What became of a level of a network, with the run that was watched."""
+    """Judge a level of a network, with the run that was watched."""
     loss = losses(run)
     good = found.mean < 1.0 + _AGREES
     return Training(
@@ -258,7 +263,7 @@ Ends = Mapping[tuple[str, str], Ratio]
 
 
 def of_memory(memory: Memory, batches: Mapping[str, int], parameters: int) -> tuple[Claim, ...]:
-    """What is said of memory, at the benchmark's batches."""
+    """Return the claims on memory, at the benchmark's batches."""
     return (
         *of_rows(_of_savings(memory, batches, parameters), "A4"),
         *of_rows(_of_parts(memory, batches["bert"]), "X2"),
@@ -317,7 +322,10 @@ def share(memory: Memory, network: str, level: str, batch: int) -> float:
 
 
 def of_losses(ends: Ends, fell: Mapping[str, float], times: Times) -> tuple[Claim, ...]:
-    """What is said of losses: they fall, they agree at the end, and one step's agree to begin with."""
+    """Return the claims on losses.
+
+    They fall, they agree at the end, and one step's agree to begin with.
+    """
     return (
         *(
             Claim(f"{name}-converges", f"{name}, FP32: the loss falls",
@@ -340,7 +348,7 @@ def of_losses(ends: Ends, fell: Mapping[str, float], times: Times) -> tuple[Clai
 
 
 def of_times(times: Times) -> tuple[Claim, ...]:
-    """What was published of times on GPUs: no gain, 5 to 30 %, 50 to 60 %."""
+    """Return the claims on GPU times, published as no gain, 5 to 30 %, 50 to 60 %."""
     took = {name: time_ratio(levels["amp-fp16"], levels["fp32"]) for name, levels in times.items()}
     return claims_of(
         """
@@ -376,7 +384,7 @@ def _wide(found: Footprint) -> float:
 
 
 def said_of_times(times: Times, device: str) -> Iterator[str]:
-    """How long steps took, and what that says."""
+    """Yield sentences on the steps' times."""
     for name, levels in times.items():
         others = ", ".join(
             f"{level} {time_ratio(timed, levels['fp32']):.2f}" for level, timed in levels.items() if level != "fp32"
@@ -452,7 +460,7 @@ def _counted(networks: tuple[Network, ...], bench: Bench) -> dict[tuple[str, str
 
 
 def _trained(bench: Bench, setup: Setup, workers: int) -> dict[tuple[str, str], list[Path]]:
-    """The runs of all trainings. FP32's come first: the UNet's plan for FP8 is made of one of them."""
+    """Return the runs of all trainings, FP32's first, for the UNet's FP8 plan."""
     networks = trained_networks(setup)
     runs = {(network.name, level): _folders(bench, setup, network, level) for network in networks for level in LEVELS}
     for levels in (LEVELS[:1], LEVELS[1:]):

@@ -1,4 +1,4 @@
-"""The memory of a training step, static and dynamic apart (X2), counted to the byte.
+"""Memory of a training step, static and dynamic apart (X2), counted to the byte.
 
 Counted on "meta", where a tensor has a shape, a dtype and a storage, and no values: so BERT-base at 64 texts of 128
 tokens takes seconds, and the level casts as it does on a GPU, with no emulation to widen anything.
@@ -33,7 +33,7 @@ _LEAST = 92  # the smallest picture that leaves a row after all convolutions wit
 
 
 class FeedForward(nn.Module):
-    """Embeds categories, norms numbers, and puts both through three linear layers: one number for each row."""
+    """Embedded categories and normed numbers through three layers: a number a row."""
 
     def __init__(self, widths: Sequence[int] = (1000, 500)) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class FeedForward(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
     def forward(self, categories: Tensor, numbers: Tensor) -> Tensor:
-        """What is predicted of each row, (n,)."""
+        """Return the prediction for each row, (n,)."""
         embedded = [embed(categories[:, column]) for column, embed in enumerate(self.embeddings)]
         return self.layers(torch.cat([*embedded, self.norm(numbers)], dim=1)).squeeze(1)
 
 
 class UNet(nn.Module):
-    """The UNet of the benchmark; `width`: the channels of its first depth, of which each next has twice as many."""
+    """The benchmark's UNet; `width`: channels of the first depth, doubled at each."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, CLASSES, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The score of each class at each place of the middle of the pictures, (n, 9, side, side)."""
+        """Return each class's scores at each place of the middle, (n, 9, side, side)."""
         kept: list[Tensor] = []
         for depth, block in enumerate(self.down):
             x = block(nn.functional.max_pool2d(x, 2) if depth else x)
@@ -105,9 +105,9 @@ def side_of(pixels: int) -> int:
 
 
 def bert(**sizes: Any) -> nn.Module:
-    """The BERT-base of transformers, with a head for spans, weights drawn at random; `sizes`: of its configuration.
+    """Return transformers' BERT-base with a head for spans, of random weights.
 
-    Attention is computed by separate products, as it was in the benchmark's time.
+    `sizes` are of its configuration. Attention is computed by separate products, as it was in the benchmark's time.
     """
     transformers = needed_transformers()
     config = transformers.BertConfig(attn_implementation="eager", **sizes)
@@ -127,7 +127,7 @@ def needed_transformers() -> Any:
 
 
 def count(model: nn.Module) -> int:
-    """How many parameters it has."""
+    """Return the number of its parameters."""
     return sum(p.numel() for p in model.parameters())
 
 
@@ -139,7 +139,7 @@ _FIRST_WORD = 1000  # below it are special tokens and characters
 
 
 def make_rows(seed: int, step: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Categories (n, 16), numbers (n, 16), and the target of each row: effects of both, and noise."""
+    """Return categories (n, 16), numbers (n, 16), and targets: effects and noise."""
     generator, rule = _generator(seed, step), torch.Generator().manual_seed(_EFFECTS)
     categories = torch.stack([torch.randint(many, (size,), generator=generator) for many in CATEGORIES], dim=1)
     numbers = torch.randn(size, NUMBERS, generator=generator)
@@ -152,9 +152,10 @@ def make_rows(seed: int, step: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_scenes(seed: int, step: int, size: int, pixels: int) -> tuple[Tensor, Tensor]:
-    """Pictures (n, 3, pixels, pixels), and the class of each place in the middle that the UNet gives scores for.
+    """Return pictures (n, 3, pixels, pixels), and the classes in their middles.
 
-    Sky above ground, and discs of seven other classes before them, each class in a colour of its own, under noise.
+    The UNet gives scores for these places. Sky above ground, and discs of seven other classes before them, each class
+    in a colour of its own, under noise.
     """
     generator = _generator(seed, step)
     y, x = torch.meshgrid(torch.arange(pixels), torch.arange(pixels), indexing="ij")
@@ -171,7 +172,7 @@ def make_scenes(seed: int, step: int, size: int, pixels: int) -> tuple[Tensor, T
 
 
 def make_spans(seed: int, step: int, size: int, length: int, words: int) -> dict[str, Tensor]:
-    """Texts of so many tokens as BERT takes them: a kind is asked for, and a span of words of that kind is in the text.
+    """Return BERT's texts of `length` tokens, with a kind to find and its span.
 
     All other words are of other kinds. `words`: of the vocabulary.
     """
@@ -238,7 +239,7 @@ def unet(batch: int, pixels: int, width: int = 64, rate: float = 1e-3) -> Networ
 
 
 def spans(batch: int, length: int, rate: float = 3e-5, **sizes: Any) -> Network:
-    """BERT-base with a head for spans, on texts of so many tokens; `sizes`: of its configuration."""
+    """Return BERT-base for spans, on texts of `length` tokens; `sizes`: its own."""
     return Network(
         name="bert", title="BERT-base for spans", make=lambda: bert(**sizes), loss=_of_spans, batch=batch, rate=rate,
         draw=lambda seed, step, size: make_spans(seed, step, size, length, sizes.get("vocab_size", WORDS)),
@@ -246,7 +247,10 @@ def spans(batch: int, length: int, rate: float = 3e-5, **sizes: Any) -> Network:
 
 
 def published() -> tuple[Network, Network, Network]:
-    """At the sizes of the benchmark's own code: 512 rows, 8 pictures of 256 x 256, 64 texts of 128 tokens."""
+    """Return the networks at the benchmark's sizes.
+
+    512 rows, 8 pictures of 256 x 256, 64 texts of 128 tokens.
+    """
     return feed_forward(512), unet(8, 256), spans(64, 128)
 
 
@@ -268,7 +272,7 @@ def _of_scenes(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _of_spans(model: nn.Module, batch: Any) -> Tensor:
-    """The mean of two cross-entropies, in FP32: of where the span begins and of where it ends."""
+    """Return the mean of two FP32 cross-entropies: the span's first and last token."""
     texts = {name: batch[name] for name in ("input_ids", "token_type_ids")}
     found = model(**texts)
     begins = nn.functional.cross_entropy(found.start_logits.float(), batch["start_positions"])
@@ -297,11 +301,11 @@ class Footprint:
 
     @property
     def static(self) -> int:
-        """What stays from step to step."""
+        """Bytes that stay from step to step."""
         return self.weights + self.gradients + self.masters + self.state
 
     def dynamic(self, batch: float) -> float:
-        """What is kept from the forward to the backward of so many samples."""
+        """Return the bytes kept from the forward to the backward of so many samples."""
         return self.fixed + self.per_sample * batch
 
     def total(self, batch: float) -> float:
@@ -328,7 +332,7 @@ def footprint(network: Network, level: str) -> Footprint:
 
 
 def _kept(network: Network, loop: Loop, batch: int) -> tuple[int, int]:
-    """Bytes that autograd keeps of a forward of so many samples, and those of wide values; gradients are there then."""
+    """Return the bytes that autograd keeps of a forward, and those in wide dtypes."""
     kept: list[Tensor] = []
     parameters = {_place(p) for p in loop.model.parameters()}
     inputs = moved(network.draw(0, 0, batch), "meta")
@@ -344,7 +348,7 @@ def _kept(network: Network, loop: Loop, batch: int) -> tuple[int, int]:
 
 
 def _static(model: nn.Module, loop: Loop) -> dict[str, int]:
-    """Bytes by what they are for, after a step of the optimizer alone: gradients are there, values play no part."""
+    """Return the bytes by purpose after a step of the optimizer."""
     gradients = _bytes(p.grad for p in model.parameters() if p.grad is not None)
     for optimizer in loop.optimizers:
         optimizer.step()
@@ -369,7 +373,7 @@ def _static(model: nn.Module, loop: Loop) -> dict[str, int]:
 
 
 class _DropoutAsOnGpus(TorchFunctionMode):
-    """Dropout as the kernel that GPUs have: it keeps a mask of bytes, and not one in the input's dtype."""
+    """Dropout as GPUs' kernel: it keeps a mask of bytes, not of the input's dtype."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: dict[str, Any] = kwargs or {}
@@ -379,12 +383,12 @@ class _DropoutAsOnGpus(TorchFunctionMode):
 
 
 def _place(x: Tensor) -> int:
-    """The storage itself, by which two views of one are known; "meta" has no addresses."""
+    """Return the storage itself, which views share; "meta" has no addresses."""
     return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all storages, each counted once. They are alive together, so that no two have one place."""
+    """Return the bytes of all storages, each once, while they are alive together."""
     held = list(tensors)
     return sum({_place(x): x.untyped_storage().nbytes() for x in held}.values())
 

@@ -1,7 +1,8 @@
-"""How answers are scored: exact match and F1 over tokens, by the rules of SQuAD (Rajpurkar et al. 2016).
+"""Scores of answers: exact match and F1 over tokens, by the rules of SQuAD.
 
-F1 is the harmonic mean of precision and recall of the tokens, each counted as often as it occurs, in any order. What
-SQuAD does to English before (lower case, no articles, no punctuation) is left out: to source code these matter.
+See Rajpurkar et al. 2016. F1 is the harmonic mean of precision and recall of the tokens, each counted as often as it
+occurs, in any order. What SQuAD does to English before (lower case, no articles, no punctuation) is left out: to source
+code these matter.
 """
 
 import re
@@ -34,7 +35,7 @@ class Vocabulary:
         return len(self.tokens)
 
     def cut(self, word: str) -> tuple[int, ...]:
-        """The numbers of a word: its own, or those of its longest known parts from the front.
+        """Return a word's numbers: its own, or its longest known parts' from the front.
 
         >>> found = Vocabulary.of(["a", "b", "ab"])
         >>> [found.tokens[number] for number in found.cut("abbq")]
@@ -56,7 +57,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """The words of the text that is trained on and of the text that is held out, and the vocabulary of the first."""
+    """Words of the trained and the held-out text, and the vocabulary of the first."""
 
     vocabulary: Vocabulary
     trained: tuple[str, ...]
@@ -81,7 +82,7 @@ def words(text: str) -> list[str]:
 
 
 def vocabulary_of(text: Sequence[str], size: int) -> Vocabulary:
-    """The characters, and the most frequent words that fit in a vocabulary of that size."""
+    """Return characters and the most frequent words, up to the vocabulary's size."""
     characters = [character for character in ALPHABET if character != " "]
     known = set(characters)
     counted = Counter(word for word in text if word not in known and len(word) <= _LONGEST)
@@ -103,7 +104,7 @@ _MASKED, _KEPT = 0.8, 0.9  # of the tokens to be predicted 80 % are masked, 10 %
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masked:
-    """Inputs (batch, length) with masks, the places to predict (counted through the batch), and what was there."""
+    """Masked inputs (batch, length), the places to predict, and the original tokens."""
 
     tokens: Tensor
     places: Tensor
@@ -121,7 +122,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Questions as a batch: tokens (batch, length), and of the answers the first and the last token (batch, 2).
+    """Questions as a batch: tokens (batch, length), answers' two ends (batch, 2).
 
     `segments`: of each token whether it is the question's (0) or the context's (1).
     """
@@ -133,7 +134,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A text as numbers, and where its words begin: `starts` has one more, the end. `lines`: words that begin one."""
+    """A text as numbers, with the places of its words, and of words that begin a line."""
 
     numbers: tuple[int, ...]
     words: tuple[str, ...]
@@ -160,7 +161,7 @@ def source_of(words: Sequence[str], vocabulary: Vocabulary) -> Source:
 
 
 def masked_batch(seed: int, step: int, size: int) -> Masked:
-    """The batch of that step: pieces from anywhere in the text, 15 % of whose tokens are to be predicted."""
+    """Return the step's batch: pieces of the text with 15 % of tokens to predict."""
     text = _tensor(held_out=False)
     generator = torch.Generator().manual_seed(100_003 * seed + step)
     starts = torch.randint(len(text) - LENGTH, (size, 1), generator=generator)
@@ -198,7 +199,7 @@ def questions(*, held_out: bool) -> tuple[Question, ...]:
 
 
 def questions_of(text: Source) -> Iterator[Question]:
-    """For each line that begins a piece, a question for each thing that the piece holds once."""
+    """Yield questions for each line that begins a piece: a thing held once each."""
     found = {place: kind for place, kind in enumerate(map(_asked_by, text.words)) if kind}
     for line in text.lines:
         yield from _asked_at(line, text, found)
@@ -234,7 +235,7 @@ def _question(kind: str, begin: int, answer: tuple[int, int], text: Source) -> Q
 
 
 def _answer(kind: str, places: list[int], text: Source) -> tuple[int, int] | None:
-    """The words of the answer: the first, and the one after the last; None where there is not one, and no other."""
+    """Return the answer's first word and the one after its last, or None without one."""
     place = places[0]
     if kind in _QUOTES:
         return (place + 1, places[1]) if len(places) == 2 and places[1] - place > 1 else None
@@ -265,7 +266,7 @@ def exact(predicted: Sequence[int], truth: Sequence[int]) -> float:
 
 
 def f1(predicted: Sequence[int], truth: Sequence[int]) -> float:
-    """The harmonic mean of precision and recall; where one of both is empty, 1 if the other is too.
+    """Return the harmonic mean of precision and recall; 1 if both are empty.
 
     >>> round(f1([1, 2, 3], [2, 3, 4, 5]), 4)  # 2 of 3 are right, 2 of 4 were found
     0.5714
@@ -277,10 +278,10 @@ def f1(predicted: Sequence[int], truth: Sequence[int]) -> float:
 
 
 def best_spans(first: Tensor, last: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and the last token of each answer: of all spans of the context that are not too long, the best.
+    """Return answers' first and last tokens: the best spans that are not too long.
 
-    `first` and `last` are scores (batch, length); a span's is the sum. Of equal ones the earliest counts; where scores
-    are NaN, the context's first token.
+    They are spans of the context. `first` and `last` are scores (batch, length); a span's is the sum. Of equal ones the
+    earliest counts; where scores are NaN, the context's first token.
     """
     length = first.shape[1]
     places = torch.arange(length)

@@ -1,8 +1,9 @@
-"""Experiment `bert` (U6): a small BERT in FP16 and FP8 without a loss scale, if it is converted to unit scale.
+"""Experiment `bert` (U6): a small BERT in FP16 and FP8 without a loss scale.
 
-The model is trained to fill in masked tokens of Python's standard library, and then to answer questions on its source
-with a span of it, scored as SQuAD is: both in the same precision. The unit-scaled model is what `unit.convert` makes of
-the plain one, loss included; the second training takes over the weights of the first by their names.
+It is converted to unit scale. The model is trained to fill in masked tokens of Python's standard library, and then to
+answer questions on its source with a span of it, scored as SQuAD is: both in the same precision. The unit-scaled model
+is what `unit.convert` makes of the plain one, loss included; the second training takes over the weights of the first by
+their names.
 
 What FP16 needs to fail is stated, not hidden: the first training's loss is a micro-batch's share of a step of 65,536
 inputs, as in the largest batches that BERT was trained in. The second training's batches are small, as
@@ -56,7 +57,7 @@ from plimsoll_lab.study import Experiment
 
 
 class Block(nn.Module):
-    """Attention to all tokens and a network of two layers, each beside a residual and in front of a norm."""
+    """Attention and two layers, each beside a residual and in front of a norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class Block(nn.Module):
 
 
 class Body(nn.Module):
-    """What both trainings share."""
+    """The layers that both trainings share."""
 
     def __init__(self, *, vocabulary: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class Body(nn.Module):
 
 
 class MaskedModel(nn.Module):
-    """BERT as it is trained first: a layer, a norm and the readout at the places that are to be predicted."""
+    """BERT for the first training: layer, norm and readout at predicted places."""
 
     def __init__(self, *, vocabulary: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class MaskedModel(nn.Module):
 
 
 class SpanModel(nn.Module):
-    """BERT as it is tuned: two scores for each token, of being the answer's first and its last."""
+    """BERT for tuning: two scores a token, of the answer's first and last one."""
 
     def __init__(self, *, vocabulary: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -120,7 +121,10 @@ class SpanModel(nn.Module):
 
 
 def waves(length: int, width: int) -> Tensor:
-    """The first transformer's places (Vaswani et al. 2017): sines and cosines, here with a mean square of 1."""
+    """Return the first transformer's sines and cosines, with a mean square of 1.
+
+    Vaswani et al. 2017.
+    """
     rates = 10_000.0 ** (-torch.arange(0, width, 2) / width)
     angles = torch.arange(length)[:, None] * rates
     return math.sqrt(2.0) * torch.cat((angles.sin(), angles.cos()), dim=1)
@@ -168,7 +172,7 @@ class Setup:
 
 
 def setup_for(steps: int | None, *, full: bool) -> Setup:
-    """The sizes for so many steps of the second training, and a quarter as many of the first."""
+    """Return sizes for so many steps of the second training, a quarter of the first."""
     whole = Setup()
     if full:
         whole = replace(
@@ -187,7 +191,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A way to train: which model, in which level's arithmetic, with which loss scale, products in which formats.
+    """A way to train: model, level, loss scale, formats of products.
 
     `scale`: of the loss; None for the level's own, which is dynamic.
     """
@@ -214,7 +218,7 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One training of both phases; its runs are folders of `folder`, named after `PHASES`."""
+    """One training of both phases; its runs in `folder` are named after `PHASES`."""
 
     kind: Kind
     seed: int
@@ -234,7 +238,7 @@ def train(job: Job, setup: Setup, device: str) -> None:
 
 
 def make_model(phase: str, job: Job, setup: Setup) -> nn.Module:
-    """The phase's model as it is drawn: of torch's modules, or what `unit.convert` makes of it."""
+    """Return the phase's model as drawn: torch's modules, or converted ones."""
     made = MaskedModel if phase == "masked" else SpanModel
     sizes = {"width": setup.width, "layers": setup.layers, "heads": setup.heads}
     model = made(vocabulary=len(corpus().vocabulary), **sizes)
@@ -246,7 +250,7 @@ def make_model(phase: str, job: Job, setup: Setup) -> nn.Module:
 
 
 def inputs_of(phase: str, seed: int, step: int, setup: Setup) -> tuple[Tensor, ...]:
-    """What the phase's model is called with in that step."""
+    """Return the inputs of the phase's model in that step."""
     if phase == "masked":
         masked = masked_batch(seed, step, setup.masked_batch)
         return masked.tokens, torch.ones_like(masked.tokens), masked.places, masked.targets
@@ -255,7 +259,7 @@ def inputs_of(phase: str, seed: int, step: int, setup: Setup) -> tuple[Tensor, .
 
 
 def make_optimizer(model: nn.Module, phase: str, family: Family, setup: Setup) -> torch.optim.Optimizer:
-    """AdamW without decay. Gradients that are divided by a number make the same steps if epsilon is too."""
+    """Return AdamW without decay, with epsilon divided as the gradients are."""
     if family == "unit":
         rate = setup.unit_masked_rate if phase == "masked" else setup.unit_span_rate
         return unit.optim.AdamW(model, lr=rate, betas=_BETAS, eps=_EPSILON, weight_decay=0.0)
@@ -264,12 +268,15 @@ def make_optimizer(model: nn.Module, phase: str, family: Family, setup: Setup) -
 
 
 def _divisor(phase: str, family: Family, setup: Setup) -> int:
-    """What the loss is divided by. Unit scaling's never is: its gradient is at unit scale whatever the batch is."""
+    """Return the number that the loss is divided by.
+
+    It is 1 for unit scaling: its gradient is at unit scale whatever the batch is.
+    """
     return setup.accumulate if phase == "masked" and family == "plain" else 1
 
 
 def _train_phase(phase: str, model: nn.Module, job: Job, setup: Setup, device: str) -> list[list[int]]:
-    """Trains one phase into its run; of the second the answers to held-out questions, each a first and a last token."""
+    """Train a phase into its run; return the answers of the second phase."""
     steps = setup.masked_steps if phase == "masked" else setup.span_steps
     optimizer = make_optimizer(model, phase, job.kind.family, setup)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(steps, setup.warmup))
@@ -291,7 +298,7 @@ def _train_phase(phase: str, model: nn.Module, job: Job, setup: Setup, device: s
 
 
 def _answers(loop: Loop, model: nn.Module, kind: Kind, device: str) -> list[list[int]]:
-    """The answers to all questions that are held out, in the arithmetic that was trained in."""
+    """Return the answers to all held-out questions, in the training's arithmetic."""
     asked = batch_of(questions(held_out=True))
     with loop.evaluate(), _arithmetic(kind):
         _, scores = model(asked.tokens.to(device), asked.segments.to(device), asked.ends.to(device))
@@ -300,7 +307,7 @@ def _answers(loop: Loop, model: nn.Module, kind: Kind, device: str) -> list[list
 
 
 def _arithmetic(kind: Kind) -> "contextlib.AbstractContextManager[object]":
-    """Around the forward, beside the level's: products in FP8 and all else in FP16, or nothing."""
+    """Return a context of the forward: FP8 products and FP16 around, or nothing."""
     if kind.forward is None:
         return contextlib.nullcontext()
     return emulate("fp16", forward=kind.forward, backward=kind.backward)
@@ -324,14 +331,14 @@ def to_task(job: Job, setup: Setup, device: str) -> Task:
 
 
 def from_task(task: Task) -> tuple[Job, Setup, str]:
-    """What `to_task` has made."""
+    """Return the arguments that `to_task` was given."""
     told = task["job"]
     kind = next(kind for kind in KINDS if kind.name == told["kind"])
     return Job(kind=kind, seed=told["seed"], folder=Path(told["folder"])), Setup(**task["setup"]), task["device"]
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     return {
         **setup.to_dict(),
         "length": LENGTH,
@@ -349,7 +356,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Of one training: exact match and F1 of its answers in per cent, and the loss on masked tokens in nats."""
+    """A training's exact match and F1 in per cent, and its masked loss in nats."""
 
     exact: float
     f1: float
@@ -377,7 +384,7 @@ def _score(job: Job, asked: Sequence[Question]) -> Score:
 
 
 def scored(asked: Sequence[Question], given: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Exact match and F1 in per cent of answers that are given as their first and last tokens."""
+    """Return exact match and F1, in per cent, of answers as first and last tokens."""
     pairs = [
         (question.tokens[first : last + 1], question.tokens[question.first : question.last + 1])
         for question, (first, last) in zip(asked, given, strict=True)
@@ -392,7 +399,7 @@ def mean(found: Scores, kind: str, what: str) -> float:
 
 
 def behind(found: Scores, kind: str, other: str) -> float:
-    """By how many points of F1 a kind is behind another, in the mean over seeds; negative where it is ahead."""
+    """Return how many points of F1 a kind is behind another, in the seeds' mean."""
     return mean(found, other, "f1") - mean(found, kind, "f1")
 
 
@@ -402,7 +409,7 @@ def nats_over(found: Scores, kind: str, other: str) -> float:
 
 
 def judged(kind: Kind, job: Job, phase: str, found: Scores) -> Training:
-    """What became of one phase of one kind, with the run of the first seed: numbers, findings, and the verdict."""
+    """Judge one phase of one kind, with the run of the first seed."""
     run = Run(job.folder / phase)
     view = View(run)
     findings = tuple(diagnose(view))
@@ -467,7 +474,7 @@ def _ordered(trainings: list[Training]) -> tuple[Training, ...]:
 
 
 def claims(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
-    """What the experiment says, with all scores and, by kind, the numbers of the first training."""
+    """Return the experiment's claims, from all scores and each kind's first training."""
     return (*_of_plain(found, numbers), *_of_masked(found), *_of_answers(found), *_of_gradients(numbers))
 
 

@@ -1,4 +1,4 @@
-"""Experiment `demo` (T3, T4): ten hard batches in a row, in FP16 and in BF16, and what keeps FP16 training.
+"""Experiment `demo` (T3, T4): ten hard batches in FP16 and BF16, and remedies.
 
 Four trainings from the same weights on the same batches. In the hard batches an eighth of the pictures is black, as
 where a shard fails to decode. The gradient of a black patch is divided by 1e-8 (`model`): far beyond FP16 at any
@@ -52,7 +52,7 @@ def judged(kind: Kind, setup: Setup, run: Run) -> Training:
 
 
 def measured(view: View, setup: Setup, findings: Sequence[Finding]) -> dict[str, float]:
-    """By name: losses, the scale, what was lost of gradients and batches, and since when rules have told of it."""
+    """Return numbers by name: losses, scale, lost gradients, first finding."""
     repeated = int(np.nansum(view.scalar("retries")[1]))
     end = setup.hard_end + repeated  # a repetition is a step of the run
     steps, loss = view.scalar("loss")
@@ -83,7 +83,7 @@ def measured(view: View, setup: Setup, findings: Sequence[Finding]) -> dict[str,
 
 
 def of_parameters(view: View) -> dict[str, float]:
-    """Of a scale per parameter: how often one sat out, and what its scales take; nothing of other scalers."""
+    """Return how often a parameter sat out, and the scales' bytes, of such a scaler."""
     (_, sat_out), (_, taken) = view.scalar("sat_out"), view.scalar("scale_bytes")
     if not len(sat_out):
         return {}
@@ -97,7 +97,7 @@ def of_parameters(view: View) -> dict[str, float]:
 
 
 def _time_lost(steps: NDArray[np.int64], lost: NDArray[np.float64], end: int) -> float:
-    """How many steps after the hard batches more than a sound part of the gradients was lost; Inf: to the end."""
+    """Return the steps after the hard batches until gradients were sound; Inf: never."""
     bad = np.flatnonzero((steps >= end) & (lost > LOST))
     if not len(bad):
         return 0.0
@@ -105,7 +105,7 @@ def _time_lost(steps: NDArray[np.int64], lost: NDArray[np.float64], end: int) ->
 
 
 def _scale(view: View, setup: Setup, end: int) -> dict[str, float]:
-    """The loss scale as exponents: before the hard batches, its lowest since, and at the end; none in BF16."""
+    """Return the loss scale's exponents before, lowest since, and last; none in BF16."""
     steps, scale = view.scalar("scale")
     if not len(scale):
         return {}
@@ -123,7 +123,10 @@ def _scale(view: View, setup: Setup, end: int) -> dict[str, float]:
 
 
 def _gradient(view: View, setup: Setup, end: int) -> dict[str, float]:
-    """How many times its usual norm the gradient has at most in the hard batches, and how often it was not finite."""
+    """Return the gradient's largest norm in the hard batches, and its broken steps.
+
+    The norm is a multiple of the usual one.
+    """
     steps, norms = view.scalar("grad_norm")
     hard = norms[(steps >= setup.hard_at) & (steps < end)]
     usual = median(norms[(steps < setup.hard_at) & (steps >= setup.hard_at - TAIL)])
@@ -162,7 +165,7 @@ def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
 
 
 def claims(setup: Setup, fp16: Numbers, bf16: Numbers, spectral: Numbers, layer: Numbers) -> tuple[Claim, ...]:
-    """What the experiment says, with the numbers of the four trainings."""
+    """Return the experiment's claims, with the numbers of the four trainings."""
     return (*_of_fp16(setup, fp16, bf16), *_of_bf16(bf16), *_of_remedies(fp16, bf16, spectral, layer))
 
 
@@ -227,7 +230,7 @@ def _of_remedies(fp16: Numbers, bf16: Numbers, spectral: Numbers, layer: Numbers
 
 
 def legend(setup: Setup) -> str:
-    """What the columns of the table hold."""
+    """Return the legend of the table's columns."""
     return (
         f"lost: of the activation gradient values that FP16 held, at steps after the {setup.hard_batches} hard batches "
         f"(from {setup.hard_end}, repetitions apart). loss: the median of the last {TAIL} steps."
@@ -235,7 +238,7 @@ def legend(setup: Setup) -> str:
 
 
 def said(fp16: Training, bf16: Training, spectral: Training, layer: Training) -> tuple[str, ...]:
-    """What was found, and the advice that the measurement gives."""
+    """Return the findings, and the advice that the measurement gives."""
     serves, wholly = spectral.good, layer.good and layer.numbers["lost_for_steps"] == 0
     found = (
         f"In FP16 the scale falls from 2^{fp16.numbers['scale_before']:.0f} to 2^{fp16.numbers['scale_end']:.0f}, and "
@@ -253,7 +256,7 @@ def said(fp16: Training, bf16: Training, spectral: Training, layer: Training) ->
 
 
 def settings(bench: Bench) -> Mapping[str, object]:
-    """What the demonstration trains, and on what."""
+    """Return the settings and the device of the demonstration."""
     return described(setup_for(bench.steps, full=bench.full), bench.device)
 
 

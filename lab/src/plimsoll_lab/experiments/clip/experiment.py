@@ -1,4 +1,4 @@
-"""Experiment `clip` (T3, T4, T7): what ends a CLIP's training in FP16, and which remedy serves: fifteen trainings.
+"""Experiment `clip` (T3, T4, T7): a CLIP's end in FP16, and remedies that work.
 
 The four of `demo`, and on the same weights and batches:
 
@@ -31,7 +31,7 @@ AT_ONCE = 40  # steps, or half of a training that is shorter than twice that
 
 
 def judged_never(kind: Kind, setup: Setup, run: Run) -> Training:
-    """T3's second half: what is lost of gradients as they shrink, and whether the scale follows."""
+    """Judge T3's second half: losses of shrinking gradients, and if the scale follows."""
     view = View(run)
     findings = tuple(diagnose(view))
     steps, lost = lost_at(view)
@@ -83,7 +83,7 @@ _SAMPLES = 8  # that are looked at outside of hard batches, spread over the trai
 
 
 def spans(run: Run, setup: Setup, *, always: bool = False) -> dict[str, float]:
-    """The most layers that span FP16 at a hard batch's sample and at another's; the share of those where one does."""
+    """Return how many layers span FP16 at hard batches and at others."""
     recorded = _sampled(run)
     hard = [step for step in recorded if always or setup.hard_at <= step < setup.hard_end]
     others = [step for step in recorded if step not in hard]
@@ -100,7 +100,7 @@ def _sampled(run: Run) -> list[int]:
 
 
 def _counted(run: Run, steps: Sequence[int]) -> tuple[float, float, float]:
-    """Of these samples: the most layers that span FP16, the share with one, the most binades; NaN without samples."""
+    """Return the most layers that span FP16, the share of samples, the most binades."""
     if not steps:
         return math.nan, math.nan, math.nan
     layers, widest = [0] * len(steps), 0.0
@@ -128,7 +128,10 @@ def claims(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
 
 
 def _of_burst(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
-    """The stock scaler otherwise set. Outside of the ten hard batches no layer spans FP16: 2^24 outlasts them."""
+    """Return claims on the stock scaler otherwise set.
+
+    Outside of the ten hard batches no layer spans FP16: 2^24 outlasts them.
+    """
     falls = tuple(
         Claim(f"{name}-falls", f"{title}: the scale falls at each hard batch all the same",
               numbers[f"fp16-{name}"]["scale_fell"], at_least=setup.hard_batches, unit="binades")
@@ -146,7 +149,7 @@ def _of_burst(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
 
 
 def _of_scales(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
-    """Scales for layers by the published rule, for parameters and for elements, over the ten hard batches."""
+    """Return claims on scales for layers, parameters, elements in hard batches."""
     bf16, zhao = numbers["bf16"], numbers["fp16-zhao"]
     found = claims_of(
         f"""
@@ -247,7 +250,7 @@ _ALWAYS = {
 
 
 def said(numbers: Numbers) -> tuple[str, ...]:
-    """What was found."""
+    """Return the findings in sentences."""
     return (
         _serving("After ten hard batches", _BURST, numbers, "bf16"),
         _serving("Where all batches are hard", _ALWAYS, numbers, "bf16-always-hard"),
@@ -275,7 +278,10 @@ def _cost(parameter: Mapping[str, float], element: Mapping[str, float]) -> str:
 
 
 def _serving(where: str, names: Mapping[str, str], numbers: Numbers, bf16: str) -> str:
-    """What ends with whole gradients and within 10 % of BF16, the lowest loss first, and what does not."""
+    """Return which kinds end with whole gradients and within 10 % of BF16.
+
+    They come in the order of their loss, then those that do not.
+    """
     ratio = {name: numbers[name]["loss_end"] / numbers[bf16]["loss_end"] for name in names}
     order = sorted(ratio, key=lambda name: ratio[name])
     whole = [name for name in order if ratio[name] <= _PARTED and numbers[name]["lost_end"] <= _SOUND]

@@ -1,4 +1,4 @@
-"""A small CLIP (Radford et al. 2021): a transformer for pictures, one for captions, and a contrastive loss.
+"""A small CLIP (Radford et al. 2021): two transformers, and a contrastive loss.
 
 Three things make its numbers lie where those of large trained networks lie. None of them changes what it computes, or
 how well it learns; all of them matter to FP16:
@@ -46,7 +46,7 @@ class Batch:
 
 
 def tokens(caption: str) -> list[int]:
-    """The caption's words as numbers between those of its ends, filled up to the longest caption's length."""
+    """Return the caption's words as numbers, with start and end, padded."""
     words = ["<start>", *caption.split(), "<end>"]
     return [_TOKEN[word] for word in words + ["<pad>"] * (LENGTH - len(words))]
 
@@ -93,7 +93,7 @@ def _colour(kind: Tensor) -> Tensor:
 
 
 def _mask(kind: Tensor, centre: Tensor) -> Tensor:
-    """Which pixels the shape covers."""
+    """Return the mask of the pixels that the shape covers."""
     y, x = torch.meshgrid(torch.arange(PIXELS), torch.arange(PIXELS), indexing="ij")
     radius = torch.where(kind % len(SIZES) == 0, 3.5, 6.0)[:, None, None]
     dx, dy = (x - centre[0][:, None, None]) / radius, (y - centre[1][:, None, None]) / radius
@@ -111,7 +111,7 @@ EPSILON = 1e-8
 
 
 class Embed(nn.Module):
-    """The linear map from a patch's pixels; a module, so that a watch sees the gradient that comes back to it."""
+    """Linear map of a patch's pixels; a module, for a watch to see its gradient."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Embed(nn.Module):
 
 
 class Patches(nn.Module):
-    """Cuts pictures into patches and embeds each: a direction of length sqrt(width), whatever its brightness."""
+    """Patches of pictures, embedded as directions of length sqrt(width)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks over tokens of one kind; their mean, normed and projected, is the feature."""
+    """Blocks over tokens of one kind, whose normed and projected mean is the feature."""
 
     def __init__(self, tokens: int, width: int, layers: int, heads: int, gain: float) -> None:
         super().__init__()
@@ -195,7 +195,9 @@ class Clip(nn.Module):
 
 
 def contrastive_loss(similarity: Tensor) -> Tensor:
-    """Which caption belongs to each picture, and which picture to each caption: the mean over this device's pairs.
+    """Return the contrastive loss of pictures and captions, over this device's pairs.
+
+    It asks which caption belongs to each picture, and which picture to each caption, and takes the mean.
 
     Its gradient is this device's part of that of the mean over the whole batch.
     """
@@ -207,7 +209,7 @@ def contrastive_loss(similarity: Tensor) -> Tensor:
 
 
 def _linear(inputs: int, outputs: int, layers: int | None = None) -> nn.Linear:
-    """Without a bias; of unit gain, or of GPT-2's for the ends of residual branches, whose sum then stays near 1."""
+    """Return a linear layer without bias, of unit gain or of GPT-2's initialization."""
     made = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(made.weight, std=inputs**-0.5 / (1.0 if layers is None else math.sqrt(2 * layers)))
     return made

@@ -1,4 +1,4 @@
-"""The trainings of the small CLIP as tasks for workers, and how far all of them have come together."""
+"""Trainings of the small CLIP as workers' tasks, and their common progress."""
 
 import contextlib
 import tempfile
@@ -31,7 +31,7 @@ _PATIENCE = 10  # steps with room before a scale is doubled
 
 
 class Scales:
-    """The scale of one parameter, or of each of its elements: an exponent, and how many steps had room since."""
+    """Scale of a parameter or of its elements: exponent, and steps with room since."""
 
     def __init__(self, parameter: Tensor, each: Each) -> None:
         self.each = each
@@ -41,11 +41,11 @@ class Scales:
 
     @property
     def nbytes(self) -> int:
-        """What they take."""
+        """Bytes of the scales."""
         return self.exponent.nbytes + self.clean.nbytes
 
     def gradient(self, g: Tensor, x: Tensor) -> Tensor:
-        """The weight's gradient in FP32, after it was FP16 at the present scale; sets the next one."""
+        """Return the weight's gradient in FP32 after FP16 at the scale; set the next."""
         held = torch.ldexp(g.float().T @ x.float(), self.exponent).half().float()
         found = torch.ldexp(held, -self.exponent)
         if bool(g.isfinite().all()):  # else it broke further up, and no scale of this one is to blame
@@ -62,10 +62,10 @@ class Scales:
 
 
 class ParameterScaler(LossScaler):
-    """A loss scaler that also gives the gradient of each linear layer's weight (or each element of it) its own scale.
+    """Loss scaler that gives each linear layer's weight gradient its own scale.
 
-    For models whose linear layers have no biases; other parameters' gradients are FP32 in mixed precision, and stay at
-    the loss scale. `close` takes its hooks off the model.
+    It may be one for each element. For models whose linear layers have no biases; other parameters' gradients are FP32
+    in mixed precision, and stay at the loss scale. `close` takes its hooks off the model.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class ParameterScaler(LossScaler):
 
     @property
     def state_bytes(self) -> int:
-        """What all scales take, with what they need to follow."""
+        """Bytes of all scales, and of the state that they follow."""
         return sum(scales.nbytes for scales in self.scales)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """As every scaler's, after parameters whose gradients are not finite have been left out."""
+        """Unscale as every scaler, without parameters of non-finite gradients."""
         held = [p for group in optimizer.param_groups for p in cast("Sequence[Tensor]", group["params"])]
         held = [p for p in held if p.grad is not None]
         broken = [p for p in held if p.grad is not None and not bool(p.grad.isfinite().all())]
@@ -123,7 +123,7 @@ class ParameterScaler(LossScaler):
 
 
 class _OwnProducts(TorchFunctionMode):
-    """While it is active, linear layers without a bias compute their weights' gradients at scales of their own."""
+    """Mode in which linear layers without bias use own scales for weights' gradients."""
 
     def __init__(self, each: Each) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class _OwnProducts(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T, in the arithmetic around; backward, in FP16, the input's gradient as ever and W's at its own scale."""
+    """Product x W^T, with W's gradient at a scale of its own in FP16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
@@ -285,11 +285,11 @@ class Setup:
         return self.hard_at + self.hard_batches
 
     def steps_of(self, kind: Kind) -> int:
-        """How long a training of that kind is."""
+        """Return the number of steps of a training of that kind."""
         return round(self.steps * kind.share)
 
     def black_at(self, kind: Kind, step: int) -> int:
-        """How many pictures of that step's batch are black."""
+        """Return the number of black pictures in that step's batch."""
         hard = kind.hard == "always" or (kind.hard == "burst" and self.hard_at <= step < self.hard_end)
         return self.black if hard else 0
 
@@ -299,7 +299,7 @@ class Setup:
 
 
 def setup_for(steps: int | None, *, full: bool) -> Setup:
-    """The sizes for that many steps: hard batches come at step 300, or earlier in a training that is too short."""
+    """Return sizes for so many steps: hard batches at step 300, or earlier if short."""
     whole = Setup(steps=1500, batch=64, black=8, width=128, layers=4, heads=8) if full else Setup()
     if steps is None:
         return whole
@@ -312,7 +312,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
 
 
 def train(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str, told: Callable[[], object]) -> None:
-    """Trains from the same weights and batches as every other kind of that seed, and leaves the run.
+    """Train from the weights and batches of the seed, and leave the run.
 
     `told` is called after each step.
     """
@@ -363,7 +363,7 @@ def _loss_of(model: Clip, batch: Batch, device: str) -> Callable[[], Tensor]:
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     return {**setup.to_dict(), "device": device, "fp16": "emulated" if device == "cpu" else "the device's own"}
 
 
@@ -372,7 +372,7 @@ _LOOK_SECONDS = 0.3
 
 
 def train_all(kinds: Sequence[Kind], setup: Setup, bench: Bench, workers: int) -> None:
-    """Trains all of them, the longest first, so many at a time; what comes of a training is its run."""
+    """Train all kinds, the longest first, `workers` at a time, into their runs."""
     order = sorted(kinds, key=lambda kind: -setup.steps_of(kind))
     with tempfile.TemporaryDirectory() as ticks, _told(kinds, setup, bench.progress, Path(ticks)):
         tasks = [_task(kind, setup, bench, Path(ticks)) for kind in order]

@@ -1,4 +1,4 @@
-"""Experiment `tf32` (T10, T2, A1): what TF32 is, what it takes to train in it, and on a GPU how fast it is.
+"""Experiment `tf32` (T10, T2, A1): TF32, training in it, and its speed on a GPU.
 
 A TF32 product rounds its inputs to FP32's exponent and FP16's mantissa, multiplies exactly and adds up in FP32. That is
 measured on any machine: errors of emulated products against FP64, FP16 and BF16, within FP16's range and beyond it. The
@@ -46,7 +46,7 @@ SCALES = (0, 100, -50)  # powers of two that both inputs are multiplied by: with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """What was measured of products, root mean squares over all of them.
+    """Measured errors of products, root mean squares over all of them.
 
     - `error`: by format and scale, the error of the product as a share of its norm; Inf where it is not finite.
     - `inputs`: by format, the error that rounding makes in the two inputs together.
@@ -84,7 +84,9 @@ def errors(products: int, size: int, seed: int, device: str) -> Errors:
 
 
 def _product(a: Tensor, b: Tensor, name: str, scale: int) -> Tensor:
-    """The product of both times 2^scale, with the scale undone; exact but for the format and FP32's accumulation.
+    """Return the product times 2^scale, with that undone, in the format alone.
+
+    It is exact but for the format and FP32's accumulation.
 
     One input is brought back before the product where its result would leave FP32: what is rounded is the scaled one.
     """
@@ -115,7 +117,7 @@ _REPEATS = 20
 
 
 def rates(size: int) -> Mapping[str, float]:
-    """By format, the median rate of a product of two square matrices, in 10^12 operations a second."""
+    """Return products' median rate by format, in 10^12 operations a second."""
     found: dict[str, float] = {}
     for name, dtype, precision in (
         ("fp32", torch.float32, "ieee"), ("tf32", torch.float32, "tf32"),
@@ -167,7 +169,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def trained(seed: int, device: str) -> tuple[Mapping[str, list[float]], int]:
-    """The losses of each loop, from the same weights on the same batches; how many settings the TF32 loop has made."""
+    """Return each loop's losses, and the number of settings that the TF32 loop makes."""
     batches = _batches(seed, device)
     losses: dict[str, list[float]] = {}
     settings = 0
@@ -191,7 +193,7 @@ def _batches(seed: int, device: str) -> Batches:
 def claims(
     found: Errors, losses: Mapping[str, Sequence[float]], settings: int, rate: Mapping[str, float] | None
 ) -> tuple[Claim, ...]:
-    """What the experiment says; of the device's rates and errors only where there are any."""
+    """Return the experiment's claims; those on the device's numbers if there are any."""
     of_device = () if rate is None or found.device is None else (*_of_rates(rate), _of_device(found, found.device))
     return (
         *of_rows((*_of_digits(found), *_of_range(found)), "T2"),
@@ -222,7 +224,7 @@ def _of_digits(found: Errors) -> tuple[Claim, ...]:
 
 
 def _of_range(found: Errors) -> tuple[Claim, ...]:
-    """At 2^100 and 2^-50, to which FP16 does not reach; powers of two change nothing else."""
+    """Return claims at 2^100 and 2^-50, beyond FP16; powers of two change no more."""
     high, low = SCALES[1:]
     kept = {
         name: largest(abs(found.error[name, scale] / found.error[name, 0] - 1) for scale in (high, low))
@@ -298,7 +300,7 @@ def _of_rates(rate: Mapping[str, float]) -> tuple[Claim, ...]:
 
 
 def _of_device(found: Errors, own: float) -> Claim:
-    """Tensor cores that cut the bits instead of rounding them err up to twice as much: both are TF32."""
+    """Return the claim on tensor cores, which may cut bits and err twice as much."""
     return Claim("device-agrees", "the device's own TF32 products err as the emulated ones, or as cut bits do",
                  own / found.error["tf32", 0], at_least=0.9, at_most=2.2, unit="of the emulated error")  # fmt: skip
 

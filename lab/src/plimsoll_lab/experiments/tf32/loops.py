@@ -1,4 +1,4 @@
-"""The training loops that are said to differ by one argument, or by two lines: written out, run, and compared as text.
+"""Training loops that differ by one argument or two lines, run and compared.
 
 The functions from `fp32_loop` to `plimsoll_loop` are the experiment's material. Their bodies are read from this file,
 token by token, so what is counted is what is run.
@@ -99,13 +99,13 @@ def plimsoll_loop(
 
 
 def changed_tokens(one: LoopOf, other: LoopOf) -> int:
-    """How many tokens of one body another one has in place of it; a replaced token counts once."""
+    """Return how many tokens of one body another changes; a replaced one counts once."""
     matcher = difflib.SequenceMatcher(None, _tokens(one), _tokens(other), autojunk=False)
     return sum(max(b - a, d - c) for tag, a, b, c, d in matcher.get_opcodes() if tag != "equal")
 
 
 def changed_lines(one: LoopOf, other: LoopOf, *, indents: bool = True) -> tuple[int, int]:
-    """How many lines another body has that the first lacks, and how many it lacks; `indents`: those count too."""
+    """Return how many lines a body adds and lacks; `indents`: those count too."""
     here, there = ([line if indents else line.strip() for line in _body(loop)] for loop in (one, other))
     told = list(difflib.ndiff(here, there))
     return sum(line.startswith("+ ") for line in told), sum(line.startswith("- ") for line in told)
@@ -113,7 +113,7 @@ def changed_lines(one: LoopOf, other: LoopOf, *, indents: bool = True) -> tuple[
 
 @contextlib.contextmanager
 def settings_restored() -> Generator[list[Any]]:
-    """Yields the places of torch's settings that the two lines write; afterwards they are what they were."""
+    """Yield the places of torch's settings that the two lines write, and restore them."""
     backends: Any = torch.backends
     places = [backends.cuda.matmul, backends.cudnn.conv]
     before = [place.fp32_precision for place in places]

@@ -1,9 +1,9 @@
-"""Experiment `unit` (U1, U4, U5, part of U6): a character model in FP16 and FP8 without a loss scale.
+"""Experiment `unit` (U1, U4, U5, part of U6): a character model without scale.
 
-The same architecture twice, of torch's modules and of `unit.nn`'s, trained on Python's standard library in several
-precisions, at several learning rates, from several seeds. Each precision is compared with FP32 at the same learning
-rate, and with all at their best. The two models have learning rates of their own: a unit-scaled weight begins at 1 and
-torch's at 0.07, so that one number means different steps.
+It trains in FP16 and FP8 without a loss scale. The same architecture twice, of torch's modules and of `unit.nn`'s,
+trained on Python's standard library in several precisions, at several learning rates, from several seeds. Each
+precision is compared with FP32 at the same learning rate, and with all at their best. The two models have learning
+rates of their own: a unit-scaled weight begins at 1 and torch's at 0.07, so that one number means different steps.
 
 What FP16 needs to fail is stated, not hidden. In a mean over b tokens a score's gradient is below 1 / b, and FP16
 flushes what is below 2^-25. Over the 512 tokens that are computed here FP16 trains as FP32 does. A step of a language
@@ -37,13 +37,16 @@ _FAILS = 1.05  # times FP32's bits, from which on a training has not come to wha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Bits per character of held-out text, by kind: of each learning rate (ascending) and seed; Inf for no number."""
+    """Held-out bits per character by kind, learning rate (ascending) and seed.
+
+    Inf is for no number.
+    """
 
     rates: Mapping[str, tuple[float, ...]]
     bits: Mapping[str, Floats]
 
     def best(self, kind: str) -> int:
-        """The place of the learning rate that is best in the mean over seeds; of none at all, the lowest."""
+        """Return the place of the best learning rate over seeds; the lowest if none is."""
         return int(np.argmin(self.bits[kind].mean(axis=1)))
 
     def _at(self, kind: str, rate: float) -> Floats:
@@ -54,7 +57,7 @@ class Scores:
         return float(self.bits[kind][rate].mean())
 
     def at_same(self, kind: str, other: str) -> "Ratio":
-        """The ratio to another kind of the same model: both at the other's best learning rate that both have."""
+        """Return the ratio to another kind, both at that one's best common rate."""
         shared = [(float(self.bits[other][place].mean()), rate) for place, rate in enumerate(self.rates[other])]
         _, rate = min(each for each in shared if each[1] in self.rates[kind])
         return ratio(self._at(kind, rate), self._at(other, rate))
@@ -77,7 +80,7 @@ def scores(jobs: Sequence[Job]) -> Scores:
 
 
 def judged(kind: Kind, job: Job, found: Scores) -> Training:
-    """What became of one kind, with the run that was watched: numbers, findings, and the verdict."""
+    """Judge one kind, with the run that was watched."""
     run = Run(job.run)
     view = View(run)
     findings = tuple(diagnose(view))
@@ -116,9 +119,10 @@ FORMATS = {"weights": "e4m3", "activations": "e4m3", "activation_gradients": "e5
 
 
 def drift(run: Run) -> dict[str, float]:
-    """In binades: the median of the tensors' absolute drifts at the end, and the one furthest from 0 at any sample.
+    """Return the tensors' drifts in binades: the last median, and the furthest.
 
-    Both also by collection ("weights_drift_median", ...), with the median scale of the first sample as a logarithm.
+    The furthest is that from 0 at any sample, the median that of absolute drifts. Both also by collection
+    ("weights_drift_median", ...), with the median scale of the first sample as a logarithm.
     """
     moved = {collection: dict(_moves(run, collection)) for collection in COLLECTIONS}
     found: dict[str, float] = {}
@@ -147,11 +151,11 @@ def _moves(run: Run, collection: str) -> Iterator[tuple[str, tuple[float, Floats
 
 
 def headroom(run: Run) -> dict[str, float]:
-    """What E4M3 and E5M2 make of the operands of linear layers, at their worst in any tensor and sample.
+    """Return the worst fit of linear layers' operands to E4M3 and E5M2.
 
-    `operands_overflow` and, of the gradients among them, `gradients_lost`: shares of the nonzero values, where one that
-    is not finite has overflowed; `operands_room`: binades between the largest value and the largest of its format. All
-    are NaN of a run that has recorded no such operand.
+    The worst is that of any tensor and sample. `operands_overflow` and, of the gradients among them, `gradients_lost`:
+    shares of the nonzero values, where one that is not finite has overflowed; `operands_room`: binades between the
+    largest value and the largest of its format. All are NaN of a run that has recorded no such operand.
     """
     overflow, flushed, room = [math.nan], [math.nan], [math.nan]
     for collection, name in FORMATS.items():
@@ -198,7 +202,7 @@ def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
 
 
 def jobs_of(bench: Bench, setup: Setup) -> list[Job]:
-    """Every training: of each kind, rate and seed. The first seed's at the main rate is watched, and comes first."""
+    """Return all trainings of each kind, rate and seed, with the watched ones first."""
     jobs = [
         Job(
             kind=kind, rate=rate, seed=bench.seed + seed, run=bench.runs / f"{kind.name}-{rate:g}-{bench.seed + seed}",
@@ -212,7 +216,10 @@ def jobs_of(bench: Bench, setup: Setup) -> list[Job]:
 
 
 def claims(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
-    """What the experiment says. A bound on a mean over seeds is one that it keeps with 95 %."""
+    """Return the experiment's claims.
+
+    A bound on a mean over seeds is one that it keeps with 95 %.
+    """
     return (
         *of_rows(_of_fp16(found, numbers), "U6"),
         *_of_quality(found),
@@ -240,7 +247,7 @@ def _of_fp16(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
 
 
 def _of_quality(found: Scores) -> tuple[Claim, ...]:
-    """Each beside FP32 of its own model, at that one's rate; and unit-scaled ones beside plain FP32, at their best."""
+    """Return the claims on quality: each kind against FP32, unit-scaled against plain."""
     same = (
         ("fp16-2048", "fp32", "FP16 with a loss scale of 2,048: as FP32, at the same learning rate"),
         ("unit-fp16", "unit-fp32", "unit-scaled FP16: as unit-scaled FP32, at the same learning rate"),

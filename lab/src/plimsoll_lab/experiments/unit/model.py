@@ -53,7 +53,7 @@ class Plain(nn.Module):
         self.readout = nn.Linear(width, SYMBOLS, bias=False)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Of each character (pieces, length) the scores of what comes next (pieces, length, symbols)."""
+        """Return the scores (pieces, length, symbols) after each of (pieces, length)."""
         places = torch.arange(characters.shape[1], device=characters.device)
         x = self.characters(characters) + self.places(places)
         return self.readout(self.norm(self.blocks(x)))
@@ -64,7 +64,7 @@ class Plain(nn.Module):
 
 
 class UnitBlock(nn.Module):
-    """`Block` at unit scale; `taus`: the shares of its two branches, which the stack sets.
+    """`Block` at unit scale; `taus`: its two branches' shares, set by the stack.
 
     Attention has one factor, that of its output. The mean of it with those of the gradients would make outputs louder
     than 1, and so the branch's share larger than it says.
@@ -89,7 +89,7 @@ class UnitBlock(nn.Module):
 
 
 class Unit(nn.Module):
-    """`Plain` at unit scale: other factors and other draws, the same operations in the same places."""
+    """`Plain` at unit scale: other factors and draws, the same operations."""
 
     def __init__(self, *, width: int, layers: int, heads: int, length: int) -> None:
         super().__init__()
@@ -99,18 +99,18 @@ class Unit(nn.Module):
         self.readout = unit.nn.LinearReadout(width, SYMBOLS, bias=False)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Of each character (pieces, length) the scores of what comes next (pieces, length, symbols)."""
+        """Return the scores (pieces, length, symbols) after each of (pieces, length)."""
         places = torch.arange(characters.shape[1], device=characters.device)
         x = U.add(self.characters(characters), self.places(places), constraint=None)
         return self.readout(self.norm(self.blocks(x)))
 
     def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """The mean over all characters, in nats; its gradient is at unit scale, however many there are."""
+        """Return the mean in nats, with its gradient at unit scale for any number."""
         return U.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 def split_heads(x: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values (pieces, heads, length, width of a head) of their projections side by side."""
+    """Return queries, keys and values (pieces, heads, length, head's width)."""
     pieces, length, _ = x.shape
     q, k, v = x.view(pieces, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
     return q, k, v
@@ -171,7 +171,7 @@ class Setup:
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> "Setup":
-        """What `to_dict` gave."""
+        """Return the setup that `to_dict` gave."""
         given = dict(told)
         given["plain_rates"], given["unit_rates"] = tuple(told["plain_rates"]), tuple(told["unit_rates"])
         return cls(**given)
@@ -206,7 +206,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A way to train: of which modules, in which level's arithmetic, at which loss scale, products in which formats.
+    """A way to train: modules, level, loss scale, formats of products.
 
     `swept`: at every learning rate; otherwise at the main one alone.
     """
@@ -238,7 +238,7 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One training; `watched`: with the spectra of all its tensors, and not its losses alone."""
+    """One training; `watched`: with all tensors' spectra, not its losses alone."""
 
     kind: Kind
     rate: float
@@ -248,7 +248,7 @@ class Job:
 
 
 def train(job: Job, setup: Setup, device: str) -> None:
-    """Trains from the weights and on the batches of that seed, whatever the precision, and leaves the run."""
+    """Train from the weights and batches of that seed, and leave the run."""
     torch.manual_seed(job.seed)
     model = make_model(job.kind.family, setup).to(device)
     optimizer = make_optimizer(model, job.rate, setup)
@@ -278,7 +278,7 @@ def make_model(family: Family, setup: Setup) -> Plain | Unit:
 
 
 def make_optimizer(model: Plain | Unit, rate: float, setup: Setup) -> torch.optim.Optimizer:
-    """AdamW without decay. Gradients that are divided by a number make the same steps if epsilon is too."""
+    """Return AdamW without decay, with epsilon divided as the gradients are."""
     if isinstance(model, Unit):
         return optim.AdamW(model, lr=rate, betas=_BETAS, eps=_EPSILON, weight_decay=0.0)
     return torch.optim.AdamW(
@@ -291,14 +291,14 @@ def _loss(model: Plain | Unit, batch: Batch, device: str) -> Tensor:
 
 
 def _held_out(loop: Loop, model: Plain | Unit, kind: Kind, setup: Setup, device: str) -> Tensor:
-    """Bits per character of the text that is held out, in the arithmetic that was trained in."""
+    """Return held-out bits per character, in the arithmetic of the training."""
     batch = held_out_batch(standard_library(), pieces=setup.held_out, length=setup.length)
     with loop.evaluate(), _arithmetic(kind):
         return _loss(model, batch, device) / math.log(2.0)
 
 
 def _arithmetic(kind: Kind) -> "contextlib.AbstractContextManager[object]":
-    """Around the forward, beside the level's: products in FP8 and all else in FP16, or nothing."""
+    """Return a context of the forward: FP8 products and FP16 around, or nothing."""
     if kind.forward is None:
         return contextlib.nullcontext()
     return emulate("fp16", forward=kind.forward, backward=kind.backward)
@@ -317,7 +317,7 @@ def _record(job: Job, setup: Setup, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     fp16 = "emulated" if device == "cpu" else "the device's own"
     return {
         **setup.to_dict(),
@@ -349,6 +349,6 @@ def to_task(job: Job, setup: Setup, device: str) -> Task:
 
 
 def from_task(task: Task) -> tuple[Job, Setup, str]:
-    """What `to_task` has made."""
+    """Return the arguments that `to_task` was given."""
     job = task["job"] | {"kind": _BY_NAME[task["job"]["kind"]], "run": Path(task["job"]["run"])}
     return Job(**job), Setup.from_dict(task["setup"]), task["device"]

@@ -1,4 +1,4 @@
-"""Experiment `unit-sweep` (U6): many small character models, with and without unit scaling, in FP32 and FP16.
+"""Experiment `unit-sweep` (U6): small models with and without unit scaling.
 
 Every design (sequence layer, norm, residual scheme, optimizer, depth: `grid`) is trained at several learning
 rates in five ways: FP32 and FP16 with nothing, FP16 with a static loss scale of 2,048, and unit-scaled in both. Each
@@ -60,7 +60,7 @@ Found = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A design in two ways: bits per character of the one, and of the other that it is held against."""
+    """A design in two ways: bits per character of each."""
 
     design: Design
     bits: float
@@ -74,9 +74,9 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Bits per character of held-out text, by design, way and the place of the learning rate; Inf for no number.
+    """Held-out bits per character by design, way and learning rate's place.
 
-    `chance`: the bits of a text whose characters are drawn by their frequency alone.
+    Inf is for no number. `chance`: the bits of a text whose characters are drawn by their frequency alone.
     """
 
     bits: Mapping[tuple[Design, Way], Mapping[int, float]]
@@ -87,19 +87,19 @@ class Scores:
         return min(self.bits[design, way].values())
 
     def best_rate(self, design: Design, way: Way) -> int:
-        """The place of the learning rate with the fewest bits; the lowest of those that are alike."""
+        """Return the place of the learning rate with fewest bits, the lowest if equal."""
         row = self.bits[design, way]
         return min(row, key=lambda place: (row[place], place))
 
     def pairs(self, way: Way, against: Way) -> tuple[Pair, ...]:
-        """Each design in one way and in another, in FP32, each at its own best learning rate."""
+        """Return each design in a way, and in another in FP32, at their best rates."""
         return tuple(
             Pair(design=design, bits=self._counted(self.best(design, way)), against=self.best(other, against))
             for design, other in self._both(way, against)
         )
 
     def pairs_at_same(self, way: Way, against: Way) -> tuple[Pair, ...]:
-        """Likewise, both at the learning rate that is best for the other: what comes of changing nothing else."""
+        """Return the same pairs, both at the best learning rate of the other way."""
         return tuple(
             Pair(
                 design=design, bits=self._counted(self.bits[design, way][self.best_rate(design, against)]),
@@ -110,14 +110,14 @@ class Scores:
         )  # fmt: skip
 
     def learned(self, design: Design, way: Way) -> bool:
-        """Whether its best is better than what needs no context."""
+        """Return True if its best beats the loss that needs no context."""
         return self.best(design, way) < self.chance
 
     def _counted(self, bits: float) -> float:
         return min(bits, self.chance)
 
     def _both(self, way: Way, against: Way) -> list[tuple[Design, Design]]:
-        """Designs that were trained in the one way, and their counterparts in the other, which have learned."""
+        """Return designs trained in one way, with counterparts that learned in another."""
         scaled = way.scaling == "unit" and against.scaling != "unit"
         both = [(design, reference(design) if scaled else design) for design, other in self.bits if other == way]
         return [pair for pair in both if (pair[1], against) in self.bits and self.learned(pair[1], against)]
@@ -147,13 +147,13 @@ def share(pairs: Collection[Pair], *, at_least: float = 0.0, at_most: float = ma
 
 
 def unlearned(found: Scores) -> tuple[Design, ...]:
-    """The unscaled designs that have learned nothing even in FP32, and so count in no pair."""
+    """Return unscaled designs that learned nothing in FP32, and count in no pair."""
     return tuple(design for design, way in found.bits if way == FP32 and not found.learned(design, way))
 
 
 @cache
 def chance() -> float:
-    """Bits per character of the held-out text, by the frequencies of characters in what is trained on."""
+    """Return held-out bits per character by the training's frequencies alone."""
     text = standard_library()
     counts = torch.bincount(text.trained.long(), minlength=SYMBOLS).double() + 1.0
     return float(-(counts / counts.sum()).log2()[text.held_out.long()].mean())
@@ -177,7 +177,7 @@ _MARKS = {
 
 
 def figure(found: Scores) -> "Figure":
-    """Each design by its bits in FP32 (across) and in another way (up): on the line both are alike.
+    """Draw designs by their bits in FP32 (across) and in another way (up).
 
     Raises `MissingExtraError` without Plotly.
     """
@@ -210,7 +210,7 @@ def _subtitle(found: Scores, drawn: Mapping[Way, Sequence[_Point]], edge: float)
 
 
 def table(found: Scores) -> str:
-    """A line for each design: its bits in every way, at the learning rate that is best there."""
+    """Return a line for each design: its bits in every way, at the best rate there."""
     whole = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head in ("sequence", "norm", "residual", "optimizer", "depth"):
         whole.add_column(head, no_wrap=True)
@@ -231,7 +231,7 @@ def _cell(found: Scores, design: Design, way: Way) -> str:
 
 
 def _points(found: Scores, way: Way) -> list[_Point]:
-    """Design, its bits in FP32 and in this way; a unit-scaled one beside its unscaled counterpart."""
+    """Return designs with bits in FP32 and in this way, beside unscaled counterparts."""
     both = [
         (design, reference(design) if way.scaling == "unit" else design) for design, each in found.bits if each == way
     ]
@@ -260,7 +260,10 @@ Numbers = Mapping[Way, Mapping[str, float]]
 
 
 def claims(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
-    """What the experiment says; `numbers`: of the watched trainings. Bounds on a mean are those it keeps with 95 %."""
+    """Return the experiment's claims; `numbers`: of the watched trainings.
+
+    Bounds on a mean are those it keeps with 95 %.
+    """
     return (*_of_fp16(found, numbers), *_of_remedies(found, numbers), *_of_quality(found))
 
 
@@ -351,7 +354,7 @@ def grid_for(full: bool) -> tuple[Configuration, ...]:
 
 
 def swept(bench: Bench, setup: Setup, grid: Sequence[Configuration]) -> Mapping[str, Mapping[str, float]]:
-    """The result of each configuration: those of the ledger, and the others trained and written there one by one."""
+    """Return each configuration's result: the ledger's, and newly trained ones."""
     names = {configuration.name for configuration in grid}
     with Ledger(ledger_of(bench), identity(bench, setup), names) as ledger:
         left = [configuration for configuration in grid if configuration.name not in ledger.found]
@@ -364,12 +367,15 @@ def swept(bench: Bench, setup: Setup, grid: Sequence[Configuration]) -> Mapping[
 
 
 def ledger_of(bench: Bench) -> Path:
-    """The file of results; beside the folder of runs, so that it stays when an experiment begins again."""
+    """Return the results' file, beside the runs' folder, to outlast new beginnings."""
     return bench.runs.parent / LEDGER
 
 
 def identity(bench: Bench, setup: Setup) -> Mapping[str, object]:
-    """What all results of one ledger have in common; results of another are not comparable, and are refused."""
+    """Return the settings that all results of one ledger share.
+
+    Results of another are not comparable, and are refused.
+    """
     return {
         **setup.to_dict(),
         "seed": bench.seed,
@@ -381,7 +387,7 @@ def identity(bench: Bench, setup: Setup) -> Mapping[str, object]:
 
 
 def _watched(bench: Bench, setup: Setup, grid: Sequence[Configuration], found: Scores) -> Iterator[Training]:
-    """One design again, each way at the learning rate that is best in FP32, with the spectra of all its tensors."""
+    """Yield one design's trainings again, at FP32's best rate, with all spectra."""
     bench.progress.begin("watched trainings", len(WATCHED))
     design = watched_design(grid)
     for way in WATCHED:
@@ -394,7 +400,7 @@ def _watched(bench: Bench, setup: Setup, grid: Sequence[Configuration], found: S
 
 
 def watched_design(grid: Sequence[Configuration]) -> Design:
-    """The design whose trainings are watched: a transformer where there is one, else the grid's first in all ways."""
+    """Return the design to watch: a transformer, else the grid's first in all ways."""
     ways: dict[Design, set[Way]] = {}
     for each in grid:
         ways.setdefault(each.design, set()).add(each.way)
@@ -440,7 +446,7 @@ def _said(found: Scores, count: int) -> tuple[str, ...]:
 
 
 def _settings(bench: Bench) -> Mapping[str, object]:
-    """Refuses a folder whose results are of another setup, before anything in it is changed."""
+    """Return the settings; refuse a folder of another setup before any change."""
     setup, grid = setup_for(bench.steps, full=bench.full), grid_for(bench.full)
     told = identity(bench, setup)
     results(ledger_of(bench), told, {configuration.name for configuration in grid})

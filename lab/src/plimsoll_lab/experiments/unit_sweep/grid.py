@@ -1,4 +1,4 @@
-"""The ledger of a sweep: one line for each configuration that is done, so that a sweep goes on where it was ended.
+"""Ledger of a sweep: a line for each finished configuration, to continue from.
 
 A file of JSON lines. The first says of what setup the results are, each other one is a configuration's result with a
 checksum over it. A line is written by one call and brought to disk before the next one. A process that is killed leaves
@@ -31,7 +31,7 @@ DEFAULT_RATES = (1, 2, 3)  # the places of those in a default run
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Design:
-    """A model and its optimizer, whatever it is computed in: trainings of one design are compared."""
+    """A model and its optimizer; trainings of one design are compared."""
 
     sequence: Sequencer
     norm: Norm
@@ -45,7 +45,7 @@ class Design:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Way:
-    """How a design is computed: in which precision, and what keeps its gradients in range."""
+    """A design's precision, and the scaling that keeps its gradients in range."""
 
     precision: Precision
     scaling: Scaling
@@ -56,7 +56,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Configuration:
-    """One training of the sweep; `rate`: the place of its learning rate in the row that its kind has, from 0."""
+    """One training; `rate`: its learning rate's place in its kind's row, from 0."""
 
     design: Design
     way: Way
@@ -107,7 +107,7 @@ def whole_grid() -> tuple[Configuration, ...]:
 
 
 def default_grid() -> tuple[Configuration, ...]:
-    """The fixed part of the grid that a default run trains, in the grid's order, at the three middle learning rates.
+    """Return the part of the grid of a default run, at the three middle rates.
 
     Every sequence with every norm, two layers deep, with AdamW, the residual schemes "running-mean" and "fixed" in
     turns as on a chessboard; every sequence once more with SGD; the plain sum, no residual, and eight layers once each.
@@ -146,7 +146,7 @@ def every_way() -> Iterable[Way]:
 
 
 def reference(design: Design) -> Design:
-    """The unscaled design that a unit-scaled one is held against: itself, or the sum that its norm makes it."""
+    """Return the unscaled design that a unit-scaled one is compared with."""
     if design.norm == "post" and design.residual == "fixed":
         return replace(design, residual="sum")
     return design
@@ -195,7 +195,10 @@ class Ledger:
 
 
 def results(path: Path, setup: Mapping[str, Any], names: Collection[str]) -> dict[str, dict[str, float]]:
-    """What the file holds, by configuration; nothing where there is no file. Changes nothing; raises as `Ledger`."""
+    """Return the file's results by configuration; none where there is no file.
+
+    Changes nothing; raises as `Ledger`.
+    """
     if not path.exists():
         return {}
     data = path.read_bytes()
@@ -213,7 +216,7 @@ def results(path: Path, setup: Mapping[str, Any], names: Collection[str]) -> dic
 
 
 def _whole(data: bytes) -> int:
-    """How many bytes are whole lines."""
+    """Return the number of bytes that are whole lines."""
     return data.rfind(b"\n") + 1
 
 

@@ -1,4 +1,4 @@
-"""One training of the sweep: from a configuration to bits per character; and as a task for workers.
+"""One training of the sweep: from configuration to bits; a task for workers.
 
 What FP16 needs to fail is stated, not hidden, and is what `lab unit` does: the loss that is computed is a micro-batch's
 share of a step over 2^19 characters, as in gradient accumulation. One micro-batch alone is computed, as if all were
@@ -33,7 +33,7 @@ HEADS, KERNEL = 2, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a model is built of, in torch's way or at unit scale: modules, and functions.
+    """Modules and functions of a model, in torch's way or at unit scale.
 
     `split` and `join` are the two ends of a residual branch with the share tau of the sum.
     """
@@ -75,7 +75,7 @@ def _weighted(branch: Tensor, skip: Tensor, tau: float) -> Tensor:
 
 
 def _unit_sum(x: Tensor, y: Tensor) -> Tensor:
-    """Of a recurrence's two terms: gradients have the factor of the sum, or a long row of them would grow."""
+    """Return the sum of a recurrence's two terms, whose gradients have its factor too."""
     return U.add(x, y, constraint="to_output_scale")
 
 
@@ -126,7 +126,7 @@ class Convolution(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Elman's recurrence: the state is tanh of what comes in plus a product of the state before."""
+    """Elman's recurrence: the state is tanh of the input plus the state's product."""
 
     def __init__(self, parts: Parts, width: int) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Network(nn.Module):
 
 
 class Branch(nn.Module):
-    """A branch with its norm and its residual; `number`: which it is in the whole model, from 1."""
+    """A branch with norm and residual; `number`: its place in the model, from 1."""
 
     def __init__(self, parts: Parts, design: Design, inner: nn.Module, width: int, number: int) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Characters(nn.Module):
         self.readout = parts.readout(width, SYMBOLS, bias=False)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Of each character (pieces, length) the scores of what comes next (pieces, length, symbols)."""
+        """Return the scores (pieces, length, symbols) after each of (pieces, length)."""
         places = torch.arange(characters.shape[1], device=characters.device)
         x = self.parts.add(self.characters(characters), self.places(places))
         return self.readout(self.norm(self.branches(x)))
@@ -211,7 +211,10 @@ class Characters(nn.Module):
 
 
 def groups(model: Characters, twin: Characters, batch: Batch, rate: float) -> list[dict[str, Any]]:
-    """One group for each parameter, with its rate; `twin`: an unscaled model of the design, whose weights are set."""
+    """Return a group for each parameter, with its rate; `twin` gets the weights.
+
+    It is an unscaled model of the design.
+    """
     forward = dict(forward_factors(model))
     twin.load_state_dict({name: forward[name] * weight.detach() for name, weight in model.named_parameters()})
     here, there = gradients(model, batch), gradients(twin, batch)
@@ -222,7 +225,7 @@ def groups(model: Characters, twin: Characters, batch: Batch, rate: float) -> li
 
 
 def gradients(model: Characters, batch: Batch) -> dict[str, float]:
-    """The root mean square of each parameter's gradient at that batch; the model keeps none of them."""
+    """Return each parameter gradient's root mean square at a batch; keeps none."""
     named = dict(model.named_parameters())
     found = torch.autograd.grad(model.loss(model(batch.inputs), batch.targets), list(named.values()))
     return {name: gradient.square().mean().sqrt().item() for name, gradient in zip(named, found, strict=True)}
@@ -230,7 +233,7 @@ def gradients(model: Characters, batch: Batch) -> dict[str, float]:
 
 @torch.no_grad()
 def forward_factors(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """Of each weight's name, what the module gives by what torch's module gives with the same weight."""
+    """Yield weights' names, and the module's output over torch's of that weight."""
     named = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
     for name, module in named:
         if isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding):
@@ -299,7 +302,7 @@ class Setup:
 
 
 def setup_for(steps: int | None, *, full: bool) -> Setup:
-    """The sizes for that many steps; the micro-batches of a step have 2^19 characters together."""
+    """Return sizes for so many steps, of micro-batches of 2^19 characters together."""
     whole = Setup()
     if full:
         whole = replace(whole, steps=1000, warmup=100, pieces=16, length=64, accumulate=512, width=128, held_out=256)
@@ -314,7 +317,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
 
 
 def rate_of(configuration: Configuration) -> float:
-    """The learning rate: places in a row are a factor of two apart, the middle one has place 2."""
+    """Return the learning rate: a factor of two a place, 2 for the middle one."""
     design, unit = configuration.design, configuration.way.scaling == "unit"
     return _MIDDLE[unit, design.optimizer][design.norm] * _STEP ** (configuration.rate - RATES // 2)
 
@@ -322,7 +325,7 @@ def rate_of(configuration: Configuration) -> float:
 def train(
     configuration: Configuration, setup: Setup, *, seed: int, device: str, run: Path | None = None
 ) -> dict[str, float]:
-    """Trains from the weights and on the batches of that seed; watched into a run where one is named.
+    """Train from the weights and batches of that seed, watched if there is a run.
 
     Gives bits per character of held-out text, of the last tenth of the training, and of its first step.
     """
@@ -358,7 +361,7 @@ def train(
 def make_optimizer(
     model: Characters, configuration: Configuration, setup: Setup, seed: int = 0
 ) -> torch.optim.Optimizer:
-    """The optimizer, for gradients that are divided by the number of micro-batches unless they are unit-scaled."""
+    """Return the optimizer; unscaled gradients are over the number of micro-batches."""
     rate, unit = rate_of(configuration), configuration.way.scaling == "unit"
     if configuration.design.optimizer == "sgd":
         if unit:
@@ -393,7 +396,7 @@ def to_task(configuration: Configuration, setup: Setup, *, seed: int, device: st
 
 
 def trained(task: Task) -> dict[str, float]:
-    """Trains what a task says, wherever this is; raises `PlimsollError` where the text is another there."""
+    """Train as a task says; raise `PlimsollError` where the text is another."""
     here = standard_library().sha256
     if here != task["text_sha256"]:
         raise PlimsollError(
@@ -412,7 +415,7 @@ def _loss(model: Characters, batch: Batch, device: str) -> Tensor:
 
 
 def _held_out(loop: Loop, model: Characters, setup: Setup, device: str) -> Tensor:
-    """Bits per character of the text that is held out, in the arithmetic that was trained in."""
+    """Return held-out bits per character, in the arithmetic of the training."""
     batch = held_out_batch(standard_library(), pieces=setup.held_out, length=setup.length)
     with loop.evaluate():
         return _loss(model, batch, device) / math.log(2.0)

@@ -1,4 +1,4 @@
-"""How good a detector is: the mean average precision of its boxes on scenes, at an overlap of half."""
+"""Mean average precision of a detector's boxes on scenes, at an overlap of half."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
@@ -45,7 +45,7 @@ class Scenes:
 
 
 def scenes(seed: int, step: int, count: int, size: int = PIXELS) -> Scenes:
-    """The scenes of that step; raises `ArgumentError` for a side that the feature maps do not divide."""
+    """Return the step's scenes; raise `ArgumentError` for a side not divisible."""
     if size < 2 * STRIDE or size % STRIDE:
         raise ArgumentError(
             f"scenes: expected a size that is a multiple of {STRIDE}, and {2 * STRIDE} or more; got size={size}. "
@@ -92,7 +92,7 @@ def _pictures(boxes: Tensor, classes: Tensor, size: int, generator: torch.Genera
 
 
 def _apart(ground: Tensor, colour: Tensor, generator: torch.Generator) -> Tensor:
-    """The colour, with one channel brought away from the ground's where all are near it."""
+    """Return the colour, with a channel moved from the ground's if all are near."""
     channel = torch.randint(3, (len(colour), 1, 1, 1), generator=generator)
     far = torch.where(ground < 0.5, ground + _APART, ground - _APART)
     near = ((colour - ground).abs() < _APART).all(dim=1, keepdim=True)
@@ -101,7 +101,7 @@ def _apart(ground: Tensor, colour: Tensor, generator: torch.Generator) -> Tensor
 
 
 def _mask(box: Tensor, kind: Tensor, size: int) -> Tensor:
-    """Which pixels the thing covers, by their middles."""
+    """Return the mask of the pixels whose middles the thing covers."""
     at = (torch.arange(size) + 0.5) / size
     y, x = torch.meshgrid(at, at, indexing="ij")
     half = box[:, 2:, None, None].clamp_min(1e-6) / 2
@@ -119,7 +119,7 @@ _VARIANCES = (0.1, 0.2)  # SSD's units of offsets: of the centre, in box sides, 
 
 
 def anchors(size: int) -> Tensor:
-    """All default boxes (anchors, 4) of pictures of that side, in the order of the detector's outputs."""
+    """Return the default boxes (anchors, 4) of pictures of that size."""
     rows: list[Tensor] = []
     for stride, sides in zip(STRIDES, _SIZES, strict=True):
         cells = size // stride
@@ -132,7 +132,7 @@ def anchors(size: int) -> Tensor:
 
 
 def overlaps(these: Tensor, those: Tensor) -> Tensor:
-    """The intersection over the union of each of these boxes (..., n, 4) with each of those (..., m, 4)."""
+    """Return intersections over unions of boxes (..., n, 4) and (..., m, 4)."""
     low = torch.maximum(_low(these)[..., :, None, :], _low(those)[..., None, :, :])
     high = torch.minimum(_high(these)[..., :, None, :], _high(those)[..., None, :, :])
     common = (high - low).clamp_min(0).prod(dim=-1)
@@ -141,7 +141,9 @@ def overlaps(these: Tensor, those: Tensor) -> Tensor:
 
 
 def matched(boxes: Tensor, classes: Tensor, defaults: Tensor) -> tuple[Tensor, Tensor]:
-    """What each default box is to find: a class (n, anchors), 0 for none and else one above it, and a box.
+    """Return the class and the box that each default box is to find.
+
+    The class (n, anchors) is 0 for none and else one above it.
 
     Things are `boxes` (n, things, 4) of `classes` (n, things), -1 for none.
     """
@@ -159,7 +161,7 @@ def matched(boxes: Tensor, classes: Tensor, defaults: Tensor) -> tuple[Tensor, T
 
 
 def encoded(boxes: Tensor, defaults: Tensor) -> Tensor:
-    """The offsets that lead from default boxes to boxes of the same shape; sides above zero."""
+    """Return the offsets from default boxes to boxes of one shape; sides over zero."""
     centre = (boxes[..., :2] - defaults[..., :2]) / defaults[..., 2:] / _VARIANCES[0]
     sides = (boxes[..., 2:].clamp_min(1e-6) / defaults[..., 2:]).log() / _VARIANCES[1]
     return torch.cat([centre, sides], dim=-1)
@@ -184,14 +186,17 @@ _EPSILON = 1e-4
 
 
 class Found(NamedTuple):
-    """What is said of each default box: scores (n, anchors, 1 + classes), none's first; offsets (n, anchors, 4)."""
+    """Predictions for each default box.
+
+    Scores are (n, anchors, 1 + classes), none's first; offsets (n, anchors, 4).
+    """
 
     scores: Tensor
     offsets: Tensor
 
 
 class Normed(nn.Module):
-    """Brings the channels of each cell to unit mean square, and multiplies each by its own gain; in FP32."""
+    """Norm of each cell's channels to unit mean square, with gains; in FP32."""
 
     def __init__(self, channels: int, loudness: float) -> None:
         super().__init__()
@@ -233,10 +238,10 @@ class Detector(nn.Module):
 
 
 def detection_loss(found: Found, seen: Scenes, defaults: Tensor) -> Tensor:
-    """SSD's loss, in FP32: of the class, and of the offsets of boxes that match; a mean over the latter.
+    """Return SSD's loss in FP32: of class, and of matching boxes' offsets.
 
-    `defaults` are the detector's `anchors`. Of the boxes that match nothing, only the hardest count: in each picture
-    three times as many as match.
+    It is a mean over these boxes. `defaults` are the detector's `anchors`. Of the boxes that match nothing, only the
+    hardest count: in each picture three times as many as match.
     """
     target, boxes = matched(seen.boxes, seen.classes, defaults)
     matches = target > 0
@@ -268,7 +273,9 @@ _KEPT = 30  # boxes a picture and class that are looked at, the surest
 
 
 def mean_average_precision(found: Found, seen: Scenes, defaults: Tensor) -> float:
-    """The mean over classes of the area under precision by recall, 0 to 1; 0 where an output is not finite.
+    """Return the mean over classes of the area under precision by recall, 0 to 1.
+
+    It is 0 where an output is not finite.
 
     A box finds a thing if it overlaps it by half or more and no surer box has; all boxes of all pictures are ranked by
     how sure they are. The precision at a recall is the best at that recall or above.
@@ -301,7 +308,7 @@ def _average_precision(sure: Tensor, boxes: Tensor, seen: Scenes, kind: int) -> 
 
 
 def _judged(sure: Tensor, boxes: Tensor, truth: Tensor) -> list[tuple[float, bool]]:
-    """The boxes of one picture that are no duplicates: how sure each is, and whether it finds a thing."""
+    """Return a picture's distinct boxes: how sure each is, and if it finds a thing."""
     best = sure.topk(min(_KEPT, len(sure)))
     chosen = boxes[best.indices]
     common = cast("list[list[float]]", overlaps(chosen, chosen).tolist())

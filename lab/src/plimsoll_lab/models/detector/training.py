@@ -1,4 +1,4 @@
-"""What became of a training of the small detector, read from its run and from nothing else."""
+"""Results of a training of the small detector, read from its run alone."""
 
 import math
 import re
@@ -60,7 +60,10 @@ class Setup:
 
 
 def sized(setup: Setup, experiment: str, steps: int | None, *, full: bool) -> Setup:
-    """That setup in full size, or for that many steps; raises `ArgumentError` for too few, in the experiment's name."""
+    """Return that setup in full size, or for that many steps.
+
+    Raises `ArgumentError` for too few, in the experiment's name.
+    """
     whole = replace(setup, steps=2000, warmup=100, batch=32, width=32, seeds=5, held_out=512) if full else setup
     if steps is None:
         return whole
@@ -74,7 +77,7 @@ def sized(setup: Setup, experiment: str, steps: int | None, *, full: bool) -> Se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A way to train. `scaler` is a name in `SCALERS`, None for no scaling; `scale` is for the static one."""
+    """A way to train: `scaler` of `SCALERS` or None; `scale` for the static one."""
 
     name: str
     title: str
@@ -106,7 +109,7 @@ class Job:
 
 
 def jobs_of(bench: Bench, kinds: Sequence[Kind], seeds: int) -> list[Job]:
-    """Every training: of each kind and seed. The first seed's folders have their kinds' names."""
+    """Return all trainings; the first seed's folders have their kinds' names."""
     return [
         Job(kind=kind, seed=bench.seed + seed, run=bench.runs / (f"{kind.name}-{seed}" if seed else kind.name))
         for seed in range(seeds)
@@ -136,7 +139,7 @@ def carried_out(task: Mapping[str, Any]) -> None:
 
 
 def train(job: Job, setup: Setup, device: str) -> None:
-    """Trains from the weights and on the scenes of that seed, whatever the precision, and leaves the run."""
+    """Train from the weights and scenes of that seed, and leave the run."""
     torch.manual_seed(job.seed)
     model = Detector(width=setup.width, loudness=setup.loudness).to(device)
     # A loss that is a share of the mean makes the same steps at a learning rate that is as much larger.
@@ -173,7 +176,7 @@ def train(job: Job, setup: Setup, device: str) -> None:
 def _loss_of(
     model: Detector, setup: Setup, step: int, seed: int, device: str, log: Callable[..., None]
 ) -> Callable[[], Tensor]:
-    """The share of that step's loss, as a closure: it may have to run again. The batch's own mean is logged."""
+    """Return the step's share of loss as a repeatable closure; logs the batch's mean."""
     seen = scenes(seed, step, setup.batch).to(device)
 
     def loss() -> Tensor:
@@ -185,7 +188,7 @@ def _loss_of(
 
 
 def _judged(loop: Loop, model: Detector, setup: Setup, seed: int, device: str) -> dict[str, Tensor | float]:
-    """The loss and the mean average precision on scenes that are held out, in the arithmetic that was trained in."""
+    """Return held-out loss and mean average precision, in the training's arithmetic."""
     seen = held_out(seed, setup.held_out).to(device)
     with loop.evaluate():
         found = model(seen.pictures)
@@ -204,7 +207,7 @@ def _part_of_rate(step: int, setup: Setup) -> float:
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """What a result says of how it was made."""
+    """Return a result's settings."""
     return {**setup.to_dict(), "device": device, "fp16": "emulated" if device == "cpu" else "the device's own"}
 
 
@@ -216,7 +219,10 @@ Floats = NDArray[np.float64]
 
 
 def counted(name: str) -> bool:
-    """Whether a tensor is what a convolution, a ReLU or a pooling gives: each once, and all that FP16 would hold."""
+    """Return True for the output of a convolution, a ReLU or a pooling.
+
+    Each is counted once, and these are all that FP16 would hold.
+    """
     return _TENSOR.fullmatch(name) is not None
 
 
@@ -227,7 +233,7 @@ def whole_spectrum(run: Run, steps: slice | None = None) -> Spectrum:
 
 
 def numbers_of(run: Run) -> dict[str, float]:
-    """By name: the loss and the score on held-out scenes, the gradients lost, the batches lost."""
+    """Return numbers by name: held-out loss and score, lost gradients and batches."""
     view = View(run)
     repeated = float(np.nansum(view.scalar("retries")[1]))
     skipped = float(sum(event.kind == "skip" for event in view.events))
@@ -243,7 +249,7 @@ def numbers_of(run: Run) -> dict[str, float]:
 
 
 def lost(view: View) -> dict[str, float]:
-    """Of the gradients of activations: the part that is zero; of those that are not in FP32, what FP16 made zero.
+    """Return the part of activation gradients that is zero, and that FP16 zeroed.
 
     Zeros by FP16 are those that shadow steps counted. Steps with a gradient that is not finite do not count.
     """
@@ -264,7 +270,7 @@ def lost(view: View) -> dict[str, float]:
 
 
 def steps_to(run: Run, loss: float) -> float:
-    """After how many steps the mean training loss of the last few is at most that; Inf if it never is."""
+    """Return the steps until the recent mean loss is at most `loss`, or Inf."""
     steps, smooth = smoothed(run)
     there = np.flatnonzero(smooth <= loss)
     return float(steps[there[0]] + 1) if len(there) else math.inf
@@ -284,7 +290,7 @@ def ratio_of(these: Sequence[Job], those: Sequence[Job]) -> Ratio:
 
 
 def over_seeds(jobs: Sequence[Job], reference: Sequence[Job]) -> dict[str, float]:
-    """The numbers of one kind over its seeds: means, and totals of batches; and its held-out loss by another's."""
+    """Return the numbers of one kind over its seeds: means, and totals of batches."""
     each = [numbers_of(Run(job.run)) for job in jobs]
     found = {name: float(np.mean([one[name] for one in each])) for name in each[0] if name not in _TOTALS}
     found |= {name: float(sum(one[name] for one in each)) for name in _TOTALS}

@@ -1,4 +1,4 @@
-"""``plimsoll plan``: a precision plan made from a run, or a plan checked against one."""
+"""``plimsoll plan``: a precision plan from a run, or a check of one against it."""
 
 import math
 import re
@@ -250,7 +250,7 @@ def _cell(plan: "Plan", names: list[str], role: Role, below: str) -> str:
 
 
 def _print_reasons(plan: "Plan", target: Console) -> None:
-    """Print why modules are not in the target's formats. Reasons that differ in numbers only are one."""
+    """Print why modules are not in the target's formats, similar reasons as one."""
     from plimsoll.diagnosis import grouped, shown
 
     reasons: dict[str, list[str]] = {}

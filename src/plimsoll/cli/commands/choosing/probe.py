@@ -1,4 +1,4 @@
-"""``plimsoll probe``: whether a model fits a format, from a model's folder, a file of weights, or a script."""
+"""``plimsoll probe``: fit of a model to a format, from a folder, file or script."""
 
 from collections.abc import Callable
 from pathlib import Path

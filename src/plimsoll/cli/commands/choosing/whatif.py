@@ -1,4 +1,4 @@
-"""``plimsoll whatif``: the losses of another format or scale, estimated from a run."""
+"""``plimsoll whatif``: losses of another format or scale, estimated from a run."""
 
 from typing import TYPE_CHECKING, Annotated
 

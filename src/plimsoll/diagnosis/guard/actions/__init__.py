@@ -1,1 +1,1 @@
-"""What a guard can do, one kind of action each."""
+"""The actions of a guard, one kind in each module."""

@@ -1,4 +1,4 @@
-"""What an action is to a guard: `GuardAction`; and what all of them work on: `Training`."""
+"""The base class of actions, `GuardAction`, and the state they share, `Training`."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from plimsoll.watch.companion import WatchAccess
 
 
 class Training:
-    """The training that a guard acts on; loop and scaler are held weakly, so that the guard keeps no model alive."""
+    """The training that a guard acts on, with weak references to loop and scaler."""
 
     def __init__(self, access: WatchAccess, loop: Any, scaler: Any) -> None:
         self.access = access
@@ -36,7 +36,7 @@ class Training:
         return None if self._scaler is None else self._scaler()
 
     def modules_of(self, finding: Finding) -> list[str]:
-        """The modules that a finding names, by the run's names; those that are not in the model are left out."""
+        """Return the modules that a finding names, by the run's names, if in the model."""
         modules = dict.fromkeys(_module_of(name, finding.collection, self.access.root) for name in finding.where)
         known = self.access.modules()
         return [name for name in modules if name in known]
@@ -59,19 +59,22 @@ class GuardAction(ABC):
         self.training = training
 
     def refusal(self) -> str | None:
-        """Why it can never be taken in this training; None if it may be. Asked when the guard is made."""
+        """Return why the action is impossible in this training, or None.
+
+        The guard asks for it when it is made.
+        """
         return None
 
     @abstractmethod
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:
-        """What exactly is to be done about a finding, or why it cannot be; on the rank that decides."""
+        """Return the order for a finding, or why there is none; on the deciding rank."""
 
     @abstractmethod
     def carry_out(self, order: Order) -> None:
         """Does it; on every rank."""
 
     def handled(self, finding: Finding) -> bool:  # noqa: ARG002  (what those that hold say)
-        """Whether what it has done takes care of a finding, though that is there still."""
+        """Return True if a past action takes care of a finding that still holds."""
         return False
 
     def between(self) -> None:

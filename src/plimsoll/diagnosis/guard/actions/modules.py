@@ -1,4 +1,4 @@
-"""The actions on modules: BF16 instead of what they run in, and clamping of what they return."""
+"""The actions on modules: BF16 in place of their precision, and clamped outputs."""
 
 import contextlib
 from collections.abc import Iterable
@@ -114,7 +114,10 @@ class ToBF16(GuardAction):
 
 
 class Clamp(GuardAction):
-    """What modules return is held to FP16's largest value; gradients pass, so that training can bring it down."""
+    """Action that clamps the modules' outputs to FP16's largest value.
+
+    Gradients pass, so that training can bring the outputs down.
+    """
 
     action = "clamp"
 
@@ -201,7 +204,7 @@ inlined_only(_Region.enter, _Region.leave)
 
 
 def _bf16(kind: str) -> contextlib.AbstractContextManager[Any]:
-    """BF16 by the means that are active outside: an emulation, the lists of `Autocast`, or torch's autocast."""
+    """Return a context of BF16 by the active means: emulation, `Autocast`, or torch's."""
     if thread_frame.current() is not None:
         return emulate("bf16") if kind == "cpu" else Autocast(CUDA, torch.bfloat16)
     # Without the cache, which is by weight alone: one that is used in FP16 too would be found in that.

@@ -1,4 +1,4 @@
-"""The actions on the run: leaving out a step, going back to a checkpoint, and the end."""
+"""The actions on the run: skip a step, return to a checkpoint, and end."""
 
 import importlib.util
 from collections.abc import Callable
@@ -55,12 +55,12 @@ class Skip(GuardAction):
 
 
 class Rollback(GuardAction):
-    """The last checkpoint from before the finding is put back; the run's steps are counted on."""
+    """Action that restores the last checkpoint from before the finding."""
 
     action = "rollback"
 
     def refusal(self) -> str | None:
-        """What would be saved must be all that there is."""
+        """Return why a checkpoint would be incomplete; None if it would not."""
         return self.training.keeper.refusal()
 
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
@@ -78,7 +78,7 @@ class Rollback(GuardAction):
 
 
 class Stop(GuardAction):
-    """The training ends with `GuardStop`, the run being on disk; with a report, if one was asked for."""
+    """Action that ends the training with `GuardStop`, after the run is on disk."""
 
     action = "stop"
 
@@ -119,7 +119,10 @@ def html_writer() -> Callable[[Path, Path], object]:
 
 
 def reporting(given: "str | Path | Callable[[Path], object]") -> Callable[[Path], object]:
-    """What writes a report of a run: the function itself, or one that writes HTML to the path."""
+    """Return the function that writes a report of a run.
+
+    It is the given function, or one that writes HTML to the path.
+    """
     if callable(given):
         return given
     target = Path(given)

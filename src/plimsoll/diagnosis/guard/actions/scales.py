@@ -17,7 +17,7 @@ _LOWEST, _HIGHEST = 2.0**-14, 2.0**64  # for scalers without bounds of their own
 
 
 class LossScale(GuardAction):
-    """What raising and lowering share."""
+    """Base of the actions that raise and lower the loss scale."""
 
     def refusal(self) -> str | None:
         """Return why the scaler's scale cannot be set to last; None if it can."""
@@ -37,7 +37,7 @@ class LossScale(GuardAction):
     # rule. Raising leaves one binade above the largest recent gradient; where nothing of the gradients is left to see,
     # it goes up by four binades at a time.
     def change(self, finding: Finding, since: int, exponent: int, reason: str) -> Order | str:
-        """Return an order for a scale of that power of two, clamped to the scaler's bounds."""
+        """Return an order for a scale of that power of two, within the scaler's bounds."""
         scaler: Any = self.training.scaler
         if scaler is None:
             return "the loss is no longer scaled"
@@ -51,7 +51,7 @@ class LossScale(GuardAction):
         )
 
     def carry_out(self, order: Order) -> None:
-        """Set the scale. Watches do not record it: for them the step has ended with the scaler's own update."""
+        """Set the scale. Watches do not record it: the scaler's update ended the step."""
         scaler, scale = self.training.scaler, float(order.after or 0)
         if hasattr(scaler, "set_scale"):
             scaler.set_scale(scale)
@@ -129,6 +129,6 @@ class LayerScale(GuardAction):
         return self.order(finding, since, reason, before=before, after="measured again", where=chosen, targets=chosen)
 
     def carry_out(self, order: Order) -> None:  # noqa: ARG002  (all layers, not only those that are named)
-        """Has the scaler look again at all layers: what one has lost may have been lost in the one before."""
+        """Have the scaler examine all layers: one's loss may come from the one before."""
         scaler: Any = self.training.scaler
         scaler.look_again()

@@ -1,4 +1,4 @@
-"""What must be finite in the end: the loss, the gradients, and what a step leaves behind."""
+"""Checks at the end: the loss, the gradients and the lasting state are finite."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ class EndChecks:
         return list(self._leaves.values())
 
     def backward(self, tensors: Any) -> list[Tensor]:
-        """A backward of these tensors begins; returns the leaves that gradients will come to."""
+        """Note a backward of these tensors; return the leaves that gradients come to."""
         roots = list(tensors_in(tensors))
         for root in roots:
             self._look("the loss", _LOSS, root.detach(), deliberate=True)

@@ -1,4 +1,4 @@
-"""Where values that are not finite came from, and which memory they have reached.
+"""Origins of values that are not finite, and the memory that they have reached.
 
 An *origin* is an operation whose output is not finite although nothing that it read was, or memory that was so before
 the closure began. Whatever reads such memory and is not finite itself inherits its origins, so that the loss and the
@@ -30,7 +30,7 @@ class Forward:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Origin:
-    """An operation that made values not finite, or flushed them; or memory that held such."""
+    """Operation that made or flushed values, or memory that held non-finite ones."""
 
     index: int  # the operation's number in the run
     what: What
@@ -57,7 +57,7 @@ class Origin:
 
 
 class MemoryProvenance:
-    """Memory, by its identity: what is known of how it came to be, and which origins it has."""
+    """Provenance and origins of memory, by its identity."""
 
     def __init__(self) -> None:
         self.origins: list[Origin] = []
@@ -84,7 +84,7 @@ class MemoryProvenance:
             self._keep(memory, x)
 
     def birth(self, memory: int) -> str | None:
-        """How the memory was made; None if it was there before the closure began."""
+        """Return how the memory was made; None if it is older than the closure's run."""
         return self._born.get(memory)
 
     def of(self, x: Tensor) -> frozenset[Origin]:
@@ -93,7 +93,7 @@ class MemoryProvenance:
         return frozenset[Origin]().union(*origins)
 
     def mark(self, x: Tensor, origins: Iterable[Origin], *, anew: bool) -> None:
-        """The tensor is not finite, by these origins; `anew`: whatever was in its memory is gone."""
+        """Mark a tensor as not finite by these origins; `anew`: drops its memory's own."""
         for memory in memory_of(x):
             before = frozenset[Origin]() if anew else self._of.get(memory, frozenset[Origin]())
             self._of[memory] = before | frozenset(origins)
@@ -118,7 +118,7 @@ class MemoryProvenance:
 # nothing else can be. A NaN that an operation makes of deliberate Infs (the softmax of a row that is all -Inf) is an
 # origin of its own.
 def first_cause(candidates: Iterable[Origin]) -> Origin | None:
-    """Of the origins that reached something, the first; one that was not asked for before one that was."""
+    """Return the first origin that reached something; deliberate ones come last."""
     ordered = sorted(candidates, key=lambda origin: (origin.deliberate, origin.index))
     return ordered[0] if ordered else None
 

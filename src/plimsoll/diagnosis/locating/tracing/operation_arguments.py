@@ -1,4 +1,4 @@
-"""The arguments of an operation, as `locate` tells them: its tensors by their names, the rest as numbers or text."""
+"""An operation's arguments as `locate` writes them: tensors by name, and the rest."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ def flat(given: Mapping[str, Any]) -> Named:
 
 
 def is_odd(value: Any) -> bool:
-    """Whether it is a number that is not finite."""
+    """Return True for a number that is not finite."""
     return isinstance(value, float) and not math.isfinite(value)
 
 

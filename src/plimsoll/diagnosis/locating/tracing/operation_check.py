@@ -1,4 +1,4 @@
-"""One operation as `locate` sees it: before it runs, what it is about to overwrite; after it, what it gave."""
+"""One operation as `locate` sees it: memory it will overwrite, and its results."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,7 +45,7 @@ class OperationCheck:
     # -- before --------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Before it runs: notes where it was called from, and keeps what it will overwrite."""
+        """Note the call site before the operation runs, and keep what it will overwrite."""
         if self.backward:
             self.forward = self.tracer.forwards.of(self.node)
         elif not (self.facts.view or self.facts.collective or self.facts.name.startswith("profiler.")):
@@ -113,7 +113,7 @@ class OperationCheck:
                 self.trail.bear(x, how)
 
     def _finite(self, x: Tensor) -> None:
-        """A new tensor is finite, and so is all of its memory; what is written in place may be a part of its."""
+        """Mark a new tensor and its memory as finite; a view may be only a part."""
         if not x._is_view():  # noqa: SLF001
             self.trail.clear(x)
 
@@ -161,7 +161,7 @@ class OperationCheck:
     def _came_with(
         self, name: str, x: Tensor, s: Spectrum, inputs: Named, spectra: Mapping[str, Spectrum | None]
     ) -> frozenset[Origin]:
-        """The origins of an input that is not finite; one that nothing is known of had its values before."""
+        """Return a bad input's origins; an unknown one had its values before."""
         known = self.trail.of(self._real(name, x))
         if known:
             return known
@@ -188,7 +188,10 @@ class OperationCheck:
     # also for those of its values that were; and if it makes a NaN of Infs that were there on purpose. Everything else
     # inherits.
     def _is_new(self, bad: Named, dirty: Named, spectra: Mapping[str, Spectrum | None], origins: set[Origin]) -> bool:
-        """Whether the operation itself made values not finite, beyond what it was given."""
+        """Return True if the operation itself made values that are not finite.
+
+        Those that it was given do not count.
+        """
         if not dirty:
             return True
         if self._has_odd_scalar() or any(origin.deliberate for origin in origins):
@@ -199,7 +202,7 @@ class OperationCheck:
         return self._fresh(bad, dirty, self._inputs()) is not None
 
     def _fresh(self, bad: Named, dirty: Named, inputs: Named) -> Tensor | None:
-        """Of an operation that works value by value: which of its first bad output come of finite values alone."""
+        """Return which of a pointwise operation's bad outputs come of finite values alone."""
         if not self.facts.pointwise or not dirty:
             return None
         for _, x in bad:
@@ -218,7 +221,7 @@ class OperationCheck:
         return any(is_odd(value) for value in self.given.values())
 
     def _deliberate_constant(self, result: Any) -> None:
-        """A tensor that Python code makes of numbers: what is not finite in it was asked for."""
+        """Note a tensor made of numbers in Python: its non-finite values are deliberate."""
         x = next(tensors_in(result), None)
         plain = None if x is None else readable(x)
         if x is None or plain is None or not count_nonfinite(plain) or self.trail.of(x):
@@ -232,7 +235,7 @@ class OperationCheck:
     # -- flushes -------------------------------------------------------------------------------------------------------
 
     def _look_for_flush(self, share: float, seen: Sequence[tuple[str, Tensor, Tensor]]) -> None:
-        """Notes the operation if it made zeros of more than the share of what should not be zero."""
+        """Note the operation if it made zeros of too large a share of nonzero values."""
         suspects = [(n, x, p) for n, x, p in seen if p.numel() and int((p == 0).sum()) > share * p.numel()]
         if not suspects:
             return
@@ -313,7 +316,10 @@ class OperationCheck:
             origin.expected = float(wide[place][origin.first_index].item())
 
     def _place(self) -> Place:
-        """Where it was called from: in a backward, from where its forward was, unless the user's own code runs."""
+        """Return the place that it was called from.
+
+        In a backward that is where its forward was called from, unless the user's own code runs.
+        """
         place = self.place or look(backward=self.backward)
         self._roots(place)
         if self.backward and not place.recomputing and self.forward is not None:
@@ -365,7 +371,7 @@ class OperationTracer(TorchDispatchMode):
         return result
 
     def about_to_write(self, x: Tensor) -> None:
-        """An operation changes memory; if it was there before the closure began, its content is kept."""
+        """Keep memory that was there before the closure, as an operation changes it."""
         for memory in memory_of(x):
             if self.trail.birth(memory) is None:
                 self.trail.written.setdefault(memory, x)
@@ -373,5 +379,5 @@ class OperationTracer(TorchDispatchMode):
                     self._about_to_write(x)
 
     def flush_share(self) -> float | None:
-        """The share from which on a flush is a fault; None once there is one, or if none is asked for."""
+        """Return the share that makes a flush a fault; None once found, or if not asked."""
         return self._flush_share if self.flushed is None else None

@@ -1,4 +1,4 @@
-"""What a tensor is to `locate`: whether all its values are finite, and a record of it."""
+"""Facts about tensors for `locate`: a check that all are finite, and a record."""
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def readable(x: Tensor) -> Tensor | None:
-    """The plain floating tensor whose values can be looked at; None where there is none."""
+    """Return the plain floating tensor that can be read; None without one."""
     if x.is_complex() and x.layout == torch.strided:
         return readable(torch.view_as_real(x.resolve_conj().detach()))
     if not x.is_floating_point():
@@ -28,14 +28,14 @@ def readable(x: Tensor) -> Tensor | None:
 
 
 def count_nonfinite(x: Tensor) -> int:
-    """How many values are NaN or Inf; waits for the device."""
+    """Return the number of NaN and Inf values; waits for the device."""
     counts = kernels.new_counts(1, x.device)
     kernels.count_nonfinite_into([x], counts, 0)
     return int(counts.item())
 
 
 def spectrum_of(x: Tensor) -> Spectrum | None:
-    """What the tensor holds; None where there is nothing to measure."""
+    """Return the tensor's spectrum; None where there is nothing to measure."""
     seen = readable(x)
     return None if seen is None else measure(seen)
 

@@ -1,4 +1,4 @@
-"""An operation once more in a wider format: what its result would be if its own format had range enough."""
+"""An operation again in a wider format: its result if its range were enough."""
 
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ def wider(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def wide_results(facts: Facts, func: Any, given: dict[str, Any], narrow: torch.dtype) -> list[Tensor]:
-    """The tensors that the operation gives or writes, in their order, computed in the dtype above `narrow`.
+    """Return the operation's results in their order, in the dtype above `narrow`.
 
     None where it draws random numbers, or does not run in that dtype. `given` are its arguments as they were before.
     """

@@ -1,7 +1,7 @@
-"""Casting a matrix to 8-bit codes on the CPU: bands of 64 rows, each read once and shared among the threads.
+"""Casting of a matrix to 8-bit codes on the CPU, in bands that threads share.
 
-A band's values are widened to float32 where they are not, counted if asked for, multiplied, and rounded by integers.
-Then its codes, which are still in the cache, are transposed in tiles of 64 by 64.
+A band has 64 rows, each read once. A band's values are widened to float32 where they are not, counted if asked for,
+multiplied, and rounded by integers. Then its codes, which are still in the cache, are transposed in tiles of 64 by 64.
 """
 
 import functools
@@ -75,7 +75,10 @@ _NAN_CODE = NAN_CODE
 
 @inlined
 def _encode(bits, inverse_quantum, drop, rebias, least, most):
-    """The code of float32 bits, without its sign: `drop` mantissa bits go, `rebias` is the exponent's new origin."""
+    """Return the code of float32 bits without its sign.
+
+    `drop` mantissa bits go, `rebias` is the exponent's new origin.
+    """
     clamped = min(bits, most)
     odd = np.uint32(clamped >> drop) & np.uint32(1)
     half = np.uint32(np.uint32(1) << np.uint32(drop - np.uint32(1))) - np.uint32(1)
@@ -140,10 +143,11 @@ def _transpose(band, width, first, height, columns):
 
 @kernel
 def _cast_band(address, item, kind, rows, columns, first, last, scale, e5m2, codes_at, columns_at, height, row_at):
-    """Rows from `first` to `last`; the addresses of codes, of the transpose's and of the row are 0 for none.
+    """Cast rows `first` to `last`; addresses are 0 for outputs that are not wanted.
 
-    `item` is the bytes of a value; `height` the transpose's row length. What both are made up with is written too:
-    columns by every call, rows by the one that ends with the last row.
+    Outputs are the codes, those of the transpose, and the row. `item` is the bytes of a value; `height` the transpose's
+    row length. What both are made up with is written too: columns by every call, rows by the one that ends with the
+    last row.
     """
     width = (columns + 15) // 16 * 16
     wide, exponents, clean = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)

@@ -1,10 +1,10 @@
-"""Casting on the CPU: integer rounding of float bits, in spans of 1,024 values that stay in the first-level cache.
+"""Casting on the CPU: integer rounding of float bits, in spans of 1,024 values.
 
-A span is widened to float32 or float64 bits, rounded as integers, and written in the dtype of the output. Two widths of
-the same arithmetic: 32 bits for float32, bfloat16 and float16 input where float32 reaches as far as the format, else 64
-bits (float64 input, a scale that is no power of two, formats with more exponent bits). Every loop is branch-free, so
-that LLVM makes vectors of it; what differs from format to format is loop-invariant and comes in an array of numbers
-(`_plan`), so that one compiled kernel serves them all.
+Spans stay in the first-level cache. A span is widened to float32 or float64 bits, rounded as integers, and written in
+the dtype of the output. Two widths of the same arithmetic: 32 bits for float32, bfloat16 and float16 input where
+float32 reaches as far as the format, else 64 bits (float64 input, a scale that is no power of two, formats with more
+exponent bits). Every loop is branch-free, so that LLVM makes vectors of it; what differs from format to format is
+loop-invariant and comes in an array of numbers (`_plan`), so that one compiled kernel serves them all.
 
 Block formats are the same arithmetic again: a power-of-two scale only moves the format's exponents (`_plan` calls them
 lowest and largest), so nothing is multiplied.
@@ -177,7 +177,10 @@ def _encode(bits, n, plan, work):
 
 @inlined
 def _round_to_codes(bits, n, plan, work):
-    """`_round_nearest_even` and `_encode` in one: the code is what is kept, counted from its binade's first code."""
+    """Round and encode in one: `_round_nearest_even`, then `_encode`.
+
+    The code is what is kept, counted from its binade's first code.
+    """
     U = bits.dtype.type  # noqa: N806
     one, width, sign_mask, mask, fraction_mask, implicit, infinity, _, most = work
     mantissa, lowest, largest = U(plan[MANTISSA]), U(plan[LOWEST]), U(plan[MAX_CODE])
@@ -219,7 +222,10 @@ _LANES, _ROUNDS = philox.LANES, philox.ROUNDS
 
 @inlined
 def _fill_noise(words, group, key):
-    """The 1,024 words of one group (see `kernels.philox`), kept in 64-bit lanes while they multiply."""
+    """Fill in the 1,024 words of one group (see `kernels.philox`).
+
+    They are kept in 64-bit lanes while they multiply.
+    """
     first, second, third, fourth = words[:256], words[256:512], words[512:768], words[768:1024]
     for lane in range(_LANES):
         counter = np.uint64(group) * np.uint64(_LANES) + np.uint64(lane)
@@ -242,7 +248,7 @@ def _fill_noise(words, group, key):
 
 @inlined
 def _noise_at(words, group_words, group, index, n, key):
-    """The words of values `index` to `index + n`; `group_words` holds those of group ``group[0]``."""
+    """Return the words of values `index` to `index + n`; caches group ``group[0]``'s."""
     if index % SPAN == 0 and n == SPAN:
         _fill_noise(words, index // SPAN, key)
         return
@@ -334,7 +340,10 @@ def _read64(source, kind, start, n, factor, half, bits):
 
 @inlined
 def _write64(bits, target, kind, start, n, factor, carrier, half):
-    """Writes float64 values over `factor`, rounded once to the carrier (its plan is empty for float64)."""
+    """Write float64 values over `factor`, rounded once to the carrier.
+
+    Its plan is empty for float64.
+    """
     values = bits.view(np.float64)
     if factor != 1.0:
         for i in range(n):
@@ -438,7 +447,10 @@ def _multiply(values, size, factor):
 
 @inlined
 def _scale_down(bits, values, n, block, factors, codes, rule, element, work, scale_numbers):
-    """Divides each block by its power-of-two scale; notes scale and code (NaN where a value is not finite)."""
+    """Divide each block by its power-of-two scale; note scale and code.
+
+    They are NaN where a value is not finite.
+    """
     U = bits.dtype.type  # noqa: N806
     one, width, _, mask, fraction_mask, implicit, infinity, _, _ = work
     largest_element = U(element[LARGEST])
@@ -491,7 +503,10 @@ def _divide_by_scale(bits, values, n, block, factors, codes, tensor_scale, eleme
 
 @inlined
 def _round_scale(ideal, scale_numbers, upward):
-    """A positive number as a scale format with a mantissa holds it, to nearest even or upward, and its code."""
+    """Return a positive number in a scale format with a mantissa, and its code.
+
+    It is rounded to nearest even or upward.
+    """
     lowest, highest_code, mantissa = scale_numbers[1], scale_numbers[4], scale_numbers[5]
     exponent = max(np.int64(as_uint64(ideal) >> np.uint64(52)) - 1023, lowest)
     exact = ideal * _power_of_two(mantissa - exponent)
@@ -520,7 +535,7 @@ def cast_blocks32(
     source, source_kind, target, target_kind, code_kind, scales, first, last, columns, block, rule, directed, element,
     scale_numbers, carrier,
 ):  # fmt: skip
-    """Rounds parts of float32, or narrower, values to a block format, with the scale of each block."""
+    """Round parts of float32 or narrower values to a block format, with scales."""
     span = max(SPAN // block, 1) * block
     bits = np.empty(span, np.uint32)
     values = bits.view(np.float32)
@@ -549,7 +564,7 @@ def cast_blocks64(
     source, source_kind, target, target_kind, code_kind, scales, first, last, columns, block, rule, directed, element,
     scale_numbers, carrier, factor, tensor_scale, upward, key,
 ):  # fmt: skip
-    """Rounds parts of values to a block format, in float64: what `cast_blocks32` cannot do exactly."""
+    """Round parts of values to a block format in float64, beyond `cast_blocks32`."""
     span = max(SPAN // block, 1) * block
     bits, half, words = np.empty(span, np.uint64), np.empty(span, np.uint32), np.empty(span, np.uint32)
     values = bits.view(np.float64)
@@ -605,7 +620,10 @@ def _write_any_codes(codes, target, kind, row, start, n, columns):
 
 @inlined
 def _write_pairs(codes, target, row_start, start, n):
-    """Two 4-bit codes a byte, the first in the low half. `start` is odd only where blocks are: that half is added."""
+    """Write two 4-bit codes a byte, the first in the low half.
+
+    `start` is odd only where blocks are: that half is added.
+    """
     if start % 2:
         before = carray(pointer(target + row_start + start // 2), (1,), np.uint8)
         before[0] |= np.uint8(np.uint8(codes[0]) << np.uint8(4))

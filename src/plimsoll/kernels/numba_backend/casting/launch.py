@@ -1,4 +1,4 @@
-"""Casting on the CPU, from tensors to kernels: which width of work, which numbers, and even shares for the threads."""
+"""Casting on the CPU, from tensors to kernels: width, numbers, shares of threads."""
 
 import functools
 import math
@@ -57,7 +57,7 @@ def cast(x: Tensor, out: Tensor, arguments: CastArguments[CastSpec]) -> None:
 
 
 def pack(x: Tensor, codes: Tensor, arguments: CastArguments[CastSpec]) -> None:
-    """Writes the code of each value of the matrix `x` into `codes`: of its shape, or two a byte for 4-bit formats."""
+    """Write the codes of matrix `x` into `codes`; 4-bit codes two a byte."""
     spec = arguments.spec
     if not spec.signed or x.dtype not in _KINDS:
         torch_backend.pack(x, codes, arguments)
@@ -70,7 +70,7 @@ def pack(x: Tensor, codes: Tensor, arguments: CastArguments[CastSpec]) -> None:
 
 
 def block_cast(x: Tensor, out: Tensor, arguments: CastArguments[BlockSpec]) -> None:
-    """Writes the values of the matrix `x`, as the block format holds them, into `out`; blocks run along the rows."""
+    """Write matrix `x` in the block format into `out`; blocks run along the rows."""
     if x.dtype not in _KINDS or out.dtype not in _KINDS:
         torch_backend.block_cast(x, out, arguments)
         return
@@ -81,7 +81,10 @@ def block_cast(x: Tensor, out: Tensor, arguments: CastArguments[BlockSpec]) -> N
 
 
 def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArguments[BlockSpec]) -> None:
-    """Writes the element codes (as `pack`) and one scale code a block; a block with NaN or Inf has codes of zero."""
+    """Write element codes (as `pack`) and one scale code a block.
+
+    A block with NaN or Inf has codes of zero.
+    """
     if x.dtype not in _KINDS:
         torch_backend.block_pack(x, codes, scales, arguments)
         return
@@ -90,7 +93,7 @@ def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArgument
 
 
 def _cast_flat(x: Tensor, out: Tensor, spec: CastSpec, factor: float, key: Any, offset: int) -> None:
-    """Runs the kernel over two stretches of memory of equal length; `offset` is the index of the first value."""
+    """Run the kernel over equal stretches of memory from the value `offset` on."""
     count = x.numel()
     source_kind, target_kind = _KINDS[x.dtype], _KINDS[out.dtype]
     code_kind = None if out.dtype.is_floating_point else target_kind
@@ -147,7 +150,10 @@ def _cast_blocks(
 
 
 def _shape_for_threads(x: Tensor, block: int) -> tuple[int, int]:
-    """The matrix's shape; of few long rows that whole blocks fill, more and shorter ones: the memory is the same."""
+    """Return the matrix's shape, with few long rows cut into more of whole blocks.
+
+    The memory is the same.
+    """
     rows, columns = x.shape
     while rows < _MOST_CUT_ROWS and columns > kernels.SPAN and columns % (2 * block) == 0:
         rows, columns = 2 * rows, columns // 2
@@ -155,7 +161,7 @@ def _shape_for_threads(x: Tensor, block: int) -> tuple[int, int]:
 
 
 def _blocks_fit_float32(spec: BlockSpec) -> bool:
-    """Return whether blocks of up to 32-bit input can be scaled and rounded as float32."""
+    """Return whether blocks of up to 32 bits can be scaled and rounded as float32."""
     element = spec.element.format
     # Scaling may flush a value below 2**-126, which every mode here rounds to zero anyway: not so up, down, stochastic.
     keeps_zero = spec.element.rounding in (NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO)
@@ -163,14 +169,17 @@ def _blocks_fit_float32(spec: BlockSpec) -> bool:
 
 
 def _cuts(count: int, values: int, step: int) -> list[tuple[int, int]]:
-    """Ranges of about equal length over `count` things of `values` values in all, beginning at multiples of `step`."""
+    """Return about equal ranges over `count` things, from multiples of `step`.
+
+    They have `values` values in all.
+    """
     size = -(-count // threads.shares(values))
     size = max(-(-size // step) * step, 1)
     return [(first, min(first + size, count)) for first in range(0, count, size)]
 
 
 def _directed(spec: CastSpec) -> bool | None:
-    """None for rounding to nearest even (and stochastic), which then costs no compilation of the other modes."""
+    """Return None for nearest even and stochastic: other modes are not compiled then."""
     return None if spec.rounding in (NEAREST_EVEN, STOCHASTIC) else True
 
 
@@ -192,7 +201,7 @@ def _exponent_of(factor: float) -> int | None:
 
 
 def _fits_float32(spec: CastSpec, exponent: int) -> bool:
-    """Return whether float32 bits can be rounded to the format, its values divided by 2**exponent."""
+    """Return whether float32 bits over 2**exponent can be rounded to the format."""
     fmt = spec.format
     lowest, highest = fmt.min_exponent - exponent, fmt.max_exponent - exponent
     return -126 <= lowest and highest <= 127 and lowest <= 127 and fmt.mantissa_bits <= 23
@@ -229,7 +238,7 @@ def _plan(spec: CastSpec, width: int, shift: int) -> Any:
 
 
 def _carrier_plan(dtype: torch.dtype, spec: CastSpec | None, width: int) -> Any:
-    """Return the plan of rounding to the carrier; empty if it represents all of the format, None for codes."""
+    """Return the plan of rounding to the carrier, empty if it is exact; None: codes."""
     if not dtype.is_floating_point:
         return None
     if dtype == torch.float64:

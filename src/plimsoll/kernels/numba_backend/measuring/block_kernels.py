@@ -1,4 +1,4 @@
-"""Measuring the block record on the CPU: how far values lie below the largest one of their block."""
+"""Measuring the block record on the CPU: values below their block's largest."""
 
 import numpy as np
 from numba import carray

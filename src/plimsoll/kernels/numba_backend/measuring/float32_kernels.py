@@ -1,8 +1,8 @@
-"""Measuring float32 on the CPU: long tensors by sweeps (`sweep`), the rest in blocks, as `kernels` does.
+"""Measuring float32 on the CPU: long tensors by sweeps, the rest in blocks.
 
-A sweep takes values whose magnitudes lie in one window of 32 binades, and zeros. A short block goes first: where its
-values fit a window, and span so many binades that a sweep is faster, the sweep takes over from there, until a group of
-values does not fit. The block that has it decides anew.
+See `sweep` and `kernels`. A sweep takes values whose magnitudes lie in one window of 32 binades, and zeros. A short
+block goes first: where its values fit a window, and span so many binades that a sweep is faster, the sweep takes over
+from there, until a group of values does not fit. The block that has it decides anew.
 """
 
 import numpy as np
@@ -67,7 +67,10 @@ def new_room():
 
 @kernel
 def measure_floats(table, parts, address, length, row_address, fresh, kind):
-    """Arguments are those of the kernels in `kernels`; the kind is 0 for float32, 1 for bfloat16, 2 for float16."""
+    """Measure floats. Kinds: 0 for float32, 1 for bfloat16, 2 for float16.
+
+    Arguments are those of the kernels in `kernels`.
+    """
     room, wide = new_room(), _wide_memory()
     for part in range(parts):
         address, length, row_address = part_of(table, part, address, length, row_address)
@@ -105,7 +108,7 @@ def widen(bits, address, kind, n):
 
 @pasted
 def _sweep_groups(address, groups, row, room):
-    """Sweeps over groups up to one that is not in the window; returns how many values these are."""
+    """Sweep over groups up to one outside the window; return how many values."""
     state, swept, moments = room[0], room[1], room[2]
     planes = swept.ctypes.data
     done = sweep(address, groups, state[TOP], planes, planes + 4 * EXTREMES, moments.ctypes.data)
@@ -125,7 +128,10 @@ def note_swept(done, groups, row, room):
 
 @pasted
 def _add_one_block(bits, n, row, room):
-    """Counts values that are not swept; returns whether those that follow should be, for which it moves the window."""
+    """Count values that are not swept; return whether the next ones should be.
+
+    It moves the window for those.
+    """
     state, exponents = room[0], room[4]
     extremes = scan(bits, exponents, n)
     low, high = add_block(bits, n, extremes, exponents, room[5], row, row.view(np.float64), room[3])
@@ -135,7 +141,7 @@ def _add_one_block(bits, n, row, room):
 
 @pasted
 def move_window(extremes, low, high, row, room):
-    """Whether values like a block's should be swept: the window moves to them then."""
+    """Return True if a block like this is swept; moves the window to its values."""
     state = room[0]
     if max(extremes[0], extremes[1]) >= np.uint32(_INF32) or not low + _LEAST_BINADES <= high < low + 32:
         return False

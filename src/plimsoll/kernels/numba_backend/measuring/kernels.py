@@ -1,11 +1,12 @@
-"""Measuring on the CPU: one pass over memory, in blocks of 4,096 values that stay in the first-level cache.
+"""Measuring on the CPU: one pass over memory, in blocks of 4,096 values.
 
-Per block: (1) one vector loop takes the exponent byte of every value and the three extremes as integers; (2) bytes are
-counted for the occupied binades only, from the highest down, 32 at a time (`count_four`): a block of real data spans
-15 to 40 binades, and this beats a scalar histogram up to about 60; (3) moments are summed in float64 by a loop that may
-reorder, which is safe since NaN and Inf were cleared first. Sixteen-bit values are widened to float32 bits in a buffer,
-float64 has its own loop, and 8-bit codes are simply counted: everything follows from 256 numbers. Float32 has
-its kernel in `float32_kernels`, which sweeps over long tensors instead.
+Blocks stay in the first-level cache. Per block: (1) one vector loop takes the exponent byte of every value and the
+three extremes as integers; (2) bytes are counted for the occupied binades only, from the highest down, 32 at a time
+(`count_four`): a block of real data spans 15 to 40 binades, and this beats a scalar histogram up to about 60; (3)
+moments are summed in float64 by a loop that may reorder, which is safe since NaN and Inf were cleared first.
+Sixteen-bit values are widened to float32 bits in a buffer, float64 has its own loop, and 8-bit codes are simply
+counted: everything follows from 256 numbers. Float32 has its kernel in `float32_kernels`, which sweeps over long
+tensors instead.
 
 Kernels take addresses, so that a call with a thousand tensors is one call. Other kernels use some of these parts too.
 """
@@ -46,7 +47,10 @@ _ABSMIN_TOP, _WORDS = row_layout.ABSMIN_TOP, row_layout.NARROW
 
 @inlined
 def scan(bits, exponents, n):
-    """Exponent bytes of `n` values; largest bits of either sign; the smallest magnitude's less one (zero wraps)."""
+    """Write exponent bytes; return the largest bits by sign, the smallest less one.
+
+    A smallest magnitude of zero wraps.
+    """
     positive, negative, nearest = np.int32(0), np.uint32(0), np.uint32(0xFFFF_FFFF)
     for i in range(n):
         value = bits[i]
@@ -86,7 +90,7 @@ def _add_moments(sums, moments):
 
 @inlined
 def _clear_nonfinite(bits, clean, n, row):
-    """Counts NaN and Inf and copies the bits with zeros in their place; returns how many there were."""
+    """Count NaN and Inf, copy the bits with zeros for them; return their number."""
     nans, positive, negative = 0, 0, 0
     for i in range(n):
         value = bits[i]
@@ -103,7 +107,10 @@ def _clear_nonfinite(bits, clean, n, row):
 
 @inlined
 def _count_vector(exponents, n, top, lowest, counts, offset):
-    """Adds how many bytes equal each of `top` to `lowest` >= 1 to ``counts[0, byte + offset]``; returns the sum."""
+    """Add counts of bytes `top` to `lowest` >= 1 to ``counts[0, byte + offset]``.
+
+    Returns the sum.
+    """
     chunks = (n + 31) // 32
     count = 0
     while top >= lowest:
@@ -130,7 +137,10 @@ def _count_scalar(exponents, n, counts):
 
 @inlined
 def _count_codes(codes, n, counts):
-    """Adds one for each code to one of four histograms, so that equal neighbours do not wait for each other."""
+    """Add one for each code to one of four histograms.
+
+    So equal neighbours do not wait for each other.
+    """
     quarter = n // 4
     first, second, third, fourth = (
         codes[:quarter], codes[quarter : 2 * quarter], codes[2 * quarter : 3 * quarter], codes[3 * quarter : n],
@@ -146,7 +156,10 @@ def _count_codes(codes, n, counts):
 
 @inlined
 def _count_zeros(bits, n, row, cleared, low):
-    """Of `low` values with a zero exponent, `cleared` NaN or Inf among them: counts zeros, and subnormals by binade."""
+    """Count zeros, and subnormals by binade, of `low` values with a zero exponent.
+
+    `cleared` NaN or Inf are among them.
+    """
     zeros = 0
     for i in range(n):
         zeros += (bits[i] & np.uint32(0x7FFF_FFFF)) == np.uint32(0)
@@ -160,7 +173,10 @@ def _count_zeros(bits, n, row, cleared, low):
 
 @inlined
 def key_of(magnitude):
-    """The bits of the float64 with the value of float32 magnitude bits; in integers for subnormals, flushed or not."""
+    """Return the float64 bits of the value of float32 magnitude bits.
+
+    Subnormals, flushed or not, are converted in integers.
+    """
     if magnitude < np.uint32(0x0080_0000):
         return as_int64(np.float64(magnitude) * _TINY32)
     return as_int64(np.float64(as_float32(magnitude)))
@@ -168,9 +184,9 @@ def key_of(magnitude):
 
 @inlined
 def add_block(bits, n, extremes, exponents, clean, row, sums, counts):
-    """Counts one block of `n` scanned float32 bit patterns into the row and into `counts` (by biased exponent).
+    """Count a block of `n` scanned float32 bits into the row and into `counts`.
 
-    Returns the lowest and the highest exponent that it counted.
+    `counts` goes by biased exponent. Returns the lowest and the highest exponent that it counted.
     """
     positive, negative, nearest = extremes
     cleared, top, lowest = 0, 0, 255
@@ -265,7 +281,7 @@ def fold64(counts, row, low, high):
 
 @inlined
 def _scan64(bits, n):
-    """Return the largest bits of either sign, the smallest magnitude less one (zero wraps), and how many are zero."""
+    """Return the largest bits by sign, the smallest less one (zero wraps), and zeros."""
     positive, negative, nearest, zeros = np.int64(0), np.uint64(0), np.uint64(0xFFFF_FFFF_FFFF_FFFF), 0
     for i in range(n):
         magnitude = bits[i] & np.uint64(_MAGNITUDE64)

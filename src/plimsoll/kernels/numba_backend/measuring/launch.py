@@ -1,4 +1,7 @@
-"""Measuring on the CPU, from tensors to kernels: one call for many tensors, cut into even shares for the threads."""
+"""Measuring on the CPU, from tensors to kernels: even shares for the threads.
+
+There is one call for many tensors.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -30,7 +33,7 @@ def cache_folder() -> str | None:
 
 
 def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumulate: bool, block: int) -> None:
-    """Counts each tensor into its row of the bank; without `accumulate` the rows are emptied first."""
+    """Count each tensor into its row; without `accumulate` the row starts empty."""
     places = row_addresses(bank, rows)
     if not accumulate:
         empty_rows(places, bank.shape[1])
@@ -53,7 +56,7 @@ def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumu
 
 
 def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
-    """As ``measure([x], bank, [row], False, 0)``, with next to no Python between tensor and kernel."""
+    """Measure as ``measure([x], bank, [row], False, 0)``, with next to no Python."""
     length = x.numel()
     count, words = bank.shape
     simple = 0 < length < _SMALL and 0 <= row < count and bank.is_contiguous() and (x.is_contiguous() or is_dense(x))
@@ -104,7 +107,10 @@ def _launch(dtype: torch.dtype, words: list[int]) -> None:
 # Kernels take addresses. Tensors whose memory is dense, in whatever order, are read in place; others are copied 64K
 # values at a time, so that nothing of their size is allocated.
 def _measure_strided(x: Tensor, place: int) -> None:
-    """Measures a tensor with gaps or repeats in its memory, 64K values at a time; what repeats is read once."""
+    """Measure a tensor with gaps or repeats in memory, which are read once.
+
+    It goes 64K values at a time.
+    """
     repeats = 1
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -133,7 +139,10 @@ def _measure_blocks(x: Tensor, row: Any, block: int) -> None:
 
 
 def _values_of_codes(dtype: torch.dtype) -> Any:
-    """The float64 values of an 8-bit dtype's 256 codes, always in the same array: kernels keep its address."""
+    """Return the float64 values of an 8-bit dtype's codes, always in one array.
+
+    Kernels keep its address.
+    """
     # `functools.cache` would not do: threads that call it first at the same time each get an array of their own.
     known = _values.get(dtype)
     if known is None:

@@ -1,4 +1,4 @@
-"""Rows of a bank as the CPU's kernels see them: by address, checked here, since nothing is checked there."""
+"""Rows of a bank by address, as the CPU's kernels see them; checked here only."""
 
 from collections.abc import Sequence
 
@@ -72,7 +72,7 @@ _OLD_SUMSQ, _MOVES = row_layout.OLD_SUMSQ, row_layout.MOVES
 
 @kernel
 def _empty_rows_kernel(addresses, count, words):
-    """Fills rows of so many words with zero; `addresses` is that of a list of the rows' own."""
+    """Fill rows of so many words with zero, by the address of their addresses."""
     rows = carray(pointer(addresses), (count,), np.int64)
     for i in range(count):
         carray(pointer(rows[i]), (words,), np.int64)[:] = 0
@@ -87,7 +87,7 @@ def _merge_rows_kernel(target, groups, rows):
 
 @kernel
 def _merge_into_kernel(addresses, rows):
-    """Adds each row j to the row at the j-th of the addresses, of whose list this is the address."""
+    """Add each row j to the row at the j-th address of the list at `addresses`."""
     listed = carray(pointer(addresses), (rows.shape[0],), np.int64)
     for j in range(rows.shape[0]):
         _add_row(carray(pointer(listed[j]), (rows.shape[1],), np.int64), rows[j])

@@ -1,4 +1,4 @@
-"""One sweep over float32 values for all that a row holds, which may multiply them on its way.
+"""Sweep over float32 values for all that a row holds, which may multiply them.
 
 Written in LLVM's vectors, since what makes it fast is what a compiler's vectorizer does not find:
 
@@ -42,7 +42,10 @@ _MAGNITUDE, _SIGN, _NOTHING = 0x7FFF_FFFF, 0x8000_0000, 0xFFFF_FFFF
 
 
 def has_feature(name: str) -> bool:
-    """Whether code is compiled for a processor that has it: this one, or the one that Numba was told of."""
+    """Return True if code is compiled for a processor that has the feature.
+
+    That is this processor, or the one named in Numba's configuration.
+    """
     if config.CPU_NAME is not None or config.CPU_FEATURES is not None:
         return f"+{name}" in (config.CPU_FEATURES or "")
     return bool(llvmlite.binding.get_host_cpu_features().get(name))
@@ -80,7 +83,7 @@ class Vectors:
         return self.builder.gep(pointer, [ir.Constant(LONG, index)])
 
     def group(self, start: Any) -> Iterator[tuple[Any, Any]]:
-        """Pointers to the sixteen vectors of a group, and the vectors, each loaded when its turn comes."""
+        """Yield pointers to a group's sixteen vectors, and the vectors, loaded in turn."""
         same = ir.FunctionType(start.type, [start.type])
         # The compiler does not know that it has read there before: else it would keep a group's values, and spill them.
         start = self.builder.asm(same, "", "=r,0", [start], side_effect=False)
@@ -89,7 +92,10 @@ class Vectors:
             yield pointer, self.builder.load(self.builder.bitcast(pointer, WORDS.as_pointer()), align=4)
 
     def doubles(self, pointer: Any) -> Iterator[Any]:
-        """Sixteen values from a pointer on, four by four as float64: a load and the conversion are one instruction."""
+        """Yield sixteen values from a pointer on, four by four as float64.
+
+        A load and the conversion are one instruction.
+        """
         builder = self.builder
         for part in range(0, LANES, _DOUBLES):
             place = builder.gep(pointer, [ir.Constant(LONG, part)])
@@ -105,7 +111,7 @@ class Vectors:
         return self.variable(ir.Constant(FEW_DOUBLES, [0.0] * _DOUBLES))
 
     def fetch(self, pointer: Any, values: int) -> None:
-        """Has the memory so many values further on brought into the cache, to be written to: there may be none."""
+        """Prefetch the memory so many values further on for writing; there may be none."""
         place = self.builder.bitcast(self.builder.gep(pointer, [ir.Constant(LONG, values)]), ir.IntType(8).as_pointer())
         write, keep, data = (ir.Constant(WORD, number) for number in (1, 3, 1))
         self.call("llvm.prefetch.p0i8", ir.VoidType(), place, write, keep, data)
@@ -115,7 +121,7 @@ class Vectors:
         return self.builder.and_(value, self.fill(_MAGNITUDE))
 
     def any(self, lanes: Any) -> Any:
-        """Whether any lane is true."""
+        """Return true if any lane is true."""
         bits = self.builder.bitcast(lanes, ir.IntType(LANES))
         return self.builder.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0))
 
@@ -206,7 +212,7 @@ class Exponents:
 
 
 class _Extremes:
-    """Largest bits of either sign, the smallest nonzero magnitude, and the number of zeros."""
+    """Largest bits of either sign, smallest nonzero magnitude, and number of zeros."""
 
     def __init__(self, vectors: Vectors, top: Any) -> None:
         builder = vectors.builder
@@ -245,7 +251,7 @@ class _Extremes:
             builder.store(zeros, self.held[3])
 
     def _without_zeros(self, start: Any) -> tuple[Any, Any]:
-        """The smallest nonzero magnitude of a group, and the number of zeros up to its end."""
+        """Return a group's smallest nonzero magnitude, and the zeros up to its end."""
         vectors, builder = self.vectors, self.vectors.builder
         before, zeros = vectors.fill(_NOTHING), builder.load(self.held[3])
         for _, value in vectors.group(start):
@@ -271,7 +277,7 @@ class _Extremes:
 
 
 class ExtremesAndZeros:
-    """Largest bits of either sign, the smallest nonzero magnitude less one, and the number of zeros; in one look."""
+    """Largest bits by sign, smallest nonzero one less one, and zeros, in one look."""
 
     def __init__(self, vectors: Vectors, top: Any) -> None:
         builder = vectors.builder
@@ -331,7 +337,7 @@ class ExtremesAndZeros:
 
 
 class Moments:
-    """Sums of values, magnitudes, squares and fourth powers in float64, each in two registers."""
+    """Float64 sums of values, magnitudes, squares, fourth powers, two registers each."""
 
     def __init__(self, vectors: Vectors) -> None:
         self.vectors = vectors
@@ -362,11 +368,12 @@ class Moments:
 def sweep_and_multiply(
     _: Any, address: Any, groups: Any, top: Any, planes: Any, extremes: Any, moments: Any, factor: Any
 ) -> Any:
-    """Sweeps over groups until one has a value outside the window; returns how many groups it did.
+    """Sweep over groups and multiply them; return how many, up to one that is out.
 
-    The window is the 32 binades from exponent `top` down, and zero. Of the groups done, and of them alone, it writes
-    four extremes (as `_Extremes` has them) and the moments, and multiplies them in place. It adds to the planes in
-    memory the counts of these groups and of the one that it stopped at.
+    One is out if it has a value outside the window. The window is the 32 binades from exponent `top` down, and zero. Of
+    the groups done, and of them alone, it writes four extremes (as `_Extremes` has them) and the moments, and
+    multiplies them in place. It adds to the planes in memory the counts of these groups and of the one that it stopped
+    at.
     """
 
     def generate(context: Any, builder: Any, __: Any, arguments: Any) -> Any:
@@ -404,10 +411,10 @@ def sweep_and_multiply(
 
 @intrinsic
 def sweep(_: Any, address: Any, groups: Any, top: Any, planes: Any, extremes: Any, moments: Any) -> Any:
-    """As `sweep_and_multiply`, for values that are only read; it does not count the group that it stopped at.
+    """Sweep as `sweep_and_multiply`, only reading; does not count the last group.
 
-    What it finds it combines with what is in memory: planes, extremes (as `ExtremesAndZeros` has them) and moments.
-    Zeros cost no second look, so that half of the values may be zero.
+    That is the one that it stopped at. What it finds it combines with what is in memory: planes, extremes (as
+    `ExtremesAndZeros` has them) and moments. Zeros cost no second look, so that half of the values may be zero.
     """
 
     def generate(context: Any, builder: Any, __: Any, arguments: Any) -> Any:
@@ -453,7 +460,7 @@ def sweep(_: Any, address: Any, groups: Any, top: Any, planes: Any, extremes: An
 
 @intrinsic
 def half_to_single(_: Any, bits: Any) -> Any:
-    """Float32 bits of float16 bits, by the processor; for one with the feature ``f16c`` only."""
+    """Return float32 bits of float16 bits, by a processor with the feature ``f16c``."""
 
     def generate(__: Any, builder: Any, ___: Any, arguments: Any) -> Any:
         half = builder.bitcast(builder.trunc(arguments[0], ir.IntType(16)), ir.HalfType())
@@ -464,7 +471,7 @@ def half_to_single(_: Any, bits: Any) -> Any:
 
 @intrinsic
 def single_to_half(_: Any, bits: Any) -> Any:
-    """Float16 bits of float32 bits, to nearest even; for a processor with the feature ``f16c`` only."""
+    """Return float16 bits of float32 bits, to nearest even; needs ``f16c``."""
 
     def generate(__: Any, builder: Any, ___: Any, arguments: Any) -> Any:
         half = builder.fptrunc(builder.bitcast(arguments[0], SINGLE), ir.HalfType())
@@ -475,7 +482,7 @@ def single_to_half(_: Any, bits: Any) -> Any:
 
 @intrinsic
 def ones_of_bit(_: Any, plane: Any, bit: Any) -> Any:
-    """Count the words, of the sixteen of the plane at this address, that have the bit set."""
+    """Count those of the sixteen words at a plane's address that have the bit set."""
 
     def generate(__: Any, builder: Any, ___: Any, arguments: Any) -> Any:
         vectors = Vectors(builder)

@@ -27,7 +27,10 @@ _INF32, _INF64 = 0x7F80_0000, 0x7FF0_0000_0000_0000
 # and rounded from there.
 @inlined
 def _overflows(largest, inverse, variant):
-    """Whether the product of float32 magnitude bits is not finite as a float32 (-1), bfloat16 (0) or float16 (1)."""
+    """Return True if the product of float32 magnitude bits is not finite.
+
+    `variant` names the dtype: float32 (-1), bfloat16 (0) or float16 (1).
+    """
     if largest >= np.uint32(_INF32):
         return True
     product = as_uint32(as_float32(largest) * inverse) & np.uint32(0x7FFF_FFFF)
@@ -158,7 +161,7 @@ def _raise_flag(address, bad):
 
 @kernel
 def unscale_float32(table, parts, inverse_address, found_address, variant):
-    """Multiplies float32 parts in place, and measures them; says whether one was not finite."""
+    """Multiply float32 parts in place and measure them; flag any that is not finite."""
     words = carray(pointer(table), (parts, 3), np.int64)
     inverse = carray(pointer(inverse_address), (1,), np.float32)[0]
     room = new_room()
@@ -196,7 +199,7 @@ def multiply_float32(table, parts, inverse_address, found_address, variant):
 
 @kernel
 def unscale_16bit(table, parts, inverse_address, found_address, variant):
-    """Multiplies 16-bit parts in place, and measures them; says whether one was not finite."""
+    """Multiply 16-bit parts in place and measure them; flag any that is not finite."""
     words = carray(pointer(table), (parts, 3), np.int64)
     inverse = carray(pointer(inverse_address), (1,), np.float32)[0]
     room, wide = new_room(), np.empty(_HALF_BLOCK, np.uint32)
@@ -240,7 +243,7 @@ def multiply_16bit(table, parts, inverse_address, found_address, variant):
 
 @kernel
 def unscale_float64(table, parts, inverse_address, found_address, _):
-    """Multiplies float64 parts in place, and measures them; says whether one was not finite."""
+    """Multiply float64 parts in place and measure them; flag any that is not finite."""
     words = carray(pointer(table), (parts, 3), np.int64)
     inverse = np.float64(carray(pointer(inverse_address), (1,), np.float32)[0])
     clean, exponents, wide = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint16)

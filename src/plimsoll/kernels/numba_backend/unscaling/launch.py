@@ -1,4 +1,4 @@
-"""Unscaling gradients on the CPU: one call of a kernel for all gradients of a dtype, cut into even shares."""
+"""Unscaling gradients on the CPU: a kernel call for each dtype, in even shares."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ _Numbers = tuple[int, int]  # the addresses of inverse_scale and found_inf
 def unscale(
     gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor, bank: Tensor | None, rows: Sequence[int]
 ) -> None:
-    """Measures each gradient into its row, multiplies it, and sets `found_inf` where anything is not finite."""
+    """Measure each gradient, multiply it, and set `found_inf` if any is not finite."""
     places = [0] * len(gradients) if bank is None else row_addresses(bank, rows)
     if bank is not None:
         empty_rows(places, bank.shape[1])
@@ -46,7 +46,7 @@ def unscale(
 
 
 def _unscale_parts(dtype: torch.dtype, words: list[int], numbers: _Numbers) -> None:
-    """Unscales parts of one dtype, given as a list of three words each: address, length, address of the row or 0."""
+    """Unscale parts of one dtype: address, length and row's address or 0 of each."""
     lengths, places = words[1::3], words[2::3]
     shares = threads.shares(sum(lengths))
     measured = bool(places[0])

@@ -1,4 +1,4 @@
-"""Counting NaN and Inf on the CPU, as fast as memory gives the values: one call of one kernel for all dtypes."""
+"""Counting NaN and Inf on the CPU at memory's speed: one kernel for all dtypes."""
 
 import ctypes
 from collections.abc import Sequence
@@ -19,7 +19,9 @@ from plimsoll.kernels.operators.checks import is_dense
 
 
 def _encoding(fmt: Format) -> int:
-    """Bytes of a value, and from the ninth bit on the magnitude above which codes are no numbers.
+    """Return bytes of a value, and above 8 bits the magnitude where numbers end.
+
+    Codes above that magnitude are no numbers.
 
     That is 0 where only the code 0x80 is none, and for 32 and 64 bits, whose kernels have it as a constant.
     """
@@ -72,7 +74,10 @@ def _launch(words: list[int]) -> int:
 
 
 def _count_strided(x: Tensor, encoding: int) -> int:
-    """Counts in a tensor with gaps or repeats in its memory, 64K values at a time; what repeats is read once."""
+    """Count in a tensor with gaps or repeats in memory, which are read once.
+
+    It goes 64K values at a time.
+    """
     repeats = 1
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -90,7 +95,7 @@ _BLOCK = 4096
 
 @inlined
 def _count8(codes, limit, fnuz):
-    """Count codes with a magnitude of `limit` or more; with `fnuz` those that are 0x80, the one NaN there."""
+    """Count codes with a magnitude of `limit` or more; with `fnuz` 0x80, its NaN."""
     largest = np.uint8(0)
     if fnuz:
         for i in range(codes.size):
@@ -144,7 +149,7 @@ def _count64(bits):
 
 @kernel
 def _count_kernel(table, parts):
-    """The number of NaN and Inf in a list of parts, three words each: address, length, encoding.
+    """Return the number of NaN and Inf in parts: address, length, encoding each.
 
     An encoding is the bytes of a value, and shifted by 8 the magnitude from which on there are no numbers, 0 for FNUZ;
     of four and eight bytes there is one only.

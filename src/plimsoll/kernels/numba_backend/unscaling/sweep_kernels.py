@@ -1,4 +1,4 @@
-"""Counting float32 values into a row and multiplying them, mostly by sweeps (`measuring.sweep`).
+"""Counting and multiplying float32 values, mostly by sweeps (`measuring.sweep`).
 
 A sweep takes values whose magnitudes lie in one window of 32 binades, and zeros. The window is where values were last
 found, so nearly all is swept; a block that leaves it, and what is no whole group, is measured by the parts of
@@ -49,9 +49,10 @@ def new_room():
 
 @inlined
 def add_and_multiply(bits, n, whole, inverse, row, room):
-    """Counts at most `BLOCK` float32 values into the row and multiplies them; returns the largest magnitude before.
+    """Count at most `BLOCK` values and multiply them; return the largest before.
 
-    That is one of NaN or Inf where there are any. `whole` is the length of the tensor that they are of.
+    It is a magnitude of float32. That is one of NaN or Inf where there are any. `whole` is the length of the tensor
+    that they are of.
     """
     state, planes, extremes, moments = room[0], room[1], room[3], room[4]
     start, largest = 0, np.uint32(0)
@@ -120,7 +121,7 @@ def _add_swept(done, row, room):
 
 @inlined
 def _add_piece(bits, n, row, room):
-    """Counts values that were not swept, and moves the window there if they are many and fit."""
+    """Count values that were not swept, and move the window if they are many and fit."""
     state, counts, exponents, clean = room[0], room[2], room[5], room[6]
     extremes = scan(bits, exponents, n)
     low, high = add_block(bits, n, extremes, exponents, clean, row, row.view(np.float64), counts)

@@ -1,4 +1,4 @@
-"""Counting a weight update on the CPU: one pass over old values, new values and pushes.
+"""Counting a weight update on the CPU: one pass over old, new and pushes.
 
 Long float32 tensors with float32 pushes go by sweeps (`sweep`), chosen as `measuring.float32_kernels` chooses. The rest
 goes in blocks of 1,024 values. (1) One vector loop subtracts, writes the difference into a buffer and scans it. (2) A
@@ -138,7 +138,7 @@ def _mark_unmoved64(flags, old, new, n):
 
 @inlined
 def _count_flags(flags, n, moves):
-    """Adds to the row of moves: flags that are 1 or 2 (pushed), and those that are 2 (pushed and unmoved)."""
+    """Add flags of 1 or 2 (pushed), and of 2 (pushed, unmoved), to the row of moves."""
     chunks = (n + 31) // 32
     flags[n : 32 * chunks] = 0
     packed = count_four(flags, chunks, 2)
@@ -158,7 +158,7 @@ def _squares(values):
 
 @kernel
 def update_float32(table, parts, kind):
-    """Counts the updates of parts of float32 (kind 0), bfloat16 (1) or float16 (2) values."""
+    """Count updates of float32 (kind 0), bfloat16 (1) or float16 (2) parts."""
     room = new_room()
     flags, difference = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)
     wide_old, wide_new = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.uint32)
@@ -194,7 +194,10 @@ def update_float32(table, parts, kind):
 
 @pasted
 def _sweep_groups(old, new, push, groups, row, moves, room):
-    """Sweeps over groups up to one whose differences are not in the window; returns how many values these are."""
+    """Sweep over groups up to one with differences outside the window.
+
+    Returns how many values these are.
+    """
     state, planes = room[0], room[1].ctypes.data
     done = sweep_updates(
         old, new, push, groups, state[TOP], planes, planes + 4 * EXTREMES, room[2].ctypes.data, moves

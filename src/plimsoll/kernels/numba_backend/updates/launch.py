@@ -1,4 +1,4 @@
-"""Counting weight updates on the CPU: one call of a kernel for all tensors of a dtype, cut into even shares."""
+"""Counting weight updates on the CPU: a kernel call a dtype, in even shares."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,7 @@ def update(
     rows: Sequence[int],
     moves: Tensor,
 ) -> None:
-    """Counts each change into its row of the bank, and how many values it moved into its row of `moves`."""
+    """Count each change into its row of the bank, and the moves into that of `moves`."""
     places, counts = row_addresses(bank, rows), row_addresses(moves, rows)
     empty_rows(places, bank.shape[1])
     empty_rows(counts, row_layout.MOVES)
@@ -91,7 +91,7 @@ def _launch(dtype: torch.dtype, words: list[int]) -> None:
 
 
 def _update_strided(before: Tensor, after: Tensor, push: Tensor, place: int, count: int) -> None:
-    """Counts tensors that do not lie alike in memory, 64K values at a time; 8-bit values as float32."""
+    """Count tensors of unlike memory, 64K values at a time; 8-bit values as float32."""
     dtype = after.dtype if after.dtype in _KERNELS else torch.float32
     pushes = push if push.numel() else after
     for olds, news, pushed in zip(pieces(before), pieces(after), pieces(pushes), strict=True):

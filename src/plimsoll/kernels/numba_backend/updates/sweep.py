@@ -1,4 +1,4 @@
-"""The sweep of `measuring.sweep` over what a step has changed: differences of float32 values, never written.
+"""Sweep of `measuring.sweep` over float32 differences, which are never written.
 
 Each group of 256 values is subtracted into a kilobyte of scratch, tested against the window there, and counted from
 there; the three inputs are read once.
@@ -86,7 +86,7 @@ class _Squares:
 def sweep_updates(
     _: Any, old: Any, new: Any, push: Any, groups: Any, top: Any, planes: Any, extremes: Any, moments: Any, moves: Any
 ) -> Any:
-    """As `sweep`, over ``new - old``, which is zero in the window where both are the same value.
+    """Sweep as `sweep`, over ``new - old``, which is 0 if both are the same value.
 
     It adds to the row of `moves` how many pushes are not zero, how many of these left their value the same, and the
     squares of the old values.

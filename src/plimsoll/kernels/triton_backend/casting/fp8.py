@@ -1,4 +1,4 @@
-"""Casting a matrix to 8-bit codes, and to those of its transpose, from one read: the kernel and its launch."""
+"""Casting a matrix and its transpose to 8-bit codes: the kernel and its launch."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def fp8_cast_matrix(
     E5M2: tl.constexpr, KIND: tl.constexpr, ROW_WORDS: tl.constexpr, HARDWARE: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `per_program` at a time, row of tiles by row; `codes`, `columns` and `scale_at` may be None."""
+    """Cast tiles row by row; `codes`, `columns` and `scale_at` may be None."""
     TILE: tl.constexpr = HEIGHT * WIDTH
     ITEM: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     across = tl.cdiv(padded_width, WIDTH)
@@ -92,7 +92,7 @@ def _round(values, E5M2: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 def fp8_cast(x: Tensor, cast: Cast) -> None:
-    """Writes the codes of `x` and of its transpose, and counts x into its row. Strides may be any."""
+    """Write the codes of `x` and its transpose, and count x. Strides may be any."""
     if cast.bank is not None:
         empty(cast.bank, [cast.row])
     if x.numel() == 0:

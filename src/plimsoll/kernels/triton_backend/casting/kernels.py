@@ -40,7 +40,10 @@ def cast_dense(
     SIGNED: tl.constexpr, FNUZ: tl.constexpr, CARRIER: tl.constexpr, TARGET: tl.constexpr,
     CODES: tl.constexpr, NIBBLES: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Consecutive values; blocks of BLOCK (0: none), which divides both 256 and the length of a row."""
+    """Cast consecutive values, in blocks of BLOCK (0: none).
+
+    BLOCK divides both 256 and the length of a row.
+    """
     SPAN: tl.constexpr = GROUPS * 1024
     fmt = _format(m, lowest, max_code, max_bits, quantum, nan_code, nan_bits, sign_shift, WIDE)
     scale = _factor(factor, factor_at)
@@ -99,7 +102,10 @@ def cast_ragged(
     TARGET: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, PADDED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """`count` blocks along rows of n values; PADDED is the power of two from BLOCK on, BLOCKS how many to a program."""
+    """Cast `count` blocks along rows of n values, BLOCKS of them to a program.
+
+    PADDED is the power of two from BLOCK on.
+    """
     fmt = _format(m, lowest, max_code, max_bits, quantum, nan_code, nan_bits, sign_shift, True)
     across = tl.cdiv(n, BLOCK)
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
@@ -232,9 +238,10 @@ def _cast_blocks(
 
 @triton.jit
 def _block_scales(largest, fmt, tensor_scale, top, bump, SCALE: tl.constexpr):
-    """Code of each block's scale, and what its elements are multiplied by (OCP MX 1.0 section 6.3, and NVFP4).
+    """Return the code of each block's scale, and the factor of its elements.
 
-    `bump` is the smallest fraction of the largest magnitude that takes the next exponent: it makes the rule.
+    OCP MX 1.0 section 6.3, and NVFP4. `bump` is the smallest fraction of the largest magnitude that takes the next
+    exponent: it makes the rule.
     """
     if tensor_scale is None:
         exponent = (largest >> 52) - 1023 - top + ((largest & 0xFFFFFFFFFFFFF) >= bump).to(tl.int64)

@@ -41,12 +41,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def cast(x: Tensor, out: Tensor, arguments: CastArguments[CastSpec]) -> None:
-    """Writes the values of `x`, as the format holds them, into `out` (of x's shape, any floating dtype)."""
+    """Write the values of `x` in the format into `out` of any floating dtype."""
     _cast(x, out, arguments, codes=False)
 
 
 def pack(x: Tensor, codes: Tensor, arguments: CastArguments[CastSpec]) -> None:
-    """Writes the code of each value of the matrix `x` into `codes`: of its shape; 4-bit codes two a byte."""
+    """Write the codes of matrix `x` into `codes`; 4-bit codes two a byte."""
     pairs = arguments.spec.format.bits == 4
     if pairs and _straddles(x):
         single = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
@@ -57,12 +57,15 @@ def pack(x: Tensor, codes: Tensor, arguments: CastArguments[CastSpec]) -> None:
 
 
 def block_cast(x: Tensor, out: Tensor, arguments: CastArguments[BlockSpec]) -> None:
-    """Writes the values of the matrix `x`, as the block format holds them, into `out`; blocks run along the rows."""
+    """Write matrix `x` in the block format into `out`; blocks run along the rows."""
     _cast_blocks(x, out, None, arguments)
 
 
 def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArguments[BlockSpec]) -> None:
-    """Writes the element codes (as `pack`) and one scale code a block; a block with NaN or Inf has codes of zero."""
+    """Write element codes (as `pack`) and one scale code a block.
+
+    A block with NaN or Inf has codes of zero.
+    """
     if arguments.spec.element.format.bits == 4 and not _is_dense(x, arguments.spec.block):
         single = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         _cast_blocks(x, single, scales, arguments)
@@ -72,7 +75,7 @@ def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArgument
 
 
 def _straddles(x: Tensor) -> bool:
-    """Whether a pair of consecutive values may lie in two rows."""
+    """Return True if a pair of consecutive values may lie in two rows."""
     return x.shape[0] > 1 and x.shape[1] % 2 == 1
 
 
@@ -132,7 +135,7 @@ def _cast_blocks(x: Tensor, out: Tensor, scales: Tensor | None, arguments: CastA
 
 
 class _Target:
-    """Output of a kernel, as contiguous integers; `finish` copies them to a tensor that is not contiguous."""
+    """Output of a kernel as contiguous integers, which `finish` copies if needed."""
 
     def __init__(self, out: Tensor | None) -> None:
         self._out = out
@@ -151,7 +154,7 @@ def _input(x: Tensor) -> Tensor:
 
 
 def _numbers(x: Tensor, arguments: CastArguments[Any]) -> tuple[Any, ...]:
-    """The kernels' numbers: scale, its tensor, the tensor scale, seed and key; tensors on x's device."""
+    """Return scale, its tensor, tensor scale, seed and key; tensors on x's device."""
 
     def on_device(scalar: Tensor | None) -> Tensor | None:
         return None if scalar is None else scalar.to(x.device)
@@ -175,7 +178,7 @@ def _fits_float32(fmt: Format) -> bool:
 
 
 def _carrier(out: Tensor, codes: bool, wide: bool) -> dict[str, Any]:
-    """Return how rounded values become the output's bits, and its fields if that takes rounding."""
+    """Return how rounded values become output bits, with fields if they are rounded."""
     if codes or (out.dtype == torch.float32 and not wide):
         return {"CARRIER": SAME.value, "TARGET": None}
     if out.dtype == torch.float64:
@@ -192,7 +195,10 @@ def _scale_constants(spec: BlockSpec) -> tuple[int, ...]:
 
 
 def _bump(spec: BlockSpec) -> int:
-    """The smallest fraction (52 bits) of a block's largest magnitude at which its scale takes the next exponent."""
+    """Return the smallest fraction of a block's largest that raises its scale.
+
+    It has 52 bits, and the scale takes the next exponent.
+    """
     element = spec.element.format
     thresholds = {
         FLOOR: _IMPLICIT,

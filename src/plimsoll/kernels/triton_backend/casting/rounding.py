@@ -1,4 +1,4 @@
-"""Rounding bits into a format, and the noise of stochastic rounding: what all casting kernels share.
+"""Rounding bits into a format, and stochastic noise, for all casting kernels.
 
 The same code serves two widths: int32 bits of float32 where input and format fit there, else int64 bits of float64. It
 follows the reference (`torch_backend.casting`) step by step, but for one thing: the value that a code stands for is not
@@ -30,7 +30,7 @@ _WEYL0, _WEYL1 = tl.constexpr(_noise.WEYL[0]), tl.constexpr(_noise.WEYL[1])
 # A format reaches a kernel as a tuple of integers, `Fields` on the host, either arguments (elements: no format needs a
 # kernel of its own) or constants (the output's dtype, scales of blocks).
 class Fields(NamedTuple):
-    """A format as `encode` reads it; exponents and values are in the bits of float64 (wide) or float32."""
+    """A format as `encode` reads it, in the bits of float64 (wide) or float32."""
 
     mantissa_bits: int
     lowest: int  # exponent field of the smallest normal value
@@ -148,7 +148,7 @@ def _rounds_away(code, remainder, shift, dropped, negative, noise, ROUNDING: tl.
 
 @triton.jit
 def _fraction(remainder, shift, WIDE: tl.constexpr):
-    """floor(remainder / 2**shift * 2**32): shifts left and right are each held inside the word."""
+    """Return floor(remainder / 2**shift * 2**32), with each shift inside the word."""
     MOST: tl.constexpr = 62 if WIDE else 30
     small = remainder >> tl.minimum(tl.maximum(shift - 32, 0), MOST)
     large = remainder.to(tl.int64) << tl.maximum(32 - shift, 0).to(tl.int64)
@@ -157,7 +157,7 @@ def _fraction(remainder, shift, WIDE: tl.constexpr):
 
 @triton.jit
 def _stays_finite(negative, ROUNDING: tl.constexpr):
-    """Mask of the finite values beyond the largest one that round back to it, whatever the overflow rule."""
+    """Return a mask of values beyond the largest that round to it by any rule."""
     if ROUNDING == _UP:
         return negative
     elif ROUNDING == _DOWN:
@@ -170,7 +170,10 @@ def _stays_finite(negative, ROUNDING: tl.constexpr):
 
 @triton.jit
 def philox(key, counter):
-    """The four words (uint32) of the Philox4x32-10 blocks with these counters (int64); `kernels.philox` defines it."""
+    """Return the Philox4x32-10 blocks' four uint32 words of int64 counters.
+
+    `kernels.philox` defines it.
+    """
     low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     c2, c3 = c0 & 0, c0 & 0
@@ -184,7 +187,10 @@ def philox(key, counter):
 
 @triton.jit
 def noise_at(key, index):
-    """The word of each value by its index, for tiles that are not whole groups of 1,024."""
+    """Return each value's word by its index, for tiles that are no whole groups.
+
+    A group has 1,024 values.
+    """
     w0, w1, w2, w3 = philox(key, (index >> 10) * 256 + (index & 255))
     lane = (index >> 8) & 3
     return tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))

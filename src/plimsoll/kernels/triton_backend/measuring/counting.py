@@ -1,4 +1,4 @@
-"""Counting a tile into a row's integers: binades, what is not finite, and the block record."""
+"""Counting a tile into a row's integers: binades, non-finite values, blocks."""
 
 import triton
 import triton.language as tl
@@ -19,14 +19,17 @@ _NO_BIN = tl.constexpr(511)  # the bin of the full histogram for what is not to 
 
 @triton.jit
 def bins(field, base, LAST: tl.constexpr):
-    """Index in the window from `base` on; what lies below it (zeros: field 0) wraps around and takes the last bin."""
+    """Return the index in the window from `base` on; lower fields take the last bin.
+
+    Zeros have field 0, which wraps around.
+    """
     distance = (field - base).to(tl.uint32, bitcast=True)
     return tl.minimum(distance, LAST).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def add_counts(counters, counts, first, N: tl.constexpr):
-    """Adds all but the last of N bins to the histogram, from binade index `first` on; returns their sum."""
+    """Add all but the last of N bins to the histogram from `first` on; return the sum."""
     lane = tl.arange(0, N)
     counts = tl.where(lane < N - 1, counts, 0)
     # Only float64 has binades outside the row's: they go to its ends.
@@ -60,7 +63,7 @@ def count_non_finite(counters, bits, WIDE: tl.constexpr):
 
 @triton.jit
 def tally_blocks(counters, bits, tile, blocks, WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """The block record of a tile: how far values lie below their block's maximum, and where the maxima lie."""
+    """Count a tile's block record: values below the maxima, and the maxima's places."""
     COUNT: tl.constexpr = TILE // BLOCK
     there = tile * COUNT + tl.arange(0, COUNT) < blocks
     magnitude = magnitude_of(bits, WIDE).reshape(COUNT, BLOCK)

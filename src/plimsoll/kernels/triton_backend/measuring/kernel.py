@@ -33,7 +33,10 @@ def measure_table(
     table, programs, bank, per_program: tl.int64,
     WIDTH: tl.constexpr, KIND: tl.constexpr, POINTEE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Many tensors: `programs` says which program works where, `table` holds four words a tensor."""
+    """Measure many tensors, with four words each in `table`.
+
+    `programs` says which program works where.
+    """
     word = tl.load(programs + tl.program_id(0))
     entry = table + 4 * (word >> PROGRAM_SHIFT)
     first = (word & PROGRAM_MASK) * per_program
@@ -67,7 +70,10 @@ def _measure(
 
 @triton.jit
 def _extent(length, row_length, head, BLOCK: tl.constexpr):
-    """Slots that tiles cover, and blocks among them; a ragged row (row_length > 0) is padded to whole blocks."""
+    """Return the slots that tiles cover, and their blocks.
+
+    A ragged row (row_length > 0) is padded to whole blocks.
+    """
     if BLOCK:
         rows = tl.where(row_length > 0, length // tl.maximum(row_length, 1), 1)
         blocks = rows * tl.cdiv(tl.where(row_length > 0, row_length, length), BLOCK)

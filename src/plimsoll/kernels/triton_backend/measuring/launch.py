@@ -1,4 +1,4 @@
-"""Launching the measuring kernel: one launch for all tensors of a dtype, one without any table for a single tensor."""
+"""Launch of the measuring kernel: one a dtype, or one without table for a tensor."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ tables = Tables()
 
 
 class _Job(NamedTuple):
-    """A tensor as the kernel sees it; `row_length` 0 says that blocks need not mind the rows."""
+    """A tensor as the kernel sees it; `row_length` 0: blocks ignore the rows."""
 
     address: int
     length: int
@@ -39,7 +39,7 @@ class _Job(NamedTuple):
 
 
 def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumulate: bool, block: int) -> None:
-    """Counts each tensor into its row of the bank; without `accumulate` the rows are emptied first."""
+    """Count each tensor into its row; without `accumulate` the row starts empty."""
     if not accumulate:
         empty(bank, rows)
     by_dtype: dict[torch.dtype, list[_Job]] = {}
@@ -90,14 +90,14 @@ def _launch(jobs: list[_Job], dtype: torch.dtype, bank: Tensor, block: int) -> N
 
 
 def share(slots: Sequence[int], tile: int, device: torch.device) -> tuple[int, list[int]]:
-    """Return the number of tiles of a program, and the number of programs of each tensor."""
+    """Return the number of tiles of a program, and of each tensor's programs."""
     tiles = sum(-(-count // tile) for count in slots)
     per_program = min(-(-tiles // (_PROGRAMS * processors(device))), _MOST_TILES)
     return per_program, [-(-count // (tile * per_program)) for count in slots]
 
 
 def table_words(jobs: Sequence[tuple[int, ...]], programs: list[int]) -> np.ndarray:
-    """The words of each tensor, then one a program: which tensor, and the how-many-eth program of it."""
+    """Return each tensor's words, then each program's tensor and place in it."""
     entries = np.array(jobs, dtype=np.int64).ravel()
     counts = np.array(programs, dtype=np.int64)
     tensor = np.repeat(np.arange(len(jobs), dtype=np.int64), counts)
@@ -106,7 +106,7 @@ def table_words(jobs: Sequence[tuple[int, ...]], programs: list[int]) -> np.ndar
 
 
 def empty(bank: Tensor, rows: Sequence[int]) -> None:
-    """Fills rows with zeros: row by row where they are few runs, else at once with a table of their numbers."""
+    """Fill rows with zeros: by row if they are few runs, else by a table of numbers."""
     runs = _runs(rows)
     if len(runs) > 2:
         key = ("rows", *runs)
@@ -129,7 +129,7 @@ def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def launching(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Makes x's GPU the current one, since Triton launches there; numpy, as interpreter, is not to warn of overflow."""
+    """Make x's GPU current for Triton; silence numpy's overflow in the interpreter."""
     return torch.cuda.device(x.device) if x.is_cuda else np.errstate(all="ignore")
 
 
@@ -140,5 +140,8 @@ def processors(device: torch.device) -> int:
 
 
 def interpreted() -> bool:
-    """Whether the kernels of this process run in Triton's interpreter: decided when they were decorated."""
+    """Return True if this process's kernels run in Triton's interpreter.
+
+    Triton decides that when they are decorated.
+    """
     return not isinstance(measure_tensor, triton.JITFunction)

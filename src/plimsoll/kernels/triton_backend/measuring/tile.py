@@ -1,4 +1,4 @@
-"""Counting of a tile of values into a row; some counts add up in registers until the program ends.
+"""Counting of a tile into a row; some counts stay in registers to the end.
 
 Of each tile three integer reductions (one instruction a warp) first find the largest positive, the largest negative and
 the smallest nonzero magnitude; their exponents say which road to take:
@@ -34,7 +34,7 @@ _THREADS = tl.constexpr(THREADS)
 
 @triton.jit
 def begin(WIDE: tl.constexpr):
-    """Return a program's registers before its first tile; `tally` takes and returns them, `finish` writes them."""
+    """Return the registers before a program's first tile, for `tally` and `finish`."""
     INT: tl.constexpr = tl.int64 if WIDE else tl.int32
     UINT: tl.constexpr = tl.uint64 if WIDE else tl.uint32
     window = tl.zeros((32,), tl.int32)
@@ -101,7 +101,7 @@ def tally(counters, bits, state, WIDE: tl.constexpr, ITEM: tl.constexpr, TILE: t
 # nothing besides this one launch.
 @triton.jit
 def finish(counters, valid, state, WIDE: tl.constexpr):
-    """Writes what a program holds after its last tile; `valid` is how many values there were."""
+    """Write a program's registers after its last tile; `valid`: number of values."""
     window, base, counted, positive, negative, nearest, total, absolute, squares, fourths = state
     ORIGIN: tl.constexpr = (149 - 1023) if WIDE else (149 - 127)
     INT: tl.constexpr = tl.int64 if WIDE else tl.int32
@@ -117,7 +117,10 @@ def finish(counters, valid, state, WIDE: tl.constexpr):
 
 @triton.jit
 def _extremes(bits, WIDE: tl.constexpr):
-    """Largest positive magnitude, largest negative one, and twice the smallest nonzero one less 1."""
+    """Return the largest positive, the largest negative, twice the smallest less 1.
+
+    They are magnitudes, the smallest a nonzero one.
+    """
     # Where there is none, the first two are 0 and the last is the largest integer. The bits of floats order as the
     # values do: as signed integers for positive ones, as unsigned ones for negative ones.
     unsigned = bits.to(tl.uint64 if WIDE else tl.uint32, bitcast=True)
@@ -129,7 +132,10 @@ def _extremes(bits, WIDE: tl.constexpr):
 
 @triton.jit
 def by_thread(values, ITEM: tl.constexpr, TILE: tl.constexpr):
-    """The sum of what each thread loaded, 16 bytes side by side, as often as need be: no thread talks to another."""
+    """Return the sums over each thread's loads: no thread talks to another.
+
+    A load is 16 bytes side by side.
+    """
     SIDE: tl.constexpr = 16 // ITEM
     return tl.sum(tl.sum(values.reshape(TILE // (_THREADS * SIDE), _THREADS, SIDE), axis=2), axis=0)
 

@@ -1,4 +1,4 @@
-"""`Listed`: one run of a list, by its manifests and the names of its parts. No Parquet file is opened."""
+"""`Listed`: a run by its manifests and parts' names. No Parquet file is opened."""
 
 import hashlib
 import json
@@ -108,7 +108,7 @@ def _of_catalog(
 
 
 def settings_of(manifest: Mapping[str, object]) -> dict[str, Setting]:
-    """Return the settings of a manifest, each a number, a truth value, a short text or None.
+    """Return a manifest's settings: numbers, truth values, short texts or None.
 
     >>> settings_of({"settings": {"optimizer": {"lr": 0.1}, "layers": [1, 2]}, "parameters": 10})
     {'optimizer.lr': 0.1, 'layers': '[1, 2]', 'parameters': 10}

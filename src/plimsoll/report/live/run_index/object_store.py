@@ -27,7 +27,7 @@ Files = Mapping[str, tuple[int, int]]  # sizes and times in ns, by path
 
 
 class StoredRuns:
-    """The runs below a folder of a store. Listings cost money: one every 10 seconds, and only if asked for."""
+    """Runs below a folder of a store, listed every 10 seconds at most: listings cost."""
 
     poll_seconds = list_seconds = 10.0
     settled_seconds = 2.0  # their times are in seconds
@@ -62,7 +62,7 @@ class StoredRuns:
         return ((newest, whole, int.from_bytes(digest)),)
 
     def rows(self, changed: Sequence[tuple[str, Path, Stamp]]) -> list[Listed]:
-        """Return the rows of runs, read several at a time: requests are slow, and there may be a thousand."""
+        """Return the runs' rows, several at a time, since requests are slow."""
         with ThreadPoolExecutor(_REQUESTS) as pool:
             return list(pool.map(self._row, changed))
 
@@ -85,7 +85,7 @@ class StoredRuns:
         return listed if newest else self._timed(listed)
 
     def _timed(self, found: Listed) -> Listed:
-        """With a time, where the store says none: of its beginning, then of when it was seen to have changed."""
+        """Return it with a time if the store has none: of its start, then of its change."""
         known = self._modified.get(found.id)
         self._modified[found.id] = (found.created or 0.0) if known is None else self._clock()
         return replace(found, modified=self._modified[found.id])
@@ -121,7 +121,7 @@ class _AsListed(Stored):
 
 
 def _by_run(tree: Files) -> dict[str, Files]:
-    """The files of each run, by its path: a folder with a manifest, and what is below it outside of other runs."""
+    """Return the files of each run, by the run's path."""
     folders = {folder for folder, _, name in map(_split, tree) if manifest.rank_of(name) is not None}
     by_run: dict[str, dict[str, tuple[int, int]]] = {}
     for path, facts in tree.items():

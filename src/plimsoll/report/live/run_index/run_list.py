@@ -1,4 +1,4 @@
-"""`RunsList`: the runs below a folder with what their manifests say, found quickly and kept up to date.
+"""`RunsList`: runs below a folder with facts of their manifests, kept up to date.
 
 A run is read from its manifests and the names of its parts; no Parquet file is opened. What was read is kept until one
 of its folders or its manifest changes, so that a look at a thousand runs is a few thousand `stat` calls. A folder of an
@@ -35,11 +35,11 @@ class Source(Protocol):
     settled_seconds: float
 
     def find(self) -> list[Path]:
-        """The folders of all runs, as they are now. Raises `RunError` for storage that does not answer."""
+        """Return the folders of all runs; raise `RunError` if storage does not answer."""
         ...
 
     def stamp(self, path: Path) -> Stamp | None:
-        """Return the stamp of a run, which changes with every write. Its first entries are times in ns."""
+        """Return a run's stamp, which changes with every write; times in ns first."""
         ...
 
     def rows(self, changed: Sequence[tuple[str, Path, Stamp]]) -> list[Listed]:
@@ -56,7 +56,7 @@ class Source(Protocol):
 
 
 class RunsList:
-    """The runs below a folder, of this machine or, by its URI, of a store. Any thread may ask."""
+    """Runs below a folder of this machine, or by URI of a store. For any thread."""
 
     def __init__(self, folder: str | os.PathLike[str], clock: Callable[[], float] = time.time) -> None:
         place = place_of(folder)
@@ -90,7 +90,7 @@ class RunsList:
     # A run's *id* is its path below the folder ("." for the folder itself). Ids are looked up among the runs that were
     # found, and never made into paths: so no id leads out of the folder.
     def run(self, run_id: str) -> Listed | None:
-        """The run of that id as it is now, or was when storage last answered; None where there is none."""
+        """Return the run of that id, as storage last answered; None if there is none."""
         with self._lock:
             known = self._found.get(run_id)
         if known is None:
@@ -211,7 +211,7 @@ def listed(run_id: str, path: Path, root: Path, stamp: Stamp) -> Listed:
 
 
 def refuse_links_out(path: Path, root: Path, within_folders: bool = True) -> None:
-    """Raises `RunError` where a run's folder, or a file or folder in it, is a link that leaves the root."""
+    """Raise `RunError` if a run's folder, or a path in it, links out of the root."""
     folders = [path, *(path / kind for kind in KINDS if within_folders)]
     for place in [path, *(link for folder in folders for link in _links_in(folder))]:
         if not place.resolve().is_relative_to(root):

@@ -1,4 +1,7 @@
-"""Answers of the live page's API as JSON (docs/how-to/serve.md lists them), cached with the run's view."""
+"""Answers of the live page's API as JSON, cached with the run's view.
+
+docs/how-to/serve.md lists them.
+"""
 
 import os
 import time
@@ -26,7 +29,7 @@ _FOLLOWED_SECONDS = 1.5  # the same for who only waits to hear of a change
 
 
 class Api:
-    """The answers to all questions about the runs of a folder. Raises Plimsoll's errors."""
+    """Answers to all questions about a folder's runs. Raises Plimsoll's errors."""
 
     def __init__(self, folder: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
         self.live = Live(folder, clock=clock)
@@ -154,7 +157,7 @@ class Api:
         return self.live.answer_of_two(first, second, question, lambda a, b: drawn_of_two(a, b, name, query).encode())
 
     def look(self, run_id: str) -> Mapping[str, object] | None:
-        """Return the news of a run, or of the list (""), for a stream. None where nothing is known."""
+        """Return the news of a run, or of the list (""), for a stream; None if unknown."""
         if not run_id:
             self.verdicts.looked_at()
             self._found(_FOLLOWED_SECONDS)
@@ -207,7 +210,7 @@ class Api:
 
 
 def _settings(runs: Sequence[Listed]) -> list[dict[str, object]]:
-    """Return the settings of the runs: each one's name and whether it differs among them, those that differ first."""
+    """Return the runs' settings by name, those that differ among them first."""
     values: dict[str, set[object]] = {}
     counts: Counter[str] = Counter()
     readable = [run for run in runs if run.settings]

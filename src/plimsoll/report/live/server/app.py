@@ -1,6 +1,7 @@
-"""`app`: the live page and its API as an ASGI application, behind the `SecurityMiddleware`. Only `serve` loads FastAPI.
+"""`app`: the live page and API as an ASGI application, behind the middleware.
 
-Questions are answered in `Turns`, so a slow run delays no other; `Live` keeps the runs, `Streams` tells what is new.
+It is the `SecurityMiddleware`. Only `serve` loads FastAPI. Questions are answered in `Turns`, so a slow run delays no
+other; `Live` keeps the runs, `Streams` tells what is new.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ _PACKED_FROM_BYTES = 1400  # what fits into one packet is not compressed
 
 
 class App:
-    """The ASGI application. `answers` and `streams` are what it answers from; `close` ends both."""
+    """The ASGI application, with its `answers` and `streams`; `close` ends both."""
 
     def __init__(self, answers: Api, streams: Streams, gate: SecurityMiddleware) -> None:
         self.answers, self.streams, self._gate = answers, streams, gate
@@ -70,7 +71,7 @@ def app(
     *,
     poll_seconds: float | None = None,
 ) -> App:
-    """Return the live page of a folder of runs, of this machine or by a URI, for any ASGI server.
+    """Return the live page of a folder of runs, or a URI, for any ASGI server.
 
     Args:
         folder: The folder.
@@ -152,7 +153,7 @@ def _add_api(inner: FastAPI, answers: Api, turns: Turns) -> None:
 
 
 def _packed(body: bytes, takes_gzip: bool) -> bytes:
-    """Return an answer compressed with gzip if the client takes that and the answer is large."""
+    """Return an answer with gzip, if the client takes that and the answer is large."""
     if not takes_gzip or len(body) < _PACKED_FROM_BYTES:
         return body
     # Level 1: a figure of 300 KB shrinks to a third in 4 ms, and level 6 takes 15 ms for a tenth less.

@@ -1,4 +1,4 @@
-"""`serve`: the live page of a folder of runs, on an address of this machine, until Ctrl-C.
+"""`serve`: the live page of a folder of runs, at an address, until Ctrl-C.
 
 Only loopback addresses are open to whoever is on this machine; on any other address a token is asked for.
 """
@@ -39,7 +39,7 @@ def serve(
     allow_hosts: Sequence[str] = (),
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve the runs in and below a folder as a web page that follows them, until Ctrl-C. Print its address.
+    """Serve a folder's runs as a live web page until Ctrl-C; print its address.
 
     Args:
         folder: A folder of this machine, where new records are seen within a second. Or the URI of one in a store,
@@ -79,7 +79,7 @@ def serve(
 
 
 def _load_slow_packages() -> None:
-    """Load what the first verdict and the first figure need: over a second of imports, while the browser starts."""
+    """Import what the first verdict and figure need, while the browser starts."""
     import numpy as np
 
     from plimsoll.diagnosis.tables.trend import trend
@@ -110,7 +110,7 @@ class _Place:
 
     @property
     def names(self) -> list[str]:
-        """Host names of the page, with its port, since other ports are other people's pages."""
+        """Host names of the page, with its port, since other ports are other pages."""
         names = [*LOOPBACK, _bracketed(self.host)]
         if self._address.is_unspecified:  # of every address of this machine, and of its names
             names = [*LOOPBACK, socket.gethostname(), socket.getfqdn()]

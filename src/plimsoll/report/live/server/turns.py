@@ -1,4 +1,4 @@
-"""`Turns`: answers made in threads, so few for each run that a slow one leaves the others theirs."""
+"""`Turns`: answers in threads, few a run, so that a slow one leaves the others."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ class BusyError(StateError):
 
 @dataclass(kw_only=True, eq=False)
 class _Question:
-    """Question about some runs. `overdue`: its answer is still being made, but nobody waits for it."""
+    """Question about some runs. `overdue`: still being made, but nobody waits."""
 
     runs: tuple[str, ...]
     make: Callable[[], bytes]
@@ -33,7 +33,7 @@ class _Question:
 
 
 class Turns:
-    """The questions that wait and those that are being answered, each about a run or two."""
+    """Questions that wait and that are being answered, each on a run or two."""
 
     def __init__(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
         self.patience_seconds = patience_seconds
@@ -42,7 +42,7 @@ class Turns:
         self._under_way: list[_Question] = []
 
     async def answer(self, runs: tuple[str, ...], make: Callable[[], bytes]) -> bytes:
-        """Return what `make` returns. Raises `BusyError` for too many questions, `StateError` if it takes too long."""
+        """Return what `make` returns; `BusyError` if too many, `StateError` if too slow."""
         question = _Question(runs=tuple(dict.fromkeys(runs)), make=make)
         self._begin(question)
         answer = asyncio.wrap_future(question.answer)
@@ -81,7 +81,7 @@ class Turns:
         self._start()
 
     def _start(self) -> None:
-        """Starts the answers whose turn it is: the oldest first, of those whose runs have a thread left."""
+        """Start the next answers: the oldest first, of runs with a thread left."""
         with self._lock:
             busy = Counter(run for running in self._under_way for run in running.runs)
             room = _THREADS - sum(not running.overdue for running in self._under_way)

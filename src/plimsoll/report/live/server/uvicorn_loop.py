@@ -1,4 +1,4 @@
-"""Running the live page's application under uvicorn: its open streams end with it, and Ctrl-C leaves no traceback."""
+"""The live page's application under uvicorn, with a clean end on Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ _FULL = (
 
 # Connections are few, and each must bring its request, and take its answer, in time: one that does neither is cut off.
 class _Connection(H11Protocol):
-    """A connection that is cut off when it is idle, half sent, or not read, for too long."""
+    """A connection that is cut off when idle, half sent, or unread for too long."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -52,7 +52,7 @@ class _Connection(H11Protocol):
         self._follow_request()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no request, or whose content is wrong: nothing else answers them."""
+        """Answer bytes that are no request, or malformed: nothing else answers them."""
         super().send_400_response(msg)
         if self.cycle is not None:  # pyright: ignore[reportUnnecessaryComparison]
             self.cycle.disconnected = True
@@ -94,7 +94,7 @@ class _Connection(H11Protocol):
 
 
 class _Plain(logging.Formatter):
-    """Messages and tracebacks, which may hold anything that a run does, as a terminal can show them."""
+    """Log formatter that escapes control characters in messages and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record's text."""
@@ -146,7 +146,7 @@ def run(made: App, listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _plain_logs() -> Generator[None]:
-    """Write the log of the running server to stderr, without characters that control the terminal."""
+    """Log the running server to stderr, without terminal control characters."""
     handler, root = logging.StreamHandler(), logging.getLogger()
     handler.setFormatter(_Plain())
     root.addHandler(handler)
