@@ -87,7 +87,8 @@ def test_ml_dtypes_encodes_every_value_alike(fmt, theirs, carrier):
 
 def ml_dtypes_differs_on_e8m0(values: np.ndarray) -> np.ndarray:
     """ml_dtypes makes zero NaN, rounds ties up whatever the code, and all between 2**-127 and 2**-126 up."""
-    fraction = np.abs(np.frexp(values)[0])
+    with np.errstate(invalid="ignore"):  # on some machines frexp warns of a signalling NaN
+        fraction = np.abs(np.frexp(values)[0])
     return (values == 0) | (fraction == 0.75) | ((values > 2.0**-127) & (values < 1.5 * 2.0**-127))
 
 
