@@ -42,6 +42,7 @@ def train(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam,
     *,
     steps: int = 24,
+    every: int = 2,
     scaler: Callable[[], torch.amp.GradScaler] | None = None,
     zero: Callable[[torch.optim.Optimizer], object] = lambda optimizer: optimizer.zero_grad(),
     between: Callable[[nn.Module, torch.optim.Optimizer, Any], object] = nothing,
@@ -52,7 +53,7 @@ def train(
     """A watched training, and the findings on how it is wired."""
     model = mlp() if model is None else model
     made, scaling = optimizer(model), None if scaler is None else scaler()
-    with pl.watch(model, made, run=path, every=2):
+    with pl.watch(model, made, run=path, every=every):
         for i in range(steps):
             if schedule is not None:
                 made.param_groups[0]["lr"] = schedule(i)
@@ -321,6 +322,34 @@ def test_an_epsilon_that_is_zero_in_fp16_is_an_alarm_at_the_first_step(tmp_path:
     assert found.evidence["epsilon_is_zero"] == "yes" and "fp16" in str(found.evidence["format"])
     assert in_half(tmp_path / "large", eps=1e-4) == []
     assert in_half(tmp_path / "edge", eps=2.0**-24) == []
+
+
+def test_the_second_moments_are_held_against_the_runs_own_epsilon(tmp_path: Path) -> None:
+    def found(name: str, **thresholds: float) -> list[Finding]:
+        return diagnose(tmp_path / name, rules=["epsilon-dominates"], thresholds=thresholds)
+
+    for name, epsilon in {"default": 1e-8, "large": 1.0}.items():
+        train(tmp_path / name, optimizer=lambda m, epsilon=epsilon: adam(m, eps=epsilon), every=1)
+    assert found("default") == []
+    (large,) = found("large")
+    assert large.evidence["epsilon"] == 1.0
+    assert found("large", **{"epsilon-dominates.epsilon": 1e-6}) == []
+
+
+# -- a backward that gives no gradients itself
+
+
+def test_zeros_that_come_from_the_backward_are_not_said_to_be_made_after_it(tmp_path: Path) -> None:
+    """A sigmoid that is rounded to 1 has the derivative 0: it gets a gradient, and passes on zeros."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.Sigmoid())
+    nn.init.constant_(model[2].bias, 200.0)
+    optimizer = adam(model)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=2):
+        for _ in range(24):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+    assert [str(f) for f in diagnose(tmp_path / "run") if f.rule == "gradients-mishandled"] == []
 
 
 class Parts(nn.Module):

@@ -326,9 +326,11 @@ def erased_samples(view: View) -> NDArray[np.bool_]:
     counts = np.nansum(gradients.total(gradients.nonzero), axis=0) + np.nansum(gradients.nonfinite, axis=0)
     erased = (counts == 0) & gradients.recorded.all(axis=0) & ~view.solved(gradients.steps)
     _, mine, theirs = np.intersect1d(gradients.steps, passed.steps, return_indices=True)
-    # Underflow is excluded: a bias's gradient is the sum of its output's gradients, and sums of normal numbers are
-    # none.
-    largest = np.nan_to_num(passed.highest(passed.columns["absmax"])).max(axis=0)
+    # Only outputs of modules that own a parameter count: a saturated sigmoid gets a gradient, and passes on none. For a
+    # bias it is the sum of its output's. Underflow is excluded: sums of normal numbers are none.
+    owners = {name.rpartition(".")[0] or str(view.run.manifest.get("root", "")) for name in gradients.names}
+    own = np.array([name.rpartition(":")[0] in owners for name in passed.names])
+    largest = np.nan_to_num(passed.highest(passed.columns["absmax"]))[own].max(axis=0, initial=0.0)
     alive = np.zeros(len(gradients.steps), dtype=bool)
     alive[mine] = largest[theirs] >= FP16.smallest_normal
     return erased & alive
