@@ -90,6 +90,20 @@ def unscale_and_clip(model: nn.Module, optimizer: Any, scaler: Any) -> None:
     clip_grad_norm_(model.parameters(), 0.1)
 
 
+def unscale_at_once(model: nn.Module, optimizer: Any, scaler: Any) -> None:
+    """After the first of two micro-batches; the second one follows."""
+    scaler.unscale_(optimizer)
+    x = torch.randn(16, 8)
+    scaler.scale(nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)) / 2).backward()
+
+
+def unscale_and_score_another(model: nn.Module, optimizer: Any, scaler: Any) -> None:
+    """The backward of another model's loss, with the same scaler, after this one's gradients are unscaled."""
+    scaler.unscale_(optimizer)
+    other = nn.Linear(8, 4)
+    scaler.scale(other(torch.randn(16, 8)).square().mean()).backward()
+
+
 # -- what is right says nothing
 
 RIGHT: dict[str, dict[str, Any]] = {
@@ -107,6 +121,11 @@ RIGHT: dict[str, dict[str, Any]] = {
     "divided by hand": {"scaler": scaler, "between": divide, "step": lambda o, s: o.step()},
     "clipped": {"between": lambda m, o, s: clip_grad_norm_(m.parameters(), 0.1)},
     "unscaled and clipped": {"scaler": scaler, "between": unscale_and_clip},
+    "unscaled and clipped, accumulated": {"scaler": scaler, "between": unscale_and_clip, "accumulate": 3},
+    "unscaled before another model's backward": {"scaler": scaler, "between": unscale_and_score_another},
+    "unscaled too early at a scale of 1": {
+        "scaler": lambda: torch.amp.GradScaler("cpu", init_scale=1.0), "between": unscale_at_once,
+    },
     "warm-up from 0": {"schedule": lambda i: 1e-4 * min(i, 10)},
     "decay to 0": {"schedule": lambda i: 1e-3 * max(1 - i / 20, 0)},
     "SGD": {"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1)},
@@ -157,6 +176,10 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     ),
     "never unscaled": (
         {"scaler": scaler, "step": lambda o, s: o.step()}, ("gradients-mishandled", "alarm", "never unscaled"),
+    ),
+    "unscaled among micro-batches": (
+        {"scaler": scaler, "between": unscale_at_once},
+        ("gradients-mishandled", "alarm", "unscaled before all of a step are added up"),
     ),
     "unscaled twice": (
         {"scaler": scaler, "between": divide}, ("gradients-mishandled", "warning", "divided by the loss scale twice"),

@@ -19,7 +19,6 @@ ABSORBED = r"rounding|rounded|swallow|lost in|absorb|few|codes|distinct"
     named=r"unscale|still scaled|(scaled|scale) .*accumulat|accumulat.*scale|different scales|mix(es|ed)? .*scale",
     misleading="dead-layer|raise the loss scale|scale-low",
     precision="fp16",
-    held_back=True,
 )
 def unscaled_within(run: Training) -> None:
     """Gradients are unscaled after the first of four micro-batches, to log them: three more are added still scaled."""

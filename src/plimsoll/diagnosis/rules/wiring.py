@@ -20,11 +20,13 @@ from plimsoll.runs import Event
 
 _OUTSIDE = "in no optimizer"  # a fact of the watch, and the cause in the evidence
 _ERASED = "all zero when the optimizer steps, and not after the backward"
+_TOO_EARLY = "unscaled before all of a step are added up"
 _TWICE = "divided by the loss scale twice"
 _REMEDIES = {
     _TWICE: "divide by hand, or let the scaler do it, but not both",
     "never set to zero": "call zero_grad() once a step",
     "never unscaled": "call scaler.step(optimizer)",
+    _TOO_EARLY: "call scaler.unscale_(optimizer) after the last backward",
     _ERASED: "compute the norm for clipping in FP32, and look for a misplaced zero_grad()",
 }
 _NEVER = float("nan")  # a spot without a number
@@ -191,11 +193,12 @@ class OptimizerIdle(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsMishandled(Rule):
-    """Gradients not set to zero, unscaled never or twice, clipped while they carry the loss scale, or erased."""
+    """Gradients not set to zero, unscaled never, twice or too early, clipped while scaled, or erased."""
 
     id = "gradients-mishandled"
     says = (
-        "gradients are never set to zero, unscaled never or twice, clipped while they carry the loss scale, or erased"
+        "gradients are never set to zero, unscaled never, twice or too early, clipped while they carry the loss scale, "
+        "or erased"
     )
     meaning = "The optimizer gets gradients that are not those of the step's loss."
     advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."
@@ -206,10 +209,10 @@ class GradientsMishandled(Rule):
     rounding: float = threshold(0.001, "of the sum of magnitudes, twice what FP16 can lose of each")
     clear: float = threshold(0.01, "of the sum of magnitudes: smaller sums show nothing")
 
-    # The first two causes are facts. Gradients that were clipped while scaled, and unscaled afterwards, have a norm (or
-    # a largest value) that times the loss scale is the same round number at every step. Those that something sets to
-    # zero before the step are all zero, while the backward gives the activations others. Those that were unscaled twice
-    # have biases whose gradients times the loss scale add up to the gradients of their module's output.
+    # The first three causes are facts. Gradients that were clipped while scaled, and unscaled afterwards, have a norm
+    # (or a largest value) that times the loss scale is the same round number at every step. Those that something sets
+    # to zero before the step are all zero, while the backward gives the activations others. Those that were unscaled
+    # twice have biases whose gradients times the loss scale add up to the gradients of their module's output.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each."""
         carried, scaled = _first(view, "carried over"), _first(view, "not unscaled")
@@ -224,6 +227,14 @@ class GradientsMishandled(Rule):
                 view, "alarm", scaled.step, "never unscaled", str(scaled.details.get("optimizer", "")),
                 meaning="The optimizer gets gradients times the loss scale.",
                 advice="Call scaler.step(optimizer) in place of optimizer.step().",
+            )  # fmt: skip
+        mixed = _first(view, "added after unscaling")
+        if mixed is not None:
+            yield self._finding(
+                view, "alarm", mixed.step, _TOO_EARLY, str(mixed.details.get("optimizer", "")),
+                meaning="Gradients that carry the loss scale are added to those that were unscaled already: their sum "
+                "is far too large, and in no proportion.",
+                advice="Call scaler.unscale_(optimizer) once a step, after the backward of the last micro-batch.",
             )  # fmt: skip
         cells = view.cells("gradients")
         # A norm for clipping that overflows in FP16 is infinite, and clipping then multiplies all gradients by 0.

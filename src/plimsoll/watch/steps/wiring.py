@@ -6,6 +6,7 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - parameters that require gradients and are in no optimizer, or in one and never get a gradient;
 - gradients that are added to those of the step before, because nothing has set them to zero;
 - gradients of a scaled loss that reach the optimizer as the backward left them;
+- gradients of a scaled loss that are added to those that the scaler has unscaled already in the same step;
 - an epsilon of Adam that is zero in the FP16 of its second moments;
 - weight decay that is less than half a unit in the last place of 16-bit weights;
 - averages of weights that rounding keeps where they are (`averages`).
@@ -14,7 +15,7 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -124,6 +125,8 @@ class _Optimizer:
         self.had_gradients = False
         self.from_scaled = False  # the backward of a scaled loss has reached the parameters since the last step
         self.was_scaled = False  # and they were stepped on as it left them
+        self.was_unscaled = False  # the scaler has unscaled gradients to which this backward may add
+        self.mixed = 0  # backwards that did
         self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
 
     def step_ends(self) -> None:
@@ -173,7 +176,8 @@ class Wiring(torch_hooks.TrainingEvents):
         self._since_step += 1
         loss = None if self._scaled is None else self._scaled()
         self._of_scaled = loss is not None and tensors is loss
-        for known in list(self._known.values()):
+        for optimizer, known in list(self._known.items()):
+            known.was_unscaled = self._of_scaled and self._has_unscaled(optimizer)
             if known.was_scaled:  # no scaler's step has come for it
                 known.was_scaled = False
                 known.scaled += 1
@@ -193,6 +197,9 @@ class Wiring(torch_hooks.TrainingEvents):
                     continue
                 reached = [followed.backward_ends() for followed in known.followed]
                 known.from_scaled |= self._of_scaled and any(reached)
+                known.mixed += known.was_unscaled and any(reached)
+                if known.mixed == _REPEATS:
+                    self._say_mixed(known)
 
     @contained
     def optimizer_begins(self, optimizer: Any) -> None:
@@ -385,14 +392,30 @@ class Wiring(torch_hooks.TrainingEvents):
         self._later("carried over", message, lambda: any((resolved(size) or 0.0) > 0 for size in sizes), known)
 
     def _say_unscaled(self, known: _Optimizer) -> None:
-        scaler = None if self._scaler is None else self._scaler()
-        scale = getattr(scaler, "_scale", None)
-        value = number(scale.detach()) if isinstance(scale, Tensor) else None
         message = (
             f"{known.name} is given the gradients of a scaled loss as they are: call scaler.step(optimizer) in "
             "place of optimizer.step(), or scaler.unscale_(optimizer) before it."
         )
-        self._later("not unscaled", message, lambda: value is None or resolved(value) != 1.0, known)
+        self._later("not unscaled", message, self._scales(), known)
+
+    def _say_mixed(self, known: _Optimizer) -> None:
+        message = (
+            f"gradients of a scaled loss are added to those of {known.name} that the scaler has unscaled already: call "
+            "scaler.unscale_(optimizer) once a step, after the last backward."
+        )
+        self._later("added after unscaling", message, self._scales(), known)
+
+    def _scales(self) -> Callable[[], bool]:
+        """Return what answers, once the device has the value, whether the loss scale is another than 1."""
+        scale = getattr(None if self._scaler is None else self._scaler(), "_scale", None)
+        value = number(scale.detach()) if isinstance(scale, Tensor) else None
+        return lambda: value is None or resolved(value) != 1.0
+
+    def _has_unscaled(self, optimizer: Any) -> bool:
+        """Return whether the scaler has unscaled the optimizer's gradients since its last step."""
+        states = getattr(None if self._scaler is None else self._scaler(), "_per_optimizer_states", None)
+        state = cast("dict[int, dict[str, object]]", states).get(id(optimizer)) if isinstance(states, dict) else None
+        return state is not None and getattr(state.get("stage"), "name", "") == "UNSCALED"
 
     def _later(self, fact: str, message: str, holds: Callable[[], bool], known: _Optimizer) -> None:
         """Record a fact on the background thread, as soon as the values it depends on are there."""
