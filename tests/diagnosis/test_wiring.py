@@ -1,5 +1,6 @@
 """Trainings that are wired wrongly, and right ones that look like them, watched for real."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -128,6 +129,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "warm-up from 0": {"schedule": lambda i: 1e-4 * min(i, 10)},
     "decay to 0": {"schedule": lambda i: 1e-3 * max(1 - i / 20, 0)},
+    "cosine to 0": {"steps": 60, "schedule": lambda i: 5e-4 * (1 + math.cos(math.pi * i / 60))},
     "SGD": {"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1)},
 }  # fmt: skip
 
@@ -218,6 +220,10 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "rate 0 too early": (
         {"schedule": lambda i: 1e-3 * (i < 3)}, ("optimizer-idle", "warning", "its learning rate is 0"),
     ),
+    "rate that ran down": (
+        {"steps": 60, "schedule": lambda i: 1e-3 * 0.5**i},
+        ("optimizer-idle", "warning", "its learning rate has fallen to nearly 0"),
+    ),
     "rate NaN": ({"schedule": lambda i: float("nan") if i == 20 else 1e-3},
                  ("optimizer-idle", "alarm", "its learning rate is NaN")),
     "rate Inf": ({"schedule": lambda i: float("inf") if i == 20 else 1e-3},
@@ -233,6 +239,11 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
 def test_a_wrong_training_is_named(name: str, tmp_path: Path) -> None:
     arguments, wanted = WRONG[name]
     assert by_hand(tmp_path / "run", **arguments) == wanted
+
+
+def test_an_exponential_schedule_may_end_near_zero(tmp_path: Path) -> None:
+    found = train(tmp_path / "run", steps=60, schedule=lambda i: 10.0 ** (-3 - 9 * i / 60))
+    assert [str(f) for f in found if f.severity != "info"] == []
 
 
 def test_weight_decay_that_bf16_rounds_away_is_named_and_kept_decay_is_not(tmp_path: Path) -> None:

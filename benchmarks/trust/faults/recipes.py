@@ -190,7 +190,6 @@ def outlier(run: Training) -> None:
     named=rf"{RATE}[^.]*(too (small|low)|tiny|zero|\b0\b(?!\.)|\bfell|\bfall|decays|decayed|shr[aiu]nk)"
     r"|updates-swallowed|smaller than (the )?rounding|moves? nothing",
     misleading="dead-layer",
-    held_back=True,
 )
 def too_often(run: Training) -> None:
     """A schedule that is meant to step once an epoch steps once a batch: the rate is 10^-10 before half is done."""

@@ -105,15 +105,18 @@ class OptimizerIdle(Rule):
     """An optimizer that does not step, or whose steps move nothing: by its rate, its gradients or its weights."""
 
     id = "optimizer-idle"
-    says = "an optimizer never steps, steps without gradients, or has a rate of 0, NaN or Inf"
+    says = "an optimizer never steps, steps without gradients, or has a rate of 0, NaN, Inf or nearly 0"
     meaning = "The weights do not change."
     advice = "Call optimizer.step() after each backward."
     actions = ("stop",)
     figure = "loss_and_scale"
 
     steps: float = threshold(20, "steps with a rate of 0; the ends of schedules last for one or a few")
+    tail: float = threshold(1, "times the steps before it, with a rate below 2^-17 of its highest")
 
     # A rate of 0 at the end of a schedule, or at the first step of a warm-up, lasts for fewer steps and is none.
+    # Cosines and exponentials end close to 0 too, for a small part of the training: one that lasts as long as all that
+    # came before it ran down too soon.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each way in which an optimizer is idle."""
         foreign = _first(view, "foreign optimizer")
@@ -175,6 +178,28 @@ class OptimizerIdle(Rule):
                     view, ("alarm" if event.step == 0 else "warning") if whole else "info", event,
                     "its learning rate is 0", "Set a rate, or look at the schedule: it may have run out of steps.",
                     until, still,
+                )  # fmt: skip
+
+        yield from self._ran_down(view)
+
+    def _ran_down(self, view: View) -> Iterator[Finding]:
+        begun: dict[str, Event] = {}  # since when all groups of an optimizer have had hardly a rate
+        named = set[str]()
+        for event, until in group_states(view):
+            optimizer = str(event.details.get("optimizer", ""))
+            tiny = [group for group in _groups(event) if group.get("rate") == "tiny"]
+            if not tiny or len(tiny) != event.details.get("of"):
+                begun.pop(optimizer, None)
+                continue
+            first = begun.setdefault(optimizer, event)
+            if optimizer not in named and until - first.step + 1 >= max(self.steps, self.tail * first.step):
+                named.add(optimizer)
+                yield self._finding(
+                    view, "warning", first, "its learning rate has fallen to nearly 0",
+                    "Look at the schedule: one that is meant to step once an epoch and steps once a batch runs down "
+                    "that soon. So does one with too small a factor.", until, tiny,
+                    meaning="The learning rate fell below 2^-17 of its highest value before half of the training was "
+                    "done, and moves nothing since.",
                 )  # fmt: skip
 
     def _finding(

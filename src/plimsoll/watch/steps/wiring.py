@@ -2,7 +2,7 @@
 
 What goes wrong here leaves the numbers finite and plausible, so it is recorded as facts and not guessed from spectra:
 
-- an optimizer that never steps, that steps without gradients, or whose rate is 0, NaN or Inf;
+- an optimizer that never steps, that steps without gradients, or whose rate is 0, NaN, Inf or next to nothing;
 - parameters that require gradients and are in no optimizer, or in one and never get a gradient;
 - gradients that are added to those of the step before, because nothing has set them to zero;
 - gradients of a scaled loss that reach the optimizer as the backward left them;
@@ -37,6 +37,7 @@ _FEWEST = 3  # backwards or steps by which a watch that closes may be judged
 _REPEATS = 3  # steps on end in which gradients were carried over, or not unscaled
 _FOLLOWED = 3  # parameters of each optimizer
 _FIRST_STEPS, _PERIOD, _LOOK = 64, 64, 8  # in which they are followed: the first ones, then the first of each period
+_TINY = 2.0**-17  # of the highest rate that a group has had: less moves nothing in a training's usual number of steps
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 _FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
 # Less than this of a weight is lost at any weight.
@@ -128,6 +129,7 @@ class _Optimizer:
         self.was_unscaled = False  # the scaler has unscaled gradients to which this backward may add
         self.mixed = 0  # backwards that did
         self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
+        self.highest: list[float] = []  # the highest rate of each
 
     def step_ends(self) -> None:
         """Prepare for the next step."""
@@ -314,8 +316,15 @@ class Wiring(torch_hooks.TrainingEvents):
         self._graded.update(with_gradient)
 
     def _look_at_groups(self, optimizer: Any, known: _Optimizer) -> None:
-        """Record when a group's rate becomes 0, NaN or Inf, or its weight decay underflows, and when that ends."""
-        now = [(_rate_of(group), _decay_of(group, optimizer)) for group in optimizer.param_groups]
+        """Record when a group's rate becomes 0, NaN, Inf or tiny, or its weight decay underflows, and when it ends."""
+        known.highest += [0.0] * (len(optimizer.param_groups) - len(known.highest))
+        for place, group in enumerate(optimizer.param_groups):
+            if isinstance(rate := group.get("lr"), float) and known.highest[place] < rate < math.inf:
+                known.highest[place] = rate
+        now = [
+            (_rate_of(group, highest), _decay_of(group, optimizer))
+            for group, highest in zip(optimizer.param_groups, known.highest, strict=False)
+        ]
         before, known.groups = known.groups, now
         if now == before or (not before and not any(rate or decay for rate, decay in now)):
             return
@@ -488,8 +497,13 @@ def _has_gradients(optimizer: Any) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def _rate_of(group: Mapping[str, Any]) -> str:
-    """Return the fault of the group's rate; "" without one, or if reading it would wait for a device."""
+def _rate_of(group: Mapping[str, Any], highest: float) -> str:
+    """Return the fault of the group's rate; "" without one, or if reading it would wait for a device.
+
+    Args:
+        group: The group.
+        highest: The highest rate that it has had.
+    """
     rate = group.get("lr")
     if isinstance(rate, Tensor):
         rate = rate.item() if rate.device.type == "cpu" and rate.numel() == 1 else None
@@ -497,7 +511,9 @@ def _rate_of(group: Mapping[str, Any]) -> str:
         return ""
     if math.isnan(rate):
         return "nan"
-    return "zero" if rate == 0 else "" if math.isfinite(rate) else "inf"
+    if rate == 0 or not math.isfinite(rate):
+        return "inf" if rate else "zero"
+    return "tiny" if rate < _TINY * highest else ""
 
 
 def _decay_of(group: Mapping[str, Any], optimizer: Any) -> float:
