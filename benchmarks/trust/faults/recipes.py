@@ -96,7 +96,6 @@ def shuffled(run: Training) -> None:
 @fault(
     "softmax-before-cross-entropy",
     named=rf"softmax|vanish|saturat|gradients? [^.]*(tiny|too small|shrink)|{NOT_LEARNING}",
-    held_back=True,
 )
 def two_softmaxes(run: Training) -> None:
     """The model ends with a softmax, and the cross entropy has one: the loss cannot fall below 1.46."""
@@ -108,7 +107,6 @@ def two_softmaxes(run: Training) -> None:
     "norm-of-one-value",
     named=r"\bnorm\b.*(zero|constant|dead-layer|erase|same|one value|collapse)"
     r"|(dead-layer|zero|constant|collapse).*\bnorm\b",
-    held_back=True,
 )
 def one_value(run: Training) -> None:
     """A layer norm over the last dimension, which has one entry: its output is its bias, whatever comes in."""

@@ -257,6 +257,8 @@ FAULTS = [
     # -- layers
     fault("dead ReLU layer", told(change_activation=zeroed(A, 80)), "dead-layer", "warning", f"{A}:output",
           first=80, last=80),
+    fault("a norm of one value", told(events=(wired("norm of one value", 0, modules=[A]),)), "dead-layer", "warning",
+          f"{A}:output"),
     fault("layer cut off", told(change_gradient=zeroed(B, 60)), "dead-layer", "warning", B, first=60, last=60),
     fault("gradients vanish in one layer",
           told(gradient_fmt="fp32", scale=lambda step: None, gradient_std=of_layer(A, constant(2.0**-40), QUIET),
@@ -289,6 +291,8 @@ FAULTS = [
     fault("a counter stuck in BF16",
           told(events=(wired("counter stuck", 150, parameters=["steps_seen"], format="bf16"),)),
           "average-stuck", "warning", "steps_seen", first=150, last=150),
+    fault("a softmax before the cross entropy", told(events=(wired("squashed twice", 0, function="softmax"),)),
+          "probabilities-as-logits", "warning"),
     # -- ranks
     fault("a rank with other labels", told(losses={1: lambda s: 4.0 + 0.1 * (s % 3), 2: SOUND.loss}), "rank-differs",
           "warning", first=0, last=60),
@@ -377,7 +381,7 @@ WORDS: Mapping[str, str] = {
     "rate-too-high": r"the update at step 0 moved the weights by \d+ % of their size",
     "loss-unbounded": r"the loss falls without bound, from .* to -",
     "spike-forerunner": r"an update of .* was \d+ times its usual size",
-    "dead-layer": r"all (outputs|parameter gradients) of .* have been zero",
+    "dead-layer": r"all (outputs|parameter gradients) of .* have been zero|the norm .* sees single values",
     "gradients-vanish": r"gradients vanish in .*: .* against .*",
     "distribution-drift": r"have (grown|shrunk) (\d+ times \(2\^\d+\)|2\^\d+ times)",
     "untrained-parameters": r"parameters of .* are in no optimizer",
@@ -385,6 +389,7 @@ WORDS: Mapping[str, str] = {
     "gradients-mishandled": r"gradients are (never (set to zero|unscaled)|unscaled before all of a step)",
     "decay-lost": r"rounding has undone the weight decay of",
     "average-stuck": r"rounding to BF16 (keeps the average .* where it was|has stopped the count in)",
+    "probabilities-as-logits": r"the loss applies a softmax to the results of a softmax",
     "rank-differs": r"the loss of rank 1 has stayed away",
     "run-ended": r"an exception ended the training at step \d+, KeyError",
 }

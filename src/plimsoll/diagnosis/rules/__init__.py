@@ -19,6 +19,7 @@ _ORDER = (
     "errors",
     "layers",
     "wiring",
+    "structure",
     "ranks",
     "record",
 )

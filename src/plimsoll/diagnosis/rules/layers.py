@@ -11,22 +11,23 @@ from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, 
 from plimsoll.diagnosis.rules.casts import CastFlushes
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
-from plimsoll.diagnosis.rules.wiring import erased_samples
+from plimsoll.diagnosis.rules.wiring import erased_samples, facts, listed_in
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
 from plimsoll.diagnosis.view import View, log2
 from plimsoll.tensor_collections import FORWARD, UNDERFLOW_ORDER
 from plimsoll.text import number, times_two_to
 
+_ONE_VALUE = "a norm of one value"
 _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLayer(Rule):
-    """Layers that put out zeros only, or whose gradients are zero though they were not flushed."""
+    """Layers that put out zeros or their bias only, or whose gradients are zero though they were not flushed."""
 
     id = "dead-layer"
-    says = "a layer outputs only zeros, or its gradients are all zero, and it is not underflow"
+    says = "a layer outputs only zeros or its bias, or its gradients are all zero, and it is not underflow"
     meaning = "The layer no longer takes part in the training."
     advice = (
         "Check its input and its bias (a ReLU that no input activates). Re-initialise it, or lower the learning rate."
@@ -59,9 +60,15 @@ class DeadLayer(Rule):
                 until = last_of(outputs, spans)
                 yield self.finding("warning", spots, evidence, until_step=until, collection="activations")
         yield from self._of_gradients(view, dead)
+        yield from self._of_norms(view)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where and since when."""
+        if context.text("cause") == _ONE_VALUE:
+            return Phrase(
+                what=f"the norm {context.place} sees single values, and has put out its bias {context.since}",
+                remedy="normalise over more values",
+            )
         kind = "outputs" if context.finding.collection == "activations" else context.tensors
         return Phrase(
             what=f"all {kind} of {context.place} have been zero {context.since}, and this is no underflow",
@@ -93,6 +100,21 @@ class DeadLayer(Rule):
             if unknown else None,
             advice="Take a shadow step (shadow_every): it distinguishes the two." if unknown else None,
         )  # fmt: skip
+
+    # The mean of one value is the value, and its root mean square is its size: nothing of it but a sign is left.
+    def _of_norms(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the norms over a single value that have run, as the watch has found them."""
+        ran = view.run.tensors.get("activations", ())
+        for event in facts(view, "norm of one value")[:1]:
+            names = [f"{name}:output" for name in listed_in(event, "modules") if f"{name}:output" in ran]
+            if names:
+                spots = [Spot(name=name, since_step=event.step, value=1.0) for name in names]
+                evidence = {"first": names[0], "layers": len(names), "cause": _ONE_VALUE}
+                yield self.finding(
+                    "warning", spots, evidence, until_step=max(view.last_step, event.step), collection="activations",
+                    meaning="The norm is over a single value: it puts out its bias, or a sign, whatever comes in.",
+                    advice="Normalise over more values: look at normalized_shape, and at the order of the dimensions.",
+                )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,17 +49,17 @@ class UntrainedParameters(Rule):
     # information, since a head or an expert that this training does not use has none either.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for those that are in no optimizer, one for those without a gradient."""
-        event = _first(view, _OUTSIDE)
+        event = first_fact(view, _OUTSIDE)
         if event is not None:
             joined = _names_of(view, "joined")
-            names = [name for name in _listed(event, "parameters") if name not in joined]
+            names = [name for name in listed_in(event, "parameters") if name not in joined]
             if len(names) >= self.parameters:
                 yield self._finding(view, "warning", names, event, cause=_OUTSIDE)
-        event = _first(view, "without gradient")
-        if event is None or _first(view, "no gradients") is not None:
+        event = first_fact(view, "without gradient")
+        if event is None or first_fact(view, "no gradients") is not None:
             return
         came = _names_of(view, "gradient came")
-        names = [name for name in _listed(event, "parameters") if name not in came]
+        names = [name for name in listed_in(event, "parameters") if name not in came]
         if len(names) < self.parameters:
             return
         ran, cut = _cut_off(view, names)
@@ -119,16 +119,16 @@ class OptimizerIdle(Rule):
     # came before it ran down too soon.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each way in which an optimizer is idle."""
-        foreign = _first(view, "foreign optimizer")
+        foreign = first_fact(view, "foreign optimizer")
         if foreign is not None and weights_stay(view) is not False:
             yield self._finding(
                 view, "alarm", foreign, "its parameters are not the model's",
                 "Make the optimizer from model.parameters() after the model was moved, copied or wrapped.",
             )  # fmt: skip
-        never = _first(view, "never stepped")
+        never = first_fact(view, "never stepped")
         if never is not None and foreign is None:
             yield from self._never(view, never)
-        empty = _first(view, "no gradients")
+        empty = first_fact(view, "no gradients")
         if empty is not None:
             yield self._finding(
                 view, "alarm" if weights_stay(view) else "warning", empty, "its parameters have no gradients",
@@ -240,7 +240,7 @@ class GradientsMishandled(Rule):
     # twice have biases whose gradients times the loss scale add up to the gradients of their module's output.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each."""
-        carried, scaled = _first(view, "carried over"), _first(view, "not unscaled")
+        carried, scaled = first_fact(view, "carried over"), first_fact(view, "not unscaled")
         if carried is not None:
             yield self._finding(
                 view, "warning", carried.step, "never set to zero", str(carried.details.get("optimizer", "")),
@@ -253,7 +253,7 @@ class GradientsMishandled(Rule):
                 meaning="The optimizer gets gradients times the loss scale.",
                 advice="Call scaler.step(optimizer) in place of optimizer.step().",
             )  # fmt: skip
-        mixed = _first(view, "added after unscaling")
+        mixed = first_fact(view, "added after unscaling")
         if mixed is not None:
             yield self._finding(
                 view, "alarm", mixed.step, _TOO_EARLY, str(mixed.details.get("optimizer", "")),
@@ -427,12 +427,12 @@ class AverageStuck(Rule):
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding of all averages, one of all counters."""
         counters = [
-            (name, event.step) for event in _all(view, "counter stuck") for name in _listed(event, "parameters")
+            (name, event.step) for event in facts(view, "counter stuck") for name in listed_in(event, "parameters")
         ]
         if counters:
             evidence: dict[str, float | int | str] = {
                 "counters": len(counters),
-                "format": str(_all(view, "counter stuck")[0].details.get("format", "")),
+                "format": str(facts(view, "counter stuck")[0].details.get("format", "")),
             }
             spots = [Spot(name=name, since_step=step, value=_NEVER) for name, step in counters]
             yield self.finding(
@@ -441,8 +441,8 @@ class AverageStuck(Rule):
                 advice="Keep counters as integers (torch.long), and exclude them from casts of the model.",
             )  # fmt: skip
         moving = _names_of(view, "average moves")
-        events = _all(view, "average stuck")
-        since = {name: event.step for event in events for name in _listed(event, "parameters") if name not in moving}
+        events = facts(view, "average stuck")
+        since = {name: event.step for event in events for name in listed_in(event, "parameters") if name not in moving}
         if not since or len(since) < self.copies:
             return
         evidence = {"copies": len(since), "format": str(events[0].details.get("format", ""))}
@@ -479,7 +479,7 @@ def weights_stay(view: View) -> bool | None:
 
 def group_states(view: View) -> list[tuple[Event, int]]:
     """Return what was said of parameter groups, each with the last step that it holds at."""
-    events = _all(view, "groups")
+    events = facts(view, "groups")
     states: list[tuple[Event, int]] = []
     for place, event in enumerate(events):
         later = [e.step for e in events[place + 1 :] if e.details.get("optimizer") == event.details.get("optimizer")]
@@ -501,25 +501,28 @@ def with_rate_of_zero(view: View) -> list[tuple[set[str], int, int]]:
 
 def with_epsilon_of_zero(view: View) -> list[Event]:
     """Return what was said of optimizers whose epsilon is zero in the format of their second moments."""
-    return _all(view, "epsilon lost")
+    return facts(view, "epsilon lost")
 
 
-def _all(view: View, fact: str) -> list[Event]:
+def facts(view: View, fact: str) -> list[Event]:
+    """Return the events of a fact by step."""
     events = [e for e in view.events if e.kind == "wiring" and e.details.get("fact") == fact]
     return sorted(events, key=lambda event: event.step)
 
 
-def _first(view: View, fact: str) -> Event | None:
-    return next(iter(_all(view, fact)), None)
+def first_fact(view: View, fact: str) -> Event | None:
+    """Return the first event of a fact."""
+    return next(iter(facts(view, fact)), None)
 
 
-def _listed(event: Event, key: str) -> list[str]:
+def listed_in(event: Event, key: str) -> list[str]:
+    """Return the names that an event lists."""
     listed = event.details.get(key)
     return [str(item) for item in cast("list[object]", listed)] if isinstance(listed, list) else []
 
 
 def _names_of(view: View, fact: str) -> set[str]:
-    return {name for event in _all(view, fact) for name in _listed(event, "parameters")}
+    return {name for event in facts(view, fact) for name in listed_in(event, "parameters")}
 
 
 def _groups(event: Event) -> list[dict[str, Any]]:

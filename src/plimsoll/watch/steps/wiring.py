@@ -9,6 +9,8 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - gradients of a scaled loss that are added to those that the scaler has unscaled already in the same step;
 - an epsilon of Adam that is zero in the FP16 of its second moments;
 - weight decay that is less than half a unit in the last place of 16-bit weights;
+- a softmax or sigmoid before a loss that applies one itself;
+- norms over a single value, which are their bias whatever comes in;
 - averages of weights that rounding keeps where they are (`averages`).
 """
 
@@ -18,12 +20,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plimsoll.kernels.device_value import DeviceValue, number, resolved
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 from plimsoll.runs import Event, Record
-from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.hooks import autograd_graph, torch_hooks
 from plimsoll.watch.names import clean
 from plimsoll.watch.parameters.averages import Averages
 from plimsoll.watch.parameters.optimizer_tensors import innermost, parameters_of
@@ -38,6 +40,7 @@ _REPEATS = 3  # steps on end in which gradients were carried over, or not unscal
 _FOLLOWED = 3  # parameters of each optimizer
 _FIRST_STEPS, _PERIOD, _LOOK = 64, 64, 8  # in which they are followed: the first ones, then the first of each period
 _TINY = 2.0**-17  # of the highest rate that a group has had: less moves nothing in a training's usual number of steps
+_LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 _FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
 # Less than this of a weight is lost at any weight.
@@ -157,6 +160,8 @@ class Wiring(torch_hooks.TrainingEvents):
         self._scaler: weakref.ref[Any] | None = None
         self._scaled: weakref.ref[Tensor] | None = None  # the loss that was scaled last
         self._of_scaled = False  # the backward that runs is its
+        self._squashed = ""  # what the loss of the backward that runs applies twice
+        self._looks = _LOOKS
         self._judged = False
         self._said: set[str] = set()
         self._averages = Averages(core)
@@ -165,6 +170,8 @@ class Wiring(torch_hooks.TrainingEvents):
             names = ", ".join(type(optimizer).__name__ for optimizer in known)
             message = f"no parameter of {names} is one of the model's"
             self._say("foreign optimizer", message, optimizer=names)
+        if narrow := _norms_of_one_value(core.model()):
+            self._say("norm of one value", f"{_listed(narrow)} normalise single values", modules=narrow)
         core.at_close.append(self._close)
 
     # -- the training
@@ -178,6 +185,7 @@ class Wiring(torch_hooks.TrainingEvents):
         self._since_step += 1
         loss = None if self._scaled is None else self._scaled()
         self._of_scaled = loss is not None and tensors is loss
+        self._look_behind(tensors)
         for optimizer, known in list(self._known.items()):
             known.was_unscaled = self._of_scaled and self._has_unscaled(optimizer)
             if known.was_scaled:  # no scaler's step has come for it
@@ -190,6 +198,14 @@ class Wiring(torch_hooks.TrainingEvents):
         if self._since_step == _PATIENCE and not self._steps:
             self._say_no_step()
 
+    def _look_behind(self, tensors: Any) -> None:
+        """Look for a softmax of a softmax, in the first backwards that may reach an optimizer's parameters."""
+        self._squashed = ""
+        if self._looks and self._known:
+            self._looks -= 1
+            roots: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            self._squashed = autograd_graph.squashed_twice([root for root in roots if isinstance(root, Tensor)])
+
     @contained
     def backward_ends(self) -> None:
         """A backward has ended."""
@@ -198,6 +214,9 @@ class Wiring(torch_hooks.TrainingEvents):
                 if not known.follows:
                     continue
                 reached = [followed.backward_ends() for followed in known.followed]
+                if self._squashed and any(reached):
+                    message = f"the loss applies a {self._squashed} to the results of a {self._squashed}"
+                    self._say("squashed twice", message, function=self._squashed)
                 known.from_scaled |= self._of_scaled and any(reached)
                 known.mixed += known.was_unscaled and any(reached)
                 if known.mixed == _REPEATS:
@@ -491,6 +510,15 @@ class Wiring(torch_hooks.TrainingEvents):
     def _names(self) -> Mapping[int, str]:
         model = self.core.model()
         return {} if model is None else {id(p): clean(name) for name, p in model.named_parameters()}
+
+
+def _norms_of_one_value(model: nn.Module | None) -> list[str]:
+    """The norms over so few dimensions that they see one value: it minus its mean is zero, or it by itself is 1."""
+    kinds = tuple(kind for name in ("LayerNorm", "RMSNorm") if isinstance(kind := getattr(nn, name, None), type))
+    named = list[tuple[str, nn.Module]]() if model is None else model.named_modules()
+    return [
+        clean(name) for name, m in named if isinstance(m, kinds) and math.prod(cast("Any", m).normalized_shape) == 1
+    ]
 
 
 def _has_gradients(optimizer: Any) -> bool:

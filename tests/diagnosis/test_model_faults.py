@@ -1,0 +1,101 @@
+"""Models that are put together so that they cannot learn, and sound ones that look like them, watched for real."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import plimsoll as pl
+from plimsoll.diagnosis import Finding, diagnose
+from tests.support.cases import each
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def mlp(*last: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), *last)
+
+
+def found(path: Path, model: nn.Module, rule: str, loss: Loss = F.cross_entropy, steps: int = 16) -> list[Finding]:
+    """What a rule says of a watched training."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pl.watch(model, optimizer, run=path, every=2):
+        for _ in range(steps):
+            x = torch.randn(16, 8)
+            optimizer.zero_grad()
+            loss(model(x), x[:, :4].argmax(dim=1)).backward()
+            optimizer.step()
+    return diagnose(path, rules=[rule])
+
+
+# -- a softmax or sigmoid before a loss that has one
+
+
+def in_bf16(y: Tensor, target: Tensor) -> Tensor:
+    """A loss that is scaled, of values that were cast and reordered after the softmax."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.cross_entropy(y.t().contiguous().t().reshape(16, 4), target, label_smoothing=0.1) / 4 * 1024
+
+
+def one_hot(target: Tensor) -> Tensor:
+    return F.one_hot(target, 4).float()
+
+
+TWICE: dict[str, tuple[nn.Module, Loss, str]] = {
+    "cross entropy": (nn.Softmax(dim=-1), F.cross_entropy, "softmax"),
+    "cast and smoothed": (nn.Softmax(dim=-1), in_bf16, "softmax"),
+    "binary": (nn.Sigmoid(), lambda y, t: F.binary_cross_entropy_with_logits(y, one_hot(t)), "sigmoid"),
+    "of soft labels": (
+        nn.Softmax(dim=-1), lambda y, t: -(one_hot(t) * F.log_softmax(y, dim=-1)).sum(dim=1).mean(), "softmax",
+    ),
+}  # fmt: skip
+ONCE: dict[str, tuple[nn.Module, Loss]] = {
+    "logits": (nn.Identity(), F.cross_entropy),
+    "logarithm of a softmax": (nn.Softmax(dim=-1), lambda y, t: F.nll_loss(y.log(), t)),
+    "log softmax": (nn.LogSoftmax(dim=-1), F.nll_loss),
+    "log softmax twice, which changes nothing": (nn.LogSoftmax(dim=-1), F.cross_entropy),
+    "sigmoid and its own loss": (nn.Sigmoid(), lambda y, t: F.binary_cross_entropy(y, one_hot(t))),
+    "a sigmoid as a gate": (
+        nn.Identity(), lambda y, t: F.binary_cross_entropy_with_logits(torch.sigmoid(y) * y, one_hot(t)),
+    ),
+    "soft labels of a teacher": (nn.Identity(), lambda y, t: F.cross_entropy(y, torch.randn(16, 4).softmax(dim=-1))),
+    "sharpened probabilities": (nn.Softmax(dim=-1), lambda y, t: F.cross_entropy(y * 20, t)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_function_that_is_applied_twice_is_named(name: str, tmp_path: Path) -> None:
+    last, loss, function = TWICE[name]
+    (finding,) = found(tmp_path / "run", mlp(last), "probabilities-as-logits", loss)
+    assert (finding.severity, finding.evidence) == ("warning", {"function": function})
+
+
+@each("name", ONCE)
+def test_a_function_that_is_applied_once_is_not(name: str, tmp_path: Path) -> None:
+    last, loss = ONCE[name]
+    path = tmp_path / name.replace(" ", "-")
+    assert found(path, mlp(last), "probabilities-as-logits", loss, steps=4) == []
+
+
+# -- norms that see one value
+
+
+class Signal(nn.Module):
+    """A layer norm over the last dimension of signals; `width` is its length. A second norm is never called."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.unused, self.net = nn.LayerNorm(width), nn.LayerNorm(1), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.norm(x.unflatten(1, (-1, self.norm.normalized_shape[0]))).flatten(1))
+
+
+def test_a_norm_of_one_value_is_named(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path / "one", Signal(1), "dead-layer")
+    assert (finding.severity, finding.where) == ("warning", ("norm:output",))
+    assert found(tmp_path / "two", Signal(2), "dead-layer") == []
