@@ -99,3 +99,55 @@ def test_a_norm_of_one_value_is_named(tmp_path: Path) -> None:
     (finding,) = found(tmp_path / "one", Signal(1), "dead-layer")
     assert (finding.severity, finding.where) == ("warning", ("norm:output",))
     assert found(tmp_path / "two", Signal(2), "dead-layer") == []
+
+
+# -- units that are copies of each other
+
+
+def constant(*layers: int, value: float = 0.05) -> nn.Sequential:
+    """A network in which the weights of these layers begin at one value."""
+    model = mlp()
+    for layer in layers:
+        nn.init.constant_(model[layer].weight, value)
+        nn.init.zeros_(model[layer].bias)
+    return model
+
+
+class Adapted(nn.Module):
+    """A network with a residual branch whose last layer begins at zero, scaled by a factor that begins at 1e-4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.down, self.up, self.head = mlp(), nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.full((4,), 1e-4))
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x) + self.scale * self.up(self.down(x)))
+
+
+def frozen() -> nn.Sequential:
+    model = constant(0)
+    model[0].requires_grad_(False)
+    return model
+
+
+DIFFERENT: dict[str, Callable[[], nn.Module]] = {
+    "random": mlp,
+    "a head at zero": lambda: constant(2, value=0.0),
+    "a head at a constant": lambda: constant(2, value=0.1),
+    "all layers at zero, which do not move": lambda: constant(0, 2, value=0.0),
+    "a branch that begins at zero": Adapted,
+    "constant and not trained": frozen,
+}
+
+
+def test_units_that_move_as_one_are_named(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path / "run", constant(0, 2, value=0.05), "symmetric-weights")
+    assert (finding.severity, finding.where) == ("warning", ("0.weight",))
+
+
+@each("name", DIFFERENT)
+def test_layers_that_begin_at_a_constant_may_be_sound(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name.replace(" ", "-")
+    assert [str(f) for f in found(path, DIFFERENT[name](), "symmetric-weights")] == []

@@ -138,7 +138,7 @@ def saturated(run: Training) -> None:
     _classify(run, model, torch.optim.Adam(model.parameters(), lr=1e-3))
 
 
-@fault("symmetric-weights", named=EQUAL, held_back=True)
+@fault("symmetric-weights", named=EQUAL)
 def symmetric(run: Training) -> None:
     """All weights of a layer begin at one constant: its units stay copies of each other, and one number passes."""
     model = mlp(16, 64, 64, 10)

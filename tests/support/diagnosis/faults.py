@@ -291,6 +291,8 @@ FAULTS = [
     fault("a counter stuck in BF16",
           told(events=(wired("counter stuck", 150, parameters=["steps_seen"], format="bf16"),)),
           "average-stuck", "warning", "steps_seen", first=150, last=150),
+    fault("units that are copies of each other", told(events=(wired("equal rows", 10, parameters=[f"{A}.weight"]),)),
+          "symmetric-weights", "warning", A, first=10, last=10),
     fault("a softmax before the cross entropy", told(events=(wired("squashed twice", 0, function="softmax"),)),
           "probabilities-as-logits", "warning"),
     # -- ranks
@@ -389,6 +391,7 @@ WORDS: Mapping[str, str] = {
     "gradients-mishandled": r"gradients are (never (set to zero|unscaled)|unscaled before all of a step)",
     "decay-lost": r"rounding has undone the weight decay of",
     "average-stuck": r"rounding to BF16 (keeps the average .* where it was|has stopped the count in)",
+    "symmetric-weights": r"the units of .* are copies of each other",
     "probabilities-as-logits": r"the loss applies a softmax to the results of a softmax",
     "rank-differs": r"the loss of rank 1 has stayed away",
     "run-ended": r"an exception ended the training at step \d+, KeyError",

@@ -1,12 +1,44 @@
 """Rules of models that are put together so that they cannot learn what they should."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from plimsoll.diagnosis.finding import Finding
-from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, threshold
-from plimsoll.diagnosis.rules.wiring import facts
+from plimsoll.diagnosis.finding import Finding, Spot
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
+from plimsoll.diagnosis.rules.wiring import facts, listed_in
 from plimsoll.diagnosis.view import View
+
+
+@dataclass(frozen=True, kw_only=True)
+class SymmetricWeights(Rule):
+    """Layers whose units began as copies of each other, and stay copies."""
+
+    id = "symmetric-weights"
+    says = "the units of a layer have the same weights, and move as one"
+    meaning = "The units began with equal weights and get equal gradients: the layer is as good as a single unit."
+    advice = "Initialise the layer at random (nn.init.kaiming_normal_). Only its bias may begin at a constant."
+    figure = "loss_and_scale"
+    items = {"first": EvidenceItem(unit="location")}
+
+    layers: float = threshold(1, "the facts are exact: layers that begin at a constant otherwise differ after a step")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, of all such layers."""
+        since = {name: event.step for event in facts(view, "equal rows") for name in listed_in(event, "parameters")}
+        if not since or len(since) < self.layers:
+            return
+        spots = [Spot(name=name, since_step=step, value=math.nan) for name, step in since.items()]
+        evidence = {"first": spots[0].name, "layers": len(spots)}
+        until = max(view.last_step, *since.values())
+        yield self.finding("warning", spots, evidence, until_step=until, collection="weights")
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return which layers."""
+        return Phrase(
+            what=f"the units of {context.place} are copies of each other and move as one, seen {context.since}",
+            remedy="initialise their weights at random",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

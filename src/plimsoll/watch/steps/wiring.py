@@ -10,6 +10,7 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - an epsilon of Adam that is zero in the FP16 of its second moments;
 - weight decay that is less than half a unit in the last place of 16-bit weights;
 - a softmax or sigmoid before a loss that applies one itself;
+- ranks that begin with other weights, and layers whose units are copies of each other (`weight_facts`);
 - norms over a single value, which are their bias whatever comes in;
 - averages of weights that rounding keeps where they are (`averages`).
 """
@@ -31,6 +32,7 @@ from plimsoll.watch.parameters.averages import Averages
 from plimsoll.watch.parameters.optimizer_tensors import innermost, parameters_of
 from plimsoll.watch.parameters.updates import OWN, kind_of
 from plimsoll.watch.session import WatchSession, contained
+from plimsoll.watch.steps.weight_facts import FirstWeights
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
 _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gradient are named
@@ -165,6 +167,7 @@ class Wiring(torch_hooks.TrainingEvents):
         self._judged = False
         self._said: set[str] = set()
         self._averages = Averages(core)
+        self._first_weights = FirstWeights(core)
         known = list(optimizers)
         if known and not [o for o in known if self._meet(o) is not None]:
             names = ", ".join(type(optimizer).__name__ for optimizer in known)
@@ -233,6 +236,8 @@ class Wiring(torch_hooks.TrainingEvents):
         if not self._judged or (self._ungraded and self.core.sample is not None):
             self._look_for_gradients()
         known.had_gradients = _has_gradients(optimizer)
+        if not known.steps:
+            self._first_weights.first_step_begins()
         if known.follows:
             self._follow(optimizer, known)
         self._look_at_groups(optimizer, known)
@@ -275,8 +280,10 @@ class Wiring(torch_hooks.TrainingEvents):
                 optimizer=known.name,
             )
         known.step_ends()
-        if known.steps == _JUDGED_STEPS and not self._judged:
-            self._judge(warn=True)
+        if known.steps == _JUDGED_STEPS:
+            self._first_weights.look_at_rows()
+            if not self._judged:
+                self._judge(warn=True)
         if known.steps == _PATIENCE:
             self._say_no_step()
 
@@ -515,7 +522,7 @@ class Wiring(torch_hooks.TrainingEvents):
 def _norms_of_one_value(model: nn.Module | None) -> list[str]:
     """The norms over so few dimensions that they see one value: it minus its mean is zero, or it by itself is 1."""
     kinds = tuple(kind for name in ("LayerNorm", "RMSNorm") if isinstance(kind := getattr(nn, name, None), type))
-    named = list[tuple[str, nn.Module]]() if model is None else model.named_modules()
+    named = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
     return [
         clean(name) for name, m in named if isinstance(m, kinds) and math.prod(cast("Any", m).normalized_shape) == 1
     ]
