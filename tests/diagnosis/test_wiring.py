@@ -370,6 +370,115 @@ def test_the_second_moments_are_held_against_the_runs_own_epsilon(tmp_path: Path
     assert found("large", **{"epsilon-dominates.epsilon": 1e-6}) == []
 
 
+# -- weights that something else writes
+
+
+class Average:
+    """A moving average of a model's weights."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.weights, self.decay = [p.detach().clone() for p in model.parameters()], decay
+
+    @torch.no_grad()
+    def follow(self, model: nn.Module) -> None:
+        for slow, p in zip(self.weights, model.parameters(), strict=True):
+            slow.lerp_(p, 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self, model: nn.Module) -> None:
+        for slow, p in zip(self.weights, model.parameters(), strict=True):
+            kept = p.clone()
+            p.copy_(slow)
+            slow.copy_(kept)
+
+
+def left_in_the_model(model: nn.Module, average: Average) -> None:
+    average.follow(model)
+    with torch.no_grad():
+        for slow, p in zip(average.weights, model.parameters(), strict=True):
+            p.copy_(slow)
+
+
+def swapped_and_restored(model: nn.Module, average: Average) -> None:
+    average.follow(model)
+    average.swap(model)
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    average.swap(model)
+
+
+@torch.no_grad()
+def masked(model: nn.Module, average: Average) -> None:
+    """Nine in ten weights are pruned."""
+    for p in model.parameters():
+        p.mul_(torch.arange(p.numel()).view_as(p) % 10 == 0)
+
+
+@torch.no_grad()
+def held(model: nn.Module, average: Average) -> None:
+    """Every weight is put back exactly, as frozen ones may be."""
+    for slow, p in zip(average.weights, model.parameters(), strict=True):
+        p.copy_(slow)
+
+
+@torch.no_grad()
+def looked_ahead(model: nn.Module, average: Average) -> None:
+    """Half of each update is kept."""
+    for slow, p in zip(average.weights, model.parameters(), strict=True):
+        slow.lerp_(p, 0.5)
+        p.copy_(slow)
+
+
+@torch.no_grad()
+def shortened(model: nn.Module, average: Average) -> None:
+    """Each weight has a norm of 1 at most."""
+    for p in model.parameters():
+        p.div_(p.norm().clamp(min=1))
+
+
+AFTER: dict[str, tuple[Callable[[nn.Module, Average], None], bool]] = {
+    "left in the model": (left_in_the_model, True),
+    "swapped and restored": (swapped_and_restored, False),
+    "masked": (masked, False),
+    "held": (held, False),
+    "looked ahead": (looked_ahead, False),
+    "shortened": (shortened, False),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_an_average_that_stays_in_the_model_is_named(name: str, tmp_path: Path) -> None:
+    after, wrong = AFTER[name]
+    model = mlp()
+    average = Average(model, 0.999)
+
+    def step(optimizer: torch.optim.Optimizer, _: object) -> None:
+        optimizer.step()
+        after(model, average)
+
+    found = train(tmp_path / "run", model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), step=step)
+    causes = [(f.rule, f.severity, f.evidence.get("cause")) for f in found if f.severity != "info"]
+    assert causes == [("optimizer-idle", "warning", "its updates are undone after each step")] * wrong
+
+
+def test_an_inner_loop_that_is_put_back_undoes_nothing(tmp_path: Path) -> None:
+    """Meta-learning: an inner step is taken back, and the outer optimizer makes a far smaller one."""
+    model = mlp()
+    inner, outer = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.001)
+    with pl.watch(model, [inner, outer], run=tmp_path / "run", every=2):
+        for _ in range(12):
+            before = [p.detach().clone() for p in model.parameters()]
+            for optimizer in (inner, outer):
+                optimizer.zero_grad()
+                model(torch.randn(16, 8)).square().mean().backward()
+                if optimizer is outer:
+                    with torch.no_grad():
+                        for p, kept in zip(model.parameters(), before, strict=True):
+                            p.copy_(kept)
+                optimizer.step()
+    assert [str(f) for f in diagnose(tmp_path / "run", rules=["optimizer-idle"])] == []
+
+
 # -- a backward that gives no gradients itself
 
 

@@ -205,7 +205,6 @@ def too_often(run: Training) -> None:
     "average-written-back",
     named=r"overwrit|undone|restored|written over|(moves?|moved|change[sd]?) (nothing|hardly|less)"
     r"|\bema\b|averaged? (weights|copy|model)",
-    held_back=True,
 )
 def written_back(run: Training) -> None:
     """The averaged weights of evaluation are left in the model after each step: 0.999 of every update is undone."""

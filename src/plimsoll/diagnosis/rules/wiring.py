@@ -102,10 +102,13 @@ class UntrainedParameters(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerIdle(Rule):
-    """An optimizer that does not step, or whose steps move nothing: by its rate, its gradients or its weights."""
+    """An optimizer that does not step, or whose steps move nothing: by its rate, gradients, weights or what follows."""
 
     id = "optimizer-idle"
-    says = "an optimizer never steps, steps without gradients, or has a rate of 0, NaN, Inf or nearly 0"
+    says = (
+        "an optimizer never steps, steps without gradients, has a rate of 0, NaN, Inf or nearly 0, or its updates are "
+        "undone"
+    )
     meaning = "The weights do not change."
     advice = "Call optimizer.step() after each backward."
     actions = ("stop",)
@@ -135,12 +138,22 @@ class OptimizerIdle(Rule):
                 "Call zero_grad() before the backward and not between it and the step, and look whether the loss "
                 "depends on the parameters.",
             )  # fmt: skip
+        undone = first_fact(view, "updates undone")
+        if undone is not None:
+            yield self._finding(
+                view, "warning", undone, "its updates are undone after each step",
+                "Look for a copy into the model's weights after step(): averaged weights (EMA) that evaluation has put "
+                "there must be taken out again.",
+                meaning="The weights are overwritten after each step with almost what they were before it.",
+            )  # fmt: skip
         yield from self._rates(view)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the optimizer and why it is idle."""
         cause = context.text("cause")
         remedy = "look at the schedule" if "rate" in cause else "step it"
+        if "undone" in cause:
+            remedy = "look for what writes the weights, such as an average of them"
         if "NaN or Inf" in cause:
             remedy = "lower the loss scale, or call locate()"
         return Phrase(what=f"of {context.text('optimizer')}, {cause} {context.since}", remedy=remedy)

@@ -2,13 +2,14 @@
 
 - At the first step, what each data-parallel rank begins with.
 - Ten steps later, layers whose units are copies of each other, and move as one.
+- Weights that are written between two steps so that the update of the first one is undone.
 
 Nothing here waits for a device: numbers are read on the background thread, as soon as they are there.
 """
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -23,6 +24,10 @@ _LAYERS = 256  # whose rows are compared
 _SIDE = 16  # rows, and values of each
 _NEAR = 1e-3  # of how far the weights have moved: rows that are nearer to each other move as one
 _FIRST = 16  # weights of which each rank records the first values
+_VALUES = 256  # of a weight that is followed from step to step
+_STREAK = 3  # steps on end
+_LEFT = 2.0**-5  # of an update: averages with a decay of 0.97 or more leave less
+_UNDONE, _EXACT = 0.99, 0.9  # of the values; exactly what they were are those that a mask or a grid holds
 
 
 class FirstWeights:
@@ -93,6 +98,63 @@ class FirstWeights:
         self.core.writer.submit(produce, 4000)
 
 
+class Overwrites:
+    """A few weights of one optimizer, and whether what it does to them is undone before its next step."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = [weakref.ref(p) for p in weights if _is_plain(p)]
+        self._versions: list[int] = []  # after the last step
+        self._before: Tensor | None = None
+        self._after: Tensor | None = None
+        self._written = 0  # steps on end before which all weights were written
+        self.undone: list[DeviceValue] = []  # of steps on end: values moved, undone, and exactly what they were
+
+    # Versions tell whether anything was written at all, at no cost: only then are values compared.
+    @torch.no_grad()
+    def step_begins(self) -> None:
+        """The optimizer's step begins."""
+        if len(self.undone) == _STREAK:  # compared for good
+            self._before = None
+            return
+        weights = self._live()
+        versions = [p._version for p in weights]  # noqa: SLF001  (public in all but name)
+        written = len(versions) == len(self._versions) > 0
+        written = written and all(a != b for a, b in zip(versions, self._versions, strict=True))
+        self._written = self._written + 1 if written else 0
+        now = _some(weights) if self._written >= _STREAK else None
+        if now is None or self._after is None or self._before is None:
+            self.undone = []
+        else:
+            update, left = self._after - self._before, now - self._before
+            moved = update != 0
+            undone = moved & (left.abs() <= _LEFT * update.abs())
+            counts = torch.stack([moved.sum(), undone.sum(), (undone & (left == 0)).sum()])
+            self.undone.append(DeviceValue(counts))
+        self._before, self._after = now, None
+
+    @torch.no_grad()
+    def step_ends(self) -> None:
+        """The optimizer's step has returned."""
+        weights = self._live()
+        self._versions = [p._version for p in weights]  # noqa: SLF001  (likewise)
+        self._after = None if self._before is None else _some(weights)
+
+    def forget(self) -> None:
+        """Another optimizer has stepped: what it writes is no undoing."""
+        self._versions, self._written = [], 0
+
+    def _live(self) -> list[Tensor]:
+        return [p for ref in self._weights if (p := ref()) is not None]
+
+
+def are_undone(steps: Sequence[DeviceValue]) -> bool:
+    """Return whether updates were undone at all of these steps, by values that are not held where they are."""
+    counts = [cast("list[int]", step.tensor().tolist()) for step in steps]
+    return all(
+        moved > 0 and undone >= _UNDONE * moved and exactly < _EXACT * undone for moved, undone, exactly in counts
+    )
+
+
 def fact(step: int, name: str, message: str, **details: object) -> Event:
     """Return an event of kind "wiring"."""
     return Event(step=step, kind="wiring", message=message, details={"fact": name, **details})
@@ -111,3 +173,10 @@ def _rows(p: Tensor) -> Tensor:
     """Sixteen rows from all over a weight, and the first sixteen values of each."""
     rows = p.detach().flatten(1)
     return rows[:: -(-len(rows) // _SIDE), :_SIDE].float().clone()
+
+
+def _some(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The first values of each tensor; None without any, or on several devices."""
+    if not tensors or len({x.device for x in tensors}) > 1:
+        return None
+    return torch.cat([x.detach().reshape(-1)[:_VALUES].float() for x in tensors])

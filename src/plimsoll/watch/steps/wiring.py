@@ -7,6 +7,7 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - gradients that are added to those of the step before, because nothing has set them to zero;
 - gradients of a scaled loss that reach the optimizer as the backward left them;
 - gradients of a scaled loss that are added to those that the scaler has unscaled already in the same step;
+- weights that are written between the steps so that the updates are undone;
 - an epsilon of Adam that is zero in the FP16 of its second moments;
 - weight decay that is less than half a unit in the last place of 16-bit weights;
 - a softmax or sigmoid before a loss that applies one itself;
@@ -32,7 +33,7 @@ from plimsoll.watch.parameters.averages import Averages
 from plimsoll.watch.parameters.optimizer_tensors import innermost, parameters_of
 from plimsoll.watch.parameters.updates import OWN, kind_of
 from plimsoll.watch.session import WatchSession, contained
-from plimsoll.watch.steps.weight_facts import FirstWeights
+from plimsoll.watch.steps.weight_facts import FirstWeights, Overwrites, are_undone
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
 _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gradient are named
@@ -125,6 +126,7 @@ class _Optimizer:
         own: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
         self.followed = [_Followed(own[place]) for place in places[:_FOLLOWED]]
+        self.overwrites = Overwrites(own[place] for place in places[:_FOLLOWED])
         self.steps = 0
         self.follows = True  # in this step
         self.empty = self.carried = self.scaled = 0  # steps on end
@@ -240,6 +242,7 @@ class Wiring(torch_hooks.TrainingEvents):
             self._first_weights.first_step_begins()
         if known.follows:
             self._follow(optimizer, known)
+            self._look_for_overwrites(known)
         self._look_at_groups(optimizer, known)
 
     # Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a
@@ -256,6 +259,13 @@ class Wiring(torch_hooks.TrainingEvents):
         if known.carried == _REPEATS:
             self._say_carried(known, carried)
 
+    def _look_for_overwrites(self, known: _Optimizer) -> None:
+        known.overwrites.step_begins()
+        undone = tuple(known.overwrites.undone)
+        if len(undone) == _REPEATS:
+            message = f"the updates of {known.name} are undone after each step: something else writes the weights"
+            self._later("updates undone", message, lambda: are_undone(undone), known)
+
     @contained
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer's step has returned."""
@@ -265,6 +275,11 @@ class Wiring(torch_hooks.TrainingEvents):
         known.steps += 1
         if known.steps == 1:
             self._look_at_epsilon(optimizer, known)
+        for each in list(self._known.values()):
+            if each is not known:
+                each.overwrites.forget()
+            elif known.follows:
+                known.overwrites.step_ends()
         if known.steps > self._steps:
             self._steps = known.steps
             self._averages.step_ends(self._steps, self._owned)
@@ -280,11 +295,15 @@ class Wiring(torch_hooks.TrainingEvents):
                 optimizer=known.name,
             )
         known.step_ends()
-        if known.steps == _JUDGED_STEPS:
+        self._judge_at(known.steps)
+
+    def _judge_at(self, steps: int) -> None:
+        """Do what is due when an optimizer has made so many steps."""
+        if steps == _JUDGED_STEPS:
             self._first_weights.look_at_rows()
             if not self._judged:
                 self._judge(warn=True)
-        if known.steps == _PATIENCE:
+        if steps == _PATIENCE:
             self._say_no_step()
 
     @contained
