@@ -223,7 +223,6 @@ def count_overflows(run: Training) -> None:
     r"|micro-batch.*(round|lost|swallow)",
     precision="bf16",
     every=2,
-    held_back=True,
 )
 def accumulated(run: Training) -> None:
     """Gradients of 1,024 micro-batches are added up in BF16: up to half of their sum is rounded away."""

@@ -22,7 +22,9 @@ _OUTSIDE = "in no optimizer"  # a fact of the watch, and the cause in the eviden
 _ERASED = "all zero when the optimizer steps, and not after the backward"
 _TOO_EARLY = "unscaled before all of a step are added up"
 _TWICE = "divided by the loss scale twice"
+_ROUNDED = "rounded away as they are added up"
 _REMEDIES = {
+    _ROUNDED: "accumulate gradients in FP32",
     _TWICE: "divide by hand, or let the scaler do it, but not both",
     "never set to zero": "call zero_grad() once a step",
     "never unscaled": "call scaler.step(optimizer)",
@@ -231,12 +233,12 @@ class OptimizerIdle(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsMishandled(Rule):
-    """Gradients not set to zero, unscaled never, twice or too early, clipped while scaled, or erased."""
+    """Gradients not set to zero, wrongly unscaled, clipped while scaled, erased, or rounded away in their sum."""
 
     id = "gradients-mishandled"
     says = (
         "gradients are never set to zero, unscaled never, twice or too early, clipped while they carry the loss scale, "
-        "or erased"
+        "erased, or rounded away in their sum"
     )
     meaning = "The optimizer gets gradients that are not those of the step's loss."
     advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."
@@ -273,6 +275,16 @@ class GradientsMishandled(Rule):
                 meaning="Gradients that carry the loss scale are added to those that were unscaled already: their sum "
                 "is far too large, and in no proportion.",
                 advice="Call scaler.unscale_(optimizer) once a step, after the backward of the last micro-batch.",
+            )  # fmt: skip
+        rounded = first_fact(view, "sum rounded")
+        if rounded is not None:
+            fmt, backwards = str(rounded.details.get("format", "")), rounded.details.get("backwards", 0)
+            yield self._finding(
+                view, "warning", rounded.step, _ROUNDED, str(rounded.details.get("optimizer", "")),
+                meaning=f"Gradients of {backwards} micro-batches are accumulated in {fmt.upper()}: late ones are less "
+                "than half a unit in the last place of the sum, and are rounded away.",
+                advice="Accumulate gradients in FP32 (FP32 weights with autocast, or a buffer of your own), or take "
+                "fewer and larger micro-batches.",
             )  # fmt: skip
         cells = view.cells("gradients")
         # A norm for clipping that overflows in FP16 is infinite, and clipping then multiplies all gradients by 0.

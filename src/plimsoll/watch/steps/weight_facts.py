@@ -3,6 +3,7 @@
 - At the first step, what each data-parallel rank begins with.
 - Ten steps later, layers whose units are copies of each other, and move as one.
 - Weights that are written between two steps so that the update of the first one is undone.
+- Gradients of micro-batches that are rounded away as they are added up in 16 bits.
 
 Nothing here waits for a device: numbers are read on the background thread, as soon as they are there.
 """
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.kernels.device_value import DeviceValue
+from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 from plimsoll.runs import Event, Record
 from plimsoll.watch.names import clean
 from plimsoll.watch.session import WatchSession
@@ -24,9 +26,10 @@ _LAYERS = 256  # whose rows are compared
 _SIDE = 16  # rows, and values of each
 _NEAR = 1e-3  # of how far the weights have moved: rows that are nearer to each other move as one
 _FIRST = 16  # weights of which each rank records the first values
-_VALUES = 256  # of a weight that is followed from step to step
+_VALUES = 256  # of a weight or a gradient that is followed from step to step
 _STREAK = 3  # steps on end
 _LEFT = 2.0**-5  # of an update: averages with a decay of 0.97 or more leave less
+_MANY = 64  # micro-batches, from which on a 16-bit sum may be too coarse for one of them
 _UNDONE, _EXACT = 0.99, 0.9  # of the values; exactly what they were are those that a mask or a grid holds
 
 
@@ -153,6 +156,66 @@ def are_undone(steps: Sequence[DeviceValue]) -> bool:
     return all(
         moved > 0 and undone >= _UNDONE * moved and exactly < _EXACT * undone for moved, undone, exactly in counts
     )
+
+
+class Sums:
+    """Some values of 16-bit gradients of one optimizer, while micro-batches are added to them."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        chosen = [p for p in weights if p.dtype in SIXTEEN_BIT and _is_plain(p)]
+        self._weights = [weakref.ref(p) for p in chosen]
+        self.format = FORMATS[chosen[0].dtype].name if chosen else ""
+        self.backwards = 0  # since the last step
+        self._before: Tensor | None = None
+        self._changed: dict[int, list[Tensor]] = {}  # values that a backward has changed, by groups of micro-batches
+
+    def step_ends(self) -> None:
+        """Another step begins."""
+        self.backwards, self._before = 0, None
+        self._changed.clear()
+
+    # The second to the fourth backward of a step show how many values one changes; the last four before each power of
+    # two, from 64 on, how many it changes still. A gradient that is zero changes nothing early either, and sums of
+    # random signs grow by the root of their number: one of 1,024 is far from too small there.
+    @torch.no_grad()
+    def backward_begins(self) -> None:
+        """A backward begins, which may add to the gradients."""
+        if not self._weights:
+            return
+        self.backwards += 1
+        group = self._group()
+        self._before = _some(self._gradients()) if group else None
+
+    @torch.no_grad()
+    def backward_ends(self) -> None:
+        """A backward has ended."""
+        before, self._before = self._before, None
+        now = None if before is None else _some(self._gradients())
+        if before is not None and now is not None and now.shape == before.shape:
+            self._changed.setdefault(self._group(), []).append((now != before).sum())
+
+    def counts(self) -> DeviceValue | None:
+        """Return how many values an early and a late backward of this step has changed on average."""
+        last = max(self._changed, default=0)
+        if last < _MANY or 4 not in self._changed:
+            return None
+        means = [torch.stack(self._changed[group]).float().mean() for group in (4, last)]
+        return DeviceValue(torch.stack(means))
+
+    def _group(self) -> int:
+        """The power of two before which this backward is one of the last four; 0 for one that is not looked at."""
+        top = 1 << max(self.backwards - 1, 0).bit_length()
+        return top if self.backwards > max(top - 4, 1) and (top == 4 or top >= _MANY) else 0
+
+    def _gradients(self) -> list[Tensor]:
+        weights = [p for ref in self._weights if (p := ref()) is not None]
+        return [p.grad for p in weights if p.grad is not None and _is_plain(p.grad)]
+
+
+def is_rounded_away(counts: DeviceValue) -> bool:
+    """Return whether a late backward changes less than half of the values that an early one does."""
+    early, late = cast("list[float]", counts.tensor().tolist())
+    return early >= _SIDE and late < early / 2
 
 
 def fact(step: int, name: str, message: str, **details: object) -> Event:

@@ -7,6 +7,7 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - gradients that are added to those of the step before, because nothing has set them to zero;
 - gradients of a scaled loss that reach the optimizer as the backward left them;
 - gradients of a scaled loss that are added to those that the scaler has unscaled already in the same step;
+- gradients of micro-batches that are rounded away as they are added up in 16 bits;
 - weights that are written between the steps so that the updates are undone;
 - an epsilon of Adam that is zero in the FP16 of its second moments;
 - weight decay that is less than half a unit in the last place of 16-bit weights;
@@ -33,7 +34,7 @@ from plimsoll.watch.parameters.averages import Averages
 from plimsoll.watch.parameters.optimizer_tensors import innermost, parameters_of
 from plimsoll.watch.parameters.updates import OWN, kind_of
 from plimsoll.watch.session import WatchSession, contained
-from plimsoll.watch.steps.weight_facts import FirstWeights, Overwrites, are_undone
+from plimsoll.watch.steps.weight_facts import FirstWeights, Overwrites, Sums, are_undone, is_rounded_away
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
 _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gradient are named
@@ -126,6 +127,7 @@ class _Optimizer:
         own: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
         self.followed = [_Followed(own[place]) for place in places[:_FOLLOWED]]
+        self.sums = Sums(own[place] for place in places[:_FOLLOWED])
         self.overwrites = Overwrites(own[place] for place in places[:_FOLLOWED])
         self.steps = 0
         self.follows = True  # in this step
@@ -135,6 +137,7 @@ class _Optimizer:
         self.was_scaled = False  # and they were stepped on as it left them
         self.was_unscaled = False  # the scaler has unscaled gradients to which this backward may add
         self.mixed = 0  # backwards that did
+        self.rounded = 0  # steps at which it was looked whether micro-batches are rounded away
         self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
         self.highest: list[float] = []  # the highest rate of each
 
@@ -198,6 +201,8 @@ class Wiring(torch_hooks.TrainingEvents):
                 known.scaled += 1
                 if known.scaled == _REPEATS:
                     self._say_unscaled(known)
+            if known.follows:
+                known.sums.backward_begins()
             for followed in known.followed if known.follows else ():
                 followed.backward_begins(known.carried >= _REPEATS - 1 and "carried over" not in self._said)
         if self._since_step == _PATIENCE and not self._steps:
@@ -218,6 +223,7 @@ class Wiring(torch_hooks.TrainingEvents):
             for known in list(self._known.values()):
                 if not known.follows:
                     continue
+                known.sums.backward_ends()
                 reached = [followed.backward_ends() for followed in known.followed]
                 if self._squashed and any(reached):
                     message = f"the loss applies a {self._squashed} to the results of a {self._squashed}"
@@ -242,6 +248,7 @@ class Wiring(torch_hooks.TrainingEvents):
             self._first_weights.first_step_begins()
         if known.follows:
             self._follow(optimizer, known)
+            self._look_at_sums(known)
             self._look_for_overwrites(known)
         self._look_at_groups(optimizer, known)
 
@@ -258,6 +265,17 @@ class Wiring(torch_hooks.TrainingEvents):
         known.carried = known.carried + 1 if known.followed and len(carried) == len(known.followed) else 0
         if known.carried == _REPEATS:
             self._say_carried(known, carried)
+
+    def _look_at_sums(self, known: _Optimizer) -> None:
+        sums, counts = known.sums, known.sums.counts()
+        if counts is not None and known.rounded < _REPEATS:
+            known.rounded += 1
+            message = f"gradients of {sums.backwards:,} micro-batches are added up in {sums.format}, and rounded away"
+            self._later(
+                "sum rounded", message, lambda: is_rounded_away(counts), known, key=f"sum rounded: {known.rounded}",
+                backwards=sums.backwards, format=sums.format,
+            )  # fmt: skip
+        sums.step_ends()
 
     def _look_for_overwrites(self, known: _Optimizer) -> None:
         known.overwrites.step_begins()
@@ -471,16 +489,17 @@ class Wiring(torch_hooks.TrainingEvents):
         state = cast("dict[int, dict[str, object]]", states).get(id(optimizer)) if isinstance(states, dict) else None
         return state is not None and getattr(state.get("stage"), "name", "") == "UNSCALED"
 
-    def _later(self, fact: str, message: str, holds: Callable[[], bool], known: _Optimizer) -> None:
-        """Record a fact on the background thread, as soon as the values it depends on are there."""
-        if fact in self._said:
+    def _later(
+        self, fact: str, message: str, holds: Callable[[], bool], known: _Optimizer, key: str = "", **more: object
+    ) -> None:
+        """Record a fact on the background thread, as soon as the values it depends on are there; once for each key."""
+        if (key or fact) in self._said:
             return
-        self._said.add(fact)
-        step, who = self.core.step, known.name
+        self._said.add(key or fact)
+        step, details = self.core.step, {"fact": fact, "optimizer": known.name, **more}
 
         def produce() -> list[Record]:
-            event = Event(step=step, kind="wiring", message=message, details={"fact": fact, "optimizer": who})
-            return [event] if holds() else []
+            return [Event(step=step, kind="wiring", message=message, details=details)] if holds() else []
 
         self.core.writer.submit(produce, 200)
 
