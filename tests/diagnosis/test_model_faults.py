@@ -9,7 +9,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import plimsoll as pl
-from plimsoll.diagnosis import Finding, diagnose
+from plimsoll.diagnosis import Finding, View, diagnose
+from plimsoll.report.verdicts.verdict import verdict
+from plimsoll.runs import Run
 from tests.support.cases import each
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -151,3 +153,57 @@ def test_units_that_move_as_one_are_named(tmp_path: Path) -> None:
 def test_layers_that_begin_at_a_constant_may_be_sound(name: str, tmp_path: Path) -> None:
     path = tmp_path / name.replace(" ", "-")
     assert [str(f) for f in found(path, DIFFERENT[name](), "symmetric-weights")] == []
+
+
+# -- layers that are saturated from the start
+
+
+class Straight(torch.autograd.Function):
+    """Signs, whose gradient is passed on as it is."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: object, g: Tensor) -> Tensor:
+        return g
+
+
+class Signs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Straight.apply(x)
+
+
+def deep(act: Callable[[], nn.Module], std: float, layers: int = 3) -> nn.Sequential:
+    """A network whose hidden layers' weights have this size; the last one is as usual."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for _ in range(layers):
+        model += nn.Sequential(nn.Linear(8, 8), act())
+        nn.init.normal_(model[-2].weight, std=std)
+    model.append(nn.Linear(8, 4))
+    return model
+
+
+OPEN: dict[str, Callable[[], nn.Module]] = {
+    "usual weights": lambda: deep(nn.Tanh, 8**-0.5),
+    "large weights before a ReLU": lambda: deep(nn.ReLU, 10.0),
+    "a single layer": lambda: deep(nn.Tanh, 40.0, layers=1),
+    "signs with a straight gradient": lambda: deep(Signs, 1.0),
+    "a softmax": lambda: deep(lambda: nn.Softmax(dim=-1), 10.0),
+    "clamped at a sixth of the values": lambda: deep(nn.Hardtanh, 0.25),
+}
+
+
+def test_layers_that_are_saturated_from_the_start_are_named(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path / "run", deep(nn.Tanh, 40.0), "gradients-vanish")
+    assert (finding.severity, finding.where) == ("warning", ("1:output", "3:output", "5:output"))
+    words = verdict(View(Run(tmp_path / "run")), [finding])
+    assert "have been saturated since step 0" in words and "of their outputs are at 1 or -1" in words
+
+
+@each("name", OPEN)
+def test_layers_that_pass_gradients_are_not(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name.replace(" ", "-")
+    assert [str(f) for f in found(path, OPEN[name](), "gradients-vanish")] == []

@@ -127,7 +127,6 @@ def one_value(run: Training) -> None:
     "saturated-from-the-start",
     named=r"saturat|vanish|initiali[sz]|gradients? [^.]*(tiny|too small|shrink|zero)"
     r"|(activation|output)s? [^.]*(too large|at (its|their) limit)",
-    held_back=True,
 )
 def saturated(run: Training) -> None:
     """Weights of size 5 in six layers: every tanh is at 1 or -1, hardly a gradient comes through, learning crawls."""
