@@ -19,7 +19,6 @@ _ORDER = (
     "errors",
     "layers",
     "wiring",
-    "structure",
     "ranks",
     "record",
 )
