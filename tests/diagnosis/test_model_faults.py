@@ -134,6 +134,26 @@ def frozen() -> nn.Sequential:
     return model
 
 
+class Halved(nn.Module):
+    """A parametrization that counts how often it is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.computed += 1
+        return x / 2
+
+
+def test_a_parametrized_weight_is_not_computed_for_the_watch(tmp_path: Path) -> None:
+    """A spectral norm's power iteration would go on each time."""
+    model, half = mlp(), Halved()
+    nn.utils.parametrize.register_parametrization(model[0], "weight", half)
+    half.computed = 0
+    assert found(tmp_path / "run", model, "symmetric-weights", steps=12) == [] and half.computed == 12
+
+
 DIFFERENT: dict[str, Callable[[], nn.Module]] = {
     "random": mlp,
     "a head at zero": lambda: constant(2, value=0.0),

@@ -22,6 +22,7 @@ from plimsoll.runs import Event, Record
 from plimsoll.watch.names import clean
 from plimsoll.watch.session import WatchSession
 
+_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = 256  # whose rows are compared
 _SIDE = 16  # rows, and values of each
 _NEAR = 1e-3  # of how far the weights have moved: rows that are nearer to each other move as one
@@ -47,11 +48,14 @@ class FirstWeights:
         if self._kept is not None or model is None:
             return
         self._record_rank(model)
-        layers = [
-            (raw, m) for raw, m in _modules(model) if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        # Not a module's own `weight`: a parametrized one computes it, and a spectral norm's iteration would go on.
+        modules = dict(_modules(model))
+        weights = [
+            (clean(raw), p)
+            for raw, p in model.named_parameters()
+            if raw.endswith("weight") and isinstance(modules.get(raw.removesuffix("weight").rstrip(".")), _KINDS)
         ]
-        weights = [(f"{clean(raw)}.weight".lstrip("."), m.weight) for raw, m in layers[:_LAYERS]]
-        some = [(name, p) for name, p in weights if p.requires_grad and p.shape[0] > 1 and _is_plain(p)]
+        some = [(name, p) for name, p in weights[:_LAYERS] if p.requires_grad and _has_rows(p)]
         self._kept = [(name, weakref.ref(p), _rows(p)) for name, p in some]
 
     # Units that begin as copies of each other get equal gradients, and so they stay copies. Layers that begin at a
@@ -63,8 +67,8 @@ class FirstWeights:
         for_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
         for name, ref, before in self._kept or ():
             p = ref()
-            if p is not None and _is_plain(p) and p.device == before.device:
-                now = _rows(p)
+            now = _rows(p) if p is not None and _has_rows(p) else None
+            if p is not None and now is not None and now.shape == before.shape and now.device == before.device:
                 far = torch.stack([(now - before).abs().amax(), (now - now[:1]).abs().amax()])
                 for_device.setdefault(p.device, []).append((name, far))
         self._kept = []
@@ -125,7 +129,7 @@ class Overwrites:
         written = written and all(a != b for a, b in zip(versions, self._versions, strict=True))
         self._written = self._written + 1 if written else 0
         now = _some(weights) if self._written >= _STREAK else None
-        if now is None or self._after is None or self._before is None:
+        if now is None or self._after is None or self._before is None or now.shape != self._before.shape:
             self.undone = []
         else:
             update, left = self._after - self._before, now - self._before
@@ -141,6 +145,8 @@ class Overwrites:
         weights = self._live()
         self._versions = [p._version for p in weights]  # noqa: SLF001  (likewise)
         self._after = None if self._before is None else _some(weights)
+        if self._after is None or self._before is None or self._after.shape != self._before.shape:
+            self._before = self._after = None
 
     def forget(self) -> None:
         """Another optimizer has stepped: what it writes is no undoing."""
@@ -229,7 +235,13 @@ def _modules(model: nn.Module) -> "Iterable[tuple[str, nn.Module]]":
 
 def _is_plain(x: Tensor) -> bool:
     plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta and not x.is_inference()
-    return plain and x.numel() > 0 and x.is_contiguous()
+    if not plain or not x.numel() or not x.is_contiguous():
+        return False
+    return x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.element_size()  # FSDP frees some
+
+
+def _has_rows(p: Tensor) -> bool:
+    return _is_plain(p) and p.dim() > 1 and p.shape[0] > 1
 
 
 def _rows(p: Tensor) -> Tensor:
@@ -239,7 +251,7 @@ def _rows(p: Tensor) -> Tensor:
 
 
 def _some(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The first values of each tensor; None without any, or on several devices."""
-    if not tensors or len({x.device for x in tensors}) > 1:
+    """The first values of each tensor; None without any, on several devices, or where one cannot be read."""
+    if not tensors or len({x.device for x in tensors}) > 1 or not all(map(_is_plain, tensors)):
         return None
     return torch.cat([x.detach().reshape(-1)[:_VALUES].float() for x in tensors])
