@@ -8,7 +8,7 @@ import torch
 
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report import summary
-from plimsoll.runs import Run, RunWriter, Scalars
+from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.support.runs import making
 
 STEPS, EVERY = 200, 5
@@ -110,3 +110,24 @@ def test_ranks_that_share_a_part_of_the_batch_are_silent(tmp_path: Path) -> None
         found(tmp_path / "run", [falling, stuck, falling], [lambda s: 1.0, lambda s: 9.0, lambda s: 1.0], place=mesh)
         == []
     )
+
+
+def begun(path: Path, *weights: dict[str, list[float]]) -> list[Finding]:
+    """The findings in a run whose ranks began with these weights."""
+    for rank, some in enumerate(weights):
+        with RunWriter(path, rank=rank, world_size=len(weights), flush_seconds=600) as writer:
+            details = {"fact": "first weights", "weights": some}
+            writer.write(Event(step=0, kind="wiring", message="", details=details))
+            writer.write(Scalars(step=0, values={"loss": 1.0}))
+    return diagnose(path, rules=["rank-differs"])
+
+
+def test_ranks_that_begin_with_different_weights_are_named(tmp_path: Path) -> None:
+    one, other, own = [0.1, -0.2, 0.3, 0.0], [0.3, 0.1, -0.2, 0.0], [1.0, 2.0, 3.0, 4.0]
+    (finding,) = begun(tmp_path / "apart", {"a": one, "b": own}, {"a": one, "b": own}, {"a": other, "b": own})
+    assert (finding.severity, finding.where, finding.evidence["ranks"]) == ("alarm", ("a",), 3)
+    assert "3 ranks began with different weights" in summary(tmp_path / "apart").verdict
+    assert begun(tmp_path / "same", {"a": one}, {"a": one}) == []
+    assert begun(tmp_path / "rounded", {"a": one}, {"a": [x * (1 + 2.0**-20) for x in one]}) == []
+    assert begun(tmp_path / "ignored", {"a": one, "b": one}, {"a": one}) == []  # b is each rank's own
+    assert begun(tmp_path / "alone", {"a": one}) == []

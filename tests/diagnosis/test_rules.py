@@ -14,8 +14,9 @@ import torch
 from plimsoll.diagnosis import RULES, Finding, Rule, View, diagnose, threshold
 from plimsoll.diagnosis.tables.trend import looks, trend
 from plimsoll.errors import ArgumentError, RunError
+from plimsoll.report.verdicts.verdict import verdict
 from plimsoll.runs import Event, Run, RunWriter, Scalars
-from tests.support.diagnosis.faults import FAULTS, put, zeroed
+from tests.support.diagnosis.faults import FAULTS, falling, put, zeroed
 from tests.support.diagnosis.stories import LAYERS, SOUND, constant, told
 from tests.support.runs import making
 
@@ -93,6 +94,31 @@ def test_overflow_that_the_scaler_handles_is_information(tmp_path: Path) -> None
     story = told(skipped=lambda step: float(step in (30, 90)))
     finding = next(f for f in diagnose(story.write(tmp_path / "run")) if f.rule == "nonfinite")
     assert finding.severity == "info" and finding.evidence["steps"] == 2 and finding.actions == ()
+    assert finding.meaning.endswith("the scaler skipped them.")
+
+
+def test_a_step_counts_as_skipped_only_if_that_is_recorded(tmp_path: Path) -> None:
+    story = told(skipped=lambda step: float(step in (30, 90)), skips_recorded=False)
+    path = story.write(tmp_path / "run")
+    (finding,) = (f for f in diagnose(path) if f.rule == "nonfinite")
+    assert finding.severity == "info" and finding.evidence["skipped"] == 0
+    assert "no skipped step is recorded" in finding.meaning and "nan_to_num" in finding.advice
+    assert "skipped" not in verdict(View(Run(path)), [finding])
+
+
+def test_a_scale_that_falls_at_once_without_an_overflow_was_set(tmp_path: Path) -> None:
+    def found(name: str, **changes: object) -> Finding:
+        return next(f for f in diagnose(told(**changes).write(tmp_path / name)) if f.rule == "scale-collapse")
+
+    restored = found("restored", scale=lambda s: 2.0**16 if s < 100 else 1.0)
+    assert (restored.severity, restored.since_step) == ("alarm", 100)
+    assert "no overflow is recorded" in restored.meaning and "skipped" not in restored.meaning
+    assert restored.advice.startswith("Restore the scaler's state with the checkpoint")
+    back = found("back", scale=lambda s: 1.0 if 60 <= s < 80 else 2.0**16)
+    assert back.severity == "warning" and "set or restored so. It has come back since." in back.meaning
+    for name, scale in {"at once": lambda s: 2.0**16 if s < 100 else 1.0, "by halves": falling(100, 10)}.items():
+        overflowed = found(name, scale=scale, skipped=lambda s: float(99 <= s < 109))
+        assert overflowed.meaning.startswith("Many steps in a row overflowed and were skipped.")
 
 
 def test_the_first_place_of_infinities_is_the_earliest_and_the_cause(tmp_path: Path) -> None:

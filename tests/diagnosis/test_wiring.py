@@ -1,5 +1,6 @@
 """Trainings that are wired wrongly, and right ones that look like them, watched for real."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,7 @@ def train(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam,
     *,
     steps: int = 24,
+    every: int = 2,
     scaler: Callable[[], torch.amp.GradScaler] | None = None,
     zero: Callable[[torch.optim.Optimizer], object] = lambda optimizer: optimizer.zero_grad(),
     between: Callable[[nn.Module, torch.optim.Optimizer, Any], object] = nothing,
@@ -52,7 +54,7 @@ def train(
     """A watched training, and the findings on how it is wired."""
     model = mlp() if model is None else model
     made, scaling = optimizer(model), None if scaler is None else scaler()
-    with pl.watch(model, made, run=path, every=2):
+    with pl.watch(model, made, run=path, every=every):
         for i in range(steps):
             if schedule is not None:
                 made.param_groups[0]["lr"] = schedule(i)
@@ -89,6 +91,20 @@ def unscale_and_clip(model: nn.Module, optimizer: Any, scaler: Any) -> None:
     clip_grad_norm_(model.parameters(), 0.1)
 
 
+def unscale_at_once(model: nn.Module, optimizer: Any, scaler: Any) -> None:
+    """After the first of two micro-batches; the second one follows."""
+    scaler.unscale_(optimizer)
+    x = torch.randn(16, 8)
+    scaler.scale(nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)) / 2).backward()
+
+
+def unscale_and_score_another(model: nn.Module, optimizer: Any, scaler: Any) -> None:
+    """The backward of another model's loss, with the same scaler, after this one's gradients are unscaled."""
+    scaler.unscale_(optimizer)
+    other = nn.Linear(8, 4)
+    scaler.scale(other(torch.randn(16, 8)).square().mean()).backward()
+
+
 # -- what is right says nothing
 
 RIGHT: dict[str, dict[str, Any]] = {
@@ -106,8 +122,14 @@ RIGHT: dict[str, dict[str, Any]] = {
     "divided by hand": {"scaler": scaler, "between": divide, "step": lambda o, s: o.step()},
     "clipped": {"between": lambda m, o, s: clip_grad_norm_(m.parameters(), 0.1)},
     "unscaled and clipped": {"scaler": scaler, "between": unscale_and_clip},
+    "unscaled and clipped, accumulated": {"scaler": scaler, "between": unscale_and_clip, "accumulate": 3},
+    "unscaled before another model's backward": {"scaler": scaler, "between": unscale_and_score_another},
+    "unscaled too early at a scale of 1": {
+        "scaler": lambda: torch.amp.GradScaler("cpu", init_scale=1.0), "between": unscale_at_once,
+    },
     "warm-up from 0": {"schedule": lambda i: 1e-4 * min(i, 10)},
     "decay to 0": {"schedule": lambda i: 1e-3 * max(1 - i / 20, 0)},
+    "cosine to 0": {"steps": 60, "schedule": lambda i: 5e-4 * (1 + math.cos(math.pi * i / 60))},
     "SGD": {"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1)},
 }  # fmt: skip
 
@@ -157,6 +179,10 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "never unscaled": (
         {"scaler": scaler, "step": lambda o, s: o.step()}, ("gradients-mishandled", "alarm", "never unscaled"),
     ),
+    "unscaled among micro-batches": (
+        {"scaler": scaler, "between": unscale_at_once},
+        ("gradients-mishandled", "alarm", "unscaled before all of a step are added up"),
+    ),
     "unscaled twice": (
         {"scaler": scaler, "between": divide}, ("gradients-mishandled", "warning", "divided by the loss scale twice"),
     ),
@@ -194,6 +220,10 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "rate 0 too early": (
         {"schedule": lambda i: 1e-3 * (i < 3)}, ("optimizer-idle", "warning", "its learning rate is 0"),
     ),
+    "rate that ran down": (
+        {"steps": 60, "schedule": lambda i: 1e-3 * 0.5**i},
+        ("optimizer-idle", "warning", "its learning rate has fallen to nearly 0"),
+    ),
     "rate NaN": ({"schedule": lambda i: float("nan") if i == 20 else 1e-3},
                  ("optimizer-idle", "alarm", "its learning rate is NaN")),
     "rate Inf": ({"schedule": lambda i: float("inf") if i == 20 else 1e-3},
@@ -209,6 +239,11 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
 def test_a_wrong_training_is_named(name: str, tmp_path: Path) -> None:
     arguments, wanted = WRONG[name]
     assert by_hand(tmp_path / "run", **arguments) == wanted
+
+
+def test_an_exponential_schedule_may_end_near_zero(tmp_path: Path) -> None:
+    found = train(tmp_path / "run", steps=60, schedule=lambda i: 10.0 ** (-3 - 9 * i / 60))
+    assert [str(f) for f in found if f.severity != "info"] == []
 
 
 def test_weight_decay_that_bf16_rounds_away_is_named_and_kept_decay_is_not(tmp_path: Path) -> None:
@@ -321,6 +356,181 @@ def test_an_epsilon_that_is_zero_in_fp16_is_an_alarm_at_the_first_step(tmp_path:
     assert found.evidence["epsilon_is_zero"] == "yes" and "fp16" in str(found.evidence["format"])
     assert in_half(tmp_path / "large", eps=1e-4) == []
     assert in_half(tmp_path / "edge", eps=2.0**-24) == []
+
+
+def test_the_second_moments_are_held_against_the_runs_own_epsilon(tmp_path: Path) -> None:
+    def found(name: str, **thresholds: float) -> list[Finding]:
+        return diagnose(tmp_path / name, rules=["epsilon-dominates"], thresholds=thresholds)
+
+    for name, epsilon in {"default": 1e-8, "large": 1.0}.items():
+        train(tmp_path / name, optimizer=lambda m, epsilon=epsilon: adam(m, eps=epsilon), every=1)
+    assert found("default") == []
+    (large,) = found("large")
+    assert large.evidence["epsilon"] == 1.0
+    assert found("large", **{"epsilon-dominates.epsilon": 1e-6}) == []
+
+
+# -- sums of micro-batches
+
+
+def summed(path: Path, dtype: torch.dtype, gradient: Callable[[Tensor], Tensor], micro: int) -> list[Finding]:
+    """What is said of two steps of so many micro-batches, whose gradients are made of standard normal numbers."""
+    torch.manual_seed(0)
+    model = nn.Linear(32, 8, bias=False).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with pl.watch(model, optimizer, run=path, every=2, collect=("weights",)):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(micro):
+                (model.weight.float() * gradient(torch.randn(8, 32))).sum().backward()
+            optimizer.step()
+    return diagnose(path, rules=["gradients-mishandled"])
+
+
+SUMS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor], int, bool]] = {
+    "of one sign": (torch.bfloat16, lambda x: 1 + 0.1 * x, 1024, True),
+    "of random signs": (torch.bfloat16, lambda x: x, 1024, False),
+    "of one sign in FP32": (torch.float32, lambda x: 1 + 0.1 * x, 1024, False),
+    "of one sign in FP16": (torch.float16, lambda x: 1 + 0.1 * x, 512, False),
+    "of few micro-batches": (torch.bfloat16, lambda x: 1 + 0.1 * x, 64, False),
+    "of gradients that are mostly zero": (torch.bfloat16, lambda x: x * (x.abs() > 1.5), 256, False),
+    "of gradients that are all zero": (torch.bfloat16, lambda x: x * 0, 128, False),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_micro_batches_that_a_16_bit_sum_rounds_away_are_named(name: str, tmp_path: Path) -> None:
+    dtype, gradient, micro, wrong = SUMS[name]
+    found = summed(tmp_path / "run", dtype, gradient, micro)
+    assert [(f.severity, f.evidence["cause"]) for f in found] == [
+        ("warning", "rounded away as they are added up")
+    ] * wrong
+    assert all("1024 micro-batches are accumulated in BF16" in f.meaning for f in found)
+
+
+# -- weights that something else writes
+
+
+class Average:
+    """A moving average of a model's weights."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.weights, self.decay = [p.detach().clone() for p in model.parameters()], decay
+
+    @torch.no_grad()
+    def follow(self, model: nn.Module) -> None:
+        for slow, p in zip(self.weights, model.parameters(), strict=True):
+            slow.lerp_(p, 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self, model: nn.Module) -> None:
+        for slow, p in zip(self.weights, model.parameters(), strict=True):
+            kept = p.clone()
+            p.copy_(slow)
+            slow.copy_(kept)
+
+
+def left_in_the_model(model: nn.Module, average: Average) -> None:
+    average.follow(model)
+    with torch.no_grad():
+        for slow, p in zip(average.weights, model.parameters(), strict=True):
+            p.copy_(slow)
+
+
+def swapped_and_restored(model: nn.Module, average: Average) -> None:
+    average.follow(model)
+    average.swap(model)
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    average.swap(model)
+
+
+@torch.no_grad()
+def masked(model: nn.Module, average: Average) -> None:
+    """Nine in ten weights are pruned."""
+    for p in model.parameters():
+        p.mul_(torch.arange(p.numel()).view_as(p) % 10 == 0)
+
+
+@torch.no_grad()
+def held(model: nn.Module, average: Average) -> None:
+    """Every weight is put back exactly, as frozen ones may be."""
+    for slow, p in zip(average.weights, model.parameters(), strict=True):
+        p.copy_(slow)
+
+
+@torch.no_grad()
+def looked_ahead(model: nn.Module, average: Average) -> None:
+    """Half of each update is kept."""
+    for slow, p in zip(average.weights, model.parameters(), strict=True):
+        slow.lerp_(p, 0.5)
+        p.copy_(slow)
+
+
+@torch.no_grad()
+def shortened(model: nn.Module, average: Average) -> None:
+    """Each weight has a norm of 1 at most."""
+    for p in model.parameters():
+        p.div_(p.norm().clamp(min=1))
+
+
+AFTER: dict[str, tuple[Callable[[nn.Module, Average], None], bool]] = {
+    "left in the model": (left_in_the_model, True),
+    "swapped and restored": (swapped_and_restored, False),
+    "masked": (masked, False),
+    "held": (held, False),
+    "looked ahead": (looked_ahead, False),
+    "shortened": (shortened, False),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_an_average_that_stays_in_the_model_is_named(name: str, tmp_path: Path) -> None:
+    after, wrong = AFTER[name]
+    model = mlp()
+    average = Average(model, 0.999)
+
+    def step(optimizer: torch.optim.Optimizer, _: object) -> None:
+        optimizer.step()
+        after(model, average)
+
+    found = train(tmp_path / "run", model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), step=step)
+    causes = [(f.rule, f.severity, f.evidence.get("cause")) for f in found if f.severity != "info"]
+    assert causes == [("optimizer-idle", "warning", "its updates are undone after each step")] * wrong
+
+
+def test_an_inner_loop_that_is_put_back_undoes_nothing(tmp_path: Path) -> None:
+    """Meta-learning: an inner step is taken back, and the outer optimizer makes a far smaller one."""
+    model = mlp()
+    inner, outer = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.001)
+    with pl.watch(model, [inner, outer], run=tmp_path / "run", every=2):
+        for _ in range(12):
+            before = [p.detach().clone() for p in model.parameters()]
+            for optimizer in (inner, outer):
+                optimizer.zero_grad()
+                model(torch.randn(16, 8)).square().mean().backward()
+                if optimizer is outer:
+                    with torch.no_grad():
+                        for p, kept in zip(model.parameters(), before, strict=True):
+                            p.copy_(kept)
+                optimizer.step()
+    assert [str(f) for f in diagnose(tmp_path / "run", rules=["optimizer-idle"])] == []
+
+
+# -- a backward that gives no gradients itself
+
+
+def test_zeros_that_come_from_the_backward_are_not_said_to_be_made_after_it(tmp_path: Path) -> None:
+    """A sigmoid that is rounded to 1 has the derivative 0: it gets a gradient, and passes on zeros."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.Sigmoid())
+    nn.init.constant_(model[2].bias, 200.0)
+    optimizer = adam(model)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=2):
+        for _ in range(24):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+    assert [str(f) for f in diagnose(tmp_path / "run") if f.rule == "gradients-mishandled"] == []
 
 
 class Parts(nn.Module):

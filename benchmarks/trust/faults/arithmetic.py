@@ -19,7 +19,6 @@ ABSORBED = r"rounding|rounded|swallow|lost in|absorb|few|codes|distinct"
     named=r"unscale|still scaled|(scaled|scale) .*accumulat|accumulat.*scale|different scales|mix(es|ed)? .*scale",
     misleading="dead-layer|raise the loss scale|scale-low",
     precision="fp16",
-    held_back=True,
 )
 def unscaled_within(run: Training) -> None:
     """Gradients are unscaled after the first of four micro-batches, to log them: three more are added still scaled."""
@@ -224,7 +223,6 @@ def count_overflows(run: Training) -> None:
     r"|micro-batch.*(round|lost|swallow)",
     precision="bf16",
     every=2,
-    held_back=True,
 )
 def accumulated(run: Training) -> None:
     """Gradients of 1,024 micro-batches are added up in BF16: up to half of their sum is rounded away."""

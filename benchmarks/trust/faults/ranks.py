@@ -78,7 +78,6 @@ def data(run: Training) -> None:
 @fault(
     "ranks-begin-apart",
     named=r"ranks?\b.*(differ|apart|disagree|unlike|not (the same|equal|in step)|out of (sync|step)|diverge)",
-    held_back=True,
 )
 def apart(run: Training) -> None:
     """Each rank drew weights of its own, and averaged gradients fit none of the three models."""

@@ -96,7 +96,6 @@ def shuffled(run: Training) -> None:
 @fault(
     "softmax-before-cross-entropy",
     named=rf"softmax|vanish|saturat|gradients? [^.]*(tiny|too small|shrink)|{NOT_LEARNING}",
-    held_back=True,
 )
 def two_softmaxes(run: Training) -> None:
     """The model ends with a softmax, and the cross entropy has one: the loss cannot fall below 1.46."""
@@ -108,7 +107,6 @@ def two_softmaxes(run: Training) -> None:
     "norm-of-one-value",
     named=r"\bnorm\b.*(zero|constant|dead-layer|erase|same|one value|collapse)"
     r"|(dead-layer|zero|constant|collapse).*\bnorm\b",
-    held_back=True,
 )
 def one_value(run: Training) -> None:
     """A layer norm over the last dimension, which has one entry: its output is its bias, whatever comes in."""
@@ -129,7 +127,6 @@ def one_value(run: Training) -> None:
     "saturated-from-the-start",
     named=r"saturat|vanish|initiali[sz]|gradients? [^.]*(tiny|too small|shrink|zero)"
     r"|(activation|output)s? [^.]*(too large|at (its|their) limit)",
-    held_back=True,
 )
 def saturated(run: Training) -> None:
     """Weights of size 5 in six layers: every tanh is at 1 or -1, hardly a gradient comes through, learning crawls."""
@@ -140,7 +137,7 @@ def saturated(run: Training) -> None:
     _classify(run, model, torch.optim.Adam(model.parameters(), lr=1e-3))
 
 
-@fault("symmetric-weights", named=EQUAL, held_back=True)
+@fault("symmetric-weights", named=EQUAL)
 def symmetric(run: Training) -> None:
     """All weights of a layer begin at one constant: its units stay copies of each other, and one number passes."""
     model = mlp(16, 64, 64, 10)
@@ -190,7 +187,6 @@ def outlier(run: Training) -> None:
     named=rf"{RATE}[^.]*(too (small|low)|tiny|zero|\b0\b(?!\.)|\bfell|\bfall|decays|decayed|shr[aiu]nk)"
     r"|updates-swallowed|smaller than (the )?rounding|moves? nothing",
     misleading="dead-layer",
-    held_back=True,
 )
 def too_often(run: Training) -> None:
     """A schedule that is meant to step once an epoch steps once a batch: the rate is 10^-10 before half is done."""
@@ -208,7 +204,6 @@ def too_often(run: Training) -> None:
     "average-written-back",
     named=r"overwrit|undone|restored|written over|(moves?|moved|change[sd]?) (nothing|hardly|less)"
     r"|\bema\b|averaged? (weights|copy|model)",
-    held_back=True,
 )
 def written_back(run: Training) -> None:
     """The averaged weights of evaluation are left in the model after each step: 0.999 of every update is undone."""

@@ -144,6 +144,11 @@ class View:
         return [e for e in self.run.events() if self.until is None or e.step <= self.until]
 
     @cached_property
+    def skips(self) -> frozenset[int]:
+        """Steps that a scaler is recorded to have skipped."""
+        return frozenset(e.step for e in self.events if e.kind == "skip")
+
+    @cached_property
     def casts(self) -> Sequence[Cast]:
         """Casts of modules that had started by the view's end."""
         return [c for c in self.run.casts() if self.until is None or c.since_step <= self.until]

@@ -50,6 +50,7 @@ class Story:
     scale: Callable[[int], float | None] = lambda step: 1024.0
     loss: Callable[[int], float] = lambda step: 2.0 + 2.0 / (1 + step / 20) + 0.02 * float(np.sin(7.3 * step))
     skipped: Callable[[int], float] = lambda step: 0.0
+    skips_recorded: bool = True  # an event for each of them, as a watched scaler's have
     gradient_std: Size = lambda layer, step: 2.0**-8
     gradient_fmt: str = "fp16"
     change_gradient: Make = lambda g, layer, step: g
@@ -80,7 +81,7 @@ class Story:
         with RunWriter(path, world_size=1 + len(self.losses), flush_seconds=600) as writer:
             if self.losses:
                 writer.write_manifest(ranks={"data_parallel": 1 + len(self.losses), "data_index": 0})
-            for event in self.events:
+            for event in (*self.events, *self._skips()):
                 if until is None or event.step <= until:
                     writer.write(event)
             for step in range(self.samples * self.every):
@@ -96,6 +97,10 @@ class Story:
                 if step % self.every == 0:
                     self._sample(writer, step, scale or 1.0)
         return path
+
+    def _skips(self) -> list[Event]:
+        steps = range(self.samples * self.every) if self.skips_recorded else ()
+        return [Event(step=step, kind="skip", message="the step was skipped") for step in steps if self.skipped(step)]
 
     def _told(self, layer: str) -> dict[str, dict[str, object]]:
         series = {"weights": f"{layer}.weight", "activations": f"{layer}:output", "gradients": f"{layer}:output"}

@@ -11,22 +11,23 @@ from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, 
 from plimsoll.diagnosis.rules.casts import CastFlushes
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
-from plimsoll.diagnosis.rules.wiring import erased_samples
+from plimsoll.diagnosis.rules.wiring import erased_samples, facts, listed_in
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
 from plimsoll.diagnosis.view import View, log2
 from plimsoll.tensor_collections import FORWARD, UNDERFLOW_ORDER
-from plimsoll.text import number, times_two_to
+from plimsoll.text import number, percent, times_two_to
 
+_ONE_VALUE = "a norm of one value"
 _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLayer(Rule):
-    """Layers with zero outputs only, or with zero gradients that were not flushed."""
+    """Layers with outputs of zero or their bias only, or with unflushed zero gradients."""
 
     id = "dead-layer"
-    says = "a layer outputs only zeros, or its gradients are all zero, and it is not underflow"
+    says = "a layer outputs only zeros or its bias, or its gradients are all zero, and it is not underflow"
     meaning = "The layer no longer takes part in the training."
     advice = (
         "Check its input and its bias (a ReLU that no input activates). Re-initialise it, or lower the learning rate."
@@ -59,9 +60,15 @@ class DeadLayer(Rule):
                 until = last_of(outputs, spans)
                 yield self.finding("warning", spots, evidence, until_step=until, collection="activations")
         yield from self._of_gradients(view, dead)
+        yield from self._of_norms(view)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where and since when."""
+        if context.text("cause") == _ONE_VALUE:
+            return Phrase(
+                what=f"the norm {context.place} sees single values, and has put out its bias {context.since}",
+                remedy="normalise over more values",
+            )
         kind = "outputs" if context.finding.collection == "activations" else context.tensors
         return Phrase(
             what=f"all {kind} of {context.place} have been zero {context.since}, and this is no underflow",
@@ -94,28 +101,52 @@ class DeadLayer(Rule):
             advice="Take a shadow step (shadow_every): it distinguishes the two." if unknown else None,
         )  # fmt: skip
 
+    # The mean of one value is the value, and its root mean square is its size: nothing of it but a sign is left.
+    def _of_norms(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the norms over a single value that have run, as the watch has found them."""
+        ran = view.run.tensors.get("activations", ())
+        for event in facts(view, "norm of one value")[:1]:
+            names = [f"{name}:output" for name in listed_in(event, "modules") if f"{name}:output" in ran]
+            if names:
+                spots = [Spot(name=name, since_step=event.step, value=1.0) for name in names]
+                evidence = {"first": names[0], "layers": len(names), "cause": _ONE_VALUE}
+                yield self.finding(
+                    "warning", spots, evidence, until_step=max(view.last_step, event.step), collection="activations",
+                    meaning="The norm is over a single value: it puts out its bias, or a sign, whatever comes in.",
+                    advice="Normalise over more values: look at normalized_shape, and at the order of the dimensions.",
+                )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsVanish(Rule):
-    """Gradients that shrink from layer to layer until the first are not trained."""
+    """Gradients that vanish before the first layers, or in saturated ones."""
 
     id = "gradients-vanish"
-    says = "gradients shrink towards the first layers until these are not trained"
+    says = "gradients shrink towards the first layers until these are not trained, or saturated layers stop them"
     meaning = "The gradient shrinks on its way back through the layers: these weights hardly move."
     advice = "Use residual connections, normalisation or another activation, or initialise with larger weights."
     figure = "spectrogram"
     explained_by = {Nonfinite.id: "anywhere", CastFlushes.id: "same module", UnderflowHigh.id: "same module"}
-    items = {"largest": EvidenceItem("Largest gradient (RMS)"), "worst_rms": EvidenceItem("Smallest gradient (RMS)")}
+    items = {
+        "at_their_limit": EvidenceItem(unit="share"),
+        "largest": EvidenceItem("Largest gradient (RMS)"),
+        "worst_rms": EvidenceItem("Smallest gradient (RMS)"),
+    }
     location_item = EvidenceItem("Of the largest gradient")
 
     smaller: float = threshold(1e-6, "times the largest RMS of a gradient; sound networks stay within 1e-4")
     moved: float = threshold(1e-7, "of a weight's norm in one step: a million steps would be needed to change it")
     samples: float = threshold(5, _SAMPLES)
+    saturated: float = threshold(
+        0.5, "of a layer's outputs at 1 or -1 from the first sample on; usual weights give none"
+    )
+    layers: float = threshold(2, "saturated layers: the last one may belong there, as in a picture that is half black")
 
     # A layer counts if its gradient is many times smaller than the model's largest, and its updates are too small to
     # move its weights. Adam moves layers with small gradients as far as others, so it rarely applies there.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding, of the gradients."""
+        """Yield one finding of the gradients, one of saturated layers."""
+        yield from self._saturated(view)
         gradients, updates = view.cells("gradients"), view.cells("updates")
         if gradients is None or updates is None:
             return
@@ -151,12 +182,56 @@ class GradientsVanish(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where gradients vanish, and by how much."""
+        if "at_their_limit" in context.finding.evidence:
+            return Phrase(
+                what=f"{context.place} have been saturated {context.since}: up to "
+                f"{percent(context.number('at_their_limit'))} of their outputs are at 1 or -1",
+                effect="and pass hardly a gradient",
+                remedy="initialise with smaller weights",
+            )
         smallest, largest = context.number("worst_rms"), context.number("largest")
         return Phrase(
             what=f"gradients vanish in {context.layers} {context.since}: {number(smallest)} against {number(largest)}",
             effect="and these weights hardly move",
             remedy="add residual connections or normalisation",
         )
+
+    # A tanh or sigmoid that is rounded to 1 has the derivative 0: gradients come to the module, and zeros leave it. A
+    # ReLU gives zeros for zeros; a binary layer with a straight-through gradient puts out ones, and passes gradients.
+    def _saturated(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the modules whose outputs have been at their limit since the first samples."""
+        outputs, gradients = view.cells("activations"), view.cells("activation_gradients")
+        if outputs is None or gradients is None:
+            return
+        ones = outputs.total(outputs.nonzero - outputs.below_binade(np.zeros(len(outputs), dtype=np.int64)))
+        with np.errstate(all="ignore"):
+            share = np.where(outputs.true_absmax == 1.0, ones / outputs.total_of("count"), np.nan)
+        _, mine, theirs = np.intersect1d(outputs.steps, gradients.steps, return_indices=True)
+        mine, theirs = mine[: int(self.samples)], theirs[: int(self.samples)]
+        if len(mine) < self.samples:
+            return
+        place = {name: i for i, name in enumerate(gradients.names)}
+        zeros, alive = gradients.zero_fraction, False
+        spots: list[Spot] = []
+        for layer, name in enumerate(outputs.names):
+            module, _, kind = name.rpartition(":")
+            into, out = place.get(name), place.get(f"{module}:input")
+            if kind == "output" and into is not None and out is not None:
+                comes, leaves = 1 - zeros[into][theirs], 1 - zeros[out][theirs]
+                stopped = leaves <= (1 - self.saturated) * comes
+                if stopped.all() and (share[layer, mine] >= self.saturated).all():
+                    alive |= bool((comes > 0).all())  # behind saturated layers all may be zero
+                    most = float(share[layer, mine].max())
+                    spots.append(Spot(name=name, since_step=int(outputs.steps[mine[0]]), value=most))
+        if alive and len(spots) >= self.layers:
+            evidence = {"layers": len(spots), "at_their_limit": max(spot.value for spot in spots)}
+            yield self.finding(
+                "warning", spots, evidence, until_step=int(outputs.steps[mine[-1]]), collection="activations",
+                meaning="These layers are saturated from the start: most outputs are at 1 or -1, where the derivative "
+                "is zero, so hardly a gradient comes through.",
+                advice="Initialise the layers before them with smaller weights (nn.init.xavier_uniform_), or normalise "
+                "what comes in.",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,8 @@ from plimsoll.text import percent, power, steps
 _SAMPLES = "not reported from a single sample"
 _FEW = 0.1  # of the tensors that a step's overflow reached: it has spread no further
 _LEAST_UNDERFLOW = 0.01  # of all values: less is not worth its words in a sentence
+_SET_SO = "set or restored so"
+_SET = "The loss scale fell at one step, and no overflow is recorded there: it was set or restored so."
 _CAME_BACK = "Many steps in a row overflowed. The scale has come back; until then small gradients were zero."
 
 
@@ -226,14 +228,14 @@ class ScaleCollapse(ScaleRule):
         if begin is None:
             below = np.flatnonzero(sunk)
             if len(below):
-                yield self._finding(steps, scale, int(below[0]), int(below[-1]), 0)
+                yield self._finding(view, steps, scale, int(below[0]), int(below[-1]), 0)
             return
         fallen = _fallen(steps, scale, begin, self.window)
         holds = np.flatnonzero((fallen >= self.binades) | sunk)
         if len(holds):
             first = int(holds[0])
             begin = begin if first >= begin else 0  # it sank below the floor before it settled there
-            yield self._finding(steps, scale, _start_of_fall(scale, first, begin), int(holds[-1]), begin)
+            yield self._finding(view, steps, scale, _start_of_fall(scale, first, begin), int(holds[-1]), begin)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the fall, and what underflowed at the scale that was left."""
@@ -255,18 +257,30 @@ class ScaleCollapse(ScaleRule):
         """Return True: the scale recovers too slowly for the run."""
         return True
 
-    def _finding(self, steps: Ints, scale: Floats, first: int, last: int, begin: int) -> Finding:
+    def _finding(self, view: View, steps: Ints, scale: Floats, first: int, last: int, begin: int) -> Finding:
         before = float(scale[begin : first + 1].max())
         lowest = float(scale[first : last + 1].min())
-        evidence = {"from": before, "to": lowest, "binades": float(np.log2(before / lowest))}
+        evidence: dict[str, float | int | str] = {
+            "from": before, "to": lowest, "binades": float(np.log2(before / lowest)),
+        }  # fmt: skip
         since, until = int(steps[first]), int(steps[last])
+        # No scaler lowers its scale that far at once, and none does so without an overflow.
+        at_once = first > 0 and steps[first - 1] == since - 1 and float(scale[first]) == lowest
+        broken, counts = view.scalar("nonfinite")
+        if at_once and since - 1 not in view.skips and not (counts[broken == since - 1] > 0).any():
+            evidence["cause"] = _SET_SO
         low = np.flatnonzero(scale[last:] < before / 2.0**self.binades)  # as far below as makes a collapse
         if scale[-1] < self.floor or (len(low) and last + low[-1] == len(scale) - 1):
-            return self.finding("alarm", (), evidence, since_step=since, until_step=until)
+            words = f"{_SET} At a scale of {power(lowest)}, small gradients are zero."
+            return self.finding(
+                "alarm", (), evidence, since_step=since, until_step=until,
+                meaning=words if evidence.get("cause") else None,
+            )  # fmt: skip
         back = int(steps[last + (int(low[-1]) + 1 if len(low) else 0)])
         return self.finding(
-            "warning", (), {**evidence, "back_at_step": back}, since_step=since, until_step=until, meaning=_CAME_BACK
-        )
+            "warning", (), {**evidence, "back_at_step": back}, since_step=since, until_step=until,
+            meaning=f"{_SET} It has come back since." if evidence.get("cause") else _CAME_BACK,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,6 +435,11 @@ def _last_sample(view: View) -> int:
 
 
 def _against_collapse(view: View, collapse: Finding) -> Remedy:
+    if collapse.evidence.get("cause") == _SET_SO:
+        return Remedy(
+            action="restore the scaler's state with the checkpoint",
+            reason="the scale fell at one step at which no overflow is recorded, so it was set or restored so",
+        )
     few = _overflowed_in(view, collapse)
     if few:
         return Remedy(

@@ -57,6 +57,7 @@ class Nonfinite(Rule):
         "steps": EvidenceItem("Steps with NaN or Inf"),
         "steps_with_loss": EvidenceItem("Of these with the loss", hide_zero=True),
         "steps_with_gradients": EvidenceItem("Of these with gradients", hide_zero=True),
+        "skipped": EvidenceItem("Of these skipped", hide_zero=True),
         "first_seen_in": EvidenceItem("First seen in", "place"),
         "first_seen_at": EvidenceItem("First seen at step"),
         "weights_since": EvidenceItem("Seen in the weights at step"),
@@ -121,10 +122,18 @@ class Nonfinite(Rule):
                 "alarm", spots, evidence, since_step=since, until_step=until, collection=collection, advice=advice
             )
             return
+        skipped = len(view.skips.intersection(steps.tolist()))
+        evidence["skipped"] = skipped
+        who = "them" if skipped == len(steps) else f"{skipped:,} of them"
         yield self.finding(
             "info", spots, evidence, since_step=since, until_step=until, collection=collection, actions=(),
-            meaning="The loss scale was too high at these steps; the scaler skipped them and lowered it.",
-            advice="No action is needed if it is rare. A closure passed to step() retries such batches.",
+            meaning=f"The loss scale was too high at these steps; the scaler skipped {who}."
+            if skipped
+            else "Gradients overflowed under the loss scale at these steps, and no skipped step is recorded.",
+            advice="No action is needed if it is rare. A closure passed to step() retries such batches."
+            if skipped
+            else "Look whether the script replaces such values (nan_to_num) or skips such steps by itself: a scaler "
+            "that finds none does not lower its scale.",
         )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -151,10 +160,11 @@ class Nonfinite(Rule):
                 else f"the loss was NaN or Inf {context.at}",
                 remedy="restore the last checkpoint before it; locate() finds the operation",
             )
-        skipped = int(context.number("steps_with_gradients"))
+        broken = int(context.number("steps_with_gradients"))
+        skipped = len([s for s in context.view.skips if finding.since_step <= s <= finding.until_step])
         return Phrase(
-            what=f"gradients overflowed at {counted(skipped, 'step')} {context.since}",
-            effect="and each was skipped",
+            what=f"gradients overflowed at {counted(broken, 'step')} {context.since}",
+            effect="and each was skipped" if skipped >= broken else "",
             remedy="lower the scale or the learning rate, or use BF16",
         )
 

@@ -22,6 +22,7 @@ from plimsoll.text import percent
 _SAMPLES = "not reported from a single sample"
 _SECOND = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
 _EXACT = ("master", "master_param", "compensation", "kahan_comp")  # states that hold what a narrow weight cannot
+_DEFAULT = 1e-8  # epsilon of torch's Adam
 _LOSSLESS = ("masters", "stochastic", "kahan")  # updates that lose nothing, or nothing on average
 
 
@@ -185,7 +186,7 @@ class EpsilonDominates(Rule):
     is_secondary = True
 
     share: float = threshold(0.5, "of a module's nonzero second moments")
-    epsilon: float = threshold(1e-8, "T8: the default of Adam; set it to yours")
+    epsilon: float = threshold(_DEFAULT, "T8: the default of Adam; the run's own is used where it is recorded")
     samples: float = threshold(5, "second moments need some steps to fill")
 
     def findings(self, view: View) -> Iterator[Finding]:
@@ -193,9 +194,10 @@ class EpsilonDominates(Rule):
         cells = view.cells("optimizer")
         if cells is None:
             return
+        epsilon = (_recorded_epsilon(view) if self.epsilon == _DEFAULT else None) or self.epsilon
         second = np.array([name.rpartition(":")[2] in _SECOND for name in cells.names])
         populations = Populations(cells=cells)
-        points = populations.points(ordinal(self.epsilon**2), 0)
+        points = populations.points(ordinal(epsilon**2), 0)
         below = populations.below(points, inclusive=False).estimate
         modules, mine = Modules.of(cells), second[:, None]
         nonzero = modules.total(np.where(mine, cells.total(cells.nonzero), np.nan))
@@ -205,7 +207,7 @@ class EpsilonDominates(Rule):
         spans = spells(shares > self.share, ~np.isnan(shares), self.samples)
         if spans:
             spots = worst(cells, spans, shares, modules.main_layers(cells, among=second))
-            evidence = {"worst": spots[0].name, "below_epsilon": spots[0].value, "epsilon": self.epsilon}
+            evidence = {"worst": spots[0].name, "below_epsilon": spots[0].value, "epsilon": epsilon}
             until = last_of(cells, spans)
             yield self.finding("warning", spots, evidence, until_step=until, collection="optimizer")
 
@@ -222,6 +224,16 @@ class EpsilonDominates(Rule):
         if isinstance(epsilon, str) or not epsilon > 0:
             return {}
         return {"mark": (float(epsilon) ** 2, "roots below epsilon")}
+
+
+def _recorded_epsilon(view: View) -> float | None:
+    """The epsilon of the run's optimizers, of several the smallest; None if none is recorded."""
+    known: list[float] = []
+    for name, each in view.run.settings.items():
+        epsilon = cast("dict[str, object]", each).get("eps") if isinstance(each, dict) else None
+        if name.startswith("optimizer") and isinstance(epsilon, int | float) and 0 < epsilon < 1e100:
+            known.append(float(epsilon))
+    return min(known, default=None)
 
 
 def _spared(view: View, cells: Cells) -> NDArray[np.bool_]:

@@ -1,18 +1,21 @@
-"""Rule of one rank that gets other data or labels than the others."""
+"""Rule of ranks that differ: by their first weights, or one of them by its data or labels."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, stretches, threshold
+from plimsoll.diagnosis.rules.wiring import facts
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.view import View
 from plimsoll.runs.reading import by_rank
 from plimsoll.runs.reading.by_rank import ByRank
 
+_WEIGHTS = "first weights"
 _BLOCK = 5  # steps whose mean loss is judged as one
 
 
@@ -30,10 +33,10 @@ class _Apart:
 
 @dataclass(frozen=True, kw_only=True)
 class RankDiffers(Rule):
-    """A data-parallel rank whose loss or activations stay outside all others'."""
+    """Ranks that begin with different weights, or one that stays outside all others."""
 
     id = "rank-differs"
-    says = "the loss or the activations of one rank stay away from those of all other ranks"
+    says = "ranks begin with different weights, or the loss or activations of one stay away from those of all others"
     meaning = (
         "This rank gets other data or labels than the others, and its gradients pull all weights in that direction."
     )
@@ -46,11 +49,13 @@ class RankDiffers(Rule):
     samples: float = threshold(10, "samples of activations in a row: by chance once in 10^4 layers")
     binades: float = threshold(1, "a factor of two between the sizes of activations")
     spread: float = threshold(2, "times the distance between the lowest and the highest of the other ranks")
+    weights: float = threshold(0.001, "of a weight at the first step: copies of it are the same to the last bit")
 
     # The noise is measured: a rank must be further from the nearest other rank than the others are from each other, at
     # every block of steps (or sample) of a long row. Of two ranks nobody can say which one is wrong, so none is named.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding for each rank's loss, one for each rank's activations."""
+        """Yield one finding of the first weights, one for each rank's loss, one for each rank's activations."""
+        yield from self._first_weights(view)
         parts = by_rank.parts_of(view.run)
         if not parts:
             return
@@ -67,6 +72,12 @@ class RankDiffers(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the rank and both values. Of two ranks neither is named."""
         what, rank = context.text("of"), context.number("rank")
+        if what == _WEIGHTS:
+            return Phrase(
+                what=f"{context.number('ranks'):.0f} ranks began with different weights, seen {context.since}",
+                effect="and average gradients that fit none of their models",
+                remedy="let DistributedDataParallel send rank 0's weights",
+            )
         have = "has" if what == "loss" else "have"
         if not math.isfinite(rank):
             return Phrase(
@@ -77,6 +88,35 @@ class RankDiffers(Rule):
             effect=f"{context.number('its'):.3g} and not {context.number('others'):.3g}",
             remedy="compare its data and labels with another rank's",
         )
+
+    def _first_weights(self, view: View) -> Iterator[Finding]:
+        by_step: dict[int, dict[int, Mapping[str, Sequence[float]]]] = {}
+        for event in facts(view, _WEIGHTS):
+            weights = event.details.get("weights")
+            if isinstance(weights, dict):
+                by_step.setdefault(event.step, {})[event.rank] = cast("dict[str, list[float]]", weights)
+        for step, ranks in by_step.items():
+            shared = set[str].intersection(*(set(weights) for weights in ranks.values()))
+            apart = [name for name in next(iter(ranks.values())) if name in shared and self._differ(ranks, name)]
+            if apart:
+                spots = [Spot(name=name, since_step=step, value=math.nan) for name in apart]
+                evidence: dict[str, float | int | str] = {"of": _WEIGHTS, "ranks": len(ranks), "weights": len(apart)}
+                yield self.finding(
+                    "alarm", spots, evidence, until_step=max(view.last_step, step), collection="weights",
+                    meaning="The ranks began with different weights, and differ since: their gradients are averaged, "
+                    "and fit none of their models.",
+                    advice="Let DistributedDataParallel send rank 0's weights to all (init_sync=True, its default), or "
+                    "set the same seed on every rank before the model is made.",
+                )  # fmt: skip
+                return
+
+    def _differ(self, ranks: Mapping[int, Mapping[str, Sequence[float]]], name: str) -> bool:
+        """Whether most of the first values of a weight differ between any two ranks."""
+        values = [np.array(weights[name], dtype=np.float64) for weights in ranks.values()]
+        if len({len(some) for some in values}) != 1:
+            return False
+        sizes = np.abs(values).max(axis=0)
+        return bool(((np.max(values, axis=0) - np.min(values, axis=0)) > self.weights * sizes).mean() > 0.5)
 
     def _losses(self, losses: ByRank) -> Iterator[_Apart]:
         blocks = len(losses.steps) // _BLOCK

@@ -1,4 +1,4 @@
-"""Rules of wiring: untrained parameters, idle optimizers, mishandled gradients.
+"""Rules of wiring: training loops, optimizers, losses and layers set up wrongly.
 
 These rules read the facts of `plimsoll.watch.steps.wiring`, events of kind "wiring". Where a recorded number can
 confirm or refute a fact, it decides.
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, threshold
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import FP16
@@ -20,11 +20,15 @@ from plimsoll.runs import Event
 
 _OUTSIDE = "in no optimizer"  # a fact of the watch, and the cause in the evidence
 _ERASED = "all zero when the optimizer steps, and not after the backward"
+_TOO_EARLY = "unscaled before all of a step are added up"
 _TWICE = "divided by the loss scale twice"
+_ROUNDED = "rounded away as they are added up"
 _REMEDIES = {
+    _ROUNDED: "accumulate gradients in FP32",
     _TWICE: "divide by hand, or let the scaler do it, but not both",
     "never set to zero": "call zero_grad() once a step",
     "never unscaled": "call scaler.step(optimizer)",
+    _TOO_EARLY: "call scaler.unscale_(optimizer) after the last backward",
     _ERASED: "compute the norm for clipping in FP32, and look for a misplaced zero_grad()",
 }
 _NEVER = float("nan")  # a spot without a number
@@ -47,17 +51,17 @@ class UntrainedParameters(Rule):
     # information, since a head or an expert that this training does not use has none either.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield findings on parameters without an optimizer, and without a gradient."""
-        event = _first(view, _OUTSIDE)
+        event = first_fact(view, _OUTSIDE)
         if event is not None:
             joined = _names_of(view, "joined")
-            names = [name for name in _listed(event, "parameters") if name not in joined]
+            names = [name for name in listed_in(event, "parameters") if name not in joined]
             if len(names) >= self.parameters:
                 yield self._finding(view, "warning", names, event, cause=_OUTSIDE)
-        event = _first(view, "without gradient")
-        if event is None or _first(view, "no gradients") is not None:
+        event = first_fact(view, "without gradient")
+        if event is None or first_fact(view, "no gradients") is not None:
             return
         came = _names_of(view, "gradient came")
-        names = [name for name in _listed(event, "parameters") if name not in came]
+        names = [name for name in listed_in(event, "parameters") if name not in came]
         if len(names) < self.parameters:
             return
         ran, cut = _cut_off(view, names)
@@ -100,35 +104,49 @@ class UntrainedParameters(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerIdle(Rule):
-    """An optimizer that does not step, or moves nothing by rate, gradients, weights."""
+    """An optimizer that never steps, or whose steps move nothing or are undone."""
 
     id = "optimizer-idle"
-    says = "an optimizer never steps, steps without gradients, or has a rate of 0, NaN or Inf"
+    says = (
+        "an optimizer never steps, steps without gradients, has a rate of 0, NaN, Inf or nearly 0, or its updates are "
+        "undone"
+    )
     meaning = "The weights do not change."
     advice = "Call optimizer.step() after each backward."
     actions = ("stop",)
     figure = "loss_and_scale"
 
     steps: float = threshold(20, "steps with a rate of 0; the ends of schedules last for one or a few")
+    tail: float = threshold(1, "times the steps before it, with a rate below 2^-17 of its highest")
 
     # A rate of 0 at the end of a schedule, or at the first step of a warm-up, lasts for fewer steps and is none.
+    # Cosines and exponentials end close to 0 too, for a small part of the training: one that lasts as long as all that
+    # came before it ran down too soon.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each way in which an optimizer is idle."""
-        foreign = _first(view, "foreign optimizer")
+        foreign = first_fact(view, "foreign optimizer")
         if foreign is not None and weights_stay(view) is not False:
             yield self._finding(
                 view, "alarm", foreign, "its parameters are not the model's",
                 "Make the optimizer from model.parameters() after the model was moved, copied or wrapped.",
             )  # fmt: skip
-        never = _first(view, "never stepped")
+        never = first_fact(view, "never stepped")
         if never is not None and foreign is None:
             yield from self._never(view, never)
-        empty = _first(view, "no gradients")
+        empty = first_fact(view, "no gradients")
         if empty is not None:
             yield self._finding(
                 view, "alarm" if weights_stay(view) else "warning", empty, "its parameters have no gradients",
                 "Call zero_grad() before the backward and not between it and the step, and look whether the loss "
                 "depends on the parameters.",
+            )  # fmt: skip
+        undone = first_fact(view, "updates undone")
+        if undone is not None:
+            yield self._finding(
+                view, "warning", undone, "its updates are undone after each step",
+                "Look for a copy into the model's weights after step(): averaged weights (EMA) that evaluation has put "
+                "there must be taken out again.",
+                meaning="The weights are overwritten after each step with almost what they were before it.",
             )  # fmt: skip
         yield from self._rates(view)
 
@@ -136,6 +154,8 @@ class OptimizerIdle(Rule):
         """Return the optimizer and why it is idle."""
         cause = context.text("cause")
         remedy = "look at the schedule" if "rate" in cause else "step it"
+        if "undone" in cause:
+            remedy = "look for what writes the weights, such as an average of them"
         if "NaN or Inf" in cause:
             remedy = "lower the loss scale, or call locate()"
         return Phrase(what=f"of {context.text('optimizer')}, {cause} {context.since}", remedy=remedy)
@@ -175,6 +195,28 @@ class OptimizerIdle(Rule):
                     until, still,
                 )  # fmt: skip
 
+        yield from self._ran_down(view)
+
+    def _ran_down(self, view: View) -> Iterator[Finding]:
+        begun: dict[str, Event] = {}  # since when all groups of an optimizer have had hardly a rate
+        named = set[str]()
+        for event, until in group_states(view):
+            optimizer = str(event.details.get("optimizer", ""))
+            tiny = [group for group in _groups(event) if group.get("rate") == "tiny"]
+            if not tiny or len(tiny) != event.details.get("of"):
+                begun.pop(optimizer, None)
+                continue
+            first = begun.setdefault(optimizer, event)
+            if optimizer not in named and until - first.step + 1 >= max(self.steps, self.tail * first.step):
+                named.add(optimizer)
+                yield self._finding(
+                    view, "warning", first, "its learning rate has fallen to nearly 0",
+                    "Look at the schedule: one that is meant to step once an epoch and steps once a batch runs down "
+                    "that soon. So does one with too small a factor.", until, tiny,
+                    meaning="The learning rate fell below 2^-17 of its highest value before half of the training was "
+                    "done, and moves nothing since.",
+                )  # fmt: skip
+
     def _finding(
         self, view: View, severity: Any, event: Event, cause: str, advice: str, until: int | None = None,
         groups: Sequence[dict[str, Any]] = (), meaning: str | None = None,
@@ -191,11 +233,12 @@ class OptimizerIdle(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsMishandled(Rule):
-    """Gradients not zeroed, unscaled never or twice, clipped while scaled, or erased."""
+    """Gradients kept, unscaled wrongly, clipped while scaled, erased or rounded away."""
 
     id = "gradients-mishandled"
     says = (
-        "gradients are never set to zero, unscaled never or twice, clipped while they carry the loss scale, or erased"
+        "gradients are never set to zero, unscaled never, twice or too early, clipped while they carry the loss scale, "
+        "erased, or rounded away in their sum"
     )
     meaning = "The optimizer gets gradients that are not those of the step's loss."
     advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."
@@ -206,13 +249,13 @@ class GradientsMishandled(Rule):
     rounding: float = threshold(0.001, "of the sum of magnitudes, twice what FP16 can lose of each")
     clear: float = threshold(0.01, "of the sum of magnitudes: smaller sums show nothing")
 
-    # The first two causes are facts. Gradients that were clipped while scaled, and unscaled afterwards, have a norm (or
-    # a largest value) that times the loss scale is the same round number at every step. Those that something sets to
-    # zero before the step are all zero, while the backward gives the activations others. Those that were unscaled twice
-    # have biases whose gradients times the loss scale add up to the gradients of their module's output.
+    # The first three causes are facts. Gradients that were clipped while scaled, and unscaled afterwards, have a norm
+    # (or a largest value) that times the loss scale is the same round number at every step. Those that something sets
+    # to zero before the step are all zero, while the backward gives the activations others. Those that were unscaled
+    # twice have biases whose gradients times the loss scale add up to the gradients of their module's output.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each."""
-        carried, scaled = _first(view, "carried over"), _first(view, "not unscaled")
+        carried, scaled = first_fact(view, "carried over"), first_fact(view, "not unscaled")
         if carried is not None:
             yield self._finding(
                 view, "warning", carried.step, "never set to zero", str(carried.details.get("optimizer", "")),
@@ -224,6 +267,24 @@ class GradientsMishandled(Rule):
                 view, "alarm", scaled.step, "never unscaled", str(scaled.details.get("optimizer", "")),
                 meaning="The optimizer gets gradients times the loss scale.",
                 advice="Call scaler.step(optimizer) in place of optimizer.step().",
+            )  # fmt: skip
+        mixed = first_fact(view, "added after unscaling")
+        if mixed is not None:
+            yield self._finding(
+                view, "alarm", mixed.step, _TOO_EARLY, str(mixed.details.get("optimizer", "")),
+                meaning="Gradients that carry the loss scale are added to those that were unscaled already: their sum "
+                "is far too large, and in no proportion.",
+                advice="Call scaler.unscale_(optimizer) once a step, after the backward of the last micro-batch.",
+            )  # fmt: skip
+        rounded = first_fact(view, "sum rounded")
+        if rounded is not None:
+            fmt, backwards = str(rounded.details.get("format", "")), rounded.details.get("backwards", 0)
+            yield self._finding(
+                view, "warning", rounded.step, _ROUNDED, str(rounded.details.get("optimizer", "")),
+                meaning=f"Gradients of {backwards} micro-batches are accumulated in {fmt.upper()}: late ones are less "
+                "than half a unit in the last place of the sum, and are rounded away.",
+                advice="Accumulate gradients in FP32 (FP32 weights with autocast, or a buffer of your own), or take "
+                "fewer and larger micro-batches.",
             )  # fmt: skip
         cells = view.cells("gradients")
         # A norm for clipping that overflows in FP16 is infinite, and clipping then multiplies all gradients by 0.
@@ -326,9 +387,11 @@ def erased_samples(view: View) -> NDArray[np.bool_]:
     counts = np.nansum(gradients.total(gradients.nonzero), axis=0) + np.nansum(gradients.nonfinite, axis=0)
     erased = (counts == 0) & gradients.recorded.all(axis=0) & ~view.solved(gradients.steps)
     _, mine, theirs = np.intersect1d(gradients.steps, passed.steps, return_indices=True)
-    # Underflow is excluded: a bias's gradient is the sum of its output's gradients, and sums of normal numbers are
-    # none.
-    largest = np.nan_to_num(passed.highest(passed.columns["absmax"])).max(axis=0)
+    # Only outputs of modules that own a parameter count: a saturated sigmoid gets a gradient, and passes on none. For a
+    # bias it is the sum of its output's. Underflow is excluded: sums of normal numbers are none.
+    owners = {name.rpartition(".")[0] or str(view.run.manifest.get("root", "")) for name in gradients.names}
+    own = np.array([name.rpartition(":")[0] in owners for name in passed.names])
+    largest = np.nan_to_num(passed.highest(passed.columns["absmax"]))[own].max(axis=0, initial=0.0)
     alive = np.zeros(len(gradients.steps), dtype=bool)
     alive[mine] = largest[theirs] >= FP16.smallest_normal
     return erased & alive
@@ -389,12 +452,12 @@ class AverageStuck(Rule):
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding of all averages, one of all counters."""
         counters = [
-            (name, event.step) for event in _all(view, "counter stuck") for name in _listed(event, "parameters")
+            (name, event.step) for event in facts(view, "counter stuck") for name in listed_in(event, "parameters")
         ]
         if counters:
             evidence: dict[str, float | int | str] = {
                 "counters": len(counters),
-                "format": str(_all(view, "counter stuck")[0].details.get("format", "")),
+                "format": str(facts(view, "counter stuck")[0].details.get("format", "")),
             }
             spots = [Spot(name=name, since_step=step, value=_NEVER) for name, step in counters]
             yield self.finding(
@@ -403,8 +466,8 @@ class AverageStuck(Rule):
                 advice="Keep counters as integers (torch.long), and exclude them from casts of the model.",
             )  # fmt: skip
         moving = _names_of(view, "average moves")
-        events = _all(view, "average stuck")
-        since = {name: event.step for event in events for name in _listed(event, "parameters") if name not in moving}
+        events = facts(view, "average stuck")
+        since = {name: event.step for event in events for name in listed_in(event, "parameters") if name not in moving}
         if not since or len(since) < self.copies:
             return
         evidence = {"copies": len(since), "format": str(events[0].details.get("format", ""))}
@@ -427,6 +490,72 @@ class AverageStuck(Rule):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SymmetricWeights(Rule):
+    """Layers whose units began as copies of each other, and stay copies."""
+
+    id = "symmetric-weights"
+    says = "the units of a layer have the same weights, and move as one"
+    meaning = "The units began with equal weights and get equal gradients: the layer is as good as a single unit."
+    advice = "Initialise the layer at random (nn.init.kaiming_normal_). Only its bias may begin at a constant."
+    figure = "loss_and_scale"
+    items = {"first": EvidenceItem(unit="location")}
+
+    layers: float = threshold(1, "the facts are exact: layers that begin at a constant otherwise differ after a step")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, of all such layers."""
+        since = {name: event.step for event in facts(view, "equal rows") for name in listed_in(event, "parameters")}
+        if not since or len(since) < self.layers:
+            return
+        spots = [Spot(name=name, since_step=step, value=_NEVER) for name, step in since.items()]
+        evidence = {"first": spots[0].name, "layers": len(spots)}
+        until = max(view.last_step, *since.values())
+        yield self.finding("warning", spots, evidence, until_step=until, collection="weights")
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return which layers."""
+        return Phrase(
+            what=f"the units of {context.place} are copies of each other and move as one, seen {context.since}",
+            remedy="initialise their weights at random",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbabilitiesAsLogits(Rule):
+    """A loss that takes logits, and gets probabilities: its softmax or sigmoid is applied twice."""
+
+    id = "probabilities-as-logits"
+    says = "a loss that takes logits gets the results of a softmax or a sigmoid"
+    meaning = (
+        "The loss applies its softmax or sigmoid to probabilities: it cannot come near zero, and its gradients are far "
+        "too small."
+    )
+    advice = "Give the loss the values from before the softmax or sigmoid, or take the logarithm and use NLLLoss."
+    figure = "loss_and_scale"
+
+    losses: float = threshold(1, "the fact is exact: the graph behind the loss has one right before the other")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, of the whole run."""
+        found = facts(view, "squashed twice")
+        if found and len(found) >= self.losses:
+            event = found[0]
+            evidence = {"function": str(event.details.get("function", ""))}
+            yield self.finding(
+                "warning", (), evidence, since_step=event.step, until_step=max(view.last_step, event.step)
+            )
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return which function is applied twice."""
+        function = context.text("function")
+        return Phrase(
+            what=f"the loss applies a {function} to the results of a {function}, seen {context.since}",
+            effect="so it cannot come near zero",
+            remedy=f"give it the values from before the {function}",
+        )
+
+
 def weights_stay(view: View) -> bool | None:
     """Return whether all weights are the same at all samples; None with fewer than 2."""
     cells = view.cells("weights")
@@ -441,7 +570,7 @@ def weights_stay(view: View) -> bool | None:
 
 def group_states(view: View) -> list[tuple[Event, int]]:
     """Return the events on parameter groups, each with its last step."""
-    events = _all(view, "groups")
+    events = facts(view, "groups")
     states: list[tuple[Event, int]] = []
     for place, event in enumerate(events):
         later = [e.step for e in events[place + 1 :] if e.details.get("optimizer") == event.details.get("optimizer")]
@@ -463,25 +592,28 @@ def with_rate_of_zero(view: View) -> list[tuple[set[str], int, int]]:
 
 def with_epsilon_of_zero(view: View) -> list[Event]:
     """Return the events on epsilons that are zero in their second moments' format."""
-    return _all(view, "epsilon lost")
+    return facts(view, "epsilon lost")
 
 
-def _all(view: View, fact: str) -> list[Event]:
+def facts(view: View, fact: str) -> list[Event]:
+    """Return the events of a fact by step."""
     events = [e for e in view.events if e.kind == "wiring" and e.details.get("fact") == fact]
     return sorted(events, key=lambda event: event.step)
 
 
-def _first(view: View, fact: str) -> Event | None:
-    return next(iter(_all(view, fact)), None)
+def first_fact(view: View, fact: str) -> Event | None:
+    """Return the first event of a fact."""
+    return next(iter(facts(view, fact)), None)
 
 
-def _listed(event: Event, key: str) -> list[str]:
+def listed_in(event: Event, key: str) -> list[str]:
+    """Return the names that an event lists."""
     listed = event.details.get(key)
     return [str(item) for item in cast("list[object]", listed)] if isinstance(listed, list) else []
 
 
 def _names_of(view: View, fact: str) -> set[str]:
-    return {name for event in _all(view, fact) for name in _listed(event, "parameters")}
+    return {name for event in facts(view, fact) for name in listed_in(event, "parameters")}
 
 
 def _groups(event: Event) -> list[dict[str, Any]]:

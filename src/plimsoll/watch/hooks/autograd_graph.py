@@ -1,6 +1,7 @@
 """The autograd graph of a loss: leaves, loss scale and values for the backward."""
 
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -9,7 +10,16 @@ from torch import Tensor
 
 # Attributes of results, and of running statistics, which come from no other operation; others have arguments.
 _RESULTS = ("_saved_result", "_saved_out", "_saved_logsumexp", "_saved_running_")
-_NEAREST = 64  # nodes behind a loss among which its loss scale is looked for
+_NEAREST = 64  # nodes behind a loss among which its loss scale, or a softmax of it, is looked for
+# Losses that apply a softmax or a sigmoid themselves, and the operation that has made probabilities of logits before.
+_OF_LOGITS = {
+    "LogSoftmaxBackward0": ("SoftmaxBackward0", "softmax"),
+    "BinaryCrossEntropyWithLogitsBackward0": ("SigmoidBackward0", "sigmoid"),
+}
+_SAME_VALUES = re.compile(
+    "(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Squeeze|Unsqueeze|Select|Slice|ToCopy|Clone)"
+    r"Backward\d"
+)  # operations between the two that choose, order or cast values
 
 # The number of the backward that runs on this thread, -1 for none. torch has it nowhere in public.
 backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
@@ -72,6 +82,20 @@ def is_scaled_by(root: Tensor, scale: Tensor) -> bool:
             if isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr():
                 return True
     return False
+
+
+def squashed_twice(roots: "list[Tensor]") -> str:
+    """Return "softmax" or "sigmoid" if a loss applies it to values that it has made already; "" otherwise."""
+    for count, node in enumerate(_nodes(roots)):
+        if count == _NEAREST:
+            break
+        wanted, name = _OF_LOGITS.get(type(node).__name__, ("", ""))
+        before = cast("Any", node).next_functions[0][0] if wanted else None
+        while before is not None and _SAME_VALUES.fullmatch(type(before).__name__):
+            before = before.next_functions[0][0]
+        if before is not None and type(before).__name__ == wanted:
+            return name
+    return ""
 
 
 def _nodes(roots: "list[Tensor]") -> Iterator[object]:

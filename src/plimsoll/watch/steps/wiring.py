@@ -2,32 +2,39 @@
 
 What goes wrong here leaves the numbers finite and plausible, so it is recorded as facts and not guessed from spectra:
 
-- an optimizer that never steps, that steps without gradients, or whose rate is 0, NaN or Inf;
+- an optimizer that never steps, that steps without gradients, or whose rate is 0, NaN, Inf or next to nothing;
 - parameters that require gradients and are in no optimizer, or in one and never get a gradient;
 - gradients that are added to those of the step before, because nothing has set them to zero;
 - gradients of a scaled loss that reach the optimizer as the backward left them;
+- gradients of a scaled loss that are added to those that the scaler has unscaled already in the same step;
+- gradients of micro-batches that are rounded away as they are added up in 16 bits;
+- weights that are written between the steps so that the updates are undone;
 - an epsilon of Adam that is zero in the FP16 of its second moments;
 - weight decay that is less than half a unit in the last place of 16-bit weights;
+- a softmax or sigmoid before a loss that applies one itself;
+- ranks that begin with other weights, and layers whose units are copies of each other (`weight_facts`);
+- norms over a single value, which are their bias whatever comes in;
 - averages of weights that rounding keeps where they are (`averages`).
 """
 
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plimsoll.kernels.device_value import DeviceValue, number, resolved
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 from plimsoll.runs import Event, Record
-from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.hooks import autograd_graph, torch_hooks
 from plimsoll.watch.names import clean
 from plimsoll.watch.parameters.averages import Averages
 from plimsoll.watch.parameters.optimizer_tensors import innermost, parameters_of
 from plimsoll.watch.parameters.updates import OWN, kind_of
 from plimsoll.watch.session import WatchSession, contained
+from plimsoll.watch.steps.weight_facts import FirstWeights, Overwrites, Sums, are_undone, is_rounded_away
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
 _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gradient are named
@@ -36,6 +43,8 @@ _FEWEST = 3  # backwards or steps by which a watch that closes may be judged
 _REPEATS = 3  # steps on end in which gradients were carried over, or not unscaled
 _FOLLOWED = 3  # parameters of each optimizer
 _FIRST_STEPS, _PERIOD, _LOOK = 64, 64, 8  # in which they are followed: the first ones, then the first of each period
+_TINY = 2.0**-17  # of the highest rate that a group has had: less moves nothing in a training's usual number of steps
+_LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 _FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
 # Less than this of a weight is lost at any weight.
@@ -118,13 +127,19 @@ class _Optimizer:
         own: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
         self.followed = [_Followed(own[place]) for place in places[:_FOLLOWED]]
+        self.sums = Sums(own[place] for place in places[:_FOLLOWED])
+        self.overwrites = Overwrites(own[place] for place in places[:_FOLLOWED])
         self.steps = 0
         self.follows = True  # in this step
         self.empty = self.carried = self.scaled = 0  # steps on end
         self.had_gradients = False
         self.from_scaled = False  # the backward of a scaled loss has reached the parameters since the last step
         self.was_scaled = False  # and they were stepped on as it left them
+        self.was_unscaled = False  # the scaler has unscaled gradients to which this backward may add
+        self.mixed = 0  # backwards that did
+        self.rounded = 0  # steps at which it was looked whether micro-batches are rounded away
         self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
+        self.highest: list[float] = []  # the highest rate of each
 
     def step_ends(self) -> None:
         """Prepare for the next step."""
@@ -152,14 +167,19 @@ class Wiring(torch_hooks.TrainingEvents):
         self._scaler: weakref.ref[Any] | None = None
         self._scaled: weakref.ref[Tensor] | None = None  # the loss that was scaled last
         self._of_scaled = False  # the backward that runs is its
+        self._squashed = ""  # what the loss of the backward that runs applies twice
+        self._looks = _LOOKS
         self._judged = False
         self._said: set[str] = set()
         self._averages = Averages(core)
+        self._first_weights = FirstWeights(core)
         known = list(optimizers)
         if known and not [o for o in known if self._meet(o) is not None]:
             names = ", ".join(type(optimizer).__name__ for optimizer in known)
             message = f"no parameter of {names} is one of the model's"
             self._say("foreign optimizer", message, optimizer=names)
+        if narrow := _norms_of_one_value(core.model()):
+            self._say("norm of one value", f"{_listed(narrow)} normalise single values", modules=narrow)
         core.at_close.append(self._close)
 
     # -- the training
@@ -173,16 +193,28 @@ class Wiring(torch_hooks.TrainingEvents):
         self._since_step += 1
         loss = None if self._scaled is None else self._scaled()
         self._of_scaled = loss is not None and tensors is loss
-        for known in list(self._known.values()):
+        self._look_behind(tensors)
+        for optimizer, known in list(self._known.items()):
+            known.was_unscaled = self._of_scaled and self._has_unscaled(optimizer)
             if known.was_scaled:  # no scaler's step has come for it
                 known.was_scaled = False
                 known.scaled += 1
                 if known.scaled == _REPEATS:
                     self._say_unscaled(known)
+            if known.follows:
+                known.sums.backward_begins()
             for followed in known.followed if known.follows else ():
                 followed.backward_begins(known.carried >= _REPEATS - 1 and "carried over" not in self._said)
         if self._since_step == _PATIENCE and not self._steps:
             self._say_no_step()
+
+    def _look_behind(self, tensors: Any) -> None:
+        """Look for a softmax of a softmax, in the first backwards that may reach an optimizer's parameters."""
+        self._squashed = ""
+        if self._looks and self._known:
+            self._looks -= 1
+            roots: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            self._squashed = autograd_graph.squashed_twice([root for root in roots if isinstance(root, Tensor)])
 
     @contained
     def backward_ends(self) -> None:
@@ -191,8 +223,15 @@ class Wiring(torch_hooks.TrainingEvents):
             for known in list(self._known.values()):
                 if not known.follows:
                     continue
+                known.sums.backward_ends()
                 reached = [followed.backward_ends() for followed in known.followed]
+                if self._squashed and any(reached):
+                    message = f"the loss applies a {self._squashed} to the results of a {self._squashed}"
+                    self._say("squashed twice", message, function=self._squashed)
                 known.from_scaled |= self._of_scaled and any(reached)
+                known.mixed += known.was_unscaled and any(reached)
+                if known.mixed == _REPEATS:
+                    self._say_mixed(known)
 
     @contained
     def optimizer_begins(self, optimizer: Any) -> None:
@@ -205,8 +244,12 @@ class Wiring(torch_hooks.TrainingEvents):
         if not self._judged or (self._ungraded and self.core.sample is not None):
             self._look_for_gradients()
         known.had_gradients = _has_gradients(optimizer)
+        if not known.steps:
+            self._first_weights.first_step_begins()
         if known.follows:
             self._follow(optimizer, known)
+            self._look_at_sums(known)
+            self._look_for_overwrites(known)
         self._look_at_groups(optimizer, known)
 
     # Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a
@@ -223,6 +266,24 @@ class Wiring(torch_hooks.TrainingEvents):
         if known.carried == _REPEATS:
             self._say_carried(known, carried)
 
+    def _look_at_sums(self, known: _Optimizer) -> None:
+        sums, counts = known.sums, known.sums.counts()
+        if counts is not None and known.rounded < _REPEATS:
+            known.rounded += 1
+            message = f"gradients of {sums.backwards:,} micro-batches are added up in {sums.format}, and rounded away"
+            self._later(
+                "sum rounded", message, lambda: is_rounded_away(counts), known, key=f"sum rounded: {known.rounded}",
+                backwards=sums.backwards, format=sums.format,
+            )  # fmt: skip
+        sums.step_ends()
+
+    def _look_for_overwrites(self, known: _Optimizer) -> None:
+        known.overwrites.step_begins()
+        undone = tuple(known.overwrites.undone)
+        if len(undone) == _REPEATS:
+            message = f"the updates of {known.name} are undone after each step: something else writes the weights"
+            self._later("updates undone", message, lambda: are_undone(undone), known)
+
     @contained
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer's step has returned."""
@@ -232,6 +293,11 @@ class Wiring(torch_hooks.TrainingEvents):
         known.steps += 1
         if known.steps == 1:
             self._look_at_epsilon(optimizer, known)
+        for each in list(self._known.values()):
+            if each is not known:
+                each.overwrites.forget()
+            elif known.follows:
+                known.overwrites.step_ends()
         if known.steps > self._steps:
             self._steps = known.steps
             self._averages.step_ends(self._steps, self._owned)
@@ -247,9 +313,15 @@ class Wiring(torch_hooks.TrainingEvents):
                 optimizer=known.name,
             )
         known.step_ends()
-        if known.steps == _JUDGED_STEPS and not self._judged:
-            self._judge(warn=True)
-        if known.steps == _PATIENCE:
+        self._judge_at(known.steps)
+
+    def _judge_at(self, steps: int) -> None:
+        """Do what is due when an optimizer has made so many steps."""
+        if steps == _JUDGED_STEPS:
+            self._first_weights.look_at_rows()
+            if not self._judged:
+                self._judge(warn=True)
+        if steps == _PATIENCE:
             self._say_no_step()
 
     @contained
@@ -307,8 +379,15 @@ class Wiring(torch_hooks.TrainingEvents):
         self._graded.update(with_gradient)
 
     def _look_at_groups(self, optimizer: Any, known: _Optimizer) -> None:
-        """Record the start and end of bad rates (0, NaN, Inf) and underflowing decay."""
-        now = [(_rate_of(group), _decay_of(group, optimizer)) for group in optimizer.param_groups]
+        """Record the start and end of bad rates (0, tiny, NaN, Inf) and underflowing decay."""
+        known.highest += [0.0] * (len(optimizer.param_groups) - len(known.highest))
+        for place, group in enumerate(optimizer.param_groups):
+            if isinstance(rate := group.get("lr"), float) and known.highest[place] < rate < math.inf:
+                known.highest[place] = rate
+        now = [
+            (_rate_of(group, highest), _decay_of(group, optimizer))
+            for group, highest in zip(optimizer.param_groups, known.highest, strict=False)
+        ]
         before, known.groups = known.groups, now
         if now == before or (not before and not any(rate or decay for rate, decay in now)):
             return
@@ -388,25 +467,42 @@ class Wiring(torch_hooks.TrainingEvents):
         self._later("carried over", message, lambda: any((resolved(size) or 0.0) > 0 for size in sizes), known)
 
     def _say_unscaled(self, known: _Optimizer) -> None:
-        scaler = None if self._scaler is None else self._scaler()
-        scale = getattr(scaler, "_scale", None)
-        value = number(scale.detach()) if isinstance(scale, Tensor) else None
         message = (
             f"{known.name} is given the gradients of a scaled loss as they are: call scaler.step(optimizer) in "
             "place of optimizer.step(), or scaler.unscale_(optimizer) before it."
         )
-        self._later("not unscaled", message, lambda: value is None or resolved(value) != 1.0, known)
+        self._later("not unscaled", message, self._scales(), known)
 
-    def _later(self, fact: str, message: str, holds: Callable[[], bool], known: _Optimizer) -> None:
-        """Record a fact on the background thread, once its values are known."""
-        if fact in self._said:
+    def _say_mixed(self, known: _Optimizer) -> None:
+        message = (
+            f"gradients of a scaled loss are added to those of {known.name} that the scaler has unscaled already: call "
+            "scaler.unscale_(optimizer) once a step, after the last backward."
+        )
+        self._later("added after unscaling", message, self._scales(), known)
+
+    def _scales(self) -> Callable[[], bool]:
+        """Return what answers, once the device has the value, whether the loss scale is another than 1."""
+        scale = getattr(None if self._scaler is None else self._scaler(), "_scale", None)
+        value = number(scale.detach()) if isinstance(scale, Tensor) else None
+        return lambda: value is None or resolved(value) != 1.0
+
+    def _has_unscaled(self, optimizer: Any) -> bool:
+        """Return whether the scaler has unscaled the optimizer's gradients since its last step."""
+        states = getattr(None if self._scaler is None else self._scaler(), "_per_optimizer_states", None)
+        state = cast("dict[int, dict[str, object]]", states).get(id(optimizer)) if isinstance(states, dict) else None
+        return state is not None and getattr(state.get("stage"), "name", "") == "UNSCALED"
+
+    def _later(
+        self, fact: str, message: str, holds: Callable[[], bool], known: _Optimizer, key: str = "", **more: object
+    ) -> None:
+        """Record a fact on the background thread, once for each key."""
+        if (key or fact) in self._said:
             return
-        self._said.add(fact)
-        step, who = self.core.step, known.name
+        self._said.add(key or fact)
+        step, details = self.core.step, {"fact": fact, "optimizer": known.name, **more}
 
         def produce() -> list[Record]:
-            event = Event(step=step, kind="wiring", message=message, details={"fact": fact, "optimizer": who})
-            return [event] if holds() else []
+            return [Event(step=step, kind="wiring", message=message, details=details)] if holds() else []
 
         self.core.writer.submit(produce, 200)
 
@@ -464,11 +560,20 @@ class Wiring(torch_hooks.TrainingEvents):
         return {} if model is None else {id(p): clean(name) for name, p in model.named_parameters()}
 
 
+def _norms_of_one_value(model: nn.Module | None) -> list[str]:
+    """The norms over so few dimensions that they see one value: it minus its mean is zero, or it by itself is 1."""
+    kinds = tuple(kind for name in ("LayerNorm", "RMSNorm") if isinstance(kind := getattr(nn, name, None), type))
+    named = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
+    return [
+        clean(name) for name, m in named if isinstance(m, kinds) and math.prod(cast("Any", m).normalized_shape) == 1
+    ]
+
+
 def _has_gradients(optimizer: Any) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def _rate_of(group: Mapping[str, Any]) -> str:
+def _rate_of(group: Mapping[str, Any], highest: float) -> str:
     """Return the fault of the group's rate, or ""; waits for no device."""
     rate = group.get("lr")
     if isinstance(rate, Tensor):
@@ -477,7 +582,9 @@ def _rate_of(group: Mapping[str, Any]) -> str:
         return ""
     if math.isnan(rate):
         return "nan"
-    return "zero" if rate == 0 else "" if math.isfinite(rate) else "inf"
+    if rate == 0 or not math.isfinite(rate):
+        return "inf" if rate else "zero"
+    return "tiny" if rate < _TINY * highest else ""
 
 
 def _decay_of(group: Mapping[str, Any], optimizer: Any) -> float:

@@ -1,0 +1,257 @@
+"""Facts on weights and gradients that no spectrum shows: a few values of each are compared with what they were before.
+
+- At the first step, what each data-parallel rank begins with.
+- Ten steps later, layers whose units are copies of each other, and move as one.
+- Weights that are written between two steps so that the update of the first one is undone.
+- Gradients of micro-batches that are rounded away as they are added up in 16 bits.
+
+Nothing here waits for a device: numbers are read on the background thread, as soon as they are there.
+"""
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.kernels.device_value import DeviceValue
+from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
+from plimsoll.runs import Event, Record
+from plimsoll.watch.names import clean
+from plimsoll.watch.session import WatchSession
+
+_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LAYERS = 256  # whose rows are compared
+_SIDE = 16  # rows, and values of each
+_NEAR = 1e-3  # of how far the weights have moved: rows that are nearer to each other move as one
+_FIRST = 16  # weights of which each rank records the first values
+_VALUES = 256  # of a weight or a gradient that is followed from step to step
+_STREAK = 3  # steps on end
+_LEFT = 2.0**-5  # of an update: averages with a decay of 0.97 or more leave less
+_MANY = 64  # micro-batches, from which on a 16-bit sum may be too coarse for one of them
+_UNDONE, _EXACT = 0.99, 0.9  # of the values; exactly what they were are those that a mask or a grid holds
+
+
+class FirstWeights:
+    """Weights at the first step of a training, and ten steps later."""
+
+    def __init__(self, core: WatchSession) -> None:
+        self.core = core
+        self._kept: list[tuple[str, weakref.ref[Tensor], Tensor]] | None = None
+
+    @torch.no_grad()
+    def first_step_begins(self) -> None:
+        """Keep a few values of each layer. Does nothing when called again."""
+        model = self.core.model()
+        if self._kept is not None or model is None:
+            return
+        self._record_rank(model)
+        # Not a module's own `weight`: a parametrized one computes it, and a spectral norm's iteration would go on.
+        modules = dict(_modules(model))
+        weights = [
+            (clean(raw), p)
+            for raw, p in model.named_parameters()
+            if raw.endswith("weight") and isinstance(modules.get(raw.removesuffix("weight").rstrip(".")), _KINDS)
+        ]
+        some = [(name, p) for name, p in weights[:_LAYERS] if p.requires_grad and _has_rows(p)]
+        self._kept = [(name, weakref.ref(p), _rows(p)) for name, p in some]
+
+    # Units that begin as copies of each other get equal gradients, and so they stay copies. Layers that begin at a
+    # constant and are none (heads, residual branches, adapters) have rows that differ after a step: what follows them
+    # differs. Rows that do not move at all are left out: nothing reaches them.
+    @torch.no_grad()
+    def look_at_rows(self) -> None:
+        """Record the layers whose rows have moved, and are equal still."""
+        for_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+        for name, ref, before in self._kept or ():
+            p = ref()
+            now = _rows(p) if p is not None and _has_rows(p) else None
+            if p is not None and now is not None and now.shape == before.shape and now.device == before.device:
+                far = torch.stack([(now - before).abs().amax(), (now - now[:1]).abs().amax()])
+                for_device.setdefault(p.device, []).append((name, far))
+        self._kept = []
+        for found in for_device.values():
+            self._hand_over([name for name, _ in found], DeviceValue(torch.stack([far for _, far in found])))
+
+    def _hand_over(self, names: list[str], far: DeviceValue) -> None:
+        step = self.core.step
+
+        def produce() -> list[Record]:
+            table = cast("list[list[float]]", far.tensor().tolist())
+            equal = [n for n, (moved, apart) in zip(names, table, strict=True) if moved > 0 and apart <= _NEAR * moved]
+            return [fact(step, "equal rows", "units are copies of each other", parameters=equal)] if equal else []
+
+        self.core.writer.submit(produce, 200)
+
+    # DistributedDataParallel sends rank 0's weights to all ranks, unless it is told not to; then ranks that drew other
+    # weights average gradients that fit none of their models.
+    def _record_rank(self, model: nn.Module) -> None:
+        ranks, step = self.core.ranks, self.core.step
+        if ranks.wrapper != "DistributedDataParallel" or ranks.data_parallel < 2 or self.core.settings.ranks != "each":
+            return
+        weights = [(clean(raw), p) for raw, p in model.named_parameters() if p.dim() > 1 and _is_plain(p)]
+        weights = weights[:: -(-len(weights) // _FIRST) or 1]
+        # What other ranks record too: of parameters that the wrapper ignores each rank has its own.
+        shared = [(name, p) for name, p in weights if ranks.data_index == 0 or not ranks.counts(p)]
+        values = {name: DeviceValue(p.detach().reshape(-1)[:_SIDE].float()) for name, p in shared}
+
+        def produce() -> list[Record]:
+            listed = {name: cast("list[float]", value.tensor().tolist()) for name, value in values.items()}
+            finite = {name: some for name, some in listed.items() if all(math.isfinite(x) for x in some)}
+            return [fact(step, "first weights", "what this rank begins with", weights=finite)] if finite else []
+
+        self.core.writer.submit(produce, 4000)
+
+
+class Overwrites:
+    """A few weights of one optimizer, and whether what it does to them is undone before its next step."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = [weakref.ref(p) for p in weights if _is_plain(p)]
+        self._versions: list[int] = []  # after the last step
+        self._before: Tensor | None = None
+        self._after: Tensor | None = None
+        self._written = 0  # steps on end before which all weights were written
+        self.undone: list[DeviceValue] = []  # of steps on end: values moved, undone, and exactly what they were
+
+    # Versions tell whether anything was written at all, at no cost: only then are values compared.
+    @torch.no_grad()
+    def step_begins(self) -> None:
+        """The optimizer's step begins."""
+        if len(self.undone) == _STREAK:  # compared for good
+            self._before = None
+            return
+        weights = self._live()
+        versions = [p._version for p in weights]  # noqa: SLF001  (public in all but name)
+        written = len(versions) == len(self._versions) > 0
+        written = written and all(a != b for a, b in zip(versions, self._versions, strict=True))
+        self._written = self._written + 1 if written else 0
+        now = _some(weights) if self._written >= _STREAK else None
+        if now is None or self._after is None or self._before is None or now.shape != self._before.shape:
+            self.undone = []
+        else:
+            update, left = self._after - self._before, now - self._before
+            moved = update != 0
+            undone = moved & (left.abs() <= _LEFT * update.abs())
+            counts = torch.stack([moved.sum(), undone.sum(), (undone & (left == 0)).sum()])
+            self.undone.append(DeviceValue(counts))
+        self._before, self._after = now, None
+
+    @torch.no_grad()
+    def step_ends(self) -> None:
+        """The optimizer's step has returned."""
+        weights = self._live()
+        self._versions = [p._version for p in weights]  # noqa: SLF001  (likewise)
+        self._after = None if self._before is None else _some(weights)
+        if self._after is None or self._before is None or self._after.shape != self._before.shape:
+            self._before = self._after = None
+
+    def forget(self) -> None:
+        """Another optimizer has stepped: what it writes is no undoing."""
+        self._versions, self._written = [], 0
+
+    def _live(self) -> list[Tensor]:
+        return [p for ref in self._weights if (p := ref()) is not None]
+
+
+def are_undone(steps: Sequence[DeviceValue]) -> bool:
+    """Return whether updates were undone at all of these steps, by values that are not held where they are."""
+    counts = [cast("list[int]", step.tensor().tolist()) for step in steps]
+    return all(
+        moved > 0 and undone >= _UNDONE * moved and exactly < _EXACT * undone for moved, undone, exactly in counts
+    )
+
+
+class Sums:
+    """Some values of 16-bit gradients of one optimizer, while micro-batches are added to them."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        chosen = [p for p in weights if p.dtype in SIXTEEN_BIT and _is_plain(p)]
+        self._weights = [weakref.ref(p) for p in chosen]
+        self.format = FORMATS[chosen[0].dtype].name if chosen else ""
+        self.backwards = 0  # since the last step
+        self._before: Tensor | None = None
+        self._changed: dict[int, list[Tensor]] = {}  # values that a backward has changed, by groups of micro-batches
+
+    def step_ends(self) -> None:
+        """Another step begins."""
+        self.backwards, self._before = 0, None
+        self._changed.clear()
+
+    # The second to the fourth backward of a step show how many values one changes; the last four before each power of
+    # two, from 64 on, how many it changes still. A gradient that is zero changes nothing early either, and sums of
+    # random signs grow by the root of their number: one of 1,024 is far from too small there.
+    @torch.no_grad()
+    def backward_begins(self) -> None:
+        """A backward begins, which may add to the gradients."""
+        if not self._weights:
+            return
+        self.backwards += 1
+        group = self._group()
+        self._before = _some(self._gradients()) if group else None
+
+    @torch.no_grad()
+    def backward_ends(self) -> None:
+        """A backward has ended."""
+        before, self._before = self._before, None
+        now = None if before is None else _some(self._gradients())
+        if before is not None and now is not None and now.shape == before.shape:
+            self._changed.setdefault(self._group(), []).append((now != before).sum())
+
+    def counts(self) -> DeviceValue | None:
+        """Return how many values an early and a late backward of this step has changed on average."""
+        last = max(self._changed, default=0)
+        if last < _MANY or 4 not in self._changed:
+            return None
+        means = [torch.stack(self._changed[group]).float().mean() for group in (4, last)]
+        return DeviceValue(torch.stack(means))
+
+    def _group(self) -> int:
+        """The power of two before which this backward is one of the last four; 0 for one that is not looked at."""
+        top = 1 << max(self.backwards - 1, 0).bit_length()
+        return top if self.backwards > max(top - 4, 1) and (top == 4 or top >= _MANY) else 0
+
+    def _gradients(self) -> list[Tensor]:
+        weights = [p for ref in self._weights if (p := ref()) is not None]
+        return [p.grad for p in weights if p.grad is not None and _is_plain(p.grad)]
+
+
+def is_rounded_away(counts: DeviceValue) -> bool:
+    """Return whether a late backward changes less than half of the values that an early one does."""
+    early, late = cast("list[float]", counts.tensor().tolist())
+    return early >= _SIDE and late < early / 2
+
+
+def fact(step: int, name: str, message: str, **details: object) -> Event:
+    """Return an event of kind "wiring"."""
+    return Event(step=step, kind="wiring", message=message, details={"fact": name, **details})
+
+
+def _modules(model: nn.Module) -> "Iterable[tuple[str, nn.Module]]":
+    return cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+
+
+def _is_plain(x: Tensor) -> bool:
+    plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta and not x.is_inference()
+    if not plain or not x.numel() or not x.is_contiguous():
+        return False
+    return x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.element_size()  # FSDP frees some
+
+
+def _has_rows(p: Tensor) -> bool:
+    return _is_plain(p) and p.dim() > 1 and p.shape[0] > 1
+
+
+def _rows(p: Tensor) -> Tensor:
+    """Sixteen rows from all over a weight, and the first sixteen values of each."""
+    rows = p.detach().flatten(1)
+    return rows[:: -(-len(rows) // _SIDE), :_SIDE].float().clone()
+
+
+def _some(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The first values of each tensor; None without any, on several devices, or where one cannot be read."""
+    if not tensors or len({x.device for x in tensors}) > 1 or not all(map(_is_plain, tensors)):
+        return None
+    return torch.cat([x.detach().reshape(-1)[:_VALUES].float() for x in tensors])

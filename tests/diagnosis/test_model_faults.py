@@ -1,0 +1,229 @@
+"""Models that are put together so that they cannot learn, and sound ones that look like them, watched for real."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import plimsoll as pl
+from plimsoll.diagnosis import Finding, View, diagnose
+from plimsoll.report.verdicts.verdict import verdict
+from plimsoll.runs import Run
+from tests.support.cases import each
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def mlp(*last: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), *last)
+
+
+def found(path: Path, model: nn.Module, rule: str, loss: Loss = F.cross_entropy, steps: int = 16) -> list[Finding]:
+    """What a rule says of a watched training."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pl.watch(model, optimizer, run=path, every=2):
+        for _ in range(steps):
+            x = torch.randn(16, 8)
+            optimizer.zero_grad()
+            loss(model(x), x[:, :4].argmax(dim=1)).backward()
+            optimizer.step()
+    return diagnose(path, rules=[rule])
+
+
+# -- a softmax or sigmoid before a loss that has one
+
+
+def in_bf16(y: Tensor, target: Tensor) -> Tensor:
+    """A loss that is scaled, of values that were cast and reordered after the softmax."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.cross_entropy(y.t().contiguous().t().reshape(16, 4), target, label_smoothing=0.1) / 4 * 1024
+
+
+def one_hot(target: Tensor) -> Tensor:
+    return F.one_hot(target, 4).float()
+
+
+TWICE: dict[str, tuple[nn.Module, Loss, str]] = {
+    "cross entropy": (nn.Softmax(dim=-1), F.cross_entropy, "softmax"),
+    "cast and smoothed": (nn.Softmax(dim=-1), in_bf16, "softmax"),
+    "binary": (nn.Sigmoid(), lambda y, t: F.binary_cross_entropy_with_logits(y, one_hot(t)), "sigmoid"),
+    "of soft labels": (
+        nn.Softmax(dim=-1), lambda y, t: -(one_hot(t) * F.log_softmax(y, dim=-1)).sum(dim=1).mean(), "softmax",
+    ),
+}  # fmt: skip
+ONCE: dict[str, tuple[nn.Module, Loss]] = {
+    "logits": (nn.Identity(), F.cross_entropy),
+    "logarithm of a softmax": (nn.Softmax(dim=-1), lambda y, t: F.nll_loss(y.log(), t)),
+    "log softmax": (nn.LogSoftmax(dim=-1), F.nll_loss),
+    "log softmax twice, which changes nothing": (nn.LogSoftmax(dim=-1), F.cross_entropy),
+    "sigmoid and its own loss": (nn.Sigmoid(), lambda y, t: F.binary_cross_entropy(y, one_hot(t))),
+    "a sigmoid as a gate": (
+        nn.Identity(), lambda y, t: F.binary_cross_entropy_with_logits(torch.sigmoid(y) * y, one_hot(t)),
+    ),
+    "soft labels of a teacher": (nn.Identity(), lambda y, t: F.cross_entropy(y, torch.randn(16, 4).softmax(dim=-1))),
+    "sharpened probabilities": (nn.Softmax(dim=-1), lambda y, t: F.cross_entropy(y * 20, t)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_function_that_is_applied_twice_is_named(name: str, tmp_path: Path) -> None:
+    last, loss, function = TWICE[name]
+    (finding,) = found(tmp_path / "run", mlp(last), "probabilities-as-logits", loss)
+    assert (finding.severity, finding.evidence) == ("warning", {"function": function})
+
+
+@each("name", ONCE)
+def test_a_function_that_is_applied_once_is_not(name: str, tmp_path: Path) -> None:
+    last, loss = ONCE[name]
+    path = tmp_path / name.replace(" ", "-")
+    assert found(path, mlp(last), "probabilities-as-logits", loss, steps=4) == []
+
+
+# -- norms that see one value
+
+
+class Signal(nn.Module):
+    """A layer norm over the last dimension of signals; `width` is its length. A second norm is never called."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.unused, self.net = nn.LayerNorm(width), nn.LayerNorm(1), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.norm(x.unflatten(1, (-1, self.norm.normalized_shape[0]))).flatten(1))
+
+
+def test_a_norm_of_one_value_is_named(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path / "one", Signal(1), "dead-layer")
+    assert (finding.severity, finding.where) == ("warning", ("norm:output",))
+    assert found(tmp_path / "two", Signal(2), "dead-layer") == []
+
+
+# -- units that are copies of each other
+
+
+def constant(*layers: int, value: float = 0.05) -> nn.Sequential:
+    """A network in which the weights of these layers begin at one value."""
+    model = mlp()
+    for layer in layers:
+        nn.init.constant_(model[layer].weight, value)
+        nn.init.zeros_(model[layer].bias)
+    return model
+
+
+class Adapted(nn.Module):
+    """A network with a residual branch whose last layer begins at zero, scaled by a factor that begins at 1e-4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.down, self.up, self.head = mlp(), nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.full((4,), 1e-4))
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x) + self.scale * self.up(self.down(x)))
+
+
+def frozen() -> nn.Sequential:
+    model = constant(0)
+    model[0].requires_grad_(False)
+    return model
+
+
+class Halved(nn.Module):
+    """A parametrization that counts how often it is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.computed += 1
+        return x / 2
+
+
+def test_a_parametrized_weight_is_not_computed_for_the_watch(tmp_path: Path) -> None:
+    """A spectral norm's power iteration would go on each time."""
+    model, half = mlp(), Halved()
+    nn.utils.parametrize.register_parametrization(model[0], "weight", half)
+    half.computed = 0
+    assert found(tmp_path / "run", model, "symmetric-weights", steps=12) == [] and half.computed == 12
+
+
+DIFFERENT: dict[str, Callable[[], nn.Module]] = {
+    "random": mlp,
+    "a head at zero": lambda: constant(2, value=0.0),
+    "a head at a constant": lambda: constant(2, value=0.1),
+    "all layers at zero, which do not move": lambda: constant(0, 2, value=0.0),
+    "a branch that begins at zero": Adapted,
+    "constant and not trained": frozen,
+}
+
+
+def test_units_that_move_as_one_are_named(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path / "run", constant(0, 2, value=0.05), "symmetric-weights")
+    assert (finding.severity, finding.where) == ("warning", ("0.weight",))
+
+
+@each("name", DIFFERENT)
+def test_layers_that_begin_at_a_constant_may_be_sound(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name.replace(" ", "-")
+    assert [str(f) for f in found(path, DIFFERENT[name](), "symmetric-weights")] == []
+
+
+# -- layers that are saturated from the start
+
+
+class Straight(torch.autograd.Function):
+    """Signs, whose gradient is passed on as it is."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: object, g: Tensor) -> Tensor:
+        return g
+
+
+class Signs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Straight.apply(x)
+
+
+def deep(act: Callable[[], nn.Module], std: float, layers: int = 3) -> nn.Sequential:
+    """A network whose hidden layers' weights have this size; the last one is as usual."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for _ in range(layers):
+        model += nn.Sequential(nn.Linear(8, 8), act())
+        nn.init.normal_(model[-2].weight, std=std)
+    model.append(nn.Linear(8, 4))
+    return model
+
+
+OPEN: dict[str, Callable[[], nn.Module]] = {
+    "usual weights": lambda: deep(nn.Tanh, 8**-0.5),
+    "large weights before a ReLU": lambda: deep(nn.ReLU, 10.0),
+    "a single layer": lambda: deep(nn.Tanh, 40.0, layers=1),
+    "signs with a straight gradient": lambda: deep(Signs, 1.0),
+    "a softmax": lambda: deep(lambda: nn.Softmax(dim=-1), 10.0),
+    "clamped at a sixth of the values": lambda: deep(nn.Hardtanh, 0.25),
+}
+
+
+def test_layers_that_are_saturated_from_the_start_are_named(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path / "run", deep(nn.Tanh, 40.0), "gradients-vanish")
+    assert (finding.severity, finding.where) == ("warning", ("1:output", "3:output", "5:output"))
+    words = verdict(View(Run(tmp_path / "run")), [finding])
+    assert "have been saturated since step 0" in words and "of their outputs are at 1 or -1" in words
+
+
+@each("name", OPEN)
+def test_layers_that_pass_gradients_are_not(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name.replace(" ", "-")
+    assert [str(f) for f in found(path, OPEN[name](), "gradients-vanish")] == []
