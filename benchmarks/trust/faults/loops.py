@@ -16,7 +16,7 @@ HARDLY = r"moves? (nothing|hardly)|hardly (moves?|changes?)|not (move|change)"
 
 @fault(
     "infinities-replaced-before-the-scaler",
-    named=r"overflow|infinit|gradients? [^>]*(erased|replaced)|lower (the|its) (loss )?scale",
+    named=r"overflow|infin|gradients? [^>]*(erased|replaced)|lower (the|its) (loss )?scale",
     misleading="dead-layer|raise the loss scale|scale-low",
     precision="fp16",
     held_back=True,
