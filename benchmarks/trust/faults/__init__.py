@@ -1,5 +1,29 @@
 """Planted faults; importing this registers them."""
 
-from benchmarks.trust.faults import arithmetic, breaks, data, layers, narrow, optimizers, ranks, recipes, scales
+from benchmarks.trust.faults import (
+    arithmetic,
+    breaks,
+    casts,
+    data,
+    layers,
+    loops,
+    narrow,
+    optimizers,
+    ranks,
+    recipes,
+    scales,
+)
 
-__all__ = ["arithmetic", "breaks", "data", "layers", "narrow", "optimizers", "ranks", "recipes", "scales"]
+__all__ = [
+    "arithmetic",
+    "breaks",
+    "casts",
+    "data",
+    "layers",
+    "loops",
+    "narrow",
+    "optimizers",
+    "ranks",
+    "recipes",
+    "scales",
+]

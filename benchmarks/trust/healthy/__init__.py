@@ -5,10 +5,11 @@ from benchmarks.trust.healthy import (
     generative,
     images,
     losses,
+    near,
     reinforcement,
     sequences,
     structures,
     vectors,
 )
 
-__all__ = ["assorted", "generative", "images", "losses", "reinforcement", "sequences", "structures", "vectors"]
+__all__ = ["assorted", "generative", "images", "losses", "near", "reinforcement", "sequences", "structures", "vectors"]
