@@ -24,7 +24,7 @@ _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLayer(Rule):
-    """Layers with outputs of zero or their bias only, or with unflushed zero gradients."""
+    """Layers with outputs of zero or their bias alone, or with zero gradients."""
 
     id = "dead-layer"
     says = "a layer outputs only zeros or its bias, or its gradients are all zero, and it is not underflow"
@@ -103,7 +103,7 @@ class DeadLayer(Rule):
 
     # The mean of one value is the value, and its root mean square is its size: nothing of it but a sign is left.
     def _of_norms(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of the norms over a single value that have run, as the watch has found them."""
+        """Yield one finding of the norms over a single value."""
         ran = view.run.tensors.get("activations", ())
         for event in facts(view, "norm of one value")[:1]:
             names = [f"{name}:output" for name in listed_in(event, "modules") if f"{name}:output" in ran]
@@ -199,7 +199,7 @@ class GradientsVanish(Rule):
     # A tanh or sigmoid that is rounded to 1 has the derivative 0: gradients come to the module, and zeros leave it. A
     # ReLU gives zeros for zeros; a binary layer with a straight-through gradient puts out ones, and passes gradients.
     def _saturated(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of the modules whose outputs have been at their limit since the first samples."""
+        """Yield one finding of the modules saturated since the first samples."""
         outputs, gradients = view.cells("activations"), view.cells("activation_gradients")
         if outputs is None or gradients is None:
             return

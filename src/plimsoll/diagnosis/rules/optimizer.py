@@ -227,7 +227,7 @@ class EpsilonDominates(Rule):
 
 
 def _recorded_epsilon(view: View) -> float | None:
-    """The epsilon of the run's optimizers, of several the smallest; None if none is recorded."""
+    """Return the smallest recorded epsilon of the run's optimizers, or None."""
     known: list[float] = []
     for name, each in view.run.settings.items():
         epsilon = cast("dict[str, object]", each).get("eps") if isinstance(each, dict) else None

@@ -1,4 +1,4 @@
-"""Rule of ranks that differ: by their first weights, or one of them by its data or labels."""
+"""Rule of ranks that differ by their first weights, or by data or labels."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ class RankDiffers(Rule):
     # The noise is measured: a rank must be further from the nearest other rank than the others are from each other, at
     # every block of steps (or sample) of a long row. Of two ranks nobody can say which one is wrong, so none is named.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of the first weights, one for each rank's loss, one for each rank's activations."""
+        """Yield findings on the first weights, and on each rank's loss and activations."""
         yield from self._first_weights(view)
         parts = by_rank.parts_of(view.run)
         if not parts:
@@ -111,7 +111,7 @@ class RankDiffers(Rule):
                 return
 
     def _differ(self, ranks: Mapping[int, Mapping[str, Sequence[float]]], name: str) -> bool:
-        """Whether most of the first values of a weight differ between any two ranks."""
+        """Return True if most first values of a weight differ between any two ranks."""
         values = [np.array(weights[name], dtype=np.float64) for weights in ranks.values()]
         if len({len(some) for some in values}) != 1:
             return False

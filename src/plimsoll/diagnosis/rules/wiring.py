@@ -523,7 +523,7 @@ class SymmetricWeights(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbabilitiesAsLogits(Rule):
-    """A loss that takes logits, and gets probabilities: its softmax or sigmoid is applied twice."""
+    """A loss of logits that gets probabilities: its softmax or sigmoid applies twice."""
 
     id = "probabilities-as-logits"
     says = "a loss that takes logits gets the results of a softmax or a sigmoid"

@@ -85,7 +85,7 @@ def is_scaled_by(root: Tensor, scale: Tensor) -> bool:
 
 
 def squashed_twice(roots: "list[Tensor]") -> str:
-    """Return "softmax" or "sigmoid" if a loss applies it to values that it has made already; "" otherwise."""
+    """Return "softmax" or "sigmoid" if a loss applies it to its own result, else ""."""
     for count, node in enumerate(_nodes(roots)):
         if count == _NEAREST:
             break

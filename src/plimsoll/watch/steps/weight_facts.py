@@ -1,4 +1,4 @@
-"""Facts on weights and gradients that no spectrum shows: a few values of each are compared with what they were before.
+"""Facts on weights and gradients, from a few values compared with earlier ones.
 
 - At the first step, what each data-parallel rank begins with.
 - Ten steps later, layers whose units are copies of each other, and move as one.
@@ -106,7 +106,7 @@ class FirstWeights:
 
 
 class Overwrites:
-    """A few weights of one optimizer, and whether what it does to them is undone before its next step."""
+    """A few weights of an optimizer, to see updates that are undone between steps."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._weights = [weakref.ref(p) for p in weights if _is_plain(p)]
@@ -157,7 +157,7 @@ class Overwrites:
 
 
 def are_undone(steps: Sequence[DeviceValue]) -> bool:
-    """Return whether updates were undone at all of these steps, by values that are not held where they are."""
+    """Return True if updates were undone at all of these steps, by other values."""
     counts = [cast("list[int]", step.tensor().tolist()) for step in steps]
     return all(
         moved > 0 and undone >= _UNDONE * moved and exactly < _EXACT * undone for moved, undone, exactly in counts
@@ -165,7 +165,7 @@ def are_undone(steps: Sequence[DeviceValue]) -> bool:
 
 
 class Sums:
-    """Some values of 16-bit gradients of one optimizer, while micro-batches are added to them."""
+    """Some values of an optimizer's 16-bit gradients, while micro-batches are added."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         chosen = [p for p in weights if p.dtype in SIXTEEN_BIT and _is_plain(p)]
@@ -201,7 +201,7 @@ class Sums:
             self._changed.setdefault(self._group(), []).append((now != before).sum())
 
     def counts(self) -> DeviceValue | None:
-        """Return how many values an early and a late backward of this step has changed on average."""
+        """Return the mean numbers of values that early and late backwards changed."""
         last = max(self._changed, default=0)
         if last < _MANY or 4 not in self._changed:
             return None
@@ -209,7 +209,7 @@ class Sums:
         return DeviceValue(torch.stack(means))
 
     def _group(self) -> int:
-        """The power of two before which this backward is one of the last four; 0 for one that is not looked at."""
+        """Return the power of two that this backward is just before, or 0."""
         top = 1 << max(self.backwards - 1, 0).bit_length()
         return top if self.backwards > max(top - 4, 1) and (top == 4 or top >= _MANY) else 0
 
@@ -219,7 +219,7 @@ class Sums:
 
 
 def is_rounded_away(counts: DeviceValue) -> bool:
-    """Return whether a late backward changes less than half of the values that an early one does."""
+    """Return True if a late backward changes under half the values an early one does."""
     early, late = cast("list[float]", counts.tensor().tolist())
     return early >= _SIDE and late < early / 2
 
@@ -251,7 +251,7 @@ def _rows(p: Tensor) -> Tensor:
 
 
 def _some(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The first values of each tensor; None without any, on several devices, or where one cannot be read."""
+    """Return first values of tensors, or None if not readable on one device."""
     if not tensors or len({x.device for x in tensors}) > 1 or not all(map(_is_plain, tensors)):
         return None
     return torch.cat([x.detach().reshape(-1)[:_VALUES].float() for x in tensors])

@@ -209,7 +209,7 @@ class Wiring(torch_hooks.TrainingEvents):
             self._say_no_step()
 
     def _look_behind(self, tensors: Any) -> None:
-        """Look for a softmax of a softmax, in the first backwards that may reach an optimizer's parameters."""
+        """Look for a softmax of a softmax in the first backwards."""
         self._squashed = ""
         if self._looks and self._known:
             self._looks -= 1
@@ -379,7 +379,7 @@ class Wiring(torch_hooks.TrainingEvents):
         self._graded.update(with_gradient)
 
     def _look_at_groups(self, optimizer: Any, known: _Optimizer) -> None:
-        """Record the start and end of bad rates (0, tiny, NaN, Inf) and underflowing decay."""
+        """Record start and end of bad rates (0, tiny, NaN, Inf) and underflowing decay."""
         known.highest += [0.0] * (len(optimizer.param_groups) - len(known.highest))
         for place, group in enumerate(optimizer.param_groups):
             if isinstance(rate := group.get("lr"), float) and known.highest[place] < rate < math.inf:
@@ -481,13 +481,13 @@ class Wiring(torch_hooks.TrainingEvents):
         self._later("added after unscaling", message, self._scales(), known)
 
     def _scales(self) -> Callable[[], bool]:
-        """Return what answers, once the device has the value, whether the loss scale is another than 1."""
+        """Return a function that tests the loss scale against 1 once it is known."""
         scale = getattr(None if self._scaler is None else self._scaler(), "_scale", None)
         value = number(scale.detach()) if isinstance(scale, Tensor) else None
         return lambda: value is None or resolved(value) != 1.0
 
     def _has_unscaled(self, optimizer: Any) -> bool:
-        """Return whether the scaler has unscaled the optimizer's gradients since its last step."""
+        """Return True if gradients were unscaled since the optimizer's last step."""
         states = getattr(None if self._scaler is None else self._scaler(), "_per_optimizer_states", None)
         state = cast("dict[int, dict[str, object]]", states).get(id(optimizer)) if isinstance(states, dict) else None
         return state is not None and getattr(state.get("stage"), "name", "") == "UNSCALED"
@@ -561,7 +561,7 @@ class Wiring(torch_hooks.TrainingEvents):
 
 
 def _norms_of_one_value(model: nn.Module | None) -> list[str]:
-    """The norms over so few dimensions that they see one value: it minus its mean is zero, or it by itself is 1."""
+    """Return the norms over a single value, whose outputs are constant."""
     kinds = tuple(kind for name in ("LayerNorm", "RMSNorm") if isinstance(kind := getattr(nn, name, None), type))
     named = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
     return [
