@@ -20,8 +20,8 @@ A rule that warns of sound trainings is soon ignored, and one that misses faults
 - **Faults**: trainings with one planted fault each, and for each the words that name its cause.
 
 A third of the faults and more than two fifths of the kinds of training are held back: no rule was changed for what they
-showed. Of these, 14 faults and 13 kinds are by an author who had not read the rules. Each run is recorded by `pl.watch` with its defaults
-or close to them, and judged by `pl.diagnose` with the default thresholds.
+showed. Of these, 14 faults and 13 kinds are by an author who had not read the rules. Each run is recorded by `pl.watch`
+with its defaults or close to them, and judged by `pl.diagnose` with the default thresholds.
 
 `make trust` records what is missing and judges all of it, in about half an hour on one core. To judge recorded runs
 again after a change to a rule: `python -m benchmarks.trust --judge-only`. To see every finding of one kind:
