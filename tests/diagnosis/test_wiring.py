@@ -98,6 +98,17 @@ def unscale_at_once(model: nn.Module, optimizer: Any, scaler: Any) -> None:
     scaler.scale(nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)) / 2).backward()
 
 
+def unscale_and_try_again(model: nn.Module, optimizer: Any, scaler: Any) -> None:
+    """The gradients of the step are dropped, in place, and those of two micro-batches take their place."""
+    scaler.unscale_(optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    for _ in range(2):
+        x = torch.randn(16, 8)
+        scaler.scale(nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1))).backward()
+    for p in model.parameters():
+        p.grad.div_(scaler.get_scale())
+
+
 def unscale_and_score_another(model: nn.Module, optimizer: Any, scaler: Any) -> None:
     """The backward of another model's loss, with the same scaler, after this one's gradients are unscaled."""
     scaler.unscale_(optimizer)
@@ -124,6 +135,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "unscaled and clipped": {"scaler": scaler, "between": unscale_and_clip},
     "unscaled and clipped, accumulated": {"scaler": scaler, "between": unscale_and_clip, "accumulate": 3},
     "unscaled before another model's backward": {"scaler": scaler, "between": unscale_and_score_another},
+    "unscaled, dropped and computed again": {"scaler": scaler, "between": unscale_and_try_again},
     "unscaled too early at a scale of 1": {
         "scaler": lambda: torch.amp.GradScaler("cpu", init_scale=1.0), "between": unscale_at_once,
     },

@@ -136,6 +136,7 @@ class _Optimizer:
         self.from_scaled = False  # the backward of a scaled loss has reached the parameters since the last step
         self.was_scaled = False  # and they were stepped on as it left them
         self.was_unscaled = False  # the scaler has unscaled gradients to which this backward may add
+        self.dropped = False  # something else has changed those since
         self.mixed = 0  # backwards that did
         self.rounded = 0  # steps at which it was looked whether micro-batches are rounded away
         self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
@@ -195,7 +196,6 @@ class Wiring(torch_hooks.TrainingEvents):
         self._of_scaled = loss is not None and tensors is loss
         self._look_behind(tensors)
         for optimizer, known in list(self._known.items()):
-            known.was_unscaled = self._of_scaled and self._has_unscaled(optimizer)
             if known.was_scaled:  # no scaler's step has come for it
                 known.was_scaled = False
                 known.scaled += 1
@@ -205,8 +205,17 @@ class Wiring(torch_hooks.TrainingEvents):
                 known.sums.backward_begins()
             for followed in known.followed if known.follows else ():
                 followed.backward_begins(known.carried >= _REPEATS - 1 and "carried over" not in self._said)
+            self._look_for_mixture(optimizer, known)
         if self._since_step == _PATIENCE and not self._steps:
             self._say_no_step()
+
+    # GradScaler's unscaling leaves a tensor's version as it is. Whatever else changes gradients after it, such as a
+    # closure that sets them to zero and tries the step again, makes the rest of the step one that is not judged.
+    def _look_for_mixture(self, optimizer: Any, known: _Optimizer) -> None:
+        unscaled = known.follows and self._of_scaled and self._has_unscaled(optimizer)
+        same = unscaled and all(followed.is_as_backward_left_it() for followed in known.followed)
+        known.dropped = unscaled and (known.dropped or not same)
+        known.was_unscaled = unscaled and not known.dropped
 
     def _look_behind(self, tensors: Any) -> None:
         """Look for a softmax of a softmax in the first backwards."""
