@@ -77,14 +77,14 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 @each(
     ("of", "name", "near"),
     [
-        (plimsoll, "Runn", "Run"),
+        (plimsoll, "Runx", "Run"),
         (plimsoll, "wach", "watch"),
         (plimsoll.formats, "gett", "get"),
-        (plimsoll.unit, "convrt", "convert"),
+        (plimsoll.unit, "convertt", "convert"),
         (plimsoll.unit.nn, "Linera", "Linear"),
         (plimsoll.Run, "sclars", "scalars"),
         (plimsoll.Finding, "evidnce", "evidence"),
-        (plimsoll.Watch, "clos", "close"),
+        (plimsoll.Watch, "closes", "close"),
         (plimsoll.Spectrum, "kurtosi", "kurtosis"),
         (Inferred(rounding="nearest_even"), "roundin", "rounding"),
     ],
