@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import plimsoll
+from plimsoll.certification.certificate import Inferred
 from tests.support.cases import each
 
 TREE = ast.parse(Path(plimsoll.__file__).read_text(encoding="utf-8"))
@@ -71,6 +72,30 @@ def test_a_star_import_gives_the_public_names() -> None:
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'plimsoll' has no attribute 'cats'"):
         _ = plimsoll.cats
+
+
+@each(
+    ("of", "name", "near"),
+    [
+        (plimsoll, "Runx", "Run"),
+        (plimsoll, "wach", "watch"),
+        (plimsoll.formats, "gett", "get"),
+        (plimsoll.unit, "convertt", "convert"),
+        (plimsoll.unit.nn, "Linera", "Linear"),
+        (plimsoll.Run, "sclars", "scalars"),
+        (plimsoll.Finding, "evidnce", "evidence"),
+        (plimsoll.Watch, "closes", "close"),
+        (plimsoll.Spectrum, "kurtosi", "kurtosis"),
+        (Inferred(rounding="nearest_even"), "roundin", "rounding"),
+    ],
+)
+def test_the_traceback_of_a_wrong_name_suggests_the_near_one(
+    of: object, name: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(AttributeError) as raised:
+        getattr(of, name)
+    sys.__excepthook__(AttributeError, raised.value, None)
+    assert f"Did you mean: '{near}'?" in capsys.readouterr().err
 
 
 def test_errors_have_one_root_and_a_built_in_base() -> None:

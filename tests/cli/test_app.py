@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from plimsoll import __version__
 from plimsoll.cli import app, commands
 from plimsoll.cli.registry import COMMANDS, Command
+from plimsoll.cli.usage_errors import in_command_words
+from plimsoll.errors import ArgumentError
 from tests.support.cases import each
 from tests.support.patience import HANG_SECONDS
 
@@ -173,3 +175,58 @@ def test_commands_about_formats_start_without_torch(command: list[str]) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
     assert result.stderr.strip() == ""
+
+
+def words_for(command: str, monkeypatch: pytest.MonkeyPatch, message: str) -> list[str]:
+    """The least words that run a command, which then fails in the API."""
+
+    def fail(**_: object) -> None:
+        raise ArgumentError(message)
+
+    found = GROUP.commands[command]
+    monkeypatch.setattr(found, "callback", fail)
+    words = [command]
+    for parameter in found.params:
+        if parameter.required:
+            words += [parameter.opts[0]] if parameter.param_type_name == "option" else []
+            words += ["fp16" if parameter.name == "fmt" else "a"]
+    return words
+
+
+@each("command", [*(command.name for command in COMMANDS), "lab"])
+def test_errors_of_the_api_are_in_the_words_of_the_command(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_for(command, monkeypatch, "Plan.load: expected a TOML file;\n got bad.toml. Name another.")
+    with pytest.raises(SystemExit) as ended:
+        GROUP.main(words, prog_name="plimsoll")
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", f"plimsoll: {command}: expected a TOML file; got bad.toml. Name another.\n")
+
+
+@each(
+    ("message", "shown"),
+    [
+        (
+            "plan: expected margin_binades to be an integer; got margin_binades=-4. margin_binades is it.",
+            "plan: expected --margin to be an integer; got --margin -4. margin_binades is it.",
+        ),
+        ("f: expected a; got include='x' with budget=None.", "plan: expected a; got --include 'x' with none."),
+        ("f: expected none; got layer_scales=True, one_scale=True.",
+         "plan: expected none; got layer_scales=True, --one-scale."),
+        ("f: expected a run; got run=3. Name one.", "plan: expected a run; got 3. Name one."),
+        ("PLIMSOLL_BACKEND: expected numba; got 'x'.", "PLIMSOLL_BACKEND: expected numba; got 'x'."),
+        ("/a/b.csv: expected cells; got 1.", "/a/b.csv: expected cells; got 1."),
+        ("No Plimsoll run in a: expected b.", "No Plimsoll run in a: expected b."),
+    ],
+)  # fmt: skip
+def test_arguments_of_the_api_are_shown_as_options(message: str, shown: str) -> None:
+    assert in_command_words(message, "plan", GROUP.commands["plan"].params) == shown
+
+
+def test_a_file_that_an_error_begins_with_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = "l.csv: expected cells; got 1."
+    assert in_command_words(message, "parity") == "parity: expected cells; got 1."
+    Path("l.csv").touch()
+    assert in_command_words(message, "parity") == message

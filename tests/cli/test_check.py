@@ -87,7 +87,7 @@ def test_the_rules_are_listed_with_their_thresholds_and_sources() -> None:
         (["check", "."], "No Plimsoll run in"),
         (["check", ".", "--set", "underflow-high.values"], "check: expected --set RULE.THRESHOLD=VALUE with a number"),
         (["check", ".", "--set", "underflow-high.values=much"], "check: expected --set RULE.THRESHOLD=VALUE"),
-        (["check", "--rules", "--set", "no.thing=1"], "diagnose: expected a threshold written as rule.threshold"),
+        (["check", "--rules", "--set", "no.thing=1"], "check: expected a threshold written as rule.threshold"),
     ],
 )
 def test_what_cannot_be_done_exits_with_2(

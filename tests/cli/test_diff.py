@@ -61,7 +61,7 @@ def test_json_is_for_other_programs(runs: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--format", "fp17"], "Nearest: fp16"), (["--tolerance", "7"], "expected tolerance from 0 to 1")],
+    [(["--format", "fp17"], "Nearest: fp16"), (["--tolerance", "7"], "expected --tolerance from 0 to 1")],
 )
 def test_what_cannot_be_answered_exits_with_2(runs: dict[str, Path], arguments: list[str], message: str) -> None:
     result = run(runs["sound"], runs["same"], *arguments)

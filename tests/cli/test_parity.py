@@ -102,9 +102,9 @@ def test_a_file_is_written_too(ending: str, runs: Path, tmp_path: Path) -> None:
     [
         (["--against", "nowhere", "--tolerance", "1%"], "No Plimsoll run in"),
         (["--against", "none-*", "--tolerance", "1%"], "No folder matches"),
-        (["--against", "base-0", "--tolerance", "little"], "expected tolerance to be an amount"),
-        (["--against", "base-0", "--tolerance", "0"], "expected tolerance to be above 0"),
-        (["--against", "base-0", "--tolerance", "1%", "--scalar", "lost"], "expected better to be"),
+        (["--against", "base-0", "--tolerance", "little"], "expected --tolerance to be an amount"),
+        (["--against", "base-0", "--tolerance", "0"], "expected --tolerance to be above 0"),
+        (["--against", "base-0", "--tolerance", "1%", "--scalar", "lost"], "expected --better to be"),
         (["--against", "base-0", "--tolerance", "1%", "--scalar", "my_loss"], "'my_loss'"),
         (["--against", "base-0", "--tolerance", "1%", "-o", "x.pdf"], "expected a file that ends in .html"),
         (["--against", "base-0", "--tolerance", "1%", "-o", "none/x.md"], "in a folder that exists"),

@@ -226,7 +226,7 @@ def test_a_recorded_run(tmp_path: Path):
     [
         (("missing.py",), "got 'missing.py', which is not there"),
         (("train.py", "--fail-on-deviation"), "expected --declared with --fail-on-deviation"),
-        (("train.py", "--declared", "bf16"), "got declared='bf16', which can mean several"),
+        (("train.py", "--declared", "bf16"), "got --declared 'bf16', which can mean several"),
         (("train.py", "--declared", "none.toml"), "got 'none.toml', which is not there"),
         (("train.py", "-o", "r.pdf"), "expected --output to end in .html, .json, .md, .txt"),
         (("train.py", "-o", "nowhere/r.md"), "expected --output in a folder that exists"),

@@ -174,7 +174,10 @@ def test_a_rule_of_ones_own_is_applied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rules": ["underflow-hihg"]}, "diagnose: expected rules by their ids; got 'underflow-hihg'. There are"),
+        (
+            {"rules": ["underflow-hihg"]},
+            "diagnose: expected rules by their ids; got 'underflow-hihg'. Nearest: underflow-high",
+        ),
         ({"thresholds": {"nothing.values": 1.0}}, "diagnose: expected a threshold written as rule.threshold; got"),
         (
             {"thresholds": {"underflow-high.cats": 1.0}},

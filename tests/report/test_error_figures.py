@@ -18,7 +18,9 @@ from plimsoll.diagnosis import View
 from plimsoll.microscope import Blame, BlameRow
 from plimsoll.report.page.figures import offered
 from plimsoll.spectrum import Interval
+from tests.support.browser import needs_browser
 from tests.support.report.report_file import ReportFile
+from tests.support.report.served import at, drawn as drawn_on_page, expect, served, wait_for_title
 
 SHADOWS = 6
 
@@ -93,6 +95,20 @@ def test_the_page_offers_what_shadow_steps_recorded(made: Any, tmp_path: Path) -
     assert next(each["figure"] for each in offered(view) if each["section"] == "layers") == "heatmap"  # shown at first
     pictures = ReportFile(report.html(made.run, tmp_path / "report.html")).answers["run"]["pictures"]
     assert [each for each in pictures if each["figure"] == "layer_errors"] == ours
+
+
+@needs_browser
+def test_the_live_page_draws_them(made: Any, page: Any) -> None:
+    pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
+    with served(made.run.parent) as site:
+        for collection, titled in (("gradients", "parameter gradients"), ("activations", "activations")):
+            at(page, site, f"#/run/run?layers=layer_errors:{collection}")
+            figure = drawn_on_page(page, ".layers-figure")
+            wait_for_title(figure, f"Bias and noise of {titled}")
+            expect(figure.locator(".about")).to_contain_text(f"{SHADOWS} shadow steps \N{MIDDLE DOT} ")
+            points = "node => node.querySelector('.plot')._fullData.map(trace => [trace.name, [...trace.y]])"
+            shown = report.layer_errors(made.run, collection).data
+            assert figure.evaluate(points) == [[trace.name, list(trace.y)] for trace in shown]
 
 
 def test_what_is_missing_is_said(made: Any, tmp_path: Path) -> None:

@@ -178,6 +178,14 @@ def test_a_heat_map_holds_each_layers_number(tmp_path: Path) -> None:
     assert zero.layout.meta["rows"] == [name_of(i) for i in range(4)]
 
 
+def test_the_steps_of_a_heat_map_end_with_the_run_wherever_its_mark_is(tmp_path: Path) -> None:
+    path = written(tmp_path / "run", layers=4, samples=5)
+    for figure in (report.heatmap(path, "zero", since_step=0), report.zero_heatmap(path, "gradients", since_step=0)):
+        assert figure.layout.annotations[0].text == "since step 0"
+        first, second, *_, last = figure.data[0].x
+        assert figure.layout.xaxis.range == (first - (second - first) / 2, last + (second - first) / 2)
+
+
 def test_the_worst_sample_of_a_column_is_the_one_that_counts(tmp_path: Path) -> None:
     story = told(samples=900, every=1, gradient_std=lambda name, s: 2.0 ** (-36 if (name, s) == (A, 700) else -8))
     figure = report.heatmap(story.write(tmp_path / "run"))

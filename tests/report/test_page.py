@@ -92,7 +92,7 @@ def test_keys_are_told(page: Any, site: Served) -> None:
     at(page, site, "#/")
     page.keyboard.press("?")
     dialog = page.get_by_role("dialog")
-    expect(dialog).to_contain_text("Mark the run for a comparison")
+    expect(dialog).to_contain_text("Mark the run, or the runs of the group, for a comparison")
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
 

@@ -138,6 +138,9 @@ def test_two_runs_are_compared(page: Any, site: Served, runs_folder: Path) -> No
     expect(page.locator("section:has(#diverged-title) tbody tr").first).to_contain_text(found.first.name)
     for place in (".scalars figure >> nth=0", ".wide figure"):
         drawn(page, place)
+    colours = "node => node.querySelector('.plot')._fullData.slice(-2).map(trace => trace.marker.color.toLowerCase())"
+    of_lines = page.locator(".scalars figure").first.evaluate(colours.replace("marker", "line"))
+    assert page.locator(".wide figure").first.evaluate(colours) == of_lines
     assert "low and healthy" in page.title()
     expect(page.locator("#live")).to_have_text("Ended")  # both runs are closed: nothing is live
     page.get_by_role("link", name="Swap the two").click()

@@ -4,6 +4,7 @@ import csv
 import fnmatch
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ pytest.importorskip("playwright", reason="pages are tested through playwright: p
 from plimsoll.report import heatmap
 from plimsoll.runs import Run
 from plimsoll.runs.reading.row_selection import matching
-from tests.support.browser import needs_browser
+from tests.support.browser import needs_browser, open_page
 from tests.support.cases import each
 from tests.support.patience import wait_until
 from tests.support.report.served import LAYER, Served, at, drawn, expect, hash_of, served, write_sweep
@@ -345,6 +346,89 @@ def test_marks_are_in_the_address_and_tags_in_the_browser(page: Any, sweep: Serv
     expect(page.locator("h1")).not_to_contain_text("\u2026")
     page.go_back()
     expect(page.get_by_label("Mark rate 1 for a comparison")).to_be_checked()
+
+
+@pytest.fixture(scope="module")
+def grouped(folder: Path, runs_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two groups, of which one has an alarm, one run alone in its folder, and one in the served folder."""
+    root = tmp_path_factory.mktemp("grouped")
+    shutil.copytree(folder, root / "sweep")
+    shutil.copytree(runs_folder / "low", root / "sweep" / "rate 3")
+    for place in ("depth/four/seed 1", "depth/four/seed 2", "alone/seed 1", "healthy"):
+        shutil.copytree(runs_folder / "healthy", root / place)
+    with served(root) as found:
+        yield found
+
+
+def rows_of(page: Any) -> Any:
+    return page.locator("table.runs tbody th.col-name").locator(".run-link, .group-toggle")
+
+
+CLOSED = ["seed 1", "depth/four 2 runs", "healthy", "sweep 4 runs"]
+OPEN = [*CLOSED, *RATES, "rate 3"]
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_runs_of_a_folder_are_a_group_that_opens(browser: Any, grouped: Served, width: int) -> None:
+    with open_page(browser, viewport={"width": width, "height": 900}) as (page, _):
+        at(page, grouped, "#/?sort=name")
+        expect(rows_of(page)).to_have_text(CLOSED)
+        sweep = page.locator("tr.group", has_text="sweep")
+        expect(sweep.locator(".badge")).to_have_attribute("data-state", "alarm")
+        expect(sweep.locator(".verdict-line")).to_contain_text("rate 3: Problem: up to 44")
+        expect(page.locator("tr", has_text="alone/").locator(".run-link")).to_have_text("seed 1")
+        sweep.get_by_role("button").click()
+        expect(rows_of(page)).to_have_text(OPEN)
+        assert hash_of(page) == "#/?open=sweep&sort=name"
+        page.reload()
+        expect(rows_of(page)).to_have_text(OPEN)
+        expect(sweep.get_by_role("button")).to_have_attribute("aria-expanded", "true")
+        expect(sweep.locator(".verdict-line")).to_be_hidden()
+        sweep.locator(".badge").click()
+        expect(rows_of(page)).to_have_text(CLOSED)
+        page.get_by_label("Filter runs").fill("seed")
+        expect(page.locator("tr.group")).to_have_count(0)
+        expect(page.locator("th.col-name").filter(has=page.locator(".run-link"))).to_contain_text(
+            ["alone/seed 1", "depth/four/seed 1", "depth/four/seed 2"]
+        )
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_group_is_opened_and_marked_by_keys(page: Any, grouped: Served) -> None:
+    at(page, grouped, "#/?sort=name")
+    expect(rows_of(page)).to_have_text(CLOSED)
+    page.keyboard.press("j")
+    page.keyboard.press("End")
+    toggle = page.locator(".group-toggle:focus")
+    expect(toggle).to_have_text("sweep 4 runs")
+    page.keyboard.press("ArrowRight")
+    expect(rows_of(page)).to_have_text(OPEN)
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    expect(page.locator(".run-link:focus")).to_have_text("rate 1")
+    page.keyboard.press("c")
+    box = page.get_by_label("Mark the runs of sweep for a comparison")
+    assert box.evaluate("box => box.indeterminate && !box.checked")
+    page.keyboard.press("ArrowLeft")
+    expect(rows_of(page)).to_have_text(CLOSED)
+    expect(toggle).to_have_text("sweep 4 runs")
+    page.keyboard.press("c")
+    expect(box).to_be_checked()
+    assert chosen(page)["mark"] == [f"sweep/rate {i}" for i in (1, 0, 2, 3)]
+    expect(page.locator(".tray")).to_contain_text("and 1 more")
+    page.keyboard.press("c")
+    expect(box).not_to_be_checked()
+    expect(page.locator(".tray")).to_be_hidden()
+    page.keyboard.press("Enter")
+    expect(rows_of(page)).to_have_text(OPEN)
+    box.click()
+    page.keyboard.press("v")
+    expect(page.locator(".side")).to_have_count(4)
+
+
+def test_settings_of_a_group_are_shown_where_its_runs_agree(page: Any, grouped: Served) -> None:
+    at(page, grouped, "#/?column=lr&column=optimizer.name")
+    expect(page.locator("tr.group", has_text="sweep").locator(".col-setting").first).to_have_text("differs")
 
 
 def test_columns_are_chosen_by_keyboard_from_a_menu_that_escape_closes(page: Any, sweep: Served) -> None:

@@ -98,6 +98,9 @@ class Inferred(dict[str, Any]):
             return self[name]
         raise AttributeError(f"Inferred has no fact {name!r}")
 
+    def __dir__(self) -> list[str]:  # completion and the hint of an AttributeError know the facts by it
+        return [*super().__dir__(), *self]
+
     def __repr__(self) -> str:
         return f"Inferred({dict(self)!r})"
 

@@ -39,6 +39,7 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Replace old spellings, repeat names of options of several values, then parse."""
+        messages.set_command(self.name or "", self.params)
         interspersed = ctx.allow_interspersed_args
         args = with_repeated_names(args, self.params) if interspersed else args
         args = old_spellings.rewritten(self.name or "", args, self.params, interspersed)
@@ -164,6 +165,7 @@ class _Group(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse options before the command; ``plimsoll help NAME`` is ``NAME --help``."""
         messages.set_quiet(False)
+        messages.set_command("", ())
         if args[:1] == ["help"]:
             args = [*args[1:2], "--help"]
         if not args:
@@ -191,7 +193,7 @@ class _Group(TyperGroup):
         try:
             result = super().invoke(ctx)
         except PlimsollError as error:
-            messages.error(" ".join(str(error).split()))
+            messages.failure(error)
             raise typer.Exit(2) from error
         except _UsageError as error:
             raise _refused(error, ctx) from error

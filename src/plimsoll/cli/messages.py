@@ -7,10 +7,16 @@ module imports no Rich, which `--json` and `--help` do not need.
 
 import json
 import sys
+from collections.abc import Sequence
+from typing import Any
 
+from plimsoll.cli.usage_errors import in_command_words
+from plimsoll.errors import PlimsollError
 from plimsoll.text import printable
 
-_quiet = False  # of the command that runs in this process
+# Of the command that runs in this process:
+_quiet = False
+_command: tuple[str, Sequence[Any]] = ("", ())  # its name and parameters
 
 
 def set_quiet(quiet: bool) -> None:
@@ -22,6 +28,12 @@ def set_quiet(quiet: bool) -> None:
 def is_quiet() -> bool:
     """Return whether ``--quiet`` was given."""
     return _quiet
+
+
+def set_command(name: str, parameters: Sequence[Any]) -> None:
+    """Set the command whose words `failure` uses."""
+    global _command  # noqa: PLW0603  (one command at a time)
+    _command = (name, parameters)
 
 
 def write(text: str) -> None:
@@ -55,6 +67,13 @@ def note(text: str) -> None:
 def error(text: str) -> None:
     """Print one line to standard error, unwrapped, so that it can be copied."""
     print(printable(f"plimsoll: {text}", lines=False), file=sys.stderr)  # noqa: T201
+
+
+def failure(raised: PlimsollError, more: str = "") -> None:
+    """Print the message of an error to standard error, in the words of the command, and more about it."""
+    name, parameters = _command
+    message = in_command_words(f"{raised}", name, parameters) if name else " ".join(f"{raised}".split())
+    error(f"{message} {more}".rstrip())
 
 
 def _print(text: str) -> None:

@@ -5,15 +5,12 @@ number format, ``--until`` ends at a step, and ``--quiet`` prints errors only.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from plimsoll.cli import messages
-from plimsoll.errors import ArgumentError, FormatError
-
-if TYPE_CHECKING:
-    from plimsoll.formats import BlockFormat, Format
+from plimsoll.errors import ArgumentError
 
 _RUN = "The folder of a run or script, or a URI: s3://bucket/run."
 
@@ -23,26 +20,6 @@ def format_names() -> list[str]:
     from plimsoll.formats import BLOCKS, ELEMENTS
 
     return [fmt.name for fmt in (*ELEMENTS, *BLOCKS)]
-
-
-def format_named(command: str, name: str) -> "Format | BlockFormat":
-    """Return a number format by its name.
-
-    Args:
-        command: The command that was given the name, for the message.
-        name: The name.
-
-    Raises:
-        ArgumentError: There is no such format.
-    """
-    from plimsoll.formats import get
-
-    try:
-        return get(name)
-    except FormatError as error:  # whose words are those of the function
-        reason = str(error).partition(": ")[2]
-        reason = reason.replace("a format's name, a Format or a floating torch dtype", "the name of a number format")
-        raise ArgumentError(f"{command}: {reason}") from error
 
 
 def _checked_until(context: typer.Context, until: int | None) -> int | None:

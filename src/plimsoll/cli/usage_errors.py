@@ -1,10 +1,14 @@
-"""Usage errors of the parser, as click words them, in the form of our errors."""
+"""Errors of the parser and of the API, in the words of the command line."""
 
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 _CHOICES = re.compile(r"is not one of (.+?)\.?$")
 _LEAST = re.compile(r"(?:greater than or equal to |x>=)(-?[\d.]*\d)")
+_OPERATION = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*(?=: expected )")  # of the API: `diagnose`, `Plan.load`
+_FORMATS = ("a format's name, a Format or a floating torch dtype", "the name of a number format")
 _EXTRA = re.compile(r"argument\S* \((.*)\)\.?$", re.DOTALL)  # the noun is "argument", "arguments" or "argument(s)"
 
 
@@ -34,6 +38,33 @@ def explained(error: Any) -> str:
     if hasattr(error, "param_type"):  # an argument or option that is missing
         return f"{operation}expected {_shown(parameter)}; got none. Write {_line(path, command)}."
     return f"{operation}expected {_rule(parameter, error.message)}; got {_given(error)}. {more}"
+
+
+# Parameters of a command are named as the arguments of the API that take their values.
+def in_command_words(message: str, command: str, parameters: Iterable[Any] = ()) -> str:
+    """Return the message of an error that the API raised, on one line, in the words of a command.
+
+    The API's operation gives way to the command, and its arguments to the command's options. A file that a message
+    begins with stays.
+
+    Args:
+        message: The message.
+        command: The command's name.
+        parameters: The command's parameters.
+    """
+    message = " ".join(message.split())
+    operation = _OPERATION.match(message)
+    if operation is None or operation[0].isupper() or Path(operation[0]).exists():  # a variable of the environment
+        return message
+    rest = message[operation.end() :]
+    for parameter in parameters:
+        name, option = parameter.name, f"{parameter.opts[0]} " if _is_option(parameter) else ""
+        rest = re.sub(rf"\b{name}=None\b", "none", rest)
+        rest = re.sub(rf"\b{name}=True\b", option.rstrip(), rest)
+        rest = re.sub(rf"\b{name}=", option, rest)
+        if option:
+            rest = re.sub(rf"^: expected {name}\b", f": expected {option.rstrip()}", rest)
+    return f"{command}{rest.replace(*_FORMATS)}"
 
 
 def _line(path: str, command: Any) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from plimsoll.checks import nearest
 from plimsoll.diagnosis.finding import SEVERITIES, Finding
 from plimsoll.diagnosis.rules.base import Rule, Where
 from plimsoll.diagnosis.rules.loss_scale import with_remedy
@@ -13,6 +14,8 @@ from plimsoll.diagnosis.view import View
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll.runs.reading.row_selection import matching
+
+_LISTED = 10  # names that a message lists in full
 
 
 def diagnose(
@@ -125,7 +128,9 @@ def rules_named(rules: Sequence[str | Rule] | None) -> list[Rule]:
 
 
 def _no_such(expected: str, value: str, known: Sequence[str]) -> ArgumentError:
-    return ArgumentError(f"diagnose: expected {expected}; got {value!r}. There are {', '.join(known)}.")
+    near = nearest(value, known) if len(known) > _LISTED else []
+    hint = f"Nearest: {', '.join(near)}. plimsoll check --rules lists all" if near else f"There are {', '.join(known)}"
+    return ArgumentError(f"diagnose: expected {expected}; got {value!r}. {hint}.")
 
 
 def unexplained(findings: Sequence[Finding], rules: Mapping[str, Rule]) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Plimsoll inside other people's trainers: one module for each, imported by name.
+"""Plimsoll inside other people's trainers: one module for each, loaded on first use.
 
 - `plimsoll.integrations.lightning`: a callback that watches, and a precision plugin.
 - `plimsoll.integrations.transformers`: a callback for Hugging Face's `Trainer`.
@@ -6,3 +6,13 @@
 
 Each needs its package, and importing this room needs none. `plimsoll run` watches scripts of all three unchanged.
 """
+
+from typing import TYPE_CHECKING
+
+from plimsoll import exports
+
+if TYPE_CHECKING:
+    from plimsoll.integrations import accelerate as accelerate, lightning as lightning, transformers as transformers
+
+# Without `__dir__`: `help` loads all that it lists, and would raise for each package that is missing.
+__getattr__, _ = exports.lazy(__name__, dict.fromkeys(("accelerate", "lightning", "transformers"), ""))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from plimsoll.cli import messages
-from plimsoll.cli.options import Json, NumberFormat, Quiet, format_named
+from plimsoll.cli.options import Json, NumberFormat, Quiet
 from plimsoll.cli.paths import local_file, write_text
 from plimsoll.errors import ArgumentError
 from plimsoll.formats.codec import Rounding
@@ -61,8 +61,10 @@ def certify(
         from plimsoll.runs.storage.answer_file import check_place
 
         check_place("certify", file, _ENDINGS)  # before the work
-    format_named("certify", fmt)
     from plimsoll.certification import certify as certified
+    from plimsoll.formats import get
+
+    get(fmt)  # before the function is imported
 
     certificate = certified(
         _loaded(function), fmt, kind=kind, rounding=rounding, scale_rule=scale_rule, device=device, seconds=seconds

@@ -85,7 +85,7 @@ def _checked(
         except PlimsollError as error:
             if len(paths) == 1:
                 raise
-            messages.error(" ".join(str(error).split()))
+            messages.failure(error)
     return checked
 
 

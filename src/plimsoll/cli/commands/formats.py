@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.cli import messages
-from plimsoll.cli.options import Json, Quiet, format_named, format_names
+from plimsoll.cli.options import Json, Quiet, format_names
 from plimsoll.cli.screens.format_drawing import Axis, Reach, fields
 from plimsoll.cli.screens.format_page import print_page
 from plimsoll.cli.terminal import Glyphs, console, glyphs
-from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS, FP32, BlockFormat, Format
+from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS, FP32, BlockFormat, Format, get
 from plimsoll.text import number
 
 _NUMBERS = (
@@ -41,7 +41,7 @@ def formats(
 
     In full: all its limits, and a drawing of its bits and range.
     """
-    chosen = None if name is None else format_named("formats", name)
+    chosen = None if name is None else get(name)
     if as_json:
         result = facts(chosen) if chosen is not None else [facts(fmt) for fmt in (*ELEMENTS, *BLOCKS)]
         messages.write_json(result)

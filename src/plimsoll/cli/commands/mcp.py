@@ -12,6 +12,7 @@ import typer
 from plimsoll.cli import messages
 from plimsoll.cli.options import Json, Quiet
 from plimsoll.cli.paths import OpenRun, expand, open_runs, start_reading, view_of
+from plimsoll.cli.usage_errors import in_command_words
 from plimsoll.errors import ArgumentError, MissingExtraError, PlimsollError, RunError
 from plimsoll.extras import install_line
 from plimsoll.version import __version__
@@ -85,7 +86,7 @@ def _answering(tool: Callable[..., Answer]) -> Callable[..., Answer]:
                 found = tool(*arguments, **named)
                 missing = {run.path.name: run.missing for run in opened if run.missing}
             except PlimsollError as error:
-                raise ToolError(" ".join(str(error).split())) from error
+                raise ToolError(in_command_words(str(error), tool.__name__)) from error
             finally:
                 start_reading()  # lets go of the runs
         return {**found, "missing_records": missing} if missing else found

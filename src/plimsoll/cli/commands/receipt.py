@@ -76,7 +76,7 @@ def receipt(
 
             return ScriptStep(declared, name, give_up)
 
-        session = AnswerSession("receipt", recorder, printer.show, messages.error)
+        session = AnswerSession("receipt", recorder, printer.show)
         raise runner.RunAfterCli(lambda: session.run(target, arguments or [], as_module=as_module))
     if arguments:
         raise ArgumentError(

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from plimsoll.cli import messages
 from plimsoll.cli.script import runner
 from plimsoll.errors import PlimsollError
 
@@ -40,7 +41,6 @@ class AnswerSession:
         operation: The command, for messages.
         make: Makes the recorder; its argument ends the process, for scripts that go on after they were stopped.
         show: Prints an answer, on the rank of its second argument, and returns the exit code.
-        say: Prints a line to standard error.
     """
 
     def __init__(
@@ -48,9 +48,8 @@ class AnswerSession:
         operation: str,
         make: Callable[[Callable[[], None]], Recorder],
         show: Callable[[Any, int], int],
-        say: Callable[[str], None],
     ) -> None:
-        self._operation, self._make, self._show, self._say = operation, make, show, say
+        self._operation, self._make, self._show = operation, make, show
         self._made: Recorder | None = None
         self._output: int | None = None  # standard output, while the script's goes to standard error
         self._failure: str | None = None
@@ -106,11 +105,10 @@ class AnswerSession:
         try:
             answer = self._answer()
         except PlimsollError as error:
-            why = f" {self._failure[0].upper()}{self._failure[1:]}." if self._failure else ""
-            self._say(" ".join(f"{error}{why}".split()))
+            messages.failure(error, f"{self._failure[0].upper()}{self._failure[1:]}." if self._failure else "")
             return 2
         if self._failure is not None:
-            self._say(f"{self._failure}, after the step that is recorded here")
+            messages.error(f"{self._failure}, after the step that is recorded here")
         return self._show(answer, _rank())
 
     def _answer(self) -> Any:

@@ -64,8 +64,8 @@ def whatif(
     chosen, view = _format(fmt), run if isinstance(run, View) else View(run if isinstance(run, Run) else Run(run))
     if shift is not None and (isinstance(shift, bool) or not isinstance(shift, int) or abs(shift) > 2200):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
-            f"whatif: expected shift to be an integer from -2200 to 2200, or None; got {shift!r}. "
-            "Shift k means that values are multiplied by 2**k; None chooses the best."
+            f"whatif: expected shift to be an integer from -2200 to 2200; got shift={shift!r}. "
+            "Values are multiplied by 2**shift. Without one, the best is chosen."
         )
     if inference and collection != "gradients":
         raise ArgumentError(

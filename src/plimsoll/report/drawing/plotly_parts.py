@@ -107,6 +107,15 @@ def since_mark(step: int | None, words: str = "since step", row: str = "") -> tu
     return [line], [note]
 
 
+def step_axis(at: Ints) -> Layout:
+    """The axis of a picture with a column at each of these steps, which ends with the first and the last of them.
+
+    By itself Plotly makes room for the words at a step on the axis, which on a narrow screen is a third of it.
+    """
+    half = float(at[1] - at[0]) / 2 if len(at) > 1 else 0.5
+    return {**STEP_AXIS, "range": [float(at[0]) - half, float(at[-1]) + half]}
+
+
 def plotted(values: Floats) -> NDArray[np.float32]:
     """Return heights in single precision; larger ones become Inf, a gap in the line."""
     with np.errstate(over="ignore"):

@@ -141,7 +141,8 @@ def _painted(
         {"type": "scatter", "mode": "lines", "x": across, "y": down, "line": {"color": GREY, "width": 2},
          "hoverinfo": "skip", "showlegend": False}
     ]  # fmt: skip
-    for name, numbers, colour, symbol in zip(names, values, (ORANGE, BLUE), ("circle-open", "circle"), strict=True):
+    # The page draws two runs in these colours everywhere.
+    for name, numbers, colour, symbol in zip(names, values, (BLUE, ORANGE), ("circle-open", "circle"), strict=True):
         mark = {"color": colour, "size": 10, "symbol": symbol, "line": {"width": 2, "color": colour}}
         traces.append(
             {"type": "scatter", "mode": "markers", "x": [numbers[n] for n in shown], "y": ticks, "marker": mark,

@@ -14,7 +14,6 @@ from plimsoll.formats import FP32, Format, get
 from plimsoll.report.drawing.aggregation import MOST_CELLS, How, Rows, few
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Matrix, Scale, Statistic
 from plimsoll.report.drawing.plotly_parts import (
-    STEP_AXIS,
     Layout,
     Source,
     Trace,
@@ -22,6 +21,7 @@ from plimsoll.report.drawing.plotly_parts import (
     empty_figure,
     series_checked,
     since_mark,
+    step_axis,
     view_of,
 )
 from plimsoll.report.figure_declaration import Case, figure
@@ -197,7 +197,7 @@ def painted(
     drawn = panel(matrix, kind.how, kind.scale, kind.words, focus=focus)
     shapes, notes = since_mark(since_step)
     layout: Layout = {
-        "xaxis": dict(STEP_AXIS),
+        "xaxis": drawn.steps,
         "yaxis": drawn.axis,
         "coloraxis": drawn.colours,
         "height": height_of_rows(drawn.count),
@@ -218,6 +218,7 @@ class Panel:
 
     trace: Trace
     axis: Layout
+    steps: Layout
     colours: Layout
     count: int
     rows: list[str | None]
@@ -250,6 +251,7 @@ def panel(
     return Panel(
         trace=trace,
         axis={"type": "category", "autorange": "reversed", "showgrid": False, "ticks": ""},
+        steps=step_axis(columns.at),
         colours=colour.axis,
         count=len(ticks),
         rows=series_of(rows, matrix),

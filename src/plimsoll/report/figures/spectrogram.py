@@ -14,7 +14,6 @@ from plimsoll.formats import FP16, Format, get_element
 from plimsoll.report.drawing.aggregation import MOST_CELLS, MOST_COLUMNS, Columns
 from plimsoll.report.drawing.load_lines import LoadLine, drawn, in_reach, level, load_lines
 from plimsoll.report.drawing.plotly_parts import (
-    STEP_AXIS,
     Layout,
     Source,
     Trace,
@@ -22,6 +21,7 @@ from plimsoll.report.drawing.plotly_parts import (
     empty_figure,
     series_checked,
     since_mark,
+    step_axis,
     view_of,
 )
 from plimsoll.report.figure_declaration import figure
@@ -178,7 +178,7 @@ def _painted(
     places, texts = powers(low, high + 1, 10)
     marks, words = since_mark(since_step)
     layout: Layout = {
-        "xaxis": {**STEP_AXIS, "range": _range(picture.columns.at)},
+        "xaxis": step_axis(picture.columns.at),
         "yaxis": {
             "title": {"text": "magnitude"},
             "tickvals": [place - 0.5 for place in places] + list(specials.values()),
@@ -229,12 +229,6 @@ def _shades() -> Layout:
         "ticktext": ["all", "10 %", "1 %", "0.1 %", "0.01 %", "0.001 %", "less"],
     }
     return {"cmin": _RAREST, "cmax": 0.0, "colorbar": bar}
-
-
-def _range(at: Ints) -> list[float]:
-    """The time axis: half a column beyond the first and the last."""
-    half = float(at[1] - at[0]) / 2 if len(at) > 1 else 0.5
-    return [float(at[0]) - half, float(at[-1]) + half]
 
 
 def _times(shift: int) -> str:

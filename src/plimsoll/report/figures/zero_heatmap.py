@@ -11,7 +11,6 @@ from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.report.drawing.aggregation import MOST_CELLS
 from plimsoll.report.drawing.heatmap_statistics import Matrix
 from plimsoll.report.drawing.plotly_parts import (
-    STEP_AXIS,
     Layout,
     Source,
     Trace,
@@ -98,7 +97,7 @@ def _painted(
 ) -> "Figure":
     traces: list[Trace] = []
     marks, notes = since_mark(since_step)
-    layout: Layout = {"xaxis": dict(STEP_AXIS), "shapes": marks, "annotations": notes}
+    layout: Layout = {"shapes": marks, "annotations": notes}
     top, drawn = 1.0, None
     part_height = (1.0 - 0.1 * (len(parts) - 1)) / len(parts)
     for i, (words, values) in enumerate(parts):
@@ -111,7 +110,7 @@ def _painted(
                       "yanchor": "bottom"})  # fmt: skip
         bar = {**drawn.colours["colorbar"], "title": {"text": "of all values"}}
         layout["coloraxis"] = {**drawn.colours, "colorbar": bar}
-        layout["xaxis"]["anchor"] = axis
+        layout["xaxis"] = {**drawn.steps, "anchor": axis}
         top -= part_height + 0.1
     assert drawn is not None  # there is always the first part
     meta["rows"] = drawn.rows

@@ -107,7 +107,7 @@ def layer_errors(run: "Source | ErrorReport", collection: str = "gradients", *, 
     }
     exact = f"{counted(without, 'tensor')} without error" if without else ""
     first = joined([draws, rows.said("max"), exact])
-    subtitle = "<br>".join(part for part in (first, _above(collection, errors)) if part)
+    subtitle = " \N{MIDDLE DOT}<br>".join(part for part in (first, _above(collection, errors)) if part)
     meta["rows"] = list(rows.names)
     return build_figure("layer_errors", title, subtitle, _traces(texts, errors), layout, meta)
 

@@ -108,7 +108,8 @@ def _step_column(path: Path, names: Sequence[str], step: str | None) -> int:
     if place is None:
         raise ArgumentError(
             f"{path}: expected a column of steps named {', '.join(_STEP_NAMES[:4])} or so; got the columns "
-            f"{', '.join(map(repr, names[:8])) or 'none'}. Name the column of steps: step=..., or in the first line."
+            f"{', '.join(map(repr, names[:8])) or 'none'}. Call that column 'step' in the "
+            "first line, or name it: Run.from_csv(path, step=...)."
         )
     return place
 

@@ -104,7 +104,8 @@ def _missing(uri: str, error: ImportError) -> PlimsollError:
 def _unknown(uri: str, error: Exception) -> PlimsollError:
     return ArgumentError(
         "Run: expected a URI that pyarrow knows (s3://, gs://, abfs://, hdfs://, file://) or fsspec does; got "
-        f"{without_secrets(uri)}: {_said(uri, error)} Correct it, or pass filesystem=, which may be one of fsspec's."
+        f"{without_secrets(uri)}: {_said(uri, error)} Correct it. In Python, "
+        "Run(path, filesystem=...) also takes one of fsspec's."
     )
 
 

@@ -70,7 +70,7 @@ def plan(
             "--tolerance", metavar="SHARE", help=f"Share of a tensor's values that may be lost. Default: {_TOLERANCE}."
         ),
     ] = None,
-    margin: Annotated[
+    margin_binades: Annotated[
         int | None,
         typer.Option(
             "--margin",
@@ -113,7 +113,7 @@ def plan(
         )
     file = local_file("plan", "--output", output, "plan.toml")
     if check is not None:
-        _refuse_with_check(output, budget, costs, margin, fallback, one_scale, include, exclude)
+        _refuse_with_check(output, budget, costs, margin_binades, fallback, one_scale, include, exclude)
         _check(check, run, tolerance, until, as_json)
         return
     from plimsoll.diagnosis import plan as plan_of
@@ -125,7 +125,7 @@ def plan(
         (opened, plan_of(
             view_of(opened, until), str(target), budget=budget, costs=costs,
             tolerance=_TOLERANCE if tolerance is None else tolerance,
-            margin_binades=margin, fallback=fallback, layer_scales=not one_scale, include=include or (),
+            margin_binades=margin_binades, fallback=fallback, layer_scales=not one_scale, include=include or (),
             exclude=exclude or (),
         ))
         for opened in open_runs(run)
@@ -151,7 +151,7 @@ def _refuse_with_check(
     output: object,
     budget: float | None,
     costs: str,
-    margin: int | None,
+    margin_binades: int | None,
     fallback: str,
     one_scale: bool,
     include: object,
@@ -159,7 +159,7 @@ def _refuse_with_check(
 ) -> None:
     options = {
         "--output": output, "--budget": budget is not None, "--costs": costs != _COSTS[0],
-        "--margin": margin is not None, "--fallback": fallback != _FALLBACKS[0],
+        "--margin": margin_binades is not None, "--fallback": fallback != _FALLBACKS[0],
         "--one-scale": one_scale, "--include": include, "--exclude": exclude,
     }  # fmt: skip
     misplaced = [name for name, value in options.items() if value]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plimsoll.cli import messages
-from plimsoll.cli.options import Json, Quiet, format_named, format_names
+from plimsoll.cli.options import Json, Quiet, format_names
 from plimsoll.cli.paths import local_file
 from plimsoll.cli.script import runner
 from plimsoll.cli.script.answer_session import AnswerSession
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 def _checked(name: str) -> str:
-    if name.lower() not in TARGETS:
-        format_named("probe", name)
     Question.of(name)  # a format of scales has none
     return name
 
@@ -95,7 +93,7 @@ def _start_script(
 
         return ScriptTraining(Question.of(fmt), name, steps, give_up)
 
-    session = AnswerSession("probe", recorder, printer.show, messages.error)
+    session = AnswerSession("probe", recorder, printer.show)
     raise runner.RunAfterCli(lambda: session.run(target, arguments, as_module=as_module))
 
 

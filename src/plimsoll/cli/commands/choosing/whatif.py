@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plimsoll.cli import messages
-from plimsoll.cli.options import Json, NumberFormat, Quiet, RunArgument, Until, collection_names, format_named
+from plimsoll.cli.options import Json, NumberFormat, Quiet, RunArgument, Until, collection_names
 from plimsoll.cli.paths import open_runs, view_of
 from plimsoll.text import printable
 
@@ -46,7 +46,6 @@ def whatif(
     Nothing is trained again: the answer comes from the values that a run recorded. It says how much would be lost,
     subnormal or overflow, and which scales work.
     """
-    format_named("whatif", fmt)
     from plimsoll.diagnosis import whatif as answer_of
 
     answers = [

@@ -12,6 +12,7 @@ const ASSETS = document.documentElement.dataset.assets; // holds the page's vers
 const PLOTLY = `${ASSETS}/plotly.min.js`; // plotly.js with the traces that figures use
 const TEMPLATES = `${ASSETS}/templates.json`; // plimsoll.report.TEMPLATES
 const SHEET = 680; // pixels across a printed page
+const NARROW = 440; // pixels of a figure that is as wide as a telephone
 const LEAST_HEIGHT = 220, TITLE_HEIGHT = 40; // pixels; the title stands outside of the plot
 const TABLE = "M2 3h20v18H2zM4 5v4h7V5zM13 5v4h7V5zM4 11v3h7v-3zM13 11v3h7v-3zM4 16v3h7v-3zM13 16v3h7v-3z";
 const BRACES = "M9 3C6.5 3 6 4.5 6 6.5V9c0 1.3-.7 2-2 2v2c1.3 0 2 .7 2 2v2.5C6 19.5 6.5 21 9 21v-2c-.8 0-1-.5-1-1.5V15c0-1.5-.6-2.5-1.7-3C7.4 11.5 8 10.5 8 9V6.5C8 5.5 8.2 5 9 5z"
@@ -204,6 +205,8 @@ export class Picture {
     };
     // Plotly writes the range that is shown into what it is given: the figure's own range is to stay as it came.
     if (layout.xaxis) shown.xaxis = { ...layout.xaxis, ...(overSteps && shownSteps() ? { range: [...shownSteps()] } : {}) };
+    // Beside long names of layers the axis is short, and Plotly would write numbers into one another.
+    if (overSteps && data[0]?.type === "heatmap" && this.plot.clientWidth < NARROW) shown.xaxis.nticks = 4;
     this.onlyLines = overSteps && data.every(({ type }) => type === "scatter");
     if (this.onlyLines) Object.assign(shown, { hovermode: "x", hoversubplots: "axis" }); // the values of all lines at a step
     const done = Plotly.react(this.plot, data, shown, (this.config ??= this.#config(Plotly))); // Plotly begins from nothing for another config

@@ -1,4 +1,4 @@
-// The list of runs: filter, order, columns of settings, keys, tags, and marks for a comparison.
+// The list of runs: filter, order, groups, columns of settings, keys, tags, and marks for a comparison.
 
 import { address, get, onceAtATime, Problem } from "../api.js";
 import { el, named, renderList, setText, short, clean } from "../dom.js";
@@ -8,11 +8,12 @@ import { change, MOST_COMPARED, to } from "../router.js";
 import { matcher } from "../search.js";
 import { Stream } from "../stream.js";
 import { ago, badge, counted, moment, number, prose, SEVERITY_ORDER, whole } from "../words.js";
+import { fillGroup, folderOf, groupRow, rowsOf } from "./groups.js";
 
 // Columns: id, heading, the key to sort by, and whether the first click sorts downwards.
 const COLUMNS = [
   ["state", "State", (run) => SEVERITY_ORDER.indexOf(run.state), false],
-  ["name", "Run", (run) => run.name.toLowerCase(), false],
+  ["name", "Run", (run) => run.id.toLowerCase(), false],
   ["step", "Last step", (run) => run.last_step, true],
   ["live", "Writing", (run) => (run.live ? 0 : run.closed ? 2 : 1), false],
   ["age", "Changed", (run) => -run.modified, false],
@@ -57,6 +58,7 @@ export class ListPage {
     this.sort = { column: COLUMNS.some(([id]) => id === column) || column.startsWith(SETTING) ? column : "age", down: way === "down" };
     this.columns = values.getAll("column").slice(0, MOST_SETTINGS);
     this.marked = values.getAll("mark").slice(0, MOST_COMPARED);
+    this.opened = new Set(values.getAll("open"));
     this.#asked();
     this.#show();
   }
@@ -115,7 +117,9 @@ export class ListPage {
     const runs = this.runs ?? [];
     const shown = this.#sorted(runs.filter(this.#matching()));
     this.#showHeads();
-    renderList(this.body, shown, (run) => run.id, (run) => this.#row(run), (row, run) => this.#fill(row, run));
+    this.rows = this.filter.value.trim() ? shown.map((run) => ({ key: run.id, run })) : rowsOf(shown, this.opened);
+    renderList(this.body, this.rows, ({ key }) => key, (row) => (row.run ? this.#row(row.run) : groupRow(row, (folder) => this.#toggleGroup(folder), (folder) => this.#markGroup(folder))),
+      (node, row) => (row.run ? this.#fill(node, row) : fillGroup(node, row, this.marked, this.columns, (value, name) => settingCell(value, this.#isNumber(name)))));
     this.table.hidden = shown.length === 0;
     setText(this.tally, this.runs === null ? "Reading\u2026" : tallied(shown.length, runs.length, this.folder));
     this.#tell(runs.length, shown.length);
@@ -131,6 +135,7 @@ export class ListPage {
         el("button", { type: "button", class: "sort", onclick: () => this.#sortBy(id) }, short(text, 24)))));
     for (const head of this.heads.children) {
       const mine = head.dataset.column === this.sort.column;
+      if (head.classList.contains("col-setting")) head.classList.toggle("number", this.#isNumber(head.dataset.column.slice(SETTING.length)));
       if (head.dataset.column) head.setAttribute("aria-sort", mine ? (this.sort.down ? "descending" : "ascending") : "none");
     }
     this.table.style.setProperty("--columns", this.columns.length);
@@ -168,6 +173,7 @@ export class ListPage {
 
   #row(run) {
     const state = el("td", { class: "col-state" });
+    const folder = el("span", { class: "soft" }); // where no row of the group says it
     const link = el("a", { href: to.run(run.id), class: "run-link" });
     const tags = el("span", { class: "tags" });
     const verdict = el("p", { class: "verdict-line" });
@@ -176,19 +182,21 @@ export class ListPage {
     const mark = el("input", { type: "checkbox", onchange: () => this.#mark(run.id), "aria-label": `Mark ${short(run.name)} for a comparison` });
     const last = el("td", { class: "col-mark" }, mark);
     const row = el("tr", { onclick: (event) => opens(event, link) },
-      state, el("th", { scope: "row", class: "col-name" }, link, tags, verdict, settings), cells, last);
-    row.parts = { state, link, tags, verdict, settings, cells, mark, last };
+      state, el("th", { scope: "row", class: "col-name" }, folder, link, tags, verdict, settings), cells, last);
+    row.parts = { state, folder, link, tags, verdict, settings, cells, mark, last };
     return row;
   }
 
-  #fill(row, run) {
+  #fill(row, { run, member = false }) {
     const marked = this.marked.includes(run.id), tags = this.tags.get(tagKey(run)) ?? [], columns = this.columns.join("\n");
-    const shown = JSON.stringify([marked, tags, columns]);
+    const shown = JSON.stringify([marked, tags, columns, member]);
     if (row.run === run && row.shown === shown) return; // only its place has changed
     Object.assign(row, { run, shown });
     const { state, link, verdict, cells, mark, last } = row.parts;
     if (state.dataset.state !== run.state) state.replaceChildren(badge(run.state));
     state.dataset.state = run.state;
+    row.classList.toggle("member", member);
+    setText(row.parts.folder, member || !folderOf(run) ? "" : `${short(folderOf(run), 40)}/`);
     if (link.dataset.name !== run.name) link.replaceChildren(named(run.name, 56));
     link.dataset.name = run.name;
     row.parts.tags.replaceChildren(...tags.map((tag) => el("span", { class: "tag" }, short(tag, 24))));
@@ -203,13 +211,17 @@ export class ListPage {
     age.title = moment(run.modified);
     setText(tensors, run.tensors ? whole(run.tensors) : "\u2013");
     for (const node of row.querySelectorAll(".col-setting")) node.remove();
-    for (const name of this.columns) last.before(settingCell(run.settings[name]));
+    for (const name of this.columns) last.before(settingCell(run.settings[name], this.#isNumber(name)));
     setText(row.parts.settings, this.columns.map((name) => `${clean(name)} ${settingWords(run.settings[name])}`).join(" \u00b7 "));
     mark.checked = marked;
   }
 
   #ages() {
     for (const cell of this.body.querySelectorAll("[data-moment]")) setText(cell, ago(Number(cell.dataset.moment)));
+  }
+
+  #isNumber(setting) {
+    return (this.runs ?? []).some((run) => typeof run.settings[setting] === "number");
   }
 
   #sorted(runs) {
@@ -228,11 +240,11 @@ export class ListPage {
     this.#chosen();
   }
 
-  /** Filter, order, columns and marks are part of the address, but no steps back. */
+  /** Filter, order, columns, marks and open groups are part of the address, but no steps back. */
   #chosen() {
     const { column, down } = this.sort;
     const sort = column === "age" && !down ? null : `${column}${down ? ".down" : ""}`;
-    change({ filter: this.filter.value, sort, column: this.columns, mark: this.marked });
+    change({ filter: this.filter.value, sort, column: this.columns, mark: this.marked, open: [...this.opened] });
     this.#asked();
     this.#show();
   }
@@ -254,6 +266,29 @@ export class ListPage {
   #mark(id) {
     this.marked = this.marked.includes(id) ? this.marked.filter((other) => other !== id) : [...this.marked, id].slice(-MOST_COMPARED);
     this.#chosen();
+  }
+
+  /** Marks all runs of a group, in the order of the list and as many as one comparison holds; or none, if no more can be. */
+  #markGroup(folder) {
+    const ids = this.rows.find((row) => row.folder === folder).runs.map((run) => run.id);
+    const more = ids.filter((id) => !this.marked.includes(id)).slice(0, MOST_COMPARED - this.marked.length);
+    this.marked = more.length ? [...this.marked, ...more] : this.marked.filter((id) => !ids.includes(id));
+    this.#chosen();
+  }
+
+  #toggleGroup(folder) {
+    if (!this.opened.delete(folder)) this.opened.add(folder);
+    this.#chosen();
+  }
+
+  /** Opens or folds the group of the row in focus. A folded group keeps the focus that one of its runs had. */
+  #setOpen(open) {
+    const key = document.activeElement?.closest("tr[data-key]")?.dataset.key;
+    const row = this.rows?.find((other) => other.key === key);
+    const group = row?.folder ?? (row?.member && !open ? folderOf(row.run) : null);
+    if (group === null || group === undefined) return false;
+    if (this.opened.has(group) !== open) this.#toggleGroup(group);
+    [...this.body.children].find((node) => node.dataset.key === `${group}/`).parts.button.focus();
   }
 
   #showMarks() {
@@ -293,15 +328,17 @@ export class ListPage {
       { keys: ["Home"], act: () => this.#move(-Infinity) },
       { keys: ["End"], act: () => this.#move(Infinity) },
       { keys: ["Enter"], says: "Open the run", act: () => false }, // the link does it
+      { keys: ["ArrowRight"], says: "Open the group", act: () => this.#setOpen(true) },
+      { keys: ["ArrowLeft"], says: "Fold the group", act: () => this.#setOpen(false) },
       { keys: ["/"], says: "Filter", act: () => this.filter.focus() },
-      { keys: ["c"], says: "Mark the run for a comparison", act: () => this.#markHere() },
+      { keys: ["c"], says: "Mark the run, or the runs of the group, for a comparison", act: () => this.#markHere() },
       { keys: ["v"], says: "Compare the marked runs", act: () => this.tray.querySelector("a")?.click() },
       { keys: ["Escape"], act: (event) => this.#escape(event) },
     ];
   }
 
   #move(by) {
-    const links = [...this.body.querySelectorAll(".run-link")];
+    const links = [...this.body.querySelectorAll(".run-link, .group-toggle")];
     if (!links.length) return;
     const here = links.findIndex((link) => link.closest("tr").contains(document.activeElement));
     const next = here < 0 ? 0 : Math.min(Math.max(here + by, 0), links.length - 1);
@@ -310,8 +347,9 @@ export class ListPage {
   }
 
   #markHere() {
-    const row = document.activeElement?.closest("tr[data-key]");
-    if (row) this.#mark(row.dataset.key);
+    const key = document.activeElement?.closest("tr[data-key]")?.dataset.key;
+    const row = this.rows?.find((other) => other.key === key);
+    if (row) row.run ? this.#mark(row.run.id) : this.#markGroup(row.folder);
   }
 
   #escape(event) {
@@ -338,8 +376,8 @@ function settingWords(value) {
   return short(/^[\w.]+\.(\w+)$/.exec(text)?.[1] ?? text, 24);
 }
 
-function settingCell(value) {
-  return el("td", { class: `col-setting${typeof value === "number" ? " number" : ""}`, title: value === undefined ? null : clean(String(value)) }, settingWords(value));
+function settingCell(value, isNumber) {
+  return el("td", { class: `col-setting${isNumber ? " number" : ""}`, title: value === undefined ? null : clean(String(value)) }, settingWords(value));
 }
 
 /** Numbers come before texts, and runs without the setting last. */
