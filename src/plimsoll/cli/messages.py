@@ -70,7 +70,7 @@ def error(text: str) -> None:
 
 
 def failure(raised: PlimsollError, more: str = "") -> None:
-    """Print the message of an error to standard error, in the words of the command, and more about it."""
+    """Print an error's message to standard error in the words of the command."""
     name, parameters = _command
     message = in_command_words(f"{raised}", name, parameters) if name else " ".join(f"{raised}".split())
     error(f"{message} {more}".rstrip())

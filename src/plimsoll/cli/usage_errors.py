@@ -42,7 +42,7 @@ def explained(error: Any) -> str:
 
 # Parameters of a command are named as the arguments of the API that take their values.
 def in_command_words(message: str, command: str, parameters: Iterable[Any] = ()) -> str:
-    """Return the message of an error that the API raised, on one line, in the words of a command.
+    """Return an API error's message on one line, in the words of a command.
 
     The API's operation gives way to the command, and its arguments to the command's options. A file that a message
     begins with stays.

@@ -1,4 +1,4 @@
-"""Plimsoll inside other people's trainers: one module for each, loaded on first use.
+"""Plimsoll inside other trainers: one module for each, loaded on first use.
 
 - `plimsoll.integrations.lightning`: a callback that watches, and a precision plugin.
 - `plimsoll.integrations.transformers`: a callback for Hugging Face's `Trainer`.

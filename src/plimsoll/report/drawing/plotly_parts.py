@@ -108,7 +108,7 @@ def since_mark(step: int | None, words: str = "since step", row: str = "") -> tu
 
 
 def step_axis(at: Ints) -> Layout:
-    """The axis of a picture with a column at each of these steps, which ends with the first and the last of them.
+    """Return a picture's axis that ends with the first and the last of these steps.
 
     By itself Plotly makes room for the words at a step on the axis, which on a narrow screen is a third of it.
     """
