@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import _shown
+from benchmarks.trust.registry import FAULTS, KINDS
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
@@ -23,8 +24,8 @@ About half of both are held back: no rule was changed for what they showed. The 
 precision and of training loops and 6 kinds of training that come near them, are by an author who had not read the
 rules. What counts as naming each fault was written down before any of them was judged; for one it was made stricter
 afterwards. An earlier 25 faults and 13 kinds came about likewise; rules were since written for nine of these faults,
-which count as seen. Each run is recorded by `pl.watch` with its defaults or close to them, and judged by `pl.diagnose` with
-the default thresholds.
+which count as seen. Each run is recorded by `pl.watch` with its defaults or close to them, and judged by
+`pl.diagnose` with the default thresholds.
 
 `make trust` records what is missing and judges all of it, in about half an hour on one core. To judge recorded runs
 again after a change to a rule: `python -m benchmarks.trust --judge-only`. To see every finding of one kind:
@@ -43,11 +44,23 @@ def page(content: Mapping[str, Any] | None) -> str:
     if content is None:
         return INTRODUCTION + "\nNot measured yet.\n"
     machine = content["machine"]
-    lines = [INTRODUCTION, f"{machine['date']}, {machine['processor']}; torch {machine['torch']}.", ""]
+    lines = [INTRODUCTION, f"{machine['date']}, {machine['processor']}; torch {machine['torch']}.{_age(content)}", ""]
     for table in content["tables"]:
         rows = [[_shown(row[column]) for column in table["columns"]] for row in table["rows"]]
         lines += [f"## {table['title']}", "", table["note"], "", *_table(table["columns"], rows), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _age(content: Mapping[str, Any]) -> str:
+    """Return what a result lacks of the sets as they are now."""
+    judged = {table["title"]: len(table["rows"]) for table in content["tables"]}
+    kinds, faults = judged["Healthy runs, by kind"], judged["Faults, one by one"]
+    if (kinds, faults) == (len(KINDS), len(FAULTS)):
+        return ""
+    return (
+        f" The sets had {kinds} kinds and {faults} faults then, and have {len(KINDS)} and {len(FAULTS)} now: the newest, "
+        "and the rules written since, are not in these tables."
+    )
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

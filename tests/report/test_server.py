@@ -281,7 +281,7 @@ def test_any_run_gives_an_answer_or_a_refusal(served: App, run_id: str) -> None:
         ("/api/runs/sound/whatif?format=fp17", 422, "Nearest: fp16"),
         ("/api/runs/sound/whatif?format=nvfp4", 404, "Spectrum.fit"),
         ("/api/runs/sound/whatif?format=fp16&shift=1e3", 422, "got '1e3'"),
-        ("/api/runs/sound/whatif?format=fp16&shift=99999", 422, "got 99999"),
+        ("/api/runs/sound/whatif?format=fp16&shift=99999", 422, "got shift=99999"),
         ("/api/runs/sound/whatif?format=fp16&scale=8", 422, "got format, scale"),
         ("/api/runs/sound/whatif?format=fp16&collection=cats", 404, "got 'cats'"),
         ("/api/compare?a=sound", 422, "expected two runs"),
