@@ -58,8 +58,8 @@ def _age(content: Mapping[str, Any]) -> str:
     if (kinds, faults) == (len(KINDS), len(FAULTS)):
         return ""
     return (
-        f" The sets had {kinds} kinds and {faults} faults then, and have {len(KINDS)} and {len(FAULTS)} now: the newest, "
-        "and the rules written since, are not in these tables."
+        f" The sets had {kinds} kinds and {faults} faults then, and have {len(KINDS)} and {len(FAULTS)} now. The "
+        "newest, and the rules written since, are not in these tables."
     )
 
 
