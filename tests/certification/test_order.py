@@ -19,6 +19,7 @@ from tests.support.certification.reductions import (
     IN_FP32,
     IN_FP64,
     Accumulator,
+    Product,
     Summation,
     backward,
     in_blocks,
@@ -55,7 +56,9 @@ ORDERS = {
 
 @pytest.mark.parametrize("words", ORDERS)
 def test_an_order_is_found(words: str) -> None:
-    assert reduction(Summation(order=ORDERS[words])).order.words == words
+    found = reduction(Summation(order=ORDERS[words]))
+    assert found.order.words == words
+    assert {width.bits for width in found.widths} == {24}
 
 
 @each(
@@ -74,6 +77,19 @@ def test_an_accumulator_is_found(add: Accumulator, name: str, rounding: str) -> 
     found = reduction(Summation(add=add))
     assert found.accumulator_words() == name
     assert {width.rounding for width in found.widths} == {rounding}
+
+
+def test_places_of_a_product_that_are_computed_otherwise_are_left_out() -> None:
+    """As by numpy.dot on some processors, whose order and rounding then looked like neither of the two."""
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        in_turn, edge = Product(), b.shape[1] // 3
+        return torch.cat([in_turn(a.flip(1), b.flip(0))[:, :edge], in_turn(a, b)[:, edge:]], dim=1)
+
+    caller = Caller(product, torch.device("cpu"), 1e6)
+    found = Reduction(Reducer(caller, "matmul", get_element("fp32", "test")), caller)
+    assert found.order.words == "256 terms one after another, from the last"
+    assert {width.rounding for width in found.widths} == {"nearest_even"}
 
 
 def test_a_sum_that_loses_nothing_shows_no_order() -> None:

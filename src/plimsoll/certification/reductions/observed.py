@@ -197,13 +197,21 @@ class Reduction:
         return f"{width.bits} bits" if wider_than_fp16 else _NAMES.get(width.bits, f"{width.bits} bits")
 
 
-def _path(tree: Tree) -> list[tuple[Places, int]]:
-    """Return the partial sums with the first term and a term after them, small first.
+def _innermost(tree: Tree) -> int:
+    """Return the term that the most additions follow, of several the first."""
+    inside = [tree]
+    while any(isinstance(part, tuple) for part in inside):
+        inside = [child for part in inside if isinstance(part, tuple) for child in part]
+    return min(part for part in inside if isinstance(part, int))
 
-    Each has the places of the first term, of one that is added to it there, and of one that is added later, and the
-    number of its terms. Terms that are added at once are one partial sum, and the last of them cancels the first.
+
+def _path(tree: Tree) -> list[tuple[Places, int]]:
+    """Return the partial sums with the innermost term and a term after them, small first.
+
+    Each has the places of that term, of one that is added to it there, and of one that is added later, and the number
+    of its terms. Terms that are added at once are one partial sum, and the last of them cancels the innermost.
     """
-    first = leaves(tree)[0]
+    first = _innermost(tree)
     sums: list[tuple[int, int, int]] = []  # places of two others, and the number of terms
     while isinstance(tree, tuple):
         home = next(child for child in tree if first in leaves(child))
