@@ -60,8 +60,8 @@ def write(path: Path, kind: Kind, tables: Iterable[Table]) -> int:
 
 def _sign(file: Any) -> None:
     """Write the checksum into the footer of a part."""
-    with open(file.name, "rb") as written:  # noqa: PTH123  (a part is written to a file that cannot be read)
-        footer, start = _footer(pa.PythonFile(written))
+    with pa.OSFile(file.name) as written:  # a part is written to a file that cannot be read
+        footer, start = _footer(written)
     file.seek(start + _digits_at(footer))
     file.write(_checksum(footer))
 
