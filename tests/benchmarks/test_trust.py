@@ -113,14 +113,14 @@ def test_the_committed_page_is_what_the_result_makes() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.page(page.newest())
 
 
-def test_healthy_runs_of_all_precisions_and_many_kinds_are_tested() -> None:
-    assert len({case.kind.name for case in registry.tested()}) == len(registry.tested()) >= 20
-    assert {case.precision for case in registry.tested()} == set(registry.PRECISIONS)
+def test_a_tenth_of_the_healthy_runs_is_tested() -> None:
+    assert len(registry.tenth()) >= len(list(registry.cases("healthy"))) / 11
+    assert {case.precision for case in registry.tenth()} == set(registry.PRECISIONS)
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_healthy_runs_are_silent(part: int, tmp_path: Path) -> None:
-    mine = registry.tested()[part::4]
+    mine = registry.tenth()[part::4]
     warned = []
     for case in mine:
         notes = record(case, tmp_path / case.name)
