@@ -46,6 +46,18 @@ def test_the_map_of_the_source_names_what_there_is() -> None:
     assert set(PACKAGES) - packages == set()
 
 
+def test_sections_of_docstrings_begin_a_line() -> None:
+    """Or the reference would show arguments and errors as one paragraph."""
+    lost = [
+        f"{path}:{node.lineno}"
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and re.search(r"\S (Args|Attributes|Returns|Raises|Yields):", ast.get_docstring(node) or "")
+    ]
+    assert lost == []
+
+
 def test_there_is_no_circle_of_imports() -> None:
     """Neither of lazy imports nor of those for types alone: import-linter sees no circle within a layer."""
     graph = house.import_graph({house.dotted(path): path for path in house.SOURCE.rglob("*.py")})

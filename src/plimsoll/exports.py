@@ -13,8 +13,11 @@ Class = TypeVar("Class")
 def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__` for names loaded on first use.
 
-    See PEP 562. Args: package: The package's ``__name__``. homes: For each name its module, relative to the package.
-    Names of subpackages have an empty one.
+    See PEP 562.
+
+    Args:
+        package: The package's ``__name__``.
+        homes: For each name its module, relative to the package. Names of subpackages have an empty one.
     """
 
     def get(name: str) -> object:

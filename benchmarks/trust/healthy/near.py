@@ -81,7 +81,7 @@ def frozen_statistics(run: Training) -> None:
 
 @healthy("missing-values", held_back=True, learns=0.65)
 def missing(run: Training) -> None:
-    """A third of the values is NaN in the data; they are set to 0 before the model, which is told which they are."""
+    """A third of the values is NaN in the data; they are set to 0 before the model, with a flag for each of them."""
     model = mlp(24, 64, 64, 1)
     x = torch.randn(2048, 12)
     y = x[:, :1] + torch.tanh(2 * x[:, 1:2]) + 0.5 * x[:, 2:3]

@@ -1,4 +1,4 @@
-"""``plimsoll lab``: the experiments with their claims; one or all carried out."""
+"""``plimsoll lab``: the experiments with their claims; runs one or all."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal

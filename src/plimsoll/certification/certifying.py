@@ -48,7 +48,7 @@ def certify(
     scale_rule: str | None = None,
     seconds: float = 60.0,
 ) -> Certificate:
-    """Certify a function: conformity to its format's specifications, and its build.
+    """Certify a function: how it works, and if it keeps to its format's specifications.
 
     The function is called with tensors of every 16-bit value, with FP32 values at every boundary of the format, with
     blocks of adversarial largest magnitudes, and with sums whose result shows the order of additions. Its results are

@@ -66,7 +66,10 @@ class Form:
 
 
 class UnpackConvention:
-    """Calls of an unpack, in the form in which it takes codes."""
+    """Calls of an unpack, in the form in which it takes codes.
+
+    One that takes no known form is an `ArgumentError`.
+    """
 
     def __init__(self, caller: Caller, fmt: Format | BlockFormat) -> None:
         self.caller = caller

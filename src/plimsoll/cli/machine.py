@@ -71,7 +71,10 @@ class Machine:
 
 
 def examine() -> Machine:
-    """Return the machine's facts. It imports torch and every backend."""
+    """Return the machine's facts. It imports torch and every backend.
+
+    A missing or broken one is a line of its own.
+    """
     from plimsoll import kernels
 
     forced, problem = None, None

@@ -81,8 +81,10 @@ TABLES = {
 def cost_table(given: "str | os.PathLike[str] | Mapping[str, Any]") -> CostTable:
     """Return a device's table by name, or one from a mapping or a TOML file.
 
-    A mapping or file has `bandwidth` and `rates`. Raises: ArgumentError: There is no such device or file, or it has
-    other entries.
+    A mapping or file has `bandwidth` and `rates`.
+
+    Raises:
+        ArgumentError: There is no such device or file, or it has other entries.
     """
     if isinstance(given, Mapping):
         return _made("a mapping", given)

@@ -71,7 +71,10 @@ class ClosureShadow(Shadow):
         self._comparisons = _Observed(self.core, self._observer)
 
     def run(self, closure: Callable[[], Any]) -> Tensor:
-        """Make one step and its repetition; return the loss."""
+        """Make one step and its repetition; return the loss.
+
+        Gradients are left as the real step leaves them.
+        """
         root = self.core.model()
         assert root is not None
         call = CapturedCall(root, (), {})

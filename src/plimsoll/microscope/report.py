@@ -132,7 +132,10 @@ class ErrorReport(NotebookRepr):
     def worst(self, collection: str | None = None) -> list[ErrorRow]:
         """Return the rows, the largest relative error first. NaN is last.
 
-        They are all rows, or those of a collection. Raises: ArgumentError: There is no such collection.
+        They are all rows, or those of a collection.
+
+        Raises:
+            ArgumentError: There is no such collection.
         """
         rows = self._of(collection)
         return sorted(rows, key=lambda row: math.inf if math.isnan(row.relative_error) else -row.relative_error)

@@ -69,7 +69,10 @@ class Place:
 
 
 def look(*, backward: bool = False) -> Place:
-    """Return the place of the current operation."""
+    """Return the place of the current operation.
+
+    In a backward it is not looked for beyond what runs the backward.
+    """
     place = Place()
     frame: FrameType | None = cast("Any", sys)._getframe(1)  # noqa: SLF001
     while frame is not None:

@@ -233,8 +233,12 @@ class WatchSession:
     ) -> tuple[list[str], dict[torch.device, tuple[list[Tensor], list[int]]]]:
         """Return the readable names, and by device their tensors and series numbers.
 
-        The tensors are plain ones. Args: collection: Name of the collection. named: Tensors by name. Those that are not
-        floating are left out. narrowed: Narrower dtypes that values came through, by name.
+        The tensors are plain ones.
+
+        Args:
+            collection: Name of the collection.
+            named: Tensors by name. Those that are not floating are left out.
+            narrowed: Narrower dtypes that values came through, by name.
         """
         known = self._plain_series[collection]
         names: list[str] = []

@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """True if it was carried out, and all of its claims hold."""
+        """True if it has run, and all of its claims hold."""
         return not self.error and self.claims > 0 and not self.failed
 
     @property

@@ -96,7 +96,10 @@ def explains(
 
 
 def explaining_scales(fmt: BlockFormat, x: Values, y: Values, roundings: tuple[Rounding, ...]) -> Values:
-    """Return for each block a scale that explains its results; NaN without one."""
+    """Return for each block a scale that explains its results; NaN without one.
+
+    The tensor scale is 1.
+    """
     scales = np.full(len(x), np.nan)
     # What becomes of elements beyond the largest one is the question of another requirement. So a scale that explains
     # all others will do, if none explains these too.

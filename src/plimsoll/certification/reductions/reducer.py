@@ -134,10 +134,10 @@ class Reducer:
             sums.append(np.diagonal(self.product(a, b.T).values)[used])
         return np.concatenate(sums)
 
-    # A library may compute some columns of a product otherwise than others: on a Zen processor numpy.dot rounds products
-    # before their sum in some only. Sums of both kinds together show an order and a rounding that neither has.
+    # A library may compute some columns of a product otherwise than others: numpy.dot on a Zen processor rounds the
+    # products of some before it adds them. Sums of both kinds together show an order and a rounding that neither has.
     def _places(self, length: int) -> NDArray[np.intp]:
-        """Return the places on the diagonal that are computed as the first one; all if these are few."""
+        """Return the diagonal places computed as the first one is; all if these are few."""
         if length not in self._alike:
             alike = np.ones(SIDE, dtype=bool)
             for left, right in np.random.default_rng(length).standard_normal((_TRIED, 2, length)):

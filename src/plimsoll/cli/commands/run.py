@@ -264,7 +264,7 @@ def _report_once(line: str) -> None:
 
 
 def _refuse(precision: str) -> None:
-    """Raise for a level that scripts cannot use. Imports torch before the script."""
+    """Raise for a level that scripts cannot use. It imports torch before the script."""
     from plimsoll.precision.scripts.script_precision import level_for_scripts
 
     level_for_scripts(precision)

@@ -1,4 +1,4 @@
-"""`locate`: a training step's first operation that made NaN, Inf or flushed zeros.
+"""`locate`: a step's first operation that made NaN or Inf, or flushed values to zero.
 
 The closure runs once, as it is, inside a dispatch mode that looks at what every operation gives. An operation whose
 result is not finite though its inputs are becomes an *origin* (`tracing.nonfinite_trail`); what comes of it inherits

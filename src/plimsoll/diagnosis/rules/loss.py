@@ -290,7 +290,10 @@ class LossSpike(Rule):
 
 
 def _unit(began: float) -> float:
-    """Return the unit of rises: the first loss, at least 1."""
+    """Return the unit of rises: the first loss, at least 1.
+
+    Before an agent's first reward the first loss may be next to nothing.
+    """
     return max(abs(began), 1.0)
 
 

@@ -249,7 +249,10 @@ def _overflow_first(view: View, since: int) -> bool:
 
 
 def _of_loss(names: list[str]) -> str:
-    """Return where a loss broke although all outputs that were seen are finite."""
+    """Return where a loss broke although all outputs that were seen are finite.
+
+    Some outputs may not have been looked at.
+    """
     return f"the loss or what follows {names[0]}" if names else "the loss, of outputs that were finite"
 
 

@@ -174,7 +174,10 @@ def _in_fp8(root: nn.Module, level: Level) -> dict[str, ModulePlan]:
 
 
 def _reduction(model: nn.Module, level: Level) -> str | None:
-    """Return the format in which gradients are reduced."""
+    """Return the format in which gradients are reduced.
+
+    It is that of `fully_shard`'s policy, else that of the weights.
+    """
     for policy in sharding_policies(model):
         dtype = policy.reduce_dtype or policy.param_dtype
         if dtype is not None:

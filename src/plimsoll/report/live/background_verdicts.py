@@ -1,4 +1,7 @@
-"""`Verdicts`: verdicts on runs, made in the background."""
+"""`Verdicts`: verdicts on runs, made in the background.
+
+Neither the list nor a page waits for them.
+"""
 
 import threading
 import time

@@ -115,7 +115,10 @@ def _page(view: View, title: str | None, findings: Sequence[Finding] | None) -> 
 
 
 def _assembled(title: str, content: object, text: str, made: str) -> str:
-    """Return the page's HTML with its style, scripts and answers inside."""
+    """Return the page's HTML with its style, scripts and answers inside.
+
+    What has the form of a link to a file is left out.
+    """
     first, plotly, page = (FILES / "js" / "first.js").read_text("utf-8"), PLOTLY.read_text("utf-8"), script()
     style = "".join((FILES / "css" / f"{name}.css").read_text("utf-8") for name in ("base", "parts", "views"))
     answers = json.dumps(jsonable(content), separators=(",", ":"), allow_nan=False)

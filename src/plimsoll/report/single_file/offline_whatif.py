@@ -105,7 +105,10 @@ def offline(view: View, collection: str, formats: Sequence[str] = FORMATS) -> li
 # one binade the values are taken to lie: a test holds them between its bounds at one shift less and at one more. At the
 # best shift, which is shown first, they are `whatif`'s own, as are windows, sentences, and the order of the tensors.
 def merged(cells: Cells) -> Cells:
-    """Return the values summed over all steps, by layer, format and scale."""
+    """Return the values summed over all steps, by layer, format and scale.
+
+    Of the counts only those by binade are summed.
+    """
     scales, scale = np.unique(cells.scale, return_inverse=True)
     key = (cells.layer * len(cells.formats) + cells.format) * len(scales) + scale
     groups, group = np.unique(key, return_inverse=True)
@@ -218,7 +221,10 @@ def _kept(
 
 
 def _packed(shares: Floats, at_most: Floats) -> str:
-    """Return shares in 16 bits. 1 means estimated as 0, but possibly more."""
+    """Return shares in 16 bits. 1 means estimated as 0, but possibly more.
+
+    A share that is not zero stays so.
+    """
     some = np.clip(np.round(shares * _ONE), 2, _ONE)
     units = np.where(shares > 0, some, at_most > 0).astype("<u2")
     return base64.b64encode(units.tobytes()).decode("ascii")

@@ -21,7 +21,8 @@ Array = Any
 ParquetFile = Any
 ParquetWriter = Any
 
-# Parts are built in this pool, for arrow's own keeps what was freed: 16 MB more of a training process's memory.
+# Parts are built in this pool, since Arrow's own keeps what was freed. With columns built one by one, that is 4 MB of a
+# training process's memory (benchmarks/watch.py).
 WRITING_POOL: Any = pa.system_memory_pool()
 
 

@@ -238,8 +238,12 @@ def _trimmed(
 ) -> tuple[NDArray[np.int16], Counts, Array]:
     """Return each row's lowest binade, its number of binades, and their counts.
 
-    The binades reach from the lowest occupied one to the highest. Args: rows: Statistics rows. start: Column of the
-    first binade. missing: Rows whose list is null. Default: none.
+    The binades reach from the lowest occupied one to the highest.
+
+    Args:
+        rows: Statistics rows.
+        start: Column of the first binade.
+        missing: Rows whose list is null. Default: none.
     """
     # Positions rather than masks of whole rows: about 30 of 277 binades are occupied, and this takes half the time.
     occupied = np.flatnonzero(rows[:, start : start + row_layout.BINADES] != 0)

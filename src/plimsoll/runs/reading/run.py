@@ -492,9 +492,12 @@ class Run:
     def plot(self, collection: str | None = None, name: str | None = None, **arguments: Any) -> Any:
         """Return a figure: loss and scale, a collection's heat map, or a spectrogram.
 
-        The figure is Plotly's. Args: collection: Name of a collection. Default: none, for loss and loss scale. name:
-        Name of a tensor of it. Default: none, for the heat map of the collection. arguments: Arguments of the figure
-        (`plimsoll.report`), such as `formats` or `until`.
+        The figure is Plotly's.
+
+        Args:
+            collection: Name of a collection. Default: none, for loss and loss scale.
+            name: Name of a tensor of it. Default: none, for the heat map of the collection.
+            arguments: Arguments of the figure (`plimsoll.report`), such as `formats` or `until`.
 
         Raises:
             ArgumentError: A name is given without its collection.

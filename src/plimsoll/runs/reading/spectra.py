@@ -56,9 +56,13 @@ def rows(
 def table(contents: RunContents, chosen: Sequence[tuple[str, Sequence[str]]], steps: Steps, *, blocks: bool) -> Table:
     """Return series as one table, with a row for each series, step and scale.
 
-    It has the columns of a part. Args: contents: The run's contents. chosen: Collections, each with names of its
-    series. steps: The steps. blocks: Whether to include block records. Their columns exist only if one of the rows has
-    a record.
+    It has the columns of a part.
+
+    Args:
+        contents: The run's contents.
+        chosen: Collections, each with names of its series.
+        steps: The steps.
+        blocks: Whether to include block records. Their columns exist only if one of the rows has a record.
     """
     tables = [pa.Table.from_batches([], SCHEMAS["spectra"])]
     for collection, names in chosen:

@@ -85,8 +85,8 @@ class FirstWeights:
 
         self.core.writer.submit(produce, 200)
 
-    # DistributedDataParallel sends rank 0's weights to all ranks, unless it is told not to; then ranks that drew other
-    # weights average gradients that fit none of their models.
+    # DistributedDataParallel sends rank 0's weights to all ranks, unless `init_sync` is off. Ranks that drew other
+    # weights then average gradients that fit none of their models.
     def _record_rank(self, model: nn.Module) -> None:
         ranks, step = self.core.ranks, self.core.step
         if ranks.wrapper != "DistributedDataParallel" or ranks.data_parallel < 2 or self.core.settings.ranks != "each":

@@ -4,7 +4,7 @@ Spans stay in the first-level cache. A span is widened to float32 or float64 bit
 the dtype of the output. Two widths of the same arithmetic: 32 bits for float32, bfloat16 and float16 input where
 float32 reaches as far as the format, else 64 bits (float64 input, a scale that is no power of two, formats with more
 exponent bits). Every loop is branch-free, so that LLVM makes vectors of it; what differs from format to format is
-loop-invariant and comes in an array of numbers (`_plan`), so that one compiled kernel serves them all.
+loop-invariant and comes in an array of numbers (`_plan`), so that one compiled kernel does for them all.
 
 Block formats are the same arithmetic again: a power-of-two scale only moves the format's exponents (`_plan` calls them
 lowest and largest), so nothing is multiplied.

@@ -2,7 +2,7 @@
 
 See `sweep` and `kernels`. A sweep takes values whose magnitudes lie in one window of 32 binades, and zeros. A short
 block goes first: where its values fit a window, and span so many binades that a sweep is faster, the sweep takes over
-from there, until a group of values does not fit. The block that has it decides anew.
+from there, until a group of values does not fit. The block that has it decides again.
 """
 
 import numpy as np

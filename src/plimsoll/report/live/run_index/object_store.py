@@ -121,7 +121,10 @@ class _AsListed(Stored):
 
 
 def _by_run(tree: Files) -> dict[str, Files]:
-    """Return the files of each run, by the run's path."""
+    """Return the files of each run, by the run's path.
+
+    A run is a folder with a manifest. What is below it is its own, except for other runs.
+    """
     folders = {folder for folder, _, name in map(_split, tree) if manifest.rank_of(name) is not None}
     by_run: dict[str, dict[str, tuple[int, int]]] = {}
     for path, facts in tree.items():

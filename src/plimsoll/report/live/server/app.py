@@ -1,7 +1,7 @@
 """`app`: the live page and API as an ASGI application, behind the middleware.
 
 It is the `SecurityMiddleware`. Only `serve` loads FastAPI. Questions are answered in `Turns`, so a slow run delays no
-other; `Live` keeps the runs, `Streams` tells what is new.
+other; `Live` keeps the runs, `Streams` reports what is new.
 """
 
 import contextlib
