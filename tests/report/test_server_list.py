@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
 from plimsoll.errors import ArgumentError
-from plimsoll.report.live.background_verdicts import Verdicts
+from plimsoll.report.live.background_verdicts import Verdict, Verdicts
 from plimsoll.report.live.run_index import run_list
 from plimsoll.report.live.run_index.run_list import Listed, RunsList
 from plimsoll.report.verdicts.run_summary import summary
@@ -175,8 +175,13 @@ def test_an_age_that_is_allowed_saves_a_look(tmp_path: Path) -> None:
 # -- verdicts
 
 
-def listed(name: str, token: str = "1", *, live: bool = False, modified: float = 0.0, opens: bool = True) -> Listed:
-    return Listed(id=name, name=name, path=Path(name), token=token, closed=not live, modified=modified, opens=opens)
+def listed(
+    name: str, token: str = "1", *, live: bool = False, modified: float = 0.0, opens: bool = True, pid: int = 1
+) -> Listed:
+    return Listed(
+        id=name, name=name, path=Path(name), token=token, identity=(pid,), closed=not live, modified=modified,
+        opens=opens,
+    )  # fmt: skip
 
 
 class Judged:
@@ -259,6 +264,32 @@ def test_the_last_verdict_stands_until_the_next() -> None:
     made.change("a", "2")
     known = made.verdicts.of(made.runs[0])
     assert (known.token, known.state, known.sentence) == ("1", "unreadable", "Cannot be judged: a test")
+
+
+def test_a_run_put_in_the_place_of_another_has_no_verdict_of_that() -> None:
+    made = Judged(listed("a"))
+    made.verdicts.judge_next()
+    other = listed("a", "2", pid=2)
+    assert made.verdicts.of(other) is None
+    assert made.verdicts.for_page(other).token == "2"
+
+
+def test_an_older_row_of_the_list_makes_no_verdict_after_that_of_the_page(tmp_path: Path) -> None:
+    """The page of a run would be told that there is news, and there is none."""
+    whole = summary(Run(told(samples=1).write(tmp_path / "run")))
+    older, newer = listed("a", "1"), listed("a", "2")
+    pages = list[Verdict]()
+
+    def runs() -> list[
+        Listed
+    ]:  # the page of the run as it is now asks while the list of a moment ago is looked through
+        pages.append(verdicts.for_page(newer))
+        return [older]
+
+    verdicts = Verdicts(runs, lambda _: whole)
+    verdicts.close()  # no thread: the test does its work
+    verdicts.judge_next()
+    assert verdicts.of(newer) is pages[0]
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

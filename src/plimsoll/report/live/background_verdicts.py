@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plimsoll.report.live.run_index.run_list import Listed
 from plimsoll.report.verdicts.run_summary import Summary
@@ -30,10 +30,12 @@ _SUMMARIES = 300  # of these with their findings, up to some 50 KB each
 class Verdict:
     """Verdict on a run at a token; `summary` is None if dropped or impossible.
 
-    `serial`: different for each verdict; `at`: when it was found; `took_seconds`.
+    `identity`: of the run, as in `Listed`; `serial`: different for each verdict; `at`: when it was found;
+    `took_seconds`.
     """
 
     token: str
+    identity: tuple[object, ...]
     state: str
     sentence: str | None
     summary: Summary | None
@@ -64,7 +66,9 @@ class Verdicts:
     def of(self, run: Listed) -> Verdict | None:
         """Return the last verdict on a run, which may be outdated; None without one."""
         with self._lock:
-            return self._known.get(run.id)
+            known = self._known.get(run.id)
+        # A run that was put in the place of another one is no newer state of that.
+        return known if known is not None and known.identity == run.identity else None
 
     def for_page(self, run: Listed) -> Verdict:
         """Return the last verdict with its summary; make it now if there is none."""
@@ -74,7 +78,7 @@ class Verdicts:
             known.summary is not None or (known.token == run.token and known.state == "unreadable")
         ):
             return known
-        return self._judged(run)
+        return self._judged(run, self.version)
 
     def looked_at(self, run_id: str = "") -> None:
         """Somebody looks at a run, or at the list (""): the thread works for a while."""
@@ -90,13 +94,14 @@ class Verdicts:
 
     def judge_next(self) -> float | None:
         """Judge the run that is due; return how long to rest, or None if none is due."""
+        since = self.version  # read before the rows
         runs, now = self._runs(), self._clock()
         opened = self._drop_old({run.id for run in runs}, now)
         ordered = sorted(runs, key=lambda run: run.id not in opened)  # stable: else those written to last first
         due = next((run for run in ordered if self._is_due(run, now, run.id in opened)), None)
         if due is None:
             return None
-        thread = threading.Thread(target=self._judged, args=(due,), name="plimsoll-verdict", daemon=True)
+        thread = threading.Thread(target=self._judged, args=(due, since), name="plimsoll-verdict", daemon=True)
         thread.start()
         thread.join(_PATIENCE_SECONDS)
         if thread.is_alive():
@@ -116,13 +121,14 @@ class Verdicts:
         soonest = _SOONEST_OPEN_SECONDS if is_open else _SOONEST_SECONDS
         return now - known.at >= max(soonest, known.took_seconds / _SHARE)
 
-    def _judged(self, run: Listed) -> Verdict:
-        """A new verdict; who asks for one that is being made waits for it."""
+    def _judged(self, run: Listed, since: int) -> Verdict:
+        """A new verdict, or one made after `since`; who asks for one that is being made waits for it."""
         with self._lock:
             lock = self._judging.setdefault(run.id, threading.Lock())
         with lock:
-            known = self.of(run)
-            if known is not None and known.token == run.token and known.summary is not None:
+            known = self._known.get(run.id)
+            # A later one is of what is written now, and `run` may be an older row of the list.
+            if known is not None and known.summary is not None and (known.token == run.token or known.serial > since):
                 return known
             begun = time.perf_counter()
             judged = self._judge(run)
@@ -133,6 +139,7 @@ class Verdicts:
             self.version += 1
             verdict = Verdict(
                 token=run.token,
+                identity=run.identity,
                 state="unreadable" if isinstance(found, str) else found.state,
                 sentence=found if isinstance(found, str) else found.verdict,
                 summary=None if isinstance(found, str) else found,
@@ -150,11 +157,7 @@ class Verdicts:
             self._known.popitem(last=False)
         whole = [run_id for run_id, verdict in self._known.items() if verdict.summary is not None]
         for run_id in whole[: max(len(whole) - _SUMMARIES, 0)]:
-            old = self._known[run_id]
-            self._known[run_id] = Verdict(
-                token=old.token, state=old.state, sentence=old.sentence, summary=None, serial=old.serial, at=old.at,
-                took_seconds=old.took_seconds,
-            )  # fmt: skip
+            self._known[run_id] = replace(self._known[run_id], summary=None)
 
     def _drop_old(self, ids: set[str], now: float) -> set[str]:
         """Forgets the runs that have gone; returns those whose page somebody looks at."""

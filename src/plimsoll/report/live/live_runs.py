@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from plimsoll.diagnosis import View
 from plimsoll.errors import NotRecordedError, PlimsollError, RunError, StateError
 from plimsoll.report.live.growing_view import LiveView
+from plimsoll.report.live.run_index.listed_run import identity_of
 from plimsoll.report.live.run_index.run_list import Listed, RunsList, Source
-from plimsoll.runs import Run
 
 _T = TypeVar("_T")
 
@@ -92,9 +92,9 @@ class LiveRun:
         view = self._view
         if view is not None:
             view.follow()
-        if view is None or self._identity != _identity(view.run):
+        if view is None or self._identity != identity_of(view.run.manifest):
             view = LiveView(self._source.opened(self._path))  # another run may have been put in its place
-            self._identity = _identity(view.run)
+            self._identity = identity_of(view.run.manifest)
         self._view, self._token = view, listed.token
         return view
 
@@ -218,12 +218,6 @@ def _held(first: LiveRun, second: LiveRun) -> Generator[None]:
 def _why(problem: str) -> str:
     whole = ": expected " in problem
     return problem if whole else f"serve: expected a run that can be read; got one that is {problem}. See its run.json."
-
-
-def _identity(run: Run) -> tuple[object, ...]:
-    """Identity of a run: another run in its place has another one."""
-    sessions: Any = run.manifest.get("sessions") or [{}]
-    return run.manifest.get("created"), sessions[0].get("started"), sessions[0].get("pid")
 
 
 def _size(answer: object) -> int:

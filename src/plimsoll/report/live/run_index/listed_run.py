@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -35,6 +35,7 @@ class Listed:
         name: Name of its folder.
         path: Its folder.
         token: A text that changes whenever something was written.
+        identity: What another run in its place has otherwise, by its manifest.
         last_step: The last step with records. -1: none.
         closed: Whether all writers have closed it.
         created: Unix seconds.
@@ -50,6 +51,7 @@ class Listed:
     name: str
     path: Path
     token: str
+    identity: tuple[object, ...] = ()
     last_step: int = -1
     closed: bool = False
     created: float | None = None
@@ -96,6 +98,7 @@ def _of_catalog(
         name=name,
         path=path,
         token=_token(catalog, mark),
+        identity=identity_of(head),
         last_step=max(ends, default=-1),
         closed=len(manifests) >= catalog.world_size and all(m.get("closed") for m in manifests.values()),
         created=unix_seconds(head.get("created")),
@@ -105,6 +108,12 @@ def _of_catalog(
         problem=unread[0][:_LONGEST] if unread else None,
         settings=settings_of(head),
     )
+
+
+def identity_of(manifest: Mapping[str, object]) -> tuple[object, ...]:
+    """Return when the run was created, and when and by which process its first session began."""
+    sessions = cast("Sequence[Mapping[str, object]]", manifest.get("sessions") or [{}])
+    return manifest.get("created"), sessions[0].get("started"), sessions[0].get("pid")
 
 
 def settings_of(manifest: Mapping[str, object]) -> dict[str, Setting]:
