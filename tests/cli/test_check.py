@@ -34,6 +34,20 @@ def test_a_healthy_run_exits_with_0(tmp_path: Path) -> None:
     assert result.stdout.endswith("run: Healthy through step 199: no parameter gradients lost to underflow.\n")
 
 
+def test_a_later_training_that_was_meant_for_the_folder_is_named(tmp_path: Path) -> None:
+    """`plimsoll run -o first` twice: the second is in first-2, and whoever checks first sees the old verdict."""
+    SOUND.write(tmp_path / "first-3")  # in a notebook the earlier one gets the number
+    first = SOUND.write(tmp_path / "first")
+    assert "later training" not in run("check", first).stderr
+    SOUND.write(tmp_path / "first-2")
+    (tmp_path / "first-4").mkdir()
+    (tmp_path / "first-4" / "run.json").write_text("{no json")
+    result = run("check", first)
+    assert result.stderr == f"plimsoll: a later training is in {tmp_path}/first-2: plimsoll check {tmp_path}/first-2\n"
+    assert result.exit_code == 0
+    assert run("check", first, "-q").stderr == ""
+
+
 def test_an_alarm_exits_with_1_and_says_where_since_when_and_what_to_do(ill: Path) -> None:
     result = run("check", ill)
     assert result.exit_code == 1

@@ -3,14 +3,16 @@
 An argument that names a run stays text until it is known to be no URI: a path would make ``s3://`` of ``s3:/``.
 """
 
+import contextlib
 import glob
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plimsoll.cli import messages
-from plimsoll.errors import ArgumentError, RunError
+from plimsoll.errors import ArgumentError, PlimsollError, RunError
 
 if TYPE_CHECKING:
     from plimsoll.diagnosis import View
@@ -89,6 +91,33 @@ def open_runs(path: str) -> list[OpenRun]:
     models = [_model(run) if name == ITSELF else name for name, run in zip(names, runs, strict=True)]
     labels = [label if name == ITSELF else f"{label.rstrip('/')}/{name}" for name in names]
     return [OpenRun(run=r, label=text, model=m) for r, text, m in zip(runs, labels, models, strict=True)]
+
+
+def later_training(path: str, runs: "Sequence[Run]") -> Path | None:
+    """Return the numbered folder of the last training that was meant for this path, after these runs."""
+    from plimsoll.runs import Run
+    from plimsoll.runs.storage import manifest
+    from plimsoll.runs.storage.location import is_uri
+
+    if is_uri(path):
+        return None
+    folder, latest, last = Path(path), None, max((_last_start(run.manifest) for run in runs), default=math.inf)
+    name = folder.absolute().name
+    # A number does not tell which is later: in a notebook it is the earlier training that gets one.
+    for candidate in folder.absolute().parent.glob(f"{glob.escape(name)}-*"):
+        if not candidate.name.removeprefix(f"{name}-").isdecimal():
+            continue
+        with contextlib.suppress(PlimsollError, OSError, ValueError):  # whatever else lies there
+            for run in Run.find(candidate):
+                if (start := _last_start(manifest.read(run / manifest.file_name(0)))) > last:
+                    latest, last = folder.parent / candidate.name, start
+    return latest
+
+
+def _last_start(content: "Mapping[str, Any]") -> float:
+    from plimsoll.runs.storage import manifest
+
+    return max((session.started for session in manifest.sessions_of(content)), default=0.0)
 
 
 def expand(paths: Sequence[str], *, files: bool = False) -> list[str]:

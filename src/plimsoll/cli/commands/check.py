@@ -9,7 +9,7 @@ import typer
 from plimsoll.cli import messages
 from plimsoll.cli.checked_run import CheckedRun, judge
 from plimsoll.cli.options import Json, Quiet, RunArguments, Until, rule_names
-from plimsoll.cli.paths import expand, label_of, open_runs
+from plimsoll.cli.paths import expand, label_of, later_training, open_runs
 from plimsoll.errors import ArgumentError, PlimsollError
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def check(
         from plimsoll.cli.screens import findings
 
         findings.print_runs(checked, form)
+    if len(paths) == 1 and (later := later_training(paths[0], [run.opened.run for run in checked])) is not None:
+        messages.note(f"a later training is in {later}: plimsoll check {later}")
     if any(finding.severity in _FAILING[fail_on] for run in checked for finding in run.findings):
         raise typer.Exit(1)
     if not checked or any(run.missing for run in checked) or len(checked) < len(paths):
