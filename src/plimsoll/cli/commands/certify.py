@@ -54,7 +54,7 @@ def certify(
     """Test a cast, pack, product or sum against its format.
 
     All 16-bit values, ties, subnormals, NaN, blocks with adversarial maxima and sums of a visible order are tried. Exit
-    code 0: it conforms. 1: it deviates, and the smallest counterexamples are shown. 2: it cannot be tried.
+    code 0: it conforms. 1: it deviates, and the smallest counterexamples are shown. 2: it cannot be tested.
     """
     file = local_file("certify", "-o", output, "certificate.html")
     if file is not None:

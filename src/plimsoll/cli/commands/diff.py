@@ -33,7 +33,7 @@ def diff(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help=("A format used inside operations that no recorded tensor has, such as tf32."),
+            help=("A format that operations use inside and no recorded tensor shows, such as tf32."),
         ),
     ] = None,
     until: Until = None,

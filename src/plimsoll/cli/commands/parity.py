@@ -43,7 +43,7 @@ def parity(
         ),
     ] = None,
     confidence: Annotated[
-        float, typer.Option("--confidence", metavar="SHARE", help="Probability that no reading of the interval errs.")
+        float, typer.Option("--confidence", metavar="SHARE", help="Probability that the interval is right at every step at which it is read.")
     ] = 0.95,
     run_noise: Annotated[
         str | None,
@@ -63,7 +63,7 @@ def parity(
 ) -> None:
     """Judge whether one recipe trains as well as another.
 
-    Losses are paired by step, and by repeat where both sides have as many. The answer may be read at every step of runs
+    Losses are paired by step, and run by run where both sides have equally many runs. The answer may be read at every step of runs
     that go on. Exit code 0: no worse than the tolerance allows. 1: worse. 2: undecided, or a run cannot be read.
     """
     from plimsoll.diagnosis import parity as judged
