@@ -43,7 +43,12 @@ def parity(
         ),
     ] = None,
     confidence: Annotated[
-        float, typer.Option("--confidence", metavar="SHARE", help="Probability that the interval is right at every step at which it is read.")
+        float,
+        typer.Option(
+            "--confidence",
+            metavar="SHARE",
+            help="Probability that the interval is right at every step at which it is read.",
+        ),
     ] = 0.95,
     run_noise: Annotated[
         str | None,

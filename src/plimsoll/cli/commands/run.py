@@ -63,9 +63,14 @@ def run(
     max_tensors: Annotated[
         int, typer.Option(metavar="N", min=1, help="Maximum number of tensors per sample.")
     ] = 100_000,
-    max_bytes: Annotated[int, typer.Option(metavar="BYTES", min=1, help="Maximum memory per sample.")] = 1 << 30,
+    max_bytes: Annotated[
+        int, typer.Option(metavar="BYTES", min=1, show_default="1 GiB", help="Maximum memory per sample.")
+    ] = 1 << 30,
     queue_bytes: Annotated[
-        int, typer.Option(metavar="BYTES", min=1, help="Maximum memory of samples waiting to be written.")
+        int,
+        typer.Option(
+            metavar="BYTES", min=1, show_default="64 MiB", help="Maximum memory of samples waiting to be written."
+        ),
     ] = 64 << 20,
     precision: Annotated[
         str | None, typer.Option(metavar="LEVEL", help=f"Train at a level: {', '.join(PRECISIONS)}.")
