@@ -43,6 +43,7 @@ def test_a_rule_declares_all_members(rule: Rule) -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.id)
     assert type(rule).__doc__ and rule.says and not rule.says.endswith(".")
     assert rule.meaning.endswith(".") and rule.advice.endswith(".")
+    assert "`" not in f"{rule.says}{rule.meaning}{rule.advice}", "shown as it is in terminals and on pages"
     assert rule.figure in FIGURES
     assert set(rule.explained_by) <= IDS - {rule.id}
     assert type(rule).phrase is not Rule.phrase, "a verdict has words for every rule"

@@ -50,7 +50,7 @@ class ErrorAboveSignal(Rule):
     says = "the error of gradients against a shadow step exceeds the gradients, or soon will"
     meaning = "The gradient is mostly rounding noise, so the layer no longer learns from its data."
     advice = (
-        "Give the layer a format with more digits, above all in the backward. `pl.microscope` says which cast it is."
+        "Give the layer a format with more digits, above all in the backward. pl.microscope says which cast it is."
     )
     actions = ("to_bf16",)
     figure = "heatmap"
@@ -182,7 +182,7 @@ class BiasedRounding(Rule):
     id = "biased-rounding"
     says = "errors against a shadow step point one way in several tensors, look after look"
     meaning = "The error does not average out over steps: it pulls all updates in one direction (arXiv 2510.04212)."
-    advice = "Find the cast with `pl.microscope(...).blame()`. Round it to nearest or stochastically, or fix its scale."
+    advice = "Find the cast with pl.microscope(...).blame(). Round it to nearest or stochastically, or fix its scale."
     figure = "heatmap"
     explained_by = {Nonfinite.id: "anywhere", UnderflowHigh.id: "anywhere", CastSaturates.id: "anywhere"}
     items = {"bias": EvidenceItem("Bias", "share"), "noise": EvidenceItem("Noise", "share")}
