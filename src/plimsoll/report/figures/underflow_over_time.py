@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
 _MANY = 0.05  # of a layer's values: above it the layer underflows (T5, T6)
-_LEVELS = ((0.01, "1 %: below it, stay", ORANGE), (0.05, "5 %: rising above it, change", RED))
+_LEVELS = ((0.01, "1 %: harmless below", ORANGE), (0.05, "5 %: change scale or format", RED))
 _SHOWN = 4  # layers that have a line of their own
 
 
