@@ -49,9 +49,7 @@ class ErrorAboveSignal(Rule):
     id = "error-above-signal"
     says = "the error of gradients against a shadow step exceeds the gradients, or soon will"
     meaning = "The gradient is mostly rounding noise, so the layer no longer learns from its data."
-    advice = (
-        "Give the layer a format with more digits, above all in the backward. pl.microscope says which cast it is."
-    )
+    advice = "Give the layer a format with more digits, above all in the backward. pl.microscope says which cast it is."
     actions = ("to_bf16",)
     figure = "heatmap"
     explained_by = {Nonfinite.id: "anywhere", UnderflowHigh.id: "same module", CastFlushes.id: "same module"}
