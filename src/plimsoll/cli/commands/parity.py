@@ -69,7 +69,8 @@ def parity(
     """Judge whether one recipe trains as well as another.
 
     Losses are paired by step, and run by run where both sides have equally many runs. The answer may be read at every
-    step of runs that go on. Exit code 0: no worse than the tolerance allows. 1: worse. 2: undecided, or a run cannot be read.
+    step of runs that go on. Exit code 0: no worse than the tolerance allows. 1: worse. 2: undecided, or a run cannot be
+    read.
     """
     from plimsoll.diagnosis import parity as judged
 
