@@ -18,13 +18,12 @@ sys.dont_write_bytecode = False
 import doctest
 import inspect
 import re
-from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
-from tests.support import cases
+from tests.support import cases, fast_interpreter
 
 pytest_plugins = ["tests.tiers", "tests.support.left_behind", "tests.support.diagnosis.recorded"]
 
@@ -55,29 +54,13 @@ def _is_defined_in(finder: doctest.DocTestFinder, module: object, value: object)
 doctest.DocTestFinder._from_module = _is_defined_in  # noqa: SLF001
 
 
-_prepared: set[str] = set()
-
-
-def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a device function in Triton's interpreter, and prepare Triton's language for its module only once.
-
-    The interpreter's own method does that at every call, in vain: the launch has prepared `triton.language`, and what
-    is changed of `triton.language.core` by a call stays so. It took a third of the time of the kernels' tests.
-    """
-    module = function.fn.__module__
-    if module not in _prepared:
-        _prepared.add(module)
-        sys.modules["triton.runtime.interpreter"]._patch_lang(function.fn)  # noqa: SLF001  (there is no public way)
-    return function.rewrite()(*args, **kwargs)
-
-
 def pytest_collection_finish() -> None:
     """Make Triton's interpreter faster, and keep the garbage collector from all that was imported and collected.
 
     Each of its passes over that would take half a second.
     """
     if interpreter := sys.modules.get("triton.runtime.interpreter"):
-        interpreter.InterpretedFunction.__call__ = _call_device_function
+        fast_interpreter.quicken(interpreter)
     gc.collect()
     gc.freeze()
 

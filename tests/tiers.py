@@ -2,7 +2,7 @@
 
 The kind of a test is found from the code that it and its fixtures reach in `tests/`, so nobody marks tests by hand.
 `tests/slow.txt` adds those that are slow for another reason. To make it anew, run `make test` with
-`PYTEST_ARGS="--costs FILE"`, then `python -m tests.tiers FILE`.
+`PYTEST_ARGS="--costs=FILE"`, then `python -m tests.tiers FILE`.
 """
 
 import random

@@ -1,8 +1,6 @@
 """The operator family: schemas, fakes, mutation, graphs; and the choice of a backend."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from plimsoll.formats import E4M3, MXFP4, NVFP4
 from plimsoll.kernels import backend as _backend
 from plimsoll.kernels.operators.cast_spec import NEAREST_EVEN, STOCHASTIC, BlockSpec, CastSpec
 from plimsoll.watch.taps import compiled_taps  # noqa: F401  (defines `keep_`)
+from tests.support import processes
 from tests.support.cases import each
 
 ELEMENT = list(CastSpec.of(E4M3, NEAREST_EVEN, saturate=True))
@@ -261,9 +260,7 @@ print(numba_backend.cache_folder())
 
 
 def run(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ | environment
-    )
+    done = processes.python("-c", code, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

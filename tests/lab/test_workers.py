@@ -1,17 +1,25 @@
 """Tasks for workers: every answer at its place, failures told with what was said, and nobody left behind."""
 
 import os
+import subprocess
 from typing import Any
 
 import pytest
 
 from plimsoll.errors import PlimsollError
+from plimsoll_lab.running import workers as product
 from plimsoll_lab.running.workers import Task, carry_out, named, workers_for
 
 # Workers are other interpreters: what they do is named, and is in the package or in the standard library.
 DIVIDED, INTERRUPTED, KILLED, PRINTED, THREADS = (
     f"tests.support.lab.worker_tasks:{name}" for name in ("divided", "interrupted", "killed", "printed", "threads")
 )
+
+
+@pytest.fixture
+def interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product's own workers, and none that are forked."""
+    monkeypatch.setattr(product, "subprocess", subprocess)
 
 
 class Told:
@@ -54,11 +62,13 @@ def test_a_worker_that_dies_is_told() -> None:
         carry_out(KILLED, [{"name": "last"}], workers=2)
 
 
+@pytest.mark.usefixtures("interpreters")
 def test_a_worker_prints_elsewhere_than_its_answers(capfd: pytest.CaptureFixture[str]) -> None:
     assert carry_out(PRINTED, [{"says": "hello"}, {"says": "you"}], workers=2) == [5, 3]
     assert "hello" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("interpreters")
 def test_a_worker_has_one_thread() -> None:
     assert carry_out(THREADS, [{}], workers=2) == [1]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +31,8 @@ ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127))
 OTHER = len(ALPHABET)  # every character that is not in it
 SYMBOLS = OTHER + 1
 
-_CODES = {character: code for code, character in enumerate(ALPHABET)}
+# The code of each character below 127, which stands for it and for all above it.
+_CODES = np.array([ALPHABET.find(chr(number)) % (OTHER + 1) for number in range(128)], np.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,9 @@ def _cut(characters: Tensor, starts: Tensor, length: int) -> Batch:
 
 
 def _codes(text: str) -> bytes:
-    return bytes(_CODES.get(character, OTHER) for character in text.replace("\r\n", "\n"))
+    # Two and a half million characters, which every worker of an experiment reads.
+    numbers = np.frombuffer(text.replace("\r\n", "\n").encode("utf-32-le"), "<u4")
+    return _CODES[np.minimum(numbers, 127)].tobytes()
 
 
 def _tensor(codes: bytes) -> Tensor:

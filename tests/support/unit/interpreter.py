@@ -17,7 +17,7 @@ from plimsoll.unit.capture.captured_program import Captured, capture
 from plimsoll.unit.capture.gradient_graph import base_name, operation_of
 from plimsoll.unit.changes import Factor, NodeChange, ParameterChange, Scale
 from plimsoll.unit.factors.formulas import Constraint
-from tests.support.unit.models import MODELS
+from tests.support.unit.models import MODELS, Case
 
 
 class _Multiplied(torch.autograd.Function):
@@ -132,11 +132,17 @@ def run(
 
 
 @functools.cache
+def in_float64(name: str) -> Case:
+    """A case of `MODELS` in float64, whose graph `captured` has; whoever changes the model copies it."""
+    case = MODELS[name]()
+    return Case(model=case.model.double(), example=pytree.tree_map(_double, case.example))
+
+
+@functools.cache
 def captured(name: str) -> Captured:
     """A model of `MODELS`, captured in float64: once for all tests of a process."""
-    case = MODELS[name]()
-    example = pytree.tree_map(_double, case.example)
-    return capture(case.model.double(), example)
+    case = in_float64(name)
+    return capture(case.model, case.example)
 
 
 def _double(x: Any) -> Any:

@@ -17,7 +17,9 @@ from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 import plimsoll as pl
 
-CONVERTED = pytest.mark.xdist_group("converted models")  # files that share them
+# Of files that share them: torch.export takes a second or more for each model.
+CONVERTED = pytest.mark.xdist_group("converted models")
+CAPTURED = pytest.mark.xdist_group("captured models")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.nonlinear import nonlinear, off_centre
 from tests.support.cases import each
 from tests.support.unit.interpreter import analysed, captured
-from tests.support.unit.models import MODELS
+from tests.support.unit.models import CAPTURED, MODELS
+
+pytestmark = CAPTURED
 
 
 def of(model: nn.Module, example: Any, **arguments: Any) -> Analysis:

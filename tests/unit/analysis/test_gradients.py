@@ -12,7 +12,9 @@ from plimsoll.unit.capture.captured_program import Captured, capture
 from plimsoll.unit.changes import NodeChange
 from tests.support.cases import each
 from tests.support.unit.interpreter import analysed, back, captured, drawn, inputs_of, run
-from tests.support.unit.models import MODELS
+from tests.support.unit.models import CAPTURED, MODELS
+
+pytestmark = CAPTURED
 
 
 def gradients(

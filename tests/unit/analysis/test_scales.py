@@ -10,7 +10,9 @@ from torch import Tensor
 from plimsoll.unit.changes import ParameterChange
 from tests.support.cases import each
 from tests.support.unit.interpreter import analysed, back, captured, drawn, inputs_of, run
-from tests.support.unit.models import MODELS
+from tests.support.unit.models import CAPTURED, MODELS
+
+pytestmark = CAPTURED
 
 
 @dataclass(frozen=True)

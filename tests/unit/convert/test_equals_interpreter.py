@@ -4,18 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from plimsoll.unit.analysis.analyzer import analyse
-from plimsoll.unit.capture.captured_program import capture
 from plimsoll.unit.conversion.convert_model import built
-from tests.support.unit.interpreter import run
-from tests.support.unit.models import MODELS
+from tests.support.unit.interpreter import analysed, captured, in_float64, run
+from tests.support.unit.models import CAPTURED, MODELS
 
-
-def _double(nest: Any) -> Any:
-    return pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, nest)
+pytestmark = CAPTURED
 
 
 def _tensors(nest: Any) -> list[Tensor]:
@@ -24,22 +20,19 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_are_the_interpreters(name: str) -> None:
-    case = MODELS[name]()
-    model, (args, kwargs) = case.model.double(), _double(case.call)
-    example = kwargs or args
-    captured = capture(model, example)
-    analysis = analyse(captured)
-    converted = built(model, captured, analysis, seed=3)
+    case, graph, analysis = in_float64(name), captured(name), analysed(name)
+    args, kwargs = case.call
+    converted = built(case.model, graph, analysis, seed=3)
     converted.train()
 
     state: dict[str, Any] = {}
     for key, value in converted.state_dict(keep_vars=True).items():
         copied = value.detach().clone()
         state[key] = copied.requires_grad_(value.requires_grad)
-    for group in captured.ties:
+    for group in graph.ties:
         state |= dict.fromkeys(group, state[group[0]])
     inputs = pytree.tree_leaves((args, kwargs))
-    _, expected = run(captured, analysis.changes, state, inputs, true=False)
+    _, expected = run(graph, analysis.changes, state, inputs, true=False)
     got = converted(*args, **kwargs)
     torch.testing.assert_close(_tensors(got), _tensors(list(expected)), rtol=1e-9, atol=1e-9)
 
@@ -58,12 +51,7 @@ def _backward(outputs: list[Tensor]) -> None:
 
 
 def test_state_has_the_originals_names() -> None:
-    case = MODELS["tied"]()
-    converted = built(case.model, *_analysed(case.model, case.example))
+    case = in_float64("tied")
+    converted = built(case.model, captured("tied"), analysed("tied"))
     assert list(converted.state_dict()) == list(case.model.state_dict())
     assert [name for name, _ in converted.named_modules()] == [name for name, _ in case.model.named_modules()]
-
-
-def _analysed(model: nn.Module, example: Any) -> Any:
-    captured = capture(model, example)
-    return captured, analyse(captured)

@@ -14,7 +14,7 @@ from tests.support.cases import each
 from tests.support.unit.models import CONVERTED, MODELS, converted
 
 pytestmark = CONVERTED
-STEPS = 20
+STEPS = 15
 
 
 def loss_of(found: Any, target: Tensor | None) -> Tensor:

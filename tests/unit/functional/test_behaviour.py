@@ -137,13 +137,13 @@ def test_nan_is_seen(name: str) -> None:
 @each("constraint", CONSTRAINTS)
 @each("name", SHARED)
 def test_with_a_constraint_the_gradient_is_exact(name: str, constraint: str) -> None:
-    function, given = SHARED[name][0], tensors(name, torch.float64)
+    function, given = SHARED[name][0], tensors(name, torch.float64, batch=2)
     assert gradcheck(lambda *x: function(*x, constraint=constraint), given)
 
 
 @each("name", PARAMETERS)
 def test_with_a_constraint_the_inputs_gradient_is_exact_and_the_parameters_is_in_proportion(name: str) -> None:
-    function, (x, *rest) = PARAMETERS[name][0], tensors(name, torch.float64)
+    function, (x, *rest) = PARAMETERS[name][0], tensors(name, torch.float64, batch=2)
     shared = {} if "norm" in name else {"constraint": "gmean"}
     assert gradcheck(lambda x: function(x, *[w.detach() for w in rest], **shared), [x])
     for w in rest:
