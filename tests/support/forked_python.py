@@ -14,7 +14,7 @@ from pathlib import Path
 def main(server: str, python: str, arguments: list[str]) -> None:
     """Carries out the arguments, which are as those of `python`."""
     rest = list(arguments)
-    while rest and rest[0].startswith("-W"):
+    while rest and rest[0].startswith(("-W", "-u")):
         del rest[: 2 if rest[0] == "-W" else 1]
     if not rest or (rest[0][0] == "-" and rest[0] not in {"-c", "-m"}):
         os.execv(python, [python, *arguments])

@@ -312,6 +312,10 @@ def _become(request: Mapping[str, Any], files: Sequence[int]) -> tuple[str, list
     os.environ.update(request["env"])
     arguments = list(request["arguments"])
     filters = [name for name in os.environ.get("PYTHONWARNINGS", "").split(",") if name]
+    if arguments[0] == "-u":
+        del arguments[0]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     while arguments[0].startswith("-W"):
         filters.append(arguments[1] if arguments[0] == "-W" else arguments[0][2:])
         del arguments[: 2 if arguments[0] == "-W" else 1]
