@@ -1,13 +1,14 @@
 """Numbers about the source itself: ``make house``. How large it is, how flat its folders are, what imports what."""
 
 import ast
+import functools
 import io
 import re
 import subprocess
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import networkx as nx
@@ -82,19 +83,33 @@ def comment_lines(source: str) -> int:
     return len(lines)
 
 
-def _imports(path: Path) -> Iterator[str]:
+def statements(path: Path) -> Iterator[ast.AST]:
+    """Every statement of a file, at whatever depth: `ast.walk` without the expressions, which are most of it."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting += getattr(node, name, ())
+
+
+@functools.cache
+def _imports(path: Path) -> Sequence[str]:
     """Every module that a file names in an import: `from a import b` may name the module a.b."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    names: list[str] = []
+    for node in statements(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             members = [f"{node.module}.{alias.name}" for alias in node.names]
             found = [member for member in members if _is_module(member)]
-            yield from found
+            names += found
             if len(found) < len(members):
-                yield node.module
+                names.append(node.module)
+    return names
 
 
+@functools.cache
 def _is_module(name: str) -> bool:
     place = SOURCE.parent / Path(*name.split("."))
     return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ PAGES = (
 )
 _ELSEWHERE = {"make", "pip", "torchrun", "accelerate"}  # these need a checkout, an index or several processes
 _VERDICTS = {"check", "diff", "plan", "receipt"}  # exit code 1 is their answer
+Done = subprocess.CompletedProcess[str]
 _SCRIPT = """
 import torch
 
@@ -44,7 +45,7 @@ for _ in range(40):
 
 
 def shell(line: str, folder: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{processes.commands()}:{os.environ['PATH']}"}
     return subprocess.Popen(
         ["bash", "-c", line], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -103,17 +104,32 @@ def test_commands_run_as_pasted(page: str, project: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorial/five-minutes.md"])
-def test_the_verdict_shown_is_the_verdict_printed(page: str, diagnosed: str) -> None:
+def test_the_verdict_shown_is_the_verdict_printed(page: str, tutorial: Mapping[str, Done]) -> None:
     blocks = re.findall(r"^```text\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
     (shown,) = (block for block in blocks if "Problem:" in block and "alarm  " in block)
-    assert " ".join(shown.split()) in " ".join(diagnosed.split())
+    assert " ".join(shown.split()) in " ".join(tutorial["check"].stdout.split())
+
+
+def test_the_script_of_the_tutorial_gives_the_finding_of_the_page(tutorial: Mapping[str, Done]) -> None:
+    page = (ROOT / "docs/tutorial/five-minutes.md").read_text("utf-8")
+    shown = re.search(r"^plimsoll check runs/first\n```\n\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    ran, checked = tutorial["run"], tutorial["check"]
+    assert ran.returncode == 0 and "plimsoll: watching Sequential (85,002 parameters, AdamW)" in ran.stderr
+    assert checked.returncode == 1
+    assert [line.rstrip() for line in checked.stdout.splitlines()] == shown[1].splitlines()
 
 
 @pytest.fixture(scope="module")
-def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What `plimsoll check` prints of the script of the tutorial."""
+def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Done]:
+    """The two commands of the tutorial for newcomers, carried out with its script."""
     folder = tmp_path_factory.mktemp("five-minutes")
-    tutorial = (ROOT / "docs/tutorial/five-minutes.md").read_text("utf-8")
-    (folder / "train.py").write_text(re.findall(r"^```python\n(.*?)^```", tutorial, re.MULTILINE | re.DOTALL)[0])
-    carry_out("plimsoll run -o runs/first train.py", folder)
-    return processes.python("-m", "plimsoll", "check", "runs/first", cwd=folder).stdout
+    page = (ROOT / "docs/tutorial/five-minutes.md").read_text("utf-8")
+    script = re.search(r"^```python\n(import torch\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert script is not None
+    (folder / "train.py").write_text(script[1])
+
+    def command(*words: str) -> Done:
+        return processes.python("-m", "plimsoll", *words, cwd=folder, env=os.environ | {"COLUMNS": "100"})
+
+    return {"run": command("run", "--output", "runs/first", "train.py"), "check": command("check", "runs/first")}

@@ -12,7 +12,7 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs(example: Path, tmp_path: Path) -> None:
-    result = processes.python("-W", "error", example, cwd=tmp_path)
+    result = processes.python("-W", "error", example, cwd=tmp_path, forks=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
     assert result.stderr == ""

@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import plimsoll.spectrum
-from tests.support.cases import each
 from tests.support.diagnosis.stories import SOUND
 
 _HEAVY = {"torch", "numba", "triton", "pyarrow", "scipy", "typer", "rich", "plotly", "fastapi", "pandas"}
@@ -18,6 +18,23 @@ def loaded_by(code: str) -> set[str]:
     probe = f"import sys\n{code}\nprint('\\n\\0', *sys.modules)"
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     return _HEAVY & set(result.stdout.rpartition("\n\0")[2].split())
+
+
+def loaded_by_each(first: str, codes: Sequence[str]) -> list[set[str]]:
+    """The same after `first` and each of the codes: one interpreter runs `first` and forks for each of them."""
+    probe = f"""
+import os, sys
+{first}
+for code in {[*codes]!r}:
+    sys.stdout.flush()
+    if os.fork() == 0:
+        exec(code)
+        print("\\n\\0", *sys.modules, "\\0", flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, code
+"""
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    return [_HEAVY & set(loaded.split()) for loaded in result.stdout.split("\0")[1::2]]
 
 
 @pytest.mark.parametrize(
@@ -60,9 +77,10 @@ READING = (
 )  # fmt: skip
 
 
-@each("module", READING)
-def test_reading_needs_no_torch(module: str) -> None:
-    assert not loaded_by(f"import {module}") & {"torch", "numba", "triton", "scipy", "plotly", "fastapi", "pandas"}
+def test_reading_needs_no_torch() -> None:
+    """All are imported by one interpreter, so what one of them loads is there until the last."""
+    loaded = loaded_by("\n".join(f"import {module}" for module in READING))
+    assert not loaded & {"torch", "numba", "triton", "scipy", "plotly", "fastapi", "pandas"}
 
 
 COMMANDS = (
@@ -72,17 +90,17 @@ COMMANDS = (
 )  # fmt: skip
 
 
-@each(("command", "unneeded"), COMMANDS)
-def test_commands_that_read_import_no_torch(
-    command: str, unneeded: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_that_read_import_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SOUND.write(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    arguments = [str(tmp_path / "run") if word == "RUN" else word for word in command.split()]
-    code = f"import sys\nfrom plimsoll.cli import app\napp({arguments!r}, standalone_mode=False)"
-    loaded = loaded_by(code)
-    assert not loaded & ({"torch", "numba", "triton", "scipy", "plotly", "fastapi", "pandas"} | unneeded)
-    assert "pyarrow" in loaded or "--rules" in command
+    arguments = [[str(tmp_path / "run") if word == "RUN" else word for word in each.split()] for each, _ in COMMANDS]
+    codes = [f"app({words!r}, standalone_mode=False)" for words in arguments]
+    for (command, unneeded), loaded in zip(
+        COMMANDS, loaded_by_each("import numpy\nfrom plimsoll.cli import app", codes), strict=True
+    ):
+        too_much = {"torch", "numba", "triton", "scipy", "plotly", "fastapi", "pandas"} | unneeded
+        assert not loaded & too_much, command
+        assert "pyarrow" in loaded or "--rules" in command, command
 
 
 def test_a_table_without_rows_needs_no_pandas() -> None:

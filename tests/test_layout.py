@@ -51,7 +51,7 @@ def test_sections_of_docstrings_begin_a_line() -> None:
     lost = [
         f"{path}:{node.lineno}"
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in house.statements(path)
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and re.search(r"\S (Args|Attributes|Returns|Raises|Yields):", ast.get_docstring(node) or "")
     ]

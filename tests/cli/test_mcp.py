@@ -109,8 +109,8 @@ def state(folder: Path) -> dict[str, bytes]:
 def session(folder: Path) -> dict[str, Any]:
     """One conversation with one server: its tools, and what it answered to each question."""
     server = StdioServerParameters(
-        command=sys.executable,
-        args=["-m", "plimsoll", "mcp", str(folder)],
+        command=str(processes.commands() / "plimsoll"),
+        args=["mcp", str(folder)],
         env={"PYTHONPATH": processes.PYTHONPATH, "OMP_NUM_THREADS": "1"},
     )
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ ALL = {"weights", "gradients", "activations", "activation_gradients", "optimizer
 # The script's own warnings are its own; threads that spin would take the cores of other workers.
 UNSET = {"PYTHONWARNINGS", "RANK", "PLIMSOLL_QUIET"}
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in UNSET} | {"OMP_NUM_THREADS": "1"}
+Start = Callable[..., subprocess.CompletedProcess[str]]
 PATHS = f"{os.environ['PYTHONPATH']}{os.pathsep}" if os.environ.get("PYTHONPATH") else ""
 
 
@@ -34,7 +36,7 @@ def fresh(*arguments: object, cwd: Path, **environment: str) -> subprocess.Compl
 
 
 def python(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return processes.python(*arguments, cwd=cwd, env=ENVIRONMENT | environment)
+    return processes.python(*arguments, cwd=cwd, env=ENVIRONMENT | environment, forks=True)
 
 
 def watched(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -54,10 +56,10 @@ def theirs(result: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in result.stderr.splitlines() if not line.startswith("plimsoll")]
 
 
-def same(cwd: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def same(cwd: Path, *arguments: object, start: Start = fresh, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a script both ways and compares all that can be seen of it."""
-    alone = fresh(*arguments, cwd=cwd, **environment)
-    run = fresh("-m", "plimsoll", "run", *arguments, cwd=cwd, **environment)
+    alone = start(*arguments, cwd=cwd, **environment)
+    run = start("-m", "plimsoll", "run", *arguments, cwd=cwd, **environment)
     assert (run.returncode, run.stdout, theirs(run)) == (alone.returncode, alone.stdout, theirs(alone))
     return run
 
@@ -166,7 +168,7 @@ def test_the_names_it_takes_are_those_of_watch() -> None:
 
 
 def test_a_plain_loop_is_recorded_and_trains_the_same_to_the_bit(tmp_path: Path) -> None:
-    result = same(tmp_path, SCRIPTS / "mnist.py", "--every", "0.05")
+    result = same(tmp_path, SCRIPTS / "mnist.py", "--every", "0.05", start=python)
     assert result.returncode == 0 and result.stdout.count("loss 0x") == 6
     (folder,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"mnist-\d{8}-\d{6}", folder.name)

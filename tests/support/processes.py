@@ -9,17 +9,23 @@ are about.
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
+import select
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -38,14 +44,24 @@ _NEEDED = (
     "rich.console", "rich.table", "plotly.graph_objects",
 )  # fmt: skip
 used = [0.0]  # CPU seconds of all such processes that have ended
+_USED = "used"  # a file of the CPU seconds of other processes' processes
+_ABOVE = 200  # the numbers of files that no process has
 _SHOWN = 15_000  # characters of what a rank that failed has said
 
 
 def python(
-    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, forks: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python` with these arguments (a script, `-m module` or `-c code`, after any `-W filter`) to its end."""
-    return Process(arguments, cwd, env).done()
+    """Runs `python` with these arguments (a script, `-m module` or `-c code`, after any `-W filter`) to its end.
+
+    With `forks`, what it starts through `sys.executable`, as `multiprocessing` does, is forked likewise.
+    """
+    return Process(arguments, cwd, env, forks=forks).done()
+
+
+def commands() -> Path:
+    """The folder of a `python` and a `plimsoll` that are forked likewise, for shells."""
+    return _server().folder if sys.platform == "linux" else Path(sys.executable).parent
 
 
 def ranks(script: Path, arguments: Sequence[Sequence[object]]) -> list[str]:
@@ -99,7 +115,14 @@ def as_ranks(
 class Process:
     """A running or ended process, whose output goes to files."""
 
-    def __init__(self, arguments: Sequence[object], cwd: Path | None, env: Mapping[str, str] | None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        cwd: Path | None,
+        env: Mapping[str, str] | None,
+        *,
+        forks: bool = False,
+    ) -> None:
         self.arguments = [str(argument) for argument in arguments]
         self._output, self._errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         self._until = time.monotonic() + HANG_SECONDS
@@ -109,9 +132,11 @@ class Process:
             "arguments": self.arguments,
             "cwd": str(cwd or Path.cwd()),
             "env": dict(os.environ if env is None else env),
+            "places": [1, 2],
+            "forks": _server().place if forks and sys.platform == "linux" else None,
         }
         self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        _server().start(request, [self._output.fileno(), self._errors.fileno(), theirs.fileno()])
+        _server().start(request, [theirs.fileno(), self._output.fileno(), self._errors.fileno()])
         theirs.close()
         self._lines = b""
         while b"\n" not in self._lines:
@@ -134,7 +159,7 @@ class Process:
             if b"\n" in self._lines:
                 code, seconds = self._lines.split()
                 self._code = int(code)
-                used[0] += float(seconds)
+                used[0] += float(seconds) + _server().used_by_others()
                 self._said = [self._read(file) for file in (self._output, self._errors)]
                 self._status.close()
             if self._code is None and time.monotonic() > self._until:
@@ -175,14 +200,34 @@ class _Server:
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
         environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONWARNINGS", "RANK"}}
-        command = [sys.executable, "-m", "tests.support.processes", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, env=environment | own, pass_fds=[theirs.fileno()], cwd=ROOT)
+        self.folder = Path(tempfile.mkdtemp(prefix="forks-"))
+        self.place = str(self.folder / "socket")
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(self.place)
+        listener.listen()
+        given = (theirs.fileno(), listener.fileno())
+        command = [sys.executable, "-m", "tests.support.processes", *map(str, given)]
+        self.process = subprocess.Popen(command, env=environment | own, pass_fds=given, cwd=ROOT)
         theirs.close()
+        listener.close()
+        for name, words in (("python", ""), ("plimsoll", "-m plimsoll ")):
+            known = shlex.join([sys.executable, "-IS", str(SUPPORT / "forked_python.py"), self.place, sys.executable])
+            (self.folder / name).write_text(f'#!/bin/sh\nexec {known} {words}"$@"\n')
+            (self.folder / name).chmod(0o755)
+        self._read = 0
         atexit.register(self._end)
 
     def _end(self) -> None:
         self.requests.close()
         self.process.wait()
+        shutil.rmtree(self.folder)
+
+    def used_by_others(self) -> float:
+        """CPU seconds of processes that others than the tests asked for, and that ended since this was last called."""
+        noted = self.folder / _USED
+        lines = noted.read_text().splitlines() if noted.exists() else []
+        self._read, new = len(lines), lines[self._read :]
+        return sum(map(float, new))
 
     def start(self, request: Mapping[str, Any], files: Sequence[int]) -> None:
         """Asks for a process."""
@@ -197,49 +242,89 @@ def _server() -> _Server:
     return _Server()
 
 
-def _serve(requests: socket.socket) -> tuple[dict[str, Any], Sequence[int]] | None:
-    """Forks at each request; returns in the processes that are to carry one out, and None at the end."""
+def _serve(requests: socket.socket, others: socket.socket) -> tuple[dict[str, Any], Sequence[int]] | None:
+    """Forks at each request; returns in the processes that are to carry one out, and None at the end.
+
+    `others`: where processes ask that are not the tests'.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the keepers are nobody's to wait for
+    used = Path(others.getsockname()).parent / _USED
     while True:
-        said, files, _, _ = socket.recv_fds(requests, 1, 4)
-        if not said:
-            return None
-        if os.fork() == 0:
+        ready, _, _ = select.select([requests, others], [], [])
+        if requests in ready:
+            said, files, _, _ = socket.recv_fds(requests, 1, 4)
+            if not said:
+                return None
+        else:
+            asking, _ = others.accept()
+            said, files, _, _ = socket.recv_fds(asking, 1, 64)
+            files.insert(1, asking.detach())
+        if said and os.fork() == 0:
             requests.close()
+            others.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            return _keep(files)
+            return _keep(files, None if requests in ready else used)
         for file in files:
             os.close(file)
 
 
-def _keep(files: Sequence[int]) -> tuple[dict[str, Any], Sequence[int]]:
-    """Forks the process, says its number, waits for it and says how it ended."""
+def _keep(files: Sequence[int], used: Path | None) -> tuple[dict[str, Any], Sequence[int]]:
+    """Forks the process, says its number, waits for it and says how it ended.
+
+    `used`: where its CPU seconds are noted if not a test has asked for it; it ends with who has.
+    """
     pid = os.fork()
     if pid == 0:
-        os.close(files[3])
-        return json.loads(os.pread(files[0], os.fstat(files[0]).st_size, 0)), files[1:3]
-    os.write(files[3], b"%d\n" % pid)
+        os.close(files[1])
+        return json.loads(os.pread(files[0], os.fstat(files[0]).st_size, 0)), files[2:]
+    for file in files[2:]:
+        os.close(file)
+    os.write(files[1], b"%d\n" % pid)
+    if used is not None:
+        threading.Thread(target=_end_with, args=(files[1], pid), daemon=True).start()
     _, status, usage = os.wait4(pid, 0)
-    os.write(files[3], b"%d %f\n" % (os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime))
+    seconds = usage.ru_utime + usage.ru_stime
+    if used is not None:
+        with used.open("a") as noted:
+            noted.write(f"{seconds:f}\n")
+    with contextlib.suppress(BrokenPipeError):
+        os.write(files[1], b"%d %f\n" % (os.waitstatus_to_exitcode(status), seconds))
     os._exit(0)
+
+
+def _end_with(asking: int, pid: int) -> None:
+    """Ends the process when who has asked for it is gone."""
+    os.read(asking, 1)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _become(request: Mapping[str, Any], files: Sequence[int]) -> tuple[str, list[str]]:
     """Makes of this process the one that was asked for; returns how its program is given, and its arguments."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    for file, place in zip((null, *files), (0, 1, 2), strict=True):
+    given = (os.open(os.devnull, os.O_RDONLY), *files)
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _ABOVE) for file in given]  # or one could take another's place
+    for file, place in zip(moved, (0, *request["places"]), strict=True):
         os.dup2(file, place)
+    for file in (*moved, *(file for file in given if file not in {0, *request["places"]})):
+        os.close(file)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
     arguments = list(request["arguments"])
     filters = [name for name in os.environ.get("PYTHONWARNINGS", "").split(",") if name]
-    while arguments[0] == "-W":
-        filters.append(arguments[1])
-        del arguments[:2]
+    if arguments[0] == "-u":
+        del arguments[0]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    while arguments[0].startswith("-W"):
+        filters.append(arguments[1] if arguments[0] == "-W" else arguments[0][2:])
+        del arguments[: 2 if arguments[0] == "-W" else 1]
     sys.warnoptions[:] = filters  # processes that this one starts get them too
     for name in filters:
         warnings.simplefilter(name)  # type: ignore[arg-type]  (only actions are given)
+    if request["forks"] is not None:
+        sys.executable = str(Path(request["forks"]).parent / "python")
+        multiprocessing.set_executable(sys.executable)
     kind = arguments.pop(0) if arguments[0] in {"-c", "-m"} else "script"
     first = str(Path(arguments[0]).resolve().parent) if kind == "script" else "" if kind == "-c" else str(Path.cwd())
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -284,13 +369,14 @@ def _leave(imported: dict[str, ModuleType]) -> None:
             del sys.modules[name]
 
 
-def _main(place: str) -> None:
-    with socket.socket(fileno=int(place)) as requests:
+def _main(*places: str) -> None:
+    requests, others = (socket.socket(fileno=int(place)) for place in places)
+    with requests, others:
         _import()
-        asked = _serve(requests)
+        asked = _serve(requests, others)
     if asked is not None:
         _run(*_become(*asked))
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(*sys.argv[1:])

@@ -4,7 +4,7 @@ optimizer state are random values of a given size at each step, held in a given 
 A story tells one fault by changing one of these; `SOUND` is what is changed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from plimsoll.runs.records import EXTRAS
 LAYERS = tuple(f"blocks.{i}.{part}" for i in range(6) for part in ("attn", "mlp"))
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 VALUES = 512  # of each tensor
+_UNMEASURED = ("true activations", "weight norms")
 
 Size = Callable[[str, int], float]  # of a layer at a step
 Make = Callable[[Tensor, str, int], Tensor]
@@ -110,49 +111,96 @@ class Story:
         }
 
     def _sample(self, writer: RunWriter, step: int, scale: float) -> None:
-        random = torch.Generator().manual_seed(step)
-        series, tensors, scales, extras = [], [], [], []
-
-        def add(collection: str, name: str, fmt: str, x: Tensor, scale: float = 1.0, **beside: float) -> None:
-            series.append(writer.series(collection, name, format=fmt))
-            tensors.append(x)
-            scales.append(scale)
-            extras.append(beside)
-
-        for layer in LAYERS:
-            normal = torch.randn(3, VALUES, generator=random)
-            gradient = self.change_gradient(normal[0] * self.gradient_std(layer, step), layer, step)
-            held = held_in(gradient * scale, self.gradient_fmt)
-            bias, noise = self.error(layer, step) if self.error else (0.0, 0.0)
-            wrong = errors(held / scale, bias, noise) if self.error else {}
-            add("gradients", f"{layer}.weight", self.gradient_fmt, held / scale, **wrong)
-            wrong = errors(held, bias, noise) if self.error else {}
-            add("activation_gradients", f"{layer}:output", self.gradient_fmt, held, scale, **wrong)
-            x = self.change_activation(normal[1] * self.activation_std(layer, step), layer, step)
-            wrong = errors(x, bias / 8, noise / 8) if self.error else {}
-            add("activations", f"{layer}:output", self.activation_fmt, held_in(x, self.activation_fmt), **wrong)
-            if self.score:
-                top = torch.full((16,), self.score(layer, step)) - torch.rand(16, generator=random)
-                add("activations", f"{layer}:scores", self.activation_fmt, held_in(top, self.activation_fmt))
-            weight = self.change_weight(normal[2] * self.weight_std(layer, step), layer, step)
-            full = {"last_bin": VALUES * self.last_bin(layer, step)} if self.last_bin else {}
-            add("weights", f"{layer}.weight", self.weight_fmt, held_in(weight, self.weight_fmt), **full)
-            norm = float(weight.norm())
-            update = normal[0] * norm * self.update_ratio(layer, step) / VALUES**0.5
-            moved = {"pushed": VALUES, "unmoved": VALUES * self.unmoved(layer, step), "weight_norm": norm}
-            add("updates", f"{layer}.weight", self.weight_fmt, update, **moved)
-            add("optimizer", f"{layer}.weight:exp_avg", self.moment_fmt, held_in(gradient, self.moment_fmt))
-            add("optimizer", f"{layer}.weight:exp_avg_sq", self.moment_fmt, held_in(gradient**2, self.moment_fmt))
+        """Writes the numbers of one step."""
+        measured, tops = self._values(step, scale)
+        tensors, scales, extras = [], [], []
+        for place in range(len(LAYERS)):
+            beside = self._beside(measured, place, step)
+            for name, rows in measured.items():
+                if name not in _UNMEASURED:
+                    tensors.append(rows[place])
+                    scales.append(scale if name == "activation_gradients" else 1.0)
+                    extras.append(beside.get(name, {}))
+                if name == "activations" and tops:
+                    tensors.append(tops[place])
+                    scales.append(1.0)
+                    extras.append({})
         moving = {role: scale(step) for role, (_, scale) in self.casts.items() if callable(scale)}
         if moving:
             values = {scalar_of(layer, role): scale for layer in LAYERS for role, scale in moving.items()}
             writer.write(Scalars(step=step, values=values))
         bank = new_bank(len(tensors))
         measure_into(tensors, bank, list(range(len(tensors))), accumulate=False)
-        columns = {n: np.array([e.get(n, np.nan) for e in extras]) for n in EXTRAS}
-        index = np.arange(len(tensors))
-        rows, ids = bank.numpy()[: len(tensors)], np.array(series)
+        columns = {name: np.full(len(tensors), np.nan) for name in EXTRAS}
+        for place, numbers in enumerate(extras):
+            for name, value in numbers.items():
+                columns[name][place] = value
+        ids = np.array([writer.series(collection, name, format=fmt) for collection, name, fmt in self._series()])
+        index, rows = np.arange(len(tensors)), bank.numpy()
         writer.write(Batch(step=step, rows=rows, index=index, series=ids, scales=np.array(scales), extras=columns))
+
+    def _values(self, step: int, scale: float) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The values of all layers, a layer a row, in the order of `_series`; and the scores of each."""
+        random = torch.Generator().manual_seed(step)
+        drawn, tops = [], []
+        for layer in LAYERS:
+            drawn.append(torch.randn(3, VALUES, generator=random))
+            if self.score:
+                top = torch.full((16,), self.score(layer, step)) - torch.rand(16, generator=random)
+                tops.append(held_in(top, self.activation_fmt))
+        normal = torch.stack(drawn, 1)
+
+        def of_size(x: Tensor, size: Size) -> Tensor:
+            return x * torch.tensor([[size(layer, step)] for layer in LAYERS])
+
+        def changed(change: Make, x: Tensor) -> Tensor:
+            return torch.stack([change(row, layer, step) for row, layer in zip(x, LAYERS, strict=True)])
+
+        gradient = changed(self.change_gradient, of_size(normal[0], self.gradient_std))
+        held = held_in(gradient * scale, self.gradient_fmt)
+        x = changed(self.change_activation, of_size(normal[1], self.activation_std))
+        weight = changed(self.change_weight, of_size(normal[2], self.weight_std))
+        norms = torch.stack([torch.linalg.vector_norm(row) for row in weight])
+        measured = {
+            "gradients": held / scale,
+            "activation_gradients": held,
+            "activations": held_in(x, self.activation_fmt),
+            "weights": held_in(weight, self.weight_fmt),
+            "updates": of_size(normal[0] * norms[:, None], self.update_ratio) / VALUES**0.5,
+            "exp_avg": held_in(gradient, self.moment_fmt),
+            "exp_avg_sq": held_in(gradient**2, self.moment_fmt),
+            "true activations": x,
+            "weight norms": norms,
+        }
+        return measured, tops
+
+    def _beside(self, measured: Mapping[str, Tensor], place: int, step: int) -> dict[str, dict[str, float]]:
+        """The numbers beside those of a layer's tensors, by the name of the tensor."""
+        layer, norm = LAYERS[place], float(measured["weight norms"][place])
+        beside: dict[str, dict[str, float]] = {
+            "updates": {"pushed": VALUES, "unmoved": VALUES * self.unmoved(layer, step), "weight_norm": norm}
+        }
+        if self.last_bin:
+            beside["weights"] = {"last_bin": VALUES * self.last_bin(layer, step)}
+        if self.error:
+            bias, noise = self.error(layer, step)
+            beside["gradients"] = errors(measured["gradients"][place], bias, noise)
+            beside["activation_gradients"] = errors(measured["activation_gradients"][place], bias, noise)
+            beside["activations"] = errors(measured["true activations"][place], bias / 8, noise / 8)
+        return beside
+
+    def _series(self) -> Iterator[tuple[str, str, str]]:
+        """Collection, name and format of each tensor of a sample, in the order of the samples."""
+        for layer in LAYERS:
+            yield "gradients", f"{layer}.weight", self.gradient_fmt
+            yield "activation_gradients", f"{layer}:output", self.gradient_fmt
+            yield "activations", f"{layer}:output", self.activation_fmt
+            if self.score:
+                yield "activations", f"{layer}:scores", self.activation_fmt
+            yield "weights", f"{layer}.weight", self.weight_fmt
+            yield "updates", f"{layer}.weight", self.weight_fmt
+            yield "optimizer", f"{layer}.weight:exp_avg", self.moment_fmt
+            yield "optimizer", f"{layer}.weight:exp_avg_sq", self.moment_fmt
 
 
 def errors(x: Tensor, bias: float, noise: float) -> dict[str, float]:

@@ -14,7 +14,7 @@ from plimsoll.errors import NotRecordedError
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, array, pa, pc, strings, values_of
 from plimsoll.runs.columns.schema import BLOCK_COLUMNS, SCHEMAS, WIDE, Kind
-from plimsoll.runs.reading.run_folder import RunFolder
+from plimsoll.runs.reading.run_folder import RunFolder, SmallTables
 from plimsoll.runs.storage import parquet
 from plimsoll.runs.storage.location import StorageLocation
 from plimsoll.runs.storage.parts import Part
@@ -104,7 +104,7 @@ def select(
     more = [name for name in chosen if name not in always and (blocks or name not in BLOCK_COLUMNS)]
 
     def load(place: StorageLocation, part: Part) -> Table:
-        return _load(place, part, (names, more), equal or {}, wanted, folder.visible_end(part))
+        return _load(place, part, (names, more), equal or {}, wanted, folder.visible_end(part), folder.small_tables)
 
     # Row groups whose statistics exclude such rows are not read.
     loaded = folder.read(lambda: [p for p in folder.of(kind) if _is_worth_reading(folder, p, wanted)], load)
@@ -127,6 +127,7 @@ def _load(
     equal: Mapping[str, Collection[str]],
     steps: Steps,
     end: int,
+    small: SmallTables,
 ) -> Table:
     """Return a part's selected rows up to step `end`.
 
@@ -144,7 +145,8 @@ def _load(
     needed, groups = list(dict.fromkeys([*wanted, *bounds])), parquet.groups_with(file, bounds)
     tables: list[Table] = []
     for start in range(0, max(1, len(groups)), _GROUPS):
-        table = parquet.read(file, part, needed, groups[start : start + _GROUPS])
+        some = groups[start : start + _GROUPS]
+        table = small.get((part, *needed, *some), functools.partial(parquet.read, file, part, needed, some))
         masks = [pc.is_in(table[name], value_set=strings(sorted(values))) for name, values in equal.items()]
         if "step" in bounds:
             masks.append(array(Steps(low=steps.low, high=high + 1).mask(values_of(table["step"]))))

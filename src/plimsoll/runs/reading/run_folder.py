@@ -5,7 +5,7 @@ import os
 import re
 import socket
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ def _started(pid: int) -> float | None:
 _NAMED = 6  # runs below a folder that holds none itself, and missing ranks
 _LONGEST = 300  # characters of what pyarrow says about a damaged part
 _DAMAGED = re.compile(r"\.damaged(-\d+)?$")  # what a writer set aside
+_SMALL_BYTES = 1 << 23
 _ATTEMPTS = 20  # listings, where a live writer's compaction takes parts away between listing and reading
 
 
@@ -118,6 +119,31 @@ class IncompleteRank:
         )
 
 
+class SmallTables:
+    """Small tables that were read, since a small part has all collections in one row group, and each asks for it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Any] = {}
+        self._bytes = 0
+
+    def get(self, key: Hashable, read: Callable[[], Any]) -> Any:
+        """Return the table that was read under this key, or read it; past 8 MB those of before are forgotten."""
+        if key in self._kept:
+            return self._kept[key]
+        table = read()
+        if table.nbytes <= _SMALL_BYTES // 4:
+            if self._bytes + table.nbytes > _SMALL_BYTES:
+                self.forget()
+            self._kept[key] = table
+            self._bytes += table.nbytes
+        return table
+
+    def forget(self) -> None:
+        """Forget all tables."""
+        self._kept.clear()
+        self._bytes = 0
+
+
 class RunFolder:
     """Listing of a run's folder: manifests by rank, valid parts, and problems.
 
@@ -137,10 +163,12 @@ class RunFolder:
         self._left_out: dict[str, str] = {}
         self.short: list[IncompleteRank] = []
         self._warned: set[str] | None = set() if warn else None
+        self.small_tables = SmallTables()
         self.refresh()
 
     def refresh(self) -> None:
         """List the folder again."""
+        self.small_tables.forget()
         missing = self._list()
         for _ in range(_ATTEMPTS):
             # A writer removes what it has replaced; its manifest says so since, where that is why parts are missing.
