@@ -1,6 +1,7 @@
 """The autograd graph of a loss: leaves, loss scale and values for the backward."""
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any, cast
@@ -10,6 +11,7 @@ from torch import Tensor
 
 # Attributes of results, and of running statistics, which come from no other operation; others have arguments.
 _RESULTS = ("_saved_result", "_saved_out", "_saved_logsumexp", "_saved_running_")
+_LAST = 12  # nodes behind a loss that keep what the loss function was given
 _NEAREST = 64  # nodes behind a loss among which its loss scale, or a softmax of it, is looked for
 # Losses that apply a softmax or a sigmoid themselves, and the operation that has made probabilities of logits before.
 _OF_LOGITS = {
@@ -62,6 +64,13 @@ def kept_values(node: Any) -> Iterator[tuple[bool, Tensor]]:
         for x in cast("list[Any]", value) if isinstance(value, (list, tuple)) else [value]:
             if isinstance(x, Tensor):
                 yield name.startswith(_RESULTS), x
+
+
+def is_nan_before(loss: Tensor) -> bool:
+    """Return whether a value kept for the loss's last operations is NaN; on a CPU."""
+    nodes = itertools.islice(_nodes([loss]), _LAST)
+    kept = (x.detach() for node in nodes for _, x in kept_values(node))
+    return any(x.is_floating_point() and x.device.type == "cpu" and bool(torch.isnan(x).any()) for x in kept)
 
 
 @functools.cache
