@@ -91,7 +91,7 @@ class FirstWeights:
         ranks, step = self.core.ranks, self.core.step
         if ranks.wrapper != "DistributedDataParallel" or ranks.data_parallel < 2 or self.core.settings.ranks != "each":
             return
-        weights = [(clean(raw), p) for raw, p in model.named_parameters() if p.dim() > 1 and _is_plain(p)]
+        weights = [(clean(raw), p) for raw, p in model.named_parameters() if p.dim() > 1 and is_plain(p)]
         weights = weights[:: -(-len(weights) // _FIRST) or 1]
         # What other ranks record too: of parameters that the wrapper ignores each rank has its own.
         shared = [(name, p) for name, p in weights if ranks.data_index == 0 or not ranks.counts(p)]
@@ -109,7 +109,7 @@ class Overwrites:
     """A few weights of an optimizer, to see updates that are undone between steps."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._weights = [weakref.ref(p) for p in weights if _is_plain(p)]
+        self._weights = [weakref.ref(p) for p in weights if is_plain(p)]
         self._versions: list[int] = []  # after the last step
         self._before: Tensor | None = None
         self._after: Tensor | None = None
@@ -128,7 +128,7 @@ class Overwrites:
         written = len(versions) == len(self._versions) > 0
         written = written and all(a != b for a, b in zip(versions, self._versions, strict=True))
         self._written = self._written + 1 if written else 0
-        now = _some(weights) if self._written >= _STREAK else None
+        now = some_values(weights) if self._written >= _STREAK else None
         if now is None or self._after is None or self._before is None or now.shape != self._before.shape:
             self.undone = []
         else:
@@ -144,7 +144,7 @@ class Overwrites:
         """The optimizer's step has returned."""
         weights = self._live()
         self._versions = [p._version for p in weights]  # noqa: SLF001  (likewise)
-        self._after = None if self._before is None else _some(weights)
+        self._after = None if self._before is None else some_values(weights)
         if self._after is None or self._before is None or self._after.shape != self._before.shape:
             self._before = self._after = None
 
@@ -168,7 +168,7 @@ class Sums:
     """Some values of an optimizer's 16-bit gradients, while micro-batches are added."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        chosen = [p for p in weights if p.dtype in SIXTEEN_BIT and _is_plain(p)]
+        chosen = [p for p in weights if p.dtype in SIXTEEN_BIT and is_plain(p)]
         self._weights = [weakref.ref(p) for p in chosen]
         self.format = FORMATS[chosen[0].dtype].name if chosen else ""
         self.backwards = 0  # since the last step
@@ -190,13 +190,13 @@ class Sums:
             return
         self.backwards += 1
         group = self._group()
-        self._before = _some(self._gradients()) if group else None
+        self._before = some_values(self._gradients()) if group else None
 
     @torch.no_grad()
     def backward_ends(self) -> None:
         """A backward has ended."""
         before, self._before = self._before, None
-        now = None if before is None else _some(self._gradients())
+        now = None if before is None else some_values(self._gradients())
         if before is not None and now is not None and now.shape == before.shape:
             self._changed.setdefault(self._group(), []).append((now != before).sum())
 
@@ -215,7 +215,7 @@ class Sums:
 
     def _gradients(self) -> list[Tensor]:
         weights = [p for ref in self._weights if (p := ref()) is not None]
-        return [p.grad for p in weights if p.grad is not None and _is_plain(p.grad)]
+        return [p.grad for p in weights if p.grad is not None and is_plain(p.grad)]
 
 
 def is_rounded_away(counts: DeviceValue) -> bool:
@@ -233,7 +233,8 @@ def _modules(model: nn.Module) -> "Iterable[tuple[str, nn.Module]]":
     return cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
+    """Return True for a tensor that can be read as it lies in memory."""
     plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta and not x.is_inference()
     if not plain or not x.numel() or not x.is_contiguous():
         return False
@@ -241,7 +242,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _has_rows(p: Tensor) -> bool:
-    return _is_plain(p) and p.dim() > 1 and p.shape[0] > 1
+    return is_plain(p) and p.dim() > 1 and p.shape[0] > 1
 
 
 def _rows(p: Tensor) -> Tensor:
@@ -250,8 +251,8 @@ def _rows(p: Tensor) -> Tensor:
     return rows[:: -(-len(rows) // _SIDE), :_SIDE].float().clone()
 
 
-def _some(tensors: Sequence[Tensor]) -> Tensor | None:
+def some_values(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return first values of tensors, or None if not readable on one device."""
-    if not tensors or len({x.device for x in tensors}) > 1 or not all(map(_is_plain, tensors)):
+    if not tensors or len({x.device for x in tensors}) > 1 or not all(map(is_plain, tensors)):
         return None
     return torch.cat([x.detach().reshape(-1)[:_VALUES].float() for x in tensors])
