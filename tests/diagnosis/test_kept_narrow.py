@@ -156,6 +156,19 @@ def one_by_one(dtype: torch.dtype, rows: int) -> Callable[[nn.Module, int], Tens
     return loss
 
 
+def clipped_at_once(largest: float, *, anew: bool = False) -> Callable[[nn.Module, int], Tensor]:
+    """A micro-batch whose gradients are added to those of the ones before it, which are clipped first."""
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        nn.utils.clip_grad_norm_(model.parameters(), largest)
+        for p in model.parameters() if anew else ():  # they are kept elsewhere, and begin at zero again
+            if p.grad is not None:
+                p.grad.zero_()
+        return plain(model, step)
+
+    return loss
+
+
 def left(step: int) -> Callable[..., None]:
     """An evaluation after a step, and no training mode after it."""
     return lambda model, optimizer, now: model.eval() if now == step else None
@@ -196,6 +209,8 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
     "losses added up": ({"loss": one_by_one(torch.bfloat16, 300), "steps": 3}, (*NARROW, "loss added up one by one")),
     "divided twice": ({"loss": lambda m, s: plain(m, s) / 4 * 0.25, "accumulate": 4},
                       ("gradients-mishandled", "divided by the number of micro-batches twice")),
+    "clipped at each micro-batch": ({"loss": clipped_at_once(0.01), "accumulate": 4},
+                                    ("gradients-mishandled", "clipped before all micro-batches are added up")),
     "never in training mode": ({"model": net(nn.BatchNorm1d(32), nn.ReLU()).eval()}, ("evaluation-mode", "")),
     "left in evaluation": ({"model": net(nn.Dropout(0.1)), "after": left(3), "steps": 20}, ("evaluation-mode", "")),
     "statistics stuck": ({"model": Statistics(torch.bfloat16, 0.002), "steps": 1030}, ("average-stuck", "")),
@@ -221,6 +236,11 @@ RIGHT: dict[str, dict[str, Any]] = {
     "divided once": {"loss": lambda m, s: plain(m, s) / 4, "accumulate": 4},
     "a mean, divided": {"loss": lambda m, s: (plain(m, s) + plain(m, s)) / 2 / 2, "accumulate": 2},
     "divided twice by what is no number of batches": {"loss": lambda m, s: plain(m, s) / 8 / 8, "accumulate": 4},
+    "clipped once": {
+        "before": lambda m, o, s: nn.utils.clip_grad_norm_(m.parameters(), 0.01), "accumulate": 4,
+    },
+    "norms taken of each micro-batch": {"loss": clipped_at_once(1e9), "accumulate": 4},
+    "each micro-batch clipped by itself": {"loss": clipped_at_once(0.01, anew=True), "accumulate": 4},
     "norms that are frozen": {"model": frozen()},
     "a whole model that is frozen": {"model": frozen().eval()},
     "evaluated in between": {

@@ -178,7 +178,6 @@ def divided_twice(run: Training, *, sound: bool = False) -> None:
     "clipped-at-each-micro-batch",
     named=r"clip[^>]*(micro|accumul|each|twice|more than once|before)|gradients-mishandled|accumulat",
     misleading="dead-layer",
-    held_back=True,
 )
 def clipped_micro(run: Training, *, sound: bool = False) -> None:
     """Gradients are clipped after each of sixteen micro-batches of two: all but the last count next to nothing."""

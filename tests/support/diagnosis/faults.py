@@ -299,6 +299,8 @@ FAULTS = [
           "symmetric-weights", "warning", A, first=10, last=10),
     fault("a softmax before the cross entropy", told(events=(wired("squashed twice", 0, function="softmax"),)),
           "probabilities-as-logits", "warning"),
+    fault("clipped at each micro-batch", told(events=(wired("clipped early", 3),)), "gradients-mishandled", "warning",
+          first=3, last=3),
     fault("a loss divided twice", told(events=(wired("divided twice", 0, by=16),)), "gradients-mishandled", "warning"),
     fault("a part of the loss unscaled", told(events=(wired("part unscaled", 0, parameters=["side.weight"]),)),
           "gradients-mishandled", "alarm"),
@@ -418,7 +420,7 @@ WORDS: Mapping[str, str] = {
     "untrained-parameters": r"parameters of .* are in no optimizer",
     "optimizer-idle": r"of AdamW, its learning rate (is NaN|has fallen to nearly 0)|its updates are undone",
     "gradients-mishandled": r"gradients are (never (set to zero|unscaled)|unscaled before all of a step|rounded away"
-    r"|divided by the number of micro-batches twice|scaled in part)",
+    r"|divided by the number of micro-batches twice|scaled in part|clipped before all micro-batches)",
     "kept-narrow": r"(second moments|weights|gradients|indices|loss) .*(BF16|FP16|E4M3)\)?, seen",
     "evaluation-mode": r"trained in evaluation mode|normalise nothing",
     "decay-lost": r"rounding has undone the weight decay of",

@@ -23,10 +23,12 @@ _ERASED = "all zero when the optimizer steps, and not after the backward"
 _TOO_EARLY = "unscaled before all of a step are added up"
 _TWICE = "divided by the loss scale twice"
 _ROUNDED = "rounded away as they are added up"
+_CLIPPED = "clipped before all micro-batches are added up"
 _PART = "scaled in part, and unscaled as a whole"
 _DIVIDED = "divided by the number of micro-batches twice"
 _REMEDIES = {
     _ROUNDED: "accumulate gradients in FP32",
+    _CLIPPED: "clip once, after the last backward",
     _PART: "scale the sum of all losses",
     _DIVIDED: "divide the loss once",
     _TWICE: "divide by hand, or let the scaler do it, but not both",
@@ -241,7 +243,7 @@ class GradientsMishandled(Rule):
 
     id = "gradients-mishandled"
     says = (
-        "gradients are never set to zero, unscaled never, twice or too early, clipped while they carry the loss scale, "
+        "gradients are never set to zero, unscaled never, twice or too early, clipped too early, "
         "erased, rounded away in their sum, divided by the micro-batches twice, or scaled in part"
     )
     meaning = "The optimizer gets gradients that are not those of the step's loss."
@@ -339,6 +341,14 @@ class GradientsMishandled(Rule):
                 meaning=f"One term of the loss was added without the loss scale. The gradients of {listed} come from "
                 "it alone: they are divided by a scale that they never had, and hardly move these weights.",
                 advice="Give the scaler the sum of all losses: scaler.scale(first + second).backward().",
+            )  # fmt: skip
+        clipped = first_fact(view, "clipped early")
+        if clipped is not None:
+            yield self._finding(
+                view, "warning", clipped.step, _CLIPPED, str(clipped.details.get("optimizer", "")),
+                meaning="Gradients are clipped after each micro-batch, and the next one is added to what is left: the "
+                "last micro-batches count far more than the first.",
+                advice="Clip once a step, after the backward of the last micro-batch.",
             )  # fmt: skip
         if divided is not None:
             by = divided.details.get("by")

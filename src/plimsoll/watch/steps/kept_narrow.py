@@ -48,13 +48,11 @@ class Roundings:
         """True once the first steps have passed."""
         return self._steps >= _FIRST or not self._weights
 
-    @torch.no_grad()
     def backward_ends(self) -> None:
         """A backward has added to the gradients."""
         if not self.is_over:
             self._gradients = some_values(self._graded())
 
-    @torch.no_grad()
     def step_begins(self) -> None:
         """The optimizer's step begins."""
         if self.is_over:
@@ -67,7 +65,6 @@ class Roundings:
             self.gradients.append(DeviceValue(_flushed(passed, given)))
         self._before, self._after, self._gradients = now, None, None
 
-    @torch.no_grad()
     def step_ends(self) -> None:
         """The optimizer's step has returned."""
         if not self.is_over:
@@ -126,21 +123,26 @@ class Moments:
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._weights = [weakref.ref(p) for p in weights if p.dtype == torch.float32 and is_plain(p)]
-        self._marks: list[tuple[int, int]] | None = None  # identity and version, as the last step has left them
+        self._mark: tuple[int, int] | None = None  # identity and version of one, as the last step has left it
         self._looks = 0
         self._old: tuple[Tensor, Tensor, float] | None = None  # moments and gradients before a step, and the decay
         self.format, self.decay = "", 0.0
         self.stepped: list[DeviceValue] = []
 
-    @torch.no_grad()
+    # One tensor shows whether the state was replaced: it is loaded as a whole. That is looked at before each step.
     def step_begins(self, optimizer: Any) -> DeviceValue | None:
         """Note the moments before a step. Return counts of those that were replaced since the last one."""
-        found = self._found(optimizer)
-        if not found or found[0][1].dtype in SIXTEEN_BIT:
-            self._follow(optimizer, found)
+        x = self._first_of(optimizer)
+        if x is None:
             return None
-        marks = [(id(x), x._version) for _, x in found]  # noqa: SLF001  (public in all but name)
-        if marks == self._marks or self._looks >= _LOOKS or (values := some_values([x for _, x in found])) is None:
+        if x.dtype in SIXTEEN_BIT:
+            if len(self.stepped) < _STREAK:
+                self._follow(optimizer, self._found(optimizer))
+            return None
+        if (id(x), x._version) == self._mark or self._looks >= _LOOKS:  # noqa: SLF001  (public in all but name)
+            return None
+        found = self._found(optimizer)
+        if (values := some_values([x for _, x in found])) is None:
             return None
         self._looks += 1
         # Where all second moments became zero, the first ones show through which format both went.
@@ -152,20 +154,28 @@ class Moments:
 
     # The next value is known but for its rounding: the one before, the decay and the gradient give it. Where it is the
     # nearest to that at all of three steps, nothing rounds it at random.
-    @torch.no_grad()
     def step_ends(self, optimizer: Any) -> None:
         """The optimizer's step has returned."""
-        found, old = self._found(optimizer), self._old
-        self._marks = [(id(x), x._version) for _, x in found]  # noqa: SLF001  (likewise)
-        new = None if old is None else some_values([x for _, x in found])
-        if old is not None and new is not None and new.shape == old[0].shape:
+        x, old = self._first_of(optimizer), self._old
+        self._mark = None if x is None else (id(x), x._version)  # noqa: SLF001  (likewise)
+        if old is None:
+            return
+        found = self._found(optimizer)
+        new = some_values([x for _, x in found])
+        if new is not None and new.shape == old[0].shape:
             nearest = (old[0] * old[2] + (1 - old[2]) * old[1].square()).to(found[0][1].dtype).float()
             moved = new != old[0]
             self.stepped.append(DeviceValue(torch.stack([moved.sum(), (moved & (new == nearest)).sum()])))
         self._old = None
 
+    def _first_of(self, optimizer: Any) -> Tensor | None:
+        p = self._weights[0]() if self._weights else None
+        state: Mapping[str, object] | None = None if p is None else optimizer.state.get(p)
+        x = None if not state else state.get(_ROOTED[0], state.get(_ROOTED[1]))
+        return x if isinstance(x, Tensor) else None
+
     def _follow(self, optimizer: Any, found: list[tuple[Tensor, Tensor]]) -> None:
-        if not found or len(self.stepped) >= _STREAK:
+        if not found:
             return
         dtype, group = found[0][1].dtype, _group_of(optimizer, found[0][0])
         decay = group.get("betas", (0.0, group.get("alpha", 0.0)))[1]

@@ -4,6 +4,7 @@
 - Ten steps later, layers whose units are copies of each other, and move as one.
 - Weights that are written between two steps so that the update of the first one is undone.
 - Gradients of micro-batches that are rounded away as they are added up in 16 bits.
+- Gradients that are clipped before all micro-batches of a step are added up.
 
 Nothing here waits for a device: numbers are read on the background thread, as soon as they are there.
 """
@@ -30,6 +31,7 @@ _FIRST = 16  # weights of which each rank records the first values
 _VALUES = 256  # of a weight or a gradient that is followed from step to step
 _STREAK = 3  # steps on end
 _LEFT = 2.0**-5  # of an update: averages with a decay of 0.97 or more leave less
+_CLIPPED = 8  # steps in which it is looked for clipping
 _MANY = 64  # micro-batches, from which on a 16-bit sum may be too coarse for one of them
 _UNDONE, _EXACT = 0.99, 0.9  # of the values; exactly what they were are those that a mask or a grid holds
 
@@ -222,6 +224,43 @@ def is_rounded_away(counts: DeviceValue) -> bool:
     """Return True if a late backward changes under half the values an early one does."""
     early, late = cast("list[float]", counts.tensor().tolist())
     return early >= _SIDE and late < early / 2
+
+
+class Clipping:
+    """Some values of an optimizer's gradients, while micro-batches are added in its first steps."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = [weakref.ref(p) for p in weights if is_plain(p)]
+        self._steps = 0
+        self._before: Tensor | None = None  # when their norm was taken
+        self._changed: Tensor | None = None  # values that changed from then to the next backward
+        self.found: list[DeviceValue] = []  # of steps on end
+
+    def norm_taken(self) -> None:
+        """The norm of gradients was taken: clipping multiplies them next."""
+        if self._steps < _CLIPPED and len(self.found) < _STREAK:
+            self._before = some_values(self._gradients())
+
+    # Gradients that were set to None or zero since begin a new sum: it is clipped as a whole.
+    def backward_begins(self) -> None:
+        """A backward begins, which may add to the gradients."""
+        before, self._before = self._before, None
+        now = None if before is None else some_values(self._gradients())
+        if before is not None and now is not None and now.shape == before.shape:
+            self._changed = ((now != before) & (now != 0)).sum()
+
+    def step_ends(self) -> None:
+        """The optimizer's step has returned."""
+        self._steps += 1
+        if self._changed is not None and len(self.found) < _STREAK:
+            self.found.append(DeviceValue(self._changed))
+        elif len(self.found) < _STREAK:
+            self.found = []
+        self._before = self._changed = None
+
+    def _gradients(self) -> list[Tensor]:
+        weights = [p for ref in self._weights if (p := ref()) is not None]
+        return [p.grad for p in weights if p.grad is not None and is_plain(p.grad)]
 
 
 def fact(step: int, name: str, message: str, **details: object) -> Event:

@@ -8,6 +8,7 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - gradients of a scaled loss that reach the optimizer as the backward left them;
 - gradients of a scaled loss that are added to those that the scaler has unscaled already in the same step;
 - gradients of micro-batches that are rounded away as they are added up in 16 bits;
+- gradients that are clipped before the last micro-batch of a step is added;
 - weights that are written between the steps so that the updates are undone;
 - an epsilon of Adam that is zero in the FP16 of its second moments;
 - weight decay that is less than half a unit in the last place of 16-bit weights;
@@ -46,7 +47,7 @@ from plimsoll.watch.steps.kept_narrow import (
     rounding_of,
     share_of_zeros,
 )
-from plimsoll.watch.steps.weight_facts import FirstWeights, Overwrites, Sums, are_undone, is_rounded_away
+from plimsoll.watch.steps.weight_facts import Clipping, FirstWeights, Overwrites, Sums, are_undone, is_rounded_away
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
 _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gradient are named
@@ -142,6 +143,7 @@ class _Optimizer:
         self.followed = [_Followed(own[place]) for place in places[:_FOLLOWED]]
         self.sums = Sums(own[place] for place in places[:_FOLLOWED])
         self.overwrites = Overwrites(own[place] for place in places[:_FOLLOWED])
+        self.clipping = Clipping(own[place] for place in places[:_FOLLOWED])
         self.roundings = Roundings(own[place] for place in places[:_FOLLOWED])
         self.moments = Moments(own[place] for place in places[:_FOLLOWED])
         self.steps = 0
@@ -218,6 +220,7 @@ class Wiring(torch_hooks.TrainingEvents):
                 known.scaled += 1
                 if known.scaled == _REPEATS:
                     self._say_unscaled(known)
+            known.clipping.backward_begins()
             if known.follows:
                 known.sums.backward_begins()
             for followed in known.followed if known.follows else ():
@@ -279,6 +282,13 @@ class Wiring(torch_hooks.TrainingEvents):
             self._later(
                 "indices rounded", message, holds, key=f"{fmt} {name} {self._looks}", parameters=[name], format=fmt
             )
+
+    @contained
+    def norm_taken(self, norm: Any) -> None:
+        """The norm of some gradients was taken, to clip them."""
+        if self._since_step and not self._idle():
+            for known in list(self._known.values()):
+                known.clipping.norm_taken()
 
     @contained
     def backward_ends(self) -> None:
@@ -409,6 +419,10 @@ class Wiring(torch_hooks.TrainingEvents):
         if known.steps == 1:
             self._look_at_epsilon(optimizer, known)
         known.roundings.step_ends()
+        known.clipping.step_ends()
+        if len(found := tuple(known.clipping.found)) == _REPEATS:
+            message = f"gradients of {known.name} are clipped before the last micro-batch of a step is added"
+            self._later("clipped early", message, lambda: all((resolved(number) or 0) > 0 for number in found), known)
         known.moments.step_ends(optimizer)
         for each in list(self._known.values()):
             if each is not known:
