@@ -1,4 +1,7 @@
-"""Faults of casts by hand, all held back: their author had not read the rules. With `sound` the cast is left out."""
+"""Faults of casts by hand, by an author who had not read the rules. With `sound` the cast is left out.
+
+Held back are those that no rule was written for since.
+"""
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -72,7 +75,7 @@ class NarrowNorm(nn.Module):
         return (h / (variance + torch.tensor(self.epsilon).half()).sqrt()).float()
 
 
-@fault("epsilon-of-a-norm-in-fp16", named=begins(r"\bnorm\b"), misleading=SCALE, precision="fp16", held_back=True)
+@fault("epsilon-of-a-norm-in-fp16", named=begins(r"\bnorm\b"), misleading=SCALE, precision="fp16")
 def lost_epsilon(run: Training, *, sound: bool = False) -> None:
     """A norm's epsilon of 1e-12 is zero in FP16: an empty row, which each eighth batch has, divides zero by zero."""
     model = nn.Sequential()
@@ -268,7 +271,6 @@ def infinite_mask(run: Training, *, sound: bool = False) -> None:
     misleading=f"dead-layer|{NOT_LEARNING}|loss-spike|diverge",
     precision="bf16",
     every=4,
-    held_back=True,
 )
 def added_loss(run: Training, *, sound: bool = False) -> None:
     """The losses of 1,536 rows are added up in BF16: most are less than its rounding, and it is far too low."""
@@ -291,7 +293,6 @@ def added_loss(run: Training, *, sound: bool = False) -> None:
     r"|(distinct|round|codes|unused|never)[^>]*\b(ids?|rows?|input|tokens)\b",
     misleading=f"dead-layer|{NOT_LEARNING}",
     precision="bf16",
-    held_back=True,
 )
 def narrow_ids(run: Training, *, sound: bool = False) -> None:
     """A whole batch is cast to BF16, token numbers up to 1,024 too: four neighbours become one token."""
@@ -368,7 +369,6 @@ def gathered(run: Training, *, sound: bool = False) -> None:
     "gradients-sent-in-e4m3",
     named=r"underflow|flush|gradients? [^>]*(zero|erased|codes|distinct)|gradients-mishandled",
     misleading="dead-layer|ReLU|learning rate",
-    held_back=True,
 )
 def sent(run: Training, *, sound: bool = False) -> None:
     """Gradients are divided by 32 ranks and sent in E4M3 without a scale: what is below 2^-5 becomes zero."""
@@ -392,7 +392,6 @@ def sent(run: Training, *, sound: bool = False) -> None:
     named=r"(model|\b0):input|\binputs? (is|are|has|have)\b|normali[sz]|\bunits\b",
     misleading="dead-layer|raise the loss scale",
     precision="fp16",
-    held_back=True,
 )
 def pixels(run: Training, *, sound: bool = False) -> None:
     """Pixels from 0 to 255 are normalised in FP16 by the mean and deviation of pixels from 0 to 1."""
@@ -433,7 +432,6 @@ class Standardised(nn.Module):
     named=r"average-stuck|running_(mean|var)|running (mean|variance|statistic)|buffer",
     misleading="dead-layer",
     precision="bf16",
-    held_back=True,
 )
 def statistics(run: Training, *, sound: bool = False) -> None:
     """The running statistics of a batch norm are kept in BF16 and move by a five hundredth: they stop halfway."""

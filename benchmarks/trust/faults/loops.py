@@ -1,4 +1,7 @@
-"""Faults of training loops, all held back: their author had not read the rules. With `sound` the fault is left out."""
+"""Faults of training loops, by an author who had not read the rules. With `sound` the fault is left out.
+
+Held back are those that no rule was written for since.
+"""
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -95,7 +98,6 @@ class NarrowAdam(torch.optim.Optimizer):
     misleading="dead-layer|learning rate",
     precision="bf16",
     every=20,
-    held_back=True,
 )
 def narrow_moments(run: Training, *, sound: bool = False) -> None:
     """Adam's second moments are kept in BF16: their decay is rounded away, and one early batch slows all others."""
@@ -116,7 +118,6 @@ def narrow_moments(run: Training, *, sound: bool = False) -> None:
     r"|(weight|update)[^>]*rounded",
     misleading="dead-layer|learning rate",
     precision="bf16",
-    held_back=True,
 )
 def rounded(run: Training, *, sound: bool = False) -> None:
     """FP32 weights are written back from BF16 after each step, to keep a copy in step: small updates are lost."""
@@ -139,7 +140,6 @@ def rounded(run: Training, *, sound: bool = False) -> None:
     "left-in-evaluation",
     named=r"evaluation mode|\beval\b|train(ing)? mode|running (mean|variance|statistic)|running_(mean|var)",
     misleading="dead-layer",
-    held_back=True,
 )
 def evaluating(run: Training, *, sound: bool = False) -> None:
     """The model is validated before it is trained, and stays in evaluation mode: batch norm normalises nothing."""
@@ -158,7 +158,6 @@ def evaluating(run: Training, *, sound: bool = False) -> None:
     "accumulation-divided-twice",
     named=rf"divided? [^>]*(twice|often)|accumulat|micro-batch|{RATE}[^.]*too (small|low)|{HARDLY}",
     misleading="dead-layer",
-    held_back=True,
 )
 def divided_twice(run: Training, *, sound: bool = False) -> None:
     """The loss of a micro-batch is divided by sixteen, and the loop that it is given to does so too."""
@@ -179,7 +178,6 @@ def divided_twice(run: Training, *, sound: bool = False) -> None:
     "clipped-at-each-micro-batch",
     named=r"clip[^>]*(micro|accumul|each|twice|more than once|before)|gradients-mishandled|accumulat",
     misleading="dead-layer",
-    held_back=True,
 )
 def clipped_micro(run: Training, *, sound: bool = False) -> None:
     """Gradients are clipped after each of sixteen micro-batches of two: all but the last count next to nothing."""
@@ -226,7 +224,6 @@ def long_warm_up(run: Training, *, sound: bool = False) -> None:
     "state-saved-in-fp16",
     named=r"second[ -]moment|spike-forerunner|optimizer'?s? state|epsilon",
     misleading="dead-layer|(check|look at) the batch",
-    held_back=True,
 )
 def saved_state(run: Training, *, sound: bool = False) -> None:
     """At step 150 the optimizer's state goes through a checkpoint in FP16: small second moments are zero afterwards."""
@@ -252,7 +249,6 @@ def saved_state(run: Training, *, sound: bool = False) -> None:
     r"|(underflow|flush|vanish|no-single-scale|mishandled|unscale)[^>]*\bside\b",
     misleading="dead-layer|learning rate",
     precision="fp16",
-    held_back=True,
 )
 def unscaled_part(run: Training, *, sound: bool = False) -> None:
     """Of two losses one is added after the scaler: its gradients are divided by a scale that they never had."""

@@ -1,4 +1,4 @@
-"""Kinds that come near a planted fault, all held back: their author had not read the rules."""
+"""Kinds that come near a planted fault, by an author who had not read the rules."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -60,7 +60,7 @@ def _levels(x: Tensor, count: int) -> Tensor:
     return x + (size * (x.detach().float() / size).round() - x.detach()).to(x.dtype)
 
 
-@healthy("batch-norm-in-evaluation", held_back=True)
+@healthy("batch-norm-in-evaluation")
 def frozen_statistics(run: Training) -> None:
     """Fine-tuning with batch norms in evaluation mode: their statistics are those of the data that went before."""
     model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64))

@@ -299,6 +299,30 @@ FAULTS = [
           "symmetric-weights", "warning", A, first=10, last=10),
     fault("a softmax before the cross entropy", told(events=(wired("squashed twice", 0, function="softmax"),)),
           "probabilities-as-logits", "warning"),
+    fault("clipped at each micro-batch", told(events=(wired("clipped early", 3),)), "gradients-mishandled", "warning",
+          first=3, last=3),
+    fault("a loss divided twice", told(events=(wired("divided twice", 0, by=16),)), "gradients-mishandled", "warning"),
+    fault("a part of the loss unscaled", told(events=(wired("part unscaled", 0, parameters=["side.weight"]),)),
+          "gradients-mishandled", "alarm"),
+    fault("second moments in BF16", told(events=(wired("moments narrow", 4, format="bf16", decay=0.999),)),
+          "kept-narrow", "warning", first=4, last=4),
+    fault("weights rounded after each step", told(events=(wired("weights rounded", 3, format="bf16", lost=0.9),)),
+          "kept-narrow", "warning", first=3, last=3),
+    fault("gradients sent in E4M3", told(events=(wired("gradients rounded", 3, format="e4m3", lost=0.7),)),
+          "kept-narrow", "warning", first=3, last=3),
+    fault("moments saved in FP16", told(events=(wired("moments flushed", 150, format="fp16", lost=0.5),)),
+          "kept-narrow", "warning", first=150, last=150),
+    fault("a loss added up in BF16", told(events=(wired("loss added up", 0, format="bf16", terms=1536),)),
+          "kept-narrow", "warning"),
+    fault("indices cast to BF16",
+          told(events=(wired("indices rounded", 0, format="bf16", parameters=["tokens.weight"]),)),
+          "kept-narrow", "warning", "tokens.weight"),
+    fault("left in evaluation mode",
+          told(events=(wired("evaluation mode", 9, whole=True, later=False, norms=["norm"], initial=["norm"]),)),
+          "evaluation-mode", "warning", "norm", first=9, last=9),
+    fault("in evaluation mode since a validation",
+          told(events=(wired("evaluation mode", 60, whole=True, later=True, dropouts=["drop"]),)),
+          "evaluation-mode", "warning", "drop", first=60, last=60),
     # -- ranks
     fault("a rank with other labels", told(losses={1: lambda s: 4.0 + 0.1 * (s % 3), 2: SOUND.loss}), "rank-differs",
           "warning", first=0, last=60),
@@ -351,6 +375,9 @@ INNOCENT = {
     "norm weights that are all one": told(
         change_weight=lambda x, name, step: torch.ones_like(x), last_bin=constant(1.0)
     ),
+    "fine-tuning with frozen norms": told(
+        events=(wired("evaluation mode", 9, whole=True, later=False, norms=["norm"], dropouts=["drop"]),)
+    ),
     "continued after an exception": told(events=(ended("exception", "KeyError: 'lost'", 100),)),
     "a zero-initialised branch": told(
         change_activation=lambda x, name, s: x * (s > 5 or name != A),
@@ -392,7 +419,10 @@ WORDS: Mapping[str, str] = {
     "distribution-drift": r"have (grown|shrunk) (\d+ times \(2\^\d+\)|2\^\d+ times)",
     "untrained-parameters": r"parameters of .* are in no optimizer",
     "optimizer-idle": r"of AdamW, its learning rate (is NaN|has fallen to nearly 0)|its updates are undone",
-    "gradients-mishandled": r"gradients are (never (set to zero|unscaled)|unscaled before all of a step|rounded away)",
+    "gradients-mishandled": r"gradients are (never (set to zero|unscaled)|unscaled before all of a step|rounded away"
+    r"|divided by the number of micro-batches twice|scaled in part|clipped before all micro-batches)",
+    "kept-narrow": r"(second moments|weights|gradients|indices|loss) .*(BF16|FP16|E4M3)\)?, seen",
+    "evaluation-mode": r"trained in evaluation mode|normalise nothing",
     "decay-lost": r"rounding has undone the weight decay of",
     "average-stuck": r"rounding to BF16 (keeps the average .* where it was|has stopped the count in)",
     "symmetric-weights": r"the units of .* are copies of each other",

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis.estimates.format_losses import FormatLosses, share
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 
+_MOST = 0.25  # of a module's values: a larger loss is never negligible
+_BELOW = 2.0**24  # times the smallest value of a format: FP32 does not add that to the root mean square of the rest
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Modules:
@@ -45,8 +48,17 @@ class Modules:
     # that are zero in exact arithmetic (a key's bias before a softmax, any bias before batch norm), so that what is
     # recorded of them is rounding noise, which any format may lose.
     def underflow(self, narrow: FormatLosses) -> Floats:
-        """Return the underflow rate of each module."""
-        return share(self.total(narrow.lost_of_cell), self.total(narrow.cells.total(narrow.cells.nonzero)))
+        """Return the underflow rate of each module, 0 where what was lost is negligible.
+
+        It is if under a quarter was lost, and all of it below 2^-24 of the root mean square of the values left.
+        """
+        # A classifier that is sure of its answers has output gradients of all sizes: p of the classes that it rules out
+        # is 2^-30 of what the few wrong rows give. Its scale is at the top already, and what is lost trains nothing.
+        cells, kept = narrow.cells, self.total(narrow.cells.total(narrow.cells.nonzero))
+        rate = share(self.total(narrow.lost_of_cell), kept)
+        floor = np.array([fmt.smallest_subnormal for fmt in narrow.known])[cells.format]
+        energy = self.total(cells.total(cells.column("sumsq") * (narrow.held / cells.scale / floor) ** 2))
+        return np.where((rate < _MOST) & (energy > _BELOW**2 * kept), 0.0, rate)
 
     def main_layers(self, cells: Cells, among: NDArray[np.bool_] | None = None) -> Sequence[str]:
         """Return for each module the name of its largest parameter, which stands for it.

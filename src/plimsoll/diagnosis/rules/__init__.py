@@ -19,6 +19,7 @@ _ORDER = (
     "errors",
     "layers",
     "wiring",
+    "training_state",
     "ranks",
     "record",
 )

@@ -12,7 +12,7 @@ from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Mask, Ph
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
-from plimsoll.tensor_collections import FORWARD, IN_STEP_ORDER
+from plimsoll.tensor_collections import FORWARD, IN_STEP_ORDER, WITH_LOSS_SCALE
 from plimsoll.text import counted, power
 
 # In the order in which one makes the other non-finite; of gradients the last layer is the first to have them.
@@ -29,11 +29,27 @@ _OF_GRADIENTS = tuple(
     name for name in _ORDER if name not in FORWARD
 )  # an overflow that a scaler skips is seen there too
 _TOO_HIGH = "the loss scale is too high"
+_UNDEFINED = "no overflow of gradients: nothing is near their format's largest value"
+_ROOM = 16.0  # powers of two: a step with values that many times as large as its neighbours' does not come again
+_LEAST = 3  # such steps, with sound samples between them
+_WHY_UNDEFINED = (
+    "An operation gave NaN by itself, such as 0 / 0, the log of 0, or a division by an epsilon that the format rounds "
+    "to 0 (FP16: below 2^-25, which is 3e-8). "
+)
+_FAR_BELOW = (
+    "The gradients of {:,} steps held NaN or Inf, and the loss scale did not make it: gradients recorded around these "
+    "steps lie 2^{:.0f} or more below the largest number of their format."
+)
+_NO_SCALE_HELPS = (
+    f"No loss scale helps. {_WHY_UNDEFINED}plimsoll.locate finds it. Compute it in FP32, or with a larger epsilon."
+)
 _OF_PLACE = {
     "input": "Look at the data: the batch of that step contains NaN or Inf already.",
     "loss": "Look at the loss function and its targets: a mean over no element is NaN, and the log of 0 is -Inf.",
     "buffers": "Keep these buffers in FP32: running statistics overflow in 16 bits.",
 }
+_SKIP = "Skip such batches if they are few."
+_RESTORE = "Restore the last checkpoint if the weights contain any."
 _BETWEEN_SAMPLES = (
     'To find the location, train again with recorder=("loss", "scale", "nonfinite", "weights", "activations") in '
     "plimsoll.watch (plimsoll run --recorder), which measures these at every step."
@@ -47,10 +63,7 @@ class Nonfinite(Rule):
     id = "nonfinite"
     says = "NaN or Inf in the loss, weights, activations or unscaled gradients, and where it began"
     meaning = "A value overflowed or was undefined, and every result computed from it is lost."
-    advice = (
-        "Look at the location: plimsoll.locate finds the operation. Skip such batches, and restore the last checkpoint "
-        "if the weights contain any."
-    )
+    advice = f"Look at the location: plimsoll.locate finds the operation. {_SKIP} {_RESTORE}"
     actions = ("skip", "rollback", "stop")
     figure = "loss_and_scale"
     items = {
@@ -68,7 +81,8 @@ class Nonfinite(Rule):
 
     # Gradients that overflow under a loss scale are the scaler's way to find the scale: those steps are skipped, and
     # are no alarm unless they go on and on, or the scale stays where it is. Activations that hold -Inf and no NaN are
-    # masked attention scores, and no alarm.
+    # masked attention scores, and no alarm. What a scaler skips as an overflow is none if it comes again at scales that
+    # leave all values around it far below the top.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the whole run; it names the first place."""
         losses = np.unique(np.concatenate([_bad(loss, lambda v: ~np.isfinite(v)) for loss in view.losses.values()]))
@@ -78,7 +92,8 @@ class Nonfinite(Rule):
             return
         of_gradients = not len(losses) and all(where in _OF_GRADIENTS for _, where, _ in places)
         too_high = self._too_high(view) if of_gradients else None
-        excused = view.scaled and of_gradients and too_high is None and not self._on_and_on(view)
+        room = _room_above(view, gradients) if too_high is None and not len(losses) else None
+        excused = view.scaled and of_gradients and too_high is room is None and not self._on_and_on(view)
         steps = np.unique(np.concatenate([losses, gradients, np.array([s for s, *_ in places], dtype=np.int64)]))
         evidence: dict[str, float | int | str] = {
             "steps": len(steps),
@@ -88,8 +103,7 @@ class Nonfinite(Rule):
         if len(losses) and len(gradients):
             evidence["broke_first"] = "loss" if losses[0] <= gradients[0] else "gradients"
         spots: list[Spot] = []
-        collection = None
-        advice = None
+        collection = advice = None
         if places:
             first, where, names = places[0]
             place = f"{where} {names[0]}" if where != "loss" else _of_loss(names)
@@ -97,7 +111,7 @@ class Nonfinite(Rule):
             spots = [Spot(name=name, since_step=first, value=float("nan")) for name in names if where != "loss"]
             collection = {"input": "activations", "loss": None, "buffers": None}.get(where, where)
             advice = _OF_PLACE.get(where)
-        if not excused and (not places or places[0][0] > steps[0]):
+        if not excused and (not places or (places[0][0] > steps[0] and room is None)):
             evidence["place"] = "not recorded: it began between samples"
             advice = _BETWEEN_SAMPLES
         since_weights = next((step for step, where, _ in places if where == "weights"), None)
@@ -105,28 +119,45 @@ class Nonfinite(Rule):
             evidence["weights_since"] = since_weights
             advice = f"{_BEYOND_REPAIR} {advice}" if advice else _BEYOND_REPAIR
         since, until = int(steps[0]), int(steps[-1])
+        if room is not None:
+            evidence |= {"cause": _UNDEFINED, "powers_of_two_free": room}
+            advice = f"{_NO_SCALE_HELPS} {advice or ''}".rstrip()
         if too_high is not None:
-            evidence |= {"cause": _TOO_HIGH, "scale": too_high}
-            below = 2.0 ** math.floor(math.log2(too_high))
+            yield self._of_scale(too_high, spots, evidence, since, until, collection)
+        elif not excused:
             yield self.finding(
                 "alarm", spots, evidence, since_step=since, until_step=until, collection=collection,
-                meaning="The loss scale is too high and stays there: gradients overflow, and steps are skipped.",
-                advice=f"Lower the loss scale below {power(below)}, by powers of two until no step is skipped. Or use "
-                "a scaler that does so: DynamicScaler, or GradScaler with backoff_factor=0.5. "
-                "If that does not help, plimsoll.locate finds the operation.",
-                actions=("lower_scale",),
+                meaning=None if room is None else _FAR_BELOW.format(len(gradients), room),
+                advice=advice or self._advice(steps, view.last_step),
             )  # fmt: skip
-            return
-        if not excused:
-            yield self.finding(
-                "alarm", spots, evidence, since_step=since, until_step=until, collection=collection, advice=advice
-            )
-            return
-        skipped = len(view.skips.intersection(steps.tolist()))
-        evidence["skipped"] = skipped
-        who = "them" if skipped == len(steps) else f"{skipped:,} of them"
-        yield self.finding(
-            "info", spots, evidence, since_step=since, until_step=until, collection=collection, actions=(),
+        else:
+            skipped = len(view.skips.intersection(steps.tolist()))
+            yield self._of_scaler(len(steps), skipped, spots, evidence, since, until, collection)
+
+    def _of_scale(
+        self, scale: float, spots: list[Spot], evidence: dict[str, float | int | str], since: int, until: int,
+        collection: str | None,
+    ) -> Finding:  # fmt: skip
+        """Return the alarm on a scale that is fixed too high."""
+        below = 2.0 ** math.floor(math.log2(scale))
+        return self.finding(
+            "alarm", spots, {**evidence, "cause": _TOO_HIGH, "scale": scale}, since_step=since, until_step=until,
+            collection=collection, actions=("lower_scale",),
+            meaning="The loss scale is too high and stays there: gradients overflow, and steps are skipped.",
+            advice=f"Lower the loss scale below {power(below)}, by powers of two until no step is skipped. Or use "
+            "a scaler that does so: DynamicScaler, or GradScaler with backoff_factor=0.5. "
+            "If that does not help, plimsoll.locate finds the operation.",
+        )  # fmt: skip
+
+    def _of_scaler(
+        self, count: int, skipped: int, spots: list[Spot], evidence: dict[str, float | int | str], since: int,
+        until: int, collection: str | None,
+    ) -> Finding:  # fmt: skip
+        """Return the note on overflows by which a scaler finds its scale."""
+        who = "them" if skipped == count else f"{skipped:,} of them"
+        return self.finding(
+            "info", spots, {**evidence, "skipped": skipped}, since_step=since, until_step=until, collection=collection,
+            actions=(),
             meaning=f"The loss scale was too high at these steps; the scaler skipped {who}."
             if skipped
             else "Gradients overflowed under the loss scale at these steps, and no skipped step is recorded.",
@@ -145,6 +176,13 @@ class Nonfinite(Rule):
                 f"{context.since}",
                 effect=f"at {context.number('steps_with_gradients'):,.0f} steps",
                 remedy="lower the loss scale or use a DynamicScaler",
+            )
+        if finding.evidence.get("cause") == _UNDEFINED and not finding.where:
+            broken = counted(int(context.number("steps_with_gradients")), "step")
+            return Phrase(
+                what=f"gradients contained NaN or Inf at {broken} {context.since}",
+                effect="and nothing around these steps is near an overflow",
+                remedy="locate() finds the operation that gives NaN",
             )
         if finding.where:
             weights = finding.collection == "weights"
@@ -176,6 +214,15 @@ class Nonfinite(Rule):
     def consequence(self, finding: Finding, last_step: int) -> str:  # noqa: ARG002
         """Return since when, whether it is fatal or not."""
         return f"and NaN or Inf came at step {finding.since_step:,}"
+
+    def _advice(self, steps: Ints, last_step: int) -> str:
+        """Return what to do; nothing is left to skip to where all batches are alike."""
+        following = int(last_step - steps[0] + 1)
+        if following < self.fixed or len(steps) < following / 2:
+            return self.advice
+        return self.advice.replace(
+            _SKIP, f"Skipping helps little: {len(steps):,} of the {following:,} steps since are so."
+        )
 
     def _too_high(self, view: View) -> float | None:
         """Return the loss scale that overflows to the end and hardly falls."""
@@ -222,6 +269,35 @@ def _places(view: View) -> list[tuple[int, str, list[str]]]:
             ordered = layers[::-1] if collection == "gradients" else layers
             places.append((int(cells.steps[at[0]]), rank, collection, [cells.names[i] for i in ordered]))
     return [(step, collection, names) for step, _, collection, names in sorted(places)]
+
+
+def _room_above(view: View, broken: Ints) -> float | None:
+    """Return how far below overflow a scaler has met NaN or Inf, in powers of two.
+
+    None where that is not known of `_LEAST` steps with sound samples between them, or less than `_ROOM`. A step is
+    judged by the largest values of the samples before and after it, at its own loss scale.
+    """
+    if not view.scaled or len(broken) < _LEAST:
+        return None
+    room, gap = np.full(len(broken), np.inf), np.zeros(len(broken), dtype=np.int64)
+    for collection in WITH_LOSS_SCALE:
+        narrow = view.narrow(collection)
+        if narrow is None:
+            continue
+        cells = narrow.cells
+        top = np.array([fmt.max for fmt in narrow.known])[cells.format]
+        largest = cells.column("absmax") / cells.scale / top
+        at = np.full(len(cells.steps), -np.inf)  # of each sample, the largest value beside its format's top
+        np.maximum.at(at, cells.at, np.where(largest > 0, np.log2(np.where(largest > 0, largest, 1.0)), -np.inf))
+        known = np.isfinite(at) & (np.nansum(cells.nonfinite, axis=0) == 0) & ~np.isin(cells.steps, broken)
+        steps, at = cells.steps[known], at[known]
+        if not len(steps):
+            continue
+        following = np.searchsorted(steps, broken)
+        highest = np.maximum(at[np.maximum(following - 1, 0)], at[np.minimum(following, len(steps) - 1)])
+        room, gap = np.minimum(room, -(highest + np.log2(view.scale_at(broken)))), following
+    far = np.isfinite(room) & (room >= _ROOM)
+    return math.floor(room[far].min()) if len(np.unique(gap[far])) >= _LEAST else None
 
 
 def _overflow_first(view: View, since: int) -> bool:

@@ -23,8 +23,14 @@ _ERASED = "all zero when the optimizer steps, and not after the backward"
 _TOO_EARLY = "unscaled before all of a step are added up"
 _TWICE = "divided by the loss scale twice"
 _ROUNDED = "rounded away as they are added up"
+_CLIPPED = "clipped before all micro-batches are added up"
+_PART = "scaled in part, and unscaled as a whole"
+_DIVIDED = "divided by the number of micro-batches twice"
 _REMEDIES = {
     _ROUNDED: "accumulate gradients in FP32",
+    _CLIPPED: "clip once, after the last backward",
+    _PART: "scale the sum of all losses",
+    _DIVIDED: "divide the loss once",
     _TWICE: "divide by hand, or let the scaler do it, but not both",
     "never set to zero": "call zero_grad() once a step",
     "never unscaled": "call scaler.step(optimizer)",
@@ -237,8 +243,8 @@ class GradientsMishandled(Rule):
 
     id = "gradients-mishandled"
     says = (
-        "gradients are never set to zero, unscaled never, twice or too early, clipped while they carry the loss scale, "
-        "erased, or rounded away in their sum"
+        "gradients are never set to zero, unscaled never, twice or too early, clipped too early, "
+        "erased, rounded away in their sum, divided by the micro-batches twice, or scaled in part"
     )
     meaning = "The optimizer gets gradients that are not those of the step's loss."
     advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."
@@ -286,6 +292,7 @@ class GradientsMishandled(Rule):
                 advice="Accumulate gradients in FP32 (FP32 weights with autocast, or a buffer of your own), or take "
                 "fewer and larger micro-batches.",
             )  # fmt: skip
+        yield from self._of_losses(view)
         cells = view.cells("gradients")
         # A norm for clipping that overflows in FP16 is infinite, and clipping then multiplies all gradients by 0.
         steps = np.zeros(0, dtype=np.int64) if cells is None else cells.steps[erased_samples(view)]
@@ -322,6 +329,36 @@ class GradientsMishandled(Rule):
         evidence = {"cause": cause, "of": whose}
         until = more.pop("until_step", max(view.last_step, since))
         return self.finding(severity, (), evidence, since_step=since, until_step=until, **more)
+
+    def _of_losses(self, view: View) -> Iterator[Finding]:
+        """Yield what the graph behind the loss shows."""
+        part, divided = first_fact(view, "part unscaled"), first_fact(view, "divided twice")
+        if part is not None:
+            names = listed_in(part, "parameters")
+            listed = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+            yield self._finding(
+                view, "alarm", part.step, _PART, listed,
+                meaning=f"One term of the loss was added without the loss scale. The gradients of {listed} come from "
+                "it alone: they are divided by a scale that they never had, and hardly move these weights.",
+                advice="Give the scaler the sum of all losses: scaler.scale(first + second).backward().",
+            )  # fmt: skip
+        clipped = first_fact(view, "clipped early")
+        if clipped is not None:
+            yield self._finding(
+                view, "warning", clipped.step, _CLIPPED, str(clipped.details.get("optimizer", "")),
+                meaning="Gradients are clipped after each micro-batch, and the next one is added to what is left: the "
+                "last micro-batches count far more than the first.",
+                advice="Clip once a step, after the backward of the last micro-batch.",
+            )  # fmt: skip
+        if divided is not None:
+            by = divided.details.get("by")
+            yield self._finding(
+                view, "warning", divided.step, _DIVIDED, "all gradients",
+                meaning=f"The loss is divided by {by} twice, and a step has {by} micro-batches: gradients are {by} "
+                "times too small.",
+                advice="Divide the loss of a micro-batch once. prepare(accumulate=...), Accelerate and Lightning "
+                "divide by themselves.",
+            )  # fmt: skip
 
     def _clipped(self, view: View) -> tuple[int, str, float] | None:
         """Since when, what of the gradients, and the bound that they were clipped to."""

@@ -1,6 +1,8 @@
 """The autograd graph of a loss: leaves, loss scale and values for the backward."""
 
+import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any, cast
@@ -10,12 +12,14 @@ from torch import Tensor
 
 # Attributes of results, and of running statistics, which come from no other operation; others have arguments.
 _RESULTS = ("_saved_result", "_saved_out", "_saved_logsumexp", "_saved_running_")
+_LAST = 12  # nodes behind a loss that keep what the loss function was given
 _NEAREST = 64  # nodes behind a loss among which its loss scale, or a softmax of it, is looked for
 # Losses that apply a softmax or a sigmoid themselves, and the operation that has made probabilities of logits before.
 _OF_LOGITS = {
     "LogSoftmaxBackward0": ("SoftmaxBackward0", "softmax"),
     "BinaryCrossEntropyWithLogitsBackward0": ("SigmoidBackward0", "sigmoid"),
 }
+_ROUNDING = 1e-3  # of a divisor that is multiplied by as its reciprocal, in FP16
 _SAME_VALUES = re.compile(
     "(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Squeeze|Unsqueeze|Select|Slice|ToCopy|Clone)"
     r"Backward\d"
@@ -64,6 +68,13 @@ def kept_values(node: Any) -> Iterator[tuple[bool, Tensor]]:
                 yield name.startswith(_RESULTS), x
 
 
+def is_nan_before(loss: Tensor) -> bool:
+    """Return whether a value kept for the loss's last operations is NaN; on a CPU."""
+    nodes = itertools.islice(_nodes([loss]), _LAST)
+    kept = (x.detach() for node in nodes for _, x in kept_values(node))
+    return any(x.is_floating_point() and x.device.type == "cpu" and bool(torch.isnan(x).any()) for x in kept)
+
+
 @functools.cache
 def _kept_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")
@@ -71,17 +82,107 @@ def _kept_names(kind: type) -> tuple[str, ...]:
 
 def is_scaled_by(root: Tensor, scale: Tensor) -> bool:
     """Return True if the tensor was computed from a recent product with `scale`."""
-    for count, node in enumerate(_nodes([root])):
-        if count == _NEAREST:
-            return False
-        if type(node).__name__ == "MulBackward0":
-            try:
-                other: Any = cast("Any", node)._saved_other  # noqa: SLF001  (documented in torch's autograd notes)
-            except RuntimeError:  # an earlier backward has freed it
-                continue
-            if isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr():
-                return True
-    return False
+    return any(_has_factor(node, scale) for node in itertools.islice(_nodes([root]), _NEAREST))
+
+
+def unscaled_leaves(root: Tensor, scale: Tensor) -> list[Tensor]:
+    """Return the leaves that only terms without the loss scale reach.
+
+    Empty if all terms of the loss carry the scale, or none does.
+    """
+    terms = [node for node in _terms(root.grad_fn) if node is not None]
+    scaled = [term for term in terms if any(_has_factor(node, scale) for node in _behind([term]))]
+    if not scaled or len(scaled) == len(terms):
+        return []
+    reached = {id(leaf) for leaf in _leaves(scaled)}
+    return [leaf for leaf in _leaves([term for term in terms if term not in scaled]) if id(leaf) not in reached]
+
+
+def _leaves(nodes: list[Any]) -> list[Tensor]:
+    found = (getattr(node, "variable", None) for node in _behind(nodes))
+    return [leaf for leaf in found if leaf is not None]
+
+
+def divided_twice(root: Tensor) -> int:
+    """Return the whole number that a loss is divided by two times on end, else 0.
+
+    0 for a mean by hand: a sum that is divided first is no mistake.
+    """
+    node, divisors = cast("Any", root.grad_fn), list[float]()
+    while node is not None and (by := _divisor(node)) is not None:
+        divisors += [by] if by > 1 else []
+        node = node.next_functions[0][0]
+    whole = [round(by) for by in divisors if abs(by - round(by)) < _ROUNDING * by]
+    twice = next((a for a, b in itertools.pairwise(whole) if a == b), 0)
+    return 0 if node is None or type(node).__name__.startswith(("Add", "Sub", "Sum", "Mean", "Mul")) else twice
+
+
+def length_of_sum(root: Tensor) -> tuple[int, torch.dtype]:
+    """Return how many numbers a loss adds one after another, and in which dtype."""
+    node: Any = root.grad_fn
+    while node is not None and _divisor(node) is not None:
+        node = node.next_functions[0][0]
+    count, dtype = 0, torch.float32 if node is None else node._input_metadata[0].dtype  # noqa: SLF001  (likewise)
+    while node is not None and type(node).__name__ == "AddBackward0" and node._input_metadata[0].dtype == dtype:  # noqa: SLF001
+        count += 1
+        makers: list[Any] = [made for made, _ in node.next_functions]
+        before = [made for made in makers if type(made).__name__ == "AddBackward0"]
+        node = before[0] if before else None
+    return count, dtype
+
+
+def rows_looked_up(root: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the tables in the graph with the indices that they were given."""
+    for node in _nodes([root]):
+        if type(node).__name__ == "EmbeddingBackward0":
+            table: Any = cast("Any", node).next_functions[0][0]
+            while table is not None and getattr(table, "variable", None) is None:
+                table = table.next_functions[0][0] if _SAME_VALUES.fullmatch(type(table).__name__) else None
+            with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
+                if table is not None:
+                    yield table.variable, cast("Any", node)._saved_indices  # noqa: SLF001  (likewise)
+
+
+def _has_factor(node: object, scale: Tensor) -> bool:
+    if type(node).__name__ != "MulBackward0":
+        return False
+    product = cast("Any", node)
+    try:  # documented in torch's autograd notes
+        factors: list[Any] = [product._saved_other, product._saved_self]  # noqa: SLF001
+    except RuntimeError:  # an earlier backward has freed them
+        return False
+    return any(isinstance(x, Tensor) and x.data_ptr() == scale.data_ptr() for x in factors)
+
+
+def _divisor(node: Any) -> float | None:
+    """Return what a node divides a number by: 1 if it only casts it, None if it does more."""
+    kind = type(node).__name__
+    if _SAME_VALUES.fullmatch(kind):
+        return 1.0
+    if kind not in ("DivBackward0", "MulBackward0") or len(node._input_metadata[0].shape):  # noqa: SLF001  (likewise)
+        return None
+    try:
+        other: Any = node._saved_other  # noqa: SLF001  (likewise)
+    except RuntimeError:
+        return None
+    if not isinstance(other, Tensor) or other.numel() != 1 or other.device.type != "cpu" or other.requires_grad:
+        return None
+    value = float(other)
+    return (value if kind.startswith("Div") else 1 / value) if value > 0 else None
+
+
+def _terms(node: Any) -> Iterator[Any]:
+    """The terms of a sum."""
+    waiting, count = [node], 0
+    while waiting and count < _NEAREST:
+        at: Any = waiting.pop()
+        count += 1
+        while _SAME_VALUES.fullmatch(type(at).__name__):
+            at = at.next_functions[0][0]
+        if type(at).__name__ == "AddBackward0":
+            waiting += [made for made, _ in at.next_functions]
+        else:
+            yield at
 
 
 def squashed_twice(roots: "list[Tensor]") -> str:
@@ -100,7 +201,11 @@ def squashed_twice(roots: "list[Tensor]") -> str:
 
 def _nodes(roots: "list[Tensor]") -> Iterator[object]:
     """The graph's nodes, nearest first."""
-    wave: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    yield from _behind([root.grad_fn for root in roots if root.grad_fn is not None])
+
+
+def _behind(wave: list[Any]) -> Iterator[object]:
+    """Nodes, and those behind them, nearest first."""
     seen = set(wave)
     while wave:
         yield from wave

@@ -25,6 +25,9 @@ _SAMPLE = 4096  # values of each
 # Averages are checked after 1, 2, 4, 8, ... steps and then every 256. Nothing here waits for a device.
 _EVERY = 256  # steps between looks: one takes about two milliseconds
 _DECAY = 0.9999  # the slowest that is usual
+_QUICK = 0.05  # of a batch that running statistics take at a step
+_WRITES = 64  # between two looks at running statistics
+_STILL = 0.1  # of their values may move
 _SHARE = 0.1  # of the sample: less does not matter
 
 
@@ -38,6 +41,7 @@ class Averages:
         self._stuck: set[str] = set()  # names, as said
         self._moving: set[str] = set()  # those of them that were seen to move later
         self._counters: list[_Counter] = []
+        self._statistics: list[_Statistic] = []
 
     def step_ends(self, steps: int, owned: Callable[[], Collection[int]]) -> None:
         """Note an optimizer's step count; `owned`: all optimizers' parameters, by id."""
@@ -51,11 +55,14 @@ class Averages:
         if self._copies is None:
             self._copies = _chosen(self.core, owned)
             self._counters = _counters(self.core)
+            self._statistics = _statistics(self.core)
             return
         if not passed:
             return
         for counter in self._counters:
             self._read_counter(counter)
+        for statistic in self._statistics:
+            self._read_statistic(statistic)
         looks: dict[torch.device, list[tuple[_Copy, Tensor]]] = {}
         for copy in list(self._copies):
             counts = copy.look(passed, owned)
@@ -74,6 +81,18 @@ class Averages:
         def produce() -> list[Record]:
             if counter.is_stuck(*read):
                 return [_event(step, "counter stuck", [counter.name], format=counter.format)]
+            return []
+
+        self.core.writer.submit(produce, 100, numbers=True)
+
+    def _read_statistic(self, statistic: "_Statistic") -> None:
+        counts, step = statistic.look(), self.core.step
+        if counts is None:
+            return
+
+        def produce() -> list[Record]:
+            if statistic.is_stuck(counts):
+                return [_event(step, "average stuck", [statistic.name], format=statistic.format)]
             return []
 
         self.core.writer.submit(produce, 100, numbers=True)
@@ -180,6 +199,58 @@ class _Counter:
         following = float(torch.tensor(now + self._increments[0]).to(self._dtype))
         self._reported = following == now
         return self._reported
+
+
+class _Statistic:
+    """Running statistics in 16 bits, and their values at the last look."""
+
+    def __init__(self, name: str, x: Tensor) -> None:
+        self.name, self.format = name, _FORMATS[x.dtype]
+        self._buffer = weakref.ref(x)
+        self._version, self._value = x._version, x.detach().reshape(-1)[:_SAMPLE].clone()  # noqa: SLF001
+        self._has_moved, self._reported = False, False
+        self._early = [DeviceValue(self._value.float())]  # after 1, 2, 4 and 8 steps
+
+    def look(self) -> DeviceValue | None:
+        """Return how many values there are and moved, if they were written often since the last look."""
+        x = self._buffer()
+        if x is not None and len(self._early) < 4:
+            self._early.append(DeviceValue(x.detach().reshape(-1)[:_SAMPLE].float()))
+        if x is None or x._version - self._version < _WRITES or x.device != self._value.device:  # noqa: SLF001
+            return None
+        now = x.detach().reshape(-1)[:_SAMPLE].clone()
+        before, self._value, self._version = self._value, now, x._version  # noqa: SLF001
+        return DeviceValue(torch.stack([torch.ones_like(now).sum(dtype=torch.long), (now != before).sum()]))
+
+    # Batches differ, so statistics in FP32 change with each write. Those that moved once and stand still through all of
+    # many writes are nearer to what comes in than rounding lets them come.
+    def is_stuck(self, counts: DeviceValue) -> bool:
+        """Return True, once, if nearly all values stand still that moved before."""
+        values, moved = cast("list[int]", counts.tensor().tolist())
+        stuck = self._has_moved and not self._reported and moved <= _STILL * values and not self._is_quick()
+        self._has_moved |= moved > _STILL * values
+        self._reported |= stuck
+        return stuck
+
+    # A step takes the same part of what is left to come in, so the first steps tell it: each one from the fifth to the
+    # eighth moves (1 - part)^4.5 of what the second does.
+    def _is_quick(self) -> bool:
+        """Return True if a step takes a twentieth of a batch or more: then they stop near what comes in."""
+        if len(self._early) < 4:
+            return False
+        one, two, four, eight = (value.tensor() for value in self._early)
+        return bool((eight - four).abs().sum() / 4 < (1 - _QUICK) ** 4.5 * (two - one).abs().sum())
+
+
+def _statistics(core: WatchSession) -> list[_Statistic]:
+    """Return the model's first running means and variances in 16 bits."""
+    model = core.model()
+    found: list[_Statistic] = []
+    for raw, x in list[tuple[str, Tensor]]() if model is None else model.named_buffers():
+        name = raw.rpartition(".")[2]
+        if x.dtype in _FORMATS and name in ("running_mean", "running_var") and _is_plain(x):
+            found.append(_Statistic(clean(raw), x))
+    return found[:_FOLLOWED]
 
 
 def _counters(core: WatchSession) -> list[_Counter]:

@@ -19,7 +19,7 @@ from plimsoll import kernels
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.autograd_graph import kept_values, operations_of, position, widens
+from plimsoll.watch.hooks.autograd_graph import is_nan_before, kept_values, operations_of, position, widens
 from plimsoll.watch.names import clean, tensors_among
 from plimsoll.watch.parameters.optimizer_tensors import Parameters
 from plimsoll.watch.session import WatchSession, contained, nothing_recorded
@@ -30,6 +30,7 @@ _MOST_OUTPUTS = 10_000  # of a step whose graph is learned
 _MOST_GRAPHS = 8  # that are known at a time: models that alternate, inputs that some batches lack
 _MOST_EVENTS = 5  # a training that overflows now and then is looked through so often
 _NAMED = 20
+_AFTER_A_SKIP = 64  # backwards in which NaN is looked for: what a scaler skips may be no overflow of its scale
 _HELD_BYTES = 16 << 20  # of inputs that are kept alive up to the backward
 # Operations that give NaN or Inf only if they are given some, or that only rearrange values.
 # The graph keeps what log_softmax made of the logits and not the logits, so without
@@ -109,6 +110,9 @@ class Origin(torch_hooks.TrainingEvents):
         self._found: tuple[Loss | None, _Place] | None = None  # of a loss that another model may step on
         self._events = 0
         self._scaled = False
+        self._stepped = False  # an optimizer, since a scaler's step began
+        self._looks = 0  # backwards that are looked at since a scaler has skipped a step
+        self._before_skip: _Place | None = None  # where NaN is, of a loss that is finite
         devices = {p.device.type for p in itertools.chain(model.parameters(), model.buffers())}
         core.due.traced = devices <= {"cpu"}
         self._buffers = Buffers(core)
@@ -151,6 +155,10 @@ class Origin(torch_hooks.TrainingEvents):
             if broken and not self._broken and (place := self._place(tensors)):
                 self._say(*place)
             self._broken = broken
+            self._before_skip = None
+            if self._looks and not broken:
+                self._looks -= 1
+                self._before_skip = self._place(tensors) if is_nan_before(tensors) else None
         self._held.clear()
 
     @contained
@@ -177,6 +185,7 @@ class Origin(torch_hooks.TrainingEvents):
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer has stepped: what was found of its loss is the model's."""
+        self._stepped = True
         self._settle()
 
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:
@@ -184,8 +193,15 @@ class Origin(torch_hooks.TrainingEvents):
         self._scaled = True
 
     def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None:
-        """A scaler's step has returned."""
+        """A scaler's step has returned: NaN in the forward of one that it skips is named."""
+        skipped, self._stepped = not self._stepped, False
         self._settle()
+        if skipped and self._before_skip is not None:
+            self._say(*self._before_skip)
+            self._looks = 0
+        elif skipped and self._events < _MOST_EVENTS:
+            self._looks = _AFTER_A_SKIP
+        self._before_skip = None
 
     @contained
     def _settle(self) -> None:
@@ -214,11 +230,13 @@ class Origin(torch_hooks.TrainingEvents):
             first = _first_broken(operations)
         if first is None:
             return "loss", [], "all that is left is finite"
+        first, comes_in = first
         names = self._graphs.of(operations) or self._by_parameters(model, operations)
         # An operation belongs to the first module that returns after it, and of those at once to the inner one.
         module = next((name for place, name in names if place >= first), None)
         if module is not None:
-            return "activations", [module], ""
+            before = self._graphs.untracked_before(module) if comes_in else []
+            return "activations", before or [module], "needs no gradient" if before else ""
         last = names[-1][1] if names else ""
         return "loss", [last] if last and last != f"{self.core.name}:output" else [], "the outputs are finite"
 
@@ -269,16 +287,28 @@ class GraphNames:
         self._learned: dict[tuple[int, int], None] = {}  # forwards: number of outputs and of operations
         self._known: dict[int, list[tuple[int, str]]] = {}
         self.order: dict[str, int] = {}  # modules by when they return
+        self._untracked: list[str] = []  # outputs that need no gradient, since the last one that does
+        self._before: dict[str, list[str]] = {}  # those, by the output that came next
 
     def add(self, module: str, outputs: list[tuple[str, Tensor]]) -> None:
         """A module has returned."""
         for path, x in outputs:
-            if x.grad_fn is not None and len(self._outputs) < _MOST_OUTPUTS:
-                self._outputs.append((f"{module}:output{path}", position(x.grad_fn)))
+            name = f"{module}:output{path}"
+            if x.grad_fn is None:
+                self._untracked = [*self._untracked[1 - _NAMED :], name]
+            elif len(self._outputs) < _MOST_OUTPUTS:
+                self._outputs.append((name, position(x.grad_fn)))
+                if self._untracked:
+                    self._before[name], self._untracked = self._untracked, []
+
+    def untracked_before(self, name: str) -> list[str]:
+        """Return the outputs right before one that need no gradient, the last first."""
+        return self._before.get(name, [])[::-1]
 
     def forget(self) -> None:
         """Another forward begins."""
         self._outputs.clear()
+        self._untracked = []
 
     @property
     def has_new(self) -> bool:
@@ -309,28 +339,35 @@ def _signature(operations: list[Any]) -> int:
     return hash(tuple(type(node).__name__ for node in operations))
 
 
-def _first_broken(operations: list[Any]) -> int | None:
-    """Return the place of the first operation that made NaN or Inf, but not -Inf."""
+def _first_broken(operations: list[Any]) -> tuple[int, bool] | None:
+    """Return the place of the first operation that made NaN or Inf, but not -Inf.
+
+    True beside it: the value was given to it and is of no operation in the graph.
+    """
     places = {node: place for place, node in enumerate(operations)}
     for place, node in enumerate(operations):
         for made, x in kept_values(node):
             if x.is_floating_point() and x.device.type == "cpu" and x.layout == torch.strided:
                 values = x.detach()
-                if bool((torch.isnan(values) | (values == math.inf)).any()):
-                    return place if made and not _passes(node) else _maker(node, places, place)
+                nan = bool(torch.isnan(values).any())
+                if nan or bool((values == math.inf).any()):
+                    return (place, False) if made and not _passes(node) else _maker(node, places, place, nan)
     return None
 
 
-def _maker(node: Any, places: dict[Any, int], place: int) -> int:
-    """Return the place of the operation behind a node, past those that make no NaN."""
+def _maker(node: Any, places: dict[Any, int], place: int, nan: bool) -> tuple[int, bool]:
+    """Return the place of the operation behind a node, past those that make no NaN.
+
+    True beside it: there is none.
+    """
     while True:
         before = [places[made] for made, _ in node.next_functions if made in places]
         if not before:
-            return place
+            return place, True
         place = max(before)
         node = next(made for made, _ in node.next_functions if places.get(made) == place)
-        if not _passes(node):
-            return place
+        if not _passes(node, nan):
+            return place, False
 
 
 def _leaves(node: Any) -> Iterator[Any]:
@@ -347,6 +384,7 @@ def _leaves(node: Any) -> Iterator[Any]:
             )
 
 
-def _passes(node: Any) -> bool:
+def _passes(node: Any, nan: bool = False) -> bool:
+    """Return whether an operation makes no NaN (`nan`), or no NaN and no Inf either."""
     name = type(node).__name__.rstrip("0123456789")
-    return name in _PASSING or (name == "ToCopyBackward" and widens(node))
+    return name in _PASSING or (name == "ToCopyBackward" and (nan or widens(node)))

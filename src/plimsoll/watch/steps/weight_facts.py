@@ -4,6 +4,7 @@
 - Ten steps later, layers whose units are copies of each other, and move as one.
 - Weights that are written between two steps so that the update of the first one is undone.
 - Gradients of micro-batches that are rounded away as they are added up in 16 bits.
+- Gradients that are clipped before all micro-batches of a step are added up.
 
 Nothing here waits for a device: numbers are read on the background thread, as soon as they are there.
 """
@@ -30,6 +31,7 @@ _FIRST = 16  # weights of which each rank records the first values
 _VALUES = 256  # of a weight or a gradient that is followed from step to step
 _STREAK = 3  # steps on end
 _LEFT = 2.0**-5  # of an update: averages with a decay of 0.97 or more leave less
+_CLIPPED = 8  # steps in which it is looked for clipping
 _MANY = 64  # micro-batches, from which on a 16-bit sum may be too coarse for one of them
 _UNDONE, _EXACT = 0.99, 0.9  # of the values; exactly what they were are those that a mask or a grid holds
 
@@ -91,7 +93,7 @@ class FirstWeights:
         ranks, step = self.core.ranks, self.core.step
         if ranks.wrapper != "DistributedDataParallel" or ranks.data_parallel < 2 or self.core.settings.ranks != "each":
             return
-        weights = [(clean(raw), p) for raw, p in model.named_parameters() if p.dim() > 1 and _is_plain(p)]
+        weights = [(clean(raw), p) for raw, p in model.named_parameters() if p.dim() > 1 and is_plain(p)]
         weights = weights[:: -(-len(weights) // _FIRST) or 1]
         # What other ranks record too: of parameters that the wrapper ignores each rank has its own.
         shared = [(name, p) for name, p in weights if ranks.data_index == 0 or not ranks.counts(p)]
@@ -109,7 +111,7 @@ class Overwrites:
     """A few weights of an optimizer, to see updates that are undone between steps."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._weights = [weakref.ref(p) for p in weights if _is_plain(p)]
+        self._weights = [weakref.ref(p) for p in weights if is_plain(p)]
         self._versions: list[int] = []  # after the last step
         self._before: Tensor | None = None
         self._after: Tensor | None = None
@@ -128,7 +130,7 @@ class Overwrites:
         written = len(versions) == len(self._versions) > 0
         written = written and all(a != b for a, b in zip(versions, self._versions, strict=True))
         self._written = self._written + 1 if written else 0
-        now = _some(weights) if self._written >= _STREAK else None
+        now = some_values(weights) if self._written >= _STREAK else None
         if now is None or self._after is None or self._before is None or now.shape != self._before.shape:
             self.undone = []
         else:
@@ -144,7 +146,7 @@ class Overwrites:
         """The optimizer's step has returned."""
         weights = self._live()
         self._versions = [p._version for p in weights]  # noqa: SLF001  (likewise)
-        self._after = None if self._before is None else _some(weights)
+        self._after = None if self._before is None else some_values(weights)
         if self._after is None or self._before is None or self._after.shape != self._before.shape:
             self._before = self._after = None
 
@@ -168,7 +170,7 @@ class Sums:
     """Some values of an optimizer's 16-bit gradients, while micro-batches are added."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        chosen = [p for p in weights if p.dtype in SIXTEEN_BIT and _is_plain(p)]
+        chosen = [p for p in weights if p.dtype in SIXTEEN_BIT and is_plain(p)]
         self._weights = [weakref.ref(p) for p in chosen]
         self.format = FORMATS[chosen[0].dtype].name if chosen else ""
         self.backwards = 0  # since the last step
@@ -190,13 +192,13 @@ class Sums:
             return
         self.backwards += 1
         group = self._group()
-        self._before = _some(self._gradients()) if group else None
+        self._before = some_values(self._gradients()) if group else None
 
     @torch.no_grad()
     def backward_ends(self) -> None:
         """A backward has ended."""
         before, self._before = self._before, None
-        now = None if before is None else _some(self._gradients())
+        now = None if before is None else some_values(self._gradients())
         if before is not None and now is not None and now.shape == before.shape:
             self._changed.setdefault(self._group(), []).append((now != before).sum())
 
@@ -215,13 +217,50 @@ class Sums:
 
     def _gradients(self) -> list[Tensor]:
         weights = [p for ref in self._weights if (p := ref()) is not None]
-        return [p.grad for p in weights if p.grad is not None and _is_plain(p.grad)]
+        return [p.grad for p in weights if p.grad is not None and is_plain(p.grad)]
 
 
 def is_rounded_away(counts: DeviceValue) -> bool:
     """Return True if a late backward changes under half the values an early one does."""
     early, late = cast("list[float]", counts.tensor().tolist())
     return early >= _SIDE and late < early / 2
+
+
+class Clipping:
+    """Some values of an optimizer's gradients, while micro-batches are added in its first steps."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = [weakref.ref(p) for p in weights if is_plain(p)]
+        self._steps = 0
+        self._before: Tensor | None = None  # when their norm was taken
+        self._changed: Tensor | None = None  # values that changed from then to the next backward
+        self.found: list[DeviceValue] = []  # of steps on end
+
+    def norm_taken(self) -> None:
+        """The norm of gradients was taken: clipping multiplies them next."""
+        if self._steps < _CLIPPED and len(self.found) < _STREAK:
+            self._before = some_values(self._gradients())
+
+    # Gradients that were set to None or zero since begin a new sum: it is clipped as a whole.
+    def backward_begins(self) -> None:
+        """A backward begins, which may add to the gradients."""
+        before, self._before = self._before, None
+        now = None if before is None else some_values(self._gradients())
+        if before is not None and now is not None and now.shape == before.shape:
+            self._changed = ((now != before) & (now != 0)).sum()
+
+    def step_ends(self) -> None:
+        """The optimizer's step has returned."""
+        self._steps += 1
+        if self._changed is not None and len(self.found) < _STREAK:
+            self.found.append(DeviceValue(self._changed))
+        elif len(self.found) < _STREAK:
+            self.found = []
+        self._before = self._changed = None
+
+    def _gradients(self) -> list[Tensor]:
+        weights = [p for ref in self._weights if (p := ref()) is not None]
+        return [p.grad for p in weights if p.grad is not None and is_plain(p.grad)]
 
 
 def fact(step: int, name: str, message: str, **details: object) -> Event:
@@ -233,7 +272,8 @@ def _modules(model: nn.Module) -> "Iterable[tuple[str, nn.Module]]":
     return cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
+    """Return True for a tensor that can be read as it lies in memory."""
     plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta and not x.is_inference()
     if not plain or not x.numel() or not x.is_contiguous():
         return False
@@ -241,7 +281,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _has_rows(p: Tensor) -> bool:
-    return _is_plain(p) and p.dim() > 1 and p.shape[0] > 1
+    return is_plain(p) and p.dim() > 1 and p.shape[0] > 1
 
 
 def _rows(p: Tensor) -> Tensor:
@@ -250,8 +290,8 @@ def _rows(p: Tensor) -> Tensor:
     return rows[:: -(-len(rows) // _SIDE), :_SIDE].float().clone()
 
 
-def _some(tensors: Sequence[Tensor]) -> Tensor | None:
+def some_values(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return first values of tensors, or None if not readable on one device."""
-    if not tensors or len({x.device for x in tensors}) > 1 or not all(map(_is_plain, tensors)):
+    if not tensors or len({x.device for x in tensors}) > 1 or not all(map(is_plain, tensors)):
         return None
     return torch.cat([x.detach().reshape(-1)[:_VALUES].float() for x in tensors])

@@ -8,11 +8,15 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - gradients of a scaled loss that reach the optimizer as the backward left them;
 - gradients of a scaled loss that are added to those that the scaler has unscaled already in the same step;
 - gradients of micro-batches that are rounded away as they are added up in 16 bits;
+- gradients that are clipped before the last micro-batch of a step is added;
 - weights that are written between the steps so that the updates are undone;
 - an epsilon of Adam that is zero in the FP16 of its second moments;
 - weight decay that is less than half a unit in the last place of 16-bit weights;
 - a softmax or sigmoid before a loss that applies one itself;
 - ranks that begin with other weights, and layers whose units are copies of each other (`weight_facts`);
+- weights, gradients, second moments and losses that are kept in fewer digits than their dtype has (`kept_narrow`);
+- losses that are divided by the number of micro-batches twice, or of which only a part carries the loss scale;
+- a model that is trained in evaluation mode;
 - norms over a single value, which are their bias whatever comes in;
 - averages of weights that rounding keeps where they are (`averages`).
 """
@@ -34,7 +38,16 @@ from plimsoll.watch.parameters.averages import Averages
 from plimsoll.watch.parameters.optimizer_tensors import innermost, parameters_of
 from plimsoll.watch.parameters.updates import OWN, kind_of
 from plimsoll.watch.session import WatchSession, contained
-from plimsoll.watch.steps.weight_facts import FirstWeights, Overwrites, Sums, are_undone, is_rounded_away
+from plimsoll.watch.steps.evaluation_mode import EvaluationMode
+from plimsoll.watch.steps.kept_narrow import (
+    Moments,
+    Roundings,
+    are_nearest,
+    flush_of,
+    rounding_of,
+    share_of_zeros,
+)
+from plimsoll.watch.steps.weight_facts import Clipping, FirstWeights, Overwrites, Sums, are_undone, is_rounded_away
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
 _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gradient are named
@@ -44,6 +57,7 @@ _REPEATS = 3  # steps on end in which gradients were carried over, or not unscal
 _FOLLOWED = 3  # parameters of each optimizer
 _FIRST_STEPS, _PERIOD, _LOOK = 64, 64, 8  # in which they are followed: the first ones, then the first of each period
 _TINY = 2.0**-17  # of the highest rate that a group has had: less moves nothing in a training's usual number of steps
+_INDICES = 32  # that a 16-bit format may hold or not
 _LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 _FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
@@ -129,6 +143,9 @@ class _Optimizer:
         self.followed = [_Followed(own[place]) for place in places[:_FOLLOWED]]
         self.sums = Sums(own[place] for place in places[:_FOLLOWED])
         self.overwrites = Overwrites(own[place] for place in places[:_FOLLOWED])
+        self.clipping = Clipping(own[place] for place in places[:_FOLLOWED])
+        self.roundings = Roundings(own[place] for place in places[:_FOLLOWED])
+        self.moments = Moments(own[place] for place in places[:_FOLLOWED])
         self.steps = 0
         self.follows = True  # in this step
         self.empty = self.carried = self.scaled = 0  # steps on end
@@ -170,10 +187,12 @@ class Wiring(torch_hooks.TrainingEvents):
         self._of_scaled = False  # the backward that runs is its
         self._squashed = ""  # what the loss of the backward that runs applies twice
         self._looks = _LOOKS
+        self._divided = 0  # what a loss was divided by twice
         self._judged = False
         self._said: set[str] = set()
         self._averages = Averages(core)
         self._first_weights = FirstWeights(core)
+        self._mode = EvaluationMode(core)
         known = list(optimizers)
         if known and not [o for o in known if self._meet(o) is not None]:
             names = ", ".join(type(optimizer).__name__ for optimizer in known)
@@ -201,6 +220,7 @@ class Wiring(torch_hooks.TrainingEvents):
                 known.scaled += 1
                 if known.scaled == _REPEATS:
                     self._say_unscaled(known)
+            known.clipping.backward_begins()
             if known.follows:
                 known.sums.backward_begins()
             for followed in known.followed if known.follows else ():
@@ -222,8 +242,53 @@ class Wiring(torch_hooks.TrainingEvents):
         self._squashed = ""
         if self._looks and self._known:
             self._looks -= 1
-            roots: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            self._squashed = autograd_graph.squashed_twice([root for root in roots if isinstance(root, Tensor)])
+            listed: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            roots = [root for root in listed if isinstance(root, Tensor)]
+            self._squashed = autograd_graph.squashed_twice(roots)
+            if len(roots) == 1 and roots[0].numel() == 1:
+                self._look_behind_loss(roots[0])
+
+    def _look_behind_loss(self, loss: Tensor) -> None:
+        """Look for sums in 16 bits, divisions, terms without the scale, and indices that were rounded."""
+        self._divided = autograd_graph.divided_twice(loss)
+        count, dtype = autograd_graph.length_of_sum(loss)
+        if dtype in SIXTEEN_BIT and count >= 2 ** (FORMATS[dtype].mantissa_bits + 1):
+            fmt = FORMATS[dtype].name
+            self._say("loss added up", f"the loss adds {count:,} numbers one by one in {fmt}", terms=count, format=fmt)
+        names = self._names()
+        scale = getattr(None if self._scaler is None else self._scaler(), "_scale", None)
+        if isinstance(scale, Tensor):
+            leaves = autograd_graph.unscaled_leaves(loss, scale)
+            if apart := [names[id(leaf)] for leaf in leaves if id(leaf) in names]:
+                message = f"only a part of the loss carries the loss scale: {_listed(apart)} get gradients without it"
+                self._later("part unscaled", message, self._scales(), parameters=apart)
+        for table, indices in autograd_graph.rows_looked_up(loss):
+            if id(table) in names:
+                self._look_at_indices(names[id(table)], indices.detach())
+
+    # Whole numbers above 256 that BF16 holds are even, above 512 multiples of four: as many as that by chance are none.
+    def _look_at_indices(self, name: str, indices: Tensor) -> None:
+        for dtype in SIXTEEN_BIT:
+            beyond = indices > 2 ** (FORMATS[dtype].mantissa_bits + 1)
+            kept = beyond & (indices == indices.to(dtype).to(indices.dtype))
+            counts = DeviceValue(torch.stack([beyond.sum(), kept.sum()]))
+            fmt = FORMATS[dtype].name
+
+            def holds(counts: DeviceValue = counts) -> bool:
+                some, whole = cast("list[int]", counts.tensor().tolist())
+                return some >= _INDICES and whole == some
+
+            message = f"the indices of {name} have been rounded to {fmt}: neighbours have become the same"
+            self._later(
+                "indices rounded", message, holds, key=f"{fmt} {name} {self._looks}", parameters=[name], format=fmt
+            )
+
+    @contained
+    def norm_taken(self, norm: Any) -> None:
+        """The norm of some gradients was taken, to clip them."""
+        if self._since_step and not self._idle():
+            for known in list(self._known.values()):
+                known.clipping.norm_taken()
 
     @contained
     def backward_ends(self) -> None:
@@ -233,6 +298,7 @@ class Wiring(torch_hooks.TrainingEvents):
                 if not known.follows:
                     continue
                 known.sums.backward_ends()
+                known.roundings.backward_ends()
                 reached = [followed.backward_ends() for followed in known.followed]
                 if self._squashed and any(reached):
                     message = f"the loss applies a {self._squashed} to the results of a {self._squashed}"
@@ -259,6 +325,12 @@ class Wiring(torch_hooks.TrainingEvents):
             self._follow(optimizer, known)
             self._look_at_sums(known)
             self._look_for_overwrites(known)
+            self._look_at_roundings(known)
+        self._look_at_moments(optimizer, known)
+        self._mode.step_begins(known.steps)
+        if self._divided and self._divided == self._since_step:
+            message = f"the loss is divided by {self._divided} twice, the number of micro-batches of a step"
+            self._say("divided twice", message, by=self._divided)
         self._look_at_groups(optimizer, known)
 
     # Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a
@@ -286,6 +358,50 @@ class Wiring(torch_hooks.TrainingEvents):
             )  # fmt: skip
         sums.step_ends()
 
+    def _look_at_roundings(self, known: _Optimizer) -> None:
+        roundings = known.roundings
+        if roundings.is_over:
+            return
+        roundings.step_begins()
+        step = self.core.step
+        for fact, steps, read, what in (
+            ("weights rounded", tuple(roundings.weights), rounding_of, "weights are rounded to {} after each step"),
+            ("gradients rounded", tuple(roundings.gradients), flush_of, "gradients are rounded to {} before each step"),
+        ):
+            if len(steps) < _REPEATS or fact in self._said:
+                continue
+
+            def produce(fact: str = fact, steps: Any = steps, read: Any = read, what: str = what) -> list[Record]:
+                found = read(steps)
+                if found is None or fact in self._said:
+                    return []
+                self._said.add(fact)
+                details = {"fact": fact, "optimizer": known.name, "format": found[0], "lost": found[1]}
+                return [Event(step=step, kind="wiring", message=what.format(found[0]), details=details)]
+
+            self.core.writer.submit(produce, 400)
+
+    def _look_at_moments(self, optimizer: Any, known: _Optimizer) -> None:
+        moments = known.moments
+        replaced = moments.step_begins(optimizer)
+        if replaced is not None:
+            step, name = self.core.step, known.name
+
+            def produce() -> list[Record]:
+                share = share_of_zeros(replaced)
+                message = f"second moments of {name} went through FP16, and some became zero"
+                details = {"fact": "moments flushed", "optimizer": name, "lost": share, "format": "fp16"}
+                return [Event(step=step, kind="wiring", message=message, details=details)] if share else []
+
+            self.core.writer.submit(produce, 400)
+        steps = tuple(moments.stepped)
+        if len(steps) == _REPEATS:
+            message = f"second moments of {known.name} are kept in {moments.format}, and their decay is rounded away"
+            self._later(
+                "moments narrow", message, lambda: are_nearest(steps), known, format=moments.format,
+                decay=moments.decay,
+            )  # fmt: skip
+
     def _look_for_overwrites(self, known: _Optimizer) -> None:
         known.overwrites.step_begins()
         undone = tuple(known.overwrites.undone)
@@ -302,6 +418,12 @@ class Wiring(torch_hooks.TrainingEvents):
         known.steps += 1
         if known.steps == 1:
             self._look_at_epsilon(optimizer, known)
+        known.roundings.step_ends()
+        known.clipping.step_ends()
+        if len(found := tuple(known.clipping.found)) == _REPEATS:
+            message = f"gradients of {known.name} are clipped before the last micro-batch of a step is added"
+            self._later("clipped early", message, lambda: all((resolved(number) or 0) > 0 for number in found), known)
+        known.moments.step_ends(optimizer)
         for each in list(self._known.values()):
             if each is not known:
                 each.overwrites.forget()
@@ -502,13 +624,14 @@ class Wiring(torch_hooks.TrainingEvents):
         return state is not None and getattr(state.get("stage"), "name", "") == "UNSCALED"
 
     def _later(
-        self, fact: str, message: str, holds: Callable[[], bool], known: _Optimizer, key: str = "", **more: object
-    ) -> None:
+        self, fact: str, message: str, holds: Callable[[], bool], known: _Optimizer | None = None, key: str = "",
+        **more: object,
+    ) -> None:  # fmt: skip
         """Record a fact on the background thread, once for each key."""
         if (key or fact) in self._said:
             return
         self._said.add(key or fact)
-        step, details = self.core.step, {"fact": fact, "optimizer": known.name, **more}
+        step, details = self.core.step, {"fact": fact, "optimizer": "" if known is None else known.name, **more}
 
         def produce() -> list[Record]:
             return [Event(step=step, kind="wiring", message=message, details=details)] if holds() else []

@@ -1,0 +1,219 @@
+"""Facts on values that are kept with fewer digits than their dtype has.
+
+- Weights that something rounds to a 16-bit format after each step.
+- Gradients that are rounded between the backward and the step, so that small ones become zero.
+- Second moments in 16 bits, whose decay rounding undoes.
+- Second moments that went through FP16, in a checkpoint, so that small ones became zero.
+
+All are read from a few values of a few FP32 weights, in the first steps or where a tensor was replaced. Nothing here
+waits for a device.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from plimsoll.kernels.device_value import DeviceValue
+from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
+from plimsoll.watch.steps.weight_facts import is_plain, some_values
+
+_FIRST = 8  # steps in which weights and gradients are compared
+_STREAK = 3  # of them on end
+_HALF, _MOST = 0.5, 0.9  # of the values
+_FEWEST = 16  # values
+_LOST = 0.05  # of the gradients: fewer zeros do no harm
+_ZERO = 0.01  # of the second moments
+_LOOKS = 8  # at second moments that were replaced
+_ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
+_GRIDS = {"e4m3": 3, "bf16": 7, "fp16": 10}  # bits of a significand after the first
+
+
+class Roundings:
+    """Some values of an optimizer's FP32 weights and gradients around its first steps."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = [weakref.ref(p) for p in weights if p.dtype == torch.float32 and is_plain(p)]
+        self._steps = 0
+        self._before: Tensor | None = None  # weights before a step, after it, and gradients after the backward
+        self._after: Tensor | None = None
+        self._gradients: Tensor | None = None
+        self.weights: list[DeviceValue] = []
+        self.gradients: list[DeviceValue] = []
+
+    @property
+    def is_over(self) -> bool:
+        """True once the first steps have passed."""
+        return self._steps >= _FIRST or not self._weights
+
+    def backward_ends(self) -> None:
+        """A backward has added to the gradients."""
+        if not self.is_over:
+            self._gradients = some_values(self._graded())
+
+    def step_begins(self) -> None:
+        """The optimizer's step begins."""
+        if self.is_over:
+            return
+        now, given = some_values(self._live()), some_values(self._graded())
+        before, after, passed = self._before, self._after, self._gradients
+        if now is not None and before is not None and after is not None and now.shape == before.shape == after.shape:
+            self.weights.append(DeviceValue(_rounded(before, after, now)))
+        if given is not None and passed is not None and given.shape == passed.shape:
+            self.gradients.append(DeviceValue(_flushed(passed, given)))
+        self._before, self._after, self._gradients = now, None, None
+
+    def step_ends(self) -> None:
+        """The optimizer's step has returned."""
+        if not self.is_over:
+            self._steps += 1
+            self._after = some_values(self._live())
+
+    def _live(self) -> list[Tensor]:
+        return [p for ref in self._weights if (p := ref()) is not None]
+
+    def _graded(self) -> list[Tensor]:
+        return [p.grad for p in self._live() if p.grad is not None and p.grad.dtype == torch.float32]
+
+
+def _rounded(before: Tensor, after: Tensor, now: Tensor) -> Tensor:
+    """Count values off each 16-bit format's rounding of them, updates, writes since, and updates that these undid."""
+    updated = after != before
+    off = [(now != after.to(dtype).float()).sum() for dtype in SIXTEEN_BIT]
+    return torch.stack([updated.sum(), (now != after).sum(), (updated & (now == before)).sum(), *off])
+
+
+def rounding_of(steps: Sequence[DeviceValue]) -> tuple[str, float] | None:
+    """Return the format that weights are rounded to between steps, and the share of updates lost.
+
+    None if they are not at the last `_STREAK` steps.
+    """
+    counts = [cast("list[int]", step.tensor().tolist()) for step in steps[-_STREAK:]]
+    for place, dtype in enumerate(SIXTEEN_BIT):
+        if all(c[3 + place] == 0 and c[1] >= _HALF * c[0] and c[0] >= _FEWEST for c in counts):
+            return FORMATS[dtype].name, sum(c[2] for c in counts) / sum(c[0] for c in counts)
+    return None
+
+
+def _flushed(passed: Tensor, given: Tensor) -> Tensor:
+    """Count nonzero gradients, those that became zero, and values off each grid, before and after."""
+    masks = [(1 << (23 - bits)) - 1 for bits in _GRIDS.values()]
+    off = [((x.view(torch.int32) & mask) != 0).sum() for x in (passed, given) for mask in masks]
+    return torch.stack([(passed != 0).sum(), ((passed != 0) & (given == 0)).sum(), *off])
+
+
+# Values on a narrower grid than the backward left them on were cast in between. Masks and clipping leave the rest as it
+# is, or multiply it by a number that takes it off any grid.
+def flush_of(steps: Sequence[DeviceValue]) -> tuple[str, float] | None:
+    """Return the format whose digits the gradients are left with, and the share that became zero."""
+    counts = [cast("list[int]", step.tensor().tolist()) for step in steps[-_STREAK:]]
+    nonzero, lost = sum(c[0] for c in counts), sum(c[1] for c in counts)
+    if nonzero - lost < _FEWEST or lost < _LOST * nonzero:
+        return None
+    for place, fmt in enumerate(_GRIDS):
+        if all(c[2 + len(_GRIDS) + place] == 0 and c[2 + place] >= _HALF * c[0] for c in counts):
+            return fmt, lost / nonzero
+    return None
+
+
+class Moments:
+    """Second moments of a few FP32 weights: their dtype, and whether they were replaced."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = [weakref.ref(p) for p in weights if p.dtype == torch.float32 and is_plain(p)]
+        self._mark: tuple[int, int] | None = None  # identity and version of one, as the last step has left it
+        self._looks = 0
+        self._old: tuple[Tensor, Tensor, float] | None = None  # moments and gradients before a step, and the decay
+        self.format, self.decay = "", 0.0
+        self.stepped: list[DeviceValue] = []
+
+    # One tensor shows whether the state was replaced: it is loaded as a whole. That is looked at before each step.
+    def step_begins(self, optimizer: Any) -> DeviceValue | None:
+        """Note the moments before a step. Return counts of those that were replaced since the last one."""
+        x = self._first_of(optimizer)
+        if x is None:
+            return None
+        if x.dtype in SIXTEEN_BIT:
+            if len(self.stepped) < _STREAK:
+                self._follow(optimizer, self._found(optimizer))
+            return None
+        if (id(x), x._version) == self._mark or self._looks >= _LOOKS:  # noqa: SLF001  (public in all but name)
+            return None
+        found = self._found(optimizer)
+        if (values := some_values([x for _, x in found])) is None:
+            return None
+        self._looks += 1
+        # Where all second moments became zero, the first ones show through which format both went.
+        firsts = some_values([x for p, _ in found if isinstance(x := optimizer.state[p].get("exp_avg"), Tensor)])
+        firsts = values if firsts is None or firsts.shape != values.shape else firsts
+        off = (values != values.half()).sum() + (firsts != firsts.half()).sum()
+        zeros = (values == 0) & ((firsts != 0) | (firsts is values))
+        return DeviceValue(torch.stack([(firsts != 0).sum(), (values != 0).sum(), zeros.sum(), off]))
+
+    # The next value is known but for its rounding: the one before, the decay and the gradient give it. Where it is the
+    # nearest to that at all of three steps, nothing rounds it at random.
+    def step_ends(self, optimizer: Any) -> None:
+        """The optimizer's step has returned."""
+        x, old = self._first_of(optimizer), self._old
+        self._mark = None if x is None else (id(x), x._version)  # noqa: SLF001  (likewise)
+        if old is None:
+            return
+        found = self._found(optimizer)
+        new = some_values([x for _, x in found])
+        if new is not None and new.shape == old[0].shape:
+            nearest = (old[0] * old[2] + (1 - old[2]) * old[1].square()).to(found[0][1].dtype).float()
+            moved = new != old[0]
+            self.stepped.append(DeviceValue(torch.stack([moved.sum(), (moved & (new == nearest)).sum()])))
+        self._old = None
+
+    def _first_of(self, optimizer: Any) -> Tensor | None:
+        p = self._weights[0]() if self._weights else None
+        state: Mapping[str, object] | None = None if p is None else optimizer.state.get(p)
+        x = None if not state else state.get(_ROOTED[0], state.get(_ROOTED[1]))
+        return x if isinstance(x, Tensor) else None
+
+    def _follow(self, optimizer: Any, found: list[tuple[Tensor, Tensor]]) -> None:
+        if not found:
+            return
+        dtype, group = found[0][1].dtype, _group_of(optimizer, found[0][0])
+        decay = group.get("betas", (0.0, group.get("alpha", 0.0)))[1]
+        gradients = [p.grad for p, _ in found if p.grad is not None and p.grad.dtype == torch.float32]
+        # At the lower end of a binade half a unit in the last place is this part of a value: a decay that takes less is
+        # rounded away there, and no value gets past it.
+        half = 2.0 ** -(FORMATS[dtype].mantissa_bits + 1)
+        if not isinstance(decay, float) or not 0 < 1 - decay < half or len(gradients) != len(found):
+            return
+        old, given = some_values([x for _, x in found]), some_values(gradients)
+        if old is not None and given is not None and old.shape == given.shape:
+            self.format, self.decay, self._old = FORMATS[dtype].name, decay, (old, given, decay)
+
+    def _found(self, optimizer: Any) -> list[tuple[Tensor, Tensor]]:
+        found: list[tuple[Tensor, Tensor]] = []
+        for ref in self._weights:
+            p = ref()
+            state: Mapping[str, object] = {} if p is None else optimizer.state.get(p, {})
+            for key in _ROOTED if state else ():
+                x = state.get(key)
+                if p is not None and isinstance(x, Tensor) and x.shape == p.shape and is_plain(x):
+                    found.append((p, x))
+        return found
+
+
+def are_nearest(steps: Sequence[DeviceValue]) -> bool:
+    """Return True if moments were rounded to nearest at these steps."""
+    counts = [cast("list[int]", step.tensor().tolist()) for step in steps]
+    return all(changed >= _FEWEST and nearest >= _MOST * changed for changed, nearest in counts)
+
+
+def share_of_zeros(counts: DeviceValue) -> float:
+    """Return the share of zeros among moments that FP16 holds exactly, else 0."""
+    firsts, nonzero, zeros, off = cast("list[int]", counts.tensor().tolist())
+    share = zeros / max(zeros + nonzero, 1)
+    return share if not off and firsts >= _FEWEST and share >= _ZERO else 0.0
+
+
+def _group_of(optimizer: Any, p: Tensor) -> Mapping[str, Any]:
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return next((group for group in groups if any(x is p for x in group["params"])), dict[str, Any]())

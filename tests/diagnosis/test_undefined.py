@@ -1,0 +1,102 @@
+"""NaN that a loss scaler skips as if its scale were too high, and that no scale can avoid."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plimsoll as pl
+from plimsoll.diagnosis import Finding, View, diagnose
+from plimsoll.report.verdicts.verdict import verdict
+from plimsoll.runs import Event, Run
+from tests.support.diagnosis.faults import told
+from tests.support.diagnosis.stories import constant, since
+
+
+def again(step: int) -> bool:
+    """Whether a step is one of those that a scaler skips; none of them is sampled."""
+    return step >= 43 and step % 8 == 3 and step % 5 != 0
+
+
+def falling(step: int) -> float:
+    return 2.0 ** (10 - sum(again(before) for before in range(step)))
+
+
+def skipping(path: Path, size: Callable[[str, int], float]) -> list[Finding]:
+    story = told(scale=falling, skipped=lambda step: float(again(step)), gradient_std=size, samples=50)
+    return diagnose(story.write(path), rules=["nonfinite", "scale-collapse"])
+
+
+def test_steps_skipped_far_below_the_top_are_no_overflow(tmp_path: Path) -> None:
+    (alarm,) = (f for f in skipping(tmp_path / "run", constant(2.0**-12)) if f.severity == "alarm")
+    assert alarm.rule == "nonfinite" and str(alarm.evidence["cause"]).startswith("no overflow")
+    assert float(alarm.evidence["powers_of_two_free"]) >= 16
+    assert "No loss scale helps" in alarm.advice and "0 / 0" in alarm.advice and "3e-8" in alarm.advice
+    view = View(Run(tmp_path / "run"))
+    assert "nothing around these steps is near an overflow" in verdict(view, diagnose(view))
+
+
+def test_steps_skipped_among_values_near_the_top_are(tmp_path: Path) -> None:
+    # As the scale falls, gradients grow: the samples around each skipped step reach the format's largest value.
+    found = skipping(tmp_path / "run", since(40, lambda _, step: 2.0**12 / falling(step), constant(1.0)))
+    assert {f.rule: f.severity for f in found} == {"scale-collapse": "alarm", "nonfinite": "info"}
+
+
+def test_two_far_steps_are_not_enough(tmp_path: Path) -> None:
+    story = told(skipped=lambda step: float(step in (51, 83)), gradient_std=constant(2.0**-30))
+    assert [f.severity for f in diagnose(story.write(tmp_path / "run"), rules=["nonfinite"])] == ["info"]
+
+
+# -- whether there are batches to skip to
+
+
+@pytest.mark.parametrize("every", [1, 8])
+def test_batches_are_to_be_skipped_only_where_others_are_sound(every: int, tmp_path: Path) -> None:
+    begun = Event(step=64, kind="origin", message="", details={"where": "activations", "names": ["net:output"]})
+    story = told(loss=lambda step: math.nan if step >= 64 and step % every == 0 else 1.0, events=(begun,))
+    (alarm,) = diagnose(story.write(tmp_path / "run"), rules=["nonfinite"])
+    assert ("Skipping helps little" in alarm.advice) == (every == 1)
+    assert ("Skip such batches" in alarm.advice) == (every == 8)
+
+
+# -- a real training
+
+
+class Norm(nn.Module):
+    """A norm in FP16, which has no number for an epsilon of 1e-12."""
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.half()
+        return (h / ((h * h).mean(dim=-1, keepdim=True) + torch.tensor(self.epsilon).half()).sqrt()).float()
+
+
+@pytest.mark.parametrize("epsilon", [1e-12, 1e-4])
+def test_a_norm_whose_epsilon_is_zero_is_named(epsilon: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("norm", Norm(epsilon))
+    model.add_module("net", nn.Linear(8, 4))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=10):
+        for step in range(90):
+            x, y = torch.randn(16, 8), torch.randint(4, (16,))
+            if step % 8 == 5:
+                x[0], y[0] = 0.0, -100  # padding, whose label does not count: the loss is finite
+            optimizer.zero_grad()
+            scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    found = [f for f in diagnose(tmp_path / "run") if f.severity != "info"]
+    if epsilon == 1e-4:
+        assert found == []
+        return
+    assert [(f.rule, f.severity, f.where) for f in found] == [("nonfinite", "alarm", ("norm:output",))]
+    assert found[0].evidence["first_seen_in"] == "activations norm:output"
+    assert str(found[0].evidence["cause"]).startswith("no overflow") and "not recorded" not in str(found[0].evidence)
