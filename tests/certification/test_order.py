@@ -83,8 +83,8 @@ def test_places_of_a_product_that_are_computed_otherwise_are_left_out() -> None:
     """As by numpy.dot on some processors, whose order and rounding then looked like neither of the two."""
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        in_turn, edge = Product(), b.shape[1] // 3
-        return torch.cat([in_turn(a.flip(1), b.flip(0))[:, :edge], in_turn(a, b)[:, edge:]], dim=1)
+        in_turn, edge = Product(), 2 * b.shape[1] // 3
+        return torch.cat([in_turn(a.flip(1), b.flip(0)[:, :edge]), in_turn(a, b[:, edge:])], dim=1)
 
     caller = Caller(product, torch.device("cpu"), 1e6)
     found = Reduction(Reducer(caller, "matmul", get_element("fp32", "test")), caller)

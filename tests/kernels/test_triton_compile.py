@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,13 @@ def shorten(launching: Any) -> None:
     launching._TILES = {size: 2048 // min(size, 4) for size in launching._TILES}
 
 
+def others(dtypes: Iterable[Any]) -> list[Any]:
+    """The dtypes without FP32, whose kernels with tiles of their true size have been compiled by then."""
+    import torch
+
+    return [dtype for dtype in dtypes if dtype != torch.float32]
+
+
 def launch_measuring(case: list[str]) -> None:
     import torch
 
@@ -145,11 +152,13 @@ def launch_measuring(case: list[str]) -> None:
     for lengths in ((7,), (4096,), (1, 5), (9, 99, 3)):
         case[0] = "fp32 one" if len(lengths) == 1 else "fp32 table"
         measure(lengths, torch.float32, 0)
+    case[0] = f"measure {torch.float32}"
+    measure((7,), torch.float32, 0)
     for dtype in (torch.bfloat16, torch.float64):
         case[0] = f"block record {dtype}"
         measure((7,), dtype, 32)
     shorten(launch)
-    for dtype in input_bits.DTYPES:
+    for dtype in others(input_bits.DTYPES):
         case[0] = f"measure {dtype}"
         measure((7,), dtype, 0)
 
@@ -170,8 +179,10 @@ def launch_updates(case: list[str]) -> None:
     for lengths in ((7,), (4096,), (1, 5), (9, 99, 3)):
         case[0] = "fp32 update one" if len(lengths) == 1 else "fp32 update table"
         update(lengths, torch.float32, torch.float32)
+    case[0] = f"update {torch.float32}"
+    update((7,), torch.float32, torch.float32)
     shorten(updates)
-    for dtype in input_bits.DTYPES:
+    for dtype in others(input_bits.DTYPES):
         case[0] = f"update {dtype}"
         update((7,), dtype, dtype)
     for push in (torch.float64, torch.float8_e5m2fnuz, None):
@@ -208,8 +219,10 @@ def launch_unscaling(case: list[str]) -> None:
         for name, bank in (("unscale", kernels.new_bank(len(lengths))), ("bare", None)):
             case[0] = f"fp32 {name} one" if len(lengths) == 1 else f"fp32 {name} table"
             triton_backend.unscale(gradients, inverse, found, bank, rows)
+    case[0] = f"unscale {torch.float32}"
+    triton_backend.unscale([torch.zeros(7)], inverse, found, kernels.new_bank(1), [0])
     shorten(unscaling)
-    for dtype in FLOATING:
+    for dtype in others(FLOATING):
         case[0] = f"unscale {dtype}"
         triton_backend.unscale([torch.zeros(7, dtype=dtype)], inverse, found, kernels.new_bank(1), [0])
 

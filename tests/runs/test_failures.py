@@ -348,7 +348,7 @@ def test_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
         for step in steps:
             writer.write(Batch(step=step, rows=rows, index=index, series=ids))
             writer.write(Scalars(step=step, values={"loss": 1.0}))
-            if step % 100 == 99:
+            if step % 50 == 49:
                 assert writer.flush()
 
     with RunWriter(tmp_path, flush_seconds=3600, compact_above=8) as writer:
@@ -356,14 +356,14 @@ def test_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
         rows, index = making.rows_of(making.tensors(20)), np.arange(20)
         tracemalloc.start()
         try:
-            write(writer, range(400))
+            write(writer, range(500))  # until parts have been compacted
             before = _held_by(writer)
-            write(writer, range(400, 2400))
+            write(writer, range(500, 1500))
             grown = _held_by(writer) - before
         finally:
             tracemalloc.stop()
-    assert grown < 20_000  # ten bytes a step; 2,000 steps of 20 rows are 92 MB
-    assert len(Run(tmp_path).steps) == 2400
+    assert grown < 10_000  # ten bytes a step; 1,000 steps of 20 rows are 46 MB
+    assert len(Run(tmp_path).steps) == 1500
 
 
 def test_the_manifest_takes_more_entries_but_not_its_own(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Codes and values in numpy: arithmetic of `Format.decode` and `Format.encode`."""
 
+from functools import lru_cache
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -92,6 +93,13 @@ _NATIVE = {"fp32": "numpy.float32 and .view(numpy.uint32)", "fp64": "numpy.float
 def decode(fmt: Layout, codes: ArrayLike) -> NDArray[np.float64]:
     """Return the values of codes, as `Format.decode` documents."""
     code = _checked_codes(fmt, codes)
+    return np.asarray(_values(fmt)[code])
+
+
+@lru_cache(maxsize=64)
+def _values(fmt: Layout) -> NDArray[np.float64]:
+    """Return the values of all codes of a format, in their order."""
+    code = np.arange(1 << fmt.bits)
     magnitude = code & ((1 << (fmt.exponent_bits + fmt.mantissa_bits)) - 1)
     field, fraction = magnitude >> fmt.mantissa_bits, magnitude & ((1 << fmt.mantissa_bits) - 1)
     subnormal = (field == 0) & fmt.signed

@@ -128,7 +128,8 @@ class Product:
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         left, right = self.operand(a.double()), self.operand(b.double())
-        total = torch.zeros(a.shape[0], b.shape[1], dtype=self.accumulate)
+        total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)
         for k in range(a.shape[1]):
-            total = (total.double() + self.product(left[:, k, None] * right[None, k])).to(self.accumulate)
-        return total
+            total += self.product(left[:, k, None] * right[None, k])
+            total = total.to(self.accumulate).double()
+        return total.to(self.accumulate)

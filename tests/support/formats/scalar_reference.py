@@ -110,7 +110,10 @@ def codes(spec: Spec) -> Iterator[tuple[int, float]]:
 
 def floor_log2(value: Fraction) -> int:
     """The exponent of a positive value."""
-    top, bottom = value.numerator, value.denominator
+    return _floor_log2(value.numerator, value.denominator)
+
+
+def _floor_log2(top: int, bottom: int) -> int:
     guess = top.bit_length() - bottom.bit_length()
     return guess if bottom << max(guess, 0) <= top << max(-guess, 0) else guess - 1
 
@@ -124,13 +127,31 @@ def round_value(spec: Spec, value: float, mode: Mode, saturate: bool, word: int 
     negative = math.copysign(1.0, value) < 0
     if math.isinf(value):
         return _signed(spec, _overflow(spec, saturate), negative)
-    magnitude = round_fraction(spec, abs(Fraction(value)), negative, mode, saturate, word)
+    magnitude = _round_ratio(spec, *abs(value).as_integer_ratio(), negative, mode, saturate, word)
     return _signed(spec, magnitude, negative)
 
 
 def round_all(spec: Spec, values: Sequence[float], saturate: bool) -> list[float]:
-    """Each value to nearest even, which is the same for both signs: a magnitude is rounded once."""
-    held = {magnitude: round_value(spec, magnitude, "nearest_even", saturate) for magnitude in set(map(abs, values))}
+    """Each value to nearest even, which is the same for both signs.
+
+    Rounding keeps the order, so all that lies between two magnitudes of one result has that result too.
+    """
+    magnitudes = sorted({abs(value) for value in values if not math.isnan(value)})
+    held: dict[float, float] = {}
+
+    def known(at: int) -> float:
+        if magnitudes[at] not in held:
+            held[magnitudes[at]] = round_value(spec, magnitudes[at], "nearest_even", saturate)
+        return held[magnitudes[at]]
+
+    waiting = [(0, len(magnitudes) - 1)]
+    while waiting:
+        low, high = waiting.pop()
+        below, above = known(low), known(high)
+        if below == above or (math.isnan(below) and math.isnan(above)):
+            held.update(dict.fromkeys(magnitudes[low:high], below))
+        elif high - low > 1:
+            waiting += [(low, (low + high) // 2), ((low + high) // 2, high)]
     return [
         math.nan if math.isnan(v) or (v < 0 and not spec.signed) else _signed(spec, held[abs(v)], _negative(v))
         for v in values
@@ -139,13 +160,18 @@ def round_all(spec: Spec, values: Sequence[float], saturate: bool) -> list[float
 
 def round_fraction(spec: Spec, magnitude: Fraction, negative: bool, mode: Mode, saturate: bool, word: int = 0) -> float:
     """The magnitude of a finite value in the format; `negative` tells ``up`` and ``down`` where to go."""
-    if not spec.signed and magnitude <= two(spec.lowest_exponent):
+    return _round_ratio(spec, magnitude.numerator, magnitude.denominator, negative, mode, saturate, word)
+
+
+def _round_ratio(spec: Spec, top: int, bottom: int, negative: bool, mode: Mode, saturate: bool, word: int = 0) -> float:
+    """The magnitude ``top / bottom``; in integers, not fractions, since most of the tests' time goes by here."""
+    if not spec.signed and Fraction(top, bottom) <= two(spec.lowest_exponent):
         return float(two(spec.lowest_exponent))
-    if magnitude == 0:
+    if top == 0:
         return 0.0
-    exponent = max(floor_log2(magnitude), spec.lowest_exponent)
-    spacing = exponent - spec.mantissa_bits  # its exponent; in integers, since most of the tests' time goes by here
-    over, under = magnitude.numerator << max(-spacing, 0), magnitude.denominator << max(spacing, 0)
+    exponent = max(_floor_log2(top, bottom), spec.lowest_exponent)
+    spacing = exponent - spec.mantissa_bits  # its exponent
+    over, under = top << max(-spacing, 0), bottom << max(spacing, 0)
     below, rest = divmod(over, under)
     if rest:
         below += _goes_away(spec, below, exponent, rest, under, negative, mode, word)

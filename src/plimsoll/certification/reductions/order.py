@@ -115,9 +115,15 @@ def grown(sizes: Sizes, members: list[int]) -> Tree:
 
 def leaves(tree: Tree) -> list[int]:
     """Return the terms of a tree, in ascending order."""
-    if isinstance(tree, int):
-        return [tree]
-    return sorted(leaf for child in tree for leaf in leaves(child))
+    found: list[int] = []
+    waiting = [tree]
+    while waiting:  # without recursion: a chain is as deep as it has terms
+        part = waiting.pop()
+        if isinstance(part, int):
+            found.append(part)
+        else:
+            waiting.extend(part)
+    return sorted(found)
 
 
 def described(tree: Tree) -> str:
