@@ -24,7 +24,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.support import cases
+from tests.support import cases, compiled_once
 
 pytest_plugins = ["tests.tiers", "tests.support.left_behind", "tests.support.diagnosis.recorded"]
 
@@ -79,8 +79,9 @@ def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 def pytest_collection_finish() -> None:
     """Make Triton's interpreter faster, and keep the garbage collector from all that was imported and collected.
 
-    Each of its passes over that would take half a second.
+    Each of its passes over that would take half a second. Kernels that no process has compiled yet, one compiles.
     """
+    compiled_once.install()
     if interpreter := sys.modules.get("triton.runtime.interpreter"):
         interpreter.InterpretedFunction.__call__ = _call_device_function
     gc.collect()
