@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
+from anyio.from_thread import start_blocking_portal
 from starlette.testclient import TestClient
 
 import plimsoll as pl
@@ -81,10 +82,16 @@ def served(folder: Path) -> Iterator[App]:
     made.close()
 
 
-@pytest.fixture
-def get(served: App) -> Any:
-    asked = TestClient(served, base_url="http://localhost:8642")
+@pytest.fixture(scope="module")
+def asked(served: App) -> Iterator[TestClient]:
+    """Who asks; all questions of the module in one thread, or each of them would start one and end it."""
+    client = TestClient(served, base_url="http://localhost:8642")
+    with start_blocking_portal(**client.async_backend) as client.portal:
+        yield client
 
+
+@pytest.fixture
+def get(asked: TestClient) -> Any:
     def ask(path: str, status: int = 200, **query: object) -> Any:
         answer = asked.get(path, params={k: str(v) for k, v in query.items()} or None)
         assert answer.status_code == status, answer.text
@@ -98,8 +105,7 @@ def _no_number(constant: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*(fmt.name for fmt in (*ELEMENTS, *BLOCKS)), *ALIASES, "e11m0", "e10m52", "e12m3"])
-def test_every_format_is_answered_or_refused(served: App, name: str) -> None:
-    asked = TestClient(served, base_url="http://localhost:8642")
+def test_every_format_is_answered_or_refused(asked: TestClient, name: str) -> None:
     queries = [f"whatif?format={name}", f"whatif?format={name}&shift=2200", f"whatif?format={name}&collection=weights"]
     queries += [f"figure/{figure}?{word}={name}" for figure in figures_of(1) for word in ("format", "formats")]
     statuses = {query: asked.get(f"/api/runs/formats/{query}").status_code for query in queries}
