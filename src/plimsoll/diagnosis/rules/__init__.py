@@ -19,7 +19,6 @@ _ORDER = (
     "errors",
     "layers",
     "wiring",
-    "training_state",
     "ranks",
     "record",
 )
