@@ -46,7 +46,7 @@ _NEEDS = {"browser": re.compile("Chromium"), "gpu": re.compile(r"needs a (CUDA|G
 _FILES = {
     "triton": re.compile(r"tests/kernels/test_(triton|fp8_compile)"),
     "training": re.compile(r"tests/lab/"),
-    "docs": re.compile(r"tests/(test_docs|test_examples|cli/test_five_minutes)"),
+    "docs": re.compile(r"tests/(test_docs|test_examples)"),
     "gpu": re.compile(r"tests/.*test_cuda\.py"),
     "sensitive": re.compile(
         r"tests/(spectrum/test_(measure|spectrum)|kernels/test_(measure|unscale|update)"
