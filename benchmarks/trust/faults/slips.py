@@ -366,8 +366,8 @@ class Adapted(nn.Module):
 @fault(
     "both-factors-begin-at-zero",
     named=rf"both (factors|matrices|weights)|(weights?|parameters?|values) (are|is|stay|begin) (at |all |exactly )*zero"
-    rf"|all[- ]zero|{NO_GRADIENT}",
-    misleading="ReLU|learning rate|raise the loss scale|rounding|swallow",
+    rf"|{NO_GRADIENT}",
+    misleading="gradients-mishandled|ReLU|learning rate|raise the loss scale|rounding|swallow",
     precision="bf16",
     held_back=True,
 )
