@@ -20,13 +20,16 @@ A rule that warns of sound trainings is soon ignored, and one that misses faults
   scaler, with two seeds. A run counts only if it learned: its loss fell as it should, and as far as in FP32.
 - **Faults**: trainings with one planted fault each, and for each the words that name its cause.
 
-A good part of both is held back: no rule was changed for what they showed. The newest 22 faults, of low precision and
-of training loops, and the 6 kinds of training that come near them are by an author who had not read the rules. What
-counts as naming each fault was written down before any of them was judged; for one it was made stricter afterwards.
-Four of the 22 were named at first. Rules were since written or mended for 13 of them, with one kind as what must stay
-silent, and these count as seen. An earlier 25 faults and 13 kinds came about likewise; nine of those faults count as
-seen. Each run is recorded by `pl.watch` with its defaults or close to them, and judged by `pl.diagnose` with the
-default thresholds.
+About two fifths of the faults and nearly half of the kinds are held back: no rule was changed for what they showed. The
+newest 12 faults, slips of loops, formats and defaults by an author who had not read the rules, are all held back: at
+first one was named, one was flagged in other words, seven were missed, and of three the headline named another cause.
+One of these three had matched by a sentence that is not true, and its words were made stricter. The 22 faults before
+them, of low precision and of training loops, and the 6 kinds of training that come near those are by such an author,
+too. What counts as naming each fault was written down before any of them was judged; for one it was made stricter
+afterwards. Four of the 22 were named at first. Rules were since written or mended for 13 of them, with one kind as what
+must stay silent, and these count as seen. An earlier 25 faults and 13 kinds came about likewise; nine of those faults
+count as seen. Each run is recorded by `pl.watch` with its defaults or close to them, and judged by `pl.diagnose` with
+the default thresholds.
 
 `make trust` records what is missing and judges all of it, in about half an hour on one core. To judge recorded runs
 again after a change to a rule: `python -m benchmarks.trust --judge-only`. To see every finding of one kind:

@@ -12,6 +12,7 @@ from benchmarks.trust.faults import (
     ranks,
     recipes,
     scales,
+    slips,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "ranks",
     "recipes",
     "scales",
+    "slips",
 ]
