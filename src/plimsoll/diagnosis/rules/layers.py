@@ -408,9 +408,10 @@ class EvaluationMode(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return which part is in evaluation mode."""
-        what = f"the model is trained in evaluation mode, seen {context.since}"
+        of = f" ({context.place})" if context.finding.where else ""
+        what = f"the model is trained in evaluation mode{of}, seen {context.since}"
         if context.number("never_updated") > 0:
-            what = f"batch norms in evaluation mode normalise nothing, seen {context.since}"
+            what = f"batch norms in evaluation mode{of} normalise nothing, seen {context.since}"
         return Phrase(what=what, remedy="call model.train()")
 
 

@@ -265,8 +265,8 @@ class KeptNarrow(Rule):
             fmt = _format(event)
             yield self._finding(
                 view, event, "gradients rounded before the step", "warning",
-                meaning=f"Between the backward pass and the optimizer's step gradients are rounded to {fmt}, and "
-                f"{percent(_share(event))} of them become zero.",
+                meaning=f"Between the backward pass and the optimizer's step gradients are rounded to {fmt}, or to a "
+                f"format whose subnormal values have as few digits, and {percent(_share(event))} of them become zero.",
                 advice=f"Multiply gradients by a power of two before they are cast to {fmt}, and divide by it "
                 "afterwards: their largest value should be near the format's. Or send them in BF16.",
             )  # fmt: skip
@@ -284,6 +284,8 @@ class KeptNarrow(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return what is rounded, and the remedy."""
         cause, fmt = context.text("cause"), context.text("format").upper()
+        if context.finding.where:  # of indices, the tables that they are for
+            cause = f"indices of {context.place} rounded"
         cause += "" if fmt in cause else f" ({fmt})"
         remedy = "multiply them before the cast" if "gradients" in cause else "keep them in FP32"
         what, effect = f"{cause}, seen {context.since}", ""

@@ -28,7 +28,11 @@ _LOST = 0.05  # of the gradients: fewer zeros do no harm
 _ZERO = 0.01  # of the second moments
 _LOOKS = 8  # at second moments that were replaced
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
-_GRIDS = {"e4m3": 3, "bf16": 7, "fp16": 10}  # bits of a significand after the first
+# Bits of a significand after the first; the fewest first, since values with few digits lie on every wider grid too.
+_GRIDS = {
+    fmt.name: fmt.mantissa_bits
+    for fmt in sorted((FORMATS[x] for x in (torch.float8_e4m3fn, *SIXTEEN_BIT)), key=lambda fmt: fmt.mantissa_bits)
+}
 
 
 class Roundings:
