@@ -285,7 +285,7 @@ class KeptNarrow(Rule):
         """Return what is rounded, and the remedy."""
         cause, fmt = context.text("cause"), context.text("format").upper()
         if context.finding.where:  # of indices, the tables that they are for
-            cause = f"indices of {context.place} rounded"
+            cause = f"indices of {context.finding.where[0] if context.is_single else context.place} rounded"
         cause += "" if fmt in cause else f" ({fmt})"
         remedy = "multiply them before the cast" if "gradients" in cause else "keep them in FP32"
         what, effect = f"{cause}, seen {context.since}", ""
