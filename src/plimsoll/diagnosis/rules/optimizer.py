@@ -10,7 +10,17 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis.estimates.element_counts import Populations
 from plimsoll.diagnosis.estimates.module_parameters import Modules
 from plimsoll.diagnosis.finding import Finding, Severity, Spot
-from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.base import (
+    EvidenceItem,
+    FindingContext,
+    Phrase,
+    Rule,
+    last_of,
+    short,
+    spells,
+    threshold,
+    worst,
+)
 from plimsoll.diagnosis.rules.wiring import facts, listed_in, with_epsilon_of_zero, with_rate_of_zero
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.view import View
@@ -285,7 +295,7 @@ class KeptNarrow(Rule):
         """Return what is rounded, and the remedy."""
         cause, fmt = context.text("cause"), context.text("format").upper()
         if context.finding.where:  # of indices, the tables that they are for
-            cause = f"indices of {context.finding.where[0] if context.is_single else context.place} rounded"
+            cause = f"indices of {short(context.finding.where[0]) if context.is_single else context.place} rounded"
         cause += "" if fmt in cause else f" ({fmt})"
         remedy = "multiply them before the cast" if "gradients" in cause else "keep them in FP32"
         what, effect = f"{cause}, seen {context.since}", ""
