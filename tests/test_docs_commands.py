@@ -122,7 +122,7 @@ def test_the_script_of_the_tutorial_gives_the_finding_of_the_page(tutorial: Mapp
 
 @pytest.fixture(scope="module")
 def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Done]:
-    """The two commands of the tutorial for newcomers, carried out with its script."""
+    """The two commands of the tutorial for newcomers, run with its script."""
     folder = tmp_path_factory.mktemp("five-minutes")
     page = (ROOT / "docs/tutorial/five-minutes.md").read_text("utf-8")
     script = re.search(r"^```python\n(import torch\n.*?)^```", page, re.MULTILINE | re.DOTALL)

@@ -156,12 +156,12 @@ def one_by_one(dtype: torch.dtype, rows: int) -> Callable[[nn.Module, int], Tens
     return loss
 
 
-def clipped_at_once(largest: float, *, anew: bool = False) -> Callable[[nn.Module, int], Tensor]:
+def clipped_at_once(largest: float, *, elsewhere: bool = False) -> Callable[[nn.Module, int], Tensor]:
     """A micro-batch whose gradients are added to those of the ones before it, which are clipped first."""
 
     def loss(model: nn.Module, step: int) -> Tensor:
         nn.utils.clip_grad_norm_(model.parameters(), largest)
-        for p in model.parameters() if anew else ():  # they are kept elsewhere, and begin at zero again
+        for p in model.parameters() if elsewhere else ():  # their sum is kept elsewhere, and they begin at zero
             if p.grad is not None:
                 p.grad.zero_()
         return plain(model, step)
@@ -240,7 +240,7 @@ RIGHT: dict[str, dict[str, Any]] = {
         "before": lambda m, o, s: nn.utils.clip_grad_norm_(m.parameters(), 0.01), "accumulate": 4,
     },
     "norms taken of each micro-batch": {"loss": clipped_at_once(1e9), "accumulate": 4},
-    "each micro-batch clipped by itself": {"loss": clipped_at_once(0.01, anew=True), "accumulate": 4},
+    "each micro-batch clipped by itself": {"loss": clipped_at_once(0.01, elsewhere=True), "accumulate": 4},
     "norms that are frozen": {"model": frozen()},
     "a whole model that is frozen": {"model": frozen().eval()},
     "evaluated in between": {

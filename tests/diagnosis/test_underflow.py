@@ -5,7 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plimsoll.diagnosis import Finding, diagnose
+from plimsoll.diagnosis import Finding, View, diagnose
+from plimsoll.report.drawing.heatmap_statistics import underflow
+from plimsoll.runs import Run
 from tests.support.diagnosis.faults import A, told
 
 
@@ -26,6 +28,8 @@ def found(path: Path, sizes: Tensor) -> list[Finding]:
 
 def test_values_that_fp32_would_not_add_to_the_others_are_no_loss(tmp_path: Path) -> None:
     assert found(tmp_path / "run", evenly(-41, 3)) == []  # a seventh is lost, all of it 2^-32 of the rest
+    drawn = underflow(View(Run(tmp_path / "run")), "gradients")
+    assert drawn is not None and 0.1 < drawn.values.max() < 0.2  # a figure shows what was lost nevertheless
 
 
 def test_the_same_share_of_values_near_the_others_is_one(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def test_a_run_put_in_the_place_of_another_has_no_verdict_of_that() -> None:
 
 
 def test_an_older_row_of_the_list_makes_no_verdict_after_that_of_the_page(tmp_path: Path) -> None:
-    """The page of a run would be told that there is news, and there is none."""
+    """Else the page of a run would say that there is news, and there is none."""
     whole = summary(Run(told(samples=1).write(tmp_path / "run")))
     older, newer = listed("a", "1"), listed("a", "2")
     pages = list[Verdict]()

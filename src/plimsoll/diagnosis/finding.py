@@ -22,12 +22,12 @@ class Spot:
     Attributes:
         name: The tensor or layer.
         since_step: The first step at which the finding held there.
-        value: The number by which the rule judged it.
+        value: The number by which the rule judged it. NaN: it judged by no number.
     """
 
     name: str
     since_step: int
-    value: float
+    value: float = float("nan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,14 +48,18 @@ class Modules:
     # that are zero in exact arithmetic (a key's bias before a softmax, any bias before batch norm), so that what is
     # recorded of them is rounding noise, which any format may lose.
     def underflow(self, narrow: FormatLosses) -> Floats:
+        """Return the underflow rate of each module."""
+        return share(self.total(narrow.lost_of_cell), self.total(narrow.cells.total(narrow.cells.nonzero)))
+
+    def harmful_underflow(self, narrow: FormatLosses) -> Floats:
         """Return the underflow rate of each module, 0 where what was lost is negligible.
 
         It is if under a quarter was lost, and all of it below 2^-24 of the root mean square of the values left.
         """
         # A classifier that is sure of its answers has output gradients of all sizes: p of the classes that it rules out
         # is 2^-30 of what the few wrong rows give. Its scale is at the top already, and what is lost trains nothing.
-        cells, kept = narrow.cells, self.total(narrow.cells.total(narrow.cells.nonzero))
-        rate = share(self.total(narrow.lost_of_cell), kept)
+        cells, rate = narrow.cells, self.underflow(narrow)
+        kept = self.total(cells.total(cells.nonzero))
         floor = np.array([fmt.smallest_subnormal for fmt in narrow.known])[cells.format]
         energy = self.total(cells.total(cells.column("sumsq") * (narrow.held / cells.scale / floor) ** 2))
         return np.where((rate < _MOST) & (energy > _BELOW**2 * kept), 0.0, rate)

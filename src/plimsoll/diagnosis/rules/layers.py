@@ -18,7 +18,6 @@ from plimsoll.diagnosis.view import View, log2
 from plimsoll.tensor_collections import FORWARD, UNDERFLOW_ORDER
 from plimsoll.text import number, percent, times_two_to
 
-_NEVER = float("nan")  # a spot without a number
 _NEVER_UPDATED = (
     "Batch norms in evaluation mode use running statistics that have never been updated (mean 0, variance 1): they "
     "normalise nothing."
@@ -393,7 +392,7 @@ class EvaluationMode(Rule):
         event = events[-1]
         whole, later = event.details.get("whole") is True, event.details.get("later") is True
         dropouts, norms, initial = (listed_in(event, key) for key in ("dropouts", "norms", "initial"))
-        spots = [Spot(name=name, since_step=event.step, value=_NEVER) for name in initial or norms or dropouts]
+        spots = [Spot(name=name, since_step=event.step) for name in initial or norms or dropouts]
         evidence: dict[str, float | int | str] = {
             "dropouts": len(dropouts), "batch_norms": len(norms), "never_updated": len(initial),
         }  # fmt: skip

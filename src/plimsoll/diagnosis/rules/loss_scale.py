@@ -141,7 +141,7 @@ class ScaleLow(ScaleRule):
         if narrow is None or not narrow.censors.any():
             return
         cells, modules = narrow.cells, Modules.of(narrow.cells)
-        lost = np.where(view.solved(cells.steps), np.nan, modules.underflow(narrow))
+        lost = np.where(view.solved(cells.steps), np.nan, modules.harmful_underflow(narrow))
         most = np.fmax.reduce(lost, axis=0, initial=np.nan)
         free = self._free(view, cells)
         holds = (most > self.lost) & (free >= self.binades)

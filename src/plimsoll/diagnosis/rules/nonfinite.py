@@ -108,7 +108,7 @@ class Nonfinite(Rule):
             first, where, names = places[0]
             place = f"{where} {names[0]}" if where != "loss" else _of_loss(names)
             evidence |= {"first_seen_in": place, "first_seen_at": first}
-            spots = [Spot(name=name, since_step=first, value=float("nan")) for name in names if where != "loss"]
+            spots = [Spot(name=name, since_step=first) for name in names if where != "loss"]
             collection = {"input": "activations", "loss": None, "buffers": None}.get(where, where)
             advice = _OF_PLACE.get(where)
         if not excused and (not places or (places[0][0] > steps[0] and room is None)):
@@ -287,7 +287,7 @@ def _room_above(view: View, broken: Ints) -> float | None:
         cells = narrow.cells
         top = np.array([fmt.max for fmt in narrow.known])[cells.format]
         largest = cells.column("absmax") / cells.scale / top
-        at = np.full(len(cells.steps), -np.inf)  # of each sample, the largest value beside its format's top
+        at = np.full(len(cells.steps), -np.inf)  # of each sample, the largest value as a part of its format's top
         np.maximum.at(at, cells.at, np.where(largest > 0, np.log2(np.where(largest > 0, largest, 1.0)), -np.inf))
         known = np.isfinite(at) & (np.nansum(cells.nonfinite, axis=0) == 0) & ~np.isin(cells.steps, broken)
         steps, at = cells.steps[known], at[known]

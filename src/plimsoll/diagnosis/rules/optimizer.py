@@ -29,7 +29,6 @@ from plimsoll.runs import Event
 from plimsoll.spectrum.fit.population import ordinal
 from plimsoll.text import percent
 
-_NEVER = float("nan")  # a spot without a number
 _SAMPLES = "not reported from a single sample"
 _SECOND = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
 _EXACT = ("master", "master_param", "compensation", "kahan_comp")  # states that hold what a narrow weight cannot
@@ -327,7 +326,7 @@ class KeptNarrow(Rule):
         if not by_name:
             return
         event = next(iter(by_name.values()))
-        spots = [Spot(name=name, since_step=event.step, value=_NEVER) for name, event in by_name.items()]
+        spots = [Spot(name=name, since_step=event.step) for name, event in by_name.items()]
         fmt = _format(event)
         yield self.finding(
             "warning", spots, {"cause": "indices rounded", "format": str(event.details.get("format", ""))},

@@ -99,7 +99,7 @@ class RankDiffers(Rule):
             shared = set[str].intersection(*(set(weights) for weights in ranks.values()))
             apart = [name for name in next(iter(ranks.values())) if name in shared and self._differ(ranks, name)]
             if apart:
-                spots = [Spot(name=name, since_step=step, value=math.nan) for name in apart]
+                spots = [Spot(name=name, since_step=step) for name in apart]
                 evidence: dict[str, float | int | str] = {"of": _WEIGHTS, "ranks": len(ranks), "weights": len(apart)}
                 yield self.finding(
                     "alarm", spots, evidence, until_step=max(view.last_step, step), collection="weights",

@@ -64,7 +64,7 @@ class UnderflowHigh(ScaleRule):
             cells = narrow.cells
             if collection == "gradients":
                 modules = Modules.of(cells)
-                fractions = np.where(view.solved(cells.steps), np.nan, modules.underflow(narrow))
+                fractions = np.where(view.solved(cells.steps), np.nan, modules.harmful_underflow(narrow))
                 weights_are_sound = not spells(fractions > _SOUND, ~np.isnan(fractions), self.samples)
                 yield from self._judged(cells, fractions, modules.main_layers(cells), collection, True)
             else:
@@ -164,7 +164,7 @@ class UnderflowRising(ScaleRule):
         if narrow is None or not narrow.censors.any():
             return
         cells, modules = narrow.cells, Modules.of(narrow.cells)
-        fractions = np.where(view.solved(cells.steps), np.nan, modules.underflow(narrow))
+        fractions = np.where(view.solved(cells.steps), np.nan, modules.harmful_underflow(narrow))
         names = modules.main_layers(cells)
         rising = [
             (i, *self._rise(cells, fractions[i]))

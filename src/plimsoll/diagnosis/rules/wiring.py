@@ -37,7 +37,6 @@ _REMEDIES = {
     _TOO_EARLY: "call scaler.unscale_(optimizer) after the last backward",
     _ERASED: "compute the norm for clipping in FP32, and look for a misplaced zero_grad()",
 }
-_NEVER = float("nan")  # a spot without a number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,7 @@ class UntrainedParameters(Rule):
         cause = more.pop("cause")
         evidence: dict[str, float | int | str] = {"parameters": len(names), "cause": cause}
         evidence["optimizers"] = str(event.details.get("optimizers", ""))
-        spots = [Spot(name=name, since_step=event.step, value=_NEVER) for name in names]
+        spots = [Spot(name=name, since_step=event.step) for name in names]
         return self.finding(severity, spots, evidence, until_step=max(view.last_step, event.step), **more)
 
 
@@ -496,7 +495,7 @@ class AverageStuck(Rule):
                 "counters": len(counters),
                 "format": str(facts(view, "counter stuck")[0].details.get("format", "")),
             }
-            spots = [Spot(name=name, since_step=step, value=_NEVER) for name, step in counters]
+            spots = [Spot(name=name, since_step=step) for name, step in counters]
             yield self.finding(
                 "warning", spots, evidence, until_step=max(view.last_step, *(step for _, step in counters)),
                 meaning="The counter has reached a value at which adding one more is rounded away: it stays there.",
@@ -508,7 +507,7 @@ class AverageStuck(Rule):
         if not since or len(since) < self.copies:
             return
         evidence = {"copies": len(since), "format": str(events[0].details.get("format", ""))}
-        spots = [Spot(name=name, since_step=step, value=_NEVER) for name, step in since.items()]
+        spots = [Spot(name=name, since_step=step) for name, step in since.items()]
         yield self.finding("warning", spots, evidence, until_step=max(view.last_step, *since.values()))
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -545,7 +544,7 @@ class SymmetricWeights(Rule):
         since = {name: event.step for event in facts(view, "equal rows") for name in listed_in(event, "parameters")}
         if not since or len(since) < self.layers:
             return
-        spots = [Spot(name=name, since_step=step, value=_NEVER) for name, step in since.items()]
+        spots = [Spot(name=name, since_step=step) for name, step in since.items()]
         evidence = {"first": spots[0].name, "layers": len(spots)}
         until = max(view.last_step, *since.values())
         yield self.finding("warning", spots, evidence, until_step=until, collection="weights")

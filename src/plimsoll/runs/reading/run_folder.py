@@ -128,8 +128,8 @@ class SmallTables:
 
     def get(self, key: Hashable, read: Callable[[], Any]) -> Any:
         """Return the table that was read under this key, or read it; past 8 MB those of before are forgotten."""
-        if key in self._kept:
-            return self._kept[key]
+        if (kept := self._kept.get(key)) is not None:  # in one look-up, since another thread may forget it
+            return kept
         table = read()
         if table.nbytes <= _SMALL_BYTES // 4:
             if self._bytes + table.nbytes > _SMALL_BYTES:

@@ -340,9 +340,9 @@ def _signature(operations: list[Any]) -> int:
 
 
 def _first_broken(operations: list[Any]) -> tuple[int, bool] | None:
-    """Return the place of the first operation that made NaN or Inf, but not -Inf.
+    """Return the first operation that made NaN or Inf, but not -Inf, and whether it was given that.
 
-    True beside it: the value was given to it and is of no operation in the graph.
+    What is given comes from no operation in the graph.
     """
     places = {node: place for place, node in enumerate(operations)}
     for place, node in enumerate(operations):
@@ -356,9 +356,9 @@ def _first_broken(operations: list[Any]) -> tuple[int, bool] | None:
 
 
 def _maker(node: Any, places: dict[Any, int], place: int, nan: bool) -> tuple[int, bool]:
-    """Return the place of the operation behind a node, past those that make no NaN.
+    """Return the place of the operation behind a node, past those that make no NaN; True if there is none.
 
-    True beside it: there is none.
+    The place is then that of the last operation that it passed.
     """
     while True:
         before = [places[made] for made, _ in node.next_functions if made in places]
