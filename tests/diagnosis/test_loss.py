@@ -103,6 +103,14 @@ def test_a_broken_course_is_named(name: str, tmp_path: Path) -> None:
     assert (found.severity, found.evidence["course"]) == (severity, course), found
 
 
+def test_a_loss_that_ends_above_its_start_has_not_come_back(tmp_path: Path) -> None:
+    noisy = 2.0 * noise(200, 0.1)
+    (found,) = findings(tmp_path / "run", then(0.76 * noise(10, 0.05), [4.6, 4.5], noisy))
+    assert found.severity == "info" and "still above where it began" in found.meaning
+    (found,) = findings(tmp_path / "back", then(0.76 * noise(10, 0.05), [4.6, 4.5], 0.4 * noisy))
+    assert "came back by itself" in found.meaning
+
+
 @pytest.mark.parametrize("name", SOUND_LOSSES)
 def test_a_sound_course_is_a_note_at_most(name: str, tmp_path: Path) -> None:
     found = findings(tmp_path / "run", SOUND_LOSSES[name])

@@ -55,7 +55,6 @@ def uncopied(run: Training, *, sound: bool = False) -> None:
     named=r"underflow|flush|unscale|gradients-mishandled|gradients? [^>]*(zero|erased|lost|rounded)",
     misleading="dead-layer|raise the loss scale|scale-low|learning rate",
     precision="fp16",
-    held_back=True,
 )
 def unscaled_first(run: Training, *, sound: bool = False) -> None:
     """Gradients are sent in FP16 after they are unscaled instead of before: the small ones become zero."""
@@ -162,7 +161,6 @@ def one_scale(run: Training, *, sound: bool = False) -> None:
     named=_rounds("head|outputs?|predictions?|loss"),
     misleading=f"dead-layer|learning rate|{NOT_LEARNING}",
     precision="bf16",
-    held_back=True,
 )
 def far_targets(run: Training, *, sound: bool = False) -> None:
     """Targets near 1,000 are not centred: the last layer's BF16 numbers lie 4 apart there, more than is to learn."""
@@ -210,7 +208,6 @@ class ShortAdam(torch.optim.Optimizer):
     "first-moments-in-e4m3",
     named=r"first[ -]moments?|exp_avg\b|e4m3",
     misleading="dead-layer|learning rate|updates-swallowed|second[ -]moment",
-    held_back=True,
 )
 def short_moments(run: Training, *, sound: bool = False) -> None:
     """Adam's first moments are kept in E4M3 without a scale: below 2^-10 they are zero, and hardly a weight moves."""
@@ -243,7 +240,6 @@ class Rounded(nn.Linear):
     named=rf"quanti[sz]|straight|\bround\b|{NO_GRADIENT}",
     misleading="ReLU|raise the loss scale|scale-low|learning rate",
     precision="bf16",
-    held_back=True,
 )
 def no_slope(run: Training, *, sound: bool = False) -> None:
     """Weights are rounded to INT8 in the forward, and `round` has the slope 0: only the biases learn."""
@@ -369,7 +365,6 @@ class Adapted(nn.Module):
     rf"|{NO_GRADIENT}",
     misleading="gradients-mishandled|ReLU|learning rate|raise the loss scale|rounding|swallow",
     precision="bf16",
-    held_back=True,
 )
 def both_zero(run: Training, *, sound: bool = False) -> None:
     """Both matrices of an adapter begin at zero instead of one: neither ever gets a gradient."""

@@ -11,7 +11,7 @@ from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, 
 from plimsoll.diagnosis.rules.casts import CastFlushes
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
-from plimsoll.diagnosis.rules.wiring import erased_samples, facts, listed_in
+from plimsoll.diagnosis.rules.wiring import ROUNDED_GRADIENTS, always_zero, erased_samples, facts, first_fact, listed_in
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
 from plimsoll.diagnosis.view import View, log2
@@ -26,7 +26,10 @@ _SINCE = (
     "The model was in training mode before, and is trained in evaluation mode since: dropout is off, and batch norms "
     "use the statistics of before."
 )
+_ONE_VALUE_FACT = "norm of one value"
 _ONE_VALUE = "a norm of one value"
+_AT_ZERO = "weights of zero without a gradient"
+_NO_SLOPE = "a weight without a slope"
 _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
 
 
@@ -56,6 +59,7 @@ class DeadLayer(Rule):
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield a finding on outputs, and one on gradients where outputs are alive."""
         dead: set[str] = set()
+        gradients = view.cells("gradients")
         outputs = view.cells("activations")
         if outputs is not None:
             is_output = np.array([":output" in name for name in outputs.names])[:, None]
@@ -64,10 +68,21 @@ class DeadLayer(Rule):
             if spans:
                 spots = sorted(worst(outputs, spans, fraction), key=lambda spot: spot.since_step)
                 dead = {spot.name.partition(":")[0] for spot in spots}
-                evidence = {"first": spots[0].name, "layers": len(spots), "zeros": spots[0].value}
-                until = last_of(outputs, spans)
-                yield self.finding("warning", spots, evidence, until_step=until, collection="activations")
+                evidence: dict[str, float | int | str] = {
+                    "first": spots[0].name, "layers": len(spots), "zeros": spots[0].value,
+                }  # fmt: skip
+                # Weights that begin at zero leave it, unless a zero on either side keeps their gradient at zero too.
+                still = always_zero(view.cells("weights")) & always_zero(gradients)
+                at_zero = dead & {name.removesuffix(".weight") for name in still}
+                evidence |= {"cause": _AT_ZERO, "at_zero": len(at_zero)} if at_zero else {}
+                yield self.finding(
+                    "warning", spots, evidence, until_step=last_of(outputs, spans), collection="activations",
+                    meaning="Their weights are all zero and get no gradient, so they stay zero. Two layers in a row "
+                    "that both begin at zero do that." if at_zero else None,
+                    advice="Initialise the first of the two at random, as LoRA does." if at_zero else None,
+                )  # fmt: skip
         yield from self._of_gradients(view, dead)
+        yield from self._without_slope(view)
         yield from self._of_norms(view)
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -77,15 +92,28 @@ class DeadLayer(Rule):
                 what=f"the norm {context.place} sees single values, and has put out its bias {context.since}",
                 remedy="normalise over more values",
             )
-        kind = "outputs" if context.finding.collection == "activations" else context.tensors
+        if context.text("cause") == _AT_ZERO:
+            return Phrase(
+                what=f"all weights of {context.number('at_zero'):.0f} layers are zero and get no gradient, seen "
+                f"{context.since}",
+                remedy="initialise one layer of each pair at random",
+            )
+        if context.text("cause") == _NO_SLOPE:
+            return Phrase(
+                what=f"all gradients of {context.place} have been zero {context.since}, and those of the bias not",
+                remedy="pass gradients through the rounding of the weight",
+            )
+        of_outputs = context.finding.collection == "activations"
+        kind = "outputs" if of_outputs else context.tensors
+        whose = "" if of_outputs else " of their own format"
         return Phrase(
-            what=f"all {kind} of {context.place} have been zero {context.since}, and this is no underflow",
+            what=f"all {kind} of {context.place} have been zero {context.since}, and this is no underflow{whose}",
             remedy="check the layer's input and bias, or lower the learning rate",
         )
 
     def _of_gradients(self, view: View, dead: set[str]) -> Iterator[Finding]:
         narrow = view.narrow("gradients")
-        if narrow is None:
+        if narrow is None or first_fact(view, ROUNDED_GRADIENTS) is not None:  # a cast flushed them
             return
         cells, modules = narrow.cells, Modules.of(narrow.cells)
         lost, nonzero = modules.total(narrow.lost_of_cell), modules.total(cells.total(cells.nonzero))
@@ -109,11 +137,42 @@ class DeadLayer(Rule):
             advice="Take a shadow step (shadow_every): it distinguishes the two." if unknown else None,
         )  # fmt: skip
 
+    # A weight and the bias beside it get their gradients from the same output. If only the weight's is zero, although
+    # its input is not, the forward computes with something of the weight that has no slope.
+    def _without_slope(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of weights whose gradients are zero beside a bias's that are not."""
+        cells, inputs = view.cells("gradients"), view.cells("activations")
+        if cells is None or inputs is None:
+            return
+        of_one_value = {name for event in facts(view, _ONE_VALUE_FACT) for name in listed_in(event, "modules")}
+        idle = always_zero(inputs)
+        silent = always_zero(cells) - idle
+        alive = cells.total(cells.nonzero) > 0
+        place = {name: i for i, name in enumerate(cells.names)}
+        spots: list[Spot] = []
+        for name in sorted(silent, key=place.__getitem__):
+            module, _, kind = name.rpartition(".")
+            bias = place.get(f"{module}.bias")
+            if kind != "weight" or bias is None or module in of_one_value or f"{module}:input" not in inputs.names:
+                continue
+            steps = cells.steps[alive[bias]]
+            if f"{module}:input" not in idle and len(steps) >= self.samples:
+                spots.append(Spot(name=name, since_step=int(steps[0]), value=1.0))
+        if spots:
+            evidence = {"first": spots[0].name, "layers": len(spots), "cause": _NO_SLOPE}
+            yield self.finding(
+                "warning", spots, evidence, until_step=view.last_step, collection="gradients",
+                meaning="The gradients of these weights are always zero, and those of the biases beside them are not: "
+                "what the layer computes from the weight has no slope.",
+                advice="If the forward rounds the weight (round, sign, a cast to integers), pass the gradient through "
+                "the rounding: weight + (rounded - weight).detach(), a straight-through estimator.",
+            )  # fmt: skip
+
     # The mean of one value is the value, and its root mean square is its size: nothing of it but a sign is left.
     def _of_norms(self, view: View) -> Iterator[Finding]:
         """Yield one finding of the norms over a single value."""
         ran = view.run.tensors.get("activations", ())
-        for event in facts(view, "norm of one value")[:1]:
+        for event in facts(view, _ONE_VALUE_FACT)[:1]:
             names = [f"{name}:output" for name in listed_in(event, "modules") if f"{name}:output" in ran]
             if names:
                 spots = [Spot(name=name, since_step=event.step, value=1.0) for name in names]
@@ -267,6 +326,8 @@ class StructuralZeros(Rule):
         for collection in UNDERFLOW_ORDER:
             narrow = view.narrow(collection)
             if narrow is None or not narrow.censors.any():
+                continue
+            if collection == "gradients" and first_fact(view, ROUNDED_GRADIENTS) is not None:  # a cast made them zero
                 continue
             cells = narrow.cells
             zeros = np.where(cells.total(cells.nonzero) > 0, cells.zero_fraction, np.nan)

@@ -34,8 +34,10 @@ _MEANINGS = {
     "higher": "The loss is above its usual level, but below where the run began or little above it.",
     "just risen": "The loss rose at the end of the record.",
     "came back": "The loss rose far above its usual level and came back by itself.",
+    "in part": "The loss rose far above its usual level. It is below that again, and still above where it began.",
 }
 _TOO_HIGH = "Start again from new weights, with a much lower learning rate or a warm-up."
+_COMPARE = "Train a few hundred steps in FP32 as well, and compare (plimsoll parity): does the loss fall there?"
 _ADVICE: dict[Severity, str] = {
     "info": "No action is needed if it is rare. If such spikes grow, clip gradients or lower the learning rate.",
     "warning": "Clip gradients or lower the learning rate, and look at the batches there.",
@@ -144,6 +146,10 @@ class LossSpike(Rule):
         if severity == "info" and self._grow(loss, all_rises):
             severity, course = "warning", "growing spikes"
         rise = worst_of.rise
+        now = float(np.median(loss[-int(self.lasting) :]))
+        before = max(beginning(loss), rise.usual)
+        if course == "came back" and now > before + self.rise * abs(before):
+            course = "in part"
         evidence: dict[str, float | int | str] = {
             "course": course,
             "spikes": len(all_rises),
@@ -152,16 +158,20 @@ class LossSpike(Rule):
             "usual": rise.usual,
             "level": rise.level,
             "began_at": beginning(loss),
-            "now": float(np.median(loss[-int(self.lasting) :])),
+            "now": now,
         }
         if name != "loss":
             evidence["loss"] = name
-        speaks_of_one = course not in ("came back", "growing spikes")  # the finding speaks of one rise, else of all
+        speaks_of_one = course not in (
+            "came back",
+            "in part",
+            "growing spikes",
+        )  # the finding speaks of one rise, else of all
         since = rise.first if speaks_of_one else all_rises[0].first
         until = rise.last if speaks_of_one else max(one_rise.last for one_rise in all_rises)
         if course == "never learned":
             until = len(loss) - 1
-        advice = _TOO_HIGH if course == "never learned" else _ADVICE[severity]
+        advice = {"never learned": _TOO_HIGH, "in part": _COMPARE}.get(course, _ADVICE[severity])
         if severity == "alarm" and (micro := _accumulated(view)) > 1:
             evidence["accumulated"] = micro
             advice = f"{advice} {micro} backwards are added up in each step: divide their loss by {micro} if not done."

@@ -21,7 +21,14 @@ from plimsoll.diagnosis.rules.base import (
     threshold,
     worst,
 )
-from plimsoll.diagnosis.rules.wiring import facts, listed_in, with_epsilon_of_zero, with_rate_of_zero
+from plimsoll.diagnosis.rules.wiring import (
+    ROUNDED_GRADIENTS,
+    facts,
+    listed_in,
+    weights_stay,
+    with_epsilon_of_zero,
+    with_rate_of_zero,
+)
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
@@ -33,6 +40,10 @@ _SAMPLES = "not reported from a single sample"
 _SECOND = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
 _EXACT = ("master", "master_param", "compensation", "kahan_comp")  # states that hold what a narrow weight cannot
 _DEFAULT = 1e-8  # epsilon of torch's Adam
+_UNMOVED = "These weights were the same after the step: their updates were zero, or smaller than their rounding."
+_NEVER_MOVED = "No weight has moved since the first step, although gradients and the learning rate are not zero."
+_NEAR_ZERO = "No action is needed if the learning rate is near zero."
+_LOOK = "Look at what the optimizer adds: a rate that is far too small, or a state that is zero in its format."
 _LOSSLESS = ("masters", "stochastic", "kahan")  # updates that lose nothing, or nothing on average
 
 
@@ -56,39 +67,42 @@ class UpdatesSwallowed(Rule):
 
     # An update below half the distance to a weight's neighbour is rounded away. Of weights in 16 bits that is an alarm,
     # unless what is cut off is kept (masters, a compensation), or made up for by rounding at random. Weights in FP32
-    # are information: their updates vanish where the learning rate does.
+    # are information: their updates vanish where the learning rate does. If none has ever moved, it is a warning.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for weights in 16 bits or fewer, one for others."""
         cells = view.cells("updates")
         if cells is None:
             return
+        flushed = {spot.name.rpartition(":")[0] for spot in _first_moments_flushed(view)[0]}  # their cause is known
         with np.errstate(all="ignore"):
             shares = cells.total_of("unmoved") / cells.total_of("pushed")
         narrow = np.array([fmt.bits <= 16 for fmt in (get_element(name, "diagnose") for name in cells.formats)])
         is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
         spared = _spared(view, cells) | (cells.total_of("nans") > 0)  # a NaN plus anything is that NaN: no rounding
+        spared |= np.array([name in flushed for name in cells.names])[:, None]
         for narrowed in (True, False):
             mine = ~np.isnan(shares) & (is_narrow == narrowed) & ~spared
             spans = spells(shares > self.share, mine, self.samples)
             if spans:
                 spots = worst(cells, spans, shares)
                 evidence = {"worst": spots[0].name, "unmoved": spots[0].value, "layers": len(spots)}
+                severity, meaning, advice = ("alarm", None, None) if narrowed else ("info", _UNMOVED, _NEAR_ZERO)
+                if not narrowed and len(spots) == len(cells.names) and weights_stay(view):
+                    severity, meaning, advice = "warning", _NEVER_MOVED, _LOOK
                 yield self.finding(
-                    "alarm" if narrowed else "info",
-                    spots,
-                    evidence,
-                    until_step=last_of(cells, spans),
-                    collection="updates",
-                    advice=None if narrowed else "No action is needed if the learning rate is near zero.",
-                    actions=None if narrowed else (),
-                )
+                    severity, spots, evidence, until_step=last_of(cells, spans), collection="updates",
+                    meaning=meaning, advice=advice, actions=None if narrowed else (),
+                )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share of weights that stayed, where, and since when."""
+        is_narrow = context.finding.severity != "warning"
         return Phrase(
             what=f"{percent(context.number('unmoved'))} of the weights of {context.place} have not moved "
             f"{context.since}",
-            remedy="keep FP32 master weights or round stochastically",
+            remedy="keep FP32 master weights or round stochastically"
+            if is_narrow
+            else "look at what the optimizer adds to them",
         )
 
 
@@ -245,7 +259,7 @@ class KeptNarrow(Rule):
 
     id = "kept-narrow"
     says = (
-        "weights, gradients, second moments, indices or a sum of losses are rounded to a narrow format, and what they "
+        "weights, gradients, moments, indices or a sum of losses are rounded to a narrow format, and what they "
         "need is lost"
     )
     meaning = "Something rounds FP32 values to a narrow format, and small changes or small values are lost."
@@ -257,7 +271,8 @@ class KeptNarrow(Rule):
         "terms": EvidenceItem("Numbers added"),
     }
 
-    lost: float = threshold(0.25, "of the updates of weights: fewer are a note")
+    lost: float = threshold(0.25, "of the updates of weights: fewer are a note; and of the first moments")
+    samples: float = threshold(3, _SAMPLES)
 
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each fact."""
@@ -270,12 +285,13 @@ class KeptNarrow(Rule):
                 advice=f"Keep the FP32 weights as they are, and write {fmt} into a copy of them. Or use an optimizer "
                 f"for {fmt} weights that rounds at random or compensates (MasterWeights, bf16-kahan).",
             )  # fmt: skip
-        for event in facts(view, "gradients rounded"):
-            fmt = _format(event)
+        for event in facts(view, ROUNDED_GRADIENTS):
+            fmt, certain = _format(event), event.details.get("certain") is True
+            likewise = "" if certain else ", or to a format whose subnormal values have as few digits"
             yield self._finding(
                 view, event, "gradients rounded before the step", "warning",
-                meaning=f"Between the backward pass and the optimizer's step gradients are rounded to {fmt}, or to a "
-                f"format whose subnormal values have as few digits, and {percent(_share(event))} of them become zero.",
+                meaning=f"Between the backward pass and the optimizer's step gradients are rounded to {fmt}{likewise}, "
+                f"and {percent(_share(event))} of them become zero.",
                 advice=f"Multiply gradients by a power of two before they are cast to {fmt}, and divide by it "
                 "afterwards: their largest value should be near the format's. Or send them in BF16.",
             )  # fmt: skip
@@ -293,7 +309,9 @@ class KeptNarrow(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return what is rounded, and the remedy."""
         cause, fmt = context.text("cause"), context.text("format").upper()
-        if context.finding.where:  # of indices, the tables that they are for
+        if context.finding.collection == "optimizer":
+            cause = f"first moments of {context.place} kept in 8 bits"
+        elif context.finding.where:  # of indices, the tables that they are for
             cause = f"indices of {short(context.finding.where[0]) if context.is_single else context.place} rounded"
         cause += "" if fmt in cause else f" ({fmt})"
         remedy = "multiply them before the cast" if "gradients" in cause else "keep them in FP32"
@@ -318,6 +336,20 @@ class KeptNarrow(Rule):
                 meaning=f"The optimizer's second moments were replaced by values of FP16 precision, and "
                 f"{percent(_share(event))} of them are zero: Adam then divides by its epsilon alone.",
                 advice="Save and load the optimizer's state in FP32 (or BF16): FP16 has no number below 2^-24.",
+            )  # fmt: skip
+
+        spots, until = _first_moments_flushed(view, self.lost, self.samples)
+        if spots:
+            cells = cast("Cells", view.cells("optimizer"))
+            kind = cells.formats[int(cells.format[cells.layer == cells.names.index(spots[0].name)][0])]
+            evidence = {
+                "cause": "first moments rounded", "format": kind, "lost": spots[0].value, "worst": spots[0].name,
+            }  # fmt: skip
+            yield self.finding(
+                "warning", spots, evidence, until_step=until, collection="optimizer",
+                meaning=f"First moments (exp_avg) are kept in {kind.upper()}, and up to {percent(spots[0].value)} of "
+                "them are zero although the second ones are not: these weights hardly move.",
+                advice=f"Keep first moments in FP32 or BF16, or in {kind.upper()} times a scale for each block.",
             )  # fmt: skip
 
     def _indices(self, view: View) -> Iterator[Finding]:
@@ -351,6 +383,29 @@ class KeptNarrow(Rule):
             severity, (), evidence, since_step=event.step, until_step=max(view.last_step, event.step),
             meaning=meaning, advice=advice,
         )  # fmt: skip
+
+
+def _first_moments_flushed(view: View, least: float = 0.25, samples: float = 3) -> tuple[list[Spot], int]:
+    """Return first moments in 8 bits that are zero where the second ones are not, the worst first, and until when.
+
+    Wider formats are left out: the first moments of rows that are seldom seen become zero in them too, without harm.
+    """
+    cells = view.cells("optimizer")
+    if cells is None:
+        return [], 0
+    zeros, count = cells.total_of("zeros"), cells.total_of("count")
+    place = {name: i for i, name in enumerate(cells.names)}
+    narrow = np.array([get_element(name, "diagnose").bits <= 8 for name in cells.formats])
+    is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
+    lost = np.full(cells.shape, np.nan)
+    for name, i in place.items():
+        parameter, _, state = name.rpartition(":")
+        first = place.get(f"{parameter}:{_SECOND.get(state, '')}")
+        if first is not None:
+            with np.errstate(all="ignore"):
+                lost[first] = np.where(is_narrow[first], (zeros[first] - zeros[i]) / (count[first] - zeros[i]), np.nan)
+    spans = spells(lost > least, ~np.isnan(lost), samples)
+    return (worst(cells, spans, lost), last_of(cells, spans)) if spans else ([], 0)
 
 
 def _recorded_epsilon(view: View) -> float | None:

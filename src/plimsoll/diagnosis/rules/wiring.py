@@ -18,6 +18,7 @@ from plimsoll.diagnosis.view import View
 from plimsoll.formats import FP16
 from plimsoll.runs import Event
 
+ROUNDED_GRADIENTS = "gradients rounded"  # a fact of the watch: something casts gradients before the step
 _OUTSIDE = "in no optimizer"  # a fact of the watch, and the cause in the evidence
 _ERASED = "all zero when the optimizer steps, and not after the backward"
 _TOO_EARLY = "unscaled before all of a step are added up"
@@ -426,11 +427,31 @@ def erased_samples(view: View) -> NDArray[np.bool_]:
     # Only outputs of modules that own a parameter count: a saturated sigmoid gets a gradient, and passes on none. For a
     # bias it is the sum of its output's. Underflow is excluded: sums of normal numbers are none.
     owners = {name.rpartition(".")[0] or str(view.run.manifest.get("root", "")) for name in gradients.names}
-    own = np.array([name.rpartition(":")[0] in owners for name in passed.names])
+    owners -= _fed_zeros(view, gradients)
+    own = np.array([":output" in name and name.rpartition(":")[0] in owners for name in passed.names])
     largest = np.nan_to_num(passed.highest(passed.columns["absmax"]))[own].max(axis=0, initial=0.0)
     alive = np.zeros(len(gradients.steps), dtype=bool)
     alive[mine] = largest[theirs] >= FP16.smallest_normal
     return erased & alive
+
+
+def _fed_zeros(view: View, gradients: Cells) -> set[str]:
+    """Return the modules without a trained bias that have got only zeros as input.
+
+    The gradient of a weight is the product of the output's gradient and the input: theirs are zero.
+    """
+    idle = always_zero(view.cells("activations"))
+    biased = {name.removesuffix(".bias") for name in gradients.names if name.endswith(".bias")}
+    return {name.removesuffix(":input") for name in idle if name.endswith(":input")} - biased
+
+
+def always_zero(cells: Cells | None) -> set[str]:
+    """Return the names of a collection whose values were zero at all samples."""
+    if cells is None:
+        return set()
+    counts = np.nansum(cells.total(cells.nonzero), axis=1) + np.nansum(cells.nonfinite, axis=1)
+    recorded = cells.recorded.any(axis=1)
+    return {name for name, count, seen in zip(cells.names, counts, recorded, strict=True) if seen and count == 0}
 
 
 @dataclass(frozen=True, kw_only=True)

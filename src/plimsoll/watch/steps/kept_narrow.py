@@ -22,6 +22,7 @@ from plimsoll.watch.steps.weight_facts import is_plain, some_values
 
 _FIRST = 8  # steps in which weights and gradients are compared
 _STREAK = 3  # of them on end
+_FP32_EXPONENT_BITS = 8
 _HALF, _MOST = 0.5, 0.9  # of the values
 _FEWEST = 16  # values
 _LOST = 0.05  # of the gradients: fewer zeros do no harm
@@ -29,9 +30,9 @@ _ZERO = 0.01  # of the second moments
 _LOOKS = 8  # at second moments that were replaced
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 # Bits of a significand after the first; the fewest first, since values with few digits lie on every wider grid too.
-_GRIDS = {
-    fmt.name: fmt.mantissa_bits
-    for fmt in sorted((FORMATS[x] for x in (torch.float8_e4m3fn, *SIXTEEN_BIT)), key=lambda fmt: fmt.mantissa_bits)
+_FORMATS = {
+    dtype: FORMATS[dtype]
+    for dtype in sorted((torch.float8_e4m3fn, *SIXTEEN_BIT), key=lambda dtype: FORMATS[dtype].mantissa_bits)
 }
 
 
@@ -102,24 +103,38 @@ def rounding_of(steps: Sequence[DeviceValue]) -> tuple[str, float] | None:
 
 
 def _flushed(passed: Tensor, given: Tensor) -> Tensor:
-    """Count nonzero gradients, those that became zero, and values off each grid, before and after."""
-    masks = [(1 << (23 - bits)) - 1 for bits in _GRIDS.values()]
+    """Count nonzero gradients, those that became zero, values off each grid before and after, and off each format."""
+    masks = [(1 << (23 - fmt.mantissa_bits)) - 1 for fmt in _FORMATS.values()]
     off = [((x.view(torch.int32) & mask) != 0).sum() for x in (passed, given) for mask in masks]
-    return torch.stack([(passed != 0).sum(), ((passed != 0) & (given == 0)).sum(), *off])
+    held = [(given != given.to(dtype).float()).sum() for dtype in _FORMATS]
+    return torch.stack([(passed != 0).sum(), ((passed != 0) & (given == 0)).sum(), *off, *held])
 
 
 # Values on a narrower grid than the backward left them on were cast in between. Masks and clipping leave the rest as it
 # is, or multiply it by a number that takes it off any grid.
-def flush_of(steps: Sequence[DeviceValue]) -> tuple[str, float] | None:
-    """Return the format whose digits the gradients are left with, and the share that became zero."""
+def flush_of(steps: Sequence[DeviceValue]) -> tuple[str, float, bool] | None:
+    """Return the format that the gradients are left with, the share that became zero, and if it is certain.
+
+    If no format holds all values as they are, they were scaled in between, and only their digits show it.
+    """
     counts = [cast("list[int]", step.tensor().tolist()) for step in steps[-_STREAK:]]
     nonzero, lost = sum(c[0] for c in counts), sum(c[1] for c in counts)
     if nonzero - lost < _FEWEST or lost < _LOST * nonzero:
         return None
-    for place, fmt in enumerate(_GRIDS):
-        if all(c[2 + len(_GRIDS) + place] == 0 and c[2 + place] >= _HALF * c[0] for c in counts):
-            return fmt, lost / nonzero
-    return None
+    formats, many = list(_FORMATS.values()), len(_FORMATS)
+    fewer = [
+        place for place in range(many) if all(c[2 + many + place] == 0 and c[2 + place] >= _HALF * c[0] for c in counts)
+    ]
+    if not fewer:
+        return None
+    # FP16's smallest values have as few digits as E4M3's, which has none of that size. BF16 holds them too, but makes
+    # no zeros: it has the range of FP32.
+    holds = [
+        place
+        for place in range(many)
+        if all(c[2 + 2 * many + place] == 0 for c in counts) and formats[place].exponent_bits < _FP32_EXPONENT_BITS
+    ]
+    return formats[(holds or fewer)[0]].name, lost / nonzero, bool(holds)
 
 
 class Moments:

@@ -377,6 +377,7 @@ class Wiring(torch_hooks.TrainingEvents):
                     return []
                 self._said.add(fact)
                 details = {"fact": fact, "optimizer": known.name, "format": found[0], "lost": found[1]}
+                details |= {"certain": found[2]} if len(found) > 2 else {}
                 return [Event(step=step, kind="wiring", message=what.format(found[0]), details=details)]
 
             self.core.writer.submit(produce, 400)

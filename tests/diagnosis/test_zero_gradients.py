@@ -1,0 +1,149 @@
+"""Gradients and moments that are exactly zero: which cause is named, and sound trainings that look alike."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import plimsoll as pl
+from plimsoll.diagnosis import Finding, diagnose
+from tests.support.cases import each
+
+
+class Adapted(nn.Module):
+    """A frozen layer and two factors, of which the second begins at zero; the first is drawn, or zero too."""
+
+    def __init__(self, into: int, out: int, *, drawn: bool) -> None:
+        super().__init__()
+        self.base = nn.Linear(into, out).requires_grad_(False)
+        self.down, self.up = nn.Linear(into, 4, bias=False), nn.Linear(4, out, bias=False)
+        nn.init.zeros_(self.up.weight)
+        if not drawn:
+            nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Rounded(nn.Linear):
+    """A layer that computes with rounded weights; `straight` passes the gradient through the rounding."""
+
+    straight = False
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        rounded = (self.weight * 50).round() / 50
+        weight = self.weight + (rounded - self.weight).detach() if self.straight else rounded
+        return F.linear(input, weight, self.bias)
+
+
+class Straight(Rounded):
+    straight = True
+
+
+class Moments(torch.optim.Optimizer):
+    """Adam without its corrections; first moments go through `keep` and its inverse."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, scale: float) -> None:
+        super().__init__(model.parameters(), {"lr": 1e-2})
+        self.dtype, self.scale = dtype, scale
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            first = state.setdefault("exp_avg", torch.zeros_like(p, dtype=self.dtype))
+            second = state.setdefault("exp_avg_sq", torch.zeros_like(p))
+            new = 0.9 * first.float() / self.scale + 0.1 * p.grad
+            first.copy_(new * self.scale)
+            second.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+            p.sub_(self.param_groups[0]["lr"] * first.float() / self.scale / (second.sqrt() + 1e-8))
+
+
+def layers(kind: Callable[[int, int], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(kind(8, 32), nn.Tanh(), kind(32, 4))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-15)
+
+
+def in_each_group(model: nn.Module, *rates: float) -> torch.optim.Optimizer:
+    groups = zip((model[0], model[2]), rates, strict=True)  # type: ignore[index]
+    return torch.optim.SGD([{"params": part.parameters(), "lr": rate} for part, rate in groups])
+
+
+def rounded_to(dtype: torch.dtype) -> Callable[[nn.Module], None]:
+    def run(model: nn.Module) -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.copy_(p.grad.to(dtype))
+
+    return run
+
+
+def train(
+    path: Path,
+    model: nn.Module,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam,
+    before: Callable[[nn.Module], None] = lambda model: None,
+    size: float = 1.0,
+) -> list[Finding]:
+    """A watched training, and its warnings and alarms."""
+    made = optimizer(model)
+    with pl.watch(model, made, run=path, every=1, quiet=True):
+        for _ in range(12):
+            x = torch.randn(32, 8)
+            made.zero_grad()
+            (size * F.cross_entropy(model(x), x[:, :4].argmax(dim=1))).backward()
+            before(model)
+            made.step()
+    return [f for f in diagnose(path) if f.severity != "info"]
+
+
+AT_ZERO, NO_SLOPE = "weights of zero without a gradient", "a weight without a slope"
+WRONG: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
+    "both factors zero": ({"model": layers(lambda i, o: Adapted(i, o, drawn=False))}, ("dead-layer", AT_ZERO)),
+    "rounded weights": ({"model": layers(Rounded)}, ("dead-layer", NO_SLOPE)),
+    "first moments in E4M3": (
+        {"model": layers(nn.Linear), "optimizer": lambda m: Moments(m, torch.float8_e4m3fn, 1.0), "size": 0.01},
+        ("kept-narrow", "first moments rounded"),
+    ),
+    "no rate to speak of": (
+        {"model": layers(nn.Linear), "optimizer": lambda m: in_each_group(m, 1e-12, 1e-12)}, ("updates-swallowed", ""),
+    ),
+    "gradients in FP16": (
+        {"model": layers(nn.Linear), "before": rounded_to(torch.float16), "size": 1e-6},
+        ("kept-narrow", "gradients rounded before the step"),
+    ),
+}  # fmt: skip
+RIGHT: dict[str, dict[str, Any]] = {
+    "one factor zero": {"model": layers(lambda i, o: Adapted(i, o, drawn=True))},
+    "rounded weights, straight through": {"model": layers(Straight)},
+    "first moments in E4M3 at a scale": {
+        "model": layers(nn.Linear), "optimizer": lambda m: Moments(m, torch.float8_e4m3fn, 2.0**12), "size": 0.01,
+    },
+    "a part that hardly moves": {"model": layers(nn.Linear), "optimizer": lambda m: in_each_group(m, 1e-12, 0.1)},
+    "gradients in FP16 that fit": {"model": layers(nn.Linear), "before": rounded_to(torch.float16)},
+}  # fmt: skip
+
+
+@each("name", WRONG)
+def test_the_cause_of_zeros_is_named_alone(name: str, tmp_path: Path) -> None:
+    arguments, wanted = WRONG[name]
+    assert [(f.rule, str(f.evidence.get("cause", ""))) for f in train(tmp_path / name, **arguments)] == [wanted]
+
+
+@each("name", RIGHT)
+def test_a_sound_training_is_silent(name: str, tmp_path: Path) -> None:
+    assert train(tmp_path / name, **RIGHT[name]) == []
+
+
+def test_a_cast_of_gradients_is_named_by_its_format(tmp_path: Path) -> None:
+    (fp16,) = train(tmp_path / "fp16", layers(nn.Linear), before=rounded_to(torch.float16), size=1e-6)
+    assert fp16.evidence["format"] == "fp16" and "to FP16, and" in fp16.meaning
+    (e4m3,) = train(tmp_path / "e4m3", layers(nn.Linear), before=rounded_to(torch.float8_e4m3fn), size=0.01)
+    assert e4m3.evidence["format"] == "e4m3" and "to E4M3, and" in e4m3.meaning
