@@ -43,6 +43,20 @@ class Straight(Rounded):
     straight = True
 
 
+class Steps(nn.Module):
+    """Values in steps of a tenth: nothing has a slope."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (10 * x).round() / 10
+
+
+class Product(nn.Module):
+    """Logits behind a product of many factors that is zero, plus what does not depend on them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() + (x * 1e-9).unsqueeze(0).expand(8, *x.shape).prod(dim=0)
+
+
 class Moments(torch.optim.Optimizer):
     """Adam without its corrections; first moments go through `keep` and its inverse."""
 
@@ -67,6 +81,10 @@ def layers(kind: Callable[[int, int], nn.Module]) -> nn.Module:
     return nn.Sequential(kind(8, 32), nn.Tanh(), kind(32, 4))
 
 
+def ending_in(*last: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers(nn.Linear), *last)  # type: ignore[arg-type]
+
+
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-15)
 
@@ -74,6 +92,10 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def in_each_group(model: nn.Module, *rates: float) -> torch.optim.Optimizer:
     groups = zip((model[0], model[2]), rates, strict=True)  # type: ignore[index]
     return torch.optim.SGD([{"params": part.parameters(), "lr": rate} for part, rate in groups])
+
+
+def nothing(x: Tensor) -> Tensor:
+    return x
 
 
 def rounded_to(dtype: torch.dtype) -> Callable[[nn.Module], None]:
@@ -91,6 +113,7 @@ def train(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam,
     before: Callable[[nn.Module], None] = lambda model: None,
     size: float = 1.0,
+    of: Callable[[Tensor], Tensor] = nothing,
 ) -> list[Finding]:
     """A watched training, and its warnings and alarms."""
     made = optimizer(model)
@@ -98,7 +121,7 @@ def train(
         for _ in range(12):
             x = torch.randn(32, 8)
             made.zero_grad()
-            (size * F.cross_entropy(model(x), x[:, :4].argmax(dim=1))).backward()
+            (size * F.cross_entropy(of(model(x)), x[:, :4].argmax(dim=1))).backward()
             before(model)
             made.step()
     return [f for f in diagnose(path) if f.severity != "info"]
@@ -140,6 +163,18 @@ def test_the_cause_of_zeros_is_named_alone(name: str, tmp_path: Path) -> None:
 @each("name", RIGHT)
 def test_a_sound_training_is_silent(name: str, tmp_path: Path) -> None:
     assert train(tmp_path / name, **RIGHT[name]) == []
+
+
+def test_where_gradients_stop_is_named(tmp_path: Path) -> None:
+    for name, model, of, stops in (
+        ("in the middle", nn.Sequential(nn.Linear(8, 32), Steps(), nn.Linear(32, 4)), nothing, "1"),
+        ("a product", ending_in(Product(), nn.Linear(4, 4)), nothing, "3"),
+        ("a container", ending_in(nn.Sequential(Steps(), nn.Identity()), nn.Linear(4, 4)), nothing, "3.0"),
+        ("the loss", ending_in(), lambda logits: logits.round() + 0 * logits, "model:output"),
+    ):
+        (finding,) = train(tmp_path / name, model, of=of)
+        assert (finding.rule, finding.evidence["stops_in"]) == ("gradients-vanish", stops), name
+        assert ("The loss" in finding.meaning) == (name == "the loss")
 
 
 def test_a_cast_of_gradients_is_named_by_its_format(tmp_path: Path) -> None:

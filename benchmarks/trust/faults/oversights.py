@@ -167,7 +167,6 @@ class ShortLinear(nn.Linear):
     "gradient-scale-upside-down",
     named=r"underflow|flush|\bfp8\b|e5m2|" + _either(r"short\d", r"\bzeros?\b|no gradient"),
     misleading=f"{SIDE}|learning rate|in no optimizer",
-    held_back=True,
 )
 def upside_down(run: Training, *, sound: bool = False) -> None:
     """Gradients are divided by their scale on the way into E5M2 instead of multiplied: all of them become zero."""
@@ -324,7 +323,6 @@ class Scored(nn.Module):
     "likelihood-as-a-product",
     named=rf"underflow|{_either('likelihood', 'zeros?|flush|subnormal|smallest|constant|same value|distinct')}",
     misleading=f"{SIDE}|learning rate|in no optimizer",
-    held_back=True,
 )
 def product(run: Training, *, sound: bool = False) -> None:
     """The probabilities of 32 tokens are multiplied before the logarithm: the product is zero in FP32."""
@@ -338,7 +336,6 @@ def product(run: Training, *, sound: bool = False) -> None:
     named=_either("probability|sigmoid", rf"{FEW}|saturat|exactly 1"),
     misleading=f"{SIDE}|learning rate",
     precision="bf16",
-    held_back=True,
 )
 def certain(run: Training, *, sound: bool = False) -> None:
     """The last bias begins at a prior of 0.999, and the sigmoid in BF16 makes it 1, which has no gradient."""

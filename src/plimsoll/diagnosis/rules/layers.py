@@ -1,13 +1,23 @@
 """Rules of layers: dead ones, zeros that are no underflow, drift, and evaluation mode."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from plimsoll.diagnosis.estimates.module_parameters import Modules
 from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.base import (
+    EvidenceItem,
+    FindingContext,
+    Phrase,
+    Rule,
+    last_of,
+    short,
+    spells,
+    threshold,
+    worst,
+)
 from plimsoll.diagnosis.rules.casts import CastFlushes
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
@@ -30,7 +40,23 @@ _ONE_VALUE_FACT = "norm of one value"
 _ONE_VALUE = "a norm of one value"
 _AT_ZERO = "weights of zero without a gradient"
 _NO_SLOPE = "a weight without a slope"
+_STOPPED = "gradients stop"
 _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SilentGradients:
+    """Modules without a gradient: the earliest first, until when, and why.
+
+    `never` of them have never had one. `unknown`: their format may have flushed it. `stops`: the module that gradients
+    come to and do not leave, or the model's output.
+    """
+
+    spots: list[Spot]
+    until: int
+    never: int
+    unknown: bool
+    stops: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,30 +84,32 @@ class DeadLayer(Rule):
     # distinguished from underflow without a shadow step, and the finding says so.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield a finding on outputs, and one on gradients where outputs are alive."""
-        dead: set[str] = set()
-        gradients = view.cells("gradients")
-        outputs = view.cells("activations")
-        if outputs is not None:
-            is_output = np.array([":output" in name for name in outputs.names])[:, None]
-            fraction = np.where(is_output, outputs.zero_fraction, np.nan)
-            spans = spells(fraction >= self.zeros, ~np.isnan(fraction), self.samples)
-            if spans:
-                spots = sorted(worst(outputs, spans, fraction), key=lambda spot: spot.since_step)
-                dead = {spot.name.partition(":")[0] for spot in spots}
-                evidence: dict[str, float | int | str] = {
-                    "first": spots[0].name, "layers": len(spots), "zeros": spots[0].value,
-                }  # fmt: skip
-                # Weights that begin at zero leave it, unless a zero on either side keeps their gradient at zero too.
-                still = always_zero(view.cells("weights")) & always_zero(gradients)
-                at_zero = dead & {name.removesuffix(".weight") for name in still}
-                evidence |= {"cause": _AT_ZERO, "at_zero": len(at_zero)} if at_zero else {}
-                yield self.finding(
-                    "warning", spots, evidence, until_step=last_of(outputs, spans), collection="activations",
-                    meaning="Their weights are all zero and get no gradient, so they stay zero. Two layers in a row "
-                    "that both begin at zero do that." if at_zero else None,
-                    advice="Initialise the first of the two at random, as LoRA does." if at_zero else None,
-                )  # fmt: skip
-        yield from self._of_gradients(view, dead)
+        spots, until = self._dead_outputs(view)
+        if spots:
+            evidence: dict[str, float | int | str] = {
+                "first": spots[0].name, "layers": len(spots), "zeros": spots[0].value,
+            }  # fmt: skip
+            # Weights that begin at zero leave it, unless a zero on either side keeps their gradient at zero too.
+            still = always_zero(view.cells("weights")) & always_zero(view.cells("gradients"))
+            at_zero = _modules_of(spots) & {name.removesuffix(".weight") for name in still}
+            evidence |= {"cause": _AT_ZERO, "at_zero": len(at_zero)} if at_zero else {}
+            yield self.finding(
+                "warning", spots, evidence, until_step=until, collection="activations",
+                meaning="Their weights are all zero and get no gradient, so they stay zero. Two layers in a row "
+                "that both begin at zero do that." if at_zero else None,
+                advice="Initialise the first of the two at random, as LoRA does." if at_zero else None,
+            )  # fmt: skip
+        silent = self.silent_gradients(view)
+        if silent is not None and silent.stops is None:  # else gradients-vanish says where they stop
+            evidence = {
+                "first": silent.spots[0].name, "layers": len(silent.spots), "never_alive": silent.never,
+            }  # fmt: skip
+            yield self.finding(
+                "warning", silent.spots, evidence, until_step=silent.until, collection="gradients",
+                meaning="Their gradients have always been zero: either nothing reaches them, or all of it underflows."
+                if silent.unknown else None,
+                advice="Take a shadow step (shadow_every): it distinguishes the two." if silent.unknown else None,
+            )  # fmt: skip
         yield from self._without_slope(view)
         yield from self._of_norms(view)
 
@@ -111,30 +139,42 @@ class DeadLayer(Rule):
             remedy="check the layer's input and bias, or lower the learning rate",
         )
 
-    def _of_gradients(self, view: View, dead: set[str]) -> Iterator[Finding]:
+    def _dead_outputs(self, view: View) -> tuple[list[Spot], int]:
+        """Return the outputs that are zero, the earliest first, and until when."""
+        outputs = view.cells("activations")
+        if outputs is None:
+            return [], 0
+        is_output = np.array([":output" in name for name in outputs.names])[:, None]
+        fraction = np.where(is_output, outputs.zero_fraction, np.nan)
+        spans = spells(fraction >= self.zeros, ~np.isnan(fraction), self.samples)
+        if not spans:
+            return [], 0
+        return sorted(worst(outputs, spans, fraction), key=lambda spot: spot.since_step), last_of(outputs, spans)
+
+    def silent_gradients(self, view: View) -> _SilentGradients | None:
+        """Return the modules whose outputs are alive and whose gradients are zero; None if there are none."""
         narrow = view.narrow("gradients")
         if narrow is None or first_fact(view, ROUNDED_GRADIENTS) is not None:  # a cast flushed them
-            return
+            return None
         cells, modules = narrow.cells, Modules.of(narrow.cells)
         lost, nonzero = modules.total(narrow.lost_of_cell), modules.total(cells.total(cells.nonzero))
         values = modules.total(cells.total_of("zeros"))
         silent = (values > 0) & (nonzero == 0) & (lost == 0)
+        dead = _modules_of(self._dead_outputs(view)[0])
         alive = np.array([name not in dead for name in modules.names])[:, None]
         # NaN is no zero. A loss of zero has no gradient, and gradients that the script erased say nothing of a layer.
         elsewhere = view.solved(cells.steps) | erased_samples(view)
         judged = ~np.isnan(nonzero) & (modules.total(cells.nonfinite) == 0) & ~elsewhere[None, :]
         spans = spells(silent & alive, judged, self.samples)
         if not spans:
-            return
+            return None
         spots = sorted(worst(cells, spans, values, modules.main_layers(cells)), key=lambda spot: spot.since_step)
-        never = [layer for layer, *_ in spans if np.nanmax(nonzero[layer]) == 0]
-        unknown = bool(never) and bool(narrow.censors.any())
-        evidence = {"first": spots[0].name, "layers": len(spots), "never_alive": len(never)}
-        yield self.finding(
-            "warning", spots, evidence, until_step=last_of(cells, spans), collection="gradients",
-            meaning="Their gradients have always been zero: either nothing reaches them, or all of it underflows."
-            if unknown else None,
-            advice="Take a shadow step (shadow_every): it distinguishes the two." if unknown else None,
+        never, until = sum(np.nanmax(nonzero[layer]) == 0 for layer, *_ in spans), last_of(cells, spans)
+        unknown = never > 0 and bool(narrow.censors.any())
+        stops = None if unknown else _where_gradients_stop(view, spots[0].since_step, until)
+        return _SilentGradients(
+            spots=spots, until=until, never=int(never), unknown=unknown,
+            stops=None if stops in dead else stops,
         )  # fmt: skip
 
     # A weight and the bias beside it get their gradients from the same output. If only the weight's is zero, although
@@ -189,13 +229,14 @@ class GradientsVanish(Rule):
     """Gradients that vanish before the first layers, or in saturated ones."""
 
     id = "gradients-vanish"
-    says = "gradients shrink towards the first layers until these are not trained, or saturated layers stop them"
+    says = "gradients shrink towards the first layers until these are not trained, or a layer or the loss stops them"
     meaning = "The gradient shrinks on its way back through the layers: these weights hardly move."
     advice = "Use residual connections, normalisation or another activation, or initialise with larger weights."
     figure = "spectrogram"
     explained_by = {Nonfinite.id: "anywhere", CastFlushes.id: "same module", UnderflowHigh.id: "same module"}
     items = {
         "at_their_limit": EvidenceItem(unit="share"),
+        "stops_in": EvidenceItem(unit="location"),
         "largest": EvidenceItem("Largest gradient (RMS)"),
         "worst_rms": EvidenceItem("Smallest gradient (RMS)"),
     }
@@ -212,8 +253,9 @@ class GradientsVanish(Rule):
     # A layer counts if its gradient is many times smaller than the model's largest, and its updates are too small to
     # move its weights. Adam moves layers with small gradients as far as others, so it rarely applies there.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of the gradients, one of saturated layers."""
+        """Yield one finding of the gradients, one of saturated layers, one of a layer that stops all."""
         yield from self._saturated(view)
+        yield from self._stopped(view)
         gradients, updates = view.cells("gradients"), view.cells("updates")
         if gradients is None or updates is None:
             return
@@ -249,6 +291,13 @@ class GradientsVanish(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where gradients vanish, and by how much."""
+        if context.text("cause") == _STOPPED:
+            stops = context.text("stops_in")
+            return Phrase(
+                what=f"no gradient has come to {context.place} {context.since}: all of it ends "
+                + (f"in {short(stops)}" if ":" not in stops else "in the loss"),
+                remedy="look for what has no slope there",
+            )
         if "at_their_limit" in context.finding.evidence:
             return Phrase(
                 what=f"{context.place} have been saturated {context.since}: up to "
@@ -262,6 +311,18 @@ class GradientsVanish(Rule):
             effect="and these weights hardly move",
             remedy="add residual connections or normalisation",
         )
+
+    def _stopped(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the modules before one that gradients do not leave."""
+        silent = DeadLayer(samples=self.samples).silent_gradients(view)
+        if silent is None or silent.stops is None:
+            return
+        meaning, advice = _explained_stop(silent.stops)
+        evidence = {"layers": len(silent.spots), "cause": _STOPPED, "stops_in": silent.stops}
+        yield self.finding(
+            "warning", silent.spots, evidence, until_step=silent.until, collection="gradients", meaning=meaning,
+            advice=advice,
+        )  # fmt: skip
 
     # A tanh or sigmoid that is rounded to 1 has the derivative 0: gradients come to the module, and zeros leave it. A
     # ReLU gives zeros for zeros; a binary layer with a straight-through gradient puts out ones, and passes gradients.
@@ -473,6 +534,59 @@ class EvaluationMode(Rule):
         if context.number("never_updated") > 0:
             what = f"batch norms in evaluation mode{of} normalise nothing, seen {context.since}"
         return Phrase(what=what, remedy="call model.train()")
+
+
+def _where_gradients_stop(view: View, since: int, until: int) -> str | None:
+    """Return the module that gradients come to and do not leave, at all samples of a span.
+
+    The model's output, if the loss gives it no gradient. None if neither is so.
+    """
+    cells = view.cells("activation_gradients")
+    if cells is None:
+        return None
+    span = (cells.steps >= since) & (cells.steps <= until)
+    counts = cells.total(cells.nonzero)[:, span] + cells.nonfinite[:, span]
+    if not counts.shape[1] or np.isnan(counts).all():
+        return None
+    comes, leaves = set[str](), set[str]()  # modules, by gradients of their outputs and of their inputs
+    known = set[str]()
+    for name, count in zip(cells.names, counts, strict=True):
+        module, _, kind = name.rpartition(":")
+        if kind.startswith("output") and bool((count > 0).all()):
+            comes.add(module)
+        if kind.startswith("input"):
+            known.add(module)
+            if bool((np.nan_to_num(count) > 0).any()):
+                leaves.add(module)
+    order = {name.rpartition(":")[0]: place for place, name in reversed(list(enumerate(cells.names)))}
+    stopped = sorted((known & comes) - leaves, key=order.__getitem__)  # those next to the loss first
+    inner = [name for name in stopped if not any(other.startswith(f"{name}.") for other in stopped)]
+    if inner:
+        return inner[0]
+    root = f"{view.run.manifest.get('root')}:output"
+    return root if root in cells.names and not (counts[cells.names.index(root)] > 0).any() else None
+
+
+def _explained_stop(stops: str) -> tuple[str, str]:
+    """Return meaning and advice on gradients that stop in a module, or in the loss."""
+    if ":" in stops:
+        meaning = "The loss gives the model's output a gradient of zero: no layer is trained."
+        advice = (
+            "Look at what the loss computes: a rounding, a comparison, a clamp whose bound is passed, a product of "
+            "many probabilities that is zero, or a mask that leaves nothing."
+        )
+        return meaning, advice
+    meaning = f"Gradients come to {stops} and end there: none of the layers before it is trained."
+    advice = (
+        f"Look at what {stops} computes. Something in it has no slope at its values (a sigmoid or softmax that has "
+        "reached 0 or 1, a product of many factors that has underflowed, a rounding), or a cast in it flushes its "
+        "gradient (to a narrow format without a scale)."
+    )
+    return meaning, advice
+
+
+def _modules_of(spots: Sequence[Spot]) -> set[str]:
+    return {spot.name.partition(":")[0] for spot in spots}
 
 
 def _levels(values: Floats) -> tuple[float, float, float]:
