@@ -450,8 +450,8 @@ def always_zero(cells: Cells | None) -> set[str]:
     if cells is None:
         return set()
     counts = np.nansum(cells.total(cells.nonzero), axis=1) + np.nansum(cells.nonfinite, axis=1)
-    recorded = cells.recorded.any(axis=1)
-    return {name for name, count, seen in zip(cells.names, counts, recorded, strict=True) if seen and count == 0}
+    silent = (counts == 0) & (np.count_nonzero(cells.recorded, axis=1) > 0)
+    return {cells.names[layer] for layer in np.flatnonzero(silent).tolist()}
 
 
 @dataclass(frozen=True, kw_only=True)
