@@ -177,6 +177,52 @@ def test_where_gradients_stop_is_named(tmp_path: Path) -> None:
         assert ("The loss" in finding.meaning) == (name == "the loss")
 
 
+class Added(nn.Module):
+    """Outputs near a number, computed in a format."""
+
+    def __init__(self, near: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.near, self.dtype = near, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.near).to(self.dtype).float() if self.dtype == torch.float32 else (x + self.near).to(self.dtype)
+
+
+class Factor(nn.Module):
+    """A factor that is learned, for each value of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logarithm = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logarithm.exp().expand(x.shape)
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = Factor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor(x)
+
+
+def test_outputs_that_rounding_makes_alike_are_named(tmp_path: Path) -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for name, layer, alike in (
+        ("near 1,000 in BF16", Added(1000.0, bf16), ["2:output"]),
+        ("held at 1", nn.Sequential(nn.Threshold(2.0, 1.0)), ["2.0:output", "2:output"]),
+        ("near 1,000 in FP32", Added(1000.0, fp32), []),
+        ("near 10 in BF16", Added(10.0, bf16), []),
+        ("times a factor that is learned", Times(), []),
+    ):
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), layer, nn.Linear(32, 4).to(bf16 if "BF16" in name else fp32))
+        train(tmp_path / name, model, of=lambda logits: logits.float())
+        found = [where for f in diagnose(tmp_path / name, rules=["outputs-alike"]) for where in f.where]
+        assert found == alike, name
+
+
 def test_a_cast_of_gradients_is_named_by_its_format(tmp_path: Path) -> None:
     (fp16,) = train(tmp_path / "fp16", layers(nn.Linear), before=rounded_to(torch.float16), size=1e-6)
     assert fp16.evidence["format"] == "fp16" and "to FP16, and" in fp16.meaning

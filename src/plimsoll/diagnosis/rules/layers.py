@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plimsoll.diagnosis.estimates.module_parameters import Modules
 from plimsoll.diagnosis.finding import Finding, Spot
@@ -25,6 +26,7 @@ from plimsoll.diagnosis.rules.wiring import ROUNDED_GRADIENTS, always_zero, eras
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
 from plimsoll.diagnosis.view import View, log2
+from plimsoll.formats import get_element
 from plimsoll.tensor_collections import FORWARD, UNDERFLOW_ORDER
 from plimsoll.text import number, percent, times_two_to
 
@@ -363,6 +365,68 @@ class GradientsVanish(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutputsAlike(Rule):
+    """Outputs all of whose values are one number, or neighbours in their format."""
+
+    id = "outputs-alike"
+    says = "all values of a module's output are one number, or the few next to it that their format has"
+    meaning = "All values of these outputs are nearly the same: what comes in makes hardly a difference."
+    advice = (
+        "If they differ before they are rounded, compute in FP32, or with the small difference itself: subtract the "
+        "mean, take 1 - x instead of x. Else look for a clamp, a saturated function, or a constant that hides the rest."
+    )
+    figure = "spectrogram"
+    explained_by = {Nonfinite.id: "anywhere"}
+    items = {"near": EvidenceItem("Value of all"), "spacing": EvidenceItem("Distance of neighbours in the format")}
+    location_item = EvidenceItem("Standard deviation, in distances of neighbours")
+
+    spread: float = threshold(1.5, "distances of neighbours in the format: 19 of 20 normal values are on six numbers")
+    values: float = threshold(16, "values of an output; a learned temperature or a loss is a single one")
+    samples: float = threshold(5, "a module whose weights begin at zero leaves its bias after a step or two")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, of the outputs."""
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        with np.errstate(all="ignore"):
+            count, top = cells.total_of("count"), cells.true_absmax
+            mean = np.abs(cells.total_of("sum")) / count
+            deviation = np.sqrt(np.maximum(cells.total_of("sumsq") / count - mean**2, 0.0))
+            spread = deviation / _spacing(cells, top)
+        one_number = mean >= top * (1 - 2.0**-30)  # what adding doubles may lose
+        norms = {name for event in facts(view, _ONE_VALUE_FACT) for name in listed_in(event, "modules")}
+        judged = [":output" in name and name.rpartition(":")[0] not in norms for name in cells.names]
+        holds = (one_number | (spread <= self.spread)) & (count >= self.values) & (top > 0) & (cells.nonfinite == 0)
+        holds &= np.array(judged)[:, None]
+        spans = [
+            (layer, first, last)
+            for layer, first, last in spells(holds, cells.recorded, self.samples)
+            if not _is_learned(top[layer, first : last + 1], one_number[layer, first : last + 1])
+        ]
+        if spans:
+            spots = sorted(
+                worst(cells, spans, spread), key=lambda spot: (spot.since_step, cells.names.index(spot.name))
+            )
+            layer, first, _ = min(spans, key=lambda span: (span[1], span[0]))
+            evidence = {
+                "first": spots[0].name, "layers": len(spots), "near": float(mean[layer, first]),
+                "format": cells.formats[int(cells.format[cells.layer == layer][0])],
+                "spacing": float(_spacing(cells, top)[layer, first]),
+            }  # fmt: skip
+            yield self.finding("warning", spots, evidence, until_step=last_of(cells, spans), collection="activations")
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the outputs, their value, and what the format holds there."""
+        near, spacing = context.number("near"), context.number("spacing")
+        return Phrase(
+            what=f"all outputs of {context.place} have been about {number(near)} {context.since}",
+            effect=f"where {context.format} has numbers {number(spacing)} apart",
+            remedy="look for rounding or a clamp",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StructuralZeros(Rule):
     """Zeros that are zero in any format: a note, to distinguish them from underflow."""
 
@@ -583,6 +647,20 @@ def _explained_stop(stops: str) -> tuple[str, str]:
         "gradient (to a narrow format without a scale)."
     )
     return meaning, advice
+
+
+def _spacing(cells: Cells, sizes: Floats) -> Floats:
+    """Return the distance of neighbouring numbers of each cell's format at a size."""
+    formats = [get_element(name, "diagnose") for name in cells.formats]
+    lowest = cells.highest(np.array([fmt.min_exponent for fmt in formats], dtype=np.float64)[cells.format])
+    digits = cells.highest(np.array([fmt.mantissa_bits for fmt in formats], dtype=np.float64)[cells.format])
+    with np.errstate(all="ignore"):
+        return np.exp2(np.maximum(np.floor(np.log2(sizes)), lowest) - digits)
+
+
+def _is_learned(sizes: Floats, one_number: NDArray[np.bool_]) -> bool:
+    """Return whether outputs of one number change from sample to sample, as a learned factor does."""
+    return bool(one_number.all()) and len(np.unique(sizes)) > 1
 
 
 def _modules_of(spots: Sequence[Spot]) -> set[str]:
