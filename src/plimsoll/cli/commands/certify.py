@@ -46,7 +46,7 @@ def certify(
     seconds: Annotated[float, typer.Option("--seconds", metavar="N", help="Limit of the time.")] = 60.0,
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write to a file: .json, .md, .html or .txt."),
+        typer.Option("--output", "-o", metavar="FILE", help="Also write it to a file: .html, .json, .md or .txt."),
     ] = None,
     as_json: Json = False,
     _quiet: Quiet = False,

@@ -61,7 +61,7 @@ def parity(
     until: Until = None,
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write it to a file too: .html, .md, .json or .txt."),
+        typer.Option("--output", "-o", metavar="FILE", help="Also write it to a file: .html, .json, .md or .txt."),
     ] = None,
     as_json: Json = False,
     _quiet: Quiet = False,

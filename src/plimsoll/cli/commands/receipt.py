@@ -51,7 +51,7 @@ def receipt(
     rows: Annotated[bool, typer.Option("--rows", help="List every operation, in the order of the step.")] = False,
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help=f"Also write it to a file: {', '.join(ENDINGS)}."),
+        typer.Option("--output", "-o", metavar="FILE", help="Also write it to a file: .html, .json, .md or .txt."),
     ] = None,
     as_json: Json = False,
     _quiet: Quiet = False,
