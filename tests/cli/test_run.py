@@ -228,7 +228,7 @@ def test_the_end_of_a_script_is_the_verdict_and_the_next_command(tmp_path: Path)
     result = watched("-o", "run", "train.py", "3", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (3, "trained\n")
     verdict, command = result.stderr.splitlines()[-2:]
-    assert verdict.startswith("plimsoll: Problem: 100 % of the weights of 2 tensors have not moved since step 0")
+    assert verdict.startswith("plimsoll: Problem: steps leave up to 100 % of the weights of 2 tensors unchanged since step 0")
     assert command == "plimsoll: recorded into run; for details: plimsoll check run"
     checked = python("-m", "plimsoll", "check", "run", cwd=tmp_path, COLUMNS="1000")
     assert verdict.removeprefix("plimsoll: ") == checked.stdout.splitlines()[1]

@@ -409,7 +409,7 @@ WORDS: Mapping[str, str] = {
     "cast-flushes": r"up to [\d.]+ % of the .* have been below E\dM\d",
     "codes-unused": r"up to [\d.]+ % of the .* had fewer digits than E\dM\d",
     "unit-drift": r"have been at 2\^-?\d+, out of 2\^-\d+ to 2\^\d+",
-    "updates-swallowed": r"\d+ % of the weights of .* have not moved",
+    "updates-swallowed": r"steps leave up to \d+ % of the weights of .* unchanged",
     "second-moment-lost": r"FP16 has lost up to \d+ % of Adam's second moments",
     "epsilon-dominates": r"Adam has divided by its epsilon",
     "nonfinite": r"NaN or Inf|gradients overflowed at \d+ steps",

@@ -95,14 +95,14 @@ class UpdatesSwallowed(Rule):
                 )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
-        """Return the share of weights that stayed, where, and since when."""
-        is_narrow = context.finding.severity != "warning"
+        """Return the largest share of weights that a step left as they were, where, and since when."""
+        if context.finding.severity == "warning":
+            what, remedy = f"no weight of {context.place} has moved {context.since}", "look at what the optimizer adds"
+            return Phrase(what=what, remedy=remedy)
         return Phrase(
-            what=f"{percent(context.number('unmoved'))} of the weights of {context.place} have not moved "
+            what=f"steps leave up to {percent(context.number('unmoved'))} of the weights of {context.place} unchanged "
             f"{context.since}",
-            remedy="keep FP32 master weights or round stochastically"
-            if is_narrow
-            else "look at what the optimizer adds to them",
+            remedy="keep FP32 master weights or round stochastically",
         )
 
 
