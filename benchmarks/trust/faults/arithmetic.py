@@ -155,7 +155,6 @@ def held_by_outlier(run: Training) -> None:
     "positions-lost-in-a-sum",
     named=rf"{TERM}.*({ABSORBED})|({ABSORBED}).*{TERM}",
     precision="bf16",
-    held_back=True,
 )
 def lost_positions(run: Training) -> None:
     """Positions up to 0.45 are added to tokens near 200 in BF16, whose numbers lie 1 apart there: none arrives."""
