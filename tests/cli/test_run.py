@@ -241,7 +241,7 @@ def test_the_end_is_json_or_silent_if_asked_for(tmp_path: Path) -> None:
     data = json.loads(answer)
     assert script == "trained" and data["run"] == "run"
     assert [(each["run"], each["state"]) for each in data["runs"]] == [("run", "alarm")]
-    assert data["runs"][0]["verdict"].startswith("Problem: 100 %") and not ENDING.search(result.stderr)
+    assert data["runs"][0]["verdict"].startswith("Problem: steps leave up to 100 %") and not ENDING.search(result.stderr)
     for quiet, environment in ((["-q"], {}), ([], {"PLIMSOLL_QUIET": "1"})):
         result = watched("-o", "quiet", *quiet, "train.py", cwd=tmp_path, **environment)
         assert (result.returncode, result.stdout) == (0, "trained\n") and not ENDING.search(result.stderr)
