@@ -53,6 +53,7 @@ def diagnose(
         view = run
     else:
         view = View(run if isinstance(run, Run) else Run(run), until)
+    view.reads_all |= rules is None
     by_id = {rule.id: rule for rule in selected}
     findings = [finding for rule in _with_causes(selected) for finding in _findings(rule, view)]
     findings = [f for f in with_remedy(view, unexplained(findings, by_id)) if f.rule in by_id]

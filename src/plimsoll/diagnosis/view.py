@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.tables.block_cells import BlockCells, read_blocks
-from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, read
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, read, read_each
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.formats import Format, get_element
 from plimsoll.runs import Cast, Event, Run
@@ -70,6 +70,7 @@ class View:
                 "for all that was recorded."
             )
         self.run, self.until = run, until
+        self.reads_all = False  # whether the first question about a collection reads all of them, in one pass
         self._cells: dict[str, Cells | None] = {}
         self._narrow: dict[str, FormatLosses] = {}
         self._blocks: dict[str, tuple[BlockCells, FormatLosses] | None] = {}
@@ -78,7 +79,12 @@ class View:
     def cells(self, collection: str) -> Cells | None:
         """Return the spectra of a collection. None if it was not recorded."""
         if collection not in self._cells:
-            self._cells[collection] = self.as_emulated(collection, read(self.run, collection, self.until))
+            wanted = [collection]
+            if self.reads_all and collection in self.run.tensors:
+                wanted = [each for each in self.run.tensors if each not in self._cells]
+            for each, cells in read_each(self.run, wanted, self.until):
+                self._cells[each] = self.as_emulated(each, cells)
+            self._cells |= {each: None for each in wanted if each not in self._cells}
         return self._cells[collection]
 
     def as_emulated(self, collection: str, cells: Cells | None) -> Cells | None:

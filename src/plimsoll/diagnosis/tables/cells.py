@@ -5,7 +5,7 @@ recorded under several scales or formats. Its rows are then added up. Binades st
 stored, in one array with its running sum. So the number of values below a binade is two look-ups a row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 
 from plimsoll import row_layout
 from plimsoll.runs import Run
-from plimsoll.runs.columns.arrow import Table, pa, pc, values_of
+from plimsoll.runs.columns import row_order
+from plimsoll.runs.columns.arrow import Table, values_of
 from plimsoll.runs.columns.schema import COUNTS, EXTREMES, SUMS
-from plimsoll.runs.columns.spectrum_columns import numbers
+from plimsoll.runs.columns.spectrum_columns import list_items, numbers
+from plimsoll.runs.reading.row_selection import Steps, matching
+from plimsoll.runs.reading.spectra import tables_of
 from plimsoll.runs.records import EXTRAS
 from plimsoll.spectrum import error_sums
 
@@ -217,10 +220,19 @@ def read(run: Run, collection: str, until: int | None = None, name: str | None =
         until: The last step to read. None: all.
         name: Name of the only layer to read. Default: all.
     """
-    if collection not in run.tensors:
-        return None
-    table = run.table(collection, name, steps=None if until is None else slice(None, until + 1), blocks=False)
-    return from_table(collection, table, run.tensors[collection]) if len(table) else None
+    return dict(read_each(run, [collection], until, name)).get(collection)
+
+
+def read_each(
+    run: Run, collections: Sequence[str], until: int | None = None, name: str | None = None
+) -> Iterator[tuple[str, Cells]]:
+    """Yield those of the collections that have rows, read in one pass over the run."""
+    chosen = [(each, matching(run.tensors[each], name)) for each in collections if each in run.tensors]
+    contents = run._contents  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    steps = Steps(high=None if until is None else until + 1)
+    for collection, table in tables_of(contents, chosen, steps, blocks=False):
+        if len(table):
+            yield collection, from_table(collection, table, run.tensors[collection])
 
 
 def from_table(collection: str, table: Table, order: Sequence[str]) -> Cells:
@@ -236,7 +248,7 @@ def from_table(collection: str, table: Table, order: Sequence[str]) -> Cells:
     steps, at = np.unique(values_of(table["step"]), return_inverse=True)
     columns: dict[str, NDArray[Any]] = {name: values_of(table[name]) for name in COUNTS}
     columns |= {name: numbers(table, name) for name in (*EXTREMES, *SUMS, *EXTRAS)}
-    start, flat = _ragged(table["binades"])
+    start, flat = list_items(table["binades"])
     return Cells(
         collection=collection,
         names=names,
@@ -255,22 +267,9 @@ def from_table(collection: str, table: Table, order: Sequence[str]) -> Cells:
 
 def _places(column: Any, order: Sequence[str]) -> tuple[tuple[str, ...], Ints]:
     """Return the distinct words, `order` first, and the place of each row's word."""
-    encoded = pc.dictionary_encode(column)
-    encoded = encoded.unify_dictionaries().combine_chunks()
-    if isinstance(encoded, pa.ChunkedArray):
-        encoded = encoded.chunk(0)
-    words: list[str] = encoded.dictionary.to_pylist()
+    words, places = row_order.places(column)
     ranks = {word: i for i, word in enumerate(order)}
     by_order = sorted(range(len(words)), key=lambda i: (ranks.get(words[i], len(ranks)), words[i]))
     place = np.empty(len(words), dtype=np.int64)
     place[by_order] = np.arange(len(words))
-    return tuple(words[i] for i in by_order), place[values_of(encoded.indices)]
-
-
-def _ragged(column: Any) -> tuple[Ints, Ints]:
-    """Return the bounds of each row's counts (one more than rows), and all counts."""
-    lists = column.combine_chunks()
-    if isinstance(lists, pa.ChunkedArray):
-        lists = lists.chunk(0)
-    offsets = values_of(lists.offsets).astype(np.int64)
-    return offsets - offsets[0], values_of(lists.flatten())
+    return tuple(words[i] for i in by_order), place[places]

@@ -8,11 +8,14 @@ from numpy.typing import NDArray
 
 from plimsoll.runs.columns.arrow import Array, Table, array, pa, values_of
 from plimsoll.runs.columns.schema import Kind
+from plimsoll.runs.columns.spectrum_columns import list_items
 
 # Parts are sorted by these columns before the step, so that the rows of one series are next to each other.
 KEYS: Mapping[Kind, tuple[str, ...]] = {"spectra": ("collection", "name"), "scalars": ("name",), "events": ()}
 # Two rows of one key and step are both valid if they differ in one of these columns.
 _DISTINGUISHING: Mapping[Kind, tuple[str, ...]] = {"spectra": ("format", "scale"), "scalars": (), "events": ()}
+Places = NDArray[np.int64]
+_MOST_BYTES = 1 << 31  # of lists that are copied here
 
 
 def ordered(table: Table, kind: Kind, last: Sequence[str] = ()) -> Table:
@@ -20,12 +23,41 @@ def ordered(table: Table, kind: Kind, last: Sequence[str] = ()) -> Table:
     # Events have no key: all stay, in the order of their steps.
     if kind == "events":
         return table.take(array(np.argsort(values_of(table["step"]), kind="stable")))
+    table = table.unify_dictionaries()
     columns = [codes(table[name]) for name in (*KEYS[kind], "step", *_DISTINGUISHING[kind], *last)]
     order = np.lexsort(columns[::-1])
     is_last = np.ones(len(order), dtype=bool)
     if len(order):
         is_last[:-1] = changes([column[order] for column in columns])
-    return table.take(array(order[is_last]))
+    return _taken(table, order[is_last])
+
+
+def _taken(table: Table, order: NDArray[np.intp]) -> Table:
+    """Return the rows in this order."""
+    if not len(order):
+        return table.slice(0, 0)
+    # Rows of one series and part stay next to each other. So their lists are copied together, in a quarter of the time
+    # in which pyarrow takes them one by one.
+    lists = [
+        field.name
+        for field, column in zip(table.schema, table.columns, strict=True)
+        if pa.types.is_list(field.type) and not column.null_count and column.nbytes < _MOST_BYTES
+    ]
+    taken = table.drop_columns(lists).take(array(order))
+    for name in lists:
+        chunks: list[tuple[Places, Places]] = [list_items(chunk) for chunk in table[name].chunks]
+        chunk = np.repeat(np.arange(len(chunks)), [len(start) - 1 for start, _ in chunks])[order]
+        begin = np.concatenate([start[:-1] for start, _ in chunks])[order]
+        end = np.concatenate([start[1:] for start, _ in chunks])[order]
+        offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(end - begin, dtype=np.int32)])
+        first = np.concatenate([[0], np.flatnonzero((np.diff(order) != 1) | (np.diff(chunk) != 0)) + 1])
+        last = np.append(first[1:], len(order)) - 1
+        spans = zip(chunk[first].tolist(), begin[first].tolist(), end[last].tolist(), strict=True)
+        pieces: list[Places] = [chunks[number][1][start:stop] for number, start, stop in spans]
+        flat = array(np.concatenate(pieces))
+        column = pa.ListArray.from_arrays(array(offsets), flat, type=table[name].type)
+        taken = taken.append_column(table.schema.field(name), column)
+    return taken.select(table.column_names)
 
 
 def by(table: Table, names: Sequence[str]) -> Table:
@@ -35,18 +67,24 @@ def by(table: Table, names: Sequence[str]) -> Table:
 
 def codes(column: Array) -> NDArray[Any]:
     """Return numbers that sort and compare as the values of a column do."""
-    if not pa.types.is_string(column.type):
-        return values_of(column)
+    is_word = pa.types.is_string(column.type) or pa.types.is_dictionary(column.type)
+    return places(column)[1] if is_word else values_of(column)
+
+
+def places(column: Array) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the words in a column, sorted, and the place of each row's word."""
     # In a server one thread imported pandas so while another drew a figure, and Plotly met a half-imported pandas.
-    if not len(column):  # combine_chunks of no chunk imports pandas
-        return np.empty(0, dtype=np.int64)
-    encoded = column.combine_chunks().dictionary_encode()
-    if isinstance(encoded, pa.ChunkedArray):
-        encoded = encoded.combine_chunks()
-    distinct = encoded.dictionary.to_pylist()
-    rank = np.empty(len(distinct), dtype=np.int64)
-    rank[sorted(range(len(distinct)), key=distinct.__getitem__)] = np.arange(len(distinct))
-    return rank[values_of(encoded.indices)]
+    if not len(column):  # pyarrow imports pandas to combine no chunks
+        return [], np.empty(0, dtype=np.int64)
+    chunks = column.dictionary_encode().unify_dictionaries().chunks
+    known: list[str] = chunks[0].dictionary.to_pylist()
+    indices = np.concatenate([values_of(chunk.indices) for chunk in chunks])
+    # Words of rows that were left out stay in a dictionary, and that of a file may have a word twice.
+    used = np.flatnonzero(np.bincount(indices, minlength=len(known))).tolist()
+    words = sorted({known[i] for i in used})
+    rank, place = {word: i for i, word in enumerate(words)}, np.zeros(len(known), dtype=np.int64)
+    place[used] = [rank[known[i]] for i in used]
+    return words, place[indices]
 
 
 def changes(columns: Sequence[NDArray[Any]]) -> NDArray[np.bool_]:

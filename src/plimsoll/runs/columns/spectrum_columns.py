@@ -214,7 +214,9 @@ def list_items(column: Array) -> tuple[Counts, Counts]:
 
     Null is an empty list.
     """
-    whole = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    whole = column
+    if isinstance(whole, pa.ChunkedArray) and whole.num_chunks > 1:  # pyarrow would copy one chunk too
+        whole = whole.combine_chunks()
     # Older versions of pyarrow return a chunked array of one chunk.
     if isinstance(whole, pa.ChunkedArray):
         whole = whole.chunk(0) if whole.num_chunks else pa.nulls(0, whole.type)

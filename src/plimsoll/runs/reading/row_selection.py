@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from plimsoll.errors import NotRecordedError
 from plimsoll.runs.columns import row_order
-from plimsoll.runs.columns.arrow import Table, array, pa, pc, strings, values_of
+from plimsoll.runs.columns.arrow import Array, Table, array, pa, values_of
 from plimsoll.runs.columns.schema import BLOCK_COLUMNS, SCHEMAS, WIDE, Kind
 from plimsoll.runs.reading.run_folder import RunFolder, SmallTables
 from plimsoll.runs.storage import parquet
@@ -46,6 +46,7 @@ def unknown(operation: str, what: str, name: str, names: Sequence[str], *, close
     return NotRecordedError(f"{operation}: expected {what} that was recorded; got {name!r}. {advice}")
 
 
+_WORD = pa.dictionary(pa.int32(), pa.string())
 _GROUPS = 16  # row groups that are read at a time where only some of their rows are wanted: some 30 MB
 
 
@@ -89,6 +90,8 @@ def select(
 ) -> Table:
     """Return rows with a column `rank`, sorted by key, step, format, scale and rank.
 
+    Words are dictionaries.
+
     Args:
         folder: The run's folder.
         kind: Kind of rows.
@@ -97,23 +100,59 @@ def select(
         columns: Columns to read. Optional ones that a part lacks are left out. Default: all.
         blocks: Whether to read the columns of block records too, if there are any.
     """
-    wanted = steps or Steps()
+    tables = _loaded(folder, kind, equal or {}, steps or Steps(), columns, blocks=blocks)
+    return row_order.ordered(pa.concat_tables(tables, promote_options="default"), kind, last=("rank",))
+
+
+def by_collection(
+    folder: RunFolder, collections: Sequence[str], steps: Steps, *, blocks: bool
+) -> Iterator[tuple[str, Table]]:
+    """Yield each collection and its rows, as `select` returns them.
+
+    Each part is read once for all collections.
+    """
+    tables = _loaded(folder, "spectra", {"collection": collections}, steps, None, blocks=blocks)
+    pieces: dict[str, list[Table]] = {collection: [tables[0]] for collection in collections}
+    for table in tables:
+        words, places = row_order.places(table["collection"])
+        for place, word in enumerate(words):
+            rows = np.flatnonzero(places == place)
+            # A part is sorted by collection. So these rows are a slice, which takes no memory.
+            is_slice = rows[-1] - rows[0] < len(rows)
+            pieces[word].append(table.slice(int(rows[0]), len(rows)) if is_slice else table.take(array(rows)))
+    del tables
+    for collection in collections:
+        table = pa.concat_tables(pieces.pop(collection), promote_options="default")
+        yield collection, row_order.ordered(table, "spectra", last=("rank",))
+
+
+def _loaded(
+    folder: RunFolder,
+    kind: Kind,
+    equal: Mapping[str, Collection[str]],
+    wanted: Steps,
+    columns: Sequence[str] | None,
+    *,
+    blocks: bool,
+) -> list[Table]:
+    """Return a table without rows, and those of the parts."""
     always = SCHEMAS[kind].names
     chosen = columns or (WIDE.names if kind == "spectra" else always)
     names = [name for name in chosen if name in always]
     more = [name for name in chosen if name not in always and (blocks or name not in BLOCK_COLUMNS)]
 
     def load(place: StorageLocation, part: Part) -> Table:
-        return _load(place, part, (names, more), equal or {}, wanted, folder.visible_end(part), folder.small_tables)
+        return _load(place, part, (names, more), equal, wanted, folder.visible_end(part), folder.small_tables)
 
     # Row groups whose statistics exclude such rows are not read.
     loaded = folder.read(lambda: [p for p in folder.of(kind) if _is_worth_reading(folder, p, wanted)], load)
-    schema = pa.schema([*(SCHEMAS[kind].field(name) for name in names), ("rank", pa.int32())])
-    tables = [table.append_column("rank", array(np.full(len(table), part.rank, np.int32))) for part, table in loaded]
-    table = pa.concat_tables([pa.Table.from_batches([], schema), *tables], promote_options="default")
+    words = parquet.WORDS[kind]
+    types = {name: _WORD if name in words else SCHEMAS[kind].field(name).type for name in names}
+    tables = [pa.Table.from_batches([], pa.schema({**types, "rank": pa.int32()}))]
+    tables += [table.append_column("rank", array(np.full(len(table), part.rank, np.int32))) for part, table in loaded]
     if wanted.every != 1:
-        table = table.filter(array(wanted.mask(values_of(table["step"]))))
-    return row_order.ordered(table, kind, last=("rank",))
+        tables = [_rows(table, wanted.mask(values_of(table["step"]))) for table in tables]
+    return tables
 
 
 def _is_worth_reading(folder: RunFolder, part: Part, steps: Steps) -> bool:
@@ -133,7 +172,7 @@ def _load(
 
     They have the first columns, and those of the second that exist.
     """
-    file = parquet.opened(place, part)
+    file = parquet.opened(place, part, parquet.WORDS[part.kind])
     there = file.schema_arrow.names
     wanted = [*columns[0], *(name for name in columns[1] if name in there)]
     high = end if steps.high is None else min(end, steps.high - 1)
@@ -147,8 +186,19 @@ def _load(
     for start in range(0, max(1, len(groups)), _GROUPS):
         some = groups[start : start + _GROUPS]
         table = small.get((part, *needed, *some), functools.partial(parquet.read, file, part, needed, some))
-        masks = [pc.is_in(table[name], value_set=strings(sorted(values))) for name, values in equal.items()]
+        mask = np.ones(len(table), dtype=bool)
+        for name, values in equal.items():
+            mask &= _is_in(table[name], frozenset(values))
         if "step" in bounds:
-            masks.append(array(Steps(low=steps.low, high=high + 1).mask(values_of(table["step"]))))
-        tables.append(table.filter(functools.reduce(pc.and_, masks)).select(wanted))
+            mask &= Steps(low=steps.low, high=high + 1).mask(values_of(table["step"]))
+        tables.append(_rows(table, mask).select(wanted))
     return pa.concat_tables(tables)
+
+
+def _is_in(column: Array, words: Collection[str]) -> NDArray[np.bool_]:
+    known, places = row_order.places(column)
+    return np.array([word in words for word in known], dtype=bool)[places]
+
+
+def _rows(table: Table, mask: NDArray[np.bool_]) -> Table:
+    return table if mask.all() else table.filter(array(mask))

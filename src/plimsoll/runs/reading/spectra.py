@@ -21,7 +21,7 @@ from plimsoll.runs.columns.spectrum_columns import (
     true_spectrum,
 )
 from plimsoll.runs.reading import rank_merge
-from plimsoll.runs.reading.row_selection import Steps, select
+from plimsoll.runs.reading.row_selection import Steps, by_collection, select
 from plimsoll.runs.reading.run_folder import RunContents, RunFolder
 from plimsoll.runs.records import EXTRAS
 from plimsoll.runs.storage import manifest
@@ -65,19 +65,30 @@ def table(contents: RunContents, chosen: Sequence[tuple[str, Sequence[str]]], st
         blocks: Whether to include block records. Their columns exist only if one of the rows has a record.
     """
     tables = [pa.Table.from_batches([], SCHEMAS["spectra"])]
-    for collection, names in chosen:
-        if (
-            len(contents.folder.ranks) == 1
-            and contents.is_whole
-            and list(names) == list(contents.tensors()[collection])
-        ):
-            # The whole collection is wanted: one pass over the parts, without a search for names.
-            whole = select(contents.folder, "spectra", equal={"collection": [collection]}, steps=steps, blocks=blocks)
-            tables.append(whole.drop_columns(["rank"]))
-            continue
-        for piece in _pieces(contents, collection, names, steps, blocks=blocks):
-            tables += _summed(piece) if len(contents.folder.ranks) > 1 else [piece.drop_columns(["rank"])]
+    for _, each in tables_of(contents, chosen, steps, blocks=blocks):
+        is_word = [pa.types.is_dictionary(field.type) for field in each.schema]
+        plain = [f.with_type(pa.string()) if word else f for f, word in zip(each.schema, is_word, strict=True)]
+        tables.append(each.cast(pa.schema(plain)))
     return pa.concat_tables(tables, promote_options="default")
+
+
+def tables_of(
+    contents: RunContents, chosen: Sequence[tuple[str, Sequence[str]]], steps: Steps, *, blocks: bool
+) -> Iterator[tuple[str, Table]]:
+    """Yield each collection and its rows, as in `table`. Words may be dictionaries."""
+    several = len(contents.folder.ranks) > 1
+    # Collections that are wanted whole are read in one pass over the parts, without a search for names.
+    known: Mapping[str, Sequence[str]] = {} if several or not contents.is_whole else contents.tensors()
+    whole = [collection for collection, names in chosen if list(names) == list(known.get(collection, ()))]
+    together = by_collection(contents.folder, whole, steps, blocks=blocks)
+    for collection, names in chosen:
+        if collection in whole:
+            tables = [next(together)[1].drop_columns(["rank"])]
+        else:
+            pieces = _pieces(contents, collection, names, steps, blocks=blocks)
+            tables = [each for p in pieces for each in (_summed(p) if several else [p.drop_columns(["rank"])])]
+        if tables:
+            yield collection, pa.concat_tables(tables, promote_options="default")
 
 
 def _summed(piece: Table) -> Iterator[Table]:

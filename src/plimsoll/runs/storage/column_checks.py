@@ -124,9 +124,11 @@ def _binades_agree(
 ) -> NDArray[np.bool_]:
     """Return whether the binades add up to the nonzero values and end at the extremes."""
     start, counts = list_items(table["binades"])
-    lengths, total = np.diff(start), np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    first = numbers(table, "lowest")
-    agree = (np.diff(total[start]) == nonzero) & (np.isnan(first) == (lengths == 0))
+    lengths = np.diff(start)
+    first, some, total = numbers(table, "lowest"), lengths > 0, np.zeros(len(table), dtype=np.int64)
+    if some.any():
+        total[some] = np.add.reduceat(counts, start[:-1][some])
+    agree = (total == nonzero) & (np.isnan(first) == (lengths == 0))
     return agree & ((lengths == 0) | ((first == _binade(absmin)) & (first + lengths - 1 == _binade(absmax))))
 
 
