@@ -390,7 +390,7 @@ class OutputsAlike(Rule):
         if cells is None:
             return
         with np.errstate(all="ignore"):
-            count, top = cells.total_of("count"), cells.true_absmax
+            count, top = cells.total_of("count"), cells.highest(cells.columns["absmax"])  # as held, with its scale
             mean = np.abs(cells.total_of("sum")) / count
             deviation = np.sqrt(np.maximum(cells.total_of("sumsq") / count - mean**2, 0.0))
             spread = deviation / _spacing(cells, top)
@@ -409,10 +409,11 @@ class OutputsAlike(Rule):
                 worst(cells, spans, spread), key=lambda spot: (spot.since_step, cells.names.index(spot.name))
             )
             layer, first, _ = min(spans, key=lambda span: (span[1], span[0]))
+            undone = float(cells.true_absmax[layer, first] / top[layer, first])
             evidence = {
-                "first": spots[0].name, "layers": len(spots), "near": float(mean[layer, first]),
+                "first": spots[0].name, "layers": len(spots), "near": float(mean[layer, first]) * undone,
                 "format": cells.formats[int(cells.format[cells.layer == layer][0])],
-                "spacing": float(_spacing(cells, top)[layer, first]),
+                "spacing": float(_spacing(cells, top)[layer, first]) * undone,
             }  # fmt: skip
             yield self.finding("warning", spots, evidence, until_step=last_of(cells, spans), collection="activations")
 
