@@ -228,7 +228,9 @@ def test_the_end_of_a_script_is_the_verdict_and_the_next_command(tmp_path: Path)
     result = watched("-o", "run", "train.py", "3", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (3, "trained\n")
     verdict, command = result.stderr.splitlines()[-2:]
-    assert verdict.startswith("plimsoll: Problem: steps leave up to 100 % of the weights of 2 tensors unchanged since step 0")
+    assert verdict.startswith(
+        "plimsoll: Problem: steps leave up to 100 % of the weights of 2 tensors unchanged since step 0"
+    )
     assert command == "plimsoll: recorded into run; for details: plimsoll check run"
     checked = python("-m", "plimsoll", "check", "run", cwd=tmp_path, COLUMNS="1000")
     assert verdict.removeprefix("plimsoll: ") == checked.stdout.splitlines()[1]
@@ -241,7 +243,9 @@ def test_the_end_is_json_or_silent_if_asked_for(tmp_path: Path) -> None:
     data = json.loads(answer)
     assert script == "trained" and data["run"] == "run"
     assert [(each["run"], each["state"]) for each in data["runs"]] == [("run", "alarm")]
-    assert data["runs"][0]["verdict"].startswith("Problem: steps leave up to 100 %") and not ENDING.search(result.stderr)
+    assert data["runs"][0]["verdict"].startswith("Problem: steps leave up to 100 %") and not ENDING.search(
+        result.stderr
+    )
     for quiet, environment in ((["-q"], {}), ([], {"PLIMSOLL_QUIET": "1"})):
         result = watched("-o", "quiet", *quiet, "train.py", cwd=tmp_path, **environment)
         assert (result.returncode, result.stdout) == (0, "trained\n") and not ENDING.search(result.stderr)

@@ -220,7 +220,6 @@ def scaled_penalty(run: Training, *, sound: bool = False) -> None:
     r"|256 times (too )?(small|less)",
     misleading=f"{SIDE}|learning rate|swallow",
     precision="fp16",
-    held_back=True,
 )
 def two_scalers(run: Training, *, sound: bool = False) -> None:
     """Two losses of a trunk are scaled by a scaler each, one unscales it: one loss counts 256 times too little."""

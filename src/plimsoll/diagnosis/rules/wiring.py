@@ -32,7 +32,7 @@ _REMEDIES = {
     _CLIPPED: "clip once, after the last backward",
     _PART: "scale the sum of all losses",
     _DIVIDED: "divide the loss once",
-    _TWICE: "divide by hand, or let the scaler do it, but not both",
+    _TWICE: "let one scaler do it, and nothing else",
     "never set to zero": "call zero_grad() once a step",
     "never unscaled": "call scaler.step(optimizer)",
     _TOO_EARLY: "call scaler.unscale_(optimizer) after the last backward",
@@ -316,7 +316,8 @@ class GradientsMishandled(Rule):
             yield self._finding(
                 view, "warning", since, _TWICE, "all gradients",
                 meaning="The optimizer gets gradients that are too small by the loss scale.",
-                advice="scaler.step(optimizer) divides by the scale: take the division by hand out.",
+                advice="scaler.step(optimizer) divides by the scale: take the division by hand out. If two scalers "
+                "share the parameters, use one, and give it the sum of the losses.",
             )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
