@@ -272,9 +272,21 @@ def test_globs_find_the_runs(several: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_run_that_cannot_be_judged_leaves_the_others(several: Path, tmp_path: Path) -> None:
     result = run("check", tmp_path, several / "sound")
     assert result.exit_code == 2 and "No Plimsoll run in" in result.stderr and "Healthy" in result.stdout
-    assert run("check", tmp_path, several / "ill").exit_code == 1
     assert run("check", tmp_path, tmp_path).exit_code == 2
-    assert run("check", tmp_path, tmp_path, "--json").stdout == ""
+
+
+def test_a_run_that_cannot_be_judged_is_no_healthy_one(several: Path, tmp_path: Path) -> None:
+    nope = tmp_path / "nope"
+    assert run("check", several / "ill", nope).exit_code == 2  # the alarm does not hide it
+    assert run("check", several / "ill", nope, "--fail-on", "never").exit_code == 2
+    for judged, state in (([several / "ill"], "alarm"), ([several / "sound"], "empty"), ([nope], "empty")):
+        result = run("check", *judged, nope, "--json")
+        data = json.loads(result.stdout)
+        assert (result.exit_code, data["state"]) == (2, state)
+        last = data["runs"][-1]
+        assert (last["run"], last["state"]) == (str(nope), "empty") and last["findings"] == []
+        assert last["error"].startswith(f"No Plimsoll run in {nope}") and last["error"] in result.stderr
+    assert data["last_step"] == -1 and data["verdict"] == last["error"]
 
 
 def test_the_severity_that_fails_is_chosen(ill: Path, tmp_path: Path) -> None:

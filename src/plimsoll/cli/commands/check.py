@@ -1,7 +1,7 @@
 """``plimsoll check``: rules' findings in runs, and an exit code for CI."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -15,7 +15,7 @@ from plimsoll.errors import ArgumentError, PlimsollError
 if TYPE_CHECKING:
     from plimsoll.diagnosis import Rule
 
-_STATES = ("alarm", "warning", "healthy", "empty")  # the worst first
+_STATES = ("alarm", "warning", "empty", "healthy")  # the worst first
 _FAILING = {"alarm": {"alarm"}, "warning": {"alarm", "warning"}, "never": set[str]()}
 
 
@@ -60,46 +60,64 @@ def check(
     if not runs:
         raise ArgumentError("check: expected a run's folder; got none. Write plimsoll check RUN, or --rules.")
     paths = expand(runs)
-    checked = _checked(paths, until, select, thresholds)
+    checked, unjudged = _checked(paths, until, select, thresholds)
     if form == "json":
-        if checked:
-            messages.write_json(_as_data(paths, checked))
+        messages.write_json(_as_data(paths, checked, unjudged))
     else:
         from plimsoll.cli.screens import findings
 
         findings.print_runs(checked, form)
     if len(paths) == 1 and (later := later_training(paths[0], [run.opened.run for run in checked])) is not None:
         messages.note(f"a later training is in {later}: plimsoll check {later}")
+    if unjudged:  # an alarm in another run does not hide that
+        raise typer.Exit(2)
     if any(finding.severity in _FAILING[fail_on] for run in checked for finding in run.findings):
         raise typer.Exit(1)
-    if not checked or any(run.missing for run in checked) or len(checked) < len(paths):
+    if any(run.missing for run in checked):
         raise typer.Exit(2)
 
 
 def _checked(
     paths: Sequence[str], until: int | None, select: list[str] | None, thresholds: dict[str, float]
-) -> list[CheckedRun]:
-    """Return the runs that can be judged; of several paths, report the others."""
+) -> tuple[list[CheckedRun], dict[str, str]]:
+    """Return the runs that can be judged, and of several paths the errors of the others, which are reported."""
     checked: list[CheckedRun] = []
+    unjudged: dict[str, str] = {}
     for path in paths:
         try:
             checked += [judge(opened, until, select, thresholds) for opened in open_runs(path)]
         except PlimsollError as error:
             if len(paths) == 1:
                 raise
-            messages.failure(error)
-    return checked
+            unjudged[label_of(path)] = messages.failure(error)
+    return checked, unjudged
 
 
-def _as_data(paths: Sequence[str], checked: Sequence[CheckedRun]) -> dict[str, object]:
+def _as_data(paths: Sequence[str], checked: Sequence[CheckedRun], unjudged: Mapping[str, str]) -> dict[str, object]:
     """Return the answer for a run, or for several with the worst one's verdict."""
     if len(paths) == len(checked) == 1:
         return checked[0].to_dict()
     data = [{"model": run.opened.model, **run.to_dict()} for run in checked]
+    data += [_unjudged_as_data(label, message) for label, message in unjudged.items()]
     worst = min(data, key=lambda run: _STATES.index(str(run["state"])))
-    last_step = max(run.view.last_step for run in checked)
+    last_step = max((run.view.last_step for run in checked), default=-1)
     first = {"run": label_of(paths[0])} if len(paths) == 1 else {}
     return {**first, "state": worst["state"], "verdict": worst["verdict"], "last_step": last_step, "runs": data}
+
+
+def _unjudged_as_data(label: str, message: str) -> dict[str, object]:
+    """Return the entry of a run that cannot be judged, with the fields of one that can."""
+    return {
+        "model": "",
+        "run": label,
+        "state": "empty",
+        "verdict": message,
+        "error": message,
+        "last_step": -1,
+        "incomplete": {},
+        "ended": None,
+        "findings": [],
+    }
 
 
 def _assignment(text: str) -> tuple[str, float]:
