@@ -289,6 +289,26 @@ def test_a_run_that_cannot_be_judged_is_no_healthy_one(several: Path, tmp_path: 
     assert data["last_step"] == -1 and data["verdict"] == last["error"]
 
 
+def test_the_shape_of_json_depends_on_the_arguments_alone(several: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that reads `runs` of a glob must not fail once the glob matches one run."""
+    monkeypatch.chdir(several.parent)
+    one, matched = (json.loads(run("check", word, "--json").stdout) for word in ("runs/sound", "runs/s*d"))
+    assert set(matched) == {"state", "verdict", "last_step", "runs"}
+    assert matched["runs"] == [{"model": "", **one}] and "runs" not in one
+    Path("runs/none").mkdir()
+    result = run("check", "runs/no*e", "--json")
+    Path("runs/none").rmdir()
+    assert result.exit_code == 2 and json.loads(result.stdout)["runs"][0]["run"] == "runs/none"
+
+
+def test_forms_that_contradict_each_other_are_refused(ill: Path) -> None:
+    for form in ("concise", "github", "text"):
+        result = run("check", ill, "--json", "--output-format", form)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"check: expected either --json or --output-format {form}; got both" in result.stderr
+    assert run("check", ill, "--json", "--output-format", "json").stdout == run("check", ill, "--json").stdout
+
+
 def test_the_severity_that_fails_is_chosen(ill: Path, tmp_path: Path) -> None:
     def code(path: Path, *arguments: str) -> int:
         return run("check", path, *arguments).exit_code

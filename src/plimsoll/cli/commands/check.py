@@ -8,7 +8,7 @@ import typer
 
 from plimsoll.cli import messages
 from plimsoll.cli.checked_run import CheckedRun, judge
-from plimsoll.cli.options import Json, Quiet, RunArguments, Until, rule_names
+from plimsoll.cli.options import Json, Quiet, RunArguments, Until, form_of, rule_names
 from plimsoll.cli.paths import expand, label_of, later_training, open_runs
 from plimsoll.errors import ArgumentError, PlimsollError
 
@@ -23,13 +23,13 @@ def check(
     runs: RunArguments = None,
     as_json: Json = False,
     output_format: Annotated[
-        Literal["text", "concise", "github", "json"],
+        Literal["text", "concise", "github", "json"] | None,
         typer.Option(
             "--output-format",
             metavar="FORM",
-            help="text; concise: one line a finding; github: annotations of a workflow; json.",
+            help="text (default); concise: one line a finding; github: annotations of a workflow; json.",
         ),
-    ] = "text",
+    ] = None,
     fail_on: Annotated[
         Literal["warning", "alarm", "never"],
         typer.Option(
@@ -52,7 +52,7 @@ def check(
 
     Exit code 0: no alarm. 1: an alarm, or what --fail-on names. 2: a run cannot be judged.
     """
-    form = "json" if as_json else output_format
+    form = form_of("check", as_json, output_format, "text")
     thresholds = dict(_assignment(text) for text in changed or ())
     if rules:
         _print_rules(thresholds, form)
@@ -60,9 +60,10 @@ def check(
     if not runs:
         raise ArgumentError("check: expected a run's folder; got none. Write plimsoll check RUN, or --rules.")
     paths = expand(runs)
-    checked, unjudged = _checked(paths, until, select, thresholds)
+    several = len(runs) > 1 or paths != runs  # a glob is, however many folders it matches
+    checked, unjudged = _checked(paths, several, until, select, thresholds)
     if form == "json":
-        messages.write_json(_as_data(paths, checked, unjudged))
+        messages.write_json(_as_data(None if several else paths[0], checked, unjudged))
     else:
         from plimsoll.cli.screens import findings
 
@@ -78,7 +79,7 @@ def check(
 
 
 def _checked(
-    paths: Sequence[str], until: int | None, select: list[str] | None, thresholds: dict[str, float]
+    paths: Sequence[str], several: bool, until: int | None, select: list[str] | None, thresholds: dict[str, float]
 ) -> tuple[list[CheckedRun], dict[str, str]]:
     """Return the runs that can be judged, and of several paths the errors of the others, which are reported."""
     checked: list[CheckedRun] = []
@@ -87,21 +88,27 @@ def _checked(
         try:
             checked += [judge(opened, until, select, thresholds) for opened in open_runs(path)]
         except PlimsollError as error:
-            if len(paths) == 1:
+            if not several:
                 raise
             unjudged[label_of(path)] = messages.failure(error)
     return checked, unjudged
 
 
-def _as_data(paths: Sequence[str], checked: Sequence[CheckedRun], unjudged: Mapping[str, str]) -> dict[str, object]:
-    """Return the answer for a run, or for several with the worst one's verdict."""
-    if len(paths) == len(checked) == 1:
+def _as_data(path: str | None, checked: Sequence[CheckedRun], unjudged: Mapping[str, str]) -> dict[str, object]:
+    """Return the answer for the path of a run, or for several runs with the worst one's verdict.
+
+    Args:
+        path: The path of the run or script. None: several paths, or a glob, were given.
+        checked: The runs that were judged.
+        unjudged: The errors of the others.
+    """
+    if path is not None and len(checked) == 1:
         return checked[0].to_dict()
     data = [{"model": run.opened.model, **run.to_dict()} for run in checked]
     data += [_unjudged_as_data(label, message) for label, message in unjudged.items()]
     worst = min(data, key=lambda run: _STATES.index(str(run["state"])))
     last_step = max((run.view.last_step for run in checked), default=-1)
-    first = {"run": label_of(paths[0])} if len(paths) == 1 else {}
+    first = {} if path is None else {"run": label_of(path)}
     return {**first, "state": worst["state"], "verdict": worst["verdict"], "last_step": last_step, "runs": data}
 
 
