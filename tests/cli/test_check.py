@@ -112,6 +112,17 @@ def test_what_cannot_be_done_exits_with_2(
     assert result.exit_code == 2 and message in result.stderr and "Traceback" not in result.stderr
 
 
+def test_a_rule_that_is_not_there_is_named_as_the_option_was(ill: Path) -> None:
+    for name, hint in (
+        ("zzz", r"plimsoll check --rules lists all\.\n"),
+        ("underflow-hihg", r"Nearest: underflow-high[a-z, -]*\. plimsoll check --rules lists all\.\n"),
+    ):
+        result = run("check", ill, ill, "--select", name)
+        assert (result.exit_code, result.stdout) == (2, "")
+        message = f"plimsoll: check: expected --select to match the id of a rule; got {name!r}. "
+        assert re.fullmatch(re.escape(message) + hint, result.stderr), result.stderr
+
+
 def test_a_run_of_a_newer_schema_exits_with_2(tmp_path: Path) -> None:
     path = making.written(tmp_path / "run", [0])
     manifest = path / "run.json"

@@ -59,6 +59,10 @@ def check(
         return
     if not runs:
         raise ArgumentError("check: expected a run's folder; got none. Write plimsoll check RUN, or --rules.")
+    if select:
+        from plimsoll.diagnosis.run_rules import rules_named
+
+        rules_named(select, "--select to match the id of a rule")  # once, before the runs are read
     paths = expand(runs)
     several = len(runs) > 1 or paths != runs  # a glob is, however many folders it matches
     checked, unjudged = _checked(paths, several, until, select, thresholds)
