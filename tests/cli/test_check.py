@@ -112,6 +112,17 @@ def test_what_cannot_be_done_exits_with_2(
     assert result.exit_code == 2 and message in result.stderr and "Traceback" not in result.stderr
 
 
+def test_a_rule_that_is_not_there_is_named_as_the_option_was(ill: Path) -> None:
+    for name, hint in (
+        ("zzz", r"plimsoll check --rules lists all\.\n"),
+        ("underflow-hihg", r"Nearest: underflow-high[a-z, -]*\. plimsoll check --rules lists all\.\n"),
+    ):
+        result = run("check", ill, ill, "--select", name)
+        assert (result.exit_code, result.stdout) == (2, "")
+        message = f"plimsoll: check: expected --select to match the id of a rule; got {name!r}. "
+        assert re.fullmatch(re.escape(message) + hint, result.stderr), result.stderr
+
+
 def test_a_run_of_a_newer_schema_exits_with_2(tmp_path: Path) -> None:
     path = making.written(tmp_path / "run", [0])
     manifest = path / "run.json"
@@ -272,9 +283,41 @@ def test_globs_find_the_runs(several: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_run_that_cannot_be_judged_leaves_the_others(several: Path, tmp_path: Path) -> None:
     result = run("check", tmp_path, several / "sound")
     assert result.exit_code == 2 and "No Plimsoll run in" in result.stderr and "Healthy" in result.stdout
-    assert run("check", tmp_path, several / "ill").exit_code == 1
     assert run("check", tmp_path, tmp_path).exit_code == 2
-    assert run("check", tmp_path, tmp_path, "--json").stdout == ""
+
+
+def test_a_run_that_cannot_be_judged_is_no_healthy_one(several: Path, tmp_path: Path) -> None:
+    nope = tmp_path / "nope"
+    assert run("check", several / "ill", nope).exit_code == 2  # the alarm does not hide it
+    assert run("check", several / "ill", nope, "--fail-on", "never").exit_code == 2
+    for judged, state in (([several / "ill"], "alarm"), ([several / "sound"], "empty"), ([nope], "empty")):
+        result = run("check", *judged, nope, "--json")
+        data = json.loads(result.stdout)
+        assert (result.exit_code, data["state"]) == (2, state)
+        last = data["runs"][-1]
+        assert (last["run"], last["state"]) == (str(nope), "empty") and last["findings"] == []
+        assert last["error"].startswith(f"No Plimsoll run in {nope}") and last["error"] in result.stderr
+    assert data["last_step"] == -1 and data["verdict"] == last["error"]
+
+
+def test_the_shape_of_json_depends_on_the_arguments_alone(several: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that reads `runs` of a glob must not fail once the glob matches one run."""
+    monkeypatch.chdir(several.parent)
+    one, matched = (json.loads(run("check", word, "--json").stdout) for word in ("runs/sound", "runs/s*d"))
+    assert set(matched) == {"state", "verdict", "last_step", "runs"}
+    assert matched["runs"] == [{"model": "", **one}] and "runs" not in one
+    Path("runs/none").mkdir()
+    result = run("check", "runs/no*e", "--json")
+    Path("runs/none").rmdir()
+    assert result.exit_code == 2 and json.loads(result.stdout)["runs"][0]["run"] == "runs/none"
+
+
+def test_forms_that_contradict_each_other_are_refused(ill: Path) -> None:
+    for form in ("concise", "github", "text"):
+        result = run("check", ill, "--json", "--output-format", form)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"check: expected either --json or --output-format {form}; got both" in result.stderr
+    assert run("check", ill, "--json", "--output-format", "json").stdout == run("check", ill, "--json").stdout
 
 
 def test_the_severity_that_fails_is_chosen(ill: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner, Result
 from plimsoll import runs
 from plimsoll.cli import app
 from plimsoll.runs import Event, RunWriter, Scalars
+from tests.support.cases import each
 from tests.support.diagnosis.faults import falling
 from tests.support.diagnosis.stories import SOUND, constant, told
 
@@ -79,11 +81,33 @@ def test_the_newest_run_comes_first_unless_told_otherwise(folder: Path) -> None:
 
 def test_a_terminal_gets_a_table_and_a_pipe_the_verdicts_too(folder: Path) -> None:
     narrow = run(folder).stdout.splitlines()
-    assert all(len(line) <= 80 for line in narrow) and len(narrow) == 6
+    assert all(len(line) <= 80 for line in narrow) and len(narrow) == 5
     assert narrow[0].split()[:3] == ["run", "state", "severity"] and "verdict" not in narrow[0]
     piped = run(folder, columns=None).stdout.splitlines()
-    assert len(piped) == 6 and not any(line != line.rstrip() for line in piped)
+    assert len(piped) == 5 and not any(line != line.rstrip() for line in piped)
     assert any("sweep/ill" in line and "Problem: the loss scale fell" in line for line in piped)
+    assert re.split(r" {2,}", piped[0])[3] == "last step" and piped[1].split()[3] == "1"  # of two steps
+
+
+@each("columns", [20, 40, 60, 68, 76, 100, 130])
+def test_a_narrow_terminal_keeps_the_names(folder: Path, columns: int) -> None:
+    head, *rows = run(folder, columns=columns).stdout.splitlines()
+    assert all(len(line) <= columns for line in (head, *rows))
+    if columns < 130:  # there verdicts take several lines
+        assert {row.split()[0] for row in rows} == {"new", "sound", "old", "sweep/ill"}
+    kept = [name for name in ("state", "last step", "loss", "precision", "started", "size") if name in head]
+    assert kept == ["state", "last step", "loss", "precision", "started", "size"][: len(kept)] and "severity" in head
+    assert (len(kept) == 6) == (columns >= 100)
+
+
+def test_a_terminal_has_a_line_below_the_headings(folder: Path) -> None:
+    environment = {"COLUMNS": "80", "FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}
+    lines = CliRunner().invoke(app, ["ls", str(folder)], env=environment).stdout.splitlines()
+    assert len(lines) == 6 and set(lines[1]) <= {"─", " "}
+
+
+def test_the_help_has_the_default_folder() -> None:
+    assert re.search(r"DIR +The folder that runs are in or below\. Default: runs\.", run("-h").stdout)
 
 
 def test_fast_judges_no_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

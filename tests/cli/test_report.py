@@ -54,8 +54,20 @@ def test_the_files_name_says_the_form(path: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a.md").read_text("utf-8") == markdown(path)
     assert run(path, "--output", tmp_path / "a.json").exit_code == 0
     assert json.loads((tmp_path / "a.json").read_text("utf-8"))["name"] == "exp1"
-    assert run(path, "-o", tmp_path / "b.md", "--json").exit_code == 0
-    assert json.loads((tmp_path / "b.md").read_text("utf-8"))["name"] == "exp1"
+
+
+def test_json_is_printed_beside_a_file_of_any_form(path: Path, tmp_path: Path) -> None:
+    printed = run(path, "--json").stdout
+    for name, begins in (("page.html", "<!doctype html>"), ("b.md", "#"), ("c.json", "{")):
+        result = run(path, "-o", tmp_path / name, "--json")
+        assert (result.exit_code, result.stdout, result.stderr) == (0, printed, "")
+        assert (tmp_path / name).read_text("utf-8").startswith(begins), name
+    assert (tmp_path / "b.md").read_text("utf-8") == markdown(path)
+    assert f"{(tmp_path / 'c.json').read_text('utf-8')}\n" == printed
+    assert run(path, "-o", "-", "--json").stdout == printed
+    both = run(path, "--json", "--output-format", "markdown")
+    assert both.exit_code == 2 and "expected either --json or --output-format markdown; got both" in both.stderr
+    assert run(path, "--json", "--output-format", "json").stdout == printed
 
 
 @pytest.mark.parametrize(

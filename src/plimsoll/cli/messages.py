@@ -69,11 +69,13 @@ def error(text: str) -> None:
     print(printable(f"plimsoll: {text}", lines=False), file=sys.stderr)  # noqa: T201
 
 
-def failure(raised: PlimsollError, more: str = "") -> None:
-    """Print an error's message to standard error in the words of the command."""
+def failure(raised: PlimsollError, more: str = "") -> str:
+    """Print an error's message to standard error in the words of the command, and return it."""
     name, parameters = _command
     message = in_command_words(f"{raised}", name, parameters) if name else " ".join(f"{raised}".split())
-    error(f"{message} {more}".rstrip())
+    message = f"{message} {more}".rstrip()
+    error(message)
+    return message
 
 
 def _print(text: str) -> None:

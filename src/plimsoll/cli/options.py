@@ -57,6 +57,21 @@ NumberFormat = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def form_of(command: str, as_json: bool, form: str | None, default: str) -> str:
+    """Return the form that `--json` and `--output-format` ask for.
+
+    Raises:
+        ArgumentError: They contradict each other.
+    """
+    if as_json and form not in (None, "json"):
+        raise ArgumentError(
+            f"{command}: expected either --json or --output-format {form}; got both. Leave one of them out."
+        )
+    return "json" if as_json else form or default
+
+
 Until = Annotated[
     int | None,
     typer.Option(

@@ -43,7 +43,7 @@ COMMANDS: tuple[Command, ...] = (
         own_arguments=True,
     ),
     Command(name="check", heading="Diagnose", summary="Report problems of runs: where, since when, and the fix."),
-    Command(name="ls", heading="Diagnose", summary="List the runs below a folder, with their verdicts."),
+    Command(name="ls", heading="Diagnose", summary="List the runs below a folder: state, severity, last step."),
     Command(name="diff", heading="Diagnose", summary="Find the first step and tensor where two runs diverge."),
     Command(
         name="receipt",

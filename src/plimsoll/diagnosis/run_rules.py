@@ -101,11 +101,12 @@ def with_thresholds(rules: Sequence[Rule], thresholds: Mapping[str, float]) -> l
     return list(result.values())
 
 
-def rules_named(rules: Sequence[str | Rule] | None) -> list[Rule]:
+def rules_named(rules: Sequence[str | Rule] | None, expected: str = "rules by their ids") -> list[Rule]:
     """Return the rules that are selected.
 
     Args:
         rules: Ids, globs over ids, or rules. None: all.
+        expected: The words of an error for what was expected.
 
     Raises:
         ArgumentError: No rule has such an id, or the package that offers the rule cannot be loaded.
@@ -123,14 +124,17 @@ def rules_named(rules: Sequence[str | Rule] | None) -> list[Rule]:
         if not ids and wanted in packaged_rules().errors:
             raise ArgumentError(packaged_rules().errors[wanted])
         if not ids:
-            raise _no_such("rules by their ids", wanted, list(known))
+            raise _no_such(expected, wanted, list(known))
         selected |= {name: rule for name, rule in known.items() if name in ids}
     return list(selected.values())
 
 
 def _no_such(expected: str, value: str, known: Sequence[str]) -> ArgumentError:
-    near = nearest(value, known) if len(known) > _LISTED else []
-    hint = f"Nearest: {', '.join(near)}. plimsoll check --rules lists all" if near else f"There are {', '.join(known)}"
+    if len(known) <= _LISTED:
+        hint = f"There are {', '.join(known)}"
+    else:
+        near = ", ".join(nearest(value, known))
+        hint = f"{f'Nearest: {near}. ' if near else ''}plimsoll check --rules lists all"
     return ArgumentError(f"diagnose: expected {expected}; got {value!r}. {hint}.")
 
 

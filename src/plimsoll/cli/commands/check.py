@@ -1,21 +1,21 @@
 """``plimsoll check``: rules' findings in runs, and an exit code for CI."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from plimsoll.cli import messages
 from plimsoll.cli.checked_run import CheckedRun, judge
-from plimsoll.cli.options import Json, Quiet, RunArguments, Until, rule_names
+from plimsoll.cli.options import Json, Quiet, RunArguments, Until, form_of, rule_names
 from plimsoll.cli.paths import expand, label_of, later_training, open_runs
 from plimsoll.errors import ArgumentError, PlimsollError
 
 if TYPE_CHECKING:
     from plimsoll.diagnosis import Rule
 
-_STATES = ("alarm", "warning", "healthy", "empty")  # the worst first
+_STATES = ("alarm", "warning", "empty", "healthy")  # the worst first
 _FAILING = {"alarm": {"alarm"}, "warning": {"alarm", "warning"}, "never": set[str]()}
 
 
@@ -23,13 +23,13 @@ def check(
     runs: RunArguments = None,
     as_json: Json = False,
     output_format: Annotated[
-        Literal["text", "concise", "github", "json"],
+        Literal["text", "concise", "github", "json"] | None,
         typer.Option(
             "--output-format",
             metavar="FORM",
-            help="text; concise: one line a finding; github: annotations of a workflow; json.",
+            help="text (default); concise: one line a finding; github: annotations of a workflow; json.",
         ),
-    ] = "text",
+    ] = None,
     fail_on: Annotated[
         Literal["warning", "alarm", "never"],
         typer.Option(
@@ -52,54 +52,83 @@ def check(
 
     Exit code 0: no alarm. 1: an alarm, or what --fail-on names. 2: a run cannot be judged.
     """
-    form = "json" if as_json else output_format
+    form = form_of("check", as_json, output_format, "text")
     thresholds = dict(_assignment(text) for text in changed or ())
     if rules:
         _print_rules(thresholds, form)
         return
     if not runs:
         raise ArgumentError("check: expected a run's folder; got none. Write plimsoll check RUN, or --rules.")
+    if select:
+        from plimsoll.diagnosis.run_rules import rules_named
+
+        rules_named(select, "--select to match the id of a rule")  # once, before the runs are read
     paths = expand(runs)
-    checked = _checked(paths, until, select, thresholds)
+    several = len(runs) > 1 or paths != runs  # a glob is, however many folders it matches
+    checked, unjudged = _checked(paths, several, until, select, thresholds)
     if form == "json":
-        if checked:
-            messages.write_json(_as_data(paths, checked))
+        messages.write_json(_as_data(None if several else paths[0], checked, unjudged))
     else:
         from plimsoll.cli.screens import findings
 
         findings.print_runs(checked, form)
     if len(paths) == 1 and (later := later_training(paths[0], [run.opened.run for run in checked])) is not None:
         messages.note(f"a later training is in {later}: plimsoll check {later}")
+    if unjudged:  # an alarm in another run does not hide that
+        raise typer.Exit(2)
     if any(finding.severity in _FAILING[fail_on] for run in checked for finding in run.findings):
         raise typer.Exit(1)
-    if not checked or any(run.missing for run in checked) or len(checked) < len(paths):
+    if any(run.missing for run in checked):
         raise typer.Exit(2)
 
 
 def _checked(
-    paths: Sequence[str], until: int | None, select: list[str] | None, thresholds: dict[str, float]
-) -> list[CheckedRun]:
-    """Return the runs that can be judged; of several paths, report the others."""
+    paths: Sequence[str], several: bool, until: int | None, select: list[str] | None, thresholds: dict[str, float]
+) -> tuple[list[CheckedRun], dict[str, str]]:
+    """Return the runs that can be judged, and of several paths the errors of the others, which are reported."""
     checked: list[CheckedRun] = []
+    unjudged: dict[str, str] = {}
     for path in paths:
         try:
             checked += [judge(opened, until, select, thresholds) for opened in open_runs(path)]
         except PlimsollError as error:
-            if len(paths) == 1:
+            if not several:
                 raise
-            messages.failure(error)
-    return checked
+            unjudged[label_of(path)] = messages.failure(error)
+    return checked, unjudged
 
 
-def _as_data(paths: Sequence[str], checked: Sequence[CheckedRun]) -> dict[str, object]:
-    """Return the answer for a run, or for several with the worst one's verdict."""
-    if len(paths) == len(checked) == 1:
+def _as_data(path: str | None, checked: Sequence[CheckedRun], unjudged: Mapping[str, str]) -> dict[str, object]:
+    """Return the answer for the path of a run, or for several runs with the worst one's verdict.
+
+    Args:
+        path: The path of the run or script. None: several paths, or a glob, were given.
+        checked: The runs that were judged.
+        unjudged: The errors of the others.
+    """
+    if path is not None and len(checked) == 1:
         return checked[0].to_dict()
     data = [{"model": run.opened.model, **run.to_dict()} for run in checked]
+    data += [_unjudged_as_data(label, message) for label, message in unjudged.items()]
     worst = min(data, key=lambda run: _STATES.index(str(run["state"])))
-    last_step = max(run.view.last_step for run in checked)
-    first = {"run": label_of(paths[0])} if len(paths) == 1 else {}
+    last_step = max((run.view.last_step for run in checked), default=-1)
+    first = {} if path is None else {"run": label_of(path)}
     return {**first, "state": worst["state"], "verdict": worst["verdict"], "last_step": last_step, "runs": data}
+
+
+def _unjudged_as_data(label: str, message: str) -> dict[str, object]:
+    """Return the entry of a run that cannot be judged, with the fields of one that can."""
+    return {
+        "model": "",
+        "run": label,
+        "state": "empty",
+        "verdict": message,
+        "error": message,
+        "last_step": -1,
+        "incomplete": {},
+        "ended": None,
+        "findings": [],
+    }
 
 
 def _assignment(text: str) -> tuple[str, float]:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from plimsoll.errors import PlimsollError, RunError
 from plimsoll.text import number
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from plimsoll.diagnosis import View
     from plimsoll.runs import Run
 
@@ -25,10 +29,14 @@ _LIVE_SECONDS = 300.0  # an open run to which nothing was written for so long is
 _SEVERITIES = ("alarm", "warning", "healthy", "empty", "")  # the worst first
 _COLOURS = {"alarm": "bold red", "warning": "yellow", "healthy": "green"}
 _ROOM_FOR_VERDICT = 130  # columns
+_HEADS = ("run", "state", "severity", "last step", "loss", "precision", "started (UTC)", "size")
+_DROPPED = ("size", "started (UTC)", "precision", "loss", "last step", "state")  # on narrow terminals, the first first
 
 
 def ls(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder that runs are in or below.")] = "runs",
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="The folder that runs are in or below. Default: runs.")
+    ] = "runs",
     sort: Annotated[
         Order,
         typer.Option("--sort", metavar="COLUMN", help="name, state, severity, steps, loss, started or size."),
@@ -39,9 +47,10 @@ def ls(
     as_json: Json = False,
     _quiet: Quiet = False,
 ) -> None:
-    """List the runs below a folder, with their verdicts.
+    """List the runs below a folder: state, severity, last step.
 
-    The newest run comes first, or with --sort the worst or largest. Exit code 0: listed. 2: there is no run.
+    The newest run comes first, or with --sort the worst or largest. A pipe and a terminal of 130 columns or more also
+    get the verdicts, a narrow one fewer columns. Exit code 0: listed. 2: there is no run.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -184,29 +193,51 @@ def _size_and_time(path: Path) -> tuple[int, float]:
 
 
 def _print(rows: Sequence[RunRow]) -> None:
+    from rich.measure import Measurement
+
+    from plimsoll.cli.terminal import console
+
+    target, heads = console(), list(_HEADS)
+    unlimited = target.options.update(width=sys.maxsize)
+    for head in _DROPPED:
+        if Measurement.get(target, unlimited, _table(rows, heads, target)).maximum <= target.width:
+            break
+        heads.remove(head)
+    if target.width >= _ROOM_FOR_VERDICT:
+        heads.append("verdict")
+    target.print(_table(rows, heads, target))
+
+
+def _table(rows: Sequence[RunRow], heads: Sequence[str], target: "Console") -> "Table":
+    """Return the columns of these headings, with a line below the headings for people."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    from plimsoll.cli.terminal import console
-
-    target = console()
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    heads = ("run", "state", "severity", "steps", "loss", "precision", "started (UTC)", "size")
+    ruled = target.is_terminal
+    table = Table(
+        box=box.SIMPLE_HEAD if ruled else None, show_edge=False, pad_edge=False, padding=(0, 1 if ruled else 2, 0, 0)
+    )
     for head in heads:
-        right = head in ("steps", "loss", "size")
-        table.add_column(head, justify="right" if right else "left", no_wrap=head != "run", overflow="fold")
-    with_verdict = target.width >= _ROOM_FOR_VERDICT
-    if with_verdict:
-        table.add_column("verdict", overflow="fold")
+        right = head in ("last step", "loss", "size")
+        # A name or verdict that has no room goes on in the next line.
+        table.add_column(
+            head, justify="right" if right else "left", no_wrap=head not in ("run", "verdict"), overflow="fold"
+        )
     for row in rows:
-        cells = (
-            row.name, row.state, Text(row.severity, style=_COLOURS.get(row.severity, "dim")),
-            f"{row.last_step:,}" if row.last_step >= 0 else "", "" if row.loss is None else number(row.loss),
-            row.precision, _moment(row.started), _size(row.size_bytes),
-        )  # fmt: skip
-        table.add_row(*cells, *([row.verdict] if with_verdict else []))
-    target.print(table)
+        cells = {
+            "run": row.name,
+            "state": row.state,
+            "severity": Text(row.severity, style=_COLOURS.get(row.severity, "dim")),
+            "last step": f"{row.last_step:,}" if row.last_step >= 0 else "",
+            "loss": "" if row.loss is None else number(row.loss),
+            "precision": row.precision,
+            "started (UTC)": _moment(row.started),
+            "size": _size(row.size_bytes),
+            "verdict": row.verdict,
+        }
+        table.add_row(*(cells[head] for head in heads))
+    return table
 
 
 def _moment(started: float | None) -> str:

@@ -30,7 +30,9 @@ _INSTRUCTIONS = (
 
 
 def mcp(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder that runs are in or below.")] = "runs",
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="The folder that runs are in or below. Default: runs.")
+    ] = "runs",
     as_json: Json = False,
     _quiet: Quiet = False,
 ) -> None:
