@@ -100,7 +100,9 @@ class Cells:
     @cached_property
     def running(self) -> Ints:
         """The sum of `flat` before each place."""
-        return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.flat)])
+        result = np.zeros(len(self.flat) + 1, dtype=np.int64)
+        np.cumsum(self.flat, out=result[1:])  # without a copy, for it is the largest array of a view
+        return result
 
     @cached_property
     def length(self) -> Ints:

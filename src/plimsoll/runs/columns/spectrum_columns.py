@@ -199,7 +199,7 @@ def digests(table: Table) -> NDArray[np.uint64]:
 def numbers(table: Table, name: str) -> NDArray[np.float64]:
     """Return a column as floats; NaN where it is null or does not exist."""
     if name not in table.column_names:
-        return np.full(len(table), np.nan)
+        return np.broadcast_to(np.nan, len(table))  # takes no memory: a part lacks most of the optional columns
     return np.asarray(values_of(table[name]), dtype=np.float64)
 
 
