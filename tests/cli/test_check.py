@@ -152,7 +152,7 @@ def test_what_cannot_be_judged_exits_with_2(
         pass
     (tmp_path / "runs" / "notes.txt").touch()
     cases = {
-        tmp_path / "runs": r"No Plimsoll run in .*runs\. Runs below it: empty, fp16\. Name one of them\.",
+        tmp_path / "runs": r"No Plimsoll run in .*runs\. Runs below it: .*/runs/empty, .*/runs/fp16\. Name one of them",
         tmp_path / "nowhere": r"No Plimsoll run in .*nowhere\. Name the folder",
         tmp_path / "runs" / "fp16" / "spectra": r"No Plimsoll run in .*spectra\. Name the folder",
         tmp_path / "runs" / "empty": r"Nothing was recorded in .*empty: it holds a run without a step",
@@ -278,6 +278,22 @@ def test_globs_find_the_runs(several: Path, monkeypatch: pytest.MonkeyPatch) -> 
     SOUND.write(several / "[a]")
     assert run("check", "runs/[a]").exit_code == 0  # a path that exists is no glob
     shutil.rmtree(several / "[a]")
+
+
+def test_runs_are_named_so_that_they_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "one more"):
+        SOUND.write(tmp_path / "runs" / name)
+    begin = f"plimsoll: No Plimsoll run in {tmp_path}"
+    below = "Runs below it: runs/first, 'runs/one more'. Name one of them"
+    assert run("check", "runs").stderr == f"{begin}/runs. {below}, or all: plimsoll check 'runs/*'.\n"
+    assert run("report", "runs").stderr == f"{begin}/runs. {below}.\n"
+    assert run("check", "runs/*").exit_code == 0
+    assert run("check", "runs/first2").stderr == f"{begin}/runs/first2. Did you mean runs/first?\n"
+    assert "Name the folder that" in run("check", "runs/zzz").stderr
+    assert "Name the folder that" in run("check", "nowhere/first").stderr
+    monkeypatch.chdir(tmp_path / "runs")
+    assert "Runs below it: first, 'one more'. Name one of them, or all: plimsoll check '*'." in run("check", ".").stderr
 
 
 def test_one_run_that_cannot_be_judged_leaves_the_others(several: Path, tmp_path: Path) -> None:

@@ -176,9 +176,16 @@ def test_a_module_has_the_formats_and_scales_of_the_rule_that_holds():
 
 def test_a_plan_says_what_it_predicts_and_an_old_file_predicts_nothing(tmp_path):
     assert FULL.consequence == (
-        "Predicted: the loss rises by 30 % (under 0.01 % to 200 %, of 250 % allowed); 52 % of the time of the products "
-        "on h100 in BF16."
+        "Predicted: the loss rises by 30 % (under 0.01 % to 200 %, of 250 % allowed); its products on h100 take "
+        "52 % of BF16's time."
     )
+    narrow = dataclasses.replace(FULL, predicted_loss=Interval(low=1e-7, estimate=1e-6, high=2e-6), cost=1.0)
+    for changes, said in (
+        ({"costs": "bytes"}, "under 0.01 % (of 250 % allowed); it moves as many bytes as BF16."),
+        ({"costs": "bytes", "cost": 0.5, "budget": None}, "under 0.01 %; it moves 50 % of BF16's bytes."),
+        ({"costs": "h100", "budget": None}, "under 0.01 %; its products on h100 take as long as in BF16."),
+    ):
+        assert dataclasses.replace(narrow, **changes).consequence == f"Predicted: the loss rises by {said}"
     assert FULL.consequence in str(FULL)
     path = tmp_path / "plan.toml"
     path.write_text('schema = 1\ntarget = "fp8"\ntolerance = 0.01\n[formats]\na = "e4m3"\n')

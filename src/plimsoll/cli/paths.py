@@ -6,6 +6,8 @@ An argument that names a run stays text until it is known to be no URI: a path w
 import contextlib
 import glob
 import math
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from plimsoll.errors import ArgumentError, PlimsollError, RunError
 if TYPE_CHECKING:
     from plimsoll.diagnosis import View
     from plimsoll.runs import Run
+    from plimsoll.runs.reading.run_folder import NoRunError
 
 # Commands that copy a file, and a folder, to a store.
 _COPIES = {
@@ -68,8 +71,12 @@ class OpenRun:
     model: str = ""
 
 
-def open_runs(path: str) -> list[OpenRun]:
+def open_runs(path: str, several: str = "") -> list[OpenRun]:
     """Return the run at a path or URI, or the runs of one script, one for each model.
+
+    Args:
+        path: The path or URI.
+        several: The command, if it takes several runs: it is offered for all of a folder's.
 
     Raises:
         RunError: There is no run. The message uses the words of the command line.
@@ -87,10 +94,36 @@ def open_runs(path: str) -> list[OpenRun]:
         filesystem = location.filesystem if isinstance(location, Stored) else None
         runs = [_read(folder.as_posix() if filesystem else folder, filesystem) for folder in folders]
     except NoRunError as error:
-        raise RunError(f"No Plimsoll run in {error.place}. {error.advice}") from error
+        advice = _advice(error, label, several) if error.place == str(location) else error.advice
+        raise RunError(f"No Plimsoll run in {error.place}. {advice}") from error
     models = [_model(run) if name == ITSELF else name for name, run in zip(names, runs, strict=True)]
     labels = [label if name == ITSELF else f"{label.rstrip('/')}/{name}" for name in names]
     return [OpenRun(run=r, label=text, model=m) for r, text, m in zip(runs, labels, models, strict=True)]
+
+
+def _advice(error: "NoRunError", label: str, several: str) -> str:
+    """Return the runs to name instead, written so that they can be pasted into a shell."""
+    from plimsoll.checks import nearest
+    from plimsoll.runs.reading.run_folder import holds_run, named
+
+    if error.below:
+        below = named([_pasted(f"{label.rstrip('/')}/{name}" if label != "." else name) for name in error.below])
+        flat = not any("/" in name for name in error.below)
+        every = "*" if label == "." else f"{glob.escape(label)}/*"
+        more = f", or all: plimsoll {several} {shlex.quote(every)}" if several and error.here and flat else ""
+        return f"Runs below it: {below}. Name one of them{more}."
+    place = Path(label)
+    if error.here and not place.exists():
+        with contextlib.suppress(OSError):
+            runs = [folder.name for folder in place.parent.iterdir() if holds_run(folder)]
+            if near := [_pasted(str(place.with_name(name))) for name in nearest(place.name, runs)]:
+                return f"Did you mean {' or '.join(near)}?"
+    return error.advice
+
+
+def _pasted(path: str) -> str:
+    # A backslash is a separator on Windows, where quotes of a POSIX shell mean nothing.
+    return path if os.name == "nt" else shlex.quote(path)
 
 
 def later_training(path: str, runs: "Sequence[Run]") -> Path | None:

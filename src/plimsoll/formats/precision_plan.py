@@ -149,11 +149,17 @@ class Plan(NotebookRepr):
         said: list[str] = []
         if self.predicted_loss is not None:
             low, estimate, high = (percent(getattr(self.predicted_loss, end)) for end in ("low", "estimate", "high"))
-            limit = "" if self.budget is None else f", of {percent(self.budget)} allowed"
-            said.append(f"the loss rises by {estimate} ({low} to {high}{limit})")
+            interval = "" if low == estimate == high else f"{low} to {high}"
+            limit = "" if self.budget is None else f"of {percent(self.budget)} allowed"
+            more = ", ".join(filter(None, (interval, limit)))
+            said.append(f"the loss rises by {estimate}{f' ({more})' if more else ''}")
         if self.cost is not None:
-            what = "bytes moved" if self.costs in (None, "bytes") else f"time of the products on {self.costs}"
-            said.append(f"{percent(self.cost)} of the {what} in BF16")
+            share = percent(self.cost)
+            if self.costs in (None, "bytes"):
+                said.append("it moves " + ("as many bytes as BF16" if share == "100 %" else f"{share} of BF16's bytes"))
+            else:
+                time = "as long as in BF16" if share == "100 %" else f"{share} of BF16's time"
+                said.append(f"its products on {self.costs} take {time}")
         return f"Predicted: {'; '.join(said)}." if said else None
 
     def __str__(self) -> str:

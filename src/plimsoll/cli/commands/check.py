@@ -90,7 +90,7 @@ def _checked(
     unjudged: dict[str, str] = {}
     for path in paths:
         try:
-            checked += [judge(opened, until, select, thresholds) for opened in open_runs(path)]
+            checked += [judge(opened, until, select, thresholds) for opened in open_runs(path, "check")]
         except PlimsollError as error:
             if not several:
                 raise

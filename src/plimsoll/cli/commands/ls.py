@@ -29,7 +29,7 @@ _LIVE_SECONDS = 300.0  # an open run to which nothing was written for so long is
 _SEVERITIES = ("alarm", "warning", "healthy", "empty", "")  # the worst first
 _COLOURS = {"alarm": "bold red", "warning": "yellow", "healthy": "green"}
 _ROOM_FOR_VERDICT = 130  # columns
-_HEADS = ("run", "state", "severity", "last step", "loss", "precision", "started (UTC)", "size")
+_HEADS: tuple[str, ...] = ("run", "state", "severity", "last step", "loss", "precision", "started (UTC)", "size")
 _DROPPED = ("size", "started (UTC)", "precision", "loss", "last step", "state")  # on narrow terminals, the first first
 
 

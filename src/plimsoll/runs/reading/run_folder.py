@@ -82,8 +82,13 @@ class NoRunError(RunError):
         if not self.below:
             elsewhere = "" if self.here else "; plimsoll serve lists the runs of a store"
             return f"Name the folder that a run was recorded into{elsewhere}."
-        more = f" and {len(self.below) - _NAMED} more" if len(self.below) > _NAMED else ""
-        return f"Runs below it: {', '.join(self.below[:_NAMED])}{more}. Name one of them."
+        return f"Runs below it: {named(self.below)}. Name one of them."
+
+
+def named(runs: Sequence[str]) -> str:
+    """Return the first runs by name, and the number of the others."""
+    more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+    return f"{', '.join(runs[:_NAMED])}{more}"
 
 
 class _GoneError(Exception):
@@ -380,6 +385,13 @@ def _no_run(place: StorageLocation) -> NoRunError:
         return NoRunError(place, f"holds {which}", below)
     there = not isinstance(place, Folder) or place.path.is_dir()
     return NoRunError(place, "holds no run" if there else "is no folder", below)
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a folder itself has a run's manifest or a script's list of runs."""
+    return folder.is_dir() and any(
+        path.name == script.NAME or manifest.rank_of(path.name) is not None for path in folder.iterdir()
+    )
 
 
 def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
