@@ -449,3 +449,100 @@ def unclipped(run: Training, *, sound: bool = False) -> None:
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         run.losses.append(float(loss.detach()))
+
+
+@fault(
+    "scaler-made-in-each-epoch",
+    named=r"scaler?s?\b[^>]*(reset|anew|made again|new scaler|jump|back (to|at)|start(s|ed)? (again|over)|begins? again"
+    r"|never (falls?|comes?|settles?|adapts?)|too (high|large))",
+    misleading=f"{SIDE}|learning rate|in no optimizer",
+    precision="fp16",
+    held_back=True,
+)
+def new_scalers(run: Training, *, sound: bool = False) -> None:
+    """Each epoch, of four batches, makes a scaler, which begins at 65,536: its steps are all used up to lower it."""
+    model, batch = mlp(8, 64, 64, 1, act=nn.Tanh), batches(*surface())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    run.watch(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(300):
+        if step % 4 == 0 and not sound:
+            scaler = torch.amp.GradScaler("cpu")
+        x, y = batch(step)
+        with run.forward():
+            loss = F.mse_loss(model(x).float(), 10 * y, reduction="sum")
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        run.losses.append(float(loss.detach()))
+
+
+class Slope(nn.Module):
+    """The derivative of a network, from its values a thousandth to the right and to the left."""
+
+    def __init__(self, *, exact: bool) -> None:
+        super().__init__()
+        self.exact, self.net = exact, mlp(1, 64, 64, 1, act=nn.Tanh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One number a row."""
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not self.exact):
+            return (self.net(x + 1e-3) - self.net(x - 1e-3)) / 2e-3
+
+
+@fault(
+    "finite-differences-in-bf16",
+    named="cancel|finite difference|" + _either(r"slope(?!\.)", f"{FEW}|zeros?"),
+    misleading=f"{SIDE}|learning rate",
+    precision="bf16",
+    held_back=True,
+)
+def differences(run: Training, *, sound: bool = False) -> None:
+    """A differential equation's slope is a difference of BF16 values at neighbouring points, which is 0 or rounding."""
+    model = nn.ModuleDict({"slope": Slope(exact=sound)})
+
+    def loss(step: int) -> Tensor:
+        x = 2 * torch.rand(64, 1) - 1
+        return F.mse_loss(model["slope"](x).float(), (4 * x).cos() + x)
+
+    run.train(model, torch.optim.Adam(model.parameters(), lr=3e-3), loss, 300)
+
+
+class Pooling(nn.Module):
+    """One query attends to all places of a sequence; what the backward needs is kept as it is or in E4M3."""
+
+    def __init__(self, *, short: bool) -> None:
+        super().__init__()
+        self.short, self.score, self.value = short, nn.Linear(16, 1), nn.Linear(16, 16)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """One row a sequence."""
+        score, value = self.score(h), self.value(h)
+        kept = torch.float8_e4m3fn if self.short else torch.float32
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.to(kept), lambda x: x.float()):
+            return (score.softmax(dim=1).transpose(1, 2) @ value).squeeze(1)
+
+
+@fault(
+    "activations-kept-in-e4m3",
+    named=r"E4M3|(kept|saved|stored|compress)[^>]*backward|backward[^>]*(kept|saved|stored|compress)"
+    r"|gradients?[^>]*(underflow|flushed|rounded to zero)"
+    rf"|{_either('pooling|reading', 'no gradient|gradients?[^>]*zeros?|zero gradients?')}",
+    misleading=f"{SIDE}|learning rate|in no optimizer|detach",
+    held_back=True,
+)
+def short_memory(run: Training, *, sound: bool = False) -> None:
+    """Attention keeps its weights for the backward in E4M3 without a scale: of 2,048 places each weighs 0 there."""
+    model = nn.Sequential()
+    model.add_module("reading", nn.Sequential(nn.Linear(3, 16), nn.Tanh()))
+    model.add_module("pooling", Pooling(short=not sound))
+    model.add_module("head", nn.Linear(16, 1))
+
+    def loss(step: int) -> Tensor:
+        marked = (torch.rand(8, 2048, 1) < 1 / 16).float()
+        y, other = torch.randn(2, 8, 1)
+        carried = torch.where(marked > 0, y[:, None], other[:, None]) + 0.3 * torch.randn(8, 2048, 1)
+        return F.mse_loss(model(torch.cat([carried, marked, torch.randn(8, 2048, 1)], dim=2)), y)
+
+    run.train(model, torch.optim.Adam(model.parameters(), lr=1e-2), loss, 200)
