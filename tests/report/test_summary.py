@@ -130,7 +130,8 @@ def test_health_says_how_far_and_how_much_is_lost(tmp_path: Path) -> None:
 def test_weights_at_rest_are_noted(tmp_path: Path) -> None:
     still = told(unmoved=constant(1.0)).write(tmp_path / "run")
     assert summary(still).verdict == (
-        "Healthy through step 199, but note: steps leave up to 100 % of the weights of 12 tensors unchanged since step 0."
+        "Healthy through step 199, but note: steps leave up to 100 % of the weights of 12 tensors unchanged since step "
+        "0."
     )
 
 
