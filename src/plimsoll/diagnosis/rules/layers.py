@@ -173,33 +173,37 @@ class DeadLayer(Rule):
         spots = sorted(worst(cells, spans, values, modules.main_layers(cells)), key=lambda spot: spot.since_step)
         never, until = sum(np.nanmax(nonzero[layer]) == 0 for layer, *_ in spans), last_of(cells, spans)
         unknown = never > 0 and bool(narrow.censors.any())
-        stops = None if unknown else _where_gradients_stop(view, spots[0].since_step, until)
+        stops = None if unknown else _where_gradients_stop(view, spots[0].since_step, int(self.samples))
         return _SilentGradients(
             spots=spots, until=until, never=int(never), unknown=unknown,
             stops=None if stops in dead else stops,
         )  # fmt: skip
 
     # A weight and the bias beside it get their gradients from the same output. If only the weight's is zero, although
-    # its input is not, the forward computes with something of the weight that has no slope.
+    # its input is not, the forward computes with something of the weight that has no slope. Products that are too small
+    # for the gradient's format are left out. The first samples decide, for good.
     def _without_slope(self, view: View) -> Iterator[Finding]:
         """Yield one finding of weights whose gradients are zero beside a bias's that are not."""
         cells, inputs = view.cells("gradients"), view.cells("activations")
         if cells is None or inputs is None:
             return
-        of_one_value = {name for event in facts(view, _ONE_VALUE_FACT) for name in listed_in(event, "modules")}
-        idle = always_zero(inputs)
-        silent = always_zero(cells) - idle
-        alive = cells.total(cells.nonzero) > 0
-        place = {name: i for i, name in enumerate(cells.names)}
+        norms = {name for event in facts(view, _ONE_VALUE_FACT) for name in listed_in(event, "modules")}
+        _, mine, theirs = np.intersect1d(cells.steps, inputs.steps, return_indices=True)
+        nonzero, size = cells.total(cells.nonzero), cells.highest(cells.columns["absmax"])
+        floors = np.array([get_element(name, "diagnose").smallest_normal for name in cells.formats])
+        floor = cells.highest(floors[cells.format])
         spots: list[Spot] = []
-        for name in sorted(silent, key=place.__getitem__):
+        for place, name in enumerate(cells.names):
             module, _, kind = name.rpartition(".")
-            bias = place.get(f"{module}.bias")
-            if kind != "weight" or bias is None or module in of_one_value or f"{module}:input" not in inputs.names:
+            bias, entry = f"{module}.bias", f"{module}:input"
+            if kind != "weight" or module in norms or bias not in cells.names or entry not in inputs.names:
                 continue
-            steps = cells.steps[alive[bias]]
-            if f"{module}:input" not in idle and len(steps) >= self.samples:
-                spots.append(Spot(name=name, since_step=int(steps[0]), value=1.0))
+            row, products = cells.names.index(bias), inputs.true_absmax[inputs.names.index(entry), theirs]
+            with np.errstate(all="ignore"):
+                clear = size[row, mine] * products >= floor[place, mine]
+            seen = mine[clear][: int(self.samples)]
+            if len(seen) >= self.samples and (nonzero[place, seen] == 0).all():
+                spots.append(Spot(name=name, since_step=int(cells.steps[seen[0]]), value=1.0))
         if spots:
             evidence = {"first": spots[0].name, "layers": len(spots), "cause": _NO_SLOPE}
             yield self.finding(
@@ -601,15 +605,15 @@ class EvaluationMode(Rule):
         return Phrase(what=what, remedy="call model.train()")
 
 
-def _where_gradients_stop(view: View, since: int, until: int) -> str | None:
-    """Return the module that gradients come to and do not leave, at all samples of a span.
+def _where_gradients_stop(view: View, since: int, samples: int) -> str | None:
+    """Return the module that gradients come to and do not leave, at the first samples from a step on.
 
     The model's output, if the loss gives it no gradient. None if neither is so.
     """
     cells = view.cells("activation_gradients")
     if cells is None:
         return None
-    span = (cells.steps >= since) & (cells.steps <= until)
+    span = np.flatnonzero(cells.steps >= since)[:samples]  # judged once, for good
     counts = cells.total(cells.nonzero)[:, span] + cells.nonfinite[:, span]
     if not counts.shape[1] or np.isnan(counts).all():
         return None
