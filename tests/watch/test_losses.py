@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 import plimsoll as pl
 from plimsoll.runs import Run
+from plimsoll.watch.steps.losses import Losses
 from tests.support.watch.recording import batches, mlp, only_run, train
 
 GAN = Callable[[nn.Module, nn.Module], tuple[list[float], list[float]]]
@@ -316,6 +318,42 @@ def test_a_scaler_that_is_off_says_nothing_of_a_step(tmp_path: Path) -> None:
     run = only_run(tmp_path / "run")
     assert losses(run) == printed and "scale" not in run.scalar_names
     assert not [event for event in run.events() if event.kind == "skip"]
+
+
+def test_a_backward_of_another_thread_that_was_asked_for_before_the_first_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched, other = mlp(), mlp()
+    optimizer = torch.optim.SGD(watched.parameters(), lr=0.1)
+    asked, begun, ended = threading.Event(), threading.Event(), threading.Event()
+    begins = Losses.backward_begins
+
+    def late(self: Losses, value: Any, roots: list[Tensor]) -> None:
+        """The other thread is held up between the question whose backward it is and the note that it has begun."""
+        if threading.current_thread() is thread:
+            asked.set()
+            assert begun.wait(60)
+        begins(self, value, roots)
+
+    def train_other() -> None:
+        other(torch.ones(2, 8)).square().mean().backward()
+        ended.set()
+
+    def meet(_: Tensor) -> None:
+        begun.set()
+        assert ended.wait(60)
+
+    monkeypatch.setattr(Losses, "backward_begins", late)
+    with pl.watch(watched, run=tmp_path / "run", every=1):
+        thread = threading.Thread(target=train_other)
+        thread.start()
+        assert asked.wait(60)
+        loss = watched(torch.ones(2, 8)).square().mean()
+        loss.register_hook(meet)
+        loss.backward()
+        optimizer.step()
+        thread.join()
+    assert losses(only_run(tmp_path / "run")) == [loss.item()]
 
 
 def test_a_model_that_another_thread_trains(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ of the discriminator, and micro-batches add up.
 """
 
 import itertools
+import threading
 from typing import Any
 
 from torch import Tensor
@@ -50,7 +51,8 @@ class Losses:
         self._waiting: list[Loss] = []
         self._unplaced: list[Loss] = []  # that changed no gradient of ours
         self._after: Marks = {}  # the gradients when the last backward ended
-        self._running: _Running | None = None
+        # By thread, the last one last: until this model's thread is known, another model's may begin and end meanwhile.
+        self._running: dict[int, _Running] = {}
         self._placed = False  # an optimizer has stepped on gradients that hold a loss
         self._inside: dict[int, _Step] = {}  # by optimizer
         self._names: list[tuple[set[int], str]] = []  # of each optimizer that has stepped, what it has and is called
@@ -62,11 +64,12 @@ class Losses:
         """A backward begins from these tensors, with this loss."""
         now = self._parameters.gradient_marks()
         self._drop(now)
-        self._running = _Running(Loss(value, set()), now, roots)
+        self._running.pop(threading.get_ident(), None)  # of one that has raised
+        self._running[threading.get_ident()] = _Running(Loss(value, set()), now, roots)
 
     def backward_ends(self) -> bool:
         """Return True if the backward left gradients that no optimizer has stepped on."""
-        running, self._running = self._running, None
+        running = self._running.pop(threading.get_ident(), None)
         if running is None:
             return False
         now = self._parameters.gradient_marks()
@@ -97,7 +100,12 @@ class Losses:
     @property
     def running(self) -> Loss | None:
         """The loss whose backward runs."""
-        return None if self._running is None else self._running.loss
+        running = self._of_this_thread()
+        return None if running is None else running.loss
+
+    def _of_this_thread(self) -> _Running | None:
+        """Return the backward that was asked for on this thread, else the last one: a device has threads of its own."""
+        return self._running.get(threading.get_ident()) or next(reversed(self._running.values()), None)
 
     def _drop(self, now: Marks) -> None:
         """Forgets the losses whose gradients are gone."""
@@ -136,7 +144,7 @@ class Losses:
         if step is None:
             return
         waiting = self._held(step.ids)
-        running = self._running  # of a backward that has raised, if none runs now
+        running = self._of_this_thread()  # of a backward that has raised, if none runs now
         if running is not None and not step.evaluations and backward_running() != -1:  # it steps within the backward
             running.taken |= step.ids
             waiting.append(running.loss)
