@@ -320,39 +320,66 @@ def test_a_scaler_that_is_off_says_nothing_of_a_step(tmp_path: Path) -> None:
     assert not [event for event in run.events() if event.kind == "skip"]
 
 
-def test_a_backward_of_another_thread_that_was_asked_for_before_the_first_forward(
+def test_a_backward_of_the_main_thread_that_was_asked_for_before_the_first_forward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched, other = mlp(), mlp()
+    watched, other, printed = mlp(), mlp(), list[float]()
     optimizer = torch.optim.SGD(watched.parameters(), lr=0.1)
     asked, begun, ended = threading.Event(), threading.Event(), threading.Event()
     begins = Losses.backward_begins
 
     def late(self: Losses, value: Any, roots: list[Tensor]) -> None:
-        """The other thread is held up between the question whose backward it is and the note that it has begun."""
-        if threading.current_thread() is thread:
+        """Hold the main thread between the question whose backward it is and the note that it has begun."""
+        if threading.current_thread() is threading.main_thread():
             asked.set()
             assert begun.wait(60)
         begins(self, value, roots)
-
-    def train_other() -> None:
-        other(torch.ones(2, 8)).square().mean().backward()
-        ended.set()
 
     def meet(_: Tensor) -> None:
         begun.set()
         assert ended.wait(60)
 
-    monkeypatch.setattr(Losses, "backward_begins", late)
-    with pl.watch(watched, run=tmp_path / "run", every=1):
-        thread = threading.Thread(target=train_other)
-        thread.start()
+    def fit() -> None:
         assert asked.wait(60)
         loss = watched(torch.ones(2, 8)).square().mean()
         loss.register_hook(meet)
         loss.backward()
         optimizer.step()
+        printed.append(loss.item())
+
+    monkeypatch.setattr(Losses, "backward_begins", late)
+    with pl.watch(watched, run=tmp_path / "run", every=1):
+        thread = threading.Thread(target=fit)
+        thread.start()
+        other(torch.ones(2, 8)).square().mean().backward()
+        ended.set()
         thread.join()
+    assert losses(only_run(tmp_path / "run")) == printed
+
+
+def test_a_backward_of_another_thread_that_outlasts_the_first(tmp_path: Path) -> None:
+    watched, other = mlp(), mlp()
+    optimizer = torch.optim.SGD(watched.parameters(), lr=0.1)
+    begun, done = threading.Event(), threading.Event()
+
+    def meet(_: Tensor) -> None:
+        begun.set()
+        assert done.wait(60)
+
+    def train_other() -> None:
+        loss = other(torch.ones(2, 8)).square().mean()
+        loss.register_hook(meet)
+        loss.backward()
+
+    with pl.watch(watched, run=tmp_path / "run", every=1):
+        thread = threading.Thread(target=train_other)
+        thread.start()
+        assert begun.wait(60)
+        loss = watched(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        done.set()
+        thread.join()
+        optimizer.step()
     assert losses(only_run(tmp_path / "run")) == [loss.item()]
 
 

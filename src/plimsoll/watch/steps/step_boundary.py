@@ -154,8 +154,13 @@ class Steps(torch_hooks.TrainingEvents):
         listed: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         roots = [root for root in listed if isinstance(root, Tensor)]
         thread = threading.get_ident()
-        if self._thread not in (None, thread) and self.parameters.reach(roots) not in ("ours", "both"):
+        ours = self._thread
+        if ours not in (None, thread) and self.parameters.reach(roots) not in ("ours", "both"):
             self.core.elsewhere.add(thread)
+            return
+        # Before the model's first forward nobody knows its thread. Another's backward may last until gradients of ours
+        # have come, and would be taken for theirs.
+        if ours is None and thread != threading.main_thread().ident and self.parameters.reach(roots) == "others":
             return
         self.core.elsewhere.discard(thread)
         self._end_unled()
