@@ -59,6 +59,12 @@ NumberFormat = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
+AlsoInFile = Annotated[
+    str | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Also write it to a file: .html, .json, .md or .txt."),
+]
+
+
 def form_of(command: str, as_json: bool, form: str | None, default: str) -> str:
     """Return the form that `--json` and `--output-format` ask for.
 

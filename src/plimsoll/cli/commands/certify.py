@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from plimsoll.cli import messages
-from plimsoll.cli.options import Json, NumberFormat, Quiet
+from plimsoll.cli.options import AlsoInFile, Json, NumberFormat, Quiet
 from plimsoll.cli.paths import local_file, write_text
 from plimsoll.errors import ArgumentError
 from plimsoll.formats.codec import Rounding
@@ -44,10 +44,7 @@ def certify(
     ] = None,
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="Device of the tensors.")] = "cpu",
     seconds: Annotated[float, typer.Option("--seconds", metavar="N", help="Limit of the time.")] = 60.0,
-    output: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Also write it to a file: .html, .json, .md or .txt."),
-    ] = None,
+    output: AlsoInFile = None,
     as_json: Json = False,
     _quiet: Quiet = False,
 ) -> None:

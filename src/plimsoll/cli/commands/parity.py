@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from plimsoll.cli import messages
-from plimsoll.cli.options import Json, Quiet, Until
+from plimsoll.cli.options import AlsoInFile, Json, Quiet, Until
 from plimsoll.cli.paths import expand, local_file, open_single
 
 if TYPE_CHECKING:
@@ -59,10 +59,7 @@ def parity(
         ),
     ] = None,
     until: Until = None,
-    output: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Also write it to a file: .html, .json, .md or .txt."),
-    ] = None,
+    output: AlsoInFile = None,
     as_json: Json = False,
     _quiet: Quiet = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plimsoll.cli import messages
-from plimsoll.cli.options import Json, Quiet
+from plimsoll.cli.options import AlsoInFile, Json, Quiet
 from plimsoll.cli.paths import file_for_model, local_file, open_runs
 from plimsoll.cli.script import runner
 from plimsoll.cli.script.answer_session import AnswerSession
@@ -49,10 +49,7 @@ def receipt(
         bool, typer.Option("--fail-on-deviation", help="Exit with 1 if anything deviates from --declared.")
     ] = False,
     rows: Annotated[bool, typer.Option("--rows", help="List every operation, in the order of the step.")] = False,
-    output: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Also write it to a file: .html, .json, .md or .txt."),
-    ] = None,
+    output: AlsoInFile = None,
     as_json: Json = False,
     _quiet: Quiet = False,
 ) -> None:

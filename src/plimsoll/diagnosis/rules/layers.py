@@ -179,11 +179,11 @@ class DeadLayer(Rule):
             stops=None if stops in dead else stops,
         )  # fmt: skip
 
-    # A weight and the bias beside it get their gradients from the same output. If only the weight's is zero, although
+    # A layer's weight and bias get their gradients from the same output. If only the weight's is zero, although
     # its input is not, the forward computes with something of the weight that has no slope. Products that are too small
     # for the gradient's format are left out. The first samples decide, for good.
     def _without_slope(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of weights whose gradients are zero beside a bias's that are not."""
+        """Yield one finding of weights whose gradients are zero, although their biases' are not."""
         cells, inputs = view.cells("gradients"), view.cells("activations")
         if cells is None or inputs is None:
             return
@@ -192,15 +192,16 @@ class DeadLayer(Rule):
         nonzero, size = cells.total(cells.nonzero), cells.highest(cells.columns["absmax"])
         floors = np.array([get_element(name, "diagnose").smallest_normal for name in cells.formats])
         floor = cells.highest(floors[cells.format])
+        biases = {name: place for place, name in enumerate(cells.names)}
+        entries = {name: place for place, name in enumerate(inputs.names)}
         spots: list[Spot] = []
         for place, name in enumerate(cells.names):
             module, _, kind = name.rpartition(".")
-            bias, entry = f"{module}.bias", f"{module}:input"
-            if kind != "weight" or module in norms or bias not in cells.names or entry not in inputs.names:
+            bias, entry = biases.get(f"{module}.bias"), entries.get(f"{module}:input")
+            if kind != "weight" or module in norms or bias is None or entry is None:
                 continue
-            row, products = cells.names.index(bias), inputs.true_absmax[inputs.names.index(entry), theirs]
             with np.errstate(all="ignore"):
-                clear = size[row, mine] * products >= floor[place, mine]
+                clear = size[bias, mine] * inputs.true_absmax[entry, theirs] >= floor[place, mine]
             seen = mine[clear][: int(self.samples)]
             if len(seen) >= self.samples and (nonzero[place, seen] == 0).all():
                 spots.append(Spot(name=name, since_step=int(cells.steps[seen[0]]), value=1.0))
@@ -208,7 +209,7 @@ class DeadLayer(Rule):
             evidence = {"first": spots[0].name, "layers": len(spots), "cause": _NO_SLOPE}
             yield self.finding(
                 "warning", spots, evidence, until_step=view.last_step, collection="gradients",
-                meaning="The gradients of these weights are always zero, and those of the biases beside them are not: "
+                meaning="The gradients of these weights are always zero, and those of their biases are not: "
                 "what the layer computes from the weight has no slope.",
                 advice="If the forward rounds the weight (round, sign, a cast to integers), pass the gradient through "
                 "the rounding: weight + (rounded - weight).detach(), a straight-through estimator.",
@@ -416,7 +417,7 @@ class OutputsAlike(Rule):
             undone = float(cells.true_absmax[layer, first] / top[layer, first])
             evidence = {
                 "first": spots[0].name, "layers": len(spots), "near": float(mean[layer, first]) * undone,
-                "format": cells.formats[int(cells.format[cells.layer == layer][0])],
+                "format": cells.format_of(cells.names[layer]),
                 "spacing": float(_spacing(cells, top)[layer, first]) * undone,
             }  # fmt: skip
             yield self.finding("warning", spots, evidence, until_step=last_of(cells, spans), collection="activations")

@@ -73,7 +73,8 @@ class UpdatesSwallowed(Rule):
         cells = view.cells("updates")
         if cells is None:
             return
-        flushed = {spot.name.rpartition(":")[0] for spot in _first_moments_flushed(view)[0]}  # their cause is known
+        moments, _ = KeptNarrow().first_moments_flushed(view)
+        flushed = {spot.name.rpartition(":")[0] for spot in moments}  # their cause is known
         with np.errstate(all="ignore"):
             shares = cells.total_of("unmoved") / cells.total_of("pushed")
         narrow = np.array([fmt.bits <= 16 for fmt in (get_element(name, "diagnose") for name in cells.formats)])
@@ -338,10 +339,9 @@ class KeptNarrow(Rule):
                 advice="Save and load the optimizer's state in FP32 (or BF16): FP16 has no number below 2^-24.",
             )  # fmt: skip
 
-        spots, until = _first_moments_flushed(view, self.lost, self.samples)
-        if spots:
-            cells = cast("Cells", view.cells("optimizer"))
-            kind = cells.formats[int(cells.format[cells.layer == cells.names.index(spots[0].name)][0])]
+        cells, (spots, until) = view.cells("optimizer"), self.first_moments_flushed(view)
+        if cells is not None and spots:
+            kind = cells.format_of(spots[0].name)
             evidence = {
                 "cause": "first moments rounded", "format": kind, "lost": spots[0].value, "worst": spots[0].name,
             }  # fmt: skip
@@ -351,6 +351,30 @@ class KeptNarrow(Rule):
                 "them are zero although the second ones are not: these weights hardly move.",
                 advice=f"Keep first moments in FP32 or BF16, or in {kind.upper()} times a scale for each block.",
             )  # fmt: skip
+
+    def first_moments_flushed(self, view: View) -> tuple[list[Spot], int]:
+        """Return first moments in 8 bits that are zero where the second ones are not, the worst first, and until when.
+
+        Wider formats are left out: first moments of rows that are seldom seen become zero in them too, without harm.
+        """
+        cells = view.cells("optimizer")
+        if cells is None:
+            return [], 0
+        zeros, count = cells.total_of("zeros"), cells.total_of("count")
+        place = {name: i for i, name in enumerate(cells.names)}
+        narrow = np.array([get_element(name, "diagnose").bits <= 8 for name in cells.formats])
+        is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
+        lost = np.full(cells.shape, np.nan)
+        for name, i in place.items():
+            parameter, _, state = name.rpartition(":")
+            first = place.get(f"{parameter}:{_SECOND.get(state, '')}")
+            if first is not None:
+                with np.errstate(all="ignore"):
+                    lost[first] = np.where(
+                        is_narrow[first], (zeros[first] - zeros[i]) / (count[first] - zeros[i]), np.nan
+                    )
+        spans = spells(lost > self.lost, ~np.isnan(lost), self.samples)
+        return (worst(cells, spans, lost), last_of(cells, spans)) if spans else ([], 0)
 
     def _indices(self, view: View) -> Iterator[Finding]:
         events = facts(view, "indices rounded")
@@ -383,29 +407,6 @@ class KeptNarrow(Rule):
             severity, (), evidence, since_step=event.step, until_step=max(view.last_step, event.step),
             meaning=meaning, advice=advice,
         )  # fmt: skip
-
-
-def _first_moments_flushed(view: View, least: float = 0.25, samples: float = 3) -> tuple[list[Spot], int]:
-    """Return first moments in 8 bits that are zero where the second ones are not, the worst first, and until when.
-
-    Wider formats are left out: the first moments of rows that are seldom seen become zero in them too, without harm.
-    """
-    cells = view.cells("optimizer")
-    if cells is None:
-        return [], 0
-    zeros, count = cells.total_of("zeros"), cells.total_of("count")
-    place = {name: i for i, name in enumerate(cells.names)}
-    narrow = np.array([get_element(name, "diagnose").bits <= 8 for name in cells.formats])
-    is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
-    lost = np.full(cells.shape, np.nan)
-    for name, i in place.items():
-        parameter, _, state = name.rpartition(":")
-        first = place.get(f"{parameter}:{_SECOND.get(state, '')}")
-        if first is not None:
-            with np.errstate(all="ignore"):
-                lost[first] = np.where(is_narrow[first], (zeros[first] - zeros[i]) / (count[first] - zeros[i]), np.nan)
-    spans = spells(lost > least, ~np.isnan(lost), samples)
-    return (worst(cells, spans, lost), last_of(cells, spans)) if spans else ([], 0)
 
 
 def _recorded_epsilon(view: View) -> float | None:

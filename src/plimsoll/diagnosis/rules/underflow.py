@@ -126,7 +126,7 @@ class UnderflowHigh(ScaleRule):
             "of_layers": len(names),
             "worst": spots[0].name,
             "worst_lost": spots[0].value,
-            "format": fmt or _format_of(cells, spots[0].name),
+            "format": fmt or cells.format_of(spots[0].name),
         }
         yield self.finding(
             "alarm" if grave else "warning", spots, evidence, until_step=last_of(cells, spans), collection=collection
@@ -235,8 +235,3 @@ class UnderflowRising(ScaleRule):
 
 def _within(steps: Ints, wanted: range) -> NDArray[np.bool_]:
     return (steps >= wanted.start) & (steps < wanted.stop)
-
-
-def _format_of(cells: Cells, name: str) -> str:
-    layer = cells.names.index(name)
-    return cells.formats[int(cells.format[np.flatnonzero(cells.layer == layer)[-1]])]

@@ -161,6 +161,10 @@ class Cells:
         np.fmax.at(result, self.cell, by_row)
         return result.reshape(self.shape)
 
+    def format_of(self, name: str) -> str:
+        """Return a layer's format, of its last row."""
+        return self.formats[int(self.format[np.flatnonzero(self.layer == self.names.index(name))[-1]])]
+
     def total_of(self, name: str) -> Floats:
         """Return the sum of a stored column over each cell's rows."""
         return self.total(self.columns[name])

@@ -90,15 +90,15 @@ def _rounded(before: Tensor, after: Tensor, now: Tensor) -> Tensor:
     return torch.stack([updated.sum(), (now != after).sum(), (updated & (now == before)).sum(), *off])
 
 
-def rounding_of(steps: Sequence[DeviceValue]) -> tuple[str, float] | None:
-    """Return the format that weights are rounded to between steps, and the share of updates lost.
+def rounding_of(steps: Sequence[DeviceValue]) -> dict[str, str | float] | None:
+    """Return the format that weights are rounded to between steps, and the share of updates lost, by name.
 
     None if they are not at the last `_STREAK` steps.
     """
     counts = [cast("list[int]", step.tensor().tolist()) for step in steps[-_STREAK:]]
     for place, dtype in enumerate(SIXTEEN_BIT):
         if all(c[3 + place] == 0 and c[1] >= _HALF * c[0] and c[0] >= _FEWEST for c in counts):
-            return FORMATS[dtype].name, sum(c[2] for c in counts) / sum(c[0] for c in counts)
+            return {"format": FORMATS[dtype].name, "lost": sum(c[2] for c in counts) / sum(c[0] for c in counts)}
     return None
 
 
@@ -112,8 +112,8 @@ def _flushed(passed: Tensor, given: Tensor) -> Tensor:
 
 # Values on a narrower grid than the backward left them on were cast in between. Masks and clipping leave the rest as it
 # is, or multiply it by a number that takes it off any grid.
-def flush_of(steps: Sequence[DeviceValue]) -> tuple[str, float, bool] | None:
-    """Return the format that the gradients are left with, the share that became zero, and if it is certain.
+def flush_of(steps: Sequence[DeviceValue]) -> dict[str, str | float] | None:
+    """Return the format that gradients are left with, the share that became zero, and if it is certain, by name.
 
     If no format holds all values as they are, they were scaled in between, and only their digits show it.
     """
@@ -134,7 +134,7 @@ def flush_of(steps: Sequence[DeviceValue]) -> tuple[str, float, bool] | None:
         for place in range(many)
         if all(c[2 + 2 * many + place] == 0 for c in counts) and formats[place].exponent_bits < _FP32_EXPONENT_BITS
     ]
-    return formats[(holds or fewer)[0]].name, lost / nonzero, bool(holds)
+    return {"format": formats[(holds or fewer)[0]].name, "lost": lost / nonzero, "certain": bool(holds)}
 
 
 class Moments:

@@ -105,7 +105,8 @@ class Losses:
 
     def _of_this_thread(self) -> _Running | None:
         """Return the backward that was asked for on this thread, else the last one: a device has threads of its own."""
-        return self._running.get(threading.get_ident()) or next(reversed(self._running.values()), None)
+        of_all = list(self._running.values())  # a copy: another thread's may end meanwhile
+        return self._running.get(threading.get_ident()) or (of_all[-1] if of_all else None)
 
     def _drop(self, now: Marks) -> None:
         """Forgets the losses whose gradients are gone."""

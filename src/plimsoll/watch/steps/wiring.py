@@ -376,9 +376,8 @@ class Wiring(torch_hooks.TrainingEvents):
                 if found is None or fact in self._said:
                     return []
                 self._said.add(fact)
-                details = {"fact": fact, "optimizer": known.name, "format": found[0], "lost": found[1]}
-                details |= {"certain": found[2]} if len(found) > 2 else {}
-                return [Event(step=step, kind="wiring", message=what.format(found[0]), details=details)]
+                details = {"fact": fact, "optimizer": known.name, **found}
+                return [Event(step=step, kind="wiring", message=what.format(found["format"]), details=details)]
 
             self.core.writer.submit(produce, 400)
 
