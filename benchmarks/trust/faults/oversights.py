@@ -15,7 +15,7 @@ FEW = (
 )
 
 
-def _either(place: str, what: str) -> str:
+def either(place: str, what: str) -> str:
     """A pattern of findings that say something of a place, in either order."""
     return rf"\b({place})\b[^>]*({what})|({what})[^>]*\b({place})\b"
 
@@ -47,7 +47,7 @@ class Denoiser(nn.Module):
 
 @fault(
     "noise-schedule-in-bf16",
-    named=_either("noising|noise", FEW),
+    named=either("noising|noise", FEW),
     misleading=f"{SIDE}|learning rate",
     precision="bf16",
     held_back=True,
@@ -79,7 +79,7 @@ class Clock(nn.Module):
 
 @fault(
     "timestamps-in-fp32",
-    named=_either("clock|inputs?|seconds|timestamps?", FEW),
+    named=either("clock|inputs?|seconds|timestamps?", FEW),
     misleading=f"{SIDE}|learning rate",
     held_back=True,
 )
@@ -165,7 +165,7 @@ class ShortLinear(nn.Linear):
 
 @fault(
     "gradient-scale-upside-down",
-    named=r"underflow|flush|\bfp8\b|e5m2|" + _either(r"short\d", r"\bzeros?\b|no gradient"),
+    named=r"underflow|flush|\bfp8\b|e5m2|" + either(r"short\d", r"\bzeros?\b|no gradient"),
     misleading=f"{SIDE}|learning rate|in no optimizer",
 )
 def upside_down(run: Training, *, sound: bool = False) -> None:
@@ -274,7 +274,7 @@ class Retention(nn.Module):
 
 @fault(
     "decays-near-one-in-bf16",
-    named=_either("fading|decays", FEW),
+    named=either("fading|decays", FEW),
     misleading=f"{SIDE}|learning rate|weight decay",
     precision="bf16",
     held_back=True,
@@ -320,7 +320,7 @@ class Scored(nn.Module):
 
 @fault(
     "likelihood-as-a-product",
-    named=rf"underflow|{_either('likelihood', 'zeros?|flush|subnormal|smallest|constant|same value|distinct')}",
+    named=rf"underflow|{either('likelihood', 'zeros?|flush|subnormal|smallest|constant|same value|distinct')}",
     misleading=f"{SIDE}|learning rate|in no optimizer",
 )
 def product(run: Training, *, sound: bool = False) -> None:
@@ -332,7 +332,7 @@ def product(run: Training, *, sound: bool = False) -> None:
 
 @fault(
     "sigmoid-is-one-in-bf16",
-    named=_either("probability|sigmoid", rf"{FEW}|saturat|exactly 1"),
+    named=either("probability|sigmoid", rf"{FEW}|saturat|exactly 1"),
     misleading=f"{SIDE}|learning rate",
     precision="bf16",
 )
@@ -407,7 +407,7 @@ class Reader(nn.Module):
 
 @fault(
     "mask-of-the-other-convention",
-    named=rf"\bmask|padding|{_either('head|outputs?|rows', FEW)}|{_either('tokens', 'no gradient|zeros?')}",
+    named=rf"\bmask|padding|{either('head|outputs?|rows', FEW)}|{either('tokens', 'no gradient|zeros?')}",
     misleading=f"{SIDE}|learning rate|in no optimizer",
     held_back=True,
 )
@@ -493,7 +493,7 @@ class Slope(nn.Module):
 
 @fault(
     "finite-differences-in-bf16",
-    named="cancel|finite difference|" + _either(r"slope(?!\.)", f"{FEW}|zeros?"),
+    named="cancel|finite difference|" + either(r"slope(?!\.)", f"{FEW}|zeros?"),
     misleading=f"{SIDE}|learning rate",
     precision="bf16",
     held_back=True,
@@ -528,7 +528,7 @@ class Pooling(nn.Module):
     "activations-kept-in-e4m3",
     named=r"E4M3|(kept|saved|stored|compress)[^>]*backward|backward[^>]*(kept|saved|stored|compress)"
     r"|gradients?[^>]*(underflow|flushed|rounded to zero)"
-    rf"|{_either('pooling|reading', 'no gradient|gradients?[^>]*zeros?|zero gradients?')}",
+    rf"|{either('pooling|reading', 'no gradient|gradients?[^>]*zeros?|zero gradients?')}",
     misleading=f"{SIDE}|learning rate|in no optimizer|detach",
     held_back=True,
 )
