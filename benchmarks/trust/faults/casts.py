@@ -150,7 +150,6 @@ class Total(nn.Module):
     named=absorbed_in("total"),
     misleading="dead-layer|learning rate",
     precision="bf16",
-    held_back=True,
 )
 def kept_total(run: Training, *, sound: bool = False) -> None:
     """A sum over 400 places is kept in BF16: from 256 on, nothing below 1 is added any more."""

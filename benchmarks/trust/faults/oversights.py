@@ -105,7 +105,6 @@ def timestamps(run: Training, *, sound: bool = False) -> None:
     r"|(far|much|times) (too )?(larger?|more))",
     misleading=f"{SIDE}|learning rate|swallow|rounding",
     precision="bf16",
-    held_back=True,
 )
 def stale_masters(run: Training, *, sound: bool = False) -> None:
     """A BF16 model is resumed, its FP32 masters are those of its start: the next step writes them over the model."""
@@ -189,7 +188,6 @@ def upside_down(run: Training, *, sound: bool = False) -> None:
     named=r"penalt|scaled gradients?|gradients? [^.>]*(still|are|were) scaled|depends? on the (loss )?scale",
     misleading=f"{SIDE}|learning rate",
     precision="fp16",
-    held_back=True,
 )
 def scaled_penalty(run: Training, *, sound: bool = False) -> None:
     """A penalty is of gradients that still have the loss scale: it outweighs the loss until the scale has collapsed."""
@@ -409,7 +407,6 @@ class Reader(nn.Module):
     "mask-of-the-other-convention",
     named=rf"\bmask|padding|{either('head|outputs?|rows', FEW)}|{either('tokens', 'no gradient|zeros?')}",
     misleading=f"{SIDE}|learning rate|in no optimizer",
-    held_back=True,
 )
 def inverted(run: Training, *, sound: bool = False) -> None:
     """A mask that marks the padding is given where one that marks the tokens is expected: only padding is read."""
@@ -457,7 +454,6 @@ def unclipped(run: Training, *, sound: bool = False) -> None:
     r"|never (falls?|comes?|settles?|adapts?)|too (high|large))",
     misleading=f"{SIDE}|learning rate|in no optimizer",
     precision="fp16",
-    held_back=True,
 )
 def new_scalers(run: Training, *, sound: bool = False) -> None:
     """Each epoch, of four batches, makes a scaler, which begins at 65,536: its steps are all used up to lower it."""

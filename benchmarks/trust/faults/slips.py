@@ -104,7 +104,6 @@ class Calibrated(nn.Module):
     named=r"saturat|\b448\b|clamp|cut (off|at)|largest code|beyond (the|its) (format's )?range"
     r"|scale [^>]*(stale|too (high|large)|first batch)",
     misleading=f"dead-layer|vanish|learning rate|raise the loss scale|{NOT_LEARNING}",
-    held_back=True,
 )
 def quiet(run: Training, *, sound: bool = False) -> None:
     """FP8 scales are taken from the first batch, which is nearly silent: E4M3 cuts all later values at its largest."""
@@ -138,7 +137,6 @@ class Int8(nn.Module):
     named=r"outl(ier|ying)|(one|single|few) (channel|feature|column|value)s?[^>]*(large|dominat)"
     r"|\bcast\b[^>]*(zeros?\b|flush|codes|distinct|round)|(\bzeros?\b|flush|codes|distinct|round)[^>]*\bcast\b",
     misleading=f"dead-layer|learning rate|raise the loss scale|{NOT_LEARNING}",
-    held_back=True,
 )
 def one_scale(run: Training, *, sound: bool = False) -> None:
     """Inputs are rounded to INT8 by one scale for all channels, one of which is large: all others become zero."""
@@ -284,7 +282,6 @@ class Unit(nn.Module):
     named=r"\blength\b[^>]*(\bzeros?\b|flush|underflow)|(\bzeros?\b|flush|underflow)[^>]*\blength\b",
     misleading="dead-layer|scale-low|raise the loss scale|learning rate",
     precision="fp16",
-    held_back=True,
 )
 def no_length(run: Training, *, sound: bool = False) -> None:
     """Inputs of size 1e-4 are squared in FP16 for their length: it is zero, and they are divided by the epsilon."""
@@ -327,7 +324,6 @@ def one_batch(run: Training, *, sound: bool = False) -> None:
     "dropout-by-the-share-kept",
     named=r"drop-?out|9\d(\.\d+)? ?%[^>]*\bzeros?\b|\bzeros?\b[^>]*9\d(\.\d+)? ?%",
     misleading="dead-layer|ReLU|learning rate|raise the loss scale",
-    held_back=True,
 )
 def dropped(run: Training, *, sound: bool = False) -> None:
     """Dropout is given the share to keep, 0.95, as the share to drop: of twenty values nineteen are zero."""
@@ -383,7 +379,6 @@ def both_zero(run: Training, *, sound: bool = False) -> None:
     "betas-swapped",
     named=r"\bbetas?\d?\b|momentum",
     misleading="dead-layer|updates-swallowed",
-    held_back=True,
 )
 def swapped(run: Training, *, sound: bool = False) -> None:
     """Adam's two betas are swapped: it follows the gradients of a thousand steps and measures their size over ten."""

@@ -1,12 +1,13 @@
 """Rules of casts to 8 bits: saturation, underflow, unused codes, unit scale left.
 
 All four judge the values at the scale of the cast, which a run of FP8 layers records. The thresholds come from the
-format's own numbers, so the rules hold for E4M3, E5M2 and any other format that a module casts to.
+format's own numbers, so the rules hold for E4M3, E5M2 and any other format that a module casts to. A module that rounds
+by hand records no cast: two of them find it by what comes in and what goes out.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import floor, isfinite, log2
+from math import ceil, floor, frexp, isfinite, log2
 from statistics import NormalDist
 from typing import Any
 
@@ -14,14 +15,27 @@ import numpy as np
 
 from plimsoll.diagnosis.estimates.cast_cells import COLLECTIONS, CastCells, cast_cells
 from plimsoll.diagnosis.finding import Finding, Severity, Spot
-from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, spells, threshold
-from plimsoll.diagnosis.tables.cells import Floats
+from plimsoll.diagnosis.rules.base import (
+    EvidenceItem,
+    FindingContext,
+    Phrase,
+    Rule,
+    last_of,
+    spells,
+    threshold,
+    worst,
+)
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, module_ends
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import Format
-from plimsoll.text import percent, power
+from plimsoll.text import number, percent, power
 
 _SAMPLES = "not reported from a single sample"
 _SERVES = 0.01  # of a tensor's values that a scale which serves may flush, as in `whatif`
+_CONSTANT_SCALE = "a bound that stays"
+_ONE_SCALE = "a grid that is too coarse"
+_LARGEST = (7, 8, 15, 16, 31, 63, 127, 128, 255)  # the largest whole numbers that quantised values are
+_ON_GRID = 1e-3  # of a step of the grid: the smallest of a tensor's values is so near a whole number by chance in 500
 _Found = tuple[CastCells, int, int, int, float]  # cells, layer, first and last place, value
 
 _UNIT = "For constant scales, find why the tensor has left its scale (plimsoll.unit.audit)"
@@ -114,13 +128,52 @@ class CastSaturates(ShareRule):
     )
     grave: float = threshold(0.05, "one value in twenty: no outliers any more")
     samples: float = threshold(3, _SAMPLES)
+    cut: float = threshold(0.5, "of what comes in, beyond a bound that stays: a clamp for outliers cuts next to none")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding for each collection."""
-        return self._of_shares(view, "saturated", lambda cast: cast.saturated)
+        """Yield one finding for each collection, and one of modules that round by hand."""
+        yield from self._of_shares(view, "saturated", lambda cast: cast.saturated)
+        yield from self._by_hand(view)
+
+    # A scale from the first batch is a number of many digits, and what goes out never exceeds the bound that it sets.
+    # The bounds of activations (1, 6) and of clamps are round numbers.
+    def _by_hand(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the outputs whose largest value stays while inputs are far beyond it."""
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        most, finite = cells.true_absmax, cells.finite
+        shares = np.full(cells.shape, np.nan)
+        for _, into, out in module_ends(cells):
+            known = np.flatnonzero((most[out] > 0) & (finite[into] == finite[out]))
+            if len(known) <= self.samples:
+                continue
+            bound = float(np.median(most[out, known[: int(self.samples)]]))
+            if not _is_round(bound):
+                shares[out, known] = _beyond(cells, into, known, bound) * (most[out, known] == bound)
+        spans = spells(shares > self.cut, ~np.isnan(shares), self.samples)
+        if spans:
+            spots = worst(cells, spans, shares)
+            bound = float(most[spans[0][0], spans[0][2]])
+            evidence = {"cause": _CONSTANT_SCALE, "saturated": spots[0].value, "worst": spots[0].name, "bound": bound}
+            yield self.finding(
+                "warning", spots, evidence, until_step=last_of(cells, spans), collection="activations", actions=(),
+                meaning=f"The module cuts values off at a bound that stays the same ({bound:.3g}), and "
+                f"{percent(spots[0].value)} or more of what comes in lies beyond it: these saturate, and their "
+                "differences are lost.",
+                advice="If the bound is that of a scale for FP8 or INT8, take the scale from usual batches, not from "
+                "the first one alone, and refresh it.",
+            )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share beyond the largest value."""
+        if context.text("cause") == _CONSTANT_SCALE:
+            return Phrase(
+                what=f"{percent(context.number('saturated'))} of the inputs of {context.place} have been beyond "
+                f"{number(context.number('bound'))} {context.since}",
+                effect="and are cut to it",
+                remedy="take the scale from usual batches",
+            )
         return self._phrase(context, "saturated", "been beyond", "and are cut to its largest value")
 
 
@@ -139,13 +192,55 @@ class CastFlushes(ShareRule):
     share: float = threshold(0.05, "T6: above 5 % of values lost; unit normal ones lose 0.08 % in E4M3")
     grave: float = threshold(0.25, "a quarter of one tensor")
     samples: float = threshold(3, _SAMPLES)
+    coarse: float = threshold(0.75, "of the values that a module rounds to INT8 or INT4; normal ones lose 2 % or 22 %")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding for each collection."""
-        return self._of_shares(view, "flushed", lambda cast: cast.flushed)
+        """Yield one finding for each collection, and one of modules that round by hand."""
+        yield from self._of_shares(view, "flushed", lambda cast: cast.flushed)
+        yield from self._by_hand(view)
+
+    # Quantised values are whole numbers times a step, of which the largest value has 127 or so. Small values become
+    # zero, and what is left sums up to nearly the same.
+    def _by_hand(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the modules that round nearly all that comes in to zero."""
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        most, least, nonzero = cells.true_absmax, -cells.highest(-cells.columns["absmin"]), cells.total(cells.nonzero)
+        least, sums = least / cells.highest(cells.scale), cells.total(cells.columns["abssum"] / cells.scale)
+        shares = np.full(cells.shape, np.nan)
+        with np.errstate(all="ignore"):
+            steps = np.multiply.outer(np.array(_LARGEST), least / most)
+            on_grid = np.abs(steps - np.rint(steps)) <= _ON_GRID
+        for _, into, out in module_ends(cells):
+            with np.errstate(all="ignore"):
+                same = (cells.finite[into] == cells.finite[out]) & (nonzero[out] > 0)
+                same &= np.abs(most[out] / most[into] - 1) <= 1 / min(_LARGEST)
+                same &= np.abs(sums[out] / sums[into] - 1) <= self.grave
+                lost = np.where(same, 1 - nonzero[out] / nonzero[into], np.nan)
+            known = np.flatnonzero(~np.isnan(lost))
+            if len(known) and on_grid[:, out, known[: int(self.samples)]].all(axis=1).any():
+                shares[out] = lost
+        spans = spells(shares > self.coarse, ~np.isnan(shares), self.samples)
+        if spans:
+            spots = worst(cells, spans, shares)
+            evidence = {"cause": _ONE_SCALE, "flushed": spots[0].value, "worst": spots[0].name}
+            yield self.finding(
+                "warning", spots, evidence, until_step=last_of(cells, spans), collection="activations", actions=(),
+                meaning=f"The module rounds to whole numbers times a step, and {percent(spots[0].value)} of its inputs "
+                "become zero: a few large values set the step for all.",
+                advice="Use a scale for each channel or block, or treat the channel with the large values apart.",
+            )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share below the smallest value."""
+        if context.text("cause") == _ONE_SCALE:
+            return Phrase(
+                what=f"{context.place} has rounded {percent(context.number('flushed'))} of its inputs to zero "
+                f"{context.since}",
+                effect="since a few large values set the step of its grid",
+                remedy="use a scale for each channel",
+            )
         return self._phrase(context, "flushed", "been below", "and become zero")
 
 
@@ -250,3 +345,15 @@ class UnitDrift(CastRule):
                 span = sizes[layer, first : last + 1]
                 drifted.append((cast, layer, first, last, float(span[np.nanargmax(np.abs(span))])))
         return drifted
+
+
+def _is_round(value: float) -> bool:
+    """Return whether a number is one that is written with two digits, or a power of two."""
+    return abs(value / float(f"{value:.1e}") - 1) <= _ON_GRID**2 or frexp(value)[0] == 0.5
+
+
+def _beyond(cells: Cells, layer: int, places: Ints, bound: float) -> Floats:
+    """Return the share of a layer's values in the binades above that of a bound."""
+    above = np.full(len(cells), ceil(log2(bound)), dtype=np.int64) + np.rint(np.log2(cells.scale)).astype(np.int64)
+    counts = cells.total(cells.nonzero - cells.below_binade(above))[layer]
+    return counts[places] / cells.finite[layer, places]

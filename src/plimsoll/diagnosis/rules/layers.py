@@ -23,7 +23,7 @@ from plimsoll.diagnosis.rules.casts import CastFlushes
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.rules.wiring import ROUNDED_GRADIENTS, always_zero, erased_samples, facts, first_fact, listed_in
-from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
 from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
 from plimsoll.diagnosis.view import View, log2
 from plimsoll.formats import get_element
@@ -43,6 +43,11 @@ _ONE_VALUE = "a norm of one value"
 _AT_ZERO = "weights of zero without a gradient"
 _NO_SLOPE = "a weight without a slope"
 _STOPPED = "gradients stop"
+_NO_GRADIENTS = (
+    "Their gradients are all zero, and did not underflow: no gradient comes to these layers, or only zeros come into "
+    "them."
+)
+_DROPOUT = "dropout"
 _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
 
 
@@ -109,7 +114,7 @@ class DeadLayer(Rule):
             yield self.finding(
                 "warning", silent.spots, evidence, until_step=silent.until, collection="gradients",
                 meaning="Their gradients have always been zero: either nothing reaches them, or all of it underflows."
-                if silent.unknown else None,
+                if silent.unknown else _NO_GRADIENTS,
                 advice="Take a shadow step (shadow_every): it distinguishes the two." if silent.unknown else None,
             )  # fmt: skip
         yield from self._without_slope(view)
@@ -451,9 +456,12 @@ class StructuralZeros(Rule):
     zeros: float = threshold(0.5, "half of a layer's values")
     lost: float = threshold(0.01, "T6: below 1 % of the others is no underflow")
     samples: float = threshold(3, "not reported from a single sample")
+    kept: float = threshold(0.1, "of the values that come into a dropout: 0.9 as the share to drop is too much of it")
+    tolerance: float = threshold(2, "times what a dropout makes of sums and of squares: the choice is random")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding for each collection in narrow formats."""
+        """Yield one finding for each collection in narrow formats, and one of dropouts."""
+        yield from self._dropped(view)
         for collection in UNDERFLOW_ORDER:
             narrow = view.narrow(collection)
             if narrow is None or not narrow.censors.any():
@@ -471,8 +479,47 @@ class StructuralZeros(Rule):
                 yield self.finding("info", spots, evidence, until_step=last_of(cells, spans), collection=collection)
 
     def phrase(self, context: FindingContext) -> Phrase:
-        """Return where and since when. There is nothing to do."""
+        """Return where and since when."""
+        if context.text("cause") == _DROPOUT:
+            return Phrase(
+                what=f"{context.place} has set up to {percent(context.number('zeros'))} of its values to zero "
+                f"{context.since}, as a dropout does",
+                remedy="look whether it is given the share to keep in place of the share to drop",
+            )
         return Phrase(what=f"many {context.tensors} of {context.place} are zero in any format {context.since}")
+
+    # A dropout divides what it keeps by the share that it keeps, so that the sum stays. ReLU, masks and top-k do not.
+    def _dropped(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the dropouts that keep next to nothing."""
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        nonzero = cells.total(cells.nonzero)
+        with np.errstate(all="ignore"):
+            sums = cells.total(cells.columns["abssum"] / cells.scale)
+            squares = cells.total(cells.columns["sumsq"] / cells.scale**2)
+            share = np.full(cells.shape, np.nan)
+            for _, into, out in module_ends(cells):
+                kept = nonzero[out] / nonzero[into]
+                alike = cells.total_of("count")[into] == cells.total_of("count")[out]
+                share[out] = np.where(alike & (nonzero[into] > 0), 1 - kept, np.nan)
+                of_sums, of_squares = sums[out] / sums[into], squares[out] / squares[into] * kept
+                few = np.flatnonzero((kept > 0) & (kept <= self.kept))[: int(self.samples)]  # judged once, for good
+                means = np.array([of_sums[few].mean(), of_squares[few].mean()]) if len(few) else np.zeros(2)
+                if (means < 1 / self.tolerance).any() or (means > self.tolerance).any():
+                    share[out] = np.nan
+        spans = spells(share >= 1 - self.kept, ~np.isnan(share), self.samples)
+        if spans:
+            spots = sorted(worst(cells, spans, share), key=lambda spot: cells.names.index(spot.name))
+            typical = float(np.nanmedian(share[[layer for layer, *_ in spans]]))
+            evidence = {"cause": _DROPOUT, "zeros": typical, "layers": len(spots), "first": spots[0].name}
+            yield self.finding(
+                "warning", spots, evidence, until_step=last_of(cells, spans), collection="activations",
+                meaning=f"About {percent(typical)} of the values that come in are set to zero, and the others are "
+                f"multiplied by {1 / (1 - typical):.0f}, as a dropout with such a share does: hardly a value comes "
+                "through.",
+                advice="The argument of torch's dropout is the share to drop, not to keep. 0.1 to 0.5 is usual.",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ began at, and against what it had learned by then.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -424,7 +425,7 @@ class SpikeForerunner(Rule):
     id = "spike-forerunner"
     says = (
         "an update, or a gradient relative to Adam's second moment, is far above its usual size, and the loss rises "
-        "after it"
+        "after it; or Adam's betas let updates grow"
     )
     meaning = "These weights moved many times as far as usual, and the loss rose after it."
     advice = "Clip gradients or updates. A smaller beta2 (0.95) adapts sooner. Check the batches there."
@@ -440,6 +441,9 @@ class SpikeForerunner(Rule):
     least: float = threshold(5, "samples before there is a usual size")
     follows: float = threshold(20, "steps after it within which the loss must begin to rise")
     grave: float = threshold(32, "times the usual, and this part of the weights' norm moved: harm by itself")
+    betas: float = threshold(1, "beta1^2 / beta2^(1/2), which must be less for Adam to converge (Kingma & Ba 2015, 4)")
+    times: float = threshold(2, "times the learning rate in one update of such an Adam; usual ones stay near 1")
+    samples: float = threshold(3, "not reported from a single sample")
 
     # After many small gradients the second moment is small, and the first large gradient is divided by its root: the
     # update is far above the usual, and the loss follows (T8). In most sound trainings updates jump without harm. So a
@@ -461,9 +465,38 @@ class SpikeForerunner(Rule):
         if gradients is not None and optimizer is not None:
             lags = _lags(gradients, optimizer)
             yield from self._jumps(gradients, lags, self.lag, "squared_gradient_over_moment", rose, False)
+        yield from self._of_betas(view)
+
+    # With the first beta near 1 and the second one not, the mean of the gradients outlasts the mean of their squares.
+    def _of_betas(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of an Adam whose betas let updates grow, and whose updates did."""
+        updates = view.cells("updates")
+        unbounded = [each for each in _adams(view) if each[1] ** 2 >= self.betas * math.sqrt(each[2])]
+        if updates is None or not unbounded:
+            return
+        rate, first, second = unbounded[0]
+        times = updates.true_absmax / rate
+        spans = spells(times > self.times, ~np.isnan(times), self.samples)
+        if spans:
+            spots, until = worst(updates, spans, times), last_of(updates, spans)
+            evidence = {"cause": _BETAS, "beta1": first, "beta2": second, "times_the_rate": spots[0].value}
+            yield self.finding(
+                "warning", spots, evidence, until_step=until, collection="updates", actions=(),
+                meaning=f"Adam's betas are ({first:g}, {second:g}): its mean of gradients lasts longer than that of "
+                f"their squares, so updates grow where gradients shrink. The largest was {number(spots[0].value)} "
+                "times the learning rate.",
+                advice="Give the betas as (0.9, 0.999), that of the momentum first: they may be swapped.",
+            )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the jump, and the rise of the loss after it."""
+        if context.text("cause") == _BETAS:
+            return Phrase(
+                what=f"updates have grown to {number(context.number('times_the_rate'))} times the learning rate "
+                f"{context.since}",
+                effect=f"as Adam's betas of {context.number('beta1'):g} and {context.number('beta2'):g} let them",
+                remedy="look whether the betas are swapped",
+            )
         jump, rose = context.number("times_the_usual_update"), context.number("loss_rose_at")
         what = f"parameter gradients of {context.layers} outran Adam's second moment {context.at}"
         if math.isfinite(jump):
@@ -506,6 +539,7 @@ class SpikeForerunner(Rule):
 
 
 _MOVED_FAR = "These weights moved many times as far as they usually do, by a good part of their own size."
+_BETAS = "betas"
 _NO_HARM = "These weights moved many times as far as they usually do, and the loss did not follow."
 
 
@@ -523,3 +557,17 @@ def _lags(gradients: Cells, optimizer: Cells) -> Floats:
     with np.errstate(all="ignore"):
         result[np.ix_(has, mine)] = np.where(sums > 0, gradients.norm[has][:, mine] ** 2 / sums, np.nan)
     return result
+
+
+def _adams(view: View) -> list[tuple[float, float, float]]:
+    """Return the learning rate at the start and the two betas of each optimizer of Adam's kind."""
+    found: list[tuple[float, float, float]] = []
+    for name, each in view.run.settings.items():
+        facts = cast("dict[str, Any]", each) if name.startswith("optimizer") and isinstance(each, dict) else {}
+        rate, betas = facts.get("lr"), facts.get("betas")
+        if "adam" not in str(facts.get("name")).lower() or not isinstance(rate, int | float) or not rate > 0:
+            continue
+        pair = [x for x in cast("list[object]", betas) if isinstance(x, int | float)] if isinstance(betas, list) else []
+        if len(pair) == 2 and all(0 <= x <= 1 for x in pair):
+            found.append((float(rate), float(pair[0]), float(pair[1])))
+    return found

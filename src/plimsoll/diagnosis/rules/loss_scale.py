@@ -18,7 +18,7 @@ import numpy as np
 from plimsoll.diagnosis.estimates.module_parameters import Modules
 from plimsoll.diagnosis.estimates.underflow_rate import underflow_rate
 from plimsoll.diagnosis.estimates.usable_scales import Scales
-from plimsoll.diagnosis.finding import Action, Finding, Spot, shown
+from plimsoll.diagnosis.finding import Action, Finding, Severity, Spot, shown
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Mask, Phrase, Rule, stretches, threshold
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.registry import rule_of
@@ -33,6 +33,7 @@ _FEW = 0.1  # of the tensors that a step's overflow reached: it has spread no fu
 _LEAST_UNDERFLOW = 0.01  # of all values: less is not worth its words in a sentence
 _SET_SO = "set or restored so"
 _SET = "The loss scale fell at one step, and no overflow is recorded there: it was set or restored so."
+_BEGUN_AGAIN = "begun again"
 _CAME_BACK = "Many steps in a row overflowed. The scale has come back; until then small gradients were zero."
 
 
@@ -304,7 +305,10 @@ class ScaleOscillation(Rule):
     grave: float = threshold(0.2, "every fifth step lost")
     window: float = threshold(200, "steps")
     falls: float = threshold(8, "fewer are chance")
+    leap: float = threshold(3, "binades at once: scalers raise their scale by a factor of two, few by four")
+    again: float = threshold(3, "leaps back to the first scale, each with an overflow right after it")
 
+    # A scaler that is made again, or whose state is not kept, leaps back to its first scale at once.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the recorded loss scale."""
         steps, scale = _known_scale(view)
@@ -315,6 +319,10 @@ class ScaleOscillation(Rule):
         falls, rises = _within(change < 0, window), _within(change > 0, window)
         share = falls / np.minimum(np.arange(1, len(change) + 1), window)
         holds = np.flatnonzero((falls >= self.falls) & (rises >= self.falls / 2) & (share > self.share))
+        leaps = self._leaps(scale)
+        if len(leaps) >= self.again:
+            yield self._begun_again(steps, scale, leaps, "alarm" if share[leaps[0] :].max() > self.grave else "warning")
+            return
         if not len(holds):
             return
         first = max(int(holds[0]) - window + 1, 0)
@@ -331,11 +339,35 @@ class ScaleOscillation(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return since when, and the share of skipped steps."""
+        if context.text("cause") == _BEGUN_AGAIN:
+            return Phrase(
+                what=f"the loss scale has jumped back to {power(context.number('highest'))} "
+                f"{context.number('resets'):,.0f} times {context.since}",
+                effect="and steps are lost until it has come down",
+                remedy="make the scaler once, and keep its state",
+            )
         return Phrase(
             what=f"the loss scale has swung {context.since}, and up to {percent(context.number('share'))} of steps are "
             "lost to it",
             remedy="use a longer growth interval or a SpectralScaler",
         )
+
+    def _leaps(self, scale: Floats) -> Ints:
+        """Return where the scale leaps back to its first value and falls at the next step."""
+        leaps = (np.diff(np.log2(scale)) >= self.leap) & (scale[1:] == scale[0])
+        falls = np.append(np.diff(scale)[1:] < 0, np.False_)
+        return 1 + np.flatnonzero(leaps & falls)
+
+    def _begun_again(self, steps: Ints, scale: Floats, leaps: Ints, severity: Severity) -> Finding:
+        evidence = {
+            "cause": _BEGUN_AGAIN, "resets": len(leaps), "lowest": float(scale.min()), "highest": float(scale[0]),
+        }  # fmt: skip
+        return self.finding(
+            severity, (), evidence, since_step=int(steps[leaps[0]]), until_step=int(steps[leaps[-1]]),
+            meaning=f"The scaler is made again, or its state is reset: the scale jumps back to {power(scale[0])} again "
+            "and again, and each time steps are skipped until it has come down.",
+            advice="Make the scaler once, before the first epoch, and save and load its state with each checkpoint.",
+        )  # fmt: skip
 
 
 def _known_scale(view: View) -> tuple[Ints, Floats]:

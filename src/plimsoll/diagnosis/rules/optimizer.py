@@ -29,7 +29,7 @@ from plimsoll.diagnosis.rules.wiring import (
     with_epsilon_of_zero,
     with_rate_of_zero,
 )
-from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
 from plimsoll.runs import Event
@@ -253,15 +253,14 @@ class EpsilonDominates(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class KeptNarrow(Rule):
-    """FP32 weights, gradients, moments, indices or a loss that something rounds.
+    """FP32 weights, gradients, moments, whole numbers or sums that something rounds.
 
-    It reads facts of `plimsoll.watch.steps.kept_narrow` and of the graph behind the loss.
+    It reads facts of `plimsoll.watch.steps.kept_narrow` and of the graph behind the loss, and numbers of modules.
     """
 
     id = "kept-narrow"
     says = (
-        "weights, gradients, moments, indices or a sum of losses are rounded to a narrow format, and what they "
-        "need is lost"
+        "weights, gradients, moments, whole numbers or sums are rounded to a narrow format, and what they need is lost"
     )
     meaning = "Something rounds FP32 values to a narrow format, and small changes or small values are lost."
     advice = "Keep them in FP32, and cast a copy where a narrow format is needed."
@@ -274,6 +273,8 @@ class KeptNarrow(Rule):
 
     lost: float = threshold(0.25, "of the updates of weights: fewer are a note; and of the first moments")
     samples: float = threshold(3, _SAMPLES)
+    values: float = threshold(16, "values of a tensor that are whole, or sums: fewer are chance")
+    off: float = threshold(0.75, "of the exact sum: what is further off is no sum of the module's input")
 
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each fact."""
@@ -306,12 +307,16 @@ class KeptNarrow(Rule):
                 advice="Add losses up in FP32: cast them before the sum, or use torch.sum, which adds in FP32.",
             )  # fmt: skip
         yield from self._indices(view)
+        yield from self._stalled_sums(view)
+        yield from self._whole_numbers(view)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return what is rounded, and the remedy."""
         cause, fmt = context.text("cause"), context.text("format").upper()
         if context.finding.collection == "optimizer":
             cause = f"first moments of {context.place} kept in 8 bits"
+        elif context.finding.collection == "activations":
+            cause = f"{cause} in {context.place}"
         elif context.finding.where:  # of indices, the tables that they are for
             cause = f"indices of {short(context.finding.where[0]) if context.is_single else context.place} rounded"
         cause += "" if fmt in cause else f" ({fmt})"
@@ -392,6 +397,78 @@ class KeptNarrow(Rule):
             advice="Leave integers out when a batch or a model's input is cast to a narrow format.",
         )  # fmt: skip
 
+    # Numbers that are added one by one are lost once they are less than half a unit in the last place of the sum. That
+    # unit doubles at each power of two, so there the sums stop: the least and the largest of them are powers of two at
+    # each sample. Sums of equal lengths may be too, and are exact.
+    def _stalled_sums(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the outputs that are sums over many values, stopped at powers of two."""
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        digits = _digits(cells)
+        with np.errstate(all="ignore"):
+            count, added = cells.total_of("count"), cells.total_of("abssum")
+            lowest, highest = -cells.highest(-cells.columns["absmin"]), cells.highest(cells.columns["absmax"])
+            powers = (np.frexp(lowest)[0] == 0.5) & (np.frexp(highest)[0] == 0.5)
+        spans: list[tuple[int, int, int]] = []
+        for _, into, out in module_ends(cells):
+            with np.errstate(all="ignore"):
+                many = count[into] >= 2.0 ** digits[out] * count[out]
+                large = lowest[out] >= added[into] / count[into] * 2.0 ** digits[out]
+                kept = added[out] / added[into]
+            inexact = (np.abs(kept - 1) > 2.0 ** -(digits[out] + 2)) & (np.abs(kept - 1) < self.off)
+            there = powers[out] & many & large & inexact & (digits[out] > 0) & (count[out] >= self.values)
+            spans += [(out, a, b) for _, a, b in spells(there[None], cells.recorded[[out]], self.samples)]
+        if spans:
+            spots, until = worst(cells, spans, highest), last_of(cells, spans)
+            kind = cells.format_of(spots[0].name)
+            evidence = {"cause": "sums kept", "format": kind, "worst": spots[0].name, "highest": spots[0].value}
+            yield self.finding(
+                "warning", spots, evidence, until_step=until, collection="activations",
+                meaning=f"Numbers are added one after another in {kind.upper()}, and the sums stop at powers of two: "
+                "from there on, what is added is less than half a unit in the last place, and is rounded away.",
+                advice="Add in FP32, or with one torch.sum, which adds in FP32 and rounds once.",
+            )  # fmt: skip
+
+    # The sum and the sum of squares of whole numbers are whole. A tensor of the same number of values and nearly the
+    # same sums, in 16 bits, is what they were cast to.
+    def _whole_numbers(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of whole numbers that a cast made the same as their neighbours."""
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        digits, top = _digits(cells), cells.highest(cells.columns["absmax"])
+        sums = [cells.total_of(name) for name in ("sum", "abssum", "sumsq")]
+        with np.errstate(all="ignore"):
+            whole = (digits == 0) & (cells.total_of("count") >= self.values) & (top == np.rint(top))
+            for each in sums:
+                whole &= each == np.rint(each)
+        spans: list[tuple[int, int, int]] = []
+        for source in np.flatnonzero(np.count_nonzero(whole, axis=1) >= self.samples).tolist():
+            for place in np.flatnonzero((digits > 0).any(axis=1)).tolist():
+                with np.errstate(all="ignore"):
+                    lost = 2.0 ** -digits[place]
+                    same = (cells.total_of("count")[place] == cells.total_of("count")[source]) & (
+                        top[source] * lost >= 4.0  # every second number and more is lost there
+                    )
+                    for each in sums:
+                        same &= np.abs(each[place] - each[source]) <= lost * np.abs(each[source])
+                    rounded = sums[2][place] != sums[2][source]
+                holds = whole[source] & same & rounded
+                spans += [(place, a, b) for _, a, b in spells(holds[None], cells.recorded[[place]], self.samples)]
+        if spans:
+            with np.errstate(all="ignore"):
+                apart = np.exp2(np.floor(np.log2(top)) - digits)
+            spots = sorted(worst(cells, spans, apart), key=lambda spot: cells.names.index(spot.name))
+            kind, most = cells.format_of(spots[0].name), max(spot.value for spot in spots)
+            evidence = {"cause": "whole numbers rounded", "format": kind, "first": spots[0].name, "apart": most}
+            yield self.finding(
+                "warning", spots, evidence, until_step=last_of(cells, spans), collection="activations",
+                meaning=f"Whole numbers are cast to {kind.upper()}, whose numbers lie up to {most:g} apart there: "
+                "neighbours become the same value.",
+                advice="Keep positions, times and counts in FP32 or as integers, and cast what is computed from them.",
+            )  # fmt: skip
+
     def _finding(
         self, view: View, event: Event, cause: str, severity: Severity, *, meaning: str, advice: str, **more: float
     ) -> Finding:
@@ -407,6 +484,13 @@ class KeptNarrow(Rule):
             severity, (), evidence, since_step=event.step, until_step=max(view.last_step, event.step),
             meaning=meaning, advice=advice,
         )  # fmt: skip
+
+
+def _digits(cells: Cells) -> Floats:
+    """Return the mantissa bits of each cell's format. 0: wider than 16 bits, or not recorded."""
+    formats = [get_element(name, "diagnose") for name in cells.formats]
+    bits = np.array([fmt.mantissa_bits if fmt.bits <= 16 else 0 for fmt in formats], dtype=np.float64)
+    return np.nan_to_num(cells.highest(bits[cells.format]))
 
 
 def _recorded_epsilon(view: View) -> float | None:

@@ -16,15 +16,19 @@ from plimsoll.diagnosis.finding import Finding, Severity, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, last_of, spells, threshold, worst
 from plimsoll.diagnosis.rules.loss_scale import ScaleRule, by_scales, remedy_words
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
-from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, module_ends
 from plimsoll.diagnosis.tables.trend import Trend, looks, trend
 from plimsoll.diagnosis.view import View
+from plimsoll.formats import E4M3, E5M2, FP16, get_element
 from plimsoll.tensor_collections import UNDERFLOW_ORDER
 from plimsoll.text import percent
 
 _SOUND = 0.01  # T6: below 1 % of a module's gradients is sound
 _HARMLESS = "Activation gradients underflow, but hardly any of the weight gradients, which are sums of them."
 _ODD_RATE = 10  # shares in 1,000 steps: a trend of a few steps, whose rate says nothing
+_WITHIN = "within a module"
+_FLUSHED_WITHIN = (FP16, E5M2, E4M3)
+_EXACT = 1e-6  # of a value: a root in FP32 is not exact
 _SAMPLES = "not reported from a single sample"
 
 
@@ -57,6 +61,7 @@ class UnderflowHigh(ScaleRule):
         alone = view.cells("gradients") is None
         weights_are_sound = False  # whether the parameters' gradients were recorded and lose next to nothing
         yield from self._flushed_from_the_output_on(view)
+        yield from self._within_modules(view)
         for collection in UNDERFLOW_ORDER:
             narrow = view.narrow(collection)
             if narrow is None or not narrow.censors.any():
@@ -76,6 +81,12 @@ class UnderflowHigh(ScaleRule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the format, the largest share, and where."""
+        if context.text("cause") == _WITHIN:
+            return Phrase(
+                what=f"values have underflowed in {context.format} within {context.place} {context.since}: up to "
+                f"{percent(context.number('worst_lost'))} of what it puts out is zero",
+                remedy="compute it in FP32",
+            )
         share = f"up to {percent(context.number('worst_lost'))} of the {context.tensors} of {context.place}"
         remedy = remedy_words(context)
         if context.finding.collection == "activations":
@@ -105,6 +116,46 @@ class UnderflowHigh(ScaleRule):
             yield from self._judged(
                 cells, np.where(judged, silent, np.nan), modules.main_layers(cells), cells.collection, True, fmt
             )
+
+    # What comes out may be FP32 again. It is zero or one of the few smallest numbers of the narrow format, or the root
+    # of one, as in a norm that is computed from squares: at each sample the least of them is exactly the smallest.
+    def _within_modules(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of modules that compute in a narrow format in which next to nothing is left."""
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        wide = (
+            cells.highest(np.array([get_element(name, "diagnose").bits for name in cells.formats])[cells.format]) > 16
+        )
+        zeros, least, most = cells.zero_fraction, -cells.highest(-cells.columns["absmin"]), cells.true_absmax
+        ends = module_ends(cells)
+        for fmt in _FLUSHED_WITHIN:
+            at_bottom = np.zeros(cells.shape, dtype=bool)
+            for power in (1.0, 0.5):
+                at_bottom |= (np.abs(least / fmt.smallest_subnormal**power - 1) <= _EXACT) & (
+                    most < fmt.smallest_normal**power
+                )
+            lost = np.full(cells.shape, np.nan)
+            for _, into, out in ends:
+                alive = wide[out] & (zeros[into] < zeros[out] - self.values)
+                lost[out] = np.where(at_bottom[out] & alive, zeros[out], np.where(most[out] > 0, 0.0, np.nan))
+            spans = spells(lost > self.values, ~np.isnan(lost), self.samples)
+            if not spans:
+                continue
+            spots = worst(cells, spans, lost)
+            evidence = {
+                "cause": _WITHIN, "layers": len(spots), "worst": spots[0].name, "worst_lost": spots[0].value,
+                "format": fmt.name,
+            }  # fmt: skip
+            name = fmt.name.upper()
+            yield self.finding(
+                "alarm" if spots[0].value > self.grave else "warning", spots, evidence, actions=(),
+                until_step=last_of(cells, spans), collection="activations",
+                meaning=f"The module computes in {name} with values below the smallest one of that format. They "
+                "underflow: its outputs are zero, or what the few smallest numbers give, and its inputs are not.",
+                advice="Compute it in FP32, or multiply its inputs by a power of two first: squares need its square.",
+            )  # fmt: skip
+            return
 
     def _judged(
         self,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, stretches, threshold
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import FP16
@@ -26,12 +26,16 @@ _TWICE = "divided by the loss scale twice"
 _ROUNDED = "rounded away as they are added up"
 _CLIPPED = "clipped before all micro-batches are added up"
 _PART = "scaled in part, and unscaled as a whole"
+_SUMS = ("sum", "abssum", "sumsq"), ("abssum", "abssum", "sumsq")  # of weights, and what they are compared with
+_PUT_BACK = "weights put back"
+_OF_SCALE = "those of a loss that depends on the loss scale"
 _DIVIDED = "divided by the number of micro-batches twice"
 _REMEDIES = {
     _ROUNDED: "accumulate gradients in FP32",
     _CLIPPED: "clip once, after the last backward",
     _PART: "scale the sum of all losses",
     _DIVIDED: "divide the loss once",
+    _OF_SCALE: "divide gradients by the scale before a loss is made from them",
     _TWICE: "let one scaler do it, and nothing else",
     "never set to zero": "call zero_grad() once a step",
     "never unscaled": "call scaler.step(optimizer)",
@@ -124,6 +128,10 @@ class OptimizerIdle(Rule):
 
     steps: float = threshold(20, "steps with a rate of 0; the ends of schedules last for one or a few")
     tail: float = threshold(1, "times the steps before it, with a rate below 2^-17 of its highest")
+    moved: float = threshold(0.02, "of the weights' size, by which they had moved before they were put back")
+    left: float = threshold(0.1, "of that way is left: several times what a few steps do")
+    samples: float = threshold(3, "so many before it: weights that have hardly moved are near the first ones")
+    values: float = threshold(16, "of a weight, and two such weights: a few numbers may come back by chance")
 
     # A rate of 0 at the end of a schedule, or at the first step of a warm-up, lasts for fewer steps and is none.
     # Cosines and exponentials end close to 0 too, for a small part of the training: one that lasts as long as all that
@@ -154,17 +162,49 @@ class OptimizerIdle(Rule):
                 "there must be taken out again.",
                 meaning="The weights are overwritten after each step with almost what they were before it.",
             )  # fmt: skip
+        yield from self._put_back(view)
         yield from self._rates(view)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the optimizer and why it is idle."""
         cause = context.text("cause")
+        if cause == _PUT_BACK:
+            return Phrase(
+                what=f"the weights are again what they were at step {context.number('as_at_step'):,.0f}, "
+                f"{context.since}",
+                remedy="look for older weights that were written over them, such as FP32 masters",
+            )
         remedy = "look at the schedule" if "rate" in cause else "step it"
         if "undone" in cause:
             remedy = "look for what writes the weights, such as an average of them"
         if "NaN or Inf" in cause:
             remedy = "lower the loss scale, or call locate()"
         return Phrase(what=f"of {context.text('optimizer')}, {cause} {context.since}", remedy=remedy)
+
+    # Sums of weights that were drawn again would be others, by as much as they have moved.
+    def _put_back(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of weights that jump back to what they were at the first sample."""
+        cells = view.cells("weights")
+        if cells is None or len(cells.steps) <= self.samples:
+            return
+        several = np.nan_to_num(cells.total_of("count")).min(axis=1) >= self.values
+        sums, size = (np.concatenate([cells.total_of(name)[several] for name in names]) for names in _SUMS)
+        if np.count_nonzero(several) < 2:
+            return
+        with np.errstate(all="ignore"):
+            away = np.abs(sums - sums[:, :1])
+            moved = np.median(np.nan_to_num(away / size[:, :1], posinf=0.0), axis=0)
+            left = np.median(np.nan_to_num(away[:, 1:] / away[:, :-1], nan=np.inf), axis=0)
+        jumps = 1 + np.flatnonzero((moved[:-1] >= self.moved) & (left <= self.left))
+        for at in jumps[jumps >= self.samples][:1].tolist():
+            evidence = {"cause": _PUT_BACK, "as_at_step": int(cells.steps[0]), "moved": float(moved[at - 1])}
+            yield self.finding(
+                "warning", (), evidence, since_step=int(cells.steps[at]), until_step=view.last_step, actions=(),
+                meaning=f"All weights are at once what they were at step {int(cells.steps[0])} again: something has "
+                "overwritten them, and what was learned until then is lost.",
+                advice="If the run was resumed, copy the loaded model into the FP32 master weights, or load these too. "
+                "Else look for a load of old weights.",
+            )  # fmt: skip
 
     def _never(self, view: View, event: Event) -> Iterator[Finding]:
         stay = weights_stay(view)
@@ -244,7 +284,8 @@ class GradientsMishandled(Rule):
     id = "gradients-mishandled"
     says = (
         "gradients are never set to zero, unscaled never, twice or too early, clipped too early, "
-        "erased, rounded away in their sum, divided by the micro-batches twice, or scaled in part"
+        "erased, rounded away in their sum, divided by the micro-batches twice, scaled in part, or of a loss that "
+        "depends on the scale"
     )
     meaning = "The optimizer gets gradients that are not those of the step's loss."
     advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."
@@ -254,6 +295,7 @@ class GradientsMishandled(Rule):
     tolerance: float = threshold(0.002, "rounding of FP16 gradients, summed")
     rounding: float = threshold(0.001, "of the sum of magnitudes, twice what FP16 can lose of each")
     clear: float = threshold(0.01, "of the sum of magnitudes: smaller sums show nothing")
+    follows: float = threshold(0.5, "powers of the scale: 1 where a term has a scaled value, 2 where it has its square")
 
     # The first three causes are facts. Gradients that were clipped while scaled, and unscaled afterwards, have a norm
     # (or a largest value) that times the loss scale is the same round number at every step. Those that something sets
@@ -293,6 +335,7 @@ class GradientsMishandled(Rule):
                 "fewer and larger micro-batches.",
             )  # fmt: skip
         yield from self._of_losses(view)
+        yield from self._of_scale(view)
         cells = view.cells("gradients")
         # A norm for clipping that overflows in FP16 is infinite, and clipping then multiplies all gradients by 0.
         steps = np.zeros(0, dtype=np.int64) if cells is None else cells.steps[erased_samples(view)]
@@ -360,6 +403,28 @@ class GradientsMishandled(Rule):
                 advice="Divide the loss of a micro-batch once. prepare(accumulate=...), Accelerate and Lightning "
                 "divide by themselves.",
             )  # fmt: skip
+
+    # A step that a scaler skips leaves the weights as they are: only the batch and the scale differ at the next.
+    def _of_scale(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of losses that fall with the scale while no step is made."""
+        (steps, loss), (known, scale) = view.scalar("loss"), view.scalar("scale")
+        both, mine, theirs = np.intersect1d(steps, known, return_indices=True)
+        loss, scale = np.abs(loss[mine]), scale[theirs]
+        with np.errstate(all="ignore"):
+            lower, fallen = np.diff(np.log2(scale)), np.diff(np.log2(loss))
+        skipped = (np.diff(both) == 1) & (lower < 0) & np.isin(both[:-1], sorted(view.skips)) & np.isfinite(fallen)
+        for first, _ in stretches(skipped & (fallen < 0), self.samples):
+            last = first + int(self.samples) - 1  # judged once, for good
+            power = float(fallen[first : last + 1].sum() / lower[first : last + 1].sum())
+            if power >= self.follows:
+                yield self._finding(
+                    view, "alarm", int(both[first]), _OF_SCALE, f"the scale to the power of {power:.1f}",
+                    meaning="The loss depends on the loss scale: while steps were skipped and no weight changed, it "
+                    f"fell from {loss[first]:.3g} to {loss[last + 1]:.3g} as the scale fell. One of its terms is made "
+                    "from values that still carry the scale.",
+                    advice="If the loss has a penalty of gradients, divide them by scaler.get_scale() first.",
+                )  # fmt: skip
+                return
 
     def _clipped(self, view: View) -> tuple[int, str, float] | None:
         """Since when, what of the gradients, and the bound that they were clipped to."""

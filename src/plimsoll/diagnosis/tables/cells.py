@@ -271,6 +271,13 @@ def from_table(collection: str, table: Table, order: Sequence[str]) -> Cells:
     )
 
 
+def module_ends(cells: Cells) -> list[tuple[str, int, int]]:
+    """Return each module with the places of its only input and output in `names`."""
+    places = {name: place for place, name in enumerate(cells.names)}
+    modules = (name.removesuffix(":output") for name in cells.names if name.endswith(":output"))
+    return [(name, places[f"{name}:input"], places[f"{name}:output"]) for name in modules if f"{name}:input" in places]
+
+
 def _places(column: Any, order: Sequence[str]) -> tuple[tuple[str, ...], Ints]:
     """Return the distinct words, `order` first, and the place of each row's word."""
     words, places = row_order.places(column)
