@@ -9,7 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import plimsoll as pl
-from plimsoll.diagnosis import Finding, diagnose
+from plimsoll.diagnosis import Finding, View, diagnose
+from plimsoll.report.verdicts.verdict import verdict
 from tests.support.cases import each
 
 
@@ -58,11 +59,11 @@ class Product(nn.Module):
 
 
 class Moments(torch.optim.Optimizer):
-    """Adam without its corrections; first moments go through `keep` and its inverse."""
+    """Adam without its corrections; first moments have a dtype and a scale, second ones evenly spaced codes if any."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, scale: float) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, scale: float, codes: int = 0) -> None:
         super().__init__(model.parameters(), {"lr": 1e-2})
-        self.dtype, self.scale = dtype, scale
+        self.dtype, self.scale, self.codes = dtype, scale, codes
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -73,6 +74,9 @@ class Moments(torch.optim.Optimizer):
             new = 0.9 * first.float() / self.scale + 0.1 * p.grad
             first.copy_(new * self.scale)
             second.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+            if self.codes:
+                code = second.amax() / self.codes
+                second.copy_((second / code).round() * code)
             p.sub_(self.param_groups[0]["lr"] * first.float() / self.scale / (second.sqrt() + 1e-8))
 
 
@@ -114,14 +118,17 @@ def train(
     before: Callable[[nn.Module], None] = lambda model: None,
     size: float = 1.0,
     of: Callable[[Tensor], Tensor] = nothing,
+    every: int = 1,
+    inputs: float = 1.0,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Finding]:
     """A watched training, and its warnings and alarms."""
     made = optimizer(model)
-    with pl.watch(model, made, run=path, every=1, quiet=True):
+    with pl.watch(model, made, run=path, every=every, quiet=True):
         for _ in range(12):
-            x = torch.randn(32, 8)
+            x = inputs * torch.randn(32, 8)
             made.zero_grad()
-            (size * F.cross_entropy(of(model(x)), x[:, :4].argmax(dim=1))).backward()
+            (size * F.cross_entropy(of(model(x.to(dtype))), x[:, :4].argmax(dim=1))).backward()
             before(model)
             made.step()
     return [f for f in diagnose(path) if f.severity != "info"]
@@ -228,3 +235,32 @@ def test_a_cast_of_gradients_is_named_by_its_format(tmp_path: Path) -> None:
     assert fp16.evidence["format"] == "fp16" and "to FP16, and" in fp16.meaning
     (e4m3,) = train(tmp_path / "e4m3", layers(nn.Linear), before=rounded_to(torch.float8_e4m3fn), size=0.01)
     assert e4m3.evidence["format"] == "e4m3" and "to E4M3, and" in e4m3.meaning
+
+
+def test_second_moments_that_something_rounds_are_named(tmp_path: Path) -> None:
+    for name, codes, every in (("at each step", 255, 1), ("seen once", 255, 100), ("of 24 bits", 1 << 24, 1)):
+        path = tmp_path / name
+        found = train(path, layers(nn.Linear), lambda m, n=codes: Moments(m, torch.float32, 1.0, n), every=every)
+        if codes > 255:
+            assert found == [], name
+            continue
+        (moments,) = (f for f in found if f.rule == "second-moment-lost")
+        assert moments.evidence["cause"] == "a state that is rounded" and moments.since_step == 0, name
+        assert "second moments" in verdict(View(pl.Run(path)), found), name
+
+
+def test_second_moments_in_fp16_are_lost_by_their_format(tmp_path: Path) -> None:
+    def kept(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.half().parameters(), lr=1e-3, eps=1e-4)
+
+    found = train(tmp_path, layers(nn.Linear), kept, size=0.1, of=lambda x: x.float(), dtype=torch.float16)
+    (moments,) = (f for f in found if f.rule == "second-moment-lost")
+    assert "cause" not in moments.evidence and "FP32" in moments.advice
+
+
+def test_a_dead_layer_says_that_inputs_are_small(tmp_path: Path) -> None:
+    for name, inputs, small in (("divided twice", 1e-3, True), ("of size 1", 1.0, False)):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        nn.init.constant_(model[0].bias, -9.0)
+        dead = next(f for f in train(tmp_path / name, model, inputs=inputs) if f.rule == "dead-layer")
+        assert ("The model's inputs are at most" in dead.meaning, "Scale the inputs" in dead.advice) == (small, small)

@@ -138,7 +138,6 @@ class LinearCodes(torch.optim.Optimizer):
     named=r"second[ -]moments?|exp_avg_sq|int8|8[- ]bit|quanti[sz]"
     r"|states? [^>]*(zero|round|codes|distinct|flush|under)",
     misleading=f"{SIDE}|learning rate|swallow|first[ -]moment",
-    held_back=True,
 )
 def linear_codes(run: Training, *, sound: bool = False) -> None:
     """Adam's second moments are kept as 8-bit multiples of a step: small ones become zero, and updates explode."""
@@ -479,7 +478,6 @@ def past_its_end(run: Training, *, sound: bool = False) -> None:
     named=r"\b(inputs?|pixels?|images?|pictures?|data|conv0?)\b[^>]*(small|tiny|range|near (0|zero)|normali[sz]|units?"
     r"|scaled?\b|divided|size|hardly|constant)",
     misleading=f"{SIDE}|swallow|in no optimizer",
-    held_back=True,
 )
 def twice_divided(run: Training, *, sound: bool = False) -> None:
     """Pixels that a loader has made numbers up to 1 are divided by 255 once more: hardly a picture is left."""

@@ -41,6 +41,14 @@ _SINCE = (
 _ONE_VALUE_FACT = "norm of one value"
 _ONE_VALUE = "a norm of one value"
 _AT_ZERO = "weights of zero without a gradient"
+_ZERO_ON_BOTH_SIDES = (
+    "Their weights are all zero and get no gradient, so they stay zero. Two layers in a row that both begin at zero do "
+    "that."
+)
+_AS_LORA = "Initialise the first of the two at random, as LoRA does."
+_SMALL_INPUTS = "small inputs"
+_BIASES = "Layers see hardly more than their biases, which moved until nothing came out."
+_SCALE_INPUTS = "Scale the inputs to a size of about 1. If they are scaled already, look whether it is done twice."
 _NO_SLOPE = "a weight without a slope"
 _STOPPED = "gradients stop"
 _NO_GRADIENTS = (
@@ -82,10 +90,12 @@ class DeadLayer(Rule):
         "first": EvidenceItem(unit="location"),
         "zeros": EvidenceItem(unit="share"),
         "never_alive": EvidenceItem(hide_zero=True),
+        "largest_input": EvidenceItem("Largest input of the model"),
     }
 
     zeros: float = threshold(0.999, "of an output's values; ReLU, dropout and masks leave more than that")
     samples: float = threshold(5, _SAMPLES)
+    small: float = threshold(2.0**-6, "pixels divided by 255 twice are below 2^-7; inputs are made of size 1 or so")
 
     # Underflow is left to its own rules. A gradient in a narrow format that was never anything but zero cannot be
     # distinguished from underflow without a shadow step, and the finding says so.
@@ -100,12 +110,14 @@ class DeadLayer(Rule):
             still = always_zero(view.cells("weights")) & always_zero(view.cells("gradients"))
             at_zero = _modules_of(spots) & {name.removesuffix(".weight") for name in still}
             evidence |= {"cause": _AT_ZERO, "at_zero": len(at_zero)} if at_zero else {}
+            meaning, advice = (_ZERO_ON_BOTH_SIDES, _AS_LORA) if at_zero else (None, None)
+            largest = _largest_input(view)
+            if not at_zero and largest < self.small:
+                evidence |= {"cause": _SMALL_INPUTS, "largest_input": largest}
+                meaning, advice = f"The model's inputs are at most {number(largest)}. {_BIASES}", _SCALE_INPUTS
             yield self.finding(
-                "warning", spots, evidence, until_step=until, collection="activations",
-                meaning="Their weights are all zero and get no gradient, so they stay zero. Two layers in a row "
-                "that both begin at zero do that." if at_zero else None,
-                advice="Initialise the first of the two at random, as LoRA does." if at_zero else None,
-            )  # fmt: skip
+                "warning", spots, evidence, until_step=until, collection="activations", meaning=meaning, advice=advice
+            )
         silent = self.silent_gradients(view)
         if silent is not None and silent.stops is None:  # else gradients-vanish says where they stop
             evidence = {
@@ -137,6 +149,12 @@ class DeadLayer(Rule):
             return Phrase(
                 what=f"all gradients of {context.place} have been zero {context.since}, and those of the bias not",
                 remedy="pass gradients through the rounding of the weight",
+            )
+        if context.text("cause") == _SMALL_INPUTS:
+            return Phrase(
+                what=f"all outputs of {context.place} have been zero {context.since}",
+                effect=f"and the model's inputs are at most {number(context.number('largest_input'))}",
+                remedy="scale the inputs to a size of about 1",
             )
         of_outputs = context.finding.collection == "activations"
         kind = "outputs" if of_outputs else context.tensors
@@ -714,6 +732,13 @@ def _spacing(cells: Cells, sizes: Floats) -> Floats:
 def _is_learned(sizes: Floats, one_number: NDArray[np.bool_]) -> bool:
     """Return whether outputs of one number change from sample to sample, as a learned factor does."""
     return bool(one_number.all()) and len(np.unique(sizes)) > 1
+
+
+def _largest_input(view: View) -> float:
+    """Return the largest magnitude that came into the whole model. Infinity: none was recorded."""
+    cells = view.cells("activations")
+    inputs = [] if cells is None else [i for i, name in enumerate(cells.names) if name.startswith("model:input")]
+    return float(np.nanmax(cells.true_absmax[inputs])) if cells is not None and inputs else np.inf
 
 
 def _modules_of(spots: Sequence[Spot]) -> set[str]:

@@ -44,6 +44,11 @@ _UNMOVED = "These weights were the same after the step: their updates were zero,
 _NEVER_MOVED = "No weight has moved since the first step, although gradients and the learning rate are not zero."
 _NEAR_ZERO = "No action is needed if the learning rate is near zero."
 _LOOK = "Look at what the optimizer adds: a rate that is far too small, or a state that is zero in its format."
+_ROUNDED_STATE = "a state that is rounded"
+_UNEVEN_CODES = (
+    "Keep the second moments in FP32, or in codes that have an exponent. Evenly spaced ones hold no small values: the "
+    "root of a value below half a step is zero, and the update explodes."
+)
 _LOSSLESS = ("masters", "stochastic", "kahan")  # updates that lose nothing, or nothing on average
 
 
@@ -125,6 +130,7 @@ class SecondMomentLost(Rule):
     share: float = threshold(0.05, "of the values whose first moment is not zero")
     epsilon: float = threshold(1e-8, "T8: the default of Adam")
     samples: float = threshold(2, "the first step's moments may be of an empty gradient")
+    near: float = threshold(2.0**16, "times the format's smallest value: it cannot have lost what is so far above it")
 
     # Adam divides by the root of second moments plus an epsilon, and 1e-8 is zero in FP16 too: the division is by zero,
     # or by whatever was put in epsilon's place.
@@ -136,8 +142,11 @@ class SecondMomentLost(Rule):
         shares = np.empty((0, 0))
         if cells is not None:
             shares = self._shares(cells)
-            # Where epsilon is zero too, the division is by zero: one sample is proof.
-            spans = spells(shares > self.share, ~np.isnan(shares), 1 if certain else self.samples)
+            # Where epsilon is zero too, the division is by zero: one sample is proof. Of a training whose moments are
+            # NaN at the second sample there are no more.
+            known = ~np.isnan(shares)
+            enough = 1 if certain else min(self.samples, np.count_nonzero(known.any(axis=0)))
+            spans = spells(shares > self.share, known, enough)
         if cells is None or not spans:
             yield from self._certain(view, certain)
             return
@@ -152,14 +161,33 @@ class SecondMomentLost(Rule):
             "format": ", ".join(formats),
             "epsilon_is_zero": "yes" if lost or certain else "no",
         }
-        yield self.finding("alarm", spots, evidence, until_step=last_of(cells, spans), collection="optimizer")
+        # A format leaves values down to its smallest one. Where none is near it, something else rounds the state.
+        smallest = np.array([get_element(name, "diagnose").smallest_subnormal for name in cells.formats])[cells.format]
+        least = np.fmin.reduce((cells.columns["absmin"] / smallest)[rows], initial=np.inf)
+        if not certain and least > self.near:
+            evidence["cause"] = _ROUNDED_STATE
+        yield self.finding(
+            "alarm", spots, evidence, until_step=last_of(cells, spans), collection="optimizer",
+            advice=_UNEVEN_CODES if evidence.get("cause") == _ROUNDED_STATE else None,
+        )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share of lost moments, or that epsilon is zero."""
-        what = f"{context.format} has lost up to {percent(context.number('lost'))} of Adam's second moments of"
+        share = percent(context.number("lost"))
+        if context.text("cause") == _ROUNDED_STATE:
+            return Phrase(
+                what=f"up to {share} of Adam's second moments of {context.place} have been rounded to zero "
+                f"{context.since}",
+                remedy="keep them in FP32, or in codes that have an exponent",
+            )
+        what = f"{context.format} has lost up to {share} of Adam's second moments of"
         if "lost" not in context.finding.evidence:
             what = f"Adam's epsilon is zero in {context.format}, the format of its second moments, in"
         return Phrase(what=f"{what} {context.place} {context.since}", remedy="keep the optimizer's state in FP32")
+
+    def is_fatal(self, finding: Finding, last_step: int) -> bool:  # noqa: ARG002  (every alarm is)
+        """Return True: the state's format loses them at every step."""
+        return True
 
     def _certain(self, view: View, events: list[Event]) -> Iterator[Finding]:
         """An epsilon that is zero, where no second moment has been seen to be zero so far."""
@@ -192,7 +220,7 @@ class SecondMomentLost(Rule):
                 with np.errstate(all="ignore"):
                     lost = np.maximum(zeros[i] - zeros[first], 0) / (count[i] - zeros[first])
                 result[i] = np.where(count[i] > zeros[first], lost, 0.0)
-        return np.where(cells.recorded, result, np.nan)
+        return np.where(cells.finite > 0, result, np.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
