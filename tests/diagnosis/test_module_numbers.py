@@ -142,7 +142,11 @@ def test_sums_that_stop_at_powers_of_two_are_named(
 ) -> None:
     batch = lambda step: size * (0.55 + 0.4 * torch.rand(32, places))  # noqa: E731
     (finding,) = found(tmp_path, one_by_one(dtype), batch)
-    assert (finding.rule, finding.severity, finding.evidence["cause"]) == ("kept-narrow", "warning", "sums kept")
+    assert (finding.rule, finding.severity, finding.evidence["cause"]) == (
+        "kept-narrow",
+        "warning",
+        "sums stop at powers of two",
+    )
     assert "rounded away" in finding.meaning
 
 

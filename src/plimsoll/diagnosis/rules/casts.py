@@ -154,7 +154,7 @@ class CastSaturates(ShareRule):
         spans = spells(shares > self.cut, ~np.isnan(shares), self.samples)
         if spans:
             spots = worst(cells, spans, shares)
-            bound = float(most[spans[0][0], spans[0][2]])
+            bound = max(float(most[layer, last]) for layer, _, last in spans if cells.names[layer] == spots[0].name)
             evidence = {"cause": _CONSTANT_SCALE, "saturated": spots[0].value, "worst": spots[0].name, "bound": bound}
             yield self.finding(
                 "warning", spots, evidence, until_step=last_of(cells, spans), collection="activations", actions=(),

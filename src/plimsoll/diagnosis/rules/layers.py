@@ -500,9 +500,9 @@ class StructuralZeros(Rule):
         """Return where and since when."""
         if context.text("cause") == _DROPOUT:
             return Phrase(
-                what=f"{context.place} has set up to {percent(context.number('zeros'))} of its values to zero "
-                f"{context.since}, as a dropout does",
-                remedy="look whether it is given the share to keep in place of the share to drop",
+                what=f"about {percent(context.number('zeros'))} of what comes into {context.place} has been set to "
+                f"zero {context.since}, as a dropout does",
+                remedy="give it the share to drop, not the one to keep",
             )
         return Phrase(what=f"many {context.tensors} of {context.place} are zero in any format {context.since}")
 

@@ -352,6 +352,10 @@ class ScaleOscillation(Rule):
             remedy="use a longer growth interval or a SpectralScaler",
         )
 
+    def is_fatal(self, finding: Finding, last_step: int) -> bool:  # noqa: ARG002
+        """Return whether the scaler is made again: its scale never settles."""
+        return finding.evidence.get("cause") == _BEGUN_AGAIN
+
     def _leaps(self, scale: Floats) -> Ints:
         """Return where the scale leaps back to its first value and falls at the next step."""
         leaps = (np.diff(np.log2(scale)) >= self.leap) & (scale[1:] == scale[0])

@@ -450,7 +450,12 @@ class KeptNarrow(Rule):
         if spans:
             spots, until = worst(cells, spans, highest), last_of(cells, spans)
             kind = cells.format_of(spots[0].name)
-            evidence = {"cause": "sums kept", "format": kind, "worst": spots[0].name, "highest": spots[0].value}
+            evidence = {
+                "cause": "sums stop at powers of two",
+                "format": kind,
+                "worst": spots[0].name,
+                "highest": spots[0].value,
+            }
             yield self.finding(
                 "warning", spots, evidence, until_step=until, collection="activations",
                 meaning=f"Numbers are added one after another in {kind.upper()}, and the sums stop at powers of two: "

@@ -97,6 +97,10 @@ class UnderflowHigh(ScaleRule):
             remedy=remedy,
         )
 
+    def is_fatal(self, finding: Finding, last_step: int) -> bool:  # noqa: ARG002  (zeros stay zeros)
+        """Return whether a module puts out next to nothing: what comes after it cannot learn."""
+        return finding.evidence.get("cause") == _WITHIN
+
     def _flushed_from_the_output_on(self, view: View) -> Iterator[Finding]:
         """Yield parameter gradients that are zero since those of activations underflowed.
 

@@ -366,6 +366,8 @@ class GradientsMishandled(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the mistake and its remedy."""
         cause = context.text("cause")
+        if cause == _OF_SCALE:
+            return Phrase(what=f"the loss depends on the loss scale, seen {context.since}", remedy=_REMEDIES[cause])
         remedy = _REMEDIES.get(cause, "call scaler.unscale_(optimizer) before clipping")
         return Phrase(what=f"gradients are {cause}, seen {context.since}", remedy=remedy)
 
