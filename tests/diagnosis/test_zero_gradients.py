@@ -1,5 +1,6 @@
 """Gradients and moments that are exactly zero: which cause is named, and sound trainings that look alike."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,15 +238,34 @@ def test_a_cast_of_gradients_is_named_by_its_format(tmp_path: Path) -> None:
     assert e4m3.evidence["format"] == "e4m3" and "to E4M3, and" in e4m3.meaning
 
 
+def broken_at(step: int) -> Callable[[nn.Module], None]:
+    """All gradients of a step, and so all that follows, are NaN."""
+    done = itertools.count()
+
+    def run(model: nn.Module) -> None:
+        if next(done) == step:
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.fill_(torch.nan)
+
+    return run
+
+
 def test_second_moments_that_something_rounds_are_named(tmp_path: Path) -> None:
-    for name, codes, every in (("at each step", 255, 1), ("seen once", 255, 100), ("of 24 bits", 1 << 24, 1)):
+    for name, codes, more in (
+        ("at each step", 255, {}),
+        ("broken before the second sample", 255, {"every": 4, "before": broken_at(2)}),
+        ("of 24 bits", 1 << 24, {}),
+        ("of 24 bits, broken", 1 << 24, {"every": 4, "before": broken_at(2)}),
+        ("one step alone", 255, {"every": 100}),
+    ):
         path = tmp_path / name
-        found = train(path, layers(nn.Linear), lambda m, n=codes: Moments(m, torch.float32, 1.0, n), every=every)
-        if codes > 255:
-            assert found == [], name
+        found = train(path, layers(nn.Linear), lambda m, n=codes: Moments(m, torch.float32, 1.0, n), **more)
+        moments = [f for f in found if f.rule == "second-moment-lost"]
+        if codes > 255 or name == "one step alone":
+            assert moments == [], name
             continue
-        (moments,) = (f for f in found if f.rule == "second-moment-lost")
-        assert moments.evidence["cause"] == "a state that is rounded" and moments.since_step == 0, name
+        assert [f.evidence["cause"] for f in moments] == ["a state that is rounded"], name
         assert "second moments" in verdict(View(pl.Run(path)), found), name
 
 

@@ -142,10 +142,11 @@ class SecondMomentLost(Rule):
         shares = np.empty((0, 0))
         if cells is not None:
             shares = self._shares(cells)
-            # Where epsilon is zero too, the division is by zero: one sample is proof. Of a training whose moments are
-            # NaN at the second sample there are no more.
+            # Where epsilon is zero too, the division is by zero: one sample is proof. So it is where moments are NaN at
+            # all later samples.
             known = ~np.isnan(shares)
-            enough = 1 if certain else min(self.samples, np.count_nonzero(known.any(axis=0)))
+            is_broken = np.flatnonzero(known.any(axis=0)).tolist() == [0] and len(cells.steps) > 1
+            enough = 1 if certain or is_broken else self.samples
             spans = spells(shares > self.share, known, enough)
         if cells is None or not spans:
             yield from self._certain(view, certain)
