@@ -60,7 +60,7 @@ MOVED = {
     "scaling._spectral_rule": "scaling.spectral.rule",
     "scaling._static": "scaling.static",
     "scaling._trend": "scaling.spectral.trend",
-    "spectrum._blocks": "spectrum.block_record",
+    "spectrum._blocks": "spectrum.record",
     "spectrum._fit": "spectrum.fit.element_fit",
     "spectrum._source": "spectrum.source_format",
     "spectrum._spectrum": "spectrum.spectrum",

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plimsoll.spectrum.bias_and_noise import BiasAndNoise, split
-from plimsoll.spectrum.error_sums import ErrorSums
+from plimsoll.spectrum.error_sums import BiasAndNoise, ErrorSums, split
 
 SKETCH = 4096  # numbers; a bias below 1 / sqrt(28 * 4096), 5 % of the error's norm, is not seen with 8 draws
 

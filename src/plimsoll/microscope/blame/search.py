@@ -18,7 +18,7 @@ from plimsoll.microscope.blame.result import Blame, BlameRow, Direction, without
 from plimsoll.microscope.blame.step import ARITHMETIC, PASSES, Step
 from plimsoll.microscope.draws import Draws
 from plimsoll.microscope.perturbation import Perturbation
-from plimsoll.spectrum.bias_and_noise import BiasAndNoise
+from plimsoll.spectrum.error_sums import BiasAndNoise
 from plimsoll.text import percent
 from plimsoll.watch.session import watches_muted
 from plimsoll.watch.shadow.comparisons import compared
