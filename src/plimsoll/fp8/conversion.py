@@ -9,8 +9,7 @@ from plimsoll.errors import ArgumentError, StateError
 from plimsoll.fp8.layer_choice import Globs, Left, explicit, is_sharded, modules_of, why_not
 from plimsoll.fp8.linear import Linear
 from plimsoll.fp8.recipe import NO_FACTORS, Recipe, Scaling, checked
-from plimsoll.unit import nn as unit_nn
-from plimsoll.unit.factors import formulas
+from plimsoll.unit import formulas, nn as unit_nn
 from plimsoll.unit.functional.ideal_factors import resolve_factors
 
 

@@ -18,8 +18,8 @@ from plimsoll.fp8.products import is_autocasting
 from plimsoll.fp8.recipe import NO_FACTORS, Recipe, Scaling, checked
 from plimsoll.fp8.scales import DTYPES, FORMATS, ROLES, Role, absmax_of, scale_for
 from plimsoll.kernels.operators.fp8_cast import INPUTS, keep, padded
-from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.formulas import Constraint, Factors, root
+from plimsoll.unit import formulas
+from plimsoll.unit.formulas import Constraint, Factors, root
 from plimsoll.unit.functional.ideal_factors import resolve_factors
 from plimsoll.unit.functional.products import linear
 from plimsoll.unit.optim.parameter_kinds import tag

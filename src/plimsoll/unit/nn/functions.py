@@ -1,12 +1,12 @@
-"""Activations, softmax and dropout as modules. None of them works in place."""
+"""Activations, softmax, dropout and losses as modules. None of them works in place."""
 
 from typing import cast
 
 from torch import Tensor, nn
 
 from plimsoll.unit import functional as U  # noqa: N812
-from plimsoll.unit.arguments import check_not_inplace
-from plimsoll.unit.factors.formulas import Constraint
+from plimsoll.unit.arguments import check_mult, check_not_inplace
+from plimsoll.unit.formulas import Constraint
 from plimsoll.unit.nn.base import Constrained, Multiplied
 
 
@@ -96,3 +96,39 @@ class Dropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """See `unit.functional.dropout`."""
         return U.dropout(input, self.p, self.training)
+
+
+# -- losses, whose gradients start at unit scale; their values are torch's ---------------------------------------------
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """`torch.nn.CrossEntropyLoss` of `mult * input`."""
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        mult: float = 1.0,
+    ) -> None:
+        check_mult("CrossEntropyLoss", mult)
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        self.mult = mult
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """See `unit.functional.cross_entropy`."""
+        return U.cross_entropy(
+            input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, mult=self.mult
+        )
+
+
+class MSELoss(nn.MSELoss):
+    """`torch.nn.MSELoss`. See `unit.functional.mse_loss`. Arguments are torch's."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """See `unit.functional.mse_loss`."""
+        return U.mse_loss(input, target, self.reduction)
