@@ -13,8 +13,7 @@ from plimsoll.formats import Format
 from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING, FORMATS
 from plimsoll.kernels.numba_backend import threads
 from plimsoll.kernels.numba_backend.compiling import inlined, kernel, pointer
-from plimsoll.kernels.numba_backend.measuring.rows import word_address
-from plimsoll.kernels.numba_backend.memory import Words, pieces
+from plimsoll.kernels.numba_backend.memory import Words, pieces, word_address
 from plimsoll.kernels.operators.checks import is_dense
 
 
