@@ -1,4 +1,4 @@
-"""Blocks with adversarial largest magnitudes, classed as requirements need."""
+"""Inputs of block formats: adversarial blocks, and single values at a known scale."""
 
 import math
 from dataclasses import dataclass
@@ -7,9 +7,11 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from plimsoll.certification.probing.arrays import Values
-from plimsoll.formats import BlockFormat
+from plimsoll.certification.probing.arrays import Result, Values
+from plimsoll.certification.probing.conventions import SIDE, Call, CastConvention
+from plimsoll.formats import BlockFormat, Format
 
 # ordinary: far from a power of two and from where a rule's choice changes. edge: at such a place or one step off it.
 # range: where the scale would leave its format, or the largest magnitude is subnormal.
@@ -110,3 +112,34 @@ def ordinary_blocks(fmt: BlockFormat, count: int) -> Values:
     places = np.arange(count * fmt.block)
     values = (places * 7 % 16 + 1) / 8.0 * np.where(places % 2, -1.0, 1.0)
     return values.reshape(count, fmt.block)
+
+
+# -- single values in blocks of known scale ----------------------------------------------------------------------------
+
+# So a block format's elements are tried like any other cast. In an MX block the anchor is the largest power of two of
+# the element format, at which all four rules give the scale 1. In an NVFP4 block it is the largest element. One more
+# row then has the largest scale, which makes the tensor's scale 1.
+
+
+def element_call(convention: CastConvention, fmt: Format | BlockFormat) -> tuple[Call, float]:
+    """Return a call that rounds single values, and the largest magnitude it can try."""
+    if not isinstance(fmt, BlockFormat):
+        return convention.sized, math.inf
+    block, limit = fmt.block, fmt.element.max if fmt.scale.signed else 2.0**fmt.element.max_exponent
+
+    def anchored(x: Tensor) -> Result:
+        count = x.numel()
+        blocks = -(-count // (block - 1))
+        rows = -(-blocks * block // (SIDE * SIDE)) * SIDE + SIDE  # whole multiples, with room for the largest scale
+        room = torch.ones(rows * SIDE // block, block - 1, dtype=x.dtype)
+        room.view(-1)[:count] = x.reshape(-1)
+        # Values of a block format are put into blocks with the scale 1, and their magnitude must not change it.
+        anchor = torch.full((room.shape[0], 1), limit, dtype=x.dtype)
+        matrix = torch.cat([anchor, room], dim=1).reshape(rows, SIDE)
+        if fmt.tensor_scale:
+            matrix[-1, -block:] = fmt.element.max * fmt.scale.max
+        result = convention.sized(matrix)
+        elements = result.values.reshape(-1, block)[:, 1:].reshape(-1)[:count]
+        return Result(values=elements.reshape(tuple(x.shape)), dtype=result.dtype)
+
+    return anchored, limit
