@@ -17,10 +17,9 @@ from plimsoll.emulate.module_regions import cast_floating
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision.levels.active_level import ActiveLevel, check_stage
 from plimsoll.precision.levels.arithmetic import device_of
-from plimsoll.precision.levels.catalogue import level_named
+from plimsoll.precision.levels.catalogue import Schedule, Stage, level_named
 from plimsoll.precision.levels.distributed import any_rank, gradients_stay, level_on, process_group
 from plimsoll.precision.levels.policy import Policy
-from plimsoll.precision.levels.schedule import Schedule, Stage
 from plimsoll.precision.training import checkpoint
 from plimsoll.precision.training.batch_replay import Batch
 from plimsoll.precision.training.loop_control import LoopControl
