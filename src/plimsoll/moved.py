@@ -25,7 +25,7 @@ MOVED = {
     "emulate._autocast": "emulate.autocast",
     "emulate._counts": "emulate.operation_counts",
     "emulate._emulation": "emulate.context",
-    "emulate._lists": "emulate.casting.operation_lists",
+    "emulate._lists": "emulate.casting",
     "formats._block": "formats.block_format",
     "formats._format": "formats.element_format",
     "formats._plan": "formats.precision_plan",

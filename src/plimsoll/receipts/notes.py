@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from plimsoll.emulate.casting.operation_lists import CUDA
+from plimsoll.emulate.casting import CUDA
 from plimsoll.emulate.dispatch.thread_frame import categories_of
 from plimsoll.receipts.declared.deviations import ATTENTION, CROSS_ENTROPY, is_left_by_autocast
 from plimsoll.receipts.recording.entries import Entry
