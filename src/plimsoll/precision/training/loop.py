@@ -26,7 +26,7 @@ from plimsoll.precision.training.loop_control import LoopControl
 from plimsoll.precision.training.optimizer_step import Stepped, lowered, step_plainly, step_scaled
 from plimsoll.precision.training.plan_scaler import begin_at, check_scaling, scaler_of
 from plimsoll.scaling.layerwise.scaler import LayerScaler
-from plimsoll.scaling.step_outcome import StepOutcome
+from plimsoll.scaling.step import StepOutcome
 from plimsoll.watch import Watch
 from plimsoll.watch.names import unwrapped
 

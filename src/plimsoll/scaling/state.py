@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from plimsoll.errors import StateError
 from plimsoll.scaling import arguments
-from plimsoll.scaling.step_outcome import StepOutcome
+from plimsoll.scaling.step import StepOutcome
 from plimsoll.version import __version__
 
 SCHEMA = 1
