@@ -7,8 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from plimsoll.certification.blocks.inputs import blocks
-from plimsoll.certification.blocks.observed import RULES, expected_scales
+from plimsoll.certification.blocks import RULES, blocks, expected_scales
 from plimsoll.certification.elements.observed import Batch, Observed, inputs
 from plimsoll.formats import BLOCKS, BlockFormat, get, get_element
 from tests.support.cases import each

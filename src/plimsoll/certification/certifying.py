@@ -17,8 +17,7 @@ import torch
 
 from plimsoll import checks
 from plimsoll.certification import requirements
-from plimsoll.certification.blocks.inputs import element_call
-from plimsoll.certification.blocks.observed import RULES
+from plimsoll.certification.blocks import RULES, element_call
 from plimsoll.certification.certificate import KINDS, Counterexample, Inferred, Kind, Outcome, Row, Status
 from plimsoll.certification.codes import UnpackConvention
 from plimsoll.certification.elements import inference

@@ -5,8 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from plimsoll.certification.blocks.inputs import element_call
-from plimsoll.certification.blocks.observed import RULES, BlockTrials, rule_words
+from plimsoll.certification.blocks import RULES, BlockTrials, element_call, rule_words
 from plimsoll.certification.certificate import Kind, allowed_saturation
 from plimsoll.certification.codes import Decoded, UnpackConvention
 from plimsoll.certification.elements.inference import IN_WORDS, MODES, Draws, Rule, rounding_rule

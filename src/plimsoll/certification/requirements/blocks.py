@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from plimsoll.certification.blocks.inputs import ordinary_blocks
+from plimsoll.certification.blocks import ordinary_blocks
 from plimsoll.certification.certificate import IEEE_754, NVFP4_RECIPE, OCP_MX, TENSORS, Outcome
 from plimsoll.certification.probing.arrays import compared, same, tensor_of
 from plimsoll.certification.probing.conventions import SIDE
