@@ -47,74 +47,48 @@ def philox(counter: tuple[NDArray[np.uint64], ...], key: int) -> tuple[NDArray[n
 # -- codes -------------------------------------------------------------------------------------------------------------
 
 
-class Layout(Protocol):
+class _Layout(Protocol):
     """Properties of `Format` on which codes depend."""
 
     # `Format` itself is not imported, since it imports this module.
 
     @property
-    def name(self) -> str:
-        """Name of the format."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def bits(self) -> int:
-        """Width of a code."""
-        ...
+    def bits(self) -> int: ...
 
     @property
-    def exponent_bits(self) -> int:
-        """Width of the exponent."""
-        ...
+    def exponent_bits(self) -> int: ...
 
     @property
-    def mantissa_bits(self) -> int:
-        """Width of the mantissa."""
-        ...
+    def mantissa_bits(self) -> int: ...
 
     @property
-    def bias(self) -> int:
-        """Number subtracted from the exponent's code."""
-        ...
+    def bias(self) -> int: ...
 
     @property
-    def signed(self) -> bool:
-        """True if codes have a sign."""
-        ...
+    def signed(self) -> bool: ...
 
     @property
-    def specials(self) -> str:
-        """Kind of special values."""
-        ...
+    def specials(self) -> str: ...
 
     @property
-    def max_code(self) -> int:
-        """Largest code of a finite magnitude."""
-        ...
+    def max_code(self) -> int: ...
 
     @property
-    def min_exponent(self) -> int:
-        """Exponent of the smallest normal number."""
-        ...
+    def min_exponent(self) -> int: ...
 
     @property
-    def has_inf(self) -> bool:
-        """True if codes for infinities exist."""
-        ...
+    def has_inf(self) -> bool: ...
 
     @property
-    def has_nan(self) -> bool:
-        """True if a code for NaN exists."""
-        ...
+    def has_nan(self) -> bool: ...
 
     @property
-    def has_negative_zero(self) -> bool:
-        """True if -0 has a code."""
-        ...
+    def has_negative_zero(self) -> bool: ...
 
-    def saturates(self, saturate: bool | None) -> bool:
-        """Return whether values beyond the largest become the largest."""
-        ...
+    def saturates(self, saturate: bool | None) -> bool: ...
 
 
 Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"]
@@ -126,14 +100,14 @@ _WIDEST_INTEGER = 1 << 53  # up to here every integer is a float64 value
 _NATIVE = {"fp32": "numpy.float32 and .view(numpy.uint32)", "fp64": "numpy.float64 and .view(numpy.uint64)"}
 
 
-def decode(fmt: Layout, codes: ArrayLike) -> NDArray[np.float64]:
+def decode(fmt: _Layout, codes: ArrayLike) -> NDArray[np.float64]:
     """Return the values of codes, as `Format.decode` documents."""
     code = _checked_codes(fmt, codes)
     return np.asarray(_values(fmt)[code])
 
 
 @lru_cache(maxsize=64)
-def _values(fmt: Layout) -> NDArray[np.float64]:
+def _values(fmt: _Layout) -> NDArray[np.float64]:
     """Return the values of all codes of a format, in their order."""
     code = np.arange(1 << fmt.bits)
     magnitude = code & ((1 << (fmt.exponent_bits + fmt.mantissa_bits)) - 1)
@@ -155,7 +129,7 @@ def _values(fmt: Layout) -> NDArray[np.float64]:
 
 
 def encode(
-    fmt: Layout,
+    fmt: _Layout,
     values: ArrayLike,
     rounding: Rounding = "nearest_even",
     saturate: bool | None = None,
@@ -184,7 +158,7 @@ def encode(
     return code.astype(np.uint8 if fmt.bits <= 8 else np.uint16)
 
 
-def nan_code(fmt: Layout) -> int:
+def nan_code(fmt: _Layout) -> int:
     """Return the code of the positive, quiet NaN, or 0 if the format has none."""
     match fmt.specials:
         case "fnuz":
@@ -200,7 +174,7 @@ def nan_code(fmt: Layout) -> int:
 # The codec is float64 arithmetic (frexp, ldexp, floor) and shares nothing with the integer arithmetic of the kernels,
 # so each checks the other. It is exact: a value divided by the format's spacing at it (a power of two) loses no bit,
 # its whole part is the code up to an offset, and its fraction decides the rounding.
-def _truncate(fmt: Layout, magnitude: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _truncate(fmt: _Layout, magnitude: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return codes rounded toward zero, and the fractions of a spacing cut off."""
     exponent = np.frexp(magnitude)[1].astype(np.int64) - 1
     exponent = np.where(magnitude > 0, np.maximum(exponent, fmt.min_exponent), fmt.min_exponent)
@@ -254,7 +228,7 @@ def _key(generator: "int | np.random.Generator | None") -> int:
     return int(source.integers(-(1 << 63), (1 << 63) - 1, dtype=np.int64, endpoint=True))
 
 
-def _check_width(fmt: Layout, operation: str) -> None:
+def _check_width(fmt: _Layout, operation: str) -> None:
     if fmt.bits > _WIDEST_BITS:
         remedy = f"Use {_NATIVE[fmt.name]}" if fmt.name in _NATIVE else "Use plimsoll.cast for its values"
         raise FormatError(
@@ -278,7 +252,7 @@ def _check_rounding(rounding: Rounding, generator: object) -> None:
         )
 
 
-def _checked_codes(fmt: Layout, codes: ArrayLike) -> NDArray[np.int64]:
+def _checked_codes(fmt: _Layout, codes: ArrayLike) -> NDArray[np.int64]:
     _check_width(fmt, "decode")
     array = np.asarray(codes)
     if array.dtype.kind not in "iu" and array.size:
@@ -294,7 +268,7 @@ def _checked_codes(fmt: Layout, codes: ArrayLike) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _as_float64(fmt: Layout, values: ArrayLike) -> NDArray[np.float64]:
+def _as_float64(fmt: _Layout, values: ArrayLike) -> NDArray[np.float64]:
     """Return the values as float64, or raise if float64 would round one."""
     try:
         array: NDArray[Any] = np.asarray(values)
@@ -316,7 +290,7 @@ def _as_float64(fmt: Layout, values: ArrayLike) -> NDArray[np.float64]:
         return array.astype(np.float64)
 
 
-def _refuse_what_it_lacks(fmt: Layout, value: NDArray[np.float64]) -> None:
+def _refuse_what_it_lacks(fmt: _Layout, value: NDArray[np.float64]) -> None:
     if fmt.has_nan:
         return
     _refuse(fmt, np.isnan(value), "NaN", "Replace them, as by numpy.nan_to_num")
@@ -324,7 +298,7 @@ def _refuse_what_it_lacks(fmt: Layout, value: NDArray[np.float64]) -> None:
         _refuse(fmt, value < 0, "negative values", "Take their absolute values")
 
 
-def _refuse(fmt: Layout, lacking: NDArray[np.bool_], what: str, remedy: str) -> None:
+def _refuse(fmt: _Layout, lacking: NDArray[np.bool_], what: str, remedy: str) -> None:
     count = int(np.count_nonzero(lacking))
     if count:
         raise ArgumentError(
