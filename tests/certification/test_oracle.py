@@ -7,10 +7,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from plimsoll.certification.blocks.inputs import blocks
-from plimsoll.certification.blocks.scales import RULES, expected_scales
-from plimsoll.certification.elements.inputs import inputs
-from plimsoll.certification.elements.observed import Batch, Observed
+from plimsoll.certification.blocks import RULES, blocks, expected_scales
+from plimsoll.certification.elements.observed import Batch, Observed, inputs
 from plimsoll.formats import BLOCKS, BlockFormat, get, get_element
 from tests.support.cases import each
 from tests.support.formats import scalar_reference as scalar

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import plimsoll as pl
+from plimsoll.certification.certificate import SPECIFICATIONS, allowed_saturation, governing
 from plimsoll.certification.requirements import REQUIREMENTS
-from plimsoll.certification.specifications import SPECIFICATIONS, allowed_saturation, governing
 from plimsoll.formats import BLOCKS, ELEMENTS, get
 from tests.support.cases import each
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 import torch
 
 import plimsoll as pl
-from plimsoll.certification.probing.comparing import shortest
+from plimsoll.certification.probing.arrays import shortest
 from tests.support.cases import each
 from tests.support.certification.cast_faults import CASTS
 from tests.support.formats.scalar_reference import CATALOGUE, round_value

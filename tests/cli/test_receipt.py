@@ -15,7 +15,7 @@ from plimsoll.cli import app
 from plimsoll.cli.commands import receipt as command
 from plimsoll.precision import LEVELS
 from plimsoll.precision.levels.catalogue import ALIASES
-from plimsoll.receipts.files import ENDINGS
+from plimsoll.receipts.rendering import ENDINGS
 from tests.support import processes
 from tests.support.cases import each
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from plimsoll.emulate.autocast import Autocast
-from plimsoll.emulate.casting.operation_lists import CUDA
+from plimsoll.emulate.casting import CUDA
 from plimsoll.emulate.dispatch import operation_kernels, thread_frame
 from plimsoll.errors import ArgumentError
 from tests.support.cases import each

@@ -5,7 +5,7 @@ import torch
 
 import plimsoll as pl
 from plimsoll.emulate.autocast import Autocast
-from plimsoll.emulate.casting.operation_lists import CUDA
+from plimsoll.emulate.casting import CUDA
 from tests.support.cases import each
 from tests.support.emulate.calls import HIGH, LOW, NO_CPU_KERNEL, PROMOTE
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from plimsoll.emulate.casting.operation_lists import CATEGORIES, CUDA, OperationLists, operation_name
+from plimsoll.emulate.casting import CATEGORIES, CUDA, OperationLists, operation_name
 from plimsoll.emulate.dispatch.operation_kernels import overloads
 from plimsoll.errors import ArgumentError
 from tests.support.cases import each

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from plimsoll.errors import ArgumentError, FormatError
-from plimsoll.formats import BF16, E2M1, E4M3, E4M3FNUZ, E8M0, ELEMENTS, FP16, FP32, FP64, TF32, Format, get, philox
+from plimsoll.formats import BF16, E2M1, E4M3, E4M3FNUZ, E8M0, ELEMENTS, FP16, FP32, FP64, TF32, Format, codec, get
 from tests.support.cases import each
 from tests.support.formats import scalar_reference as scalar
 from tests.support.formats.edge_values import edges
@@ -83,7 +83,7 @@ def test_encode_rounds_as_the_reference_at_every_boundary(fmt, saturate, roundin
 def test_stochastic_rounding_compares_the_fraction_with_the_noise(fmt):
     spec = spec_of(fmt)
     values = np.concatenate([edges(spec, np.float64)[:-1], np.linspace(-3, 3, 1500) * fmt.smallest_normal])
-    words = philox.words(-77, values.size).tolist()
+    words = codec.words(-77, values.size).tolist()
     expected = [scalar.round_value(spec, v, "stochastic", True, w) for v, w in zip(values.tolist(), words, strict=True)]
     same(fmt.decode(fmt.encode(values, rounding="stochastic", saturate=True, generator=-77)), expected)
 
@@ -91,7 +91,7 @@ def test_stochastic_rounding_compares_the_fraction_with_the_noise(fmt):
 @each("fmt", [E4M3, FP16, E2M1], ids=lambda fmt: fmt.name)
 @each("start", [0, 1, 2])
 def test_the_noise_itself_is_the_threshold(fmt, start):
-    words = philox.words(8, 3000).astype(np.float64)
+    words = codec.words(8, 3000).astype(np.float64)
     values = fmt.smallest_subnormal * (start + np.stack([words, words + 1]) / 2**32)
     stays, leaves = (fmt.encode(row, rounding="stochastic", generator=8) for row in values)
     assert (stays == start).all()

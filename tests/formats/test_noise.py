@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from plimsoll.formats import philox
+from plimsoll.formats import codec
 from plimsoll.kernels import philox as kernel_noise
 from tests.support.cases import each
 
@@ -23,7 +23,7 @@ KNOWN_ANSWERS = [
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_philox_gives_the_published_answers(counter, key, expected):
-    words = philox.philox(tuple(np.array([word], np.uint64) for word in counter), key[0] | key[1] << 32)
+    words = codec.philox(tuple(np.array([word], np.uint64) for word in counter), key[0] | key[1] << 32)
     assert tuple(int(word[0]) for word in words) == expected
 
 
@@ -31,17 +31,17 @@ def test_philox_gives_the_published_answers(counter, key, expected):
 def test_both_forms_give_the_same_words(key):
     count = 5 * 1024 + 300
     expected = kernel_noise.words(torch.tensor(key), count)
-    np.testing.assert_array_equal(philox.words(key, count).astype(np.int64), expected.numpy())
+    np.testing.assert_array_equal(codec.words(key, count).astype(np.int64), expected.numpy())
 
 
 def test_the_layout_is_the_one_described():
-    words, key = philox.words(7, 4096), 7
+    words, key = codec.words(7, 4096), 7
     for index in (0, 255, 256, 511, 700, 1023, 1024, 3000):
         counter = (index >> 10) * 256 + (index & 255)
-        block = philox.philox(tuple(np.array([word], np.uint64) for word in (counter, 0, 0, 0)), key)
+        block = codec.philox(tuple(np.array([word], np.uint64) for word in (counter, 0, 0, 0)), key)
         assert words[index] == block[(index >> 8) & 3][0]
 
 
 def test_a_shorter_draw_is_the_start_of_a_longer_one():
-    np.testing.assert_array_equal(philox.words(3, 1500), philox.words(3, 4000)[:1500])
-    assert philox.words(3, 0).shape == (0,)
+    np.testing.assert_array_equal(codec.words(3, 1500), codec.words(3, 4000)[:1500])
+    assert codec.words(3, 0).shape == (0,)

@@ -7,7 +7,7 @@ import torch
 
 from plimsoll import fp8
 from plimsoll.formats import E4M3, E5M2, Format
-from plimsoll.fp8.scales import absmax_of, scale_for
+from plimsoll.fp8.casting import absmax_of, scale_for
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)

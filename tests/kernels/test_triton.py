@@ -35,12 +35,12 @@ from plimsoll.kernels.operators.cast_spec import (
     CastArguments,
     CastSpec,
 )
-from plimsoll.kernels.triton_backend.address_tables import Tables
-from plimsoll.kernels.triton_backend.measuring import launch
+from plimsoll.kernels.triton_backend import measuring
+from plimsoll.kernels.triton_backend.measuring import Tables
 from tests.support.cases import each
 from tests.support.spectra import assert_same_rows
 
-if not launch.interpreted():
+if not measuring.interpreted():
     pytest.skip("TRITON_INTERPRET was not set when triton was imported", allow_module_level=True)
 
 WIDE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -167,8 +167,8 @@ def test_measure_ragged_rows(shape: tuple[int, ...], block: int) -> None:
 def test_measure_launches_once_for_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[str] = []
     for name in ("measure_tensor", "measure_table"):
-        kernel = getattr(launch, name)
-        monkeypatch.setattr(launch, name, _Counted(kernel, launches, name))
+        kernel = getattr(measuring, name)
+        monkeypatch.setattr(measuring, name, _Counted(kernel, launches, name))
     bank = torch.zeros(9, row_layout.NARROW, dtype=torch.int64)
     triton_backend.measure([torch.ones(3), torch.ones(5000), torch.ones(0)], bank, [1, 4, 7], True, 0)
     assert launches == ["measure_table"]

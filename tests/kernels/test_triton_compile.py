@@ -141,8 +141,7 @@ def launch_measuring(case: list[str]) -> None:
 
     from plimsoll import row_layout
     from plimsoll.kernels import triton_backend
-    from plimsoll.kernels.triton_backend import input_bits
-    from plimsoll.kernels.triton_backend.measuring import launch
+    from plimsoll.kernels.triton_backend import input_bits, measuring
 
     def measure(lengths: tuple[int, ...], dtype: torch.dtype, block: int) -> None:
         bank = torch.zeros(4, row_layout.width(block), dtype=torch.int64)
@@ -157,7 +156,7 @@ def launch_measuring(case: list[str]) -> None:
     for dtype in (torch.bfloat16, torch.float64):
         case[0] = f"block record {dtype}"
         measure((7,), dtype, 32)
-    shorten(launch)
+    shorten(measuring)
     for dtype in others(input_bits.DTYPES):
         case[0] = f"measure {dtype}"
         measure((7,), dtype, 0)

@@ -285,7 +285,7 @@ def test_more_values_than_the_planes_of_a_sweep_hold():
 def test_float16_by_integers_for_a_processor_without_its_conversions():
     from numba import njit
 
-    from plimsoll.kernels.numba_backend.unscaling import kernels as unscaling
+    from plimsoll.kernels.numba_backend import unscaling
 
     narrow, widen = unscaling.half_by_integers, unscaling.widen_half
 

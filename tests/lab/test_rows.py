@@ -3,7 +3,7 @@
 import itertools
 
 from plimsoll.scaling import Hysteresis
-from plimsoll.scaling.state.growth_rule import Rule, RuleState, advance
+from plimsoll.scaling.dynamic import Rule, RuleState, advance
 
 STEPS, INTERVAL, SHRINKS = 60_000, 2000, 8  # the last: binades by which gradients shrink in so many steps
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.precision import MasterWeights
-from plimsoll.precision.manual_masters import (
+from plimsoll.precision.weights.master_weights import (
     masters_to_model_parameters,
     model_and_master_parameters,
     model_gradients_to_masters,

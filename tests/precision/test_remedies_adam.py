@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.precision import MasterWeights
-from plimsoll.precision.workarounds.adam_guard import guard_adam, largest_ratio
+from plimsoll.precision.workarounds import guard_adam, largest_ratio
 from tests.support.cases import each
 
 RATIO = largest_ratio(0.9, 0.999)

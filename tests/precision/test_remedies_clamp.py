@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision.workarounds.residual_clamp import Clamped, clamp_residuals
+from plimsoll.precision.workarounds import Clamped, clamp_residuals
 from tests.support.cases import each
 
 FP16_MAX = 65504.0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import plimsoll as pl
 from plimsoll.precision import KahanWeights, StochasticWeights
 from plimsoll.precision.weights.base import SixteenBitOptimizer
-from plimsoll.precision.weights.stochastic import mixed
+from plimsoll.precision.weights.bfloat16 import mixed
 from tests.support.cases import each
 
 KINDS: dict[str, Callable[..., SixteenBitOptimizer]] = {"stochastic": StochasticWeights, "Kahan": KahanWeights}

@@ -13,8 +13,8 @@ from IPython.lib.pretty import pretty
 
 from plimsoll.errors import ArgumentError
 from plimsoll.receipts import KINDS, Deviation, MemoryUse, Receipt, Row, TensorRow
-from plimsoll.receipts.files import markdown
 from plimsoll.receipts.recording.operations import KINDS as OPERATIONS
+from plimsoll.receipts.rendering import markdown
 from tests.support.cases import each
 from tests.support.receipts.planted import PLANTED
 

@@ -14,7 +14,7 @@ import plimsoll as pl
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision.weights.master_weights import MasterWeights
 from plimsoll.scaling import LayerScaler
-from plimsoll.scaling.layerwise.edge_marks import marked
+from plimsoll.scaling.layerwise.forward_mode import marked
 from tests.support.scaling.layer_models import D, Written, linears, made, needs_wide_gradients
 
 DEPTH, WIDTH, SHRINK = 10, 32, 50.0

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 
 from plimsoll.scaling import DynamicScaler, Hysteresis
-from plimsoll.scaling.state.growth_rule import Rule, RuleState, advance
+from plimsoll.scaling.dynamic import Rule, RuleState, advance
 from tests.support.scaling.steps import scales
 
 TRACES = st.lists(st.booleans(), min_size=1, max_size=120)

@@ -15,7 +15,7 @@ from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.scaling import DynamicScaler, SpectralScaler
 from plimsoll.scaling.spectral.rule import MeasuredStep, Memory
-from plimsoll.scaling.spectral.window_checks import StepNumbers
+from plimsoll.scaling.spectral.scale_windows import StepNumbers
 from tests.support.cases import each
 from tests.support.scaling.steps import host_reads_nothing, mlp, scales, take, weight
 

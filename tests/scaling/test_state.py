@@ -13,7 +13,7 @@ from torch import nn
 
 from plimsoll.errors import StateError
 from plimsoll.scaling import DynamicScaler, Hysteresis, SpectralScaler, StaticScaler
-from plimsoll.scaling.state.persistence import SCHEMA
+from plimsoll.scaling.state import SCHEMA
 from tests.support.cases import each
 from tests.support.scaling.steps import mlp, same_tensors, scales, take, weight
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import ArgumentError, PlimsollError, StateError, UnsupportedTensorError
-from plimsoll.scaling import DynamicScaler, Hysteresis, StaticScaler, StepOutcome
-from plimsoll.scaling.step import gradients
+from plimsoll.scaling import DynamicScaler, Hysteresis, StaticScaler, StepOutcome, step
 from tests.support.cases import each
 from tests.support.scaling.steps import host_reads_nothing, outcomes, same_tensors, scales, take, weight
 from tests.support.versions import only_from
@@ -209,7 +208,7 @@ def test_two_optimizers_have_an_outcome_each() -> None:
 
 def test_gradients_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two names of the CPU stand for two devices; the decision is one."""
-    gather = gradients.gather
+    gather = step.gather
 
     def split(optimizer: Any, *, half: bool = True) -> Any:
         found = gather(optimizer, half=half)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from scipy import stats
 
-from plimsoll.scaling.spectral.trend import ERRORS, FEW, UNKNOWN, VALUES, Trend
+from plimsoll.scaling.spectral.rule import ERRORS, FEW, UNKNOWN, VALUES, Trend
 
 FINITE = st.floats(-200, 200, allow_subnormal=False)
 

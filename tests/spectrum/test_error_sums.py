@@ -10,8 +10,7 @@ import torch
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError
 from plimsoll.spectrum import ErrorSums
-from plimsoll.spectrum.bias_and_noise import split
-from plimsoll.spectrum.error_sums import NAMES
+from plimsoll.spectrum.error_sums import NAMES, split
 from tests.support.cases import each
 
 RNG = np.random.default_rng(0)

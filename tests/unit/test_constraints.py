@@ -3,7 +3,7 @@
 import pytest
 
 from plimsoll.errors import ArgumentError
-from plimsoll.unit.factors.formulas import constrained
+from plimsoll.unit.formulas import constrained
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 from scipy import integrate, special
 
-from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.nonlinear import gated, largest, nonlinear, off_centre
-from plimsoll.unit.factors.softmax_moments import along, attention_curves, log_variance, moments, softmax_curves
+from plimsoll.unit import formulas
+from plimsoll.unit.formulas import (
+    along,
+    attention_curves,
+    gated,
+    largest,
+    log_variance,
+    moments,
+    nonlinear,
+    off_centre,
+    softmax_curves,
+)
 from tests.support.cases import each
 
 MULTS = (0.05, 0.5, 1.0, 2.0, 5.0)

@@ -17,12 +17,11 @@ import torch
 
 from plimsoll import checks
 from plimsoll.certification import requirements
-from plimsoll.certification.blocks.anchored import element_call
-from plimsoll.certification.blocks.scales import RULES
+from plimsoll.certification.blocks import RULES, element_call
 from plimsoll.certification.certificate import KINDS, Counterexample, Inferred, Kind, Outcome, Row, Status
 from plimsoll.certification.codes import UnpackConvention
 from plimsoll.certification.elements import inference
-from plimsoll.certification.elements.stochastic import varies
+from plimsoll.certification.elements.inference import varies
 from plimsoll.certification.probing.arrays import CallFailedError, element_of
 from plimsoll.certification.probing.caller import Caller, OutOfTimeError, kept_generators
 from plimsoll.certification.probing.conventions import CastConvention

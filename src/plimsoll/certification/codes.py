@@ -13,15 +13,17 @@ from torch import Tensor
 from plimsoll.certification.certificate import Outcome
 from plimsoll.certification.probing.arrays import (
     CallFailedError,
+    Mask,
     Result,
     Values,
+    compared,
     element_of,
     format_of_dtype,
     held,
     read_values,
+    same,
 )
 from plimsoll.certification.probing.caller import Caller, refusal
-from plimsoll.certification.probing.comparing import Mask, compared, same
 from plimsoll.certification.probing.conventions import SIDE, HalfOrder
 from plimsoll.formats import BlockFormat, Format
 from plimsoll.rounding import Packed

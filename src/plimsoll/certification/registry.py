@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from plimsoll.certification.certificate import Kind, Outcome
-from plimsoll.certification.specifications import Specification, governing
+from plimsoll.certification.certificate import Kind, Outcome, Specification, governing
 
 if TYPE_CHECKING:
     from plimsoll.certification.trial import Subject, Trial

@@ -5,22 +5,16 @@ from functools import cached_property
 
 import numpy as np
 
-from plimsoll.certification.blocks.anchored import element_call
-from plimsoll.certification.blocks.observed import BlockTrials
-from plimsoll.certification.blocks.scales import RULES, rule_words
-from plimsoll.certification.certificate import Kind
+from plimsoll.certification.blocks import RULES, BlockTrials, element_call, rule_words
+from plimsoll.certification.certificate import Kind, allowed_saturation
 from plimsoll.certification.codes import Decoded, UnpackConvention
-from plimsoll.certification.elements.inference import IN_WORDS, MODES, Rule, rounding_rule
-from plimsoll.certification.elements.inputs import observe
-from plimsoll.certification.elements.observed import Observed
-from plimsoll.certification.elements.stochastic import Draws
-from plimsoll.certification.probing.arrays import CallFailedError, Values, element_of
+from plimsoll.certification.elements.inference import IN_WORDS, MODES, Draws, Rule, rounding_rule
+from plimsoll.certification.elements.observed import Observed, observe
+from plimsoll.certification.probing.arrays import CallFailedError, Mask, Values, element_of, same
 from plimsoll.certification.probing.caller import Caller, OutOfTimeError
-from plimsoll.certification.probing.comparing import Mask, same
 from plimsoll.certification.probing.conventions import CastConvention
 from plimsoll.certification.reductions.observed import Reduction
 from plimsoll.certification.reductions.reducer import Reducer
-from plimsoll.certification.specifications import allowed_saturation
 from plimsoll.formats import BlockFormat, Format
 from plimsoll.formats.codec import Rounding
 

@@ -5,7 +5,7 @@ The package can be called as its function: ``plimsoll.emulate(...)``.
 
 from plimsoll import exports
 from plimsoll.emulate.autocast import Autocast as Autocast
-from plimsoll.emulate.casting.operation_lists import CUDA as CUDA, OperationLists as OperationLists
+from plimsoll.emulate.casting import CUDA as CUDA, OperationLists as OperationLists
 from plimsoll.emulate.context import Emulation as Emulation
 from plimsoll.emulate.entry import emulate as emulate
 from plimsoll.emulate.operation_counts import Operations as Operations

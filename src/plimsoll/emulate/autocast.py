@@ -14,8 +14,7 @@ from types import TracebackType
 
 import torch
 
-from plimsoll.emulate.casting.argument_casts import CastCache
-from plimsoll.emulate.casting.operation_lists import CUDA, OperationLists
+from plimsoll.emulate.casting import CUDA, CastCache, OperationLists
 from plimsoll.emulate.dispatch import frame_entry, thread_frame
 from plimsoll.emulate.dispatch.thread_frame import Frame
 from plimsoll.errors import ArgumentError

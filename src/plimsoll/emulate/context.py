@@ -10,14 +10,13 @@ from types import TracebackType
 import torch
 
 from plimsoll.emulate.autocast import casting, mha_in_python
-from plimsoll.emulate.casting.operation_lists import OperationLists
+from plimsoll.emulate.casting import OperationLists
 from plimsoll.emulate.dispatch import frame_entry, thread_frame
 from plimsoll.emulate.dispatch.thread_frame import Frame, Rule
 from plimsoll.emulate.operation_counts import Counts, Operations
 from plimsoll.emulate.operations import fp32_operations
-from plimsoll.emulate.operations.convolutions import Convolutions
-from plimsoll.emulate.operations.lstm import lstm
-from plimsoll.emulate.operations.products import Attention, Products
+from plimsoll.emulate.operations.fp32_operations import lstm
+from plimsoll.emulate.operations.products import Attention, Convolutions, Products
 from plimsoll.emulate.operations.rounded_results import Rounded, RoundingTracer, within
 from plimsoll.emulate.recipe import Recipe
 from plimsoll.formats import get

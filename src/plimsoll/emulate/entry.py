@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plimsoll.emulate.casting.operation_lists import CUDA, OperationLists, operation_name
+from plimsoll.emulate.casting import CUDA, OperationLists, operation_name
 from plimsoll.emulate.context import Emulation
 from plimsoll.emulate.module_regions import is_native
 from plimsoll.emulate.plan_context import PlannedEmulation, check_alone, plan_of

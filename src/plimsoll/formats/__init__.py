@@ -5,7 +5,6 @@ catalogue.
 """
 
 from plimsoll import exports
-from plimsoll.formats.block_format import BlockFormat as BlockFormat
 from plimsoll.formats.catalogue import (
     ALIASES as ALIASES,
     BF16 as BF16,
@@ -33,7 +32,7 @@ from plimsoll.formats.catalogue import (
     get as get,
     get_element as get_element,
 )
-from plimsoll.formats.element_format import Format as Format, Specials as Specials
 from plimsoll.formats.precision_plan import ROLES as ROLES, ModulePlan as ModulePlan, Plan as Plan, Role as Role
+from plimsoll.formats.records import BlockFormat as BlockFormat, Format as Format, Specials as Specials
 
 exports.show_classes(__name__)

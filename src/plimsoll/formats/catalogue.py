@@ -10,8 +10,7 @@ from typing import Any
 
 from plimsoll import checks
 from plimsoll.errors import FormatError
-from plimsoll.formats.block_format import BlockFormat
-from plimsoll.formats.element_format import Format
+from plimsoll.formats.records import BlockFormat, Format
 
 # The first compute capability whose matrix units take the format: NVIDIA's CUDA C++ programming guide, "Compute
 # Capabilities", and the Volta, Ampere, Ada/Hopper and Blackwell architecture papers.

@@ -8,77 +8,87 @@ from numpy.typing import ArrayLike, NDArray
 
 from plimsoll import checks
 from plimsoll.errors import ArgumentError, FormatError
-from plimsoll.formats import philox
+
+# -- Philox4x32-10: the noise of stochastic rounding, equal to the kernels' --------------------------------------------
+
+_ROUNDS = 10
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFF_FFFF
 
 
-class Layout(Protocol):
+# The counter layout is that of `plimsoll.kernels.philox`: value i of the flattened array takes word `(i >> 8) & 3` of
+# the Philox block (Salmon et al., SC 2011) with counter `(i >> 10) * 256 + (i & 255)`. The low and high halves of the
+# key are its two key words. This form exists since formats import no torch. `tests/formats/test_noise.py` compares the
+# two with each other, and both with the published test vectors.
+def words(key: int, count: int) -> NDArray[np.uint64]:
+    """Return the words, 0 to 2**32 - 1, of values 0 to `count`, for a key mod 2**64."""
+    index = np.arange(count, dtype=np.uint64)
+    counter = (index >> np.uint64(10)) * np.uint64(256) + (index & np.uint64(255))
+    zeros = np.zeros_like(counter)
+    state = philox((counter & np.uint64(_WORD), counter >> np.uint64(32), zeros, zeros), key)
+    lane = (index >> np.uint64(8)) & np.uint64(3)
+    return np.select([lane == word for word in range(3)], state[:3], state[3])
+
+
+def philox(counter: tuple[NDArray[np.uint64], ...], key: int) -> tuple[NDArray[np.uint64], ...]:
+    """Return four output words of each counter, given as four arrays of 32-bit words."""
+    c0, c1, c2, c3 = counter
+    low, high = key & _WORD, (key >> 32) & _WORD
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = (product1 >> np.uint64(32)) ^ c1 ^ np.uint64(low)
+        c2 = (product0 >> np.uint64(32)) ^ c3 ^ np.uint64(high)
+        c1, c3 = product1 & np.uint64(_WORD), product0 & np.uint64(_WORD)
+        low, high = (low + _WEYL[0]) & _WORD, (high + _WEYL[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+# -- codes -------------------------------------------------------------------------------------------------------------
+
+
+class _Layout(Protocol):
     """Properties of `Format` on which codes depend."""
 
     # `Format` itself is not imported, since it imports this module.
 
     @property
-    def name(self) -> str:
-        """Name of the format."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def bits(self) -> int:
-        """Width of a code."""
-        ...
+    def bits(self) -> int: ...
 
     @property
-    def exponent_bits(self) -> int:
-        """Width of the exponent."""
-        ...
+    def exponent_bits(self) -> int: ...
 
     @property
-    def mantissa_bits(self) -> int:
-        """Width of the mantissa."""
-        ...
+    def mantissa_bits(self) -> int: ...
 
     @property
-    def bias(self) -> int:
-        """Number subtracted from the exponent's code."""
-        ...
+    def bias(self) -> int: ...
 
     @property
-    def signed(self) -> bool:
-        """True if codes have a sign."""
-        ...
+    def signed(self) -> bool: ...
 
     @property
-    def specials(self) -> str:
-        """Kind of special values."""
-        ...
+    def specials(self) -> str: ...
 
     @property
-    def max_code(self) -> int:
-        """Largest code of a finite magnitude."""
-        ...
+    def max_code(self) -> int: ...
 
     @property
-    def min_exponent(self) -> int:
-        """Exponent of the smallest normal number."""
-        ...
+    def min_exponent(self) -> int: ...
 
     @property
-    def has_inf(self) -> bool:
-        """True if codes for infinities exist."""
-        ...
+    def has_inf(self) -> bool: ...
 
     @property
-    def has_nan(self) -> bool:
-        """True if a code for NaN exists."""
-        ...
+    def has_nan(self) -> bool: ...
 
     @property
-    def has_negative_zero(self) -> bool:
-        """True if -0 has a code."""
-        ...
+    def has_negative_zero(self) -> bool: ...
 
-    def saturates(self, saturate: bool | None) -> bool:
-        """Return whether values beyond the largest become the largest."""
-        ...
+    def saturates(self, saturate: bool | None) -> bool: ...
 
 
 Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"]
@@ -90,14 +100,14 @@ _WIDEST_INTEGER = 1 << 53  # up to here every integer is a float64 value
 _NATIVE = {"fp32": "numpy.float32 and .view(numpy.uint32)", "fp64": "numpy.float64 and .view(numpy.uint64)"}
 
 
-def decode(fmt: Layout, codes: ArrayLike) -> NDArray[np.float64]:
+def decode(fmt: _Layout, codes: ArrayLike) -> NDArray[np.float64]:
     """Return the values of codes, as `Format.decode` documents."""
     code = _checked_codes(fmt, codes)
     return np.asarray(_values(fmt)[code])
 
 
 @lru_cache(maxsize=64)
-def _values(fmt: Layout) -> NDArray[np.float64]:
+def _values(fmt: _Layout) -> NDArray[np.float64]:
     """Return the values of all codes of a format, in their order."""
     code = np.arange(1 << fmt.bits)
     magnitude = code & ((1 << (fmt.exponent_bits + fmt.mantissa_bits)) - 1)
@@ -119,7 +129,7 @@ def _values(fmt: Layout) -> NDArray[np.float64]:
 
 
 def encode(
-    fmt: Layout,
+    fmt: _Layout,
     values: ArrayLike,
     rounding: Rounding = "nearest_even",
     saturate: bool | None = None,
@@ -148,7 +158,7 @@ def encode(
     return code.astype(np.uint8 if fmt.bits <= 8 else np.uint16)
 
 
-def nan_code(fmt: Layout) -> int:
+def nan_code(fmt: _Layout) -> int:
     """Return the code of the positive, quiet NaN, or 0 if the format has none."""
     match fmt.specials:
         case "fnuz":
@@ -164,7 +174,7 @@ def nan_code(fmt: Layout) -> int:
 # The codec is float64 arithmetic (frexp, ldexp, floor) and shares nothing with the integer arithmetic of the kernels,
 # so each checks the other. It is exact: a value divided by the format's spacing at it (a power of two) loses no bit,
 # its whole part is the code up to an offset, and its fraction decides the rounding.
-def _truncate(fmt: Layout, magnitude: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _truncate(fmt: _Layout, magnitude: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return codes rounded toward zero, and the fractions of a spacing cut off."""
     exponent = np.frexp(magnitude)[1].astype(np.int64) - 1
     exponent = np.where(magnitude > 0, np.maximum(exponent, fmt.min_exponent), fmt.min_exponent)
@@ -196,7 +206,7 @@ def _rounds_away(
         case "down":
             return (fraction > 0) & negative
         case "stochastic":
-            noise = philox.words(_key(generator), code.size).reshape(code.shape)
+            noise = words(_key(generator), code.size).reshape(code.shape)
             return noise < np.floor(np.ldexp(fraction, 32))
         case _:
             return np.zeros(code.shape, dtype=np.bool_)
@@ -218,7 +228,7 @@ def _key(generator: "int | np.random.Generator | None") -> int:
     return int(source.integers(-(1 << 63), (1 << 63) - 1, dtype=np.int64, endpoint=True))
 
 
-def _check_width(fmt: Layout, operation: str) -> None:
+def _check_width(fmt: _Layout, operation: str) -> None:
     if fmt.bits > _WIDEST_BITS:
         remedy = f"Use {_NATIVE[fmt.name]}" if fmt.name in _NATIVE else "Use plimsoll.cast for its values"
         raise FormatError(
@@ -242,7 +252,7 @@ def _check_rounding(rounding: Rounding, generator: object) -> None:
         )
 
 
-def _checked_codes(fmt: Layout, codes: ArrayLike) -> NDArray[np.int64]:
+def _checked_codes(fmt: _Layout, codes: ArrayLike) -> NDArray[np.int64]:
     _check_width(fmt, "decode")
     array = np.asarray(codes)
     if array.dtype.kind not in "iu" and array.size:
@@ -258,7 +268,7 @@ def _checked_codes(fmt: Layout, codes: ArrayLike) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _as_float64(fmt: Layout, values: ArrayLike) -> NDArray[np.float64]:
+def _as_float64(fmt: _Layout, values: ArrayLike) -> NDArray[np.float64]:
     """Return the values as float64, or raise if float64 would round one."""
     try:
         array: NDArray[Any] = np.asarray(values)
@@ -280,7 +290,7 @@ def _as_float64(fmt: Layout, values: ArrayLike) -> NDArray[np.float64]:
         return array.astype(np.float64)
 
 
-def _refuse_what_it_lacks(fmt: Layout, value: NDArray[np.float64]) -> None:
+def _refuse_what_it_lacks(fmt: _Layout, value: NDArray[np.float64]) -> None:
     if fmt.has_nan:
         return
     _refuse(fmt, np.isnan(value), "NaN", "Replace them, as by numpy.nan_to_num")
@@ -288,7 +298,7 @@ def _refuse_what_it_lacks(fmt: Layout, value: NDArray[np.float64]) -> None:
         _refuse(fmt, value < 0, "negative values", "Take their absolute values")
 
 
-def _refuse(fmt: Layout, lacking: NDArray[np.bool_], what: str, remedy: str) -> None:
+def _refuse(fmt: _Layout, lacking: NDArray[np.bool_], what: str, remedy: str) -> None:
     count = int(np.count_nonzero(lacking))
     if count:
         raise ArgumentError(

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from plimsoll.errors import ArgumentError, FormatError
-from plimsoll.formats.block_format import BlockFormat
 from plimsoll.formats.catalogue import get
-from plimsoll.formats.element_format import Format
+from plimsoll.formats.records import BlockFormat, Format
 from plimsoll.intervals import Interval
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.text import percent

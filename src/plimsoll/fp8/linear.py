@@ -11,15 +11,24 @@ from plimsoll.emulate.operations.products import Products
 from plimsoll.emulate.recipe import recipe as emulated
 from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
 from plimsoll.formats import E4M3
-from plimsoll.fp8 import scales as delayed_scaling
-from plimsoll.fp8.autograd_function import Constants, Fp8Product, Marks
-from plimsoll.fp8.casting import Codes, Counting, check_counting, to_codes
-from plimsoll.fp8.products import is_autocasting
+from plimsoll.fp8 import casting
+from plimsoll.fp8.casting import (
+    DTYPES,
+    FORMATS,
+    ROLES,
+    Codes,
+    Counting,
+    Role,
+    absmax_of,
+    check_counting,
+    scale_for,
+    to_codes,
+)
+from plimsoll.fp8.products import Constants, Fp8Product, Marks, is_autocasting
 from plimsoll.fp8.recipe import NO_FACTORS, Recipe, Scaling, checked
-from plimsoll.fp8.scales import DTYPES, FORMATS, ROLES, Role, absmax_of, scale_for
 from plimsoll.kernels.operators.fp8_cast import INPUTS, keep, padded
-from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.formulas import Constraint, Factors, root
+from plimsoll.unit import formulas
+from plimsoll.unit.formulas import Constraint, Factors, root
 from plimsoll.unit.functional.ideal_factors import resolve_factors
 from plimsoll.unit.functional.products import linear
 from plimsoll.unit.optim.parameter_kinds import tag
@@ -110,7 +119,7 @@ class Linear(nn.Linear):
             self.register_buffer("fp8_scales", torch.ones(2, device=device), persistent=False)
             self.register_buffer("fp8_gradient_scale", torch.ones((), device=device), persistent=False)
         if recipe.history:
-            delayed_scaling.add_buffers(self, recipe.history, device)
+            casting.add_buffers(self, recipe.history, device)
 
     def casts(self) -> dict[Role, tuple[str, float | Tensor]]:
         """Return the format's name and the scale of each role's cast.
@@ -177,7 +186,7 @@ class Linear(nn.Linear):
         first = self.fp8_first
         with torch.no_grad():
             if recipe.history and training:
-                delayed_scaling.begin_forward(self)
+                casting.begin_forward(self)
                 if not torch.compiler.is_compiling():  # no side effect where a compiler checkpoints
                     self.fp8_first = False
             weight = self._weight_codes(training, training and x.requires_grad, first)
@@ -247,7 +256,7 @@ class Linear(nn.Linear):
         if recipe.scaling == "unit":
             return None
         if recipe.history:
-            scale = keep(delayed_scaling.forward_scale(self, index, x, training, first, recipe.margin))
+            scale = keep(casting.forward_scale(self, index, x, training, first, recipe.margin))
         else:
             scale = scale_for(absmax_of(x), E4M3, recipe.margin)
         self.get_buffer("fp8_scales")[index].copy_(scale)
@@ -276,7 +285,7 @@ class Linear(nn.Linear):
         marks = Marks(self.get_buffer("fp8_gradient_scale"), bank=bank, row=row)
         if not recipe.history:
             return marks
-        history, absmax, step = (self.get_buffer(name) for name in delayed_scaling.BACKWARD)
+        history, absmax, step = (self.get_buffer(name) for name in casting.BACKWARD)
         forward_step = keep(self.get_buffer("fp8_step"))
         return marks._replace(history=history, absmax=absmax, step=step, forward_step=forward_step)
 

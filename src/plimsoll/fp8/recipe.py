@@ -5,7 +5,7 @@ from typing import Literal, cast, get_args
 
 from plimsoll import checks
 from plimsoll.errors import ArgumentError
-from plimsoll.unit.factors.formulas import Factors
+from plimsoll.unit.formulas import Factors
 
 Scaling = Literal["unit", "tensor"]
 _NAMES: tuple[str, ...] = get_args(Scaling)

@@ -14,10 +14,8 @@ from plimsoll.errors import ArgumentError, PlimsollError, StateError
 from plimsoll.formats import get
 from plimsoll.microscope.blame.search import Blamer
 from plimsoll.microscope.closure_shadow import ClosureShadow
-from plimsoll.microscope.draws import Draws
-from plimsoll.microscope.perturbation import Perturbation
+from plimsoll.microscope.draws import Draws, Perturbation, untouched
 from plimsoll.microscope.report import SHADOWED, ErrorReport, ErrorRow
-from plimsoll.microscope.untouched import untouched
 from plimsoll.watch import watch
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.session import watches_muted

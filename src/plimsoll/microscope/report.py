@@ -10,7 +10,7 @@ from plimsoll.errors import NotRecordedError
 from plimsoll.microscope.blame.result import Blame, without_model
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Interval
-from plimsoll.spectrum.bias_and_noise import CONFIDENCE
+from plimsoll.spectrum.error_sums import CONFIDENCE
 from plimsoll.tensor_collections import COLLECTIONS, LABELS
 from plimsoll.text import aligned, counted, number, percent
 

@@ -24,7 +24,7 @@ from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.errors import ArgumentError, NotRecordedError, PlimsollError
 from plimsoll.formats import Plan
 from plimsoll.kernels.dtypes import TRAINING
-from plimsoll.microscope.untouched import untouched
+from plimsoll.microscope.draws import untouched
 from plimsoll.probing import forward, sources
 from plimsoll.probing.comparison import Calls, Comparison, Context, compare
 from plimsoll.probing.question import Question

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import ArgumentError, PlimsollError
-from plimsoll.microscope.untouched import untouched
+from plimsoll.microscope.draws import untouched
 from plimsoll.probing.comparison import Calls
 from plimsoll.probing.entry import COLLECT, examine
 from plimsoll.probing.question import Question

@@ -4,11 +4,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from plimsoll.emulate.casting.operation_lists import CUDA
+from plimsoll.emulate.casting import CUDA
 from plimsoll.emulate.dispatch.thread_frame import categories_of
 from plimsoll.receipts.declared.deviations import ATTENTION, CROSS_ENTROPY, is_left_by_autocast
-from plimsoll.receipts.recording.entries import Entry
-from plimsoll.receipts.recording.operations import MULTIPLYING, listed_as
+from plimsoll.receipts.recording.operations import MULTIPLYING, Entry, listed_as
 from plimsoll.receipts.recording.training import Recording
 from plimsoll.receipts.recording.values import narrower
 from plimsoll.receipts.rows import Row

@@ -43,7 +43,7 @@ class Receipt(ReceiptRecord, NotebookRepr):
 
     def to_dict(self) -> dict[str, object]:
         """Return the receipt as data that JSON can hold."""
-        from plimsoll.receipts.files import data
+        from plimsoll.receipts.rendering import data
 
         return data(self)
 
@@ -53,7 +53,7 @@ class Receipt(ReceiptRecord, NotebookRepr):
         Raises:
             ArgumentError: The path ends in something else, or cannot be written.
         """
-        from plimsoll.receipts.files import write
+        from plimsoll.receipts.rendering import write
 
         write(self, path)
 
@@ -63,17 +63,17 @@ class Receipt(ReceiptRecord, NotebookRepr):
         Args:
             full: Whether every row is listed. Default: rows that are alike are one line.
         """
-        from plimsoll.receipts.terminal import renderable
+        from plimsoll.receipts.rendering import renderable
 
         return renderable(self, full=full)
 
     def __str__(self) -> str:
         """Return the receipt as plain text."""
-        from plimsoll.receipts.files import text
+        from plimsoll.receipts.rendering import text
 
         return text(self)
 
     def _repr_html_(self) -> str:
-        from plimsoll.receipts.page import fragment
+        from plimsoll.receipts.rendering import fragment
 
         return fragment(self)

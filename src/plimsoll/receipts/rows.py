@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from plimsoll.receipts.recording.entries import Cause as Cause, Phase as Phase, Where as Where
-from plimsoll.receipts.recording.operations import Kind as Kind
+from plimsoll.receipts.recording.operations import Cause as Cause, Kind as Kind, Phase as Phase, Where as Where
 
 Role = Literal["weights", "masters", "buffers", "gradients", "optimizer"]
 

@@ -14,10 +14,20 @@ from torch.amp.grad_scaler import OptState
 from plimsoll import checks, kernels
 from plimsoll.errors import ArgumentError, NotRecordedError, StateError
 from plimsoll.scaling import arguments
-from plimsoll.scaling.state.persistence import LOSSES, SavedScaler, fresh_state
-from plimsoll.scaling.step.gradients import Gradient, Gradients, agree, blame, combined, gather
-from plimsoll.scaling.step.optimizer_step import check_step, step_fused, steps_on_device, takes_scaler
-from plimsoll.scaling.step_outcome import StepOutcome
+from plimsoll.scaling.state import LOSSES, SavedScaler, fresh_state
+from plimsoll.scaling.step import (
+    Gradient,
+    Gradients,
+    StepOutcome,
+    agree,
+    blame,
+    check_step,
+    combined,
+    gather,
+    step_fused,
+    steps_on_device,
+    takes_scaler,
+)
 from plimsoll.text import power
 from plimsoll.watch.hooks import torch_hooks
 

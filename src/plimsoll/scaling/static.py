@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from plimsoll.errors import ArgumentError
 from plimsoll.scaling import arguments
 from plimsoll.scaling.base import LossScaler
-from plimsoll.scaling.state.persistence import SavedState
+from plimsoll.scaling.state import SavedState
 
 
 class StaticScaler(LossScaler, name="static"):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from plimsoll import exports
 from plimsoll.intervals import Interval as Interval
-from plimsoll.spectrum.block_record import BlockRecord as BlockRecord
 from plimsoll.spectrum.error_sums import ErrorSums as ErrorSums
 from plimsoll.spectrum.fit.element_fit import SHIFT_LIMIT as SHIFT_LIMIT, Fit as Fit
+from plimsoll.spectrum.record import BlockRecord as BlockRecord
 from plimsoll.spectrum.source_format import Grid as Grid, Source as Source
 from plimsoll.spectrum.spectrum import Spectrum as Spectrum
 

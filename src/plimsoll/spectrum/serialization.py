@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
-from plimsoll.spectrum.block_record import BlockRecord, read_only
-from plimsoll.spectrum.record import SpectrumRecord
+from plimsoll.spectrum.record import BlockRecord, SpectrumRecord, read_only
 from plimsoll.spectrum.source_format import Grid, Source
 
 Record = TypeVar("Record", bound=SpectrumRecord)

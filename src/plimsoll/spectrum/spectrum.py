@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from plimsoll import display, row_layout
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Format
-from plimsoll.spectrum import merging, serialization
-from plimsoll.spectrum.block_record import BlockRecord, read_only
+from plimsoll.spectrum import record, serialization
 from plimsoll.spectrum.fit import block_fit, element_fit
-from plimsoll.spectrum.record import SpectrumRecord
+from plimsoll.spectrum.record import BlockRecord, SpectrumRecord, read_only
 from plimsoll.spectrum.source_format import Grid, Source
 
 _NO_BINADES = read_only(np.zeros(row_layout.BINADES, dtype=np.int64))
@@ -211,7 +210,7 @@ class Spectrum(SpectrumRecord):
         Raises:
             ArgumentError: Values beyond the range of binades would return into it.
         """
-        return merging.scaled(self, shift)
+        return record.scaled(self, shift)
 
     def plot(self, formats: Sequence[object] | None = None, *, shift: int = 0) -> Any:
         """Return a Plotly figure of the values by power of two, with formats' limits.
@@ -245,7 +244,7 @@ class Spectrum(SpectrumRecord):
     def __add__(self, other: object) -> "Spectrum":
         if not isinstance(other, Spectrum):
             return NotImplemented
-        return merging.merged(self, other)
+        return record.merged(self, other)
 
     def __radd__(self, other: object) -> "Spectrum":
         """Return the spectrum itself for 0, with which ``sum`` starts."""

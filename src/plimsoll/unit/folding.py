@@ -19,17 +19,23 @@ from torch import nn
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.unit.changes import ONE, Factor, NodeChange, Port, Scale
 from plimsoll.unit.conversion.codegen.module_builder import Builder
-from plimsoll.unit.conversion.codegen.operation_facts import (
+from plimsoll.unit.conversion.codegen.steps import (
     EMBEDDING,
     NORMS,
     RUNNING,
     WEIGHTS,
+    Here,
+    Recipe,
+    Ref,
+    Step,
+    WhenTraining,
     argument,
     factors_of,
+    mapped,
     name_of,
+    refs_in,
     terms_of,
 )
-from plimsoll.unit.conversion.codegen.steps import Here, Recipe, Ref, Step, WhenTraining, mapped, refs_in
 from plimsoll.unit.conversion.converted_modules import Converted, Folded, RemainingFactor, named_modules
 
 _TOLERANCE = 1e-7  # of a factor that is one

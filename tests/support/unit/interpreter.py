@@ -16,7 +16,7 @@ from plimsoll.unit.analysis.analyzer import Analysis, analyse
 from plimsoll.unit.capture.captured_program import Captured, capture
 from plimsoll.unit.capture.gradient_graph import base_name, operation_of
 from plimsoll.unit.changes import Factor, NodeChange, ParameterChange, Scale
-from plimsoll.unit.factors.formulas import Constraint
+from plimsoll.unit.formulas import Constraint
 from tests.support.unit.models import MODELS, Case
 
 

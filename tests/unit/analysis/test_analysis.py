@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.errors import ArgumentError
+from plimsoll.unit import formulas
 from plimsoll.unit.analysis.analyzer import Analysis, analyse
 from plimsoll.unit.capture.captured_program import capture
-from plimsoll.unit.capture.fused_functions import clusters, free_edges
+from plimsoll.unit.capture.gradient_graph import clusters, free_edges
 from plimsoll.unit.changes import ONE, Factor, NodeChange
-from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.nonlinear import nonlinear, off_centre
+from plimsoll.unit.formulas import nonlinear, off_centre
 from tests.support.cases import each
 from tests.support.unit.interpreter import analysed, captured
 from tests.support.unit.models import CAPTURED, MODELS

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.unit import nn as unn
-from plimsoll.unit.factors.formulas import Factors
+from plimsoll.unit.formulas import Factors
 from plimsoll.unit.optim.parameter_kinds import kinds_of
 from tests.support.cases import each
 

@@ -27,7 +27,7 @@ from torch.nn import functional
 from plimsoll.diagnosis import Finding, View, diagnose, whatif
 from plimsoll.errors import NotRecordedError
 from plimsoll.precision import guard_adam, prepare
-from plimsoll.precision.workarounds.adam_guard import largest_ratio
+from plimsoll.precision.workarounds import largest_ratio
 from plimsoll.runs import Run
 from plimsoll.text import percent
 from plimsoll.watch import watch

@@ -14,11 +14,16 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (as everyone calls it)
 
 from plimsoll.errors import ArgumentError
-from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.formulas import Factors
-from plimsoll.unit.factors.measured import Scale, measure_scales
-from plimsoll.unit.factors.nonlinear import largest as largest_of_normals, nonlinear
-from plimsoll.unit.factors.softmax_moments import along, attention_curves, softmax_curves
+from plimsoll.unit import formulas
+from plimsoll.unit.formulas import (
+    Factors,
+    along,
+    attention_curves,
+    largest as largest_of_normals,
+    nonlinear,
+    softmax_curves,
+)
+from plimsoll.unit.rules.measured import Scale, measure_scales
 from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import Claim
 from plimsoll_lab.result import Measured

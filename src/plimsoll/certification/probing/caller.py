@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.certification.certificate import Counterexample
-from plimsoll.certification.probing.arrays import CallFailedError, read_values, to_numpy
-from plimsoll.certification.probing.comparing import same, shortest
+from plimsoll.certification.probing.arrays import CallFailedError, read_values, same, shortest, to_numpy
 from plimsoll.errors import ArgumentError
 
 _MOST_COMPARED_BYTES = 1 << 22  # larger inputs, which only statistics need, are not compared before and after

@@ -5,13 +5,11 @@ import math
 import numpy as np
 import torch
 
-from plimsoll.certification.blocks.inputs import ordinary_blocks
-from plimsoll.certification.certificate import Outcome
-from plimsoll.certification.probing.arrays import tensor_of
-from plimsoll.certification.probing.comparing import compared, same
+from plimsoll.certification.blocks import ordinary_blocks
+from plimsoll.certification.certificate import IEEE_754, NVFP4_RECIPE, OCP_MX, TENSORS, Outcome
+from plimsoll.certification.probing.arrays import compared, same, tensor_of
 from plimsoll.certification.probing.conventions import SIDE
 from plimsoll.certification.registry import requirement
-from plimsoll.certification.specifications import IEEE_754, NVFP4_RECIPE, OCP_MX, TENSORS
 from plimsoll.certification.trial import Subject, Trial
 
 _SCALE = {OCP_MX: "6.3", NVFP4_RECIPE: ""}

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from plimsoll.certification.certificate import Outcome
+from plimsoll.certification.certificate import BYTE_ORDER, FNUZ, IEEE_754, NVFP4_RECIPE, OCP_MX, OFP8, TENSORS, Outcome
 from plimsoll.certification.codes import ordinary_codes
-from plimsoll.certification.probing.comparing import compared, deviation
+from plimsoll.certification.probing.arrays import compared, deviation
 from plimsoll.certification.registry import requirement
-from plimsoll.certification.specifications import BYTE_ORDER, FNUZ, IEEE_754, NVFP4_RECIPE, OCP_MX, OFP8, TENSORS
 from plimsoll.certification.trial import Trial
 
 _VALUES = {IEEE_754: "3.4", OFP8: "5.1", OCP_MX: "5.2", FNUZ: "", NVFP4_RECIPE: ""}

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from plimsoll.certification.certificate import Outcome
+from plimsoll.certification.certificate import FNUZ, IEEE_754, NVFP4_RECIPE, OCP_MX, OFP8, Outcome
 from plimsoll.certification.registry import requirement
-from plimsoll.certification.specifications import FNUZ, IEEE_754, NVFP4_RECIPE, OCP_MX, OFP8
 from plimsoll.certification.trial import Subject, Trial
 from plimsoll.formats import FP16, Format
 

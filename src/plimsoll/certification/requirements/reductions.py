@@ -9,14 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plimsoll.certification.certificate import Outcome
-from plimsoll.certification.probing.arrays import Values, held
-from plimsoll.certification.probing.comparing import attempted, compared, deviation, same, shortest
+from plimsoll.certification.certificate import ERROR_BOUND, FP32_SUMS, IEEE_754, TENSORS, Outcome
+from plimsoll.certification.probing.arrays import Values, attempted, compared, deviation, held, same, shortest
 from plimsoll.certification.probing.conventions import SIDE
 from plimsoll.certification.reductions.observed import Reduction, Width
 from plimsoll.certification.reductions.reducer import Reducer
 from plimsoll.certification.registry import REDUCTIONS, requirement
-from plimsoll.certification.specifications import ERROR_BOUND, FP32_SUMS, IEEE_754, TENSORS
 from plimsoll.certification.trial import NotTriedError, Trial
 from plimsoll.formats import Format
 

@@ -2,10 +2,9 @@
 
 import functools
 
-from plimsoll.certification.certificate import Outcome
-from plimsoll.certification.probing.comparing import deviation
+from plimsoll.certification.certificate import STOCHASTIC, Outcome
+from plimsoll.certification.probing.arrays import deviation
 from plimsoll.certification.registry import requirement
-from plimsoll.certification.specifications import STOCHASTIC
 from plimsoll.certification.trial import NotTriedError, Trial
 from plimsoll.text import percent
 

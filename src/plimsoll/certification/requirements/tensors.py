@@ -6,12 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plimsoll.certification.certificate import KINDS, Outcome
-from plimsoll.certification.probing.arrays import format_of_dtype
-from plimsoll.certification.probing.comparing import attempted, compared, deviation
+from plimsoll.certification.certificate import KINDS, TENSORS, Outcome
+from plimsoll.certification.probing.arrays import attempted, compared, deviation, format_of_dtype
 from plimsoll.certification.probing.conventions import SIDE
 from plimsoll.certification.registry import requirement
-from plimsoll.certification.specifications import TENSORS
 from plimsoll.certification.trial import Trial
 from plimsoll.formats import Format
 

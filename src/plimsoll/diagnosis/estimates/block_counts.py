@@ -1,6 +1,6 @@
 """Losses of a block format in each row of a collection: `Spectrum.fit` on columns.
 
-The arithmetic is that of `block_fit` and `tensor_scale_fit` in `spectrum.fit`, for all rows of a collection at once.
+The arithmetic is that of `spectrum.fit.block_fit`, for all rows of a collection at once.
 Tests compare the two. Except in a few blocks, a value's fate follows from its depth. So nearly all of it is the rows'
 depths, as a sparse matrix, times a few vectors that depend on the format only.
 """
@@ -18,8 +18,8 @@ from plimsoll.diagnosis.estimates.rounding_noise import Noise
 from plimsoll.diagnosis.tables.block_cells import BlockCells
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.formats import FP32, BlockFormat, Format
-from plimsoll.spectrum.fit import tensor_scale_fit
-from plimsoll.spectrum.fit.block_overflow import overflowing
+from plimsoll.spectrum.fit import block_fit
+from plimsoll.spectrum.fit.block_fit import overflowing
 from plimsoll.spectrum.fit.population import (
     BINADE,
     Population,
@@ -29,13 +29,13 @@ from plimsoll.spectrum.fit.population import (
     overflow_point,
     snr_db,
 )
-from plimsoll.spectrum.merging import BEYOND, LOWEST
+from plimsoll.spectrum.record import BEYOND, LOWEST
 from plimsoll.spectrum.source_format import Grid
 
 _NO_GRID = -1
 _HIGHEST = row_layout.LOWEST_BINADE + row_layout.BINADES - 1
 _BEYOND_ALL = 2.0**1000
-_SLACK = 2.0**-20  # as in `tensor_scale_fit`
+_SLACK = 2.0**-20  # as in `block_fit`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,7 +146,7 @@ class BlockTallies:
         return lost, _within(subnormal.low, subnormal.high, estimate), overflow, noise
 
     def _overflowing(self, element: Format) -> Floats:
-        """Return the estimate of `plimsoll.spectrum.fit.block_overflow`."""
+        """Return the estimate of `plimsoll.spectrum.fit.block_fit`."""
         blocks = self.blocks
         return overflowing(
             element,
@@ -196,7 +196,7 @@ class BlockTallies:
     # -- scales with a mantissa, under one of the tensor's
 
     def _with_tensor_scale(self, fmt: BlockFormat, shift: int) -> tuple[Tallies, Tallies, Tallies, Floats]:
-        blocks, total, table = self.blocks, self.blocks.values, tensor_scale_fit.table(fmt)
+        blocks, total, table = self.blocks, self.blocks.values, block_fit.outcomes_of(fmt)
         lost, subnormal, overflow = (
             _within(*(blocks.by_depth @ np.asarray(each, dtype=np.float64) for each in depths))
             for depths in (table.lost, table.subnormal, table.overflow)
@@ -210,7 +210,7 @@ class BlockTallies:
         ratio = _ratio(noise, energy)
         if fmt.tensor_scale:
             return lost, subnormal, overflow, ratio
-        values, point = self._populations, self._stored(tensor_scale_fit.top_of_scales(fmt), shift)
+        values, point = self._populations, self._stored(block_fit.top_of_scales(fmt), shift)
         held = values.below(ordinals(point), inclusive=not fmt.element.overflow_at_threshold)
         count = self.blocks.cells.nonzero
         highest = Tallies(low=count - held.high, high=count - held.low, estimate=count - held.estimate)

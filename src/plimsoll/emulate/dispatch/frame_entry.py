@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch.utils import checkpoint as _torch_checkpoint
 
-from plimsoll.emulate.casting.argument_casts import CastCache
+from plimsoll.emulate.casting import CastCache
 from plimsoll.emulate.dispatch.operation_kernels import intercept, key_of
 from plimsoll.emulate.dispatch.thread_frame import NO_LISTS, Frame, categories_of, graph_task, local, nesting
 from plimsoll.emulate.operation_counts import Counts

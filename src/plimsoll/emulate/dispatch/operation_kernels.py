@@ -7,19 +7,172 @@ a frame with a tracer needs.
 import contextlib
 import functools
 import sys
-from collections.abc import Generator, Mapping
+import threading
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from typing import Any, cast as typed
 
 import torch
 
-from plimsoll.emulate.casting.argument_casts import cast, promoted
-from plimsoll.emulate.casting.operation_lists import Category, OperationLists
-from plimsoll.emulate.dispatch.dispatch_key import Key, all_overloads, takes_tensor
+from plimsoll.emulate.casting import Category, OperationLists, cast, promoted
 from plimsoll.emulate.dispatch.thread_frame import Frame, Rule, categories_of, local
 from plimsoll.emulate.operation_counts import computes
-from plimsoll.errors import ArgumentError
+from plimsoll.errors import ArgumentError, BackendError
 from plimsoll.watch.thread_casts import active_casts
+
+# -- interception of operations per thread, by an unused dispatch key --------------------------------------------------
+
+# A key intercepts the operations passed to `intercept`. A key made with `everything=` intercepts all others too.
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+
+# Autocast keys of backends that torch itself has no kernels for. IPU: the backend is gone; HPU, PrivateUse1: plugins.
+# torch selects the kernel of an operation by the highest dispatch key that is set for the call. Its own autocast is
+# such a key, above autograd, and off for a thread until that thread turns it on. Each backend has one, including
+# backends that torch no longer builds, and Plimsoll registers its kernels under one of those. While the key is off, as
+# on every thread outside a context, the kernels are never reached and cost nothing. While it is on, they are reached
+# from Python, from C++ (the inner calls of a composite operation), from methods and from operators, for tensors of any
+# device, and autograd records their calls.
+_UNUSED = {"AutocastIPU": "ipu", "AutocastHPU": "hpu", "AutocastPrivateUse1": "privateuseone"}
+
+# Operations that even a key for everything leaves alone. They compute nothing, and are the most frequent calls. torch
+# makes a Parameter of the result of `detach`, which must not have a Python object yet.
+_NOT_INTERCEPTED = tuple(
+    """
+    _reshape_alias alias as_strided chunk contiguous detach detach_ diagonal expand expand_as flatten is_nonzero
+    is_same_size item lift_fresh movedim narrow permute requires_grad_ reshape select size slice split
+    split_with_sizes squeeze stride swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsafe_chunk
+    unsqueeze view view_as
+""".split()
+)
+
+_lock = threading.Lock()
+_taken: set[str] = set()
+
+
+class Key:
+    """One dispatch key with our kernels."""
+
+    def __init__(self, everything: Callable[..., Any] | None = None) -> None:
+        """Take a dispatch key that no backend uses.
+
+        Args:
+            everything: Called as `everything(key, keys, op, *args, **kwargs)` for the operations that were not passed
+                to `intercept`. Default: torch runs them.
+        """
+        self.name = _free_name()
+        self.device = _UNUSED[self.name]  # the backend of the key
+        self._key = getattr(_C.DispatchKey, self.name)
+        self._below = _C._dispatch_keyset_full_after(self._key)  # noqa: SLF001
+        self._intercepted: set[str] = set()
+        self._library = torch.library.Library("aten", "IMPL")
+        self._fallback = torch.library.Library("_", "IMPL")
+        if everything is None:
+            self._fallback.fallback(torch.library.fallthrough_kernel, self.name)
+        else:
+            self._fallback.fallback(functools.partial(everything, self), self.name, with_keyset=True)
+            for name in _NOT_INTERCEPTED:
+                for op in filter(takes_tensor, all_overloads(name)):
+                    self._library.impl(op, torch.library.fallthrough_kernel, self.name)
+
+    def intercept(self, op: Any, kernel: Callable[..., Any]) -> None:
+        """Run `kernel(keys, *args, **kwargs)` for calls of the overload `op`."""
+        with _lock:
+            if str(op) not in self._intercepted:
+                self._intercepted.add(str(op))
+                self._library.impl(op, kernel, self.name, with_keyset=True)
+
+    def below(self, keys: Any, op: Any, args: Any, kwargs: Any, *, whole: bool = False) -> Any:
+        """Return the result that the operation has without the key.
+
+        Args:
+            keys: The dispatch keys of the call.
+            op: The overload.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            whole: Whether the calls that the operation makes are left alone too. Default: they are intercepted.
+        """
+        numbers = _has_number(op, args)
+        if not (whole or numbers):
+            return op.redispatch(keys & self._below, *args, **kwargs)
+        on = self.on
+        self.include(False)
+        try:
+            return _with_numbers(op, args, kwargs) if numbers else op.redispatch(keys & self._below, *args, **kwargs)
+        finally:
+            self.include(on)
+
+    @property
+    def on(self) -> bool:
+        """True while this thread's calls are intercepted."""
+        return bool(_C._dispatch_tls_is_dispatch_key_included(self._key))  # noqa: SLF001
+
+    def include(self, on: bool) -> None:
+        """Turn the key on or off for this thread, within a context that has opened it."""
+        _C._dispatch_tls_set_dispatch_key_included(self._key, on)  # noqa: SLF001
+
+    def set(self, on: bool) -> None:
+        """Open or close the key for this thread."""
+        # Outside of a context, torch excludes autocast keys besides not including them.
+        _C._dispatch_tls_set_dispatch_key_excluded(self._key, not on)  # noqa: SLF001
+        _C._dispatch_tls_set_dispatch_key_included(self._key, on)  # noqa: SLF001
+
+
+def all_overloads(name: str) -> list[Any]:
+    """Return all overloads of an operation."""
+    packet = getattr(torch.ops.aten, name)
+    return [getattr(packet, overload) for overload in packet.overloads()]
+
+
+def takes_tensor(op: Any) -> bool:
+    """Return whether an argument of the overload is a tensor."""
+    return any("Tensor" in str(argument.type) for argument in op._schema.arguments)  # noqa: SLF001
+
+
+_places: dict[Any, tuple[int, ...]] = {}
+
+
+def _has_number(op: Any, args: Any) -> bool:
+    places = _places.get(op)
+    if places is None:
+        arguments = enumerate(op._schema.arguments)  # noqa: SLF001
+        places = _places[op] = tuple(index for index, argument in arguments if str(argument.type) == "Tensor")
+    return any(index < len(args) and isinstance(args[index], int | float | complex) for index in places)
+
+
+def _with_numbers(op: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a call with a number for a tensor, as in ``x * 2``."""
+    # Type promotion treats a tensor made of such a number as the number. The call from Python makes such a tensor
+    # again, for the operations that users may call so. Other operations get numbers only from C++. They receive a 0-d
+    # tensor, which does not promote tensors with dimensions either.
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError as error:
+        if "Unable to cast" not in str(error):
+            raise
+    args = [_as_tensor(value) if index in _places[op] else value for index, value in enumerate(args)]
+    return op(*args, **kwargs)
+
+
+def _as_tensor(x: Any) -> Any:
+    dtype = torch.float64 if isinstance(x, float) else None  # None: bool, int64, complex
+    return torch.tensor(x, dtype=dtype) if isinstance(x, int | float | complex) else x
+
+
+def _free_name() -> str:
+    with _lock:
+        for name in _UNUSED:
+            key = getattr(_C.DispatchKey, name, None)
+            if name not in _taken and key is not None and not _C._dispatch_has_backend_fallback(key):  # noqa: SLF001
+                _taken.add(name)
+                return name
+    raise BackendError(
+        f"emulate: expected one of torch's dispatch keys {', '.join(_UNUSED)} to be free; got a torch (with its "
+        "plugins) that uses them all. Run without the plugins of other backends."
+    )
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 def key_of(frame: Frame) -> Key:

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from plimsoll.emulate.casting.argument_casts import CastCache
-from plimsoll.emulate.casting.operation_lists import Category, OperationLists
+from plimsoll.emulate.casting import CastCache, Category, OperationLists
 from plimsoll.errors import ArgumentError
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001

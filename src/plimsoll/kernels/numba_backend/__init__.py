@@ -15,13 +15,13 @@ from plimsoll.kernels.numba_backend.measuring.launch import (
     measure as measure,
     measure_one as measure_one,
 )
-from plimsoll.kernels.numba_backend.measuring.rows import merge_rows as merge_rows
-from plimsoll.kernels.numba_backend.unscaling.launch import unscale as unscale
-from plimsoll.kernels.numba_backend.unscaling.nonfinite import (
+from plimsoll.kernels.numba_backend.memory import merge_rows as merge_rows
+from plimsoll.kernels.numba_backend.nonfinite import (
     count_nonfinite as count_nonfinite,
     count_values as count_values,
 )
-from plimsoll.kernels.numba_backend.updates.launch import update as update
+from plimsoll.kernels.numba_backend.unscaling import unscale as unscale
+from plimsoll.kernels.numba_backend.updates import update as update
 
 
 def describe() -> str:

@@ -15,7 +15,7 @@ from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import backend
 from plimsoll.kernels.dtypes import FLOATING
-from plimsoll.kernels.operators import fp8_cast, vmap
+from plimsoll.kernels.operators import fp8_cast, registration
 from plimsoll.kernels.operators.cast_spec import BlockSpec, CastArguments, CastSpec
 from plimsoll.kernels.operators.checks import check_unscale
 from plimsoll.kernels.operators.registration import without_autograd
@@ -185,4 +185,4 @@ for _name, _schema, _implementation, _fake in _OPERATORS:
     without_autograd(_library, _name, _implementation)
     torch.library.register_fake(f"plimsoll::{_name}", _fake, lib=_library)
 fp8_cast.register(_library, _TAGS)
-vmap.register(_library)
+registration.register_vmap(_library)

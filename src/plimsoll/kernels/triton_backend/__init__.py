@@ -23,7 +23,7 @@ from plimsoll.kernels.triton_backend.casting.launch import (
     cast as cast,
     pack as pack,
 )
-from plimsoll.kernels.triton_backend.measuring.launch import interpreted, measure as measure, measure_one as measure_one
+from plimsoll.kernels.triton_backend.measuring import interpreted, measure as measure, measure_one as measure_one
 from plimsoll.kernels.triton_backend.nonfinite import count_nonfinite as count_nonfinite
 from plimsoll.kernels.triton_backend.unscaling import unscale as unscale
 from plimsoll.kernels.triton_backend.updates import update as update

@@ -12,10 +12,16 @@ from torch import Tensor
 from plimsoll.errors import UnsupportedTensorError
 from plimsoll.kernels.operators.checks import is_dense
 from plimsoll.kernels.triton_backend import input_bits
-from plimsoll.kernels.triton_backend.measuring.counting import infinity, magnitude_of
-from plimsoll.kernels.triton_backend.measuring.kernel import PROGRAM_MASK, PROGRAM_SHIFT, load
-from plimsoll.kernels.triton_backend.measuring.launch import launching, share, table_words, tables
-from plimsoll.kernels.triton_backend.measuring.tile import WARPS
+from plimsoll.kernels.triton_backend.counting import WARPS, infinity, magnitude_of
+from plimsoll.kernels.triton_backend.measuring import (
+    PROGRAM_MASK,
+    PROGRAM_SHIFT,
+    launching,
+    load,
+    share,
+    table_words,
+    tables,
+)
 
 _TILES = {1: 4096, 2: 4096, 4: 4096, 8: 2048}
 _FP64 = input_bits.FP64

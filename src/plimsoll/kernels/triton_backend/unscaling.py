@@ -11,10 +11,27 @@ from torch import Tensor
 
 from plimsoll.kernels.operators.checks import is_dense
 from plimsoll.kernels.triton_backend import input_bits
-from plimsoll.kernels.triton_backend.measuring.counting import infinity, magnitude_of
-from plimsoll.kernels.triton_backend.measuring.kernel import PROGRAM_MASK, PROGRAM_SHIFT, load
-from plimsoll.kernels.triton_backend.measuring.launch import REGISTERS, empty, launching, share, table_words, tables
-from plimsoll.kernels.triton_backend.measuring.tile import THREADS, WARPS, begin, by_thread, finish, tally
+from plimsoll.kernels.triton_backend.counting import (
+    THREADS,
+    WARPS,
+    begin,
+    by_thread,
+    finish,
+    infinity,
+    magnitude_of,
+    tally,
+)
+from plimsoll.kernels.triton_backend.measuring import (
+    PROGRAM_MASK,
+    PROGRAM_SHIFT,
+    REGISTERS,
+    empty,
+    launching,
+    load,
+    share,
+    table_words,
+    tables,
+)
 
 _TILES = {2: 4096, 4: 4096, 8: 2048}
 _THREADS = tl.constexpr(THREADS)
@@ -51,7 +68,7 @@ def unscale_table(
     )
 
 
-# A tile is loaded once, counted by `measuring.tile` where there is a bank, multiplied and stored where it was. The
+# A tile is loaded once, counted by `counting` where there is a bank, multiplied and stored where it was. The
 # inverse scale is read, and the flag of non-finite values raised, by the kernel: the host knows neither.
 @triton.jit
 def _unscale(

@@ -14,10 +14,17 @@ from plimsoll.errors import UnsupportedTensorError
 from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.operators.checks import alike
 from plimsoll.kernels.triton_backend import input_bits
-from plimsoll.kernels.triton_backend.measuring.counting import magnitude_of
-from plimsoll.kernels.triton_backend.measuring.kernel import PROGRAM_MASK, PROGRAM_SHIFT
-from plimsoll.kernels.triton_backend.measuring.launch import REGISTERS, empty, launching, share, table_words, tables
-from plimsoll.kernels.triton_backend.measuring.tile import THREADS, WARPS, begin, by_thread, finish, tally
+from plimsoll.kernels.triton_backend.counting import THREADS, WARPS, begin, by_thread, finish, magnitude_of, tally
+from plimsoll.kernels.triton_backend.measuring import (
+    PROGRAM_MASK,
+    PROGRAM_SHIFT,
+    REGISTERS,
+    empty,
+    launching,
+    share,
+    table_words,
+    tables,
+)
 
 _FP64 = input_bits.FP64
 _MOVES, _OLD_SUMSQ = tl.constexpr(row_layout.MOVES), tl.constexpr(row_layout.OLD_SUMSQ)

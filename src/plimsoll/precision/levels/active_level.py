@@ -11,7 +11,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.precision.levels.arithmetic import Arithmetic, check_policy
-from plimsoll.precision.levels.catalogue import DTYPES, Level, Update
+from plimsoll.precision.levels.catalogue import DTYPES, Level, Stage, Update
 from plimsoll.precision.levels.distributed import is_fully_sharded, level_on
 from plimsoll.precision.levels.fp8_layers import (
     InPlace,
@@ -24,11 +24,9 @@ from plimsoll.precision.levels.fp8_layers import (
 )
 from plimsoll.precision.levels.placement import CastOutputs, Placement, module_formats
 from plimsoll.precision.levels.policy import Policy
-from plimsoll.precision.levels.schedule import Stage
 from plimsoll.precision.weights.base import SixteenBitOptimizer
-from plimsoll.precision.weights.kahan import KahanWeights
+from plimsoll.precision.weights.bfloat16 import KahanWeights, StochasticWeights
 from plimsoll.precision.weights.master_weights import MasterWeights
-from plimsoll.precision.weights.stochastic import StochasticWeights
 from plimsoll.watch.names import unwrapped
 
 _SMALLEST_FP16 = 2.0**-24

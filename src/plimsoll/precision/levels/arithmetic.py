@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from plimsoll.emulate.autocast import Autocast
-from plimsoll.emulate.casting.operation_lists import OperationLists
+from plimsoll.emulate.casting import OperationLists
 from plimsoll.emulate.entry import emulate, of_module
 from plimsoll.emulate.module_regions import Regions, Switch, is_native
 from plimsoll.errors import ArgumentError

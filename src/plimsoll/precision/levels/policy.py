@@ -10,7 +10,7 @@ from torch import nn
 
 from plimsoll import formats
 from plimsoll.checks import one_of
-from plimsoll.emulate.casting.operation_lists import CUDA, Category, OperationLists
+from plimsoll.emulate.casting import CUDA, Category, OperationLists
 from plimsoll.emulate.module_regions import named_modules
 from plimsoll.emulate.plan_context import ROOT, check_matches
 from plimsoll.errors import ArgumentError

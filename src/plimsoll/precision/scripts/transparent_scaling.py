@@ -23,7 +23,7 @@ from torch import Tensor
 
 from plimsoll.errors import PlimsollError
 from plimsoll.scaling.dynamic import DynamicScaler
-from plimsoll.scaling.step.gradients import Gradient, Gradients
+from plimsoll.scaling.step import Gradient, Gradients
 from plimsoll.watch.hooks.autograd_graph import backward_running, leaves_of
 
 _WIDE = (torch.float32, torch.float64)  # dtypes of losses with enough range for the scale

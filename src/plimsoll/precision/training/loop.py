@@ -17,17 +17,16 @@ from plimsoll.emulate.module_regions import cast_floating
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision.levels.active_level import ActiveLevel, check_stage
 from plimsoll.precision.levels.arithmetic import device_of
-from plimsoll.precision.levels.catalogue import level_named
+from plimsoll.precision.levels.catalogue import Schedule, Stage, level_named
 from plimsoll.precision.levels.distributed import any_rank, gradients_stay, level_on, process_group
 from plimsoll.precision.levels.policy import Policy
-from plimsoll.precision.levels.schedule import Schedule, Stage
 from plimsoll.precision.training import checkpoint
 from plimsoll.precision.training.batch_replay import Batch
 from plimsoll.precision.training.loop_control import LoopControl
 from plimsoll.precision.training.optimizer_step import Stepped, lowered, step_plainly, step_scaled
 from plimsoll.precision.training.plan_scaler import begin_at, check_scaling, scaler_of
 from plimsoll.scaling.layerwise.scaler import LayerScaler
-from plimsoll.scaling.step_outcome import StepOutcome
+from plimsoll.scaling.step import StepOutcome
 from plimsoll.watch import Watch
 from plimsoll.watch.names import unwrapped
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision.levels.active_level import ActiveLevel
+from plimsoll.precision.levels.catalogue import Precision, Schedule, schedule_of
 from plimsoll.precision.levels.policy import Policy
-from plimsoll.precision.levels.schedule import Precision, Schedule, schedule_of
 from plimsoll.precision.training.optimizer_step import Stepped
 from plimsoll.precision.training.plan_scaler import begin_at, scaler_of
-from plimsoll.scaling.step_outcome import StepOutcome
+from plimsoll.scaling.step import StepOutcome
 
 Optimizer = torch.optim.Optimizer
 

@@ -11,7 +11,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.precision.levels.distributed import is_sharded
 from plimsoll.precision.weights.base import SixteenBitOptimizer
 from plimsoll.scaling.base import LossScaler
-from plimsoll.scaling.step_outcome import StepOutcome
+from plimsoll.scaling.step import StepOutcome
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_: the result stays just below the bound
 

@@ -10,7 +10,7 @@ from plimsoll.emulate.module_regions import is_native
 from plimsoll.emulate.plan_context import ROOT, rules_of
 from plimsoll.errors import ArgumentError
 from plimsoll.precision.levels.arithmetic import device_of
-from plimsoll.precision.levels.schedule import Schedule, Stage
+from plimsoll.precision.levels.catalogue import Schedule, Stage
 from plimsoll.scaling.dynamic import DynamicScaler
 from plimsoll.scaling.layerwise.scaler import LayerScaler
 from plimsoll.watch.names import clean, unwrapped

@@ -18,8 +18,7 @@ from torch.optim.optimizer import Optimizer
 from plimsoll.checks import integer
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
-from plimsoll.precision.weights.pair import Pair, Scratch, chunks
-from plimsoll.precision.weights.stores import Entry, Store
+from plimsoll.precision.weights.stores import Entry, Pair, Scratch, Store, chunks
 from plimsoll.rounding.casting import is_sharded
 
 

@@ -8,7 +8,7 @@ from typing import cast
 from torch import nn
 
 from plimsoll import fp8
-from plimsoll.emulate.casting.operation_lists import CUDA, OperationLists
+from plimsoll.emulate.casting import CUDA, OperationLists
 from plimsoll.emulate.dispatch.thread_frame import categories_of
 from plimsoll.emulate.module_regions import named_modules
 from plimsoll.emulate.plan_context import plan_of, rules_of

@@ -13,8 +13,7 @@ from plimsoll.receipts.assembly import line_of, module_of
 from plimsoll.receipts.declared.declaration import Declaration
 from plimsoll.receipts.declared.kinds import KINDS, ORDER, deviation
 from plimsoll.receipts.recording.accumulators import Switches
-from plimsoll.receipts.recording.entries import Entry
-from plimsoll.receipts.recording.operations import MULTIPLYING, listed_as
+from plimsoll.receipts.recording.operations import MULTIPLYING, Entry, listed_as
 from plimsoll.receipts.recording.training import Recording
 from plimsoll.receipts.recording.values import SIXTEEN_BIT, is_code, narrower
 from plimsoll.receipts.rows import Deviation, Row, TensorRow

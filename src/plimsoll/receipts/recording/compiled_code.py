@@ -13,8 +13,7 @@ from torch import Tensor
 
 from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.receipts.recording.accumulators import Switches, product_arithmetic, sum_accumulator
-from plimsoll.receipts.recording.entries import Cause, Entry
-from plimsoll.receipts.recording.operations import MULTIPLYING, factors_of_names, kind_of
+from plimsoll.receipts.recording.operations import MULTIPLYING, Cause, Entry, factors_of_names, kind_of
 from plimsoll.receipts.recording.recorder import Forward, Recorder
 from plimsoll.receipts.recording.values import dtype_name, narrower
 from plimsoll.tracing.call_site import Place, look

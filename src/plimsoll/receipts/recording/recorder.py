@@ -20,8 +20,7 @@ from plimsoll.emulate import recipe
 from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.formats import Format
 from plimsoll.receipts.recording.accumulators import Switches, product_arithmetic, sum_accumulator
-from plimsoll.receipts.recording.entries import Cause, Entries, Entry, Phase
-from plimsoll.receipts.recording.operations import MULTIPLYING, Kind, factors, kind_of
+from plimsoll.receipts.recording.operations import MULTIPLYING, Cause, Entries, Entry, Kind, Phase, factors, kind_of
 from plimsoll.receipts.recording.values import Held, Memory, dtype_name, holds, is_code, narrower, size_bytes, spec_name
 from plimsoll.tracing.call_site import ForwardIndex, Place, innermost, look
 from plimsoll.tracing.graph_nodes import cause_of, path_of, place_of

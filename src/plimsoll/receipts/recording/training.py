@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _python_dispatch as dispatch
 
 from plimsoll.receipts.recording.compiled_code import CompiledCode
-from plimsoll.receipts.recording.entries import Entry
+from plimsoll.receipts.recording.operations import Entry
 from plimsoll.receipts.recording.recorder import Recorder
 from plimsoll.receipts.recording.values import Role, dtype_name, size_bytes
 from plimsoll.tracing.state_snapshot import Before

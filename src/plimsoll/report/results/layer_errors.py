@@ -24,8 +24,7 @@ from plimsoll.report.drawing.plotly_parts import (
 from plimsoll.report.drawing.theme import BLUE, ORANGE, RED
 from plimsoll.report.figure_declaration import Case, figure
 from plimsoll.report.labels import joined, labels, of
-from plimsoll.spectrum.bias_and_noise import split
-from plimsoll.spectrum.error_sums import STALL_DB, directions
+from plimsoll.spectrum.error_sums import STALL_DB, directions, split
 from plimsoll.tensor_collections import BACKWARD, COLLECTIONS, IN_DISPLAY_ORDER, OF_MODULES
 from plimsoll.text import counted, percent
 

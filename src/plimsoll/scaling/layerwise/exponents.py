@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from plimsoll.errors import StateError
 from plimsoll.formats import Format
-from plimsoll.scaling.layerwise.gradient_meter import Place
-from plimsoll.scaling.layerwise.scaled_modules import Layers
+from plimsoll.scaling.layerwise.scaled_modules import Layers, Place
 from plimsoll.spectrum import Spectrum, measure
 
 # Zhao, Liang, Wen, Chu, Ding, Zhou, Anandkumar, "Adaptive Loss Scaling for Mixed Precision Training", arXiv 1910.12385,

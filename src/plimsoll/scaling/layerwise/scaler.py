@@ -13,10 +13,9 @@ from plimsoll.errors import ArgumentError, StateError
 from plimsoll.formats import get_element
 from plimsoll.scaling import arguments
 from plimsoll.scaling.base import FLOOR, LossScaler
-from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, OutputShift, ScaleChange, behind, mark
 from plimsoll.scaling.layerwise.exponents import LayerExponents, RuleName, clamped
-from plimsoll.scaling.layerwise.forward_mode import tensors_in
-from plimsoll.scaling.layerwise.module_hooks import After, Before
+from plimsoll.scaling.layerwise.forward_mode import OUTSIDE, OutputShift, ScaleChange, behind, mark, tensors_in
+from plimsoll.scaling.layerwise.scaled_forward import After, Before
 from plimsoll.scaling.layerwise.scaled_modules import (
     WIDENS,
     Layers,
@@ -26,7 +25,7 @@ from plimsoll.scaling.layerwise.scaled_modules import (
     set_gradient_dtype,
     unwrapped,
 )
-from plimsoll.scaling.state.persistence import read_state
+from plimsoll.scaling.state import read_state
 from plimsoll.spectrum import Spectrum
 
 _RULES = ("spectra", "zhao")

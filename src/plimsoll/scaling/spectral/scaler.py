@@ -15,8 +15,12 @@ from plimsoll.formats import FP16, FP32, Format, get_element
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.scaling import arguments
 from plimsoll.scaling.base import FLOOR, LossScaler
-from plimsoll.scaling.spectral.gradient_banks import (
+from plimsoll.scaling.spectral.rule import Memory, SpectralRule
+from plimsoll.scaling.spectral.scale_windows import (
     OptimizerBanks,
+    ScaleReport,
+    StepNumbers,
+    WindowChecks,
     join,
     join_ranks,
     least,
@@ -24,10 +28,7 @@ from plimsoll.scaling.spectral.gradient_banks import (
     no_summary,
     numbers_of,
 )
-from plimsoll.scaling.spectral.rule import Memory, SpectralRule
-from plimsoll.scaling.spectral.scale_windows import ScaleReport
-from plimsoll.scaling.spectral.window_checks import StepNumbers, WindowChecks
-from plimsoll.scaling.step.gradients import Gradient
+from plimsoll.scaling.step import Gradient
 
 MOST_MARGIN = 16.0  # binades
 

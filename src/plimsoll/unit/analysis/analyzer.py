@@ -4,9 +4,10 @@ Every tensor u has a number c(u), the factor between its gradient and the true o
 a forward and b backward changes it by b / a. So the gradient is a true one if and only if there are such numbers with b
 / a = c(u) / c(v) on every edge. On a bridge that holds for any b and a. Elsewhere an operation has one factor both
 ways. There c is 1, except inside residual branches (`residuals`) and for shared parameters, which have one number for
-all their uses (`shared_factors`).
+all their uses.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,20 +15,156 @@ from torch import fx
 
 from plimsoll.unit.analysis.parameters import parameter_changes
 from plimsoll.unit.analysis.residuals import Tau, residuals
-from plimsoll.unit.analysis.shared_factors import balanced, incoming_factors, tied_factors
 from plimsoll.unit.analysis.source_location import check_aliases, skipped_operation
 from plimsoll.unit.capture.captured_program import Captured
 from plimsoll.unit.capture.example_values import Values
-from plimsoll.unit.capture.fused_functions import Cluster, clusters, free_edges
-from plimsoll.unit.capture.gradient_graph import Edge, Flow, base_name, flow, tensor_ports
+from plimsoll.unit.capture.gradient_graph import (
+    SINK,
+    Cluster,
+    Edge,
+    Flow,
+    base_name,
+    clusters,
+    flow,
+    free_edges,
+    shape_of,
+    tensor_ports,
+)
 from plimsoll.unit.changes import ONE, Factor, NodeChange, ParameterChange, Port, Scale, SkippedOperation
-from plimsoll.unit.factors.formulas import Constraint, check_constraint
-from plimsoll.unit.rules.losses import LOSSES
+from plimsoll.unit.formulas import Constraint, check_constraint
+from plimsoll.unit.rules.by_formula import LOSSES, POINTWISE, PRODUCTS, SUMS
 from plimsoll.unit.rules.measured import ENTRY, MEASURED, of_cluster
-from plimsoll.unit.rules.operation import Ideal, Rule, Site, mean, parameter_behind, skipped, times
-from plimsoll.unit.rules.pointwise import POINTWISE
-from plimsoll.unit.rules.products import PRODUCTS
-from plimsoll.unit.rules.sums import SUMS
+from plimsoll.unit.rules.operation import Ideal, Rule, Site, mean, number, parameter_behind, skipped, times
+
+# -- one factor for gradients that several paths share -----------------------------------------------------------------
+
+# Three cases need one. Without a constraint, every operation has its own factor forward and backward, so the paths into
+# a tensor that several operations use have its gradient in different units. Path e has c(e) times the true gradient.
+# All are brought to one number c with 1 / c^2 = sum of 1 / c(e)^2, so that the sum of independent parts is at unit
+# scale again. Residual additions need no separate rule: the branch's gradient is multiplied by sqrt(tau) at the start.
+
+_PARTS = frozenset({"getitem", "slice", "select", "narrow", "index_select"})
+
+
+def balanced(
+    graph: Flow,
+    free: frozenset[Edge],
+    ideals: Mapping[str, Ideal],
+    clusters: Mapping[str, Cluster],
+    nodes: Mapping[str, fx.Node],
+    incoming: Mapping[str, float],
+) -> dict[str, float]:
+    """Return each tensor's gradient over the true one, which is 1 behind a bridge.
+
+    Args:
+        graph: Graph that gradients flow through.
+        free: Edges that are bridges.
+        ideals: Ideal factors of every operation.
+        clusters: Operations that are one.
+        nodes: Nodes by name.
+        incoming: Ideal factor of the gradient of each loss that shares its paths, divided by the common one.
+    """
+    factors: dict[str, float] = {SINK: 1.0}
+    for name in reversed(graph.nodes):
+        cluster = clusters.get(name)
+        if cluster is not None and cluster.exit != name:
+            continue
+        edges = {_end(edge, clusters): edge for edge in graph.out_of[name]}
+        if any(edge in free for edge in edges.values()):
+            factors[name] = 1.0
+            continue
+        parts: list[float] = []
+        for (end, _), edge in edges.items():
+            own = factors[end] * _ideal_ratio(edge, end, ideals, nodes) * incoming.get(end, 1.0)
+            parts.append(_part(edge, end, graph) / own**2)
+        factors[name] = math.fsum(parts) ** -0.5
+    for name, cluster in clusters.items():
+        factors[name] = factors[cluster.exit]
+    return factors
+
+
+def _end(edge: Edge, clusters: Mapping[str, Cluster]) -> tuple[str, object]:
+    """Return the target operation of an edge and its port. A cluster has one port."""
+    cluster = clusters.get(edge.target)
+    return (edge.target, edge.port) if cluster is None else (cluster.exit, ENTRY)
+
+
+def _ideal_ratio(edge: Edge, end: str, ideals: Mapping[str, Ideal], nodes: Mapping[str, fx.Node]) -> float:
+    """Return the ideal backward factor of an edge divided by the forward one."""
+    if end not in ideals:
+        return 1.0
+    ideal = ideals[end]
+    port = edge.port if end == edge.target and ENTRY not in ideal.gradients else ENTRY
+    back = number(ideal.gradients.get(port, ONE), nodes)
+    return back / (number(ideal.output, nodes) * ideal.weights.get(port, 1.0))
+
+
+def _part(edge: Edge, end: str, graph: Flow) -> float:
+    """Return the share of a tensor whose gradient comes by one path, as by a slice."""
+    if end == SINK or base_name(graph.nodes[end]) not in _PARTS:
+        return 1.0
+    node, source = graph.nodes[end], graph.nodes[edge.source]
+    whole = shape_of(source)
+    if not whole and graph.into[edge.source]:  # a list of parts has the shape of the tensor that was split
+        whole = shape_of(graph.nodes[graph.into[edge.source][0].source])
+    return min(1.0, math.prod(shape_of(node)) / max(math.prod(whole), 1))
+
+
+# A parameter that several operations use is an end of the graph, so its number is free. But its uses are joined by the
+# rest of the model, so they must agree on one, which is chosen in the same way.
+def tied_factors(
+    graph: Flow,
+    free: frozenset[Edge],
+    ideals: Mapping[str, Ideal],
+    outputs: Mapping[str, Factor],
+    nodes: Mapping[str, fx.Node],
+    potential: Mapping[str, float],
+) -> dict[Edge, Factor]:
+    """Return the backward factor of every edge from a parameter that is no bridge."""
+
+    def forward(edge: Edge) -> float:
+        """Return the forward factor of an edge over the potential of its target."""
+        ideal = ideals.get(edge.target)
+        value = number(outputs[edge.target], nodes) * ideal.weights.get(edge.port, 1.0) if ideal else 1.0
+        return value / potential.get(edge.target, 1.0)
+
+    def own(edge: Edge) -> Factor:
+        return ideals[edge.target].gradients.get(edge.port, ONE) if edge.target in ideals else ONE
+
+    factors: dict[Edge, Factor] = {}
+    for name in graph.parameters:
+        edges = [edge for edge in graph.out_of[name] if edge not in free]
+        if edges:
+            whole = math.fsum((forward(edge) / number(own(edge), nodes)) ** 2 for edge in edges) ** -0.5
+            share = _following([own(edge) for edge in edges], whole, nodes)
+            factors |= {edge: times(share, forward(edge)) for edge in edges}
+    return factors
+
+
+def _following(factors: list[Factor], whole: float, nodes: Mapping[str, fx.Node]) -> Factor:
+    """Return a number that follows the batch as the first use does."""
+    first = next((factor for factor in factors if factor.of is not None), None)
+    return Factor(value=whole) if first is None else times(first, whole / number(first, nodes))
+
+
+# Losses that are added share their paths too, so their separate factors cannot be applied. Their geometric mean is
+# applied where all of them end, at the result that the model returns.
+def incoming_factors(
+    graph: Flow, free: frozenset[Edge], ideals: Mapping[str, Ideal], nodes: Mapping[str, fx.Node]
+) -> tuple[dict[str, Factor], dict[str, float]]:
+    """Return the factors of incoming gradients, and each shared loss's own ratio."""
+    losses = {name: ideal.incoming for name, ideal in ideals.items() if not ideal.incoming.is_one}
+    alone = {name: factor for name, factor in losses.items() if all(edge in free for edge in graph.out_of[name])}
+    shared = {name: factor for name, factor in losses.items() if name not in alone and not shape_of(nodes[name])}
+    ends = [edge for edge in graph.into[SINK] if edge in free and edge.source in ideals]
+    if not shared or len(graph.into[SINK]) != 1 or not ends or ends[0].source in alone:
+        return alone, {}
+    whole = mean("gmean", list(shared.values()), nodes)
+    ratios = {name: number(factor, nodes) / number(whole, nodes) for name, factor in shared.items()}
+    return {**alone, ends[0].source: whole}, ratios
+
+
+# -- analysis ----------------------------------------------------------------------------------------------------------
 
 # A formula replaces the measurement of the same operation: it is exact and follows the batch.
 _RULES: dict[str, Rule] = {**MEASURED, **PRODUCTS, **POINTWISE, **SUMS, **LOSSES}
@@ -78,7 +215,7 @@ def analyse(captured: Captured, *, constraint: Constraint | None = "gmean", resi
     Args:
         captured: The graph.
         constraint: How the factors of an operation become one if its edges are no bridges. None keeps separate factors
-            each way, and corrects gradients where paths meet (`shared_factors`). Default: `"gmean"`.
+            each way, and corrects gradients where paths meet (`balanced`). Default: `"gmean"`.
         residual_tau: Weight of a residual branch, between 0 and 1, or one for each kind of branch ("attention", "mlp",
             "other"). Default: 1 / (k + 1) for the k-th on a skip path, so that all of them have equal weight.
 

@@ -13,7 +13,7 @@ from plimsoll.unit.conversion.codegen.forward_signature import signature_of
 from plimsoll.unit.conversion.codegen.module_builder import Builder
 from plimsoll.unit.conversion.codegen.program_recipe import recipe_of
 from plimsoll.unit.conversion.converted_modules import Converted, Part, named_modules
-from plimsoll.unit.factors.formulas import Constraint
+from plimsoll.unit.formulas import Constraint
 
 _CONVERTED = ("plimsoll.unit.", "plimsoll.fp8.")
 

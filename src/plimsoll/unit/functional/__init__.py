@@ -4,7 +4,7 @@ Every function takes the arguments of torch's function of the same name, in the 
 `factors` follow by keyword if they apply.
 """
 
-from plimsoll.unit.factors.formulas import Constraint as Constraint, Factors as Factors
+from plimsoll.unit.formulas import Constraint as Constraint, Factors as Factors
 from plimsoll.unit.functional.activations import (
     dropout as dropout,
     gelu as gelu,
@@ -20,9 +20,14 @@ from plimsoll.unit.functional.attention import (
     softmax as softmax,
 )
 from plimsoll.unit.functional.convolutions import (
+    adaptive_avg_pool2d as adaptive_avg_pool2d,
+    avg_pool1d as avg_pool1d,
+    avg_pool2d as avg_pool2d,
     conv1d as conv1d,
     conv2d as conv2d,
     conv_transpose2d as conv_transpose2d,
+    max_pool1d as max_pool1d,
+    max_pool2d as max_pool2d,
 )
 from plimsoll.unit.functional.losses import (
     binary_cross_entropy_with_logits as binary_cross_entropy_with_logits,
@@ -36,18 +41,13 @@ from plimsoll.unit.functional.normalization import (
     layer_norm as layer_norm,
     rms_norm as rms_norm,
 )
-from plimsoll.unit.functional.pooling import (
-    adaptive_avg_pool2d as adaptive_avg_pool2d,
-    avg_pool1d as avg_pool1d,
-    avg_pool2d as avg_pool2d,
-    max_pool1d as max_pool1d,
-    max_pool2d as max_pool2d,
-)
 from plimsoll.unit.functional.products import (
+    add as add,
     embedding as embedding,
     linear as linear,
     linear_readout as linear_readout,
     matmul as matmul,
+    residual_add as residual_add,
+    residual_split as residual_split,
 )
-from plimsoll.unit.functional.sums import add as add, residual_add as residual_add, residual_split as residual_split
 from plimsoll.unit.scaled_multiply import scaled as scaled

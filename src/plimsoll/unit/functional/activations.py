@@ -1,4 +1,4 @@
-"""Activations and dropout at unit scale (factors by `factors.nonlinear`)."""
+"""Activations and dropout at unit scale (factors by `formulas.nonlinear`)."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,9 @@ from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.checks import one_of
 from plimsoll.errors import ArgumentError
+from plimsoll.unit import formulas
 from plimsoll.unit.arguments import check_floating, check_mult, check_not_inplace, check_probability
-from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.formulas import RELU, Constraint, check_constraint
+from plimsoll.unit.formulas import RELU, Constraint, check_constraint
 from plimsoll.unit.functional.ideal_factors import apply_checked, gated, nonlinear, times
 from plimsoll.unit.scaled_multiply import multiplied
 

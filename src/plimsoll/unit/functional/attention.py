@@ -1,6 +1,6 @@
 """Softmax and attention at unit scale, whose factors follow the length.
 
-The moments are integrals, kept as curves over the length (`factors.softmax_moments`). So a sequence may have any
+The moments are integrals, kept as curves over the length (`unit.formulas`). So a sequence may have any
 length, under a compiler too.
 """
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
+from plimsoll.unit import formulas
 from plimsoll.unit.arguments import check_floating, check_mult, check_probability
-from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.formulas import Constraint, Factors, check_constraint
-from plimsoll.unit.factors.softmax_moments import along
+from plimsoll.unit.formulas import Constraint, Factors, along, check_constraint
 from plimsoll.unit.functional.ideal_factors import (
     apply_checked,
     apply_factors,

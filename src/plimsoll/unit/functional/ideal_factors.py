@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
+from plimsoll.unit import formulas
 from plimsoll.unit.arguments import check_floating
-from plimsoll.unit.factors import nonlinear as _nonlinear, softmax_moments
-from plimsoll.unit.factors.formulas import Constraint, Factors, check_constraint, constrained
-from plimsoll.unit.factors.softmax_moments import Attention, Curve
+from plimsoll.unit.formulas import Attention, Constraint, Curve, Factors, check_constraint, constrained
 from plimsoll.unit.scaled_multiply import multiplied
 
 
@@ -85,28 +84,28 @@ def times(x: Tensor, mult: float) -> Tensor:
 @torch.compiler.assume_constant_result
 def nonlinear(name: str, mult: float) -> Factors:
     """Return the factors of a function of one number."""
-    return _nonlinear.nonlinear(name, mult)
+    return formulas.nonlinear(name, mult)
 
 
 @torch.compiler.assume_constant_result
 def gated(name: str, mult: float) -> Factors:
     """Return the factors of a product of one number and a function of another."""
-    return _nonlinear.gated(name, mult)
+    return formulas.gated(name, mult)
 
 
 @torch.compiler.assume_constant_result
 def largest(count: int) -> float:
     """Return the standard deviation of the largest of so many normal values."""
-    return _nonlinear.largest(count)
+    return formulas.largest(count)
 
 
 @torch.compiler.assume_constant_result
 def softmax_curves(mult: float) -> tuple[Curve, Curve, Curve]:
     """Return the curves of a softmax."""
-    return softmax_moments.softmax_curves(mult)
+    return formulas.softmax_curves(mult)
 
 
 @torch.compiler.assume_constant_result
 def attention_curves(mult: float, width: int, causal: bool) -> Attention:
     """Return the curves of attention."""
-    return softmax_moments.attention_curves(mult, width, causal)
+    return formulas.attention_curves(mult, width, causal)

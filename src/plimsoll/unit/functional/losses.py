@@ -6,8 +6,8 @@ from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.checks import one_of
 from plimsoll.errors import ArgumentError
+from plimsoll.unit import formulas
 from plimsoll.unit.arguments import check_floating, check_mult
-from plimsoll.unit.factors import formulas
 from plimsoll.unit.functional.ideal_factors import times
 from plimsoll.unit.scaled_multiply import multiplied
 

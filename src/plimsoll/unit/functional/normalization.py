@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.unit.arguments import check_floating
-from plimsoll.unit.factors.formulas import root
+from plimsoll.unit.formulas import root
 from plimsoll.unit.scaled_multiply import multiplied
 
 

@@ -6,37 +6,35 @@ parameters for `unit.optim`. `MLP`, `Residual` and `Stack` do not exist in torch
 """
 
 from plimsoll import exports
-from plimsoll.unit.nn.activations import (
+from plimsoll.unit.nn.blocks import MLP as MLP, Residual as Residual, Stack as Stack, residual_tau as residual_tau
+from plimsoll.unit.nn.convolutions import (
+    AdaptiveAvgPool2d as AdaptiveAvgPool2d,
+    AvgPool2d as AvgPool2d,
+    Conv1d as Conv1d,
+    Conv2d as Conv2d,
+    ConvTranspose2d as ConvTranspose2d,
+    MaxPool2d as MaxPool2d,
+)
+from plimsoll.unit.nn.functions import (
     GELU as GELU,
+    CrossEntropyLoss as CrossEntropyLoss,
     Dropout as Dropout,
+    MSELoss as MSELoss,
     ReLU as ReLU,
     Sigmoid as Sigmoid,
     SiLU as SiLU,
     Softmax as Softmax,
     Tanh as Tanh,
 )
-from plimsoll.unit.nn.attention import MultiheadAttention as MultiheadAttention
-from plimsoll.unit.nn.convolutions import (
-    Conv1d as Conv1d,
-    Conv2d as Conv2d,
-    ConvTranspose2d as ConvTranspose2d,
-)
 from plimsoll.unit.nn.linear import Embedding as Embedding, Linear as Linear, LinearReadout as LinearReadout
-from plimsoll.unit.nn.losses import CrossEntropyLoss as CrossEntropyLoss, MSELoss as MSELoss
-from plimsoll.unit.nn.mlp import MLP as MLP
 from plimsoll.unit.nn.normalization import (
     BatchNorm2d as BatchNorm2d,
     GroupNorm as GroupNorm,
     LayerNorm as LayerNorm,
     RMSNorm as RMSNorm,
 )
-from plimsoll.unit.nn.pooling import (
-    AdaptiveAvgPool2d as AdaptiveAvgPool2d,
-    AvgPool2d as AvgPool2d,
-    MaxPool2d as MaxPool2d,
-)
-from plimsoll.unit.nn.residual import Residual as Residual, Stack as Stack, residual_tau as residual_tau
 from plimsoll.unit.nn.transformer import (
+    MultiheadAttention as MultiheadAttention,
     TransformerDecoder as TransformerDecoder,
     TransformerDecoderLayer as TransformerDecoderLayer,
     TransformerEncoder as TransformerEncoder,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.unit.arguments import check_mult
-from plimsoll.unit.factors.formulas import Constraint, Factors, check_constraint
+from plimsoll.unit.formulas import Constraint, Factors, check_constraint
 
 
 class Constrained(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.unit import functional as U  # noqa: N812  (as F for torch's)
-from plimsoll.unit.factors.formulas import Constraint, Factors
+from plimsoll.unit.formulas import Constraint, Factors
 from plimsoll.unit.nn.base import Weighted
 from plimsoll.unit.optim.parameter_kinds import tag
 

@@ -9,7 +9,7 @@ from torch import fx
 from plimsoll.unit.capture.example_values import Values
 from plimsoll.unit.capture.gradient_graph import Flow, base_name, is_open, shape_of
 from plimsoll.unit.changes import ONE, Factor, Port
-from plimsoll.unit.factors.formulas import Constraint, constrained, root
+from plimsoll.unit.formulas import Constraint, constrained, root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from plimsoll.scaling import SpectralScaler
-from plimsoll.scaling.spectral.window_checks import StepNumbers
+from plimsoll.scaling.spectral.scale_windows import StepNumbers
 
 STEPS = 60
 BURST = range(30, 36)

@@ -8,7 +8,7 @@ from plimsoll.diagnosis.locating.fault import Operand
 from plimsoll.errors import PlimsollError
 from plimsoll.formats import get_element
 from plimsoll.spectrum import Spectrum, measure
-from plimsoll.spectrum.plain_tensors import plain
+from plimsoll.spectrum.measurement import plain
 
 _PLAIN = (Tensor, nn.Parameter)
 

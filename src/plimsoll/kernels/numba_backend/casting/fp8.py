@@ -16,8 +16,7 @@ from plimsoll import row_layout
 from plimsoll.kernels.numba_backend import threads
 from plimsoll.kernels.numba_backend.compiling import as_float32, as_uint32, inlined, kernel, pointer, widen_half
 from plimsoll.kernels.numba_backend.measuring.kernels import add_block, fold, scan
-from plimsoll.kernels.numba_backend.measuring.rows import empty_rows, merge_into, row_addresses
-from plimsoll.kernels.numba_backend.memory import KINDS
+from plimsoll.kernels.numba_backend.memory import KINDS, empty_rows, merge_into, row_addresses
 from plimsoll.kernels.operators.fp8_cast import NAN_CODE, Cast
 
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from plimsoll import row_layout
 from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.numba_backend import compiling, threads
-from plimsoll.kernels.numba_backend.measuring import block_kernels, float32_kernels, kernels
-from plimsoll.kernels.numba_backend.measuring.rows import empty_rows, merge_into, row_addresses
-from plimsoll.kernels.numba_backend.memory import KINDS, Words, pieces
+from plimsoll.kernels.numba_backend.measuring import float32_kernels, kernels
+from plimsoll.kernels.numba_backend.memory import KINDS, Words, empty_rows, merge_into, pieces, row_addresses
 from plimsoll.kernels.operators.checks import is_dense
 from plimsoll.kernels.torch_backend.casting import from_codes
 
@@ -135,7 +134,7 @@ def _measure_blocks(x: Tensor, row: Any, block: int) -> None:
     step = height if matrix.is_contiguous() else max(1, _PIECE // columns)
     for start in range(0, height, step):
         dense = matrix[start : start + step].contiguous()
-        block_kernels.measure_blocks(dense.data_ptr(), kind, dense.shape[0], columns, block, row, values)
+        kernels.measure_blocks(dense.data_ptr(), kind, dense.shape[0], columns, block, row, values)
 
 
 def _values_of_codes(dtype: torch.dtype) -> Any:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from plimsoll.kernels.operators.fp8_cast import NAN_CODE, Cast
 from plimsoll.kernels.triton_backend import input_bits
-from plimsoll.kernels.triton_backend.measuring.launch import REGISTERS, empty, interpreted, launching, share
-from plimsoll.kernels.triton_backend.measuring.tile import WARPS, begin, finish, tally
+from plimsoll.kernels.triton_backend.counting import WARPS, begin, finish, tally
+from plimsoll.kernels.triton_backend.measuring import REGISTERS, empty, interpreted, launching, share
 
 HEIGHT, WIDTH = 128, 64
 _COUNTED_HEIGHT = 64  # counting holds more in registers
@@ -20,7 +20,7 @@ _CONVERTS = (8, 9)
 _NAN = tl.constexpr(NAN_CODE)
 
 
-# A program takes tiles of the matrix. Each is loaded once in the order in which it lies, counted by `measuring.tile`
+# A program takes tiles of the matrix. Each is loaded once in the order in which it lies, counted by `counting`
 # where there is a bank, multiplied, rounded, and stored twice: as it is, and transposed. For the second store Triton
 # exchanges the tile's codes through shared memory, so that both stores, and the load, touch memory in whole lines: a
 # tile is 128 rows high, the 128 bytes of a line of the transpose, and 64 columns wide, 128 bytes of 16-bit values.

@@ -31,9 +31,10 @@ from plimsoll.kernels.triton_backend.casting.kernels import (
     WARPS,
     cast_dense,
     cast_ragged,
+    double_bits,
+    fields,
 )
-from plimsoll.kernels.triton_backend.casting.rounding import double_bits, fields
-from plimsoll.kernels.triton_backend.measuring.launch import launching
+from plimsoll.kernels.triton_backend.measuring import launching
 
 _IMPLICIT = 1 << 52
 _FLOAT32_MAX = float(np.finfo(np.float32).max)

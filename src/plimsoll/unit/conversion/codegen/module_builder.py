@@ -8,13 +8,11 @@ from torch import Tensor, nn
 
 from plimsoll.unit import nn as unit_nn
 from plimsoll.unit.changes import Factor, Scale
-from plimsoll.unit.conversion.codegen.call_tree import Call, tree_of
-from plimsoll.unit.conversion.codegen.code_writer import Writer
+from plimsoll.unit.conversion.codegen.code_writer import Call, Writer, tree_of
 from plimsoll.unit.conversion.codegen.forward_signature import Signature, head_of, output_text
-from plimsoll.unit.conversion.codegen.operation_facts import NORMS, name_of
-from plimsoll.unit.conversion.codegen.steps import Recipe, Ref, Step
+from plimsoll.unit.conversion.codegen.steps import NORMS, Recipe, Ref, Step, name_of
 from plimsoll.unit.conversion.converted_modules import Code, Converted, Folded, Part, make
-from plimsoll.unit.factors.formulas import Factors
+from plimsoll.unit.formulas import Factors
 
 _INDENT = "    "
 

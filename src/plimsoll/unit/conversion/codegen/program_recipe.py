@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 from plimsoll.unit.analysis.source_location import source_of
 from plimsoll.unit.capture.captured_program import Captured
 from plimsoll.unit.changes import Factor, NodeChange, Scale
-from plimsoll.unit.conversion.codegen.operation_facts import NORMS
 from plimsoll.unit.conversion.codegen.steps import (
     DEVICE_TYPE,
+    NORMS,
     Here,
     Kind,
     Recipe,

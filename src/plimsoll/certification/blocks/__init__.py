@@ -1,1 +1,0 @@
-"""Block formats: single values at a known scale, scales, and whole blocks."""

@@ -1,1 +1,0 @@
-"""Casts of operations' arguments, and the lists of operations that cast."""

@@ -1,1 +1,0 @@
-"""Unscaling gradients on the CPU, with a look for NaN and Inf."""

@@ -1,1 +1,0 @@
-"""Measuring what an optimizer has changed, on the CPU."""

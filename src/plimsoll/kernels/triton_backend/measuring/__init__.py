@@ -1,1 +1,0 @@
-"""Counting values per power of two on a GPU."""

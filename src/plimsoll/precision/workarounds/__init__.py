@@ -1,1 +1,0 @@
-"""Workarounds for known failures of low precision."""

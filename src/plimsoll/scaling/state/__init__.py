@@ -1,1 +1,0 @@
-"""State of scalers: saving, and the rule of growth."""

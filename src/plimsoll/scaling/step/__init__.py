@@ -1,1 +1,0 @@
-"""One step with a scaler: unscaling, skipping, agreeing among ranks."""

@@ -1,1 +1,0 @@
-"""Scale factors: formulas, and measured ones."""
