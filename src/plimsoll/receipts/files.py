@@ -9,7 +9,7 @@ from rich.console import Console
 
 from plimsoll.receipts import page, terminal, wording
 from plimsoll.receipts.rows import ReceiptRecord
-from plimsoll.runs.storage.answer_file import check_place, write_text
+from plimsoll.runs.storage.atomic_files import check_place, write_text
 from plimsoll.text import escaped_cell, printable
 
 _WIDTH = 120
