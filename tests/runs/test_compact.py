@@ -10,7 +10,7 @@ import pytest
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from plimsoll.runs.storage import atomic_files, parquet
-from plimsoll.runs.writing import rank_folder, thinning
+from plimsoll.runs.writing import compaction, rank_folder
 from tests.support.runs import making
 
 NEVER = 10**6  # a compact_above that is never reached
@@ -49,7 +49,7 @@ def content(path: Path) -> dict[str, object]:
     }
 
 
-def log(path: Path, above: int = 64, thin: thinning.Rules = ()) -> rank_folder.RankFolder:
+def log(path: Path, above: int = 64, thin: compaction.Rules = ()) -> rank_folder.RankFolder:
     return rank_folder.RankFolder(
         path, rank=0, world_size=1, settings={}, resume_from=None, compact_above=above, thin=thin
     )  # fmt: skip

@@ -248,9 +248,9 @@ def write_text(operation: str, file: Path, text: str) -> None:
         ArgumentError: The path is a folder.
         RunError: It cannot be written.
     """
-    from plimsoll.runs.storage import answer_file
+    from plimsoll.runs.storage import atomic_files
 
-    answer_file.write_text(operation, file, text)
+    atomic_files.write_text(operation, file, text)
     messages.write_line(str(file))
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from plimsoll.receipts import wording
 from plimsoll.receipts.rows import ReceiptRecord
-from plimsoll.runs.storage.answer_file import check_place, write_text
+from plimsoll.runs.storage.atomic_files import check_place, write_text
 from plimsoll.text import escaped_cell, in_html, printable
 
 # -- terminal: verdict, deviations, operations, notes ------------------------------------------------------------------

@@ -55,7 +55,7 @@ def certify(
     """
     file = local_file("certify", "-o", output, "certificate.html")
     if file is not None:
-        from plimsoll.runs.storage.answer_file import check_place
+        from plimsoll.runs.storage.atomic_files import check_place
 
         check_place("certify", file, _ENDINGS)  # before the work
     from plimsoll.certification import certify as certified

@@ -89,10 +89,10 @@ def _form_of(file: Path | None) -> str:
 def _written(views: _Views, file: Path, form: str, title: str | None) -> Iterator[str]:
     """Write the file, or the page of each model; yield lines that report it."""
     if form != "html":
-        from plimsoll.runs.storage import answer_file
+        from plimsoll.runs.storage import atomic_files
 
         text = _markdown(views) if form == "markdown" else messages.json_text(_data(views))
-        answer_file.write_text("report", file, text)
+        atomic_files.write_text("report", file, text)
         yield str(file)
         return
     from plimsoll.report import html

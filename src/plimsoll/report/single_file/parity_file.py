@@ -10,7 +10,7 @@ from plimsoll.report.drawing.theme import TEMPLATES
 from plimsoll.report.page.assets import FILES, PLOTLY
 from plimsoll.report.results.parity import parity as figure_of
 from plimsoll.report.single_file.html_report import packed, policy
-from plimsoll.runs.storage.answer_file import check_place, write_text
+from plimsoll.runs.storage.atomic_files import check_place, write_text
 from plimsoll.text import escaped_cell, in_html, printable
 from plimsoll.version import __version__
 

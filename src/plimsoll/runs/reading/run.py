@@ -28,7 +28,7 @@ from plimsoll.runs.reading.run_folder import RunContents, RunFolder, gone_writer
 from plimsoll.runs.records import ERRORS, Event
 from plimsoll.runs.storage import limits
 from plimsoll.runs.storage.location import Folder, is_elsewhere, place_of
-from plimsoll.runs.storage.open_writers import write_for_reader
+from plimsoll.runs.storage.lock import write_for_reader
 from plimsoll.spectrum import ErrorSums, Spectrum
 
 

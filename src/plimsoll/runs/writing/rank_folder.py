@@ -22,7 +22,7 @@ from plimsoll.runs.storage.location import Folder
 from plimsoll.runs.storage.lock import Lock
 from plimsoll.runs.storage.parts import Part
 from plimsoll.runs.user_messages import warn_user
-from plimsoll.runs.writing import compaction, thinning
+from plimsoll.runs.writing import compaction
 from plimsoll.spectrum import Source
 
 
@@ -86,7 +86,7 @@ class RankFolder:
         settings: Mapping[str, object],
         resume_from: int | None,
         compact_above: int,
-        thin: thinning.Rules,
+        thin: compaction.Rules,
     ) -> None:
         self.path, self.rank = path, rank
         self.found: list[tuple[str, str, dict[str, object]]] = []
@@ -264,7 +264,7 @@ class RankFolder:
 
     def _due(self, kind: Kind) -> Sequence[Part]:
         parts = self._of(kind)
-        return _parts.due(parts, self._above) or thinning.due(parts, self._thin)
+        return _parts.due(parts, self._above) or compaction.due(parts, self._thin)
 
     def _of(self, kind: Kind) -> list[Part]:
         with self._guard:
@@ -304,7 +304,7 @@ class RankFolder:
             rank=self.rank,
             first=parts[0].first,
             last=parts[-1].last,
-            generation=thinning.generation(parts, self._thin, self._of(parts[0].kind)),
+            generation=compaction.generation(parts, self._thin, self._of(parts[0].kind)),
             min_step=min(p.min_step for p in parts),
             max_step=max(max(self._visible_end(p), p.min_step) for p in parts),
         )
@@ -313,7 +313,7 @@ class RankFolder:
         """Return which rows of an input stay: neither replaced later nor thinned out."""
         lasting = steps <= self._visible_end(part)
         if part.kind == "spectra" and self._thin:
-            lasting &= thinning.kept(steps, self._thin, max(p.max_step for p in self._of("spectra")))
+            lasting &= compaction.kept(steps, self._thin, max(p.max_step for p in self._of("spectra")))
         return lasting
 
     def _set_aside(self, path: Path, why: str) -> None:

@@ -11,10 +11,10 @@ from typing import Any, cast
 from plimsoll.checks import integer, items, number
 from plimsoll.errors import ArgumentError, PlimsollError, RunError
 from plimsoll.runs.records import Record, Sink
-from plimsoll.runs.storage import manifest, open_writers, parts
+from plimsoll.runs.storage import lock, manifest, parts
 from plimsoll.runs.storage.location import Folder, folder_to_write
 from plimsoll.runs.user_messages import warn_user
-from plimsoll.runs.writing import thinning
+from plimsoll.runs.writing import compaction
 from plimsoll.runs.writing.part_flusher import DroppedRecords, PartFlusher
 from plimsoll.runs.writing.rank_folder import RankFolder, SeriesRegistry
 from plimsoll.runs.writing.sink_feed import SinkFeed
@@ -88,7 +88,7 @@ class RunWriter:
             settings=settings,
             resume_from=resume_from,
             compact_above=compact_above,
-            thin=thinning.rules(thin),
+            thin=compaction.rules(thin),
         )
         self._path, self._dropped = log.path, DroppedRecords()
         self._next_step = _next_step(log, world_size)
@@ -102,7 +102,7 @@ class RunWriter:
             queue_bytes=queue_bytes,
         )
         _workers.add(self._worker)
-        open_writers.add(self)
+        lock.add(self)
         self.before_read: Callable[[], object] | None = None  # hands over what its owner holds back; on any thread
         # Closes when the writer is collected and when the interpreter ends, whichever is first.
         self._finalizer = weakref.finalize(self, self._worker.close, 60.0)
@@ -265,9 +265,9 @@ def _next_step(log: RankFolder, world_size: int) -> int:
 def _after_fork() -> None:
     for worker in list(_workers):
         worker.after_fork()
-    for writer in open_writers.writers():
+    for writer in lock.writers():
         writer.after_fork()
-    open_writers.forget()
+    lock.forget()
 
 
 if hasattr(os, "register_at_fork"):

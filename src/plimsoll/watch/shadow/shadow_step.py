@@ -26,10 +26,9 @@ from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.settings import SHADOWED, Settings
 from plimsoll.watch.shadow import data_parallel, memory
 from plimsoll.watch.shadow.capture import CapturedCall, CapturedForward, watch_calls
-from plimsoll.watch.shadow.comparisons import Comparisons, gradient_row
+from plimsoll.watch.shadow.comparisons import Comparisons, GradientErrors, gradient_row
 from plimsoll.watch.shadow.data_parallel import DataParallel, hooks_of_sharding, leaves_of, without_hooks
 from plimsoll.watch.shadow.decisions import Decisions, Tally, class_axis, class_choice
-from plimsoll.watch.shadow.gradient_errors import GradientErrors
 from plimsoll.watch.shadow.replay import borrowed, draws_by_dtype, fresh_inputs, in_reference, tensors_of
 from plimsoll.watch.shadow.rng_state import RandomState
 
