@@ -16,14 +16,16 @@ import operator
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from _harness import Results
+from numpy.typing import NDArray
 from scipy.stats import kendalltau
 from torch import Tensor, nn
 
@@ -78,18 +80,30 @@ class Attention(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+class Position(nn.Module):
+    """Learned addend of each place in a sequence."""
+
+    def __init__(self, places: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(places, width) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sequences with the addends."""
+        return x + self.weight
+
+
 class Transformer(nn.Module):
     """A causal transformer of two blocks."""
 
     def __init__(self, width: int = 32, words: int = 24) -> None:
         super().__init__()
-        self.tok, self.pos = nn.Embedding(words, width), nn.Parameter(torch.randn(8, width) * 0.1)
+        self.tok, self.pos = nn.Embedding(words, width), Position(8, width)
         self.blocks = nn.ModuleList([Attention(width) for _ in range(2)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""
-        h = self.tok(x) + self.pos
+        h = self.pos(self.tok(x))
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h))
@@ -132,6 +146,48 @@ def cnn() -> nn.Module:
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 24, 3, padding=1, stride=2), nn.BatchNorm2d(24),
         nn.ReLU(), nn.Conv2d(24, 32, 3, padding=1, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(128, 10),
     )  # fmt: skip
+
+
+# -- several networks as one, which takes their batches one after the other
+
+
+class Stacked(nn.Module):
+    """A layer of several networks, each of which has its own part of the batch."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.like, self.networks = (layers[0],), len(layers)  # a tuple hides the layer from `named_modules`
+        for name, _ in layers[0].named_parameters():
+            setattr(self, name, nn.Parameter(torch.stack([layer.get_parameter(name).detach() for layer in layers])))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the results of all networks, one after the other."""
+        layer, weight, bias = self.like[0], self.weight, getattr(self, "bias", None)
+        x = x.unflatten(0, (self.networks, -1))
+        if isinstance(layer, nn.Embedding):
+            return weight[torch.arange(self.networks).view(-1, *[1] * (x.dim() - 1)), x].flatten(0, 1)
+        if isinstance(layer, Position):
+            return (x + weight[:, None]).flatten(0, 1)
+        if isinstance(layer, nn.Linear | nn.LayerNorm):
+            rows = x.flatten(1, -2)
+            linear = isinstance(layer, nn.Linear)
+            y = rows @ weight.mT if linear else F.layer_norm(rows, rows.shape[-1:]) * weight[:, None]
+            return (y + bias[:, None]).reshape(-1, *x.shape[2:-1], y.shape[-1])
+        channels, own = x.transpose(0, 1).flatten(1, 2), (weight.flatten(0, 1), bias.flatten())
+        y = (
+            F.conv2d(channels, *own, layer.stride, layer.padding, groups=self.networks)
+            if isinstance(layer, nn.Conv2d)
+            else F.batch_norm(channels, None, None, *own, training=True)
+        )
+        return y.unflatten(1, (self.networks, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def stacked(networks: Sequence[nn.Module]) -> nn.Module:
+    """Return one network that computes as all of these do."""
+    for name, layer in [*networks[0].named_modules()]:
+        if [*layer.parameters(recurse=False)]:
+            networks[0].set_submodule(name, Stacked([network.get_submodule(name) for network in networks]))
+    return networks[0]
 
 
 # -- data: endless batches, the same for the same seed
@@ -227,10 +283,13 @@ MODELS = {
 }
 
 
-def train(model: Model, seed: int, steps: int, plan: Plan | None = None, run: Path | None = None) -> float:
-    """Return the mean loss of the last quarter of the steps."""
-    torch.manual_seed(seed)
-    network = model.make()
+def train(model: Model, seeds: int, steps: int, plan: Plan | None = None, run: Path | None = None) -> list[float]:
+    """Return each seed's mean loss of the last quarter of the steps. A run records the first seed alone."""
+    networks: list[nn.Module] = []
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        networks.append(model.make())
+    network = stacked(networks) if run is None else networks[0]
     optimizer = (
         torch.optim.Adam(network.parameters(), lr=model.rate)
         if model.adam
@@ -238,20 +297,22 @@ def train(model: Model, seed: int, steps: int, plan: Plan | None = None, run: Pa
     )
     watch = None if run is None else pl.watch(network, optimizer, run=run, every=max(steps // 12, 1), warmup=10)
     emulated = contextlib.nullcontext() if plan is None else pl.emulate(plan, model=network)
-    losses: list[float] = []
-    for x, y in itertools.islice(model.batches(torch.Generator().manual_seed(1000 + seed)), steps):
+    losses: list[Tensor] = []
+    batches = [model.batches(torch.Generator().manual_seed(1000 + seed)) for seed in range(seeds)]
+    for drawn in itertools.islice(zip(*batches, strict=True), steps):
+        x, y = map(torch.cat, zip(*drawn, strict=True))
         optimizer.zero_grad()
         with emulated:
             out = network(x)
-        loss = F.cross_entropy(out.flatten(0, -2), y.flatten())
-        loss.backward()
+        each = F.cross_entropy(out.flatten(0, -2), y.flatten(), reduction="none").view(seeds, -1).mean(1)
+        each.sum().backward()
         if watch is not None:
-            watch.log(loss=loss.detach())
+            watch.log(loss=each[0].detach())
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(each.detach())
     if watch is not None:
         watch.close()
-    return statistics.fmean(losses[-steps // 4 :])
+    return torch.stack(losses[-steps // 4 :]).double().mean(0).tolist()
 
 
 # -- plans of six bits
@@ -339,27 +400,62 @@ def plans_of(planner: Planner, mixes: int) -> dict[str, Pairs]:
     return {**found, "by range": planner.by_range(), "by consequence": planner.best()}
 
 
-def measure(model: Model, seeds: int, steps: int, mixes: int) -> dict[str, Any]:
+class Trainings:
+    """Losses of trainings by plan, kept in a file so that a second call trains only what is new."""
+
+    def __init__(self, model: Model, seeds: int, steps: int, file: Path) -> None:
+        self._model, self._steps, self._file = model, steps, file
+        self._losses: dict[str, list[float]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        self.seeds = max(seeds, len(self._losses.get(self._key(None), [])))
+
+    def losses(self, plan: Plan | None = None) -> list[float]:
+        """Return each seed's mean loss of the last quarter of the steps. No plan: FP32."""
+        key = self._key(plan)
+        if len(self._losses.get(key, [])) < self.seeds:
+            self._losses[key] = train(self._model, self.seeds, self._steps, plan)
+            self._file.write_text(json.dumps(self._losses), encoding="utf-8")
+        return self._losses[key]
+
+    def _key(self, plan: Plan | None) -> str:
+        return f"{self._steps} steps, {plan and (plan.formats, plan.backward, plan.scales)}"
+
+
+def measure(name: str, seeds: int, steps: int, mixes: int, keep: Path) -> dict[str, Any]:
     """Return the plans of one model, predicted and measured, in per cent of the FP32 loss."""
-    with tempfile.TemporaryDirectory() as folder:
-        base = [train(model, 0, steps, run=Path(folder) / "run")]
-        base += [train(model, seed, steps) for seed in range(1, seeds)]
-        planner = Planner(Path(folder) / "run")
-        level, rows = statistics.fmean(base), list[dict[str, object]]()
-        for label, pairs in plans_of(planner, mixes).items():
-            plan, rise = planner.plan(pairs), planner.predicted(pairs)
-            found = [(train(model, seed, steps, plan) - base[seed]) / level for seed in range(seeds)]
-            broken = not all(map(math.isfinite, found))
-            rows.append({
-                "plan": label, "predicted %": 100 * rise.estimate, "low %": 100 * rise.low, "high %": 100 * rise.high,
-                "measured %": math.inf if broken else 100 * statistics.fmean(found),
-                "standard error %": 0.0 if broken else 100 * statistics.stdev(found) / math.sqrt(seeds),
-                "values lost %": 100 * planner.lost(pairs),
-            })  # fmt: skip
-    return {"note": f"FP32 loss {level:.3f}, {seeds} seeds, {steps} steps.", "rows": rows}
+    trainings, run = Trainings(MODELS[name], seeds, steps, keep / f"{name}.json"), keep / f"{name}, {steps} steps"
+    if not run.exists():
+        with tempfile.TemporaryDirectory(dir=keep) as folder:  # a call that ends early leaves no half of a run
+            train(MODELS[name], 1, steps, run=Path(folder) / "run")
+            (Path(folder) / "run").rename(run)
+    planner, base = Planner(run), trainings.losses()
+    level, rows, rises = statistics.fmean(base), list[dict[str, object]](), list[list[float]]()
+    for label, pairs in plans_of(planner, mixes).items():
+        rise = planner.predicted(pairs)
+        found = [(a - b) / level for a, b in zip(trainings.losses(planner.plan(pairs)), base, strict=True)]
+        rises.append(found)
+        broken = not all(map(math.isfinite, found))
+        rows.append({
+            "plan": label, "predicted %": 100 * rise.estimate, "low %": 100 * rise.low, "high %": 100 * rise.high,
+            "measured %": math.inf if broken else 100 * statistics.fmean(found),
+            "standard error %": 0.0 if broken else 100 * statistics.stdev(found) / math.sqrt(len(base)),
+            "values lost %": 100 * planner.lost(pairs),
+        })  # fmt: skip
+    note = f"FP32 loss {level:.3f}, {len(base)} seeds, {steps} steps."
+    return {"note": note, "rows": rows, "ceiling": _ceiling(np.array(rises))}
 
 
-def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _ceiling(rises: NDArray[np.float64]) -> float:
+    """Return Kendall's tau of the order of plans (by seed) and their order measured again with other seeds.
+
+    It is the mean over measurements drawn from the seeds' covariance. A perfect prediction has no higher tau.
+    """
+    means, seeds, chance = rises.mean(1), rises.shape[1], np.random.default_rng(0)
+    noise = (rises - means[:, None]) / math.sqrt(seeds * (seeds - 1))
+    draws = [means + (noise * chance.standard_normal(seeds)).sum(1) for _ in range(500)]
+    return statistics.fmean(float(kendalltau(means, drawn).statistic) for drawn in draws)
+
+
+def summary(name: str, rows: list[dict[str, Any]], ceiling: float) -> dict[str, Any]:
     """Return how well the predictions of one model hold."""
     column = {key: [row[key] for row in rows] for key in rows[0]}
     low, high, measured = column["low %"], column["high %"], column["measured %"]
@@ -371,6 +467,7 @@ def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "developed on": "yes" if MODELS[name].developed else "no",
         "plans": len(rows),
         "tau": float(kendalltau(column["predicted %"], measured).statistic),
+        "tau of a perfect prediction": ceiling,
         "tau where apart": _order_where_apart(column),
         "tau by range": float(kendalltau(column["values lost %"], measured).statistic),
         "in interval": sum(held),
@@ -395,26 +492,22 @@ def _order_where_apart(column: dict[str, list[float]]) -> float:
 def main() -> None:
     """Measure all models and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=8, help="at least so many: more if more were kept")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--mixes", type=int, default=4)
     parser.add_argument("--models", nargs="*", default=[*MODELS], choices=[*MODELS])
-    parser.add_argument("--keep", type=Path, help="a folder for finished models, which a second call does not repeat")
+    parser.add_argument("--keep", type=Path, help="a folder for trainings, which a second call does not repeat")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = Results("Predicted loss of plans", "cpu")
     rows: list[dict[str, Any]] = []
-    for name in arguments.models:
-        kept = None if arguments.keep is None else arguments.keep / f"{name}.json"
-        if kept is not None and kept.exists():
-            found = json.loads(kept.read_text(encoding="utf-8"))
-        else:
-            found = measure(MODELS[name], arguments.seeds, arguments.steps, arguments.mixes)
-        if kept is not None:
-            kept.write_text(json.dumps(found), encoding="utf-8")
-        results.add(f"{name}: plans of six bits", found["note"], found["rows"])
-        rows.append(summary(name, found["rows"]))
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.models:
+            keep = arguments.keep or Path(folder)
+            found = measure(name, arguments.seeds, arguments.steps, arguments.mixes, keep)
+            results.add(f"{name}: plans of six bits", found["note"], found["rows"])
+            rows.append(summary(name, found["rows"], found["ceiling"]))
     results.add("Plans: order, interval and choice", "Kendall's tau of predicted and measured order.", rows)
     kinds = ["all", *sorted({str(row["developed on"]) for row in rows})]
     results.add("Plans: against the goals", "Means over models.", [_goal(rows, kind) for kind in kinds])
@@ -429,6 +522,7 @@ def _goal(rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
         "models": {"all": "all", "yes": "developed on", "no": "not developed on"}[kind],
         "mean tau": statistics.fmean(row["tau"] for row in chosen),
         "goal tau": GOALS["tau"],
+        "mean tau of a perfect prediction": statistics.fmean(row["tau of a perfect prediction"] for row in chosen),
         "mean tau where apart": statistics.fmean(row["tau where apart"] for row in chosen),
         "mean tau by range": statistics.fmean(row["tau by range"] for row in chosen),
         "share in interval": sum(row["in interval"] for row in chosen) / plans,

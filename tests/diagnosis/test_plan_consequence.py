@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import plimsoll as pl
@@ -121,6 +122,43 @@ def test_a_gradient_that_vanishes_at_the_logits_costs_half_of_its_sum(chain: Pat
     assert forecast.of("a", "e4m3", "e5m2", low).updates == pytest.approx(
         forecast._shares["a"] * (1 - 2**-0.5), rel=0.1
     )
+
+
+def test_a_gradient_that_vanishes_in_part_costs_less(tmp_path: Path) -> None:
+    steps = [tensors(step) for step in range(2)]
+    for made in steps:  # of a row's eight classes, seven are wrong: four at a probability of 2^-7, three at 2^-5
+        wrong = torch.tensor([2.0**-7] * 4 + [2.0**-5] * 3).expand(ROWS, 7) / ROWS
+        made["activation_gradients", "b:output"] = torch.cat([wrong, -wrong.sum(1, keepdim=True)], 1)
+    forecast = forecast_of(written(tmp_path / "run", steps, losses=[1.0, 1.0]))
+    # At this scale E4M3 rounds values below 2^-11 to zero: the four, a quarter of the wrong classes' probability.
+    # Losses of equal size have no slope, so nothing else counts.
+    found = forecast.of("b", "e4m3", "e4m3", {**SHIFTS, "gradients": 1})
+    assert found.updates == pytest.approx(2.0**-5 / 2 * math.sqrt(1 / 4))
+
+
+def test_data_is_felt_as_much_as_what_the_next_module_multiplies(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    goal, felt = torch.randn(32, 10), list[float]()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
+    )
+
+    def note(module: torch.nn.Linear, _: object, output: Tensor) -> None:
+        output.register_hook(lambda g: felt.append(float((g @ module.weight).square().sum())))
+
+    model[0].register_forward_hook(note)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=10, quiet=True) as watch:
+        for _ in range(120):
+            x = torch.randn(64, 32)
+            loss = F.cross_entropy(model(x), (x @ goal).argmax(1))
+            watch.log(loss=loss.detach())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    sizes, wanted = forecast_of(tmp_path / "run")._sizes["0"], np.mean(felt[60::10])
+    assert sizes.passed < wanted / 2
+    assert sizes.input_gradient == pytest.approx(wanted, rel=0.4)
 
 
 def test_more_digits_never_predict_more(trained: Path) -> None:

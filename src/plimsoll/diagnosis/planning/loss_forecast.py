@@ -22,8 +22,12 @@ curve says how much that is: its slope against the logarithm of the steps, over 
 size of their updates times that of their gradients.
 
 Values of the last gradient, that of the logits, are an exception. The small ones are the probabilities of the wrong
-classes. They are of one sign, so making them zero is a bias: these classes rise until their gradient is no longer zero.
-A logit moves by about 1 until then, and the loss by half of each lost value.
+classes. They are of one sign, so making them zero is a bias: these classes rise until nothing is lost on average. How
+much that costs depends on what the model can tell apart, which no spectrum shows. If each logit rises alone, it moves
+by about 1, and the loss by half of each lost value. If a class rises by the same in all samples, its logit moves by the
+lost share of its probability, and the loss by half of the lost values times that share. The prediction is the geometric
+mean of the two. The probabilities of the wrong classes are half of the gradient's magnitude, as its rows have sums of
+zero.
 
 Errors that are known from shadow steps calibrate the part of the updates: the squared error of each module's weight
 gradient, over that of the formula in the run's own format.
@@ -103,7 +107,7 @@ class Forecast:
         first = {name: place for place, name in enumerate(view.run.tensors.get("activations", ()))}
         ordered = sorted(modules, key=lambda module: min((first.get(n, -1) for n in module.inputs), default=-1))
         sizes = {module.name: self._sizes_of(module) for module in ordered}
-        self._sizes = {name: each for name, each in sizes.items() if each is not None}
+        self._sizes = _with_data({name: each for name, each in sizes.items() if each is not None})
         self._modules = {module.name: module for module in ordered}
         self._known: dict[tuple[str, str, str, tuple[int | None, ...]], Consequence | None] = {}
 
@@ -196,7 +200,8 @@ class Forecast:
         cut = 0.0
         if name == next(reversed(self._sizes)):
             backward_tensors = self._collection("activation_gradients")
-            cut = 0.5 * backward_tensors.lost_sum(module.outputs, get(backward), shifts.get("gradients", 0))
+            lost_sum, whole = backward_tensors.sums(module.outputs, get(backward), shifts.get("gradients", 0))
+            cut = 0.5 * lost_sum * math.sqrt(min(2 * lost_sum / whole, 1.0)) if whole else 0.0
         return Consequence(
             loss_divergence=math.sqrt(divergence),
             update_divergence=math.sqrt(own),
@@ -253,7 +258,7 @@ class Forecast:
         counts = [weights.count(module.weight), activations.count(module.inputs), activations.count(module.outputs)]
         if not all(counts):
             return None
-        sizes = _Sizes(
+        return _Sizes(
             weight=weights.energy(module.weight),
             inputs=activations.energy(module.inputs),
             outputs=activations.energy(module.outputs),
@@ -264,8 +269,6 @@ class Forecast:
             input_values=counts[1],
             output_values=counts[2],
         )
-        # An input that is data has no gradient, and its cast is felt all the same.
-        return sizes if sizes.input_gradient else replace(sizes, input_gradient=sizes.passed)
 
     def _own_format(self, module: Module) -> Format | None:
         known = self._view.formats("activations")
@@ -275,6 +278,22 @@ class Forecast:
         found = self._judge.collections[name]
         assert found is not None  # `_sizes_of` has looked
         return found
+
+
+def _with_data(found: dict[str, _Sizes]) -> dict[str, _Sizes]:
+    """Return the sizes, in the order of the forward, with gradients for inputs that are data.
+
+    These have none, and their cast is felt all the same. A gradient lies along a trained weight, and more so the
+    earlier the module is: it is by so much larger than `passed` as that of the next module which has one.
+    """
+    sizes, larger = dict(found), 1.0
+    for name in reversed(found):
+        each = found[name]
+        if not each.input_gradient:
+            sizes[name] = replace(each, input_gradient=each.passed * larger)
+        elif each.passed:
+            larger = max(each.input_gradient / each.passed, 1.0)
+    return sizes
 
 
 def _missing(squared: float) -> float:

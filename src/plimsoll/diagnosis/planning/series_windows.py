@@ -207,13 +207,13 @@ class Collection:
     def _noise(self) -> Noise:
         return Noise(values=self.values)
 
-    def lost_sum(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> float:
-        """Return the lost magnitudes' sum a step, over the later half of the steps.
+    def sums(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> tuple[float, float]:
+        """Return the sums of lost and of all magnitudes a step, over the later half of the steps.
 
-        0 for block formats, whose records do not have it.
+        0 for block formats, whose records do not have them.
         """
         if isinstance(fmt, BlockFormat):
-            return 0.0
+            return 0.0, 0.0
         cells = self.cells.of_rows(self._late(names))
         row = np.repeat(np.arange(len(cells)), cells.length)
         binades = np.arange(len(cells.flat)) - cells.start[:-1][row] + cells.lowest[row]
@@ -221,8 +221,9 @@ class Collection:
         sums = cells.flat * np.ldexp(1.0, binades.astype(np.int32))
         part, whole = (np.bincount(row[held], sums[held], len(cells)) for held in (lost, lost | True))
         # Values of a binade are spread in the same way in all binades of a row.
-        true = cells.column("abssum") / cells.scale * part / np.maximum(whole, np.finfo(np.float64).tiny)
-        return float(true.sum()) / max(len(np.unique(cells.at)), 1)
+        true, steps = cells.column("abssum") / cells.scale, max(len(np.unique(cells.at)), 1)
+        lost_of_true = true * part / np.maximum(whole, np.finfo(np.float64).tiny)
+        return float(lost_of_true.sum()) / steps, float(true.sum()) / steps
 
     def _late(self, names: Sequence[str]) -> NDArray[np.intp]:
         rows = self._rows(names)
