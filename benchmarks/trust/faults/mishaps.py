@@ -605,9 +605,9 @@ def cut(run: Training, *, sound: bool = False) -> None:
 
 @fault(
     "frozen-weights-keep-moving",
-    named=r"frozen|freez|weight decay|momentum|set_to_none"
-    r"|(zero|no|without|vanished) gradients?\b[^>]*(mov|chang|updat|shr[iu]nk|decay)"
-    r"|(mov|chang|updat|shr[iu]nk|decay)[^>]*(zero|no|without|vanished) gradients?\b",
+    named=r"frozen|freeze|freezing|weight decay|momentum|set_to_none"
+    r"|(zero|no|without|vanished) gradients?\b[^>]*(mov|chang|update|updating|shr[iu]nk|decay)"
+    r"|(mov|chang|update|updating|shr[iu]nk|decay)[^>]*(zero|no|without|vanished) gradients?\b",
     misleading=f"{SIDE}|learning rate|swallow|rounding|in no optimizer",
     held_back=True,
 )
