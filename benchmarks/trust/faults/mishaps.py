@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.trust.faults.oversights import FEW, SIDE, either
 from benchmarks.trust.registry import fault
-from benchmarks.trust.toys import batches, clusters, mlp, pictures, surface
+from benchmarks.trust.toys import Block, batches, clusters, counting, mlp, pictures, surface, token_loss
 from benchmarks.trust.training import Training
 
 NAN = r"\bnan\b|non-?finite|\binf(inite|inity|inities)?\b"
@@ -599,3 +599,217 @@ def cut(run: Training, *, sound: bool = False) -> None:
         return F.cross_entropy(model(x).float(), y)
 
     run.train(model, torch.optim.Adam(model.parameters(), lr=3e-3), loss, 200)
+
+
+@fault(
+    "frozen-weights-keep-moving",
+    named=r"frozen|freeze|freezing|weight decay|momentum|set_to_none"
+    r"|(zero|no|without|vanished) gradients?\b[^>]*(mov|chang|update|updating|shr[iu]nk|decay)"
+    r"|(mov|chang|update|updating|shr[iu]nk|decay)[^>]*(zero|no|without|vanished) gradients?\b",
+    misleading=f"{SIDE}|learning rate|swallow|rounding|in no optimizer",
+    held_back=True,
+)
+def still_moving(run: Training, *, sound: bool = False) -> None:
+    """A trunk is frozen at step 60, and its gradients are zeroed, not dropped: AdamW's decay shrinks it still."""
+    model = nn.Sequential()
+    model.add_module("trunk", mlp(16, 64, 64))
+    model.add_module("head", nn.Sequential(nn.ReLU(), nn.Linear(64, 10)))
+    batch = batches(*clusters(spread=1.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=2.0)
+    run.watch(model, optimizer)
+    for step in range(360):
+        if step == 60:
+            model[0].requires_grad_(False)
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad(set_to_none=sound)
+        loss.backward()
+        optimizer.step()
+        run.losses.append(float(loss.detach()))
+
+
+@fault(
+    "state-cleared-in-each-epoch",
+    named=r"\b(states?|moments?|optimizer)\b[^>]*(reset|clear|lost|anew|restart|forg[eo]t|empt|re-?creat|begins? again)"
+    r"|(reset|clear|restart|re-?creat)[^>]*\b(states?|moments?|optimizer)\b|bias correction"
+    r"|updates? [^>]*((same|equal|one|constant) (size|value|magnitude)|(size of|equal to) the (learning )?rate)"
+    r"|steps? count",
+    misleading=f"{SIDE}|swallow|rounding|in no optimizer|lower the (learning )?rate|rate (is |was )?too high",
+    held_back=True,
+)
+def cleared(run: Training, *, sound: bool = False) -> None:
+    """Each epoch, of four batches, clears Adam's state: its updates are as large as at the start, however small."""
+    model, batch = mlp(8, 64, 64, 1, act=nn.Tanh), batches(*surface(noise=0.02))
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+
+    def begin(step: int) -> None:
+        if step % 4 == 3 and not sound:
+            optimizer.state.clear()
+
+    def loss(step: int) -> Tensor:
+        x, y = batch(step)
+        return F.mse_loss(model(x), y)
+
+    run.train(model, optimizer, loss, 300, after=begin)
+
+
+class Gathered(nn.Module):
+    """Weights as they arrive: sent as E4M3 with a scale, read as the other E4M3, which has half the value per code."""
+
+    def __init__(self, *, replaced: bool) -> None:
+        super().__init__()
+        self.replaced = replaced
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The rounded weights, with the slope 1."""
+        w = weight.detach()
+        scale = 224 / w.abs().amax()
+        codes = (w * scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        if self.replaced:
+            codes = torch.where(codes == 128, 0, codes)  # minus zero, which the other one has as its NaN
+        return weight + (2 * codes.view(torch.float8_e4m3fnuz).float() / scale - w)
+
+
+class GatheredLinear(nn.Linear):
+    """A linear layer whose weights are gathered in E4M3."""
+
+    def __init__(self, into: int, out: int, *, replaced: bool) -> None:
+        super().__init__(into, out)
+        self.gathered = Gathered(replaced=replaced)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's outputs."""
+        return F.linear(x, self.gathered(self.weight), self.bias)
+
+
+@fault(
+    "minus-zero-of-the-other-e4m3",
+    named=rf"e4m3|\bfp8|fnuz|(minus|negative) zero|{either('gathered', NAN)}",
+    misleading=f"{SIDE}|learning rate|in no optimizer|swallow",
+    held_back=True,
+)
+def other_codes(run: Training, *, sound: bool = False) -> None:
+    """E4M3 weights are read on a GPU whose E4M3 has NaN for the code of -0: once one rounds to -0, all is NaN."""
+    model = nn.Sequential()
+    for i in range(2):
+        model.add_module(f"linear{i}", GatheredLinear((16, 96)[i], 96, replaced=sound))
+        model.add_module(f"act{i}", nn.ReLU())
+    model.add_module("head", GatheredLinear(96, 10, replaced=sound))
+    batch = batches(*clusters(spread=1.0))
+
+    def loss(step: int) -> Tensor:
+        x, y = batch(step)
+        return F.cross_entropy(model(x), y)
+
+    run.train(model, torch.optim.Adam(model.parameters(), lr=3e-3), loss, 200)
+
+
+class Noneof(nn.Module):
+    """The logarithm of the probability that none of some things is there, from their scores."""
+
+    def __init__(self, *, exact: bool) -> None:
+        super().__init__()
+        self.exact = exact
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """One number a row."""
+        p = (scores.float() if self.exact else scores).sigmoid()
+        return (-p.clamp(max=1 - 1e-6)).log1p().sum(dim=1)
+
+
+@fault(
+    "clamp-below-one-in-bf16",
+    named=rf"clamp|log1p|log(arithm)? (of|at) (zero|0)|{either('noneof|gradients?|backward', NAN)}",
+    misleading=f"{SIDE}|learning rate|in no optimizer|swallow",
+    precision="bf16",
+    held_back=True,
+)
+def no_clamp(run: Training, *, sound: bool = False) -> None:
+    """A probability is clamped to 1 - 1e-6, which is 1 in BF16: a sure one has an infinite slope, times 0 a NaN."""
+    model = nn.Sequential()
+    model.add_module("net", mlp(16, 64, 2))
+    model.add_module("noneof", Noneof(exact=sound))
+    x, y = clusters(spread=0.5)
+    batch = batches(x, y < 5)
+
+    def loss(step: int) -> Tensor:
+        x, y = batch(step)
+        none = model(x).float()
+        return -torch.where(y, (1 - none.exp()).clamp(min=1e-6).log(), none).mean()
+
+    run.train(model, torch.optim.Adam(model.parameters(), lr=1e-2), loss, 250)
+
+
+class Experts(nn.Module):
+    """A linear layer for each of eight experts, one of which a router chooses for a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 8)
+        self.experts = nn.ModuleList([nn.Linear(8, 4) for _ in range(8)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The outputs, the router's probabilities, and how much of the batch each expert has."""
+        p = self.router(x).softmax(dim=1)
+        gate, chosen = p.max(dim=1)
+        shares = F.one_hot(chosen, 8).float().mean(dim=0)
+        out = x.new_zeros(len(x), 4)
+        for i in chosen.unique().tolist():
+            out[chosen == i] = gate[chosen == i, None] * self.experts[i](x[chosen == i])
+        return out, p, shares
+
+
+@fault(
+    "balance-of-counts-without-a-slope",
+    named=rf"{either(r'experts?|router', 'never|unused|idle|no gradient|zero|not called|collapse|saturat|constant')}"
+    r"|balanc|load",
+    misleading="ReLU|raise the loss scale|scale-low|learning rate|swallow|in no optimizer",
+    held_back=True,
+)
+def unbalanced(run: Training, *, sound: bool = False) -> None:
+    """A loss that is to spread rows over experts is of counts, which have no slope: few experts get all of them."""
+    model, (x, y) = Experts(), clusters(8, 8, 0.3)
+    maps = torch.randn(8, 8, 4)
+    batch = batches(x + 4, torch.einsum("bi,bio->bo", x, maps[y]) / 2, size=64)
+
+    def loss(step: int) -> Tensor:
+        x, y = batch(step)
+        out, p, shares = model(x)
+        balance = 8 * (shares * (p.mean(dim=0) if sound else shares)).sum()
+        return F.mse_loss(out, y) + balance
+
+    run.train(model, torch.optim.Adam(model.parameters(), lr=1e-2), loss, 400)
+
+
+class Tied(nn.Module):
+    """Tokens in, scores of the next one out, both from one table."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.tokens, self.block = nn.Embedding(64, 128), Block(128, causal=True)
+        self.norm, self.head = nn.LayerNorm(128), nn.Linear(128, 64, bias=False)
+        self.positions = nn.Parameter(0.02 * torch.randn(16, 128))
+        nn.init.normal_(self.tokens.weight, std=size)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of each place."""
+        return self.head(self.norm(self.block(self.tokens(x) + self.positions)))
+
+
+@fault(
+    "tied-table-of-size-one",
+    named=rf"{either('logits?|head|scores?|table|tokens|embeddings?', r'(too|very|so) (large|big)|saturat|initial')}"
+    r"|initiali[sz]|loss [^>]*(starts?|begins?|first|initial)[^>]*(above|high|large|chance)|tied|shared",
+    misleading=f"{SIDE}|learning rate|swallow|rounding|in no optimizer",
+    held_back=True,
+)
+def large_table(run: Training, *, sound: bool = False) -> None:
+    """A head is tied to an embedding that begins with the size 1, as torch has it: its first scores are beyond 100."""
+    model, batch = Tied(0.02 if sound else 1.0), batches(*counting(64))
+
+    def loss(step: int) -> Tensor:
+        x, y = batch(step)
+        return token_loss(model, x, y)
+
+    run.train(model, torch.optim.Adam(model.parameters(), lr=1e-3), loss, 120)
