@@ -21,9 +21,7 @@ from numpy.typing import NDArray
 from plimsoll import row_layout
 from plimsoll.diagnosis import View
 from plimsoll.formats import FP16
-from plimsoll.report.drawing.plotly_parts import Layout, Trace, build_figure
-from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, PURPLE
-from plimsoll.report.labels import powers
+from plimsoll.report.drawing.plotly_parts import BLUE, GREEN, GREY, ORANGE, PURPLE, Layout, Trace, build_figure, powers
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import percent

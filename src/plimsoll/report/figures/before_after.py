@@ -11,17 +11,24 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Plan
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Statistic
 from plimsoll.report.drawing.plotly_parts import (
+    BLUE,
+    GREY,
+    ORANGE,
     Layout,
     Source,
     Trace,
     build_figure,
+    capital,
     empty_figure,
+    joined,
+    labels,
+    of,
+    powers,
+    safe,
     series_checked,
     view_of,
 )
-from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE
 from plimsoll.report.figure_declaration import figure
-from plimsoll.report.labels import capital, joined, labels, of, powers, safe
 from plimsoll.text import counted, percent
 
 if TYPE_CHECKING:

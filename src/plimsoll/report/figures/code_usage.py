@@ -12,21 +12,28 @@ from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.formats import E4M3, Format, get_element
 from plimsoll.report.drawing.aggregation import Columns, histogram
 from plimsoll.report.drawing.plotly_parts import (
+    BLUE,
+    GREY,
+    ORANGE,
+    RED,
     STEP_AXIS,
     Layout,
     Source,
     Trace,
     build_figure,
+    capital,
     empty_figure,
+    joined,
     line,
+    of,
+    power,
+    safe,
     series_checked,
     since_mark,
     view_of,
 )
-from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE, RED
 from plimsoll.report.figure_declaration import figure
-from plimsoll.report.figures.scale_curve import element
-from plimsoll.report.labels import capital, joined, of, power, safe
+from plimsoll.report.figures.usable_scales import element
 from plimsoll.text import counted, percent
 
 if TYPE_CHECKING:

@@ -10,11 +10,9 @@ from plimsoll import row_layout
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP16, Format
-from plimsoll.report.drawing.load_lines import LoadLine, in_reach, load_lines
-from plimsoll.report.drawing.plotly_parts import Layout, Trace, build_figure, empty_figure
-from plimsoll.report.drawing.theme import BLUE
-from plimsoll.report.figures.scale_curve import element
-from plimsoll.report.labels import joined, power, powers
+from plimsoll.report.drawing.plotly_parts import BLUE, Layout, Trace, build_figure, empty_figure, joined, power, powers
+from plimsoll.report.figures.spectrogram import LoadLine, in_reach, load_lines
+from plimsoll.report.figures.usable_scales import element
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import percent
 

@@ -13,21 +13,28 @@ from plimsoll.diagnosis.wording import value_words
 from plimsoll.report.drawing.aggregation import Columns
 from plimsoll.report.drawing.heatmap_statistics import Matrix, underflow
 from plimsoll.report.drawing.plotly_parts import (
+    BLUE,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
     STEP_AXIS,
     Layout,
     Source,
     Trace,
     build_figure,
+    capital,
     empty_figure,
+    joined,
     line,
+    of,
+    safe,
     series_checked,
     since_mark,
     view_of,
 )
-from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE, PURPLE, RED
 from plimsoll.report.figure_declaration import figure, if_scaled
 from plimsoll.report.figures.heatmap import view_formats
-from plimsoll.report.labels import capital, joined, of, safe
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

@@ -8,7 +8,7 @@ from typing import Any
 from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.what_if.result import interval_words
 from plimsoll.errors import NotRecordedError
-from plimsoll.report.drawing.theme import TEMPLATES
+from plimsoll.report.drawing.plotly_parts import TEMPLATES
 from plimsoll.report.figure_registry import FIGURES
 from plimsoll.report.page.answers import first_tensor, run_answer
 from plimsoll.report.page.figures import drawn, offered

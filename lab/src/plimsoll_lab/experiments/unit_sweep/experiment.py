@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plimsoll.diagnosis import View, diagnose
-from plimsoll.report.drawing.plotly_parts import Trace, build_figure
-from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, RED
+from plimsoll.report.drawing.plotly_parts import BLUE, GREEN, GREY, ORANGE, RED, Trace, build_figure
 from plimsoll.runs import Run
 from plimsoll.version import __version__
 from plimsoll_lab.bench import Bench
