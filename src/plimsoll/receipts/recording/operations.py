@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from plimsoll.tracing.operation_schema import Facts
-from plimsoll.tracing.tensor_memory import tensors_in
+from plimsoll.tracing.tensors import tensors_in
 
 Kind = Literal[
     "product", "attention", "cast", "normalization", "softmax", "loss", "reduction", "embedding", "collective",
