@@ -11,9 +11,7 @@ from plimsoll.cli.options import Json, Quiet
 from plimsoll.cli.paths import local_folder
 from plimsoll.cli.terminal import console
 from plimsoll.errors import ArgumentError
-from plimsoll_lab.screens.experiment_list import list_experiments, list_rows
-from plimsoll_lab.screens.progress import told
-from plimsoll_lab.screens.result import show
+from plimsoll_lab.screens import list_experiments, list_rows, show, told
 
 if TYPE_CHECKING:
     from plimsoll_lab import Outcome

@@ -26,7 +26,6 @@ from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.models.detector.training import (
     Job,
     Kind,
@@ -41,7 +40,7 @@ from plimsoll_lab.models.detector.training import (
     train_all,
     whole_spectrum,
 )
-from plimsoll_lab.result import Measured
+from plimsoll_lab.result import Claim, Measured, claims as claims_of, of_rows
 from plimsoll_lab.study import Experiment
 
 if TYPE_CHECKING:

@@ -33,9 +33,8 @@ from plimsoll.scaling import StaticScaler
 from plimsoll.text import percent
 from plimsoll.watch import Watch, watch
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.clip.model import SHAPES, VOCABULARY, make_batch
-from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, of_rows
 from plimsoll_lab.running.unwatched_run import Unwatched
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import columns, largest, lost

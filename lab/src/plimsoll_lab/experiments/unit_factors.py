@@ -20,8 +20,7 @@ from plimsoll.unit.factors.measured import Scale, measure_scales
 from plimsoll.unit.factors.nonlinear import largest as largest_of_normals, nonlinear
 from plimsoll.unit.factors.softmax_moments import along, attention_curves, softmax_curves
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim
-from plimsoll_lab.result import Measured
+from plimsoll_lab.result import Claim, Measured
 from plimsoll_lab.statistics import largest
 from plimsoll_lab.study import Experiment
 
