@@ -36,6 +36,7 @@ from plimsoll.report.drawing.plotly_parts import (
     plotted,
     safe,
     series_checked,
+    share_ticks,
     since_mark,
     view_of,
     wrapped,
@@ -269,10 +270,13 @@ def blame_bars(found: "Blame") -> "Figure":
     if rest:
         texts.append(f"{len(rest):,} smaller ones")
         parts.append(tuple(sum(part) for part in zip(*map(_parts, rest), strict=True)))
+    # Plotly puts the positive parts of a bar to the right of 0, and the negative ones to the left.
+    low = min(sum(min(part, 0.0) for part in each) for each in parts)
+    high = max(sum(max(part, 0.0) for part in each) for each in parts)
     layout: Layout = {
         "barmode": "relative",
         "bargap": 0.3,
-        "xaxis": {"title": {"text": "share of the squared error"}, "tickformat": ".0%", "zeroline": True},
+        "xaxis": {"title": {"text": "share of the squared error"}, "zeroline": True, **share_ticks(low, 1.05 * high)},
         "yaxis": {"type": "category", "autorange": "reversed", "ticks": "", "ticklabelstandoff": 6},
         "height": 206 + 36 * len(texts),
         "margin": {"t": 108},

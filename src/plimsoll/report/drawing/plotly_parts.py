@@ -183,6 +183,32 @@ def powers(low: float, high: float, most: int = 9) -> tuple[list[float], list[st
     return places, [power(e) for e in places]
 
 
+# Plotly's own format of shares writes 35%, where all other text has 35 %.
+def share_ticks(low: float, high: float, most: int = 7) -> dict[str, Any]:
+    """Return the ticks of an axis of shares, at most about `most`, as settings of it.
+
+    >>> share_ticks(-0.02, 0.35, 4)
+    {'tickvals': [0.0, 0.1, 0.2, 0.3], 'ticktext': ['0 %', '10 %', '20 %', '30 %']}
+    """
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        low, high = 0.0, 1.0
+    least = (high - low) / most
+    power_of_ten = 10.0 ** math.floor(math.log10(least))
+    step = next(multiple for multiple in (1, 2, 5, 10) if multiple * power_of_ten >= least) * power_of_ten
+    ticks = range(math.ceil(low / step), math.floor(high / step) + 1)
+    return _ticks_in_percent([round(tick * step, 12) for tick in ticks])
+
+
+def log_share_ticks(lowest_exponent: float) -> dict[str, Any]:
+    """Return the same of a logarithmic axis: a tick at each power of ten up to 100 %."""
+    return _ticks_in_percent([10.0**exponent for exponent in range(math.ceil(lowest_exponent), 1)])
+
+
+def _ticks_in_percent(places: list[float]) -> dict[str, Any]:
+    texts = [np.format_float_positional(round(100 * place, 10), trim="-").replace("-", MINUS) for place in places]
+    return {"tickvals": places, "ticktext": [f"{text} %" for text in texts]}
+
+
 def joined(parts: Sequence[str]) -> str:
     """Half-sentences as a subtitle."""
     return " · ".join(part for part in parts if part)

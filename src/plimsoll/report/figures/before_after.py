@@ -26,6 +26,7 @@ from plimsoll.report.drawing.plotly_parts import (
     powers,
     safe,
     series_checked,
+    share_ticks,
     view_of,
 )
 from plimsoll.report.figure_declaration import figure
@@ -167,7 +168,7 @@ def _axis(kind: Statistic, values: list[float]) -> Layout:
     low, high = min(values), max(values)
     if kind.scale == "share":
         top = max(1.06 * high, 0.02)
-        return {"title": {"text": kind.words}, "tickformat": "~%", "range": [-0.02 * top, top], "zeroline": False}
+        return {"title": {"text": kind.words}, "range": [-0.02 * top, top], "zeroline": False, **share_ticks(0, top)}
     places, texts = powers(low - 1, high + 1, 9)
     texts = [f"{place:.0f}" for place in places] if kind.scale == "binades" else texts
     return {

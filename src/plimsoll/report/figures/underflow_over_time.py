@@ -30,6 +30,7 @@ from plimsoll.report.drawing.plotly_parts import (
     of,
     safe,
     series_checked,
+    share_ticks,
     since_mark,
     view_of,
 )
@@ -95,7 +96,7 @@ def underflow_over_time(
     levels, said = _level_marks(top)
     layout: Layout = {
         "xaxis": dict(STEP_AXIS),
-        "yaxis": {"title": {"text": "share flushed to zero"}, "tickformat": "~%", "range": [-0.01 * top, top]},
+        "yaxis": {"title": {"text": "share flushed to zero"}, "range": [-0.01 * top, top], **share_ticks(0, top)},
         "shapes": [*levels, *marks],
         "annotations": [*said, *notes],
         "height": 420,

@@ -29,6 +29,7 @@ from plimsoll.report.drawing.plotly_parts import (
     power,
     powers,
     safe,
+    share_ticks,
     since_mark,
     view_of,
 )
@@ -95,8 +96,8 @@ def updates(
         layout["yaxis2"] = {
             "title": {"text": "weights unmoved"},
             "domain": [0.0, 0.32],
-            "tickformat": "~%",
             "range": [-0.03, 1.03],
+            **share_ticks(0, 1, 5),
         }
     formats = f"weights in {', '.join(cells.formats)}"
     return build_figure("updates", title, joined([formats, columns.said("mean")]), traces, layout, meta)

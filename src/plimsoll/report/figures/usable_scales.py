@@ -41,6 +41,7 @@ from plimsoll.report.drawing.plotly_parts import (
     safe,
     scale_range,
     series_checked,
+    share_ticks,
     since_mark,
     view_of,
 )
@@ -90,9 +91,10 @@ def scale_curve(
     shapes, notes = _window_mark(window)
     more, words = _used_mark(used, shifts)
     places, texts = powers(float(shifts[0]), float(shifts[-1]), 12)
+    top = 1.05 * float(max(lost.max(), over.max()))
     layout: Layout = {
         "xaxis": {"title": {"text": "loss scale"}, "tickvals": places, "ticktext": texts, "zeroline": False},
-        "yaxis": {"title": {"text": "share of the values"}, "tickformat": "~%", "rangemode": "tozero"},
+        "yaxis": {"title": {"text": "share of the values"}, "rangemode": "tozero", **share_ticks(0, top)},
         "shapes": [*shapes, *more],
         "annotations": [*notes, *words],
         "height": 400,
