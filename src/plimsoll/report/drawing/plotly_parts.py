@@ -154,11 +154,6 @@ def of(collection: str) -> str:
     return safe(collection_words(collection))
 
 
-def capital(text: str) -> str:
-    """The text with a capital letter first."""
-    return text[:1].upper() + text[1:]
-
-
 def power(exponent: float) -> str:
     """A power of two.
 
@@ -183,7 +178,7 @@ def powers(low: float, high: float, most: int = 9) -> tuple[list[float], list[st
     return places, [power(e) for e in places]
 
 
-# Plotly's own format of shares writes 35%, where all other text has 35 %.
+# Plotly's own format of shares leaves out the space before the sign, which all other text has.
 def share_ticks(low: float, high: float, most: int = 7) -> dict[str, Any]:
     """Return the ticks of an axis of shares, at most about `most`, as settings of it.
 
