@@ -50,7 +50,7 @@ def lab(
     Exit code 0: all claims hold. 1: a claim fails. 2: an experiment did not run.
     """
     _check(name, rows, every, steps)
-    folder = local_folder("lab", "--output", output, f"lab-{name or 'all'}")
+    folder = local_folder("lab", output, f"lab-{name or 'all'}")
     if rows:
         list_rows(folder, as_json)
     elif every:

@@ -27,7 +27,6 @@ from plimsoll.report.drawing.plotly_parts import (
     Trace,
     band,
     build_figure,
-    capital,
     empty_figure,
     joined,
     labels,
@@ -45,7 +44,7 @@ from plimsoll.report.figure_declaration import Case, figure
 from plimsoll.spectrum.bias_and_noise import split
 from plimsoll.spectrum.error_sums import STALL_DB, directions
 from plimsoll.tensor_collections import BACKWARD, COLLECTIONS, IN_DISPLAY_ORDER, OF_MODULES
-from plimsoll.text import counted, percent
+from plimsoll.text import capital, counted, percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

@@ -114,9 +114,9 @@ class _Heard(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations_at(level: str, policy: Policy | None = None, *, width: int = 8) -> Dtypes:
+def operations_at(level: str, policy: Policy | None = None) -> Dtypes:
     """Return each operation of the network's forward and loss, with its dtypes."""
-    model = SmallNet(width).to("meta")
+    model = SmallNet(8).to("meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pixels = torch.empty(4, 3, 32, 32, device="meta")
     classes = torch.zeros(4, dtype=torch.long, device="meta")
@@ -475,12 +475,12 @@ _LISTED = {
 }  # fmt: skip
 
 
-def astray(ran: Dtypes, lists: OperationLists, low: torch.dtype = torch.float16) -> float:
+def astray(ran: Dtypes, lists: OperationLists) -> float:
     """Return the number of operations that ran in another dtype than their list's.
 
     One that is on none may run in any.
     """
-    expected = {"low": frozenset({low}), "high": frozenset({torch.float32})}
+    expected = {"low": frozenset({torch.float16}), "high": frozenset({torch.float32})}
     places = {name: lists.of(_LISTED.get(name, name)) for name in ran}
     return float(sum(place in expected and ran[name] != expected[place] for name, place in places.items()))
 

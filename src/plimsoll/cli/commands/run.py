@@ -106,7 +106,7 @@ def run(
         _refuse(precision)
     if not as_module:
         runner.check(script)
-    start, folder = Path.cwd(), paths.local_folder("run", "--output", output, "runs/exp1")
+    start, folder = Path.cwd(), paths.local_folder("run", output, "runs/exp1")
     stem = script.rpartition(".")[2] if as_module else Path(script).stem or start.name
     session = _Session(
         lambda: start / folder if folder else choose_folder(stem, start),
@@ -195,7 +195,7 @@ class _Session:
         what = f"{found.model} ({found.parameters:,} parameters, {', '.join(found.optimizers) or 'no optimizer'})"
         late = f"; its first {_steps(found.missed_steps)} passed before it was found" if found.missed_steps else ""
         again = "; what was compiled before is compiled again" if found.recompiled else ""
-        if _rank() == 0:
+        if runner.rank() == 0:
             at = f" in {found.precision}" if found.precision else ""
             _report(f"watching {what}{at}, {schedule}, into {path}{late}{again}")
 
@@ -211,7 +211,7 @@ class _Session:
 
     def end(self) -> None:
         """Report the verdict, or why nothing was recorded, at the end of the process."""
-        if self._broken or os.getpid() != self._process or _rank() != 0:
+        if self._broken or os.getpid() != self._process or runner.rank() != 0:
             return
         if self._finder is not None and (self._made or self._finder.has_found):
             reason = self._finder.verdict()
@@ -240,11 +240,6 @@ def _from_here(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _rank() -> int:
-    dist = _process_group()
-    return int(os.environ.get("RANK", "0") if dist is None else dist.get_rank())
-
-
 def _steps(count: int) -> str:
     return "step" if count == 1 else f"{count} steps"
 
@@ -258,7 +253,7 @@ def _report(line: str) -> None:
 def _report_error(line: str) -> None:
     """Print one line to stderr. Where that is closed, do nothing."""
     try:
-        who = f"plimsoll (rank {_rank()})" if _rank() else "plimsoll"
+        who = f"plimsoll (rank {runner.rank()})" if runner.rank() else "plimsoll"
         print(printable(f"{who}: {' '.join(line.split())}"), file=sys.stderr, flush=True)  # noqa: T201
     except (OSError, ValueError, AttributeError):
         return
@@ -266,7 +261,7 @@ def _report_error(line: str) -> None:
 
 def _report_once(line: str) -> None:
     """Report on the first rank alone what all ranks find."""
-    if _rank() == 0:
+    if runner.rank() == 0:
         _report(line)
 
 
@@ -323,7 +318,7 @@ _KEY, _FREE_KEY = "plimsoll/run", "plimsoll/free"
 def choose_folder(stem: str, start: Path) -> Path:
     """Return a folder of `start`, for the script of that name."""
     parent = start / "runs"
-    dist = _process_group()
+    dist = runner.process_group()
     if dist is not None and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
         return parent / store.compare_set(_KEY, "", _dated(stem, datetime.now().astimezone())).decode()
@@ -334,7 +329,7 @@ def choose_folder(stem: str, start: Path) -> Path:
 
 def free_folder(folder: Path, taken: bool) -> Path:
     """Return the folder, or a numbered one if it is taken; the same on every rank."""
-    dist = _process_group()
+    dist = runner.process_group()
     if dist is not None and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
         return Path(store.compare_set(_FREE_KEY, "", str(_unused(folder) if taken else folder)).decode())
@@ -344,12 +339,6 @@ def free_folder(folder: Path, taken: bool) -> Path:
             f"--output {folder}. Name a new folder, or continue that run with --resume."
         )
     return _unused(folder) if taken else folder
-
-
-def _process_group() -> Any:
-    """`torch.distributed` where the script has set up its process group, else None."""
-    dist = sys.modules.get("torch.distributed")
-    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
 def _dated(stem: str, when: datetime) -> str:

@@ -305,7 +305,7 @@ class AnswerSession:
             return 2
         if self._failure is not None:
             messages.error(f"{self._failure}, after the step that is recorded here")
-        return self._show(answer, _rank())
+        return self._show(answer, rank())
 
     def _answer(self) -> Any:
         if self._made is None:
@@ -337,8 +337,16 @@ class AnswerSession:
         self._exit(code)
 
 
-def _rank() -> int:
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def process_group() -> Any:
+    """`torch.distributed` where the script has set up its process group, else None."""
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        return int(dist.get_rank())
-    return int(os.environ.get("RANK", "0"))
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
+
+
+def rank() -> int:
+    """Return this process's rank among those of the script."""
+    dist = process_group()
+    return int(os.environ.get("RANK", "0") if dist is None else dist.get_rank())

@@ -18,7 +18,6 @@ from plimsoll.report.drawing.plotly_parts import (
     Source,
     Trace,
     build_figure,
-    capital,
     empty_figure,
     joined,
     labels,
@@ -30,7 +29,7 @@ from plimsoll.report.drawing.plotly_parts import (
     view_of,
 )
 from plimsoll.report.figure_declaration import figure
-from plimsoll.text import counted, percent
+from plimsoll.text import capital, counted, percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

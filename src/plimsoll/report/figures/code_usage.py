@@ -21,7 +21,6 @@ from plimsoll.report.drawing.plotly_parts import (
     Source,
     Trace,
     build_figure,
-    capital,
     empty_figure,
     joined,
     line,
@@ -35,7 +34,7 @@ from plimsoll.report.drawing.plotly_parts import (
 )
 from plimsoll.report.figure_declaration import figure
 from plimsoll.report.figures.usable_scales import element
-from plimsoll.text import counted, percent
+from plimsoll.text import capital, counted, percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

@@ -22,7 +22,6 @@ from plimsoll.report.drawing.plotly_parts import (
     Source,
     Trace,
     build_figure,
-    capital,
     empty_figure,
     joined,
     labels,
@@ -37,7 +36,7 @@ from plimsoll.report.drawing.plotly_parts import (
 from plimsoll.report.figure_declaration import Case, figure
 from plimsoll.runs.records import FLIPS
 from plimsoll.tensor_collections import IN_DISPLAY_ORDER
-from plimsoll.text import counted, percent
+from plimsoll.text import capital, counted, percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

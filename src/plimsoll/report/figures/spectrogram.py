@@ -21,7 +21,6 @@ from plimsoll.report.drawing.plotly_parts import (
     Source,
     Trace,
     build_figure,
-    capital,
     empty_figure,
     joined,
     of,
@@ -36,6 +35,7 @@ from plimsoll.report.drawing.plotly_parts import (
 from plimsoll.report.figure_declaration import figure
 from plimsoll.report.figures.loss_and_scale import loss_and_scale
 from plimsoll.report.figures.usable_scales import element
+from plimsoll.text import capital
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
@@ -133,7 +133,6 @@ def _line_trace(one: LoadLine, at: Ints) -> Trace:
 _RAREST = -6.0  # power of ten of the share below which colours no longer differ
 _WIDE = 100  # binades: formats that reach farther are never a tensor's trouble
 _HEIGHT = 460
-_Specials = tuple[tuple[str, Floats], ...]
 
 
 def _of_finding(view: "View", finding: Finding, **arguments: Any) -> "Figure":

@@ -23,7 +23,6 @@ from plimsoll.report.drawing.plotly_parts import (
     Source,
     Trace,
     build_figure,
-    capital,
     empty_figure,
     joined,
     line,
@@ -36,6 +35,7 @@ from plimsoll.report.drawing.plotly_parts import (
 )
 from plimsoll.report.figure_declaration import figure, if_scaled
 from plimsoll.report.figures.heatmap import view_formats
+from plimsoll.text import capital
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

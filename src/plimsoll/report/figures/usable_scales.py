@@ -31,7 +31,6 @@ from plimsoll.report.drawing.plotly_parts import (
     Source,
     Trace,
     build_figure,
-    capital,
     empty_figure,
     joined,
     line,
@@ -46,7 +45,7 @@ from plimsoll.report.drawing.plotly_parts import (
     view_of,
 )
 from plimsoll.report.figure_declaration import figure, if_scaled
-from plimsoll.text import counted, percent
+from plimsoll.text import capital, counted, percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

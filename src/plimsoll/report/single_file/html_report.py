@@ -23,6 +23,7 @@ from plimsoll.report.single_file.embedded_answers import Offline, collection_of,
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary, jsonable, summary
 from plimsoll.runs.storage.atomic_files import replacing
+from plimsoll.text import capital
 from plimsoll.version import __version__
 
 _ENDINGS = (".html", ".htm")
@@ -212,12 +213,12 @@ def _finding(finding: Finding) -> str:
         )
         for spot in finding.spots[:_SPOTS]
     ]
-    noun = summary_text.sentence_case(summary_text.spot_noun(finding))
+    noun = capital(summary_text.spot_noun(finding))
     return "\n".join(
         [
             f'<article class="finding {finding.severity}"><h3>{_text(summary_text.heading(finding))}</h3>',
             f"<p>{_text(summary_text.STATES[finding.severity])}. {_text(summary_text.explanation(finding))}</p>",
-            f"<p>{_text(summary_text.sentence_case(summary_text.when(finding)))}{_text(where and f', in {where}')}</p>",
+            f"<p>{_text(capital(summary_text.when(finding)))}{_text(where and f', in {where}')}</p>",
             f"<p>{_text(finding.meaning)}</p>",
             f"<p>What to do: {_text(advice)}</p>" if (advice := summary_text.advice(finding)) else "",
             _pairs(summary_text.evidence(finding)),
