@@ -16,6 +16,11 @@ _LONGEST_NAME = 60  # characters of one name that a line shows
 _DIGITS = re.compile(r"\d+")
 
 
+def capital(text: str) -> str:
+    """Return the text with a capital letter first."""
+    return text[:1].upper() + text[1:]
+
+
 def percent(share: float, decimals: int | None = None) -> str:
     """Write a share in per cent, in two digits, never rounded to none or all.
 

@@ -13,8 +13,7 @@ from typer.testing import CliRunner, Result
 
 from plimsoll import kernels
 from plimsoll.cli import app
-from plimsoll.cli.commands.doctor import _print
-from plimsoll.cli.machine import Backend, Cache, Device, Extra, cpu_formats, cuda_formats, examine
+from plimsoll.cli.commands.doctor import Backend, Cache, Device, Extra, _print, cpu_formats, cuda_formats, examine
 from plimsoll.cli.script import cost_session
 from plimsoll.extras import EXTRAS, install_line
 from plimsoll.tensor_collections import NAMES as COLLECTIONS

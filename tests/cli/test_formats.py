@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
-from plimsoll.cli.screens.format_drawing import Axis, Reach
+from plimsoll.cli.screens.format_page import Axis, Reach
 from plimsoll.cli.terminal import ASCII
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS, Format, get
 from plimsoll.text import number

@@ -12,8 +12,17 @@ from typer.testing import CliRunner
 from plimsoll.cli import app
 from plimsoll.diagnosis import Finding
 from plimsoll.runs import RunWriter, Scalars
-from plimsoll_lab import EXPERIMENTS, ROWS, Bench, Claim, Experiment, Measured, Training, registry
-from plimsoll_lab.screens import progress as lab_progress, result as lab_result
+from plimsoll_lab import (
+    EXPERIMENTS,
+    ROWS,
+    Bench,
+    Claim,
+    Experiment,
+    Measured,
+    Training,
+    registry,
+    screens,
+)
 
 FINDING = Finding(
     rule="scale-collapse", severity="alarm", since_step=1300, until_step=1310, meaning="It fell.", advice="Raise it.",
@@ -166,19 +175,19 @@ def test_what_does_not_go_together_is_refused(arguments: list[str], said: str, t
 
 
 def test_the_picture_in_one_line_spans_all_trainings() -> None:
-    assert lab_result._spark((1.0, 8.0), 1.0, 8.0, "abcdefgh") == "ah"
-    assert lab_result._spark((1.0, math.nan, 0.0), 1.0, 8.0, "abcdefgh") == "a  "
-    assert lab_result._spark((1.0, math.inf), 1.0, 8.0, "abcdefgh") == "ah"
-    assert lab_result._spark((2.0, 2.0), 2.0, 2.0, "abcdefgh") == "aa"
+    assert screens._spark((1.0, 8.0), 1.0, 8.0, "abcdefgh") == "ah"
+    assert screens._spark((1.0, math.nan, 0.0), 1.0, 8.0, "abcdefgh") == "a  "
+    assert screens._spark((1.0, math.inf), 1.0, 8.0, "abcdefgh") == "ah"
+    assert screens._spark((2.0, 2.0), 2.0, 2.0, "abcdefgh") == "aa"
 
 
 def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with (tmp_path / "screen").open("w") as screen:
         terminal = Console(file=screen, force_terminal=True, width=80)
-        monkeypatch.setattr(lab_progress, "console", lambda **_: terminal)
-        with lab_progress.told() as progress:
+        monkeypatch.setattr(screens, "console", lambda **_: terminal)
+        with screens.told() as progress:
             progress.begin("FP16, stock scaler", 3)
             progress.advance()
-            assert isinstance(progress, lab_progress.Bars)
+            assert isinstance(progress, screens.Bars)
             assert progress._progress.tasks[0].completed == 1
     assert "FP16, stock scaler" in (tmp_path / "screen").read_text("utf-8")

@@ -115,6 +115,9 @@ def test_fast_judges_no_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     rows = json.loads(run(folder, "--fast", "--json").stdout)
     assert len(rows) == 4 and all(row["severity"] is None and row["verdict"] is None for row in rows)
     assert {row["name"]: row["last_step"] for row in rows}["old"] == 399
+    for columns in (100, None):  # no column that would be empty
+        head = run(folder, "--fast", columns=columns).stdout.splitlines()[0]
+        assert "last step" in head and "severity" not in head and "verdict" not in head
 
 
 def test_states_say_how_a_run_ended(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from plimsoll.cli.entry_point import app
 from plimsoll.errors import PlimsollError, RunError
-from plimsoll.report.live.run_index.run_list import RunsList
+from plimsoll.report.live.run_index import RunsList
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.hostile import folders
 from tests.support.patience import HANG_SECONDS

@@ -11,9 +11,8 @@ import torch
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll_lab.bench import Bench, Silent
-from plimsoll_lab.claim import Claim
 from plimsoll_lab.experiments.adam import BOUND, EXPLODES, KINDS, Adam, Data, Net, Setup, claims, judged
-from plimsoll_lab.result import Measured
+from plimsoll_lab.result import Claim, Measured
 from plimsoll_lab.study import Job
 from tests.support.cases import each
 

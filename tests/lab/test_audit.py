@@ -11,7 +11,7 @@ from plimsoll import unit
 from plimsoll.errors import ArgumentError
 from plimsoll_lab import EXPERIMENTS, Bench, Measured
 from plimsoll_lab.bench import Silent
-from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.evidence import rows_of
 from plimsoll_lab.experiments.audit import (
     FIGURE,
     Setup,

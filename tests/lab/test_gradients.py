@@ -15,7 +15,7 @@ from plimsoll.runs import Run
 from plimsoll.spectrum import measure
 from plimsoll_lab import Bench, Measured
 from plimsoll_lab.bench import Silent
-from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.evidence import rows_of
 from plimsoll_lab.experiments.gradients import (
     FIGURE,
     GRADIENTS,

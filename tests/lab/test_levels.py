@@ -12,7 +12,7 @@ from plimsoll.precision import Policy
 from plimsoll.runs import Run
 from plimsoll_lab import Bench, Claim, Measured
 from plimsoll_lab.bench import Silent
-from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.evidence import rows_of
 from plimsoll_lab.experiments.clip.model import SHAPES, VOCABULARY, make_batch
 from plimsoll_lab.experiments.levels import (
     CHANGED,

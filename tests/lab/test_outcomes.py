@@ -9,8 +9,8 @@ import pytest
 
 from plimsoll.errors import RunError
 from plimsoll_lab import EXPERIMENTS, ROWS, Claim, Outcome, Standing, found_in, perform, recorded, standings
-from plimsoll_lab.claim import of_rows
-from plimsoll_lab.evidence.outcomes import rows_of, save
+from plimsoll_lab.evidence import rows_of, save
+from plimsoll_lab.result import of_rows
 from tests.lab.test_frame import TINY
 
 TESTS = Path(__file__).parents[1]

@@ -12,7 +12,6 @@ import torch
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll_lab.bench import Bench, Silent
-from plimsoll_lab.claim import Claim
 from plimsoll_lab.experiments.t5 import (
     KINDS,
     LENGTH,
@@ -29,7 +28,7 @@ from plimsoll_lab.experiments.t5 import (
     task_of,
     trained,
 )
-from plimsoll_lab.result import Measured
+from plimsoll_lab.result import Claim, Measured
 from tests.support.cases import each
 
 SMALL = Setup(steps=16, width=16, heads=2, layers=6, gain=5300.0, batch=8, held_out=64, settling=16, learning_rate=5e-3)

@@ -14,7 +14,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll_lab import Bench, Measured
 from plimsoll_lab.bench import Silent
-from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.evidence import rows_of
 from plimsoll_lab.experiments.techniques import (
     KINDS,
     TECHNIQUES,

@@ -8,26 +8,24 @@ import pytest
 import torch
 
 from plimsoll_lab.bench import Bench, Silent
-from plimsoll_lab.claim import Claim
-from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiments.tf32.experiment import (
+from plimsoll_lab.evidence import rows_of
+from plimsoll_lab.experiments.tf32 import (
     TF32,
     Errors,
-    claims,
-    errors,
-    measure,
-    trained,
-)
-from plimsoll_lab.experiments.tf32.loops import (
     amp_loop,
     bf16_loop,
     changed_lines,
     changed_tokens,
+    claims,
+    errors,
     fp16_loop,
     fp32_loop,
+    measure,
     plimsoll_loop,
     tf32_loop,
+    trained,
 )
+from plimsoll_lab.result import Claim
 from tests.support.cases import each
 
 OF_DEVICE = {"rate-half-of-fp16", "rate-above-fp32", "device-agrees"}
@@ -134,12 +132,10 @@ def test_the_tf32_loops_settings_are_made_and_taken_back() -> None:
 def test_products_of_other_formats_are_found_out(
     monkeypatch: pytest.MonkeyPatch, losses: dict[str, list[float]]
 ) -> None:
-    from plimsoll_lab.experiments.tf32 import experiment
+    from plimsoll_lab.experiments import tf32
 
-    emulate = experiment.emulate
-    monkeypatch.setattr(
-        experiment, "emulate", lambda forward: emulate(forward="e8m9" if forward == "tf32" else forward)
-    )
+    emulate = tf32.emulate
+    monkeypatch.setattr(tf32, "emulate", lambda forward: emulate(forward="e8m9" if forward == "tf32" else forward))
     told = by_id(claims(errors(1, 64, 1, "cpu"), losses, 2, None))
     assert not told["inputs-rounded"].holds and not told["digits-of-fp16"].holds
 

@@ -15,7 +15,7 @@ from plimsoll.kernels import measure_into, new_bank
 from plimsoll.runs import Batch, Run, RunWriter
 from plimsoll_lab import Bench, Claim, Measured
 from plimsoll_lab.bench import Silent
-from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.evidence import rows_of
 from plimsoll_lab.experiments import underflow as trains
 from plimsoll_lab.experiments.clip.model import make_batch
 from plimsoll_lab.experiments.underflow import (

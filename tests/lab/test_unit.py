@@ -12,7 +12,7 @@ from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.runs import Run
 from plimsoll_lab import Bench, Claim, Measured
 from plimsoll_lab.bench import Silent
-from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.evidence import rows_of
 from plimsoll_lab.experiments.unit.experiment import UNIT, Scores, claims, jobs_of, measure_with, scores
 from plimsoll_lab.experiments.unit.model import (
     KINDS,

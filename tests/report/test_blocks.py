@@ -10,7 +10,7 @@ import torch
 from plimsoll.diagnosis import View, whatif
 from plimsoll.errors import NotRecordedError
 from plimsoll.report.live.server.answers import Api
-from plimsoll.report.single_file.offline_whatif import SHIFTS, offline
+from plimsoll.report.single_file.embedded_answers import SHIFTS, offline
 from plimsoll.runs import Batch, Run, RunWriter
 from tests.runs.test_blocks import wide_rows
 

@@ -16,7 +16,7 @@ import plimsoll as pl
 from plimsoll import report
 from plimsoll.diagnosis import View
 from plimsoll.microscope import Blame, BlameRow
-from plimsoll.report.page.figures import offered
+from plimsoll.report.page.answers import offered
 from plimsoll.spectrum import Interval
 from tests.support.browser import needs_browser
 from tests.support.report.report_file import ReportFile

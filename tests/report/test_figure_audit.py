@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import plimsoll as pl
 from plimsoll import report
 from plimsoll.errors import ArgumentError, MissingExtraError
-from plimsoll.report.drawing.audit_rows import lines_of, middle, ticks_of
+from plimsoll.report.figures.audit import lines_of, middle, ticks_of
 from plimsoll.unit import Audit, Reading, Row, audit
 from tests.support.browser import address, needs_browser
 

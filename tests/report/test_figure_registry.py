@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from plimsoll import report
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.errors import ArgumentError
-from plimsoll.report import FIGURES, figure_for, figures, html, results
+from plimsoll.report import FIGURES, figure_for, figures, html
 from plimsoll.report.figure_declaration import DECLARED, Case, figure
 from plimsoll.report.live.server.app import app
 from plimsoll.runs import Run
@@ -85,12 +85,12 @@ def test_a_name_is_declared_once(declared: str) -> None:
 
 
 def test_every_public_figure_is_exported() -> None:
-    homes = {module.name: folder for folder in (figures, results) for module in pkgutil.iter_modules(folder.__path__)}
-    modules = set(homes)
-    assert modules <= set(report.__all__)
-    assert all(getattr(report, name).__module__ == f"{folder.__name__}.{name}" for name, folder in homes.items())
-    assert all(FIGURES[name] is getattr(report, name) for name in modules & set(FIGURES))
-    assert set(FIGURES) - modules == {"underflow_heatmap", "flips_heatmap"}
+    modules = {"results", *(f"figures.{module.name}" for module in pkgutil.iter_modules(figures.__path__))}
+    homes = {name: home for name, home in report._HOME_OF.items() if home in modules}
+    assert set(homes.values()) == modules
+    assert all(getattr(report, name).__module__ == f"plimsoll.report.{home}" for name, home in homes.items())
+    assert all(FIGURES[name] is getattr(report, name) for name in homes.keys() & FIGURES.keys())
+    assert FIGURES.keys() - homes.keys() == {"underflow_heatmap", "flips_heatmap"}
     # Type checkers read the imports of this block, and not the list that the package derives.
     tree = ast.parse(Path(report.__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))

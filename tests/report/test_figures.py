@@ -1,6 +1,6 @@
 """What each figure shows, against the numbers that the run was made from."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 from plimsoll import report
 from plimsoll.diagnosis import View, plan
 from plimsoll.errors import ArgumentError, FormatError, MissingExtraError, NotRecordedError
+from plimsoll.report.drawing.plotly_parts import log_share_ticks, share_ticks
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.support.cases import each
 from tests.support.diagnosis.faults import A, B, falling, put
@@ -77,6 +78,29 @@ def test_without_plotly_the_install_line_is_named(name: str, sound: Path, monkey
     monkeypatch.setitem(__import__("sys").modules, "plotly.graph_objects", None)
     with pytest.raises(MissingExtraError, match=r"expected the package plotly; got none. Install it: pip install"):
         FIGURES[name](sound)
+
+
+def axes(figure: Any) -> Iterator[Any]:
+    """The axes of steps, layers and numbers."""
+    return (axis for key, axis in figure.layout.to_plotly_json().items() if key[1:].startswith("axis"))
+
+
+@each("name", FIGURES)
+def test_axes_write_shares_as_all_other_text_does(name: str, sound: Path) -> None:
+    for axis in axes(FIGURES[name](sound)):
+        assert "%" not in axis.get("tickformat", "")
+        assert all(text.endswith(" %") for text in axis.get("ticktext", ()) if "%" in text)
+
+
+def test_ticks_of_shares_reach_from_end_to_end(sound: Path) -> None:
+    ticks = [axis["ticktext"] for axis in axes(report.updates(sound)) if " %" in str(axis.get("ticktext"))]
+    assert ticks == [["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]]
+    assert share_ticks(-0.3, 0.5)["ticktext"] == ["\u221220 %", "0 %", "20 %", "40 %"]
+    assert share_ticks(0, 0.0004, 4) == {"tickvals": [0, 1e-4, 2e-4, 3e-4, 4e-4], "ticktext": [
+        "0 %", "0.01 %", "0.02 %", "0.03 %", "0.04 %"]}  # fmt: skip
+    assert share_ticks(0, NAN) == share_ticks(0, 0) == share_ticks(0, 1)
+    assert log_share_ticks(-6.3)["ticktext"] == [
+        "0.0001 %", "0.001 %", "0.01 %", "0.1 %", "1 %", "10 %", "100 %"]  # fmt: skip
 
 
 # -- spectrogram

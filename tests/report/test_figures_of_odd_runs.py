@@ -15,7 +15,7 @@ from plimsoll import report
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.errors import NotRecordedError
 from plimsoll.report import figure_for
-from plimsoll.report.labels import safe
+from plimsoll.report.drawing.plotly_parts import safe
 from plimsoll.runs import Batch, Run, RunWriter, Scalars
 from tests.support.cases import each
 from tests.support.diagnosis.stories import SOUND, told

@@ -14,11 +14,18 @@ import pytest
 from plimsoll.diagnosis import View, diagnose, whatif
 from plimsoll.errors import ArgumentError, MissingExtraError, RunError
 from plimsoll.report import html, summary
-from plimsoll.report.page.answers import encoded, run_answer
-from plimsoll.report.page.figures import drawn
+from plimsoll.report.page.answers import drawn, encoded, run_answer
 from plimsoll.report.single_file import embedded_answers
-from plimsoll.report.single_file.embedded_answers import Figures, spectrograms
-from plimsoll.report.single_file.offline_whatif import SHIFTS, Offline, _packed, collection_of, merged, offline
+from plimsoll.report.single_file.embedded_answers import (
+    SHIFTS,
+    Figures,
+    Offline,
+    _packed,
+    collection_of,
+    merged,
+    offline,
+    spectrograms,
+)
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS
@@ -296,7 +303,7 @@ def test_every_value_is_counted_once(wide: View) -> None:
 def test_a_scale_at_every_step_costs_no_more(wide: View, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = wide.cells("activation_gradients")  # these are stored at the loss scale
     assert cells is not None and len(merged(cells)) == 24
-    monkeypatch.setattr("plimsoll.report.single_file.offline_whatif._GROUPS", 20)
+    monkeypatch.setattr("plimsoll.report.single_file.embedded_answers._GROUPS", 20)
     few = merged(cells)
     assert len(few) == 12 and (few.scale == 1).all() and few.nonzero.sum() == cells.nonzero.sum()
     assert float(np.nanmax(few.column("absmax"))) == pytest.approx(float(np.nanmax(cells.true_absmax)))
@@ -309,7 +316,7 @@ def test_what_it_says_beside_the_numbers(answers: list[Offline]) -> None:
 
 
 def test_layers_beyond_the_most_are_counted(wide: View, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plimsoll.report.single_file.offline_whatif.LAYERS", 5)
+    monkeypatch.setattr("plimsoll.report.single_file.embedded_answers.LAYERS", 5)
     (item,) = offline(wide, "gradients", ["e4m3"])
     assert (len(item.names), item.left_out) == (5, 7) and "blocks.2.attn.weight" in item.names
 

@@ -10,7 +10,7 @@ import pytest
 
 from plimsoll.diagnosis import View, diagnose, whatif
 from plimsoll.report import html
-from plimsoll.report.page.figures import offered
+from plimsoll.report.page.answers import offered
 from plimsoll.runs import Run
 from tests.support.browser import address, needs_browser, open_page
 from tests.support.diagnosis.faults import FAULTS

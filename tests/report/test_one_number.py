@@ -25,6 +25,7 @@ from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary
 from plimsoll.report.verdicts.verdict import leading
 from plimsoll.runs import Event, Run, RunWriter
+from plimsoll.text import capital
 from plimsoll_lab.result import Training
 from tests.support.diagnosis.faults import FAULTS, Fault
 from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
@@ -84,9 +85,7 @@ def test_all_surfaces_say_the_same_of_each_finding(surfaces: dict[str, str], tol
     for finding in told.findings:
         for name in ("check", "markdown", "html", "api"):
             text = surfaces[name]
-            when = (
-                summary_text.sentence_case(summary_text.when(finding)) if name == "html" else summary_text.when(finding)
-            )
+            when = capital(summary_text.when(finding)) if name == "html" else summary_text.when(finding)
             assert summary_text.heading(finding) in text and when in text and finding.advice in text, (
                 name,
                 finding.rule,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.diagnosis import View
-from plimsoll.report.page.scalars import scalar_answer
+from plimsoll.report.page.answers import scalar_answer
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.cases import each
 

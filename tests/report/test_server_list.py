@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
 from plimsoll.errors import ArgumentError
+from plimsoll.report.live import run_index
 from plimsoll.report.live.background_verdicts import Verdict, Verdicts
-from plimsoll.report.live.run_index import run_list
-from plimsoll.report.live.run_index.run_list import Listed, RunsList
+from plimsoll.report.live.run_index import Listed, RunsList
 from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.diagnosis.stories import told
@@ -86,14 +86,14 @@ def test_what_did_not_change_is_not_read_again(tmp_path: Path, monkeypatch: pyte
     for name in "abc":
         a_run(tmp_path / name)
     clock, read = Clock(LATER), []
-    whole = run_list.listed
+    whole = run_index.listed
 
     def noted(name: str, path: Path, root: Path, stamp: Any) -> Any:
         if root == tmp_path:  # a server of another test may still look at its own runs
             read.append(name)
         return whole(name, path, root, stamp)
 
-    monkeypatch.setattr(run_list, "listed", noted)
+    monkeypatch.setattr(run_index, "listed", noted)
     found = RunsList(tmp_path, clock)
     found.runs()
     assert sorted(read) == ["a", "b", "c"]
@@ -106,7 +106,7 @@ def test_what_did_not_change_is_not_read_again(tmp_path: Path, monkeypatch: pyte
 
 def test_a_change_within_the_tick_of_a_look_is_not_missed(tmp_path: Path) -> None:
     path = a_run(tmp_path / "a")
-    clock = Clock(max(entry[0] for entry in run_list.stamp_of(path)) / 1e9)
+    clock = Clock(max(entry[0] for entry in run_index.stamp_of(path)) / 1e9)
     found = RunsList(tmp_path, clock)
     before = found.run("a")
     text = (path / "run.json").read_text("utf-8")
@@ -115,12 +115,12 @@ def test_a_change_within_the_tick_of_a_look_is_not_missed(tmp_path: Path) -> Non
     os.utime(path / "run.json", ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as if in the same tick
     assert found._stamps["a"] is None and before is not None
     looked: list[str] = []
-    whole = run_list.listed
-    run_list.listed = lambda *a: (looked.append(a[0]), whole(*a))[1]
+    whole = run_index.listed
+    run_index.listed = lambda *a: (looked.append(a[0]), whole(*a))[1]
     try:
         found.run("a")
     finally:
-        run_list.listed = whole
+        run_index.listed = whole
     assert looked == ["a"]
 
 

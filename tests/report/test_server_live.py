@@ -15,8 +15,7 @@ import torch
 from plimsoll.diagnosis import View, diagnose, whatif
 from plimsoll.diagnosis.tables.cells import Cells
 from plimsoll.diagnosis.tables.growing_cells import before, joined, size_bytes
-from plimsoll.report.live.growing_view import _COMPUTED, LiveView
-from plimsoll.report.live.live_runs import Live
+from plimsoll.report.live.live_runs import _COMPUTED, Live, LiveView
 from plimsoll.runs import Event, Run, RunWriter
 from plimsoll.runs.reading import row_selection
 from tests.support.diagnosis.stories import constant, told

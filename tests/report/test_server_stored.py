@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
-from plimsoll.report.live.growing_view import LiveView
-from plimsoll.report.live.run_index.run_list import RunsList
+from plimsoll.report.live.live_runs import LiveView
+from plimsoll.report.live.run_index import RunsList
 from plimsoll.report.live.server.answers import Api
 from plimsoll.report.live.server.app import app
 from plimsoll.runs import Run, RunWriter, Scalars

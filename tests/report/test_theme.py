@@ -8,8 +8,7 @@ import pytest
 
 from plimsoll.errors import ArgumentError
 from plimsoll.report import TEMPLATES, themed
-from plimsoll.report.drawing.plotly_parts import build_figure, line
-from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SEVERITY
+from plimsoll.report.drawing.plotly_parts import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SEVERITY, build_figure, line
 
 MARKS = {"blue": BLUE, "orange": ORANGE, "green": GREEN, "red": RED, "purple": PURPLE, "grey": GREY}
 

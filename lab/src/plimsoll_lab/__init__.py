@@ -12,40 +12,47 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plimsoll_lab.bench import Bench as Bench, Progress as Progress
-    from plimsoll_lab.claim import Claim as Claim
-    from plimsoll_lab.evidence.outcomes import Outcome as Outcome, found_in as found_in, recorded as recorded
-    from plimsoll_lab.evidence.rows import ROWS as ROWS, Row as Row
-    from plimsoll_lab.evidence.status import Standing as Standing, standings as standings
-    from plimsoll_lab.registry import EXPERIMENTS as EXPERIMENTS, experiment_named as experiment_named
-    from plimsoll_lab.result import Measured as Measured, Result as Result, Training as Training
-    from plimsoll_lab.running.run_all import perform_all as perform_all
-    from plimsoll_lab.running.run_experiment import perform as perform
+    from plimsoll_lab.evidence import (
+        ROWS as ROWS,
+        Outcome as Outcome,
+        Row as Row,
+        found_in as found_in,
+        recorded as recorded,
+    )
+    from plimsoll_lab.registry import (
+        EXPERIMENTS as EXPERIMENTS,
+        Standing as Standing,
+        experiment_named as experiment_named,
+        standings as standings,
+    )
+    from plimsoll_lab.result import Claim as Claim, Measured as Measured, Result as Result, Training as Training
+    from plimsoll_lab.running.perform import perform as perform, perform_all as perform_all
     from plimsoll_lab.study import Experiment as Experiment, Job as Job, Kind as Kind, Sizes as Sizes, Study as Study
 
 # Where each name lives: the same as the block for type checkers above (a test compares them).
 _HOMES = {
-    "perform_all": "running.run_all",
-    "Claim": "claim",
+    "perform_all": "running.perform",
+    "Claim": "result",
     "Bench": "bench",
     "Experiment": "study",
     "Progress": "bench",
-    "Outcome": "evidence.outcomes",
-    "found_in": "evidence.outcomes",
-    "recorded": "evidence.outcomes",
-    "perform": "running.run_experiment",
+    "Outcome": "evidence",
+    "found_in": "evidence",
+    "recorded": "evidence",
+    "perform": "running.perform",
     "EXPERIMENTS": "registry",
     "experiment_named": "registry",
     "Measured": "result",
     "Result": "result",
     "Training": "result",
-    "ROWS": "evidence.rows",
-    "Row": "evidence.rows",
+    "ROWS": "evidence",
+    "Row": "evidence",
     "Job": "study",
     "Kind": "study",
     "Sizes": "study",
     "Study": "study",
-    "Standing": "evidence.status",
-    "standings": "evidence.status",
+    "Standing": "registry",
+    "standings": "registry",
 }
 
 

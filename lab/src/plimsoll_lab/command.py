@@ -11,9 +11,7 @@ from plimsoll.cli.options import Json, Quiet
 from plimsoll.cli.paths import local_folder
 from plimsoll.cli.terminal import console
 from plimsoll.errors import ArgumentError
-from plimsoll_lab.screens.experiment_list import list_experiments, list_rows
-from plimsoll_lab.screens.progress import told
-from plimsoll_lab.screens.result import show
+from plimsoll_lab.screens import list_experiments, list_rows, show, told
 
 if TYPE_CHECKING:
     from plimsoll_lab import Outcome
@@ -52,7 +50,7 @@ def lab(
     Exit code 0: all claims hold. 1: a claim fails. 2: an experiment did not run.
     """
     _check(name, rows, every, steps)
-    folder = local_folder("lab", "--output", output, f"lab-{name or 'all'}")
+    folder = local_folder("lab", output, f"lab-{name or 'all'}")
     if rows:
         list_rows(folder, as_json)
     elif every:

@@ -123,7 +123,6 @@ class Study(Generic[SizesT, KindT]):
         bench: Bench,
         *,
         workers: int | None = None,
-        title: str = "trainings",
     ) -> list[Any]:
         """Run all trainings, and return what `train` returned for each, in their order."""
         tasks = [self.task_of(job, setup, bench.device) for job in jobs]
@@ -134,7 +133,7 @@ class Study(Generic[SizesT, KindT]):
                 tasks,
                 workers=workers_for(bench.device) if workers is None else workers,
                 progress=bench.progress,
-                title=title,
+                title="trainings",
             )
 
     def task_of(self, job: Job[KindT], setup: SizesT, device: str) -> Task:

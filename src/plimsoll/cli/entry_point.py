@@ -12,11 +12,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from plimsoll.cli import messages, old_spellings
+from plimsoll.cli.messages import explained
 from plimsoll.cli.options import Quiet, with_repeated_names
 from plimsoll.cli.paths import report_missing_records, start_reading
 from plimsoll.cli.registry import COMMANDS, Command
 from plimsoll.cli.script.runner import RunAfterCli
-from plimsoll.cli.usage_errors import explained
 from plimsoll.errors import ArgumentError, MissingExtraError, PlimsollError
 from plimsoll.text import printable
 from plimsoll.version import __version__

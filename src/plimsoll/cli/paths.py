@@ -254,16 +254,16 @@ def write_text(operation: str, file: Path, text: str) -> None:
     messages.write_line(str(file))
 
 
-def local_folder(operation: str, option: str, path: str | None, example: str) -> Path | None:
+def local_folder(operation: str, path: str | None, example: str) -> Path | None:
     """Return the path of a folder to write runs to.
 
     Raises:
         ArgumentError: It is a URI or a file.
     """
-    folder = _local(operation, f"{option} to name a folder of this machine", path, example, 1)
+    folder = _local(operation, "--output to name a folder of this machine", path, example, 1)
     if folder is not None and folder.exists() and not folder.is_dir():
         raise ArgumentError(
-            f"{operation}: expected {option} to name a folder; got {folder}, which is a file. Name a folder."
+            f"{operation}: expected --output to name a folder; got {folder}, which is a file. Name a folder."
         )
     return folder
 

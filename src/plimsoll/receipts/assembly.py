@@ -15,8 +15,7 @@ from plimsoll.receipts.recording.training import Recording
 from plimsoll.receipts.recording.values import dtype_name, size_bytes
 from plimsoll.receipts.rows import MemoryUse, Role, Row, TensorRow
 from plimsoll.tracing.call_site import INSTALLED, Place
-from plimsoll.tracing.tensor_memory import parts_of
-from plimsoll.tracing.tensor_names import Names
+from plimsoll.tracing.tensors import Names, parts_of
 from plimsoll.watch.names import ROOT, clean
 
 # Names under which optimizers of others keep a wider copy of a weight.

@@ -21,7 +21,7 @@ from plimsoll.receipts.recording.recorder import Recorder
 from plimsoll.receipts.recording.training import TrainingRecorder, models_of
 from plimsoll.receipts.result import Receipt
 from plimsoll.receipts.take import finished
-from plimsoll.tracing.tensor_names import Names
+from plimsoll.tracing.tensors import Names
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import class_of
 

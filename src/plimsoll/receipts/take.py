@@ -17,8 +17,7 @@ from plimsoll.receipts.recording.recorder import Recorder
 from plimsoll.receipts.recording.training import Recording, TrainingRecorder
 from plimsoll.receipts.result import Receipt
 from plimsoll.tracing.state_snapshot import Before
-from plimsoll.tracing.tensor_memory import tensors_in
-from plimsoll.tracing.tensor_names import Names
+from plimsoll.tracing.tensors import Names, tensors_in
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import class_of, unwrapped
 from plimsoll.watch.session import nothing_recorded

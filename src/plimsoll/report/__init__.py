@@ -5,33 +5,28 @@ used, and Plotly only when a figure is made. Calling the package writes a report
 """
 
 import os
-import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plimsoll import exports
 
 if TYPE_CHECKING:
-    from plimsoll.report.drawing.theme import TEMPLATES, themed
+    from plimsoll.report.drawing.plotly_parts import TEMPLATES, themed
     from plimsoll.report.figure_registry import FIGURES, figure_for
     from plimsoll.report.figures.audit import audit
     from plimsoll.report.figures.before_after import before_after
     from plimsoll.report.figures.code_usage import code_usage
-    from plimsoll.report.figures.heatmap import heatmap
+    from plimsoll.report.figures.heatmap import heatmap, zero_heatmap
     from plimsoll.report.figures.histogram import histogram
     from plimsoll.report.figures.loss_and_scale import loss_and_scale
     from plimsoll.report.figures.plan_frontier import plan_frontier
     from plimsoll.report.figures.record import record
-    from plimsoll.report.figures.scale_curve import scale_curve
-    from plimsoll.report.figures.scale_window import scale_window
     from plimsoll.report.figures.spectrogram import spectrogram
     from plimsoll.report.figures.underflow_over_time import underflow_over_time
     from plimsoll.report.figures.updates import updates
-    from plimsoll.report.figures.zero_heatmap import zero_heatmap
+    from plimsoll.report.figures.usable_scales import scale_curve, scale_window
     from plimsoll.report.live.server.launch import serve
-    from plimsoll.report.results.blame_bars import blame_bars
-    from plimsoll.report.results.layer_errors import layer_errors
-    from plimsoll.report.results.parity import parity
+    from plimsoll.report.results import blame_bars, layer_errors, parity
     from plimsoll.report.single_file.html_report import html
     from plimsoll.report.single_file.markdown_report import markdown
     from plimsoll.report.single_file.parity_file import write_parity
@@ -67,23 +62,24 @@ __all__ = [
     "zero_heatmap",
 ]
 
-# Home of each name. A figure's module has the figure's name.
-_HOME_OF = {
+# Home of each name. A figure's module has the figure's name, except where figures share one.
+_HOME_OF = {name: f"figures.{name}" for name in __all__} | {
     "FIGURES": "figure_registry",
-    "TEMPLATES": "drawing.theme",
+    "TEMPLATES": "drawing.plotly_parts",
     "Summary": "verdicts.run_summary",
+    "blame_bars": "results",
     "figure_for": "figure_registry",
     "html": "single_file.html_report",
+    "layer_errors": "results",
     "markdown": "single_file.markdown_report",
+    "parity": "results",
+    "scale_curve": "figures.usable_scales",
+    "scale_window": "figures.usable_scales",
     "serve": "live.server.launch",
     "summary": "verdicts.run_summary",
-    "themed": "drawing.theme",
+    "themed": "drawing.plotly_parts",
     "write_parity": "single_file.parity_file",
-    **{
-        module.name: f"{folder}.{module.name}"
-        for folder in ("figures", "results")
-        for module in pkgutil.iter_modules([f"{__path__[0]}/{folder}"])
-    },
+    "zero_heatmap": "figures.heatmap",
 }
 
 __getattr__, __dir__ = exports.lazy(__name__, _HOME_OF)

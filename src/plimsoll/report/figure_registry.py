@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.rules.registry import guarded, rule_of
 from plimsoll.errors import ArgumentError
-from plimsoll.report import figures, results
+from plimsoll.report import figures
 from plimsoll.report.drawing.plotly_parts import Source, view_of
 from plimsoll.report.figure_declaration import DECLARED, Declared, Figures
 from plimsoll.tensor_collections import COLLECTIONS
@@ -16,10 +16,9 @@ from plimsoll.tensor_collections import COLLECTIONS
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
-# Each module of these folders declares its figures when it is loaded.
-for _folder in (figures, results):
-    for _module in pkgutil.iter_modules(_folder.__path__):
-        importlib.import_module(f"{_folder.__name__}.{_module.name}")
+# Each of these modules declares its figures when it is loaded.
+for _name in ("results", *(f"figures.{module.name}" for module in pkgutil.iter_modules(figures.__path__))):
+    importlib.import_module(f"plimsoll.report.{_name}")
 
 FIGURES: Mapping[str, Callable[..., "Figure"]] = Figures()
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from plimsoll.tracing.tensor_memory import parts_of
+from plimsoll.tracing.tensors import parts_of
 from plimsoll.watch.shadow.rng_state import RandomState
 
 _ABSENT = object()

@@ -30,9 +30,8 @@ from plimsoll.text import percent
 from plimsoll.unit import Audit, Reading, audit, convert, optim
 from plimsoll.watch import watch
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.unit.model import Plain, Unit
-from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, of_rows
 from plimsoll_lab.source_text import Batch, make_batch, standard_library
 from plimsoll_lab.statistics import columns
 from plimsoll_lab.study import Experiment

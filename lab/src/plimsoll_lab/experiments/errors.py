@@ -21,8 +21,7 @@ from plimsoll.microscope import microscope
 from plimsoll.runs import Run
 from plimsoll.watch import watch
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import claims
-from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.result import Measured, Training, claims
 from plimsoll_lab.statistics import columns
 from plimsoll_lab.study import Experiment, Kind
 

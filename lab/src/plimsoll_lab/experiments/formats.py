@@ -22,8 +22,7 @@ from torch import Tensor
 
 from plimsoll.rounding import cast
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim
-from plimsoll_lab.result import Measured
+from plimsoll_lab.result import Claim, Measured
 from plimsoll_lab.study import Experiment
 
 Question = Literal[

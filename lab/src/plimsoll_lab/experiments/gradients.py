@@ -21,14 +21,11 @@ from numpy.typing import NDArray
 from plimsoll import row_layout
 from plimsoll.diagnosis import View
 from plimsoll.formats import FP16
-from plimsoll.report.drawing.plotly_parts import Layout, Trace, build_figure
-from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, PURPLE
-from plimsoll.report.labels import powers
+from plimsoll.report.drawing.plotly_parts import BLUE, GREEN, GREY, ORANGE, PURPLE, Layout, Trace, build_figure, powers
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.models.detector.training import (
     Job,
     Kind,
@@ -43,7 +40,7 @@ from plimsoll_lab.models.detector.training import (
     train_all,
     whole_spectrum,
 )
-from plimsoll_lab.result import Measured
+from plimsoll_lab.result import Claim, Measured, claims as claims_of, of_rows
 from plimsoll_lab.study import Experiment
 
 if TYPE_CHECKING:

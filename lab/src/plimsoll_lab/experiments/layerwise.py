@@ -17,7 +17,6 @@ from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim
 from plimsoll_lab.models.detector.training import (
     COLLECTION,
     Job,
@@ -34,7 +33,7 @@ from plimsoll_lab.models.detector.training import (
     steps_to,
     train_all,
 )
-from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.result import Claim, Measured, Training
 from plimsoll_lab.study import Experiment
 
 

@@ -33,9 +33,8 @@ from plimsoll.scaling import StaticScaler
 from plimsoll.text import percent
 from plimsoll.watch import Watch, watch
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.clip.model import SHAPES, VOCABULARY, make_batch
-from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, of_rows
 from plimsoll_lab.running.unwatched_run import Unwatched
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import columns, largest, lost
@@ -115,9 +114,9 @@ class _Heard(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations_at(level: str, policy: Policy | None = None, *, width: int = 8) -> Dtypes:
+def operations_at(level: str, policy: Policy | None = None) -> Dtypes:
     """Return each operation of the network's forward and loss, with its dtypes."""
-    model = SmallNet(width).to("meta")
+    model = SmallNet(8).to("meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pixels = torch.empty(4, 3, 32, 32, device="meta")
     classes = torch.zeros(4, dtype=torch.long, device="meta")
@@ -476,12 +475,12 @@ _LISTED = {
 }  # fmt: skip
 
 
-def astray(ran: Dtypes, lists: OperationLists, low: torch.dtype = torch.float16) -> float:
+def astray(ran: Dtypes, lists: OperationLists) -> float:
     """Return the number of operations that ran in another dtype than their list's.
 
     One that is on none may run in any.
     """
-    expected = {"low": frozenset({low}), "high": frozenset({torch.float32})}
+    expected = {"low": frozenset({torch.float16}), "high": frozenset({torch.float32})}
     places = {name: lists.of(_LISTED.get(name, name)) for name in ran}
     return float(sum(place in expected and ran[name] != expected[place] for name, place in places.items()))
 

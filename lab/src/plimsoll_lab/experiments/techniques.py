@@ -34,8 +34,7 @@ from plimsoll.scaling import StaticScaler
 from plimsoll.text import percent
 from plimsoll.watch import Watch, watch
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
-from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, of_rows
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.source_text import SYMBOLS, Batch, held_out_batch, make_batch, standard_library
 from plimsoll_lab.statistics import columns, largest, lost

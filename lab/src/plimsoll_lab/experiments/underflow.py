@@ -34,10 +34,9 @@ from plimsoll.runs import Run
 from plimsoll.text import percent
 from plimsoll.watch import watch
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.clip.model import Batch, Clip, contrastive_loss, make_batch
 from plimsoll_lab.models.detector.model import Detector, detection_loss, scenes
-from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, of_rows
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import columns
 from plimsoll_lab.study import Experiment

@@ -25,8 +25,7 @@ from plimsoll.unit.formulas import (
 )
 from plimsoll.unit.rules.measured import Scale, measure_scales
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim
-from plimsoll_lab.result import Measured
+from plimsoll_lab.result import Claim, Measured
 from plimsoll_lab.statistics import largest
 from plimsoll_lab.study import Experiment
 

@@ -12,8 +12,7 @@ from rich.text import Text
 
 from plimsoll.cli import messages
 from plimsoll.cli.options import Json, Quiet, format_names
-from plimsoll.cli.screens.format_drawing import Axis, Reach, fields
-from plimsoll.cli.screens.format_page import print_page
+from plimsoll.cli.screens.format_page import Axis, Reach, fields, print_page
 from plimsoll.cli.terminal import Glyphs, console, glyphs
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS, FP32, BlockFormat, Format, get
 from plimsoll.text import number

@@ -61,7 +61,7 @@ def ls(
     if as_json:
         messages.write_json([row.to_dict() for row in rows])
     else:
-        _print(rows)
+        _print(rows, judged=not fast)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,18 +192,18 @@ def _size_and_time(path: Path) -> tuple[int, float]:
     return size_bytes, modified
 
 
-def _print(rows: Sequence[RunRow]) -> None:
+def _print(rows: Sequence[RunRow], *, judged: bool) -> None:
     from rich.measure import Measurement
 
     from plimsoll.cli.terminal import console
 
-    target, heads = console(), list(_HEADS)
+    target, heads = console(), [head for head in _HEADS if judged or head != "severity"]
     unlimited = target.options.update(width=sys.maxsize)
     for head in _DROPPED:
         if Measurement.get(target, unlimited, _table(rows, heads, target)).maximum <= target.width:
             break
         heads.remove(head)
-    if target.width >= _ROOM_FOR_VERDICT:
+    if target.width >= _ROOM_FOR_VERDICT and any(row.verdict for row in rows):
         heads.append("verdict")
     target.print(_table(rows, heads, target))
 

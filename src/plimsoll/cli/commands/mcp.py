@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from plimsoll.cli import messages
+from plimsoll.cli.messages import in_command_words
 from plimsoll.cli.options import Json, Quiet
 from plimsoll.cli.paths import OpenRun, expand, open_runs, start_reading, view_of
-from plimsoll.cli.usage_errors import in_command_words
 from plimsoll.errors import ArgumentError, MissingExtraError, PlimsollError, RunError
 from plimsoll.extras import install_line
 from plimsoll.version import __version__

@@ -10,7 +10,7 @@ from plimsoll.cli import messages
 from plimsoll.cli.options import AlsoInFile, Json, Quiet
 from plimsoll.cli.paths import file_for_model, local_file, open_runs
 from plimsoll.cli.script import runner
-from plimsoll.cli.script.answer_session import AnswerSession
+from plimsoll.cli.script.runner import AnswerSession
 from plimsoll.errors import ArgumentError
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,13 +13,14 @@ import typer
 
 from plimsoll.cli import messages, paths
 from plimsoll.cli.options import Json, Quiet
-from plimsoll.cli.script import run_folder, runner
+from plimsoll.cli.script import runner
 from plimsoll.errors import ArgumentError
 from plimsoll.tensor_collections import NAMES as COLLECTIONS
 from plimsoll.text import printable
 
 if TYPE_CHECKING:
     from plimsoll.watch.model_finder import Found
+
 
 # Names that `plimsoll.watch` takes. Importing them from there would import torch, so a test compares the two.
 FACTS = ("loss", "scale", "nonfinite")
@@ -104,10 +106,10 @@ def run(
         _refuse(precision)
     if not as_module:
         runner.check(script)
-    start, folder = Path.cwd(), paths.local_folder("run", "--output", output, "runs/exp1")
+    start, folder = Path.cwd(), paths.local_folder("run", output, "runs/exp1")
     stem = script.rpartition(".")[2] if as_module else Path(script).stem or start.name
     session = _Session(
-        lambda: start / folder if folder else run_folder.choose(stem, start),
+        lambda: start / folder if folder else choose_folder(stem, start),
         settings,
         precision,
         as_json=as_json,
@@ -193,13 +195,13 @@ class _Session:
         what = f"{found.model} ({found.parameters:,} parameters, {', '.join(found.optimizers) or 'no optimizer'})"
         late = f"; its first {_steps(found.missed_steps)} passed before it was found" if found.missed_steps else ""
         again = "; what was compiled before is compiled again" if found.recompiled else ""
-        if _rank() == 0:
+        if runner.rank() == 0:
             at = f" in {found.precision}" if found.precision else ""
             _report(f"watching {what}{at}, {schedule}, into {path}{late}{again}")
 
     def _free(self, folder: Path, taken: bool) -> Path:
         """Return the folder to record into, which another training's run may hold."""
-        found = run_folder.free(folder, taken)
+        found = free_folder(folder, taken)
         if found != folder:
             here, instead = _from_here(folder), _from_here(found)
             _report_once(
@@ -209,7 +211,7 @@ class _Session:
 
     def end(self) -> None:
         """Report the verdict, or why nothing was recorded, at the end of the process."""
-        if self._broken or os.getpid() != self._process or _rank() != 0:
+        if self._broken or os.getpid() != self._process or runner.rank() != 0:
             return
         if self._finder is not None and (self._made or self._finder.has_found):
             reason = self._finder.verdict()
@@ -238,11 +240,6 @@ def _from_here(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _rank() -> int:
-    dist = run_folder.process_group()
-    return int(os.environ.get("RANK", "0") if dist is None else dist.get_rank())
-
-
 def _steps(count: int) -> str:
     return "step" if count == 1 else f"{count} steps"
 
@@ -256,7 +253,7 @@ def _report(line: str) -> None:
 def _report_error(line: str) -> None:
     """Print one line to stderr. Where that is closed, do nothing."""
     try:
-        who = f"plimsoll (rank {_rank()})" if _rank() else "plimsoll"
+        who = f"plimsoll (rank {runner.rank()})" if runner.rank() else "plimsoll"
         print(printable(f"{who}: {' '.join(line.split())}"), file=sys.stderr, flush=True)  # noqa: T201
     except (OSError, ValueError, AttributeError):
         return
@@ -264,7 +261,7 @@ def _report_error(line: str) -> None:
 
 def _report_once(line: str) -> None:
     """Report on the first rank alone what all ranks find."""
-    if _rank() == 0:
+    if runner.rank() == 0:
         _report(line)
 
 
@@ -309,3 +306,64 @@ def _names(option: str, given: str, known: Sequence[str]) -> list[str]:
                 "Correct or drop it."
             )
     return names
+
+
+# -- the default folder: runs/SCRIPT-DATE-TIME, on every rank ----------------------------------------------------------
+
+_KEY, _FREE_KEY = "plimsoll/run", "plimsoll/free"
+
+
+# Ranks agree through the store of their process group, where the first to come writes its choice: nobody waits.
+# Without a process group, the workers of one torchrun share its process, and take the time at which that began.
+def choose_folder(stem: str, start: Path) -> Path:
+    """Return a folder of `start`, for the script of that name."""
+    parent = start / "runs"
+    dist = runner.process_group()
+    if dist is not None and dist.get_world_size() > 1:
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+        return parent / store.compare_set(_KEY, "", _dated(stem, datetime.now().astimezone())).decode()
+    if dist is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return parent / _dated(stem, _launched())
+    return _unused(parent / _dated(stem, datetime.now().astimezone()))
+
+
+def free_folder(folder: Path, taken: bool) -> Path:
+    """Return the folder, or a numbered one if it is taken; the same on every rank."""
+    dist = runner.process_group()
+    if dist is not None and dist.get_world_size() > 1:
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+        return Path(store.compare_set(_FREE_KEY, "", str(_unused(folder) if taken else folder)).decode())
+    if taken and dist is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ArgumentError(
+            "run: expected a folder without a run for several ranks that have no process group; got "
+            f"--output {folder}. Name a new folder, or continue that run with --resume."
+        )
+    return _unused(folder) if taken else folder
+
+
+def _dated(stem: str, when: datetime) -> str:
+    return f"{stem}-{when:%Y%m%d-%H%M%S}"
+
+
+def _unused(path: Path) -> Path:
+    number = 1
+    candidate = path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _launched() -> datetime:
+    """Return when the launcher of the ranks was started; all ranks find the same."""
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    status = Path(f"/proc/{os.getppid()}/stat")
+    if not one_machine or "TORCHELASTIC_RUN_ID" not in os.environ or not status.exists():
+        raise ArgumentError(
+            "run: expected --output, or ranks that can agree on a folder; got several ranks, without a process group "
+            "when training began, that are not of one torchrun on one machine. Give --output DIR."
+        )
+    # proc(5): the 22nd field, counted behind the command's name, which may hold anything.
+    ticks = int(status.read_text().rpartition(")")[2].split()[19])
+    booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    return datetime.fromtimestamp(int(booted.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")).astimezone()

@@ -10,7 +10,7 @@ from plimsoll.errors import FormatError
 from plimsoll.formats import Format, get
 from plimsoll.text import percent
 from plimsoll.tracing.call_site import Place
-from plimsoll.tracing.tensor_names import Names
+from plimsoll.tracing.tensors import Names
 
 _STEEP = ("exp", "exp2", "expm1", "sinh", "cosh")  # finite for all finite numbers
 _CAST = ("_to_copy", "copy", "to", "type_as", "_copy_from")

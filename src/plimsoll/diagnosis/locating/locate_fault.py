@@ -25,7 +25,7 @@ from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.errors import ArgumentError
 from plimsoll.tracing.call_site import look
 from plimsoll.tracing.state_snapshot import Before
-from plimsoll.tracing.tensor_names import Names
+from plimsoll.tracing.tensors import Names
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.session import nothing_recorded

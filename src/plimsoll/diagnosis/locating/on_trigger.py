@@ -15,7 +15,7 @@ from plimsoll.diagnosis.locating.locate_fault import locate
 from plimsoll.diagnosis.locating.tracing.tensor_facts import count_nonfinite, readable
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Event
-from plimsoll.tracing.tensor_memory import tensors_in
+from plimsoll.tracing.tensors import tensors_in
 from plimsoll.watch import Watch
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.parameters.optimizer_tensors import innermost

@@ -13,7 +13,7 @@ from torch import Tensor
 from plimsoll.diagnosis.finding import shown
 from plimsoll.diagnosis.locating.fault import Fault, Source, number
 from plimsoll.diagnosis.locating.tracing.tensor_facts import count_nonfinite, readable
-from plimsoll.tracing.tensor_names import Names
+from plimsoll.tracing.tensors import Names
 
 _WORDS = {"lr": "learning rate", "weight_decay": "weight decay"}
 _USUAL = frozenset({"lr", "lr_decay", "weight_decay", "momentum", "dampening", "betas", "eps", "alpha", "rho"})

@@ -16,11 +16,10 @@ from plimsoll.receipts.recording.accumulators import Switches, product_arithmeti
 from plimsoll.receipts.recording.operations import MULTIPLYING, Cause, Entry, factors_of_names, kind_of
 from plimsoll.receipts.recording.recorder import Forward, Recorder
 from plimsoll.receipts.recording.values import dtype_name, narrower
-from plimsoll.tracing.call_site import Place, look
-from plimsoll.tracing.graph_nodes import cause_of, path_of, place_of
+from plimsoll.tracing.call_site import Place, cause_of, look, path_of, place_of
 from plimsoll.tracing.late_patches import when_imported
 from plimsoll.tracing.operation_schema import Facts, facts_of
-from plimsoll.tracing.tensor_memory import tensors_in
+from plimsoll.tracing.tensors import tensors_in
 from plimsoll.watch.names import unwrapped
 
 _C = cast("Any", torch)._C  # noqa: SLF001

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from plimsoll.tracing.call_site import Place
 from plimsoll.tracing.operation_schema import Facts
-from plimsoll.tracing.tensor_memory import tensors_in
+from plimsoll.tracing.tensors import tensors_in
 
 Kind = Literal[
     "product", "attention", "cast", "normalization", "softmax", "loss", "reduction", "embedding", "collective",

@@ -22,11 +22,10 @@ from plimsoll.formats import Format
 from plimsoll.receipts.recording.accumulators import Switches, product_arithmetic, sum_accumulator
 from plimsoll.receipts.recording.operations import MULTIPLYING, Cause, Entries, Entry, Kind, Phase, factors, kind_of
 from plimsoll.receipts.recording.values import Held, Memory, dtype_name, holds, is_code, narrower, size_bytes, spec_name
-from plimsoll.tracing.call_site import ForwardIndex, Place, innermost, look
-from plimsoll.tracing.graph_nodes import cause_of, path_of, place_of
+from plimsoll.tracing.call_site import ForwardIndex, Place, cause_of, innermost, look, path_of, place_of
 from plimsoll.tracing.operation_schema import Facts, bound, facts_of
 from plimsoll.tracing.state_snapshot import Before
-from plimsoll.tracing.tensor_memory import tensors_in
+from plimsoll.tracing.tensors import tensors_in
 
 _C = cast("Any", torch)._C  # noqa: SLF001
 _CAST_CALLS = frozenset(

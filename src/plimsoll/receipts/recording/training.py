@@ -13,8 +13,7 @@ from plimsoll.receipts.recording.operations import Entry
 from plimsoll.receipts.recording.recorder import Recorder
 from plimsoll.receipts.recording.values import Role, dtype_name, size_bytes
 from plimsoll.tracing.state_snapshot import Before
-from plimsoll.tracing.tensor_memory import parts_of, tensors_in
-from plimsoll.tracing.tensor_names import Names
+from plimsoll.tracing.tensors import Names, parts_of, tensors_in
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import unwrapped
 

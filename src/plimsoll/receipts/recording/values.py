@@ -13,7 +13,7 @@ from plimsoll.errors import FormatError
 from plimsoll.formats import BLOCKS, ELEMENTS, BlockFormat, Format, get, get_element
 from plimsoll.kernels import dtypes
 from plimsoll.kernels.operators.cast_spec import BlockSpec, CastSpec
-from plimsoll.tracing.tensor_memory import parts_of
+from plimsoll.tracing.tensors import parts_of
 
 Role = Literal["weights", "buffers", "gradients", "optimizer", "inputs", "other"]
 

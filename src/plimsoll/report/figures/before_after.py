@@ -11,18 +11,25 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Plan
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Statistic
 from plimsoll.report.drawing.plotly_parts import (
+    BLUE,
+    GREY,
+    ORANGE,
     Layout,
     Source,
     Trace,
     build_figure,
     empty_figure,
+    joined,
+    labels,
+    of,
+    powers,
+    safe,
     series_checked,
+    share_ticks,
     view_of,
 )
-from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE
 from plimsoll.report.figure_declaration import figure
-from plimsoll.report.labels import capital, joined, labels, of, powers, safe
-from plimsoll.text import counted, percent
+from plimsoll.text import capital, counted, percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
@@ -160,7 +167,7 @@ def _axis(kind: Statistic, values: list[float]) -> Layout:
     low, high = min(values), max(values)
     if kind.scale == "share":
         top = max(1.06 * high, 0.02)
-        return {"title": {"text": kind.words}, "tickformat": "~%", "range": [-0.02 * top, top], "zeroline": False}
+        return {"title": {"text": kind.words}, "range": [-0.02 * top, top], "zeroline": False, **share_ticks(0, top)}
     places, texts = powers(low - 1, high + 1, 9)
     texts = [f"{place:.0f}" for place in places] if kind.scale == "binades" else texts
     return {

@@ -12,22 +12,29 @@ from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.formats import E4M3, Format, get_element
 from plimsoll.report.drawing.aggregation import Columns, histogram
 from plimsoll.report.drawing.plotly_parts import (
+    BLUE,
+    GREY,
+    ORANGE,
+    RED,
     STEP_AXIS,
     Layout,
     Source,
     Trace,
     build_figure,
     empty_figure,
+    joined,
     line,
+    of,
+    power,
+    safe,
     series_checked,
+    share_ticks,
     since_mark,
     view_of,
 )
-from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE, RED
 from plimsoll.report.figure_declaration import figure
-from plimsoll.report.figures.scale_curve import element
-from plimsoll.report.labels import capital, joined, of, power, safe
-from plimsoll.text import counted, percent
+from plimsoll.report.figures.usable_scales import element
+from plimsoll.text import capital, counted, percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
@@ -80,7 +87,8 @@ def code_usage(
     columns = Columns.of(use.steps)
     over_time, layout = _over_time(use, columns, since_step)
     layout["xaxis"] = {**axis, "domain": [0.0, 0.52]}
-    layout["yaxis"] = {"title": {"text": "share of the values"}, "tickformat": "~%", "rangemode": "tozero"}
+    top = 1.05 * max(traces[0]["y"])
+    layout["yaxis"] = {"title": {"text": "share of the values"}, "rangemode": "tozero", **share_ticks(0, top)}
     return build_figure("code_usage", title, _said(use, chosen, columns), [*traces, *over_time], layout, meta)
 
 
@@ -193,7 +201,7 @@ def _cast_over_time(cast: CastCells, columns: Columns, since_step: int | None) -
              f"{columns.when} %{{x}}<br>%{{y:.3~%}} {said}", xaxis="x2", yaxis="y2", connectgaps=True)
         for said, (share, colour) in shares.items()
     ]  # fmt: skip
-    axis: Layout = {"title": {"text": "share as cast"}, "tickformat": "~%", "range": [-0.02, 1.02], "anchor": "x2"}
+    axis: Layout = {"title": {"text": "share as cast"}, "range": [-0.02, 1.02], "anchor": "x2", **share_ticks(0, 1)}
     return traces, {
         "xaxis2": {**STEP_AXIS, "domain": [0.62, 1.0], "anchor": "y2"}, "yaxis2": axis, "shapes": marks,
         "annotations": notes, "height": 400, "bargap": 0.12,
@@ -219,9 +227,9 @@ def _over_time(use: _Use, columns: Columns, since_step: int | None) -> tuple[lis
     ]  # fmt: skip
     axis: Layout = {
         "title": {"text": "in the top power of two"},
-        "tickformat": "~%",
         "range": [-0.02, 1.02],
         "anchor": "x2",
+        **share_ticks(0, 1),
     }
     layout: Layout = {
         "xaxis2": {**STEP_AXIS, "domain": [0.62, 1.0], "anchor": "y2"},

@@ -10,11 +10,19 @@ from plimsoll import row_layout
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP16, Format
-from plimsoll.report.drawing.load_lines import LoadLine, in_reach, load_lines
-from plimsoll.report.drawing.plotly_parts import Layout, Trace, build_figure, empty_figure
-from plimsoll.report.drawing.theme import BLUE
-from plimsoll.report.figures.scale_curve import element
-from plimsoll.report.labels import joined, power, powers
+from plimsoll.report.drawing.plotly_parts import (
+    BLUE,
+    Layout,
+    Trace,
+    build_figure,
+    empty_figure,
+    joined,
+    log_share_ticks,
+    power,
+    powers,
+)
+from plimsoll.report.figures.spectrogram import LoadLine, in_reach, load_lines
+from plimsoll.report.figures.usable_scales import element
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import percent
 
@@ -94,7 +102,7 @@ def _layout(exponents: Ints, shares: Floats, lines: Sequence[LoadLine]) -> Layou
     return {
         "xaxis": {"title": {"text": "magnitude"}, "tickvals": places, "ticktext": texts, "range": [low - 0.5, high]},
         "yaxis": {"title": {"text": "share of all values"}, "type": "log", "range": [bottom, 0.05],
-                  "tickformat": "~%", "dtick": 1},
+                  **log_share_ticks(bottom)},
         "height": _HEIGHT,
         "bargap": 0,
         "shapes": shapes,

@@ -9,6 +9,12 @@ from plimsoll.diagnosis import Finding, View, diagnose, grouped
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.report.drawing.aggregation import Columns
 from plimsoll.report.drawing.plotly_parts import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
+    SEVERITY,
     STEP_AXIS,
     Lane,
     Layout,
@@ -17,15 +23,16 @@ from plimsoll.report.drawing.plotly_parts import (
     band,
     build_figure,
     empty_figure,
+    joined,
     lanes,
     line,
     plotted,
+    powers,
+    safe,
     since_mark,
     view_of,
 )
-from plimsoll.report.drawing.theme import BLUE, GREEN, ORANGE, PURPLE, RED, SEVERITY
 from plimsoll.report.figure_declaration import figure
-from plimsoll.report.labels import joined, powers, safe
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

@@ -8,8 +8,19 @@ import numpy as np
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis.planning.frontier import frontier
 from plimsoll.formats import Plan
-from plimsoll.report.drawing.plotly_parts import Layout, Source, Trace, band, build_figure, empty_figure, line, view_of
-from plimsoll.report.drawing.theme import BLUE, ORANGE, PURPLE
+from plimsoll.report.drawing.plotly_parts import (
+    BLUE,
+    ORANGE,
+    PURPLE,
+    Layout,
+    Source,
+    Trace,
+    band,
+    build_figure,
+    empty_figure,
+    line,
+    view_of,
+)
 from plimsoll.report.figure_declaration import Case, figure
 from plimsoll.tensor_collections import BACKWARD, FORWARD
 from plimsoll.text import percent

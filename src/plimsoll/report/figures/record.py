@@ -8,18 +8,23 @@ import numpy as np
 from plimsoll.diagnosis import View
 from plimsoll.report.drawing.aggregation import Columns
 from plimsoll.report.drawing.plotly_parts import (
+    GREEN,
+    GREY,
+    ORANGE,
+    RED,
     STEP_AXIS,
     Lane,
     Layout,
     Source,
     build_figure,
     empty_figure,
+    joined,
     lanes,
+    safe,
     view_of,
+    wrapped,
 )
-from plimsoll.report.drawing.theme import GREEN, GREY, ORANGE, RED
 from plimsoll.report.figure_declaration import figure
-from plimsoll.report.labels import joined, safe, wrapped
 from plimsoll.runs import Event
 from plimsoll.text import counted
 

@@ -13,21 +13,29 @@ from plimsoll.diagnosis.wording import value_words
 from plimsoll.report.drawing.aggregation import Columns
 from plimsoll.report.drawing.heatmap_statistics import Matrix, underflow
 from plimsoll.report.drawing.plotly_parts import (
+    BLUE,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
     STEP_AXIS,
     Layout,
     Source,
     Trace,
     build_figure,
     empty_figure,
+    joined,
     line,
+    of,
+    safe,
     series_checked,
+    share_ticks,
     since_mark,
     view_of,
 )
-from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE, PURPLE, RED
 from plimsoll.report.figure_declaration import figure, if_scaled
 from plimsoll.report.figures.heatmap import view_formats
-from plimsoll.report.labels import capital, joined, of, safe
+from plimsoll.text import capital
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
@@ -88,7 +96,7 @@ def underflow_over_time(
     levels, said = _level_marks(top)
     layout: Layout = {
         "xaxis": dict(STEP_AXIS),
-        "yaxis": {"title": {"text": "share flushed to zero"}, "tickformat": "~%", "range": [-0.01 * top, top]},
+        "yaxis": {"title": {"text": "share flushed to zero"}, "range": [-0.01 * top, top], **share_ticks(0, top)},
         "shapes": [*levels, *marks],
         "annotations": [*said, *notes],
         "height": 420,

@@ -12,6 +12,11 @@ from plimsoll.formats import get_element
 from plimsoll.report.drawing.aggregation import Columns, How
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS
 from plimsoll.report.drawing.plotly_parts import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
     STEP_AXIS,
     Layout,
     Source,
@@ -19,13 +24,16 @@ from plimsoll.report.drawing.plotly_parts import (
     band,
     build_figure,
     empty_figure,
+    joined,
     line,
+    power,
+    powers,
+    safe,
+    share_ticks,
     since_mark,
     view_of,
 )
-from plimsoll.report.drawing.theme import BLUE, GREEN, ORANGE, PURPLE, RED
 from plimsoll.report.figure_declaration import Case, figure
-from plimsoll.report.labels import joined, power, powers, safe
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
@@ -88,8 +96,8 @@ def updates(
         layout["yaxis2"] = {
             "title": {"text": "weights unmoved"},
             "domain": [0.0, 0.32],
-            "tickformat": "~%",
             "range": [-0.03, 1.03],
+            **share_ticks(0, 1, 5),
         }
     formats = f"weights in {', '.join(cells.formats)}"
     return build_figure("updates", title, joined([formats, columns.said("mean")]), traces, layout, meta)

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from plimsoll.report.live.run_index.run_list import Listed
+from plimsoll.report.live.run_index import Listed
 from plimsoll.report.verdicts.run_summary import Summary
 
 # One run at a time, those whose page is open first, then those written to last, and only while somebody looks. A

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from plimsoll.report.drawing.theme import TEMPLATES
+from plimsoll.report.drawing.plotly_parts import TEMPLATES
 
 FILES = Path(__file__).parent / "files"
 PLOTLY = FILES / "plotly.min.js"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from plimsoll.diagnosis import Parity
-from plimsoll.report.drawing.theme import TEMPLATES
+from plimsoll.report.drawing.plotly_parts import TEMPLATES
 from plimsoll.report.page.assets import FILES, PLOTLY
-from plimsoll.report.results.parity import parity as figure_of
+from plimsoll.report.results import parity as figure_of
 from plimsoll.report.single_file.html_report import packed, policy
 from plimsoll.runs.storage.atomic_files import check_place, write_text
 from plimsoll.text import escaped_cell, in_html, printable

@@ -15,7 +15,7 @@ from plimsoll.diagnosis.wording import collection_words, how_many, layer_name, l
 from plimsoll.report.verdicts.run_summary import LOSS_STEPS, Summary, jsonable
 from plimsoll.runs import Event
 from plimsoll.tensor_collections import COLLECTIONS
-from plimsoll.text import counted as several, number, percent, power, steps
+from plimsoll.text import capital, counted as several, number, percent, power, steps
 
 STATES = {"alarm": "Alarm", "warning": "Warning", "healthy": "Healthy", "empty": "Empty", "info": "Info"}
 _SPOTS = 60  # layers of a finding that the live page may list
@@ -57,7 +57,7 @@ def heading(finding: Finding) -> str:
 def explanation(finding: Finding) -> str:
     """Return what its rule looks for, as a sentence. Empty if the rule is not known."""
     says = rule_of(finding).says
-    return f"{sentence_case(says)}." if says else ""
+    return f"{capital(says)}." if says else ""
 
 
 def advice(finding: Finding) -> str:
@@ -100,7 +100,7 @@ def evidence(finding: Finding) -> list[tuple[str, str]]:
     for name, value in rest.items():
         item = rule.item(name)
         if value != 0 or not item.hide_zero:
-            pairs.append((item.label or sentence_case(name.replace("_", " ")), written(finding, item, value)))
+            pairs.append((item.label or capital(name.replace("_", " ")), written(finding, item, value)))
     return pairs
 
 
@@ -166,7 +166,7 @@ def facts(summary: Summary) -> Iterator[tuple[str, str]]:
     for collection in (c.name for c in COLLECTIONS if c.format_in_summary):
         if summary.formats.get(collection):
             yield (
-                f"{sentence_case(collection_words(collection))} in",
+                f"{capital(collection_words(collection))} in",
                 ", ".join(f.upper() for f in summary.formats[collection][:3]),
             )
     yield from _at_the_end(summary)
@@ -193,7 +193,7 @@ def record(summary: Summary) -> Iterator[tuple[str, str]]:
     for collection, series in summary.tensors.items():
         formats = ", ".join(f.upper() for f in summary.formats.get(collection, ()))
         yield (
-            sentence_case(cut(collection_words(collection))),
+            capital(cut(collection_words(collection))),
             f"{series:,} series{f' in {formats}' if formats else ''}",
         )
     if summary.scalars:
@@ -268,11 +268,6 @@ def moment(unix_seconds: float) -> str:
         return f"{datetime.fromtimestamp(unix_seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
     except (ValueError, OverflowError, OSError):
         return "unknown"
-
-
-def sentence_case(text: str) -> str:
-    """The text with a capital first letter."""
-    return text[:1].upper() + text[1:]
 
 
 def cut(text: str, most: int = _LONGEST) -> str:

@@ -27,7 +27,6 @@ from plimsoll.runs import Run
 from plimsoll.text import percent
 from plimsoll.watch import Watch, watch
 from plimsoll_lab.bench import Bench, Progress
-from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.amp.networks import (
     UNET_PARAMETERS,
     Batch,
@@ -43,7 +42,7 @@ from plimsoll_lab.experiments.amp.networks import (
     spans,
     unet,
 )
-from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, of_rows
 from plimsoll_lab.running.unwatched_run import Unwatched
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import Ratio, columns, largest, ratio

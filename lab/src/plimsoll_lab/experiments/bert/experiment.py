@@ -36,7 +36,6 @@ from plimsoll.runs import Run
 from plimsoll.scaling import StaticScaler
 from plimsoll.watch import watch
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, claims as claims_of
 from plimsoll_lab.experiments.bert.data import (
     LENGTH,
     Question,
@@ -49,7 +48,7 @@ from plimsoll_lab.experiments.bert.data import (
     masked_batch,
     questions,
 )
-from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.source_text import standard_library
 from plimsoll_lab.statistics import columns, lost

@@ -21,9 +21,8 @@ from plimsoll.report.verdicts.verdict import leading_first, verdict
 from plimsoll.runs import Run
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, claims as claims_of
 from plimsoll_lab.experiments.clip.training import DEMO_KINDS, Kind, Setup, described, setup_for, train_all
-from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of
 from plimsoll_lab.running.workers import workers_for
 from plimsoll_lab.statistics import columns, lost_at, mean, median, share_lost
 from plimsoll_lab.study import Experiment

@@ -19,10 +19,9 @@ from plimsoll.diagnosis import View, diagnose
 from plimsoll.runs import Run
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.clip.demo import LOST, TAIL, claims as claims_of_demo, judged, of_parameters, settings
 from plimsoll_lab.experiments.clip.training import ALL_KINDS, DEMO_KINDS, Kind, Setup, setup_for, train_all
-from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, of_rows
 from plimsoll_lab.running.workers import workers_for
 from plimsoll_lab.statistics import columns, lost_at, mean, median, share_lost
 from plimsoll_lab.study import Experiment

@@ -24,9 +24,8 @@ from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, claims as claims_of, of_rows
 from plimsoll_lab.experiments.unit.model import KINDS, Job, Kind, Setup, described, setup_for, train_all
-from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, of_rows
 from plimsoll_lab.running.workers import one_thread, workers_for
 from plimsoll_lab.statistics import Floats, Ratio, columns, lost, ratio
 from plimsoll_lab.study import Experiment

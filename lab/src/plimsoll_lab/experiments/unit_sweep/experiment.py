@@ -25,12 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from plimsoll.diagnosis import View, diagnose
-from plimsoll.report.drawing.plotly_parts import Trace, build_figure
-from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, RED
+from plimsoll.report.drawing.plotly_parts import BLUE, GREEN, GREY, ORANGE, RED, Trace, build_figure
 from plimsoll.runs import Run
 from plimsoll.version import __version__
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.claim import Claim, claims as claims_of
 from plimsoll_lab.experiments.unit_sweep.grid import (
     FP16,
     FP32,
@@ -49,7 +47,7 @@ from plimsoll_lab.experiments.unit_sweep.grid import (
     whole_grid,
 )
 from plimsoll_lab.experiments.unit_sweep.training import TRAINED, Setup, rate_of, setup_for, to_task, train
-from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of
 from plimsoll_lab.running.workers import carry_out, one_thread, workers_for
 from plimsoll_lab.source_text import SYMBOLS, standard_library
 from plimsoll_lab.statistics import Ratio, columns, lost, ratio

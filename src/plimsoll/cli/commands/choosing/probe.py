@@ -10,7 +10,7 @@ from plimsoll.cli import messages
 from plimsoll.cli.options import Json, Quiet, format_names
 from plimsoll.cli.paths import local_file
 from plimsoll.cli.script import runner
-from plimsoll.cli.script.answer_session import AnswerSession
+from plimsoll.cli.script.runner import AnswerSession
 from plimsoll.errors import ArgumentError
 from plimsoll.formats.catalogue import TARGETS
 from plimsoll.probing.question import Question

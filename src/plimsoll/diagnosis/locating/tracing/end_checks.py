@@ -7,8 +7,7 @@ from torch import Tensor
 
 from plimsoll.diagnosis.locating.tracing.nonfinite_trail import MemoryProvenance, NonfiniteResult
 from plimsoll.diagnosis.locating.tracing.tensor_facts import count_nonfinite, readable
-from plimsoll.tracing.tensor_memory import memory_of, tensors_in
-from plimsoll.tracing.tensor_names import Names
+from plimsoll.tracing.tensors import Names, memory_of, tensors_in
 
 _LOSS, _RESULT, _GRADIENT, _LEFT = range(4)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from plimsoll.diagnosis.locating.fault import Kind, Operand, Phase
 from plimsoll.tracing.call_site import Place
 from plimsoll.tracing.operation_schema import Facts
-from plimsoll.tracing.tensor_memory import memory_of, parts_of
+from plimsoll.tracing.tensors import memory_of, parts_of
 
 What = Literal["made", "held", "uninitialised", "received"]
 

@@ -23,7 +23,7 @@ from plimsoll.diagnosis.locating.tracing.wider_rerun import unique, wide_results
 from plimsoll.spectrum import Spectrum
 from plimsoll.tracing.call_site import ForwardIndex, Place, look
 from plimsoll.tracing.operation_schema import Facts, bound, facts_of
-from plimsoll.tracing.tensor_memory import memory_of, tensors_in
+from plimsoll.tracing.tensors import memory_of, tensors_in
 
 _C = cast("Any", torch)._C  # noqa: SLF001
 _BIRTHS: Mapping[str | None, What] = {None: "held", "made": "uninitialised", "empty": "uninitialised"}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.tracing.operation_schema import Facts
-from plimsoll.tracing.tensor_memory import tensors_in
+from plimsoll.tracing.tensors import tensors_in
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 

@@ -13,12 +13,22 @@ from pathlib import Path
 from plimsoll.diagnosis import Finding, View
 from plimsoll.errors import ArgumentError, PlimsollError, RunError
 from plimsoll.report.live.background_verdicts import Verdict, Verdicts
-from plimsoll.report.live.growing_view import LiveView
-from plimsoll.report.live.live_runs import Live
-from plimsoll.report.live.run_index.run_list import Listed
-from plimsoll.report.page.answers import difference, encoded, run_answer, summary_answer, whatif_answer, within
-from plimsoll.report.page.figures import drawn, drawn_of_two, listed, needs_findings, whole
-from plimsoll.report.page.scalars import scalar_answer
+from plimsoll.report.live.live_runs import Live, LiveView
+from plimsoll.report.live.run_index import Listed
+from plimsoll.report.page.answers import (
+    difference,
+    drawn,
+    drawn_of_two,
+    encoded,
+    listed,
+    needs_findings,
+    run_answer,
+    scalar_answer,
+    summary_answer,
+    whatif_answer,
+    whole,
+    within,
+)
 from plimsoll.report.verdicts.run_summary import Summary, first_step, median_loss, seconds_of, summary
 from plimsoll.tensor_collections import LABELS
 

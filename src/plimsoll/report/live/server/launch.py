@@ -22,7 +22,7 @@ from plimsoll.report.live.security import ANY_ADDRESS, LOOPBACK
 from plimsoll.text import printable
 
 if TYPE_CHECKING:
-    from plimsoll.report.live.run_index.run_list import Source
+    from plimsoll.report.live.run_index import Source
 
 PORT = 8642
 _SHORTEST_TOKEN = 16  # characters, where other machines can try

@@ -1,4 +1,7 @@
-"""`layer_errors`: bias and noise of each layer's error against FP32, in order."""
+"""Figures of results: they need no run, or take a result in its place.
+
+`layer_errors` and `blame_bars` draw what the microscope finds, `parity` a verdict on two recipes.
+"""
 
 import math
 import sys
@@ -7,31 +10,48 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 
-from plimsoll.diagnosis import View
+from plimsoll.diagnosis import Parity, View
 from plimsoll.diagnosis.tables.cells import Cells, Floats
-from plimsoll.errors import NotRecordedError
+from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.report.drawing.aggregation import Rows
 from plimsoll.report.drawing.plotly_parts import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    STEP_AXIS,
     Layout,
     Source,
     Trace,
+    band,
     build_figure,
     empty_figure,
+    joined,
+    labels,
+    line,
+    of,
     plotted,
+    safe,
     series_checked,
+    share_ticks,
+    since_mark,
     view_of,
+    wrapped,
 )
-from plimsoll.report.drawing.theme import BLUE, ORANGE, RED
 from plimsoll.report.figure_declaration import Case, figure
-from plimsoll.report.labels import joined, labels, of
 from plimsoll.spectrum.error_sums import STALL_DB, directions, split
 from plimsoll.tensor_collections import BACKWARD, COLLECTIONS, IN_DISPLAY_ORDER, OF_MODULES
-from plimsoll.text import counted, percent
+from plimsoll.text import capital, counted, percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
-    from plimsoll.microscope import ErrorReport
+    from plimsoll.microscope import Blame, BlameRow, ErrorReport
+
+
+# -- errors by layer ---------------------------------------------------------------------------------------------------
 
 _MOST_ROWS = 60
 _LEAST = 1e-9  # smaller errors are drawn at the edge
@@ -212,3 +232,152 @@ def _above(collection: str, errors: Floats) -> str:
     with np.errstate(all="ignore"):
         beyond = int((np.hypot(errors[:, 0], errors[:, 1]) > _STALL).sum())
     return f"{beyond or 'none'} above {percent(_STALL)} (dashed), where FP4 stalls"
+
+
+# -- contributions to an error -----------------------------------------------------------------------------------------
+
+_MOST_BARS = 20  # contributions with a bar of their own
+_LONGEST_LABEL = 48  # characters that a narrow page has room for
+_KINDS = (("noise", BLUE), ("bias", ORANGE), ("not split", GREY))
+
+
+def blame_bars(found: "Blame") -> "Figure":
+    """Return bars of the contributions to the gradients' error, with their shares.
+
+    Each has a module, a cast and a direction.
+
+    A bar is split into bias and noise by their squares where the blame has asked for them. It points left where a
+    contribution cancels a part of the others. Beyond 20 contributions the smaller ones share the last bar.
+
+    Raises `ArgumentError` for what is no `Blame`.
+    """
+    from plimsoll.microscope import Blame  # which needs torch
+
+    if not isinstance(found, Blame):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"blame_bars: expected the result of ErrorReport.blame; got {type(found).__name__}. Pass that."
+        )
+    whose = "the gradients" if found.of == "gradients" else safe(found.of)
+    title = f"Blame for the error of {whose}"
+    meta: Layout = {"figure": "blame_bars", "of": found.of}
+    if not found.rows:
+        return empty_figure("blame_bars", title, wrapped(found.sentence), meta)
+    shown, rest = found.rows[:_MOST_BARS], found.rows[_MOST_BARS:]
+    texts = [_label(row) for row in shown]
+    parts = [_parts(row) for row in shown]
+    if rest:
+        texts.append(f"{len(rest):,} smaller ones")
+        parts.append(tuple(sum(part) for part in zip(*map(_parts, rest), strict=True)))
+    # Plotly puts the positive parts of a bar to the right of 0, and the negative ones to the left.
+    low = min(sum(min(part, 0.0) for part in each) for each in parts)
+    high = max(sum(max(part, 0.0) for part in each) for each in parts)
+    layout: Layout = {
+        "barmode": "relative",
+        "bargap": 0.3,
+        "xaxis": {"title": {"text": "share of the squared error"}, "zeroline": True, **share_ticks(low, 1.05 * high)},
+        "yaxis": {"type": "category", "autorange": "reversed", "ticks": "", "ticklabelstandoff": 6},
+        "height": 206 + 36 * len(texts),
+        "margin": {"t": 108},
+    }
+    subtitle = f"{wrapped(found.sentence, _LONGEST_LABEL)}<br>Relative error: {percent(found.relative_error)}"
+    return build_figure("blame_bars", title, subtitle, _bars(texts, parts), layout, meta)
+
+
+def _label(row: "BlameRow") -> str:
+    direction = "" if row.direction == "both" else f", {row.direction}"
+    return f"{safe(row.module, 28)}<br>{safe(row.cast, 24)}{direction}"
+
+
+def _parts(row: "BlameRow") -> tuple[float, ...]:
+    """Return the share as noise, bias, and what was not split."""
+    if row.bias is None or row.noise is None:
+        return 0.0, 0.0, row.share
+    squares = row.noise**2, row.bias.estimate**2
+    whole = sum(squares)
+    return (row.share * squares[0] / whole, row.share * squares[1] / whole, 0.0) if whole > 0 else (0.0, 0.0, row.share)
+
+
+def _bars(texts: Sequence[str], parts: Sequence[tuple[float, ...]]) -> list[Trace]:
+    traces: list[Trace] = []
+    for i, (kind, colour) in enumerate(_KINDS):
+        values = [part[i] for part in parts]
+        if any(values):
+            shown = [f"-{percent(-x)}" if x < 0 else percent(x) for x in values]
+            traces.append({
+                "type": "bar", "orientation": "h", "x": values, "y": texts, "name": kind, "marker": {"color": colour},
+                "customdata": shown, "showlegend": True,
+                "hovertemplate": f"%{{y}}<br>{kind} %{{customdata}}<extra></extra>",
+            })  # fmt: skip
+    return traces
+
+
+# -- two recipes -------------------------------------------------------------------------------------------------------
+
+_VERDICT_COLOURS = {"equivalent": GREEN, "better": GREEN, "worse": RED, "undecided": ORANGE}
+_ROOM = 3.0  # tolerances above and below zero that are always shown; early intervals are far wider
+_HEIGHT = 420
+
+
+def parity(found: Parity) -> "Figure":
+    """Return a figure of the paired difference over the steps, and the tolerance.
+
+    Points are means of the candidate's values less the base's over stretches of steps. The line is the weighted mean of
+    all steps so far, which the verdict is about, and the band its interval. The verdict is decided where the band lies
+    within the tolerance or beyond it.
+
+    Raises `ArgumentError` for what is no `Parity`.
+    """
+    if not isinstance(found, Parity):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"parity figure: expected the result of plimsoll.parity; got {type(found).__name__}. Pass that."
+        )
+    meta: Layout = {"figure": "parity", "verdict": found.verdict}
+    title = f"{capital(found.verdict)}: paired difference of the {safe(found.scalar)}"
+    said = capital(found.sentence.partition(": ")[2])
+    if not found.history:
+        return empty_figure("parity figure", title, wrapped(said), meta)
+    per_cent = found.relative and found.level != 0
+    unit = 100 / abs(found.level) if per_cent else 1.0
+    steps = np.array([moment.step for moment in found.history], dtype=np.int64)
+    middle, low, high = (
+        unit * np.array([getattr(moment.difference, end) for moment in found.history])
+        for end in ("estimate", "low", "high")
+    )
+    allowed = unit * found.tolerance
+    at, paired = np.array([step for step, _ in found.paired], dtype=np.int64), np.array([d for _, d in found.paired])
+    reach = _reach(allowed, unit * paired, low[-1], high[-1])
+    sign = " %" if per_cent else ""
+    hover = f"step %{{x:,d}}<br>difference %{{y:+.3~g}}{sign}"
+    traces = [
+        *band(steps, np.clip(low, -reach, reach), np.clip(high, -reach, reach), "interval at that step", BLUE),
+        line(at, unit * paired, "paired difference", GREY, hover, mode="markers", marker={"color": GREY, "size": 4}),
+        line(steps, middle, "weighted mean so far", _VERDICT_COLOURS[found.verdict], hover, line={"width": 2.5}),
+    ]
+    decided = found.verdict != "undecided"
+    marks, notes = since_mark(found.since_step if decided else None, f"{found.verdict} since step")
+    layout: Layout = {
+        "xaxis": dict(STEP_AXIS),
+        "yaxis": {"title": {"text": f"difference{sign and ', % of the base'}"}, "range": [-reach, reach],
+                  "tickformat": "+~g", "zeroline": True, "ticksuffix": sign},
+        "shapes": [*(_tolerance_limit(side * allowed) for side in (-1, 1)), *marks],
+        "annotations": [*(_word(side * allowed, word) for side, word in ((1, "tolerance"), (-1, "tolerance"))), *notes],
+        "height": _HEIGHT,
+    }  # fmt: skip
+    return build_figure("parity figure", title, joined([wrapped(said), wrapped(found.remaining)]), traces, layout, meta)
+
+
+def _reach(allowed: float, paired: "np.ndarray[tuple[int], np.dtype[np.float64]]", low: float, high: float) -> float:
+    """Return the axis's reach: the tolerance, last interval, and nearly all points."""
+    ends = [_ROOM * allowed, float(np.quantile(np.abs(paired), 0.95))]
+    ends += [abs(end) for end in (low, high) if np.isfinite(end) and abs(end) < 20 * allowed]
+    return 1.1 * max(ends)
+
+
+def _tolerance_limit(height: float) -> Layout:
+    return {"type": "line", "x0": 0, "x1": 1, "xref": "paper", "y0": height, "y1": height,
+            "line": {"color": PURPLE, "width": 1.5, "dash": "dash"}}  # fmt: skip
+
+
+def _word(height: float, word: str) -> Layout:
+    return {"text": word, "x": 1, "xref": "paper", "xanchor": "right", "y": height,
+            "yanchor": "bottom" if height > 0 else "top", "font": {"color": PURPLE}}  # fmt: skip

@@ -1,1 +1,0 @@
-"""Tables and progress bars of `plimsoll lab` in the terminal."""

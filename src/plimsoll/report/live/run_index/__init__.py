@@ -1,1 +1,0 @@
-"""The list of runs in a folder or a store."""

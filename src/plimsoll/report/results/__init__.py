@@ -1,1 +1,0 @@
-"""Figures of results: they need no run, or take a result in its place."""
