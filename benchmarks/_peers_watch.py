@@ -7,6 +7,7 @@ network.
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 
 BARE = "bare"
 FLOOR = "one aminmax of each tensor"
+KERNEL = "our kernel on each tensor, no watch"
 LOADED = "bare, our libraries loaded"
 EVERYTHING = "ours: everything, every step"
 EVERY_10 = "ours: everything, every 10 steps"
@@ -264,6 +266,19 @@ def floor() -> Contender:
     Not the weights' changes, which no tensor of the training holds.
     """
     return Contender(attach=functools.partial(by_torch_operations, measure=torch.aminmax, inputs=True))
+
+
+def kernel() -> Contender:
+    """What counting alone costs: our kernel on the floor's tensors, by the floor's hooks.
+
+    Between the floor and this lies the kernel, between this and "all but updates" the watch's own Python.
+    """
+    from plimsoll.kernels import measure_one, new_bank
+
+    rows = 1024
+    bank, row = new_bank(rows), itertools.cycle(range(rows))
+    measure: Measure = lambda x: measure_one(x, bank, next(row))  # noqa: E731
+    return Contender(attach=functools.partial(by_torch_operations, measure=measure, inputs=True))
 
 
 def _same_content(x: Tensor) -> object:

@@ -74,6 +74,7 @@ def page(results: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
     """The whole page."""
     lines = [_INTRODUCTION, "## Numbers to reach", ""]
     lines += [*_goals(NUMBERS_TO_REACH, results), "", "## Goals of single benchmarks", "", *_goals(OWN, results), ""]
+    lines += [*_limits([*NUMBERS_TO_REACH, *OWN], results)]
     for stem, (script, title) in BENCHMARKS.items():
         lines += [f"## {title}", "", f"`python benchmarks/{script}`", ""]
         for device in DEVICES if has_device(script) else DEVICES[:1]:
@@ -102,6 +103,14 @@ def _state(goal: Goal, device: str, results: Mapping[tuple[str, str], Mapping[st
     if value is None:
         return NOT_MEASURED
     return f"{value:.4g}{goal.unit}: **{'met' if goal.is_met(value) else 'missed'}**"
+
+
+def _limits(goals: Iterable[Goal], results: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]:
+    """What limits the goals that are missed."""
+    missed = [goal for goal in goals if any("missed" in _state(goal, device, results) for device in DEVICES)]
+    return ["## What limits the goals that are missed", ""] * bool(missed) + [
+        line for goal in missed for line in (f"- **{goal.what}**: {goal.limit}", "")
+    ]
 
 
 def has_device(script: str) -> bool:

@@ -48,6 +48,7 @@ from _peers_watch import (
     EVERYTHING,
     FLOOR,
     GPT_124M,
+    KERNEL,
     LOADED,
     TINY,
     Attached,
@@ -57,6 +58,7 @@ from _peers_watch import (
     by_plimsoll,
     contenders,
     floor,
+    kernel,
     loaded,
 )
 from torch import nn
@@ -81,7 +83,7 @@ class Sample(NamedTuple):
 
 def step_by_step(chosen: Mapping[str, Contender], options: argparse.Namespace) -> list[Row]:
     """One row a contender: paired samples, all twins in this process, in another order each round."""
-    chosen = {FLOOR: floor(), **chosen}
+    chosen = {FLOOR: floor(), KERNEL: kernel(), **chosen}
     twins = {BARE: Twin(bare, CPU)}
     rows: dict[str, Row] = {}
     for name, contender in chosen.items():
