@@ -68,6 +68,7 @@ def test_a_scaler_that_begins_again_is_named(tmp_path: Path, steps: int, falls: 
         epochs(100, 6, 3),  # resumed twice without its state: not again and again
         epochs(50, 0, 8),
         [*epochs(12, 8, 1), *[256.0 * 2 ** (step // 20 % 4) for step in range(160)]],  # grows by its factor
+        [65536.0 / 16 ** (step // 20 % 2) for step in range(200)],  # set by hand, and kept for a while
         [65536.0 * 4.0 ** -(step % 2) for step in range(6)],
         [65536.0 / 2 ** min(step, 6) if step < 20 else 65536.0 for step in range(200)],  # set higher once, and kept
     ],
@@ -195,12 +196,15 @@ def test_weights_that_hardly_move_are_not_put_back(tmp_path: Path) -> None:
 # -- betas
 
 
-def stepped(folder: Path, model: nn.Module, made: Callable[[Any], torch.optim.Optimizer]) -> list[Finding]:
+def stepped(
+    folder: Path, model: nn.Module, made: Callable[[Any], torch.optim.Optimizer], later: float = 1.0
+) -> list[Finding]:
     """What is found in a run of a classification that is learned soon, so that gradients shrink."""
     path = Path(tempfile.mkdtemp(dir=folder)) / "run"
     optimizer = made(model.parameters())
     with pl.watch(model, optimizer, run=path, every=5):
-        for _ in range(120):
+        for step in range(120):
+            optimizer.param_groups[0]["lr"] *= later if step == 20 else 1.0
             x = torch.randn(64, 8)
             optimizer.zero_grad()
             F.cross_entropy(4 * model(x), (x[:, 0] > 0).long()).backward()
@@ -239,3 +243,7 @@ def test_betas_that_let_updates_grow_are_named(tmp_path: Path, made: Any, widths
 )
 def test_usual_betas_are_not(tmp_path: Path, made: Any) -> None:
     assert stepped(tmp_path, mlp(8, 64, 64, 2), made) == []
+
+
+def test_usual_betas_are_not_named_for_a_rate_that_grew(tmp_path: Path) -> None:
+    assert stepped(tmp_path, mlp(8, 64, 64, 2), adam(0.9, 0.999, rate=1e-4), later=100.0) == []

@@ -175,7 +175,13 @@ def test_whole_numbers_that_become_the_same_are_named(tmp_path: Path, most: floa
 
 @each(
     "most, divided, dtype",
-    [(200, 1, torch.bfloat16), (2000, 1, torch.float16), (4096, 1, torch.float32), (4096, 4096, torch.bfloat16)],
+    [
+        (200, 1, torch.bfloat16),
+        (400, 1, torch.bfloat16),
+        (2000, 1, torch.float16),
+        (4096, 1, torch.float32),
+        (4096, 4096, torch.bfloat16),
+    ],
 )
 def test_whole_numbers_that_the_format_holds_are_not(
     tmp_path: Path, most: float, divided: float, dtype: torch.dtype
@@ -184,7 +190,9 @@ def test_whole_numbers_that_the_format_holds_are_not(
 
 
 def test_values_that_are_not_whole_are_not(tmp_path: Path) -> None:
-    assert found(tmp_path, lambda x: x.bfloat16(), normal(1000.0)) == []
+    with_whole_top = lambda step: normal(1000.0)(step).clamp(-4096.0, 4096.0).index_fill(0, torch.tensor([0]), 4096.0)  # noqa: E731
+    for batch in (normal(1000.0), with_whole_top):
+        assert found(tmp_path, lambda x: x.bfloat16(), batch) == []
 
 
 # -- casts by hand
