@@ -447,7 +447,7 @@ def measure(name: str, seeds: int, steps: int, mixes: int, keep: Path) -> dict[s
 def _ceiling(rises: NDArray[np.float64]) -> float:
     """Return Kendall's tau of the order of plans (by seed) and their order measured again with other seeds.
 
-    It is the mean over measurements drawn from the seeds' covariance. A perfect prediction has no higher tau.
+    It is the mean over measurements drawn from the seeds' covariance. No prediction has a higher tau on average.
     """
     means, seeds, chance = rises.mean(1), rises.shape[1], np.random.default_rng(0)
     noise = (rises - means[:, None]) / math.sqrt(seeds * (seeds - 1))
