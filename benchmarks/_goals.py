@@ -74,22 +74,30 @@ _FP8 = Of(stem="fp8", table="One linear*", column="x bfloat16", rows={"layer": "
 
 # What limits the goals that are missed. Numbers in these texts are rows of the page, which they name.
 _EVERYTHING = (
-    'Counting itself, which the row "our kernel on each tensor, no watch" shows, then the weights\' changes, which '
-    "torch.aminmax of the floor is not asked for (the difference to all but updates), then the watch's own Python. The "
-    "kernel takes exponents, extremes, four sums in float64 and the zeros of each value while it is in a register; "
-    "aminmax takes extremes alone."
+    "Counting alone takes more than the floor, and the changes of weights, which the floor has no tensors for, come on "
+    "top: docs/design/watching.md has the parts."
 )
-_WRITING = "A sampled step costs what a step of the row above costs, and the goal leaves a tenth of it too little room."
-_MEMORY = "TODO"
-_LAUNCHES = "Launches: each tap of compiled code is one. They were since put together, and no GPU has measured that."
+_WRITING = "One step in ten is sampled, and a tenth of what that costs at every step is beyond the goal already."
+_MEMORY = (
+    "The copy of the weights from which their changes are taken, 4 bytes of each: 20 MB of this model. The row of all "
+    "but updates is below the goal."
+)
+_LAUNCHES = (
+    "Launches: each traced tap is one, 45 us of the host's time, and a step has hundreds (docs/design/watching.md)."
+)
 _MOMENTS = (
     "Sums of values, magnitudes, squares and fourth powers in float64: four vectors of arithmetic for each vector that "
     "torch's operator loads, multiplies and stores (docs/design/cpu-kernels.md has what was tried)."
 )
-_VERDICT = 'Reading: the row "pyarrow reads all rows" takes longer than the goal by itself. Most of that is decoding of binades.'
-_FIGURE = "TODO"
+_VERDICT = (
+    'Reading: the row "pyarrow reads all rows" takes longer than the goal by itself, most of it for the counts by '
+    "binade. Ordering the rows of all parts, checking their columns and the rules come on top."
+)
+_FIGURE = (
+    "Two figures of 2,000 FP16 gradients and nothing else pass over their 2 million cells each time. The live page "
+    "keeps answers, and its own goal above is met."
+)
 _SHADOW = "The twin's forward and backward take one step, watching takes a fifth, and the rest compares the two."
-_ORDER = "TODO"
 
 NUMBERS_TO_REACH: Sequence[Goal] = (
     _STEP("watch everything, every step: extra time, to one aminmax of each tensor", "at most", 1,
@@ -98,8 +106,9 @@ NUMBERS_TO_REACH: Sequence[Goal] = (
           elsewhere="wandb 1.90, smdebug 3.06"),
     _STEP("watch attached, not due", "at most", 1.005, {"what": "ours: attached, not due"}, unit="x",
           elsewhere="msprobe 1.73"),
-    Goal(what="watch everything, every 10 steps, with writing", stem="watch", table="A run in one piece", column="ratio",
-         rows={"what": "ours: everything, every 10 steps"}, bound="at most", value=1.02, unit="x", limit=_WRITING),
+    Goal(what="watch everything, every 10 steps, with writing", stem="watch", table="A run in one piece",
+         rows={"what": "ours: everything, every 10 steps"}, column="ratio", bound="at most", value=1.02, unit="x",
+         limit=_WRITING),
     Goal(what="watch everything: memory beyond the libraries", stem="watch", table="Memory",
          rows={"what": "ours: everything, every step"}, column="beyond libraries MB", bound="at most", value=64,
          unit=" MB", limit=_MEMORY),
@@ -171,8 +180,7 @@ OWN: Sequence[Goal] = (
     Goal(what="blame of a 6-layer transformer", stem="microscope", table="One look", unit=" s",
          rows={"what": "blame"}, column="seconds", bound="at most", value=60),
     Goal(what="plans by consequence: Kendall's tau of predicted and measured order", stem="plan",
-         table="Plans: against the goals", rows={"models": "all"}, column="mean tau", bound="at least", value=0.8,
-         limit=_ORDER),
+         table="Plans: against the goals", rows={"models": "all"}, column="mean tau", bound="at least", value=0.8),
     Goal(what="plans by consequence: share of penalties in the interval", stem="plan",
          table="Plans: against the goals", rows={"models": "all"}, column="share in interval", bound="at least",
          value=0.9),

@@ -42,6 +42,14 @@ def test_every_goal_finds_its_number_in_the_results(render: ModuleType) -> None:
     assert {goal.stem for goal in goals} <= set(render.BENCHMARKS)
 
 
+def test_the_page_says_what_limits_each_goal_that_is_missed(render: ModuleType) -> None:
+    goals = [*render.NUMBERS_TO_REACH, *render.OWN]
+    missed = [g for g in goals if any("missed" in render._state(g, d, render.newest()) for d in render.DEVICES)]
+    assert missed and [goal.what for goal in missed if not goal.limit] == []
+    assert "\n".join(render._limits(goals, render.newest())).count("- **") == len(missed)
+    assert render._limits(goals, {}) == []
+
+
 def result(ratio: object, date: str = "2026-01-01 10:00 UTC") -> dict[str, Any]:
     rows = [{"what": "ours: a | b", "ratio": ratio}, {"what": "other", "ratio": 9.0}]
     table = {"title": "One step, of a model", "note": "A note.", "columns": ["what", "ratio"], "rows": rows}
