@@ -25,7 +25,7 @@ ALLOWED = {
     "cli/commands/run.py": "names of precision levels",
     "cli/commands/receipt.py": "names of precision levels",
     "cli/screens/format_page.py": "the formats that each page is compared with",
-    "diagnosis/locating/tracing/wider_rerun.py": "the next wider dtype, which the computation is repeated in",
+    "diagnosis/locating/tracing/operation_check.py": "the next wider dtype, which the computation is repeated in",
     "fp8/casting.py": "the FP8 recipe: which role is cast to which format",
     "integrations/lightning.py": "Lightning's own names of precisions",
     "kernels/numba_backend/memory.py": "the kernels' numbers of the dtypes that they decode by code of their own",

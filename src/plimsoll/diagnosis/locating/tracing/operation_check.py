@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.diagnosis.locating.fault import Phase
 from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Forward, MemoryProvenance, Origin, What
-from plimsoll.diagnosis.locating.tracing.operation_arguments import Named, copied, flat, is_odd, scalars, values_at
 from plimsoll.diagnosis.locating.tracing.tensor_facts import (
     count_nonfinite,
     first_bad,
@@ -19,11 +18,113 @@ from plimsoll.diagnosis.locating.tracing.tensor_facts import (
     readable,
     spectrum_of,
 )
-from plimsoll.diagnosis.locating.tracing.wider_rerun import unique, wide_results
 from plimsoll.spectrum import Spectrum
 from plimsoll.tracing.call_site import ForwardIndex, Place, look
 from plimsoll.tracing.operation_schema import Facts, bound, facts_of
 from plimsoll.tracing.tensors import memory_of, tensors_in
+
+# -- its arguments: tensors by name, and the rest ----------------------------------------------------------------------
+
+Named = list[tuple[str, Tensor]]  # tensors by the names that the operation has for them
+
+
+def copied(x: Tensor) -> Tensor:
+    """A copy of a floating tensor; others as they are."""
+    return x.detach().clone() if x.is_floating_point() or x.is_complex() else x
+
+
+def flat(given: Mapping[str, Any]) -> Named:
+    """The tensors among arguments; those of lists by their number too."""
+    tensors: Named = []
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            tensors.append((name, value))
+        elif isinstance(value, list | tuple):
+            listed = cast("Sequence[Any]", value)
+            tensors += [(f"{name}[{i}]", x) for i, x in enumerate(listed) if isinstance(x, Tensor)]
+    return tensors
+
+
+def is_odd(value: Any) -> bool:
+    """Return True for a number that is not finite."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def scalars(given: Mapping[str, Any]) -> dict[str, float | int | str]:
+    """The arguments that are no tensors, as numbers or short text."""
+    numbers: dict[str, float | int | str] = {}
+    for name, value in given.items():
+        if isinstance(value, bool | int | float):
+            numbers[name] = value
+        elif isinstance(value, str | torch.dtype):
+            numbers[name] = str(value).removeprefix("torch.")
+        elif isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in cast("Sequence[Any]", value)):
+            numbers[name] = str(list(cast("Sequence[Any]", value)))
+    return numbers
+
+
+def values_at(inputs: Iterable[tuple[str, Tensor]], out: Tensor, index: tuple[int, ...]) -> dict[str, float]:
+    """The inputs' values that the output's value at the index was made of."""
+    values: dict[str, float] = {}
+    for name, x in inputs:
+        try:
+            values[name] = float(x.broadcast_to(out.shape)[index].item())
+        except (RuntimeError, TypeError):
+            continue
+    return values
+
+
+# -- again in a wider format: its result if its range were enough ------------------------------------------------------
+
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+def wider(dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype that an operation is repeated in; None of FP64."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else _WIDER.get(dtype)
+
+
+def wide_results(facts: Facts, func: Any, given: dict[str, Any], narrow: torch.dtype) -> list[Tensor]:
+    """Return the operation's results in their order, in the dtype above `narrow`.
+
+    None where it draws random numbers, or does not run in that dtype. `given` are its arguments as they were before.
+    """
+    dtype = wider(narrow)
+    if dtype is None or facts.random or facts.collective:
+        return []
+    if facts.cast:
+        source = given.get("src", given.get("self"))
+        return [source.detach().to(dtype)] if isinstance(source, Tensor) and source.is_floating_point() else []
+    wide = {name: _widened(value, dtype) for name, value in given.items()}
+    try:
+        result = func(**_by_place(func, wide))
+    except (RuntimeError, TypeError, NotImplementedError):
+        return []
+    written = [wide[name] for name in facts.names if name in facts.written and name in wide]
+    return unique([*tensors_in(result), *tensors_in(written)])
+
+
+def unique(tensors: list[Tensor]) -> list[Tensor]:
+    """Each once, in their order."""
+    return list({id(x): x for x in tensors}.values())
+
+
+def _by_place(func: Any, wide: dict[str, Any]) -> dict[str, Any]:
+    known = {argument.name for argument in func._schema.arguments}  # noqa: SLF001
+    return {name: value for name, value in wide.items() if name in known}
+
+
+def _widened(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(dtype, copy=True) if value.is_floating_point() else value.detach()
+    if isinstance(value, torch.dtype):
+        return dtype if value.is_floating_point else value
+    if isinstance(value, list | tuple):
+        return [_widened(item, dtype) for item in cast("list[Any]", value)]
+    return value
+
+
+# -- the operation -----------------------------------------------------------------------------------------------------
 
 _C = cast("Any", torch)._C  # noqa: SLF001
 _BIRTHS: Mapping[str | None, What] = {None: "held", "made": "uninitialised", "empty": "uninitialised"}
