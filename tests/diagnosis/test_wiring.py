@@ -609,3 +609,30 @@ def test_two_models_that_train_in_turn_are_right(to_none: bool, tmp_path: Path) 
     first.close()
     second.close()
     assert diagnose(tmp_path / "makes", rules=RULES) == [] == diagnose(tmp_path / "judges", rules=RULES)
+
+
+# -- frozen weights that an optimizer steps on
+
+
+def frozen_at(path: Path, *, to_none: bool, decay: float = 0.1, from_step: int = 6) -> list[Finding]:
+    """What is said of a training whose first layers are frozen in the middle."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=decay, betas=(0.0, 0.999))
+    with pl.watch(model, optimizer, run=path, every=2, quiet=True):
+        for step in range(24):
+            if step == from_step:
+                for p in (*model[0].parameters(), *model[2].parameters()):  # type: ignore[index]
+                    p.requires_grad_(False)
+            optimizer.zero_grad(set_to_none=to_none)
+            nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(4, (16,))).backward()
+            optimizer.step()
+    return [f for f in diagnose(path) if f.severity != "info"]
+
+
+def test_frozen_weights_that_are_stepped_on_are_named_alone(tmp_path: Path) -> None:
+    (found,) = frozen_at(tmp_path / "zeros", to_none=False)
+    assert (found.rule, found.since_step) == ("gradients-mishandled", 6)
+    assert "0.weight, 0.bias and 2 more are frozen" in found.meaning and "set_to_none=True" in found.advice
+    for name, more in (("none", {"to_none": True}), ("nothing moves", {"to_none": False, "decay": 0.0})):
+        assert frozen_at(tmp_path / name, **more) == [], name
+    assert frozen_at(tmp_path / "from the start", to_none=False, from_step=0) == []

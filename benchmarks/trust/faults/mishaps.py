@@ -607,7 +607,6 @@ def cut(run: Training, *, sound: bool = False) -> None:
     r"|(zero|no|without|vanished) gradients?\b[^>]*(mov|chang|update|updating|shr[iu]nk|decay)"
     r"|(mov|chang|update|updating|shr[iu]nk|decay)[^>]*(zero|no|without|vanished) gradients?\b",
     misleading=f"{SIDE}|learning rate|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def still_moving(run: Training, *, sound: bool = False) -> None:
     """A trunk is frozen at step 60, and its gradients are zeroed, not dropped: AdamW's decay shrinks it still."""

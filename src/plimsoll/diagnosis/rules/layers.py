@@ -22,7 +22,15 @@ from plimsoll.diagnosis.rules.base import (
 from plimsoll.diagnosis.rules.casts import CastFlushes
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
-from plimsoll.diagnosis.rules.wiring import ROUNDED_GRADIENTS, always_zero, erased_samples, facts, first_fact, listed_in
+from plimsoll.diagnosis.rules.wiring import (
+    ROUNDED_GRADIENTS,
+    always_zero,
+    erased_samples,
+    facts,
+    first_fact,
+    frozen_weights,
+    listed_in,
+)
 from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
 from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
 from plimsoll.diagnosis.view import View, log2
@@ -186,6 +194,7 @@ class DeadLayer(Rule):
         values = modules.total(cells.total_of("zeros"))
         silent = (values > 0) & (nonzero == 0) & (lost == 0)
         dead = _modules_of(self._dead_outputs(view)[0])
+        dead |= {name.rpartition(".")[0] or name for name in frozen_weights(view)}  # no gradient is meant to come there
         alive = np.array([name not in dead for name in modules.names])[:, None]
         # NaN is no zero. A loss of zero has no gradient, and gradients that the script erased say nothing of a layer.
         elsewhere = view.solved(cells.steps) | erased_samples(view)

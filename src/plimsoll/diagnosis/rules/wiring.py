@@ -28,6 +28,8 @@ _CLIPPED = "clipped before all micro-batches are added up"
 _PART = "scaled in part, and unscaled as a whole"
 _SUMS = ("sum", "abssum", "sumsq"), ("abssum", "abssum", "sumsq")  # of weights, and what they are compared with
 _PUT_BACK = "weights put back"
+FROZEN = "frozen stepped"  # the fact of parameters that do not require gradients any more and have some
+_LEFT = "left on frozen weights, which move still"
 _OF_SCALE = "those of a loss that depends on the loss scale"
 _DIVIDED = "divided by the number of micro-batches twice"
 _REMEDIES = {
@@ -36,6 +38,7 @@ _REMEDIES = {
     _PART: "scale the sum of all losses",
     _DIVIDED: "divide the loss once",
     _OF_SCALE: "divide gradients by the scale before a loss is made from them",
+    _LEFT: "set them to None",
     _TWICE: "let one scaler do it, and nothing else",
     "never set to zero": "call zero_grad() once a step",
     "never unscaled": "call scaler.step(optimizer)",
@@ -284,8 +287,8 @@ class GradientsMishandled(Rule):
     id = "gradients-mishandled"
     says = (
         "gradients are never set to zero, unscaled never, twice or too early, clipped too early, "
-        "erased, rounded away in their sum, divided by the micro-batches twice, scaled in part, or of a loss that "
-        "depends on the scale"
+        "erased, rounded away in their sum, divided by the micro-batches twice, scaled in part, left on frozen "
+        "weights, or of a loss that depends on the scale"
     )
     meaning = "The optimizer gets gradients that are not those of the step's loss."
     advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."
@@ -323,6 +326,17 @@ class GradientsMishandled(Rule):
                 meaning="Gradients that carry the loss scale are added to those that were unscaled already: their sum "
                 "is far too large, and in no proportion.",
                 advice="Call scaler.unscale_(optimizer) once a step, after the backward of the last micro-batch.",
+            )  # fmt: skip
+        moving = frozen_weights(view, moving=True)
+        if moving:
+            event = cast("Event", first_fact(view, FROZEN))
+            listed = ", ".join(moving[:2]) + (f" and {len(moving) - 2} more" if len(moving) > 2 else "")
+            yield self._finding(
+                view, "warning", event.step, _LEFT, listed,
+                meaning=f"{listed} are frozen, and have gradients of zero instead of none. So the optimizer steps on "
+                "them, and weight decay and momentum move them.",
+                advice="Set the gradients of what is frozen to None (zero_grad(set_to_none=True)), or leave it out of "
+                "the optimizer.",
             )  # fmt: skip
         rounded = first_fact(view, "sum rounded")
         if rounded is not None:
@@ -691,6 +705,22 @@ def weights_stay(view: View) -> bool | None:
         if not bool((np.nanmax(values, axis=1) == np.nanmin(values, axis=1)).all()):
             return False
     return True
+
+
+def frozen_weights(view: View, *, moving: bool = False) -> list[str]:
+    """Return the parameters that were frozen and had gradients still.
+
+    Args:
+        view: The run.
+        moving: Only those whose values have changed since.
+    """
+    event = first_fact(view, FROZEN)
+    names = [] if event is None else listed_in(event, "parameters")
+    cells = view.cells("weights") if moving else None
+    if event is None or cells is None:
+        return [] if moving else names
+    sizes = dict(zip(cells.names, cells.total_of("sumsq")[:, cells.steps > event.step], strict=True))
+    return [name for name in names if name in sizes and len(set(sizes[name][~np.isnan(sizes[name])].tolist())) > 1]
 
 
 def group_states(view: View) -> list[tuple[Event, int]]:

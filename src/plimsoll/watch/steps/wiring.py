@@ -332,6 +332,8 @@ class Wiring(torch_hooks.TrainingEvents):
             message = f"the loss is divided by {self._divided} twice, the number of micro-batches of a step"
             self._say("divided twice", message, by=self._divided)
         self._look_at_groups(optimizer, known)
+        if self.core.sample is not None:
+            self._look_for_frozen(optimizer, known)
 
     # Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a
     # few parameters of each optimizer are followed, in its first steps and then in some of every 64, since errors last.
@@ -538,6 +540,15 @@ class Wiring(torch_hooks.TrainingEvents):
             groups=groups,
             of=len(now),
         )
+
+    def _look_for_frozen(self, optimizer: Any, known: _Optimizer) -> None:
+        """Record the parameters that are frozen and have gradients still, so that they are stepped on."""
+        names = self._names()
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        frozen = [names[id(p)] for p in params if not p.requires_grad and p.grad is not None and id(p) in names]
+        if frozen:
+            message = f"{known.name} steps on frozen parameters, which have gradients still: {_listed(frozen)}"
+            self._say("frozen stepped", message, key=f"frozen: {known.name}", optimizer=known.name, parameters=frozen)
 
     # With an epsilon of 2^-25 or less and its state in FP16, Adam divides by zero from the first step on: too soon for
     # a rule that wants two samples.
