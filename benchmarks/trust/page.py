@@ -25,8 +25,8 @@ groups are by authors who had not read the rules:
 
 - The newest 23 faults are mishaps that public threads report. At first eight were named and one was flagged in other
   words; eleven were missed, and for three the headline named another cause. Of the same trainings without their faults
-  none had a warning. Rules were since mended for the three that misled: these count as seen. For one of them the headline
-  says the cause now, and counts as misleading still, by the name of its rule.
+  none had a warning. Rules were since mended for the three that misled: these count as seen. For one of them the
+  headline says the cause now, and counts as misleading still, by the name of its rule.
 - 15 faults are oversights of formats, loops and losses. At first none was named: three were flagged in other words,
   nine were missed, and for three the headline named another cause. Of the same trainings without their faults none had
   a warning. Rules were since mended for eight of them: these count as seen.

@@ -26,6 +26,7 @@ ALLOWED = {
     "cli/commands/receipt.py": "names of precision levels",
     "cli/screens/format_page.py": "the formats that each page is compared with",
     "diagnosis/locating/tracing/operation_check.py": "the next wider dtype, which the computation is repeated in",
+    "diagnosis/rules/underflow.py": "the formats whose floors are looked for in FP32 outputs of modules",
     "fp8/casting.py": "the FP8 recipe: which role is cast to which format",
     "integrations/lightning.py": "Lightning's own names of precisions",
     "kernels/numba_backend/memory.py": "the kernels' numbers of the dtypes that they decode by code of their own",

@@ -27,6 +27,8 @@ _SOUND = 0.01  # T6: below 1 % of a module's gradients is sound
 _HARMLESS = "Activation gradients underflow, but hardly any of the weight gradients, which are sums of them."
 _ODD_RATE = 10  # shares in 1,000 steps: a trend of a few steps, whose rate says nothing
 _WITHIN = "within a module"
+# Formats of more exponents have no floor that a module's values come near. Those of other makers' FP8 end at powers of
+# two that values of sound modules have as well.
 _FLUSHED_WITHIN = (FP16, E5M2, E4M3)
 _EXACT = 1e-6  # of a value: a root in FP32 is not exact
 _SAMPLES = "not reported from a single sample"
