@@ -11,9 +11,11 @@ import pytest
 pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
 from plimsoll.errors import ArgumentError
+from plimsoll.report.drawing import plotly_parts
 from plimsoll.report.live import run_index
 from plimsoll.report.live.background_verdicts import Verdict, Verdicts
 from plimsoll.report.live.run_index import Listed, RunsList
+from plimsoll.report.live.server import launch
 from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.diagnosis.stories import told
@@ -326,3 +328,11 @@ def test_the_thread_works_while_somebody_looks_and_ends() -> None:
     assert made.asked == ["a 1"] and not thread.is_alive()
     made.verdicts.looked_at()
     assert made.verdicts._thread is thread  # no other one once it is closed
+
+
+def test_packages_that_cannot_be_loaded_ahead_are_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise ImportError("Python is shutting down")
+
+    monkeypatch.setattr(plotly_parts, "empty_figure", stopped)
+    launch._load_slow_packages()

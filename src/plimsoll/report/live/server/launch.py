@@ -3,6 +3,7 @@
 Only loopback addresses are open to whoever is on this machine; on any other address a token is asked for.
 """
 
+import contextlib
 import errno
 import importlib.util
 import ipaddress
@@ -80,13 +81,16 @@ def serve(
 
 def _load_slow_packages() -> None:
     """Import what the first verdict and figure need, while the browser starts."""
-    import numpy as np
+    # A server that is stopped at once cannot import any more, and would print a traceback. Any other error comes again,
+    # and is answered, where the package is needed.
+    with contextlib.suppress(Exception):
+        import numpy as np
 
-    from plimsoll.diagnosis.tables.trend import trend
-    from plimsoll.report.drawing.plotly_parts import empty_figure
+        from plimsoll.diagnosis.tables.trend import trend
+        from plimsoll.report.drawing.plotly_parts import empty_figure
 
-    trend(np.arange(9), np.arange(9.0))
-    empty_figure("serve", "", "", {}).to_json()
+        trend(np.arange(9), np.arange(9.0))
+        empty_figure("serve", "", "", {}).to_json()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
