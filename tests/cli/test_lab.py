@@ -185,7 +185,7 @@ def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     with (tmp_path / "screen").open("w") as screen:
         terminal = Console(file=screen, force_terminal=True, width=80)
         monkeypatch.setattr(screens, "console", lambda **_: terminal)
-        with screens.told() as progress:
+        with screens.live_progress() as progress:
             progress.begin("FP16, stock scaler", 3)
             progress.advance()
             assert isinstance(progress, screens.Bars)

@@ -11,7 +11,7 @@ from plimsoll.cli.options import Json, Quiet
 from plimsoll.cli.paths import local_folder
 from plimsoll.cli.terminal import console
 from plimsoll.errors import ArgumentError
-from plimsoll_lab.screens import list_experiments, list_rows, show, told
+from plimsoll_lab.screens import list_experiments, list_rows, live_progress, show
 
 if TYPE_CHECKING:
     from plimsoll_lab import Outcome
@@ -67,7 +67,7 @@ def _one(name: str, folder: Path, as_json: bool, **settings: Any) -> None:
     chosen, target = experiment_named(name), console()
     if not as_json:
         target.print(Text.assemble((f"lab {chosen.name}  ", "bold"), (chosen.claim, "")))
-    with told() as progress:
+    with live_progress() as progress:
         result = perform(chosen, folder, progress=progress, **settings)
     if as_json:
         messages.write_json(result.to_dict())
@@ -81,7 +81,7 @@ def _all(folder: Path, as_json: bool, **settings: Any) -> None:
     """Carry out all with a line each; exit with 2 for a failure, 1 for a failed claim."""
     from plimsoll_lab import perform_all
 
-    with told() as progress:
+    with live_progress() as progress:
         outcomes = perform_all(
             folder, progress=progress, done=_say if not as_json else None, **settings
         )  # fmt: skip

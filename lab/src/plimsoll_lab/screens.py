@@ -137,7 +137,7 @@ class Lines:
 
 
 @contextmanager
-def told() -> Generator[Bars | Lines]:
+def live_progress() -> Generator[Bars | Lines]:
     """Whom to tell; bars are there until the end of the block."""
     target = console(stderr=True)
     if not target.is_terminal:

@@ -745,8 +745,8 @@ def _is_learned(sizes: Floats, one_number: NDArray[np.bool_]) -> bool:
 
 def _largest_input(view: View) -> float:
     """Return the largest magnitude that came into the whole model. Infinity: none was recorded."""
-    cells = view.cells("activations")
-    inputs = [] if cells is None else [i for i, name in enumerate(cells.names) if name.startswith("model:input")]
+    cells, whole = view.cells("activations"), f"{view.run.manifest.get('root', 'model')}:input"
+    inputs = [] if cells is None else [i for i, name in enumerate(cells.names) if name.startswith(whole)]
     return float(np.nanmax(cells.true_absmax[inputs])) if cells is not None and inputs else np.inf
 
 

@@ -7,7 +7,7 @@ began at, and against what it had learned by then.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -16,6 +16,7 @@ from plimsoll.diagnosis.estimates.module_parameters import Modules
 from plimsoll.diagnosis.finding import SEVERITIES, Finding, Severity
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, last_of, spells, threshold, worst
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
+from plimsoll.diagnosis.rules.wiring import optimizer_settings
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.loss_rises import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
 from plimsoll.diagnosis.view import View
@@ -563,8 +564,7 @@ def _lags(gradients: Cells, optimizer: Cells) -> Floats:
 def _adams(view: View) -> list[tuple[float, float, float]]:
     """Return the learning rate at the start and the two betas of each optimizer of Adam's kind."""
     found: list[tuple[float, float, float]] = []
-    for name, each in view.run.settings.items():
-        facts = cast("dict[str, Any]", each) if name.startswith("optimizer") and isinstance(each, dict) else {}
+    for facts in optimizer_settings(view):
         rate, betas = facts.get("lr"), facts.get("betas")
         if "adam" not in str(facts.get("name")).lower() or not isinstance(rate, int | float) or not rate > 0:
             continue

@@ -25,6 +25,7 @@ from plimsoll.diagnosis.rules.wiring import (
     ROUNDED_GRADIENTS,
     facts,
     listed_in,
+    optimizer_settings,
     weights_stay,
     with_epsilon_of_zero,
     with_rate_of_zero,
@@ -529,12 +530,8 @@ def _digits(cells: Cells) -> Floats:
 
 def _recorded_epsilon(view: View) -> float | None:
     """Return the smallest recorded epsilon of the run's optimizers, or None."""
-    known: list[float] = []
-    for name, each in view.run.settings.items():
-        epsilon = cast("dict[str, object]", each).get("eps") if isinstance(each, dict) else None
-        if name.startswith("optimizer") and isinstance(epsilon, int | float) and 0 < epsilon < 1e100:
-            known.append(float(epsilon))
-    return min(known, default=None)
+    known = [each.get("eps") for each in optimizer_settings(view)]
+    return min((float(each) for each in known if isinstance(each, int | float) and 0 < each < 1e100), default=None)
 
 
 def _spared(view: View, cells: Cells) -> NDArray[np.bool_]:

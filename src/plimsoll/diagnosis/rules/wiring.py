@@ -4,7 +4,7 @@ These rules read the facts of `plimsoll.watch.steps.wiring`, events of kind "wir
 confirm or refute a fact, it decides.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -330,7 +330,7 @@ class GradientsMishandled(Rule):
         moving = frozen_weights(view, moving=True)
         if moving:
             event = cast("Event", first_fact(view, FROZEN))
-            listed = ", ".join(moving[:2]) + (f" and {len(moving) - 2} more" if len(moving) > 2 else "")
+            listed = _first_two(moving)
             yield self._finding(
                 view, "warning", event.step, _LEFT, listed,
                 meaning=f"{listed} are frozen, and have gradients of zero instead of none. So the optimizer steps on "
@@ -394,8 +394,7 @@ class GradientsMishandled(Rule):
         """Yield what the graph behind the loss shows."""
         part, divided = first_fact(view, "part unscaled"), first_fact(view, "divided twice")
         if part is not None:
-            names = listed_in(part, "parameters")
-            listed = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+            listed = _first_two(listed_in(part, "parameters"))
             yield self._finding(
                 view, "alarm", part.step, _PART, listed,
                 meaning=f"One term of the loss was added without the loss scale. The gradients of {listed} come from "
@@ -707,6 +706,10 @@ def weights_stay(view: View) -> bool | None:
     return True
 
 
+def _first_two(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
 def frozen_weights(view: View, *, moving: bool = False) -> list[str]:
     """Return the parameters that were frozen and had gradients still.
 
@@ -721,6 +724,16 @@ def frozen_weights(view: View, *, moving: bool = False) -> list[str]:
         return [] if moving else names
     sizes = dict(zip(cells.names, cells.total_of("sumsq")[:, cells.steps > event.step], strict=True))
     return [name for name in names if name in sizes and len(set(sizes[name][~np.isnan(sizes[name])].tolist())) > 1]
+
+
+def optimizer_settings(view: View) -> list[Mapping[str, Any]]:
+    """Return the recorded settings of each optimizer."""
+    recorded = view.run.settings.items()
+    return [
+        cast("Mapping[str, Any]", each)
+        for name, each in recorded
+        if name.startswith("optimizer") and isinstance(each, dict)
+    ]
 
 
 def group_states(view: View) -> list[tuple[Event, int]]:

@@ -543,9 +543,8 @@ class Wiring(torch_hooks.TrainingEvents):
 
     def _look_for_frozen(self, optimizer: Any, known: _Optimizer) -> None:
         """Record the parameters that are frozen and have gradients still, so that they are stepped on."""
-        names = self._names()
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        frozen = [names[id(p)] for p in params if not p.requires_grad and p.grad is not None and id(p) in names]
+        stepped = {id(p) for p in parameters_of(optimizer) if not p.requires_grad and p.grad is not None}
+        frozen = [name for key, name in self._names().items() if key in stepped] if stepped else []
         if frozen:
             message = f"{known.name} steps on frozen parameters, which have gradients still: {_listed(frozen)}"
             self._say("frozen stepped", message, key=f"frozen: {known.name}", optimizer=known.name, parameters=frozen)
