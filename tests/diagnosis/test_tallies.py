@@ -10,7 +10,7 @@ import torch
 
 from plimsoll.diagnosis.estimates.element_counts import Populations
 from plimsoll.diagnosis.estimates.rounding_noise import Noise
-from plimsoll.diagnosis.tables.cells import Cells, read
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, read
 from plimsoll.formats import get
 from plimsoll.runs import Batch, Run, RunWriter
 from plimsoll.spectrum import Spectrum
@@ -91,6 +91,33 @@ def test_windows_are_those_of_the_spectrum(recorded: tuple[Run, Cells], name: st
             assert window == s.window(name)
             compared += 1
     assert compared > 30
+
+
+@each("hidden_for_each", [0, 3, 10**9])
+@each("name", ["fp16", "e4m3", "fp64"])
+def test_the_lowest_shift_of_a_group_is_the_first_at_which_little_of_it_is_lost(
+    recorded: tuple[Run, Cells], name: str, hidden_for_each: int
+) -> None:
+    # Half of the hidden values come back with each binade above a place of their own: above the recorded ones, or, in
+    # every second group, far below them.
+    _, cells = recorded
+    values, fmt = Populations(cells=cells), get(name)
+    group, groups = np.arange(len(cells)) % 7, 8  # the last has no rows
+    place = np.arange(len(cells)) * 13 % 97 - 40.0 - 200 * (group % 2)
+
+    def hidden(shift: Ints) -> Floats:
+        return hidden_for_each * 0.5 ** np.maximum(shift - place, 0.0)
+
+    def lost(shift: Ints) -> Floats:
+        rows = values.lost(fmt, shift[group]).high + hidden(shift[group])
+        return np.bincount(group, weights=rows, minlength=groups)
+
+    total = np.bincount(group, weights=cells.nonzero + hidden_for_each, minlength=groups)
+    lowest = values.lowest_shift_of_groups(fmt, 0.01, group, groups, hidden)
+    there = total > 0
+    assert list(there) == [True] * 7 + [False]
+    assert (lost(lowest) < 0.01 * total)[there].all()
+    assert (lost(lowest - 1) >= 0.01 * total)[there].all()
 
 
 def test_a_scale_that_is_no_power_of_two_moves_the_limits(tmp_path: Path) -> None:

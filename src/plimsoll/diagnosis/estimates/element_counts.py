@@ -187,7 +187,7 @@ class Populations:
     def lowest_shift_of_groups(
         self, fmt: Format, tolerance: float, group: Ints, groups: int, hidden: Callable[[Ints], Floats] | None = None
     ) -> Ints:
-        """Return `lowest_shift` for groups of rows together, by bisection.
+        """Return `lowest_shift` for groups of rows together.
 
         Args:
             fmt: The format.
@@ -196,16 +196,46 @@ class Populations:
             groups: Number of groups.
             hidden: Returns how many values in addition to those recorded would be lost at a shift of each row.
         """
-        none = np.full(groups, -_SHIFTS, dtype=np.int64)
-        all_of = self.cells.nonzero + (0 if hidden is None else hidden(none[group]))
+        lowest = np.full(groups, -_SHIFTS, dtype=np.int64)
+        all_of = self.cells.nonzero + (0 if hidden is None else hidden(lowest[group]))
         values = np.bincount(group, weights=all_of, minlength=groups)
-        low, high = none - 1, -none  # all is lost at `low`, nothing at `high`
-        while bool((high - low > 1).any()):
-            middle = (low + high) // 2
-            gone = self.lost(fmt, middle[group]).high + (0 if hidden is None else hidden(middle[group]))
-            serves = np.bincount(group, weights=gone, minlength=groups) < tolerance * values
-            high, low = np.where(serves, middle, high), np.where(serves, low, middle)
-        return np.where(values > 0, high, -_SHIFTS)
+        allowed = np.where(values > 0, tolerance * values, np.inf)
+        floor, _ = self._moved(lost_point(fmt), 0)
+
+        def of_whole_binades(shift: Ints) -> NDArray[np.bool_]:
+            lost = self.cells.below_binade(floor - shift[group])
+            return np.bincount(group, weights=lost, minlength=groups) < allowed
+
+        def of_all(shift: Ints) -> NDArray[np.bool_]:
+            lost = self.lost(fmt, shift[group]).high + (0 if hidden is None else hidden(shift[group]))
+            return np.bincount(group, weights=lost, minlength=groups) < allowed
+
+        # Counts of whole binades are quick, and less than a binade off for recorded values: they say where to begin.
+        # They lose all below the shift of a group's largest value, and nothing above that of its smallest.
+        low, high = -lowest, lowest.copy()
+        there = np.flatnonzero(self.cells.nonzero > 0)
+        np.minimum.at(low, group[there], (floor - self.last // BINADE)[there] - 1)
+        np.maximum.at(high, group[there], (floor - self.first // BINADE)[there])
+        low, high = np.clip(low, -_SHIFTS - 1, _SHIFTS - 1), np.clip(high, -_SHIFTS, _SHIFTS)
+        low = np.where(of_whole_binades(low), lowest - 1, low)  # what is hidden can be far more than what is recorded
+        low = _first(of_whole_binades, low, high) - 1
+        high, step = low + 1, 1
+        enough = of_all(high)
+        while not enough.all():
+            low = np.where(enough, low, high)
+            high = np.where(enough, high, np.minimum(high + step, _SHIFTS))
+            step *= 2
+            enough |= of_all(np.where(enough, _SHIFTS, high))  # at the highest shift nothing is left to count
+        return np.where(values > 0, _first(of_all, low, high), -_SHIFTS)
+
+
+def _first(serves: Callable[[Ints], NDArray[np.bool_]], low: Ints, high: Ints) -> Ints:
+    """Return by bisection the first numbers that serve. `low` does not, `high` and all above do."""
+    while bool((high - low > 1).any()):
+        middle = (low + high) // 2
+        enough = serves(middle)
+        high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+    return high
 
 
 def ordinals(x: Floats) -> Ints:

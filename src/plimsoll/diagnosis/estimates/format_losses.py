@@ -82,9 +82,13 @@ class FormatLosses:
         # All of them are hidden at the shift that puts the floor where that of the row's own format was, and below.
         # Above it they come back by the estimated spread, and at least by an even spread: the values left near the
         # floor of a tensor that has almost vanished are too few.
-        higher = np.maximum(shift - self.floor_shift(fmt), 0.0)
-        spread = np.maximum(np.interp(self._ratio, _RATIOS, _EXPONENTS), 1.0)
-        return np.nan_to_num(self.lost) * 2.0 ** (-spread * higher)
+        lost = np.nan_to_num(self.lost)
+        rows = np.flatnonzero(lost)
+        if len(rows):
+            higher = np.maximum((shift - self.floor_shift(fmt))[rows], 0.0)
+            spread = np.maximum(np.interp(self._ratio[rows], _RATIOS, _EXPONENTS), 1.0)
+            lost[rows] *= 2.0 ** (-spread * higher)
+        return lost
 
     def floor_shift(self, fmt: Format) -> Floats:
         """Return the shift at which a format loses what each row's own format has lost."""
