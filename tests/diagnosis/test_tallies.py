@@ -118,6 +118,8 @@ def test_the_lowest_shift_of_a_group_is_the_first_at_which_little_of_it_is_lost(
     assert list(there) == [True] * 7 + [False]
     assert (lost(lowest) < 0.01 * total)[there].all()
     assert (lost(lowest - 1) >= 0.01 * total)[there].all()
+    always = values.lowest_shift_of_groups(fmt, 0.01, group, groups, lambda _: cells.nonzero + 1.0)
+    assert (always[there] > 2000).all()  # none will do
 
 
 def test_a_scale_that_is_no_power_of_two_moves_the_limits(tmp_path: Path) -> None:

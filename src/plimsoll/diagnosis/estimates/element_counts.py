@@ -225,7 +225,8 @@ class Populations:
             low = np.where(enough, low, high)
             high = np.where(enough, high, np.minimum(high + step, _SHIFTS))
             step *= 2
-            enough |= of_all(np.where(enough, _SHIFTS, high))  # at the highest shift nothing is left to count
+            # At the highest shift no rows are left to count; where something is lost at any shift, that is the answer.
+            enough |= of_all(np.where(enough, _SHIFTS, high)) | (high == _SHIFTS)
         return np.where(values > 0, _first(of_all, low, high), -_SHIFTS)
 
 
