@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from plimsoll.cli import app
 from plimsoll.diagnosis import RULES
 from plimsoll.runs import RunWriter
-from plimsoll.runs.storage import script
+from plimsoll.runs.storage import location
 from tests.support.diagnosis import planned
 from tests.support.diagnosis.faults import falling
 from tests.support.diagnosis.stories import SOUND, constant, told
@@ -182,7 +182,7 @@ def gan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("script") / "gan"
     SOUND.write(folder / "G")
     told(scale=falling(60, 14), gradient_std=constant(2.0**-19)).write(folder / "D")
-    script.write(folder, ["G", "D"])
+    location.write_script(folder, ["G", "D"])
     return folder
 
 
@@ -201,7 +201,7 @@ def test_the_first_model_may_be_the_folder_itself(gan: Path, tmp_path: Path) -> 
     shutil.copytree(gan / "D", tmp_path / "run" / "D")
     result = run("check", tmp_path / "run")
     assert result.exit_code == 0 and "D: not a file of this run; left alone" in result.stderr
-    script.write(tmp_path / "run", [script.ITSELF, "D"])
+    location.write_script(tmp_path / "run", [location.ITSELF, "D"])
     result = run("check", tmp_path / "run")
     assert result.exit_code == 1 and "not a file of this run" not in result.output
 
@@ -219,7 +219,7 @@ def test_every_command_takes_the_folder_of_a_script(gan: Path, tmp_path: Path, m
     alike = run("diff", gan, gan)
     assert alike.exit_code == 0 and alike.stdout.count("do not diverge") == 2
     shutil.copytree(gan / "G", tmp_path / "one" / "G")
-    script.write(tmp_path / "one", ["G"])
+    location.write_script(tmp_path / "one", ["G"])
     assert run("diff", gan, tmp_path / "one").exit_code == 1  # only one of them trains D
     assert run("diff", gan, gan / "D").exit_code == 2
 
@@ -227,7 +227,7 @@ def test_every_command_takes_the_folder_of_a_script(gan: Path, tmp_path: Path, m
 def test_each_model_of_a_script_gets_a_plan(tmp_path: Path) -> None:
     for name in ("G", "D"):
         planned.written(tmp_path / "gan" / name, [planned.layers({f"{name}.up": 1.0}, step=s) for s in range(2)])
-    script.write(tmp_path / "gan", ["G", "D"])
+    location.write_script(tmp_path / "gan", ["G", "D"])
     made = run("plan", tmp_path / "gan", "--target", "bf16", "-o", tmp_path / "plan.toml")
     assert made.exit_code == 0
     assert sorted(p.name for p in tmp_path.glob("plan*")) == ["plan-D.toml", "plan-G.toml"]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
 from plimsoll.runs import RunWriter, Scalars
-from plimsoll.runs.storage import script
+from plimsoll.runs.storage import location
 from tests.support.diagnosis.stories import SOUND, constant, of_layer
 from tests.support.runs import making
 
@@ -79,7 +79,7 @@ def test_of_a_scripts_models_the_one_that_parts_first_is_named(tmp_path: Path) -
             with RunWriter(tmp_path / place / model) as writer:
                 for step in range(6):
                     writer.write(Scalars(step=step, values={"loss": 2.0 if step >= begin else 1.0}))
-        script.write(tmp_path / place, ["D", "G"])
+        location.write_script(tmp_path / place, ["D", "G"])
     result = run(tmp_path / "one", tmp_path / "other", "--json")
     notes = {each["model"]: each["notes"] for each in json.loads(result.stdout)["runs"]}
     assert notes == {"D": ["G is the script's first model to diverge, at step 2: start there."], "G": []}

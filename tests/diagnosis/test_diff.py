@@ -12,7 +12,7 @@ import plimsoll as pl
 from plimsoll.diagnosis import View, diff
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs import RunWriter, Scalars
-from plimsoll.runs.storage import script
+from plimsoll.runs.storage import location
 from tests.support.cases import each
 from tests.support.diagnosis.trainings import MODELS, train
 
@@ -211,7 +211,7 @@ def test_an_input_of_one_of_several_models_may_be_computed(several: bool, tmp_pa
             model(torch.randn(2, 8) * (1 + away)).square().mean().backward()
             w.step()
         if several:
-            script.write(tmp_path / name, ["D", "G"])
+            location.write_script(tmp_path / name, ["D", "G"])
     near, far = (diff(tmp_path / "a" / "D", tmp_path / name / "D").first for name in ("near", "far"))
     assert (near is None) == several
     assert far is not None and far.name == "model:input"

@@ -82,12 +82,11 @@ def open_runs(path: str, several: str = "") -> list[OpenRun]:
         RunError: There is no run. The message uses the words of the command line.
     """
     from plimsoll.runs.reading.run_folder import NoRunError
-    from plimsoll.runs.storage.location import Stored, place_of
-    from plimsoll.runs.storage.script import ITSELF, names_in
+    from plimsoll.runs.storage.location import ITSELF, Stored, names_of_runs, place_of
 
     location, label = place_of(path), label_of(path)
     try:
-        names = names_in(location)
+        names = names_of_runs(location)
         if not names:
             return [OpenRun(run=_read(path, None), label=label)]
         folders = [location.path if name == ITSELF else location.path / name for name in names]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from plimsoll import display
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.runs.storage import manifest as _manifest, parts as _parts, script
+from plimsoll.runs.storage import location, manifest as _manifest, parts as _parts
 from plimsoll.runs.storage.location import Folder, folder_to_write
 from plimsoll.runs.writing import signal_deferral
 from plimsoll.text import printable
@@ -99,7 +99,7 @@ def is_taken(folder: Path, found: EarlierRun | None, rank: int) -> bool:
         return not found.fits
     if any(part.kind != "events" for part in _parts.listed(Folder(folder), rank)[0]):
         return True
-    return rank == 0 and bool(script.names_in(Folder(folder.absolute())))  # the first rank writes the list
+    return rank == 0 and bool(location.names_of_runs(Folder(folder.absolute())))  # the first rank writes the list
 
 
 def begins(model: nn.Module, run: Path, rank: int, end: "weakref.finalize[Any, Any]") -> None:
@@ -229,8 +229,8 @@ def verdicts(place: Path) -> list[dict[str, str | None]]:
         For each run its folder, state and verdict. The last two are None where judging would take too long or fails.
     """
     answers: list[dict[str, str | None]] = []
-    for name in script.names_in(Folder(place)) or (script.ITSELF,):
-        folder = place if name == script.ITSELF else place / name
+    for name in location.names_of_runs(Folder(place)) or (location.ITSELF,):
+        folder = place if name == location.ITSELF else place / name
         try:
             # The packages that judge lie above this one.
             judged = display.function("verdict")(folder)

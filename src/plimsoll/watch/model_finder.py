@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plimsoll.runs.storage import script
+from plimsoll.runs.storage import location
 from plimsoll.watch import lifecycle
 from plimsoll.watch.handle import watch
 from plimsoll.watch.hooks import torch_hooks
@@ -268,7 +268,7 @@ class Finder:
         if self._place is not None:
             self._runs.append(name)
             return self._place / name
-        place, inside = self._choose(), name if shared else script.ITSELF
+        place, inside = self._choose(), name if shared else location.ITSELF
         if not self._resume:
             rank = Ranks().rank
             earlier = lifecycle.earlier_run(place / inside, rank, model, mine)
@@ -280,8 +280,8 @@ class Finder:
     def _list(self, rank: int) -> None:
         """List the runs of a script's models in its folder, to answer for all at once."""
         self._recorded = True
-        if self._place is not None and self._runs != [script.ITSELF] and rank == 0:
-            script.write(self._place, self._runs)
+        if self._place is not None and self._runs != [location.ITSELF] and rank == 0:
+            location.write_script(self._place, self._runs)
 
     def _name(self, model: nn.Module, root: nn.Module) -> str:
         """Return a model's folder name: its class, or the script's name for torch's own."""

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import plimsoll as pl
 from plimsoll.cli import app
 from plimsoll.errors import ArgumentError, MissingExtraError, PlimsollError, RunError
-from plimsoll.runs.importing import scalar_table, tensorboard_events, tracker, wandb_file
+from plimsoll.runs.importing import scalar_table, tracker_files
 from plimsoll.runs.importing.scalar_table import without_replaced
 from plimsoll.runs.sinks.tensorboard import masked_crc
 from tests.support.cases import each
@@ -185,7 +185,7 @@ def record(payload: bytes) -> bytes:
 
 def test_a_record_that_is_too_long_for_scalars_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written_by_tensorboard(tmp_path)
-    monkeypatch.setattr(tensorboard_events, "_MOST_BYTES", 5000)
+    monkeypatch.setattr(tracker_files, "_MOST_BYTES", 5000)
     file.write_bytes(record(b"x" * 6000) + file.read_bytes())
     assert len(values(pl.Run.from_tensorboard(tmp_path))) == len(LOSSES)
     file.write_bytes(file.read_bytes() + struct.pack("<Q", 1 << 62) + masked_crc(struct.pack("<Q", 1 << 62)))
@@ -333,7 +333,7 @@ def test_what_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         limits.setattr(scalar_table, "MOST_NAMES", 2)
         with pytest.raises(RunError, match="at most 2 scalars"):
             pl.Run.from_csv(path)
-    monkeypatch.setattr(wandb_file, "_MOST_BYTES", 8)
+    monkeypatch.setattr(tracker_files, "_MOST_BYTES", 8)
     with pytest.raises(RunError, match="expected records of W&B"):
         pl.Run.from_wandb(made_like_wandb(tmp_path))
 
@@ -376,14 +376,14 @@ def test_a_path_says_whose_run_it_is(tmp_path: Path) -> None:
     offline.mkdir()
     made_like_wandb(offline)
     kinds = {table: "csv", events: "tensorboard", tmp_path / "tb": "tensorboard", offline: "wandb", own.path: None}
-    assert {path: tracker.kind_of(path) for path in kinds} == kinds
+    assert {path: tracker_files.kind_of(path) for path in kinds} == kinds
     assert values(pl.Run.of(offline)) == [*enumerate(LOSSES)]
     assert [pl.Run.of(path).path.name for path in (table, events, tmp_path / "tb", offline)] == [
         "losses", "tb", "tb", "offline"
     ]  # fmt: skip
     assert pl.parity(table, events, tolerance=1.0, until=1).verdict == "undecided"
     for path in (tmp_path / "none.csv", tmp_path / "none", "memory://nowhere"):
-        assert tracker.kind_of(path) is None
+        assert tracker_files.kind_of(path) is None
         with pytest.raises(PlimsollError):
             pl.Run.of(path)
 
@@ -397,6 +397,6 @@ def test_a_missing_package_names_the_line_that_installs_it(
 
     make = made_by_tensorboard if kind == "tensorboard" else made_like_wandb
     path = make(tmp_path)
-    monkeypatch.setattr(tensorboard_events if kind == "tensorboard" else wandb_file, "load", missing)
+    monkeypatch.setattr(tracker_files, "load", missing)
     with pytest.raises(MissingExtraError, match=f"expected the package {kind}.*pip install '{kind}>="):
         pl.Run.of(path)

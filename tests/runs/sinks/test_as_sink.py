@@ -11,7 +11,8 @@ from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import EXTRAS, install_line
 from plimsoll.runs import RunWriter, Scalars
 from plimsoll.runs.records import StepRecord
-from plimsoll.runs.sinks import MLflow, SinkRunner, TensorBoard, WandB, as_sink, resolve
+from plimsoll.runs.sinks import MLflow, TensorBoard, WandB, as_sink, resolve
+from plimsoll.runs.writing.sink_feed import SinkRunner
 from tests.support import processes
 from tests.support.cases import each
 from tests.support.runs.sinks import Recorder, record

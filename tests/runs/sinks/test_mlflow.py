@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from plimsoll.runs.records import Event, StepRecord
 from plimsoll.runs.sinks import MLflow
-from plimsoll.runs.sinks.mlflow import metric_name
+from plimsoll.runs.sinks.clients import metric_name
 from tests.support.runs.sinks import TAG, record, spectrum
 
 

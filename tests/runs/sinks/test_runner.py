@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import ArgumentError
-from plimsoll.runs.sinks import SinkRunner, runner as _runner
+from plimsoll.runs.writing.sink_feed import MAX_FAILURES, SinkRunner
 from tests.support.patience import HANG_SECONDS
 from tests.support.runs.sinks import Failing, Recorder, record
 
@@ -103,7 +103,7 @@ def test_where_warnings_are_errors_the_log_has_it(caplog: pytest.LogCaptureFixtu
 def test_after_ten_failures_in_a_row_it_is_switched_off(start: Start) -> None:
     sink = Failing("put", OSError("gone"))
     runner = start(sink)
-    for step in range(_runner.MAX_FAILURES + 2):
+    for step in range(MAX_FAILURES + 2):
         runner.put(record(step))
     runner.close(HANG_SECONDS)
     assert (
@@ -249,7 +249,8 @@ _PRELUDE = """
 import os, sys, threading
 from pathlib import Path
 from plimsoll.runs.records import StepRecord
-from plimsoll.runs.sinks import SinkRunner, as_sink
+from plimsoll.runs.sinks import as_sink
+from plimsoll.runs.writing.sink_feed import SinkRunner
 inside = threading.Event()
 """
 

@@ -103,7 +103,7 @@ def parity(
 def runs_at(paths: list[str]) -> "list[Run]":
     """Return the runs at paths, whoever recorded them."""
     from plimsoll.runs import Run
-    from plimsoll.runs.importing.tracker import kind_of
+    from plimsoll.runs.importing.tracker_files import kind_of
 
     return [
         open_single(path, "parity").run if kind_of(path) is None else Run.of(path) for path in expand(paths, files=True)

@@ -16,7 +16,7 @@ from plimsoll.diagnosis.view import View
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, get, get_element
 from plimsoll.runs import Run
-from plimsoll.runs.storage.script import has_several
+from plimsoll.runs.storage.location import is_one_of_several
 from plimsoll.tensor_collections import BACKWARD, FORWARD, IN_STEP_ORDER, OF_MODULES, UPDATE
 from plimsoll.text import number, percent, power
 
@@ -254,7 +254,7 @@ class Search:
         root = f"{self.views[0].run.manifest.get('root', _ROOT)}:input"
         if collection != "activations" or not name.startswith(root):
             return ""
-        if not any(has_several(view.run.path) for view in self.views):
+        if not any(is_one_of_several(view.run.path) for view in self.views):
             return ""
         return "; it is the model's input, which another model of the script may have computed: compare that run first"
 
@@ -313,7 +313,7 @@ class Search:
 
 def _given(views: tuple[View, View], names: Sequence[str]) -> Floats:
     """Return the rounding error allowed for the model's inputs. NaN: computed tensors."""
-    if any(has_several(view.run.path) for view in views):  # another model of the script may have computed them
+    if any(is_one_of_several(view.run.path) for view in views):  # another model of the script may have computed them
         return np.full(len(names), np.nan)
     formats = [view.formats("activations") for view in views]
     root = f"{views[0].run.manifest.get('root', _ROOT)}:input"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, values_of
 from plimsoll.runs.columns.spectrum_columns import numbers
-from plimsoll.runs.reading import rank_merge
+from plimsoll.runs.reading import spectra
 from plimsoll.runs.reading.row_selection import select
 from plimsoll.runs.reading.run import Run
 
@@ -44,9 +44,7 @@ def parts_of(run: Run) -> dict[int, int]:
         return {}
     wanted = {"collection": ["weights"], "name": [weights[0]]}
     table = row_order.by(select(folder, "spectra", equal=wanted, blocks=False), ("name",))
-    return (
-        {rank: rank for rank in run.ranks} if rank_merge.is_plain(table) and rank_merge.are_replicas(table, {}) else {}
-    )
+    return {rank: rank for rank in run.ranks} if spectra.is_plain(table) and spectra.are_replicas(table, {}) else {}
 
 
 def losses(run: Run, parts: Mapping[int, int]) -> ByRank:

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from plimsoll import display
 from plimsoll.errors import ArgumentError, NotRecordedError
-from plimsoll.runs.columns import row_order, statistics
+from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, values_of
-from plimsoll.runs.importing import tracker
+from plimsoll.runs.importing import tracker_files
 from plimsoll.runs.importing.scalar_table import ScalarTable
-from plimsoll.runs.reading import data_frames, module_casts, rank_merge, spectra as _spectra
+from plimsoll.runs.reading import module_casts, spectra as _spectra, statistics
 from plimsoll.runs.reading.row_selection import Steps, matching, select, unknown
 from plimsoll.runs.reading.run_folder import RunContents, RunFolder, gone_writers, runs_below
 from plimsoll.runs.records import ERRORS, Event
@@ -91,8 +91,8 @@ class Run:
             ArgumentError: A CSV file has no column of steps.
             MissingExtraError: The package of the tracker is missing.
         """
-        kind = tracker.kind_of(path)
-        return cls(path) if kind is None else cls._imported(tracker.read(Path(path), kind), kind, path, None)
+        kind = tracker_files.kind_of(path)
+        return cls(path) if kind is None else cls._imported(tracker_files.read(Path(path), kind), kind, path, None)
 
     @classmethod
     def from_csv(
@@ -115,7 +115,7 @@ class Run:
             ArgumentError: There is no such column of steps.
             RunError: The file cannot be read, or is no table of numbers.
         """
-        return cls._imported(tracker.read(Path(path), "csv", step=step, delimiter=delimiter), "csv", path, to)
+        return cls._imported(tracker_files.read(Path(path), "csv", step=step, delimiter=delimiter), "csv", path, to)
 
     @classmethod
     def from_tensorboard(cls, path: str | os.PathLike[str], *, to: str | os.PathLike[str] | None = None) -> "Run":
@@ -129,7 +129,7 @@ class Run:
             RunError: There is no event file, or one is damaged.
             MissingExtraError: tensorboard is not installed.
         """
-        return cls._imported(tracker.read(Path(path), "tensorboard"), "tensorboard", path, to)
+        return cls._imported(tracker_files.read(Path(path), "tensorboard"), "tensorboard", path, to)
 
     @classmethod
     def from_wandb(
@@ -153,7 +153,7 @@ class Run:
             RunError: There is no .wandb file, or it is damaged.
             MissingExtraError: wandb is not installed.
         """
-        return cls._imported(tracker.read(Path(path), "wandb", step=step), "wandb", path, to)
+        return cls._imported(tracker_files.read(Path(path), "wandb", step=step), "wandb", path, to)
 
     @classmethod
     def _imported(
@@ -404,7 +404,7 @@ class Run:
         if "time" not in table.column_names:
             return steps, np.full(len(steps), np.nan)
         recorded, times = values_of(table["step"]), values_of(table["time"].fill_null(np.nan))
-        return rank_merge.one_of_scalars("", recorded, times, values_of(table["rank"]))
+        return _spectra.merged_scalar("", recorded, times, values_of(table["rank"]))
 
     def _scalars(self, names: list[str]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
         """Return the steps and values of scalars. All parts are read once for all of them."""
@@ -413,7 +413,7 @@ class Run:
             return {name: (np.empty(0, dtype=np.int64), np.empty(0)) for name in names}
         columns = [values_of(table[column]) for column in ("step", "value", "rank")]
         by_name = {
-            each: rank_merge.one_of_scalars(each, *(column[here] for column in columns))
+            each: _spectra.merged_scalar(each, *(column[here] for column in columns))
             for each, here in row_order.spans(table, "name")
         }
         return {name: by_name.get(name, (np.empty(0, dtype=np.int64), np.empty(0))) for name in names}
@@ -486,8 +486,8 @@ class Run:
         >>> folder.cleanup()
         """
         if collection is None and name is None:
-            return data_frames.of_scalars(self._scalars(list(self.scalar_names)), Steps.of(_checked(steps)))
-        return data_frames.of_tensors(self.table(collection, name, steps, blocks=False))
+            return statistics.scalar_frame(self._scalars(list(self.scalar_names)), Steps.of(_checked(steps)))
+        return statistics.tensor_frame(self.table(collection, name, steps, blocks=False))
 
     def plot(self, collection: str | None = None, name: str | None = None, **arguments: Any) -> Any:
         """Return a figure: loss and scale, a collection's heat map, or a spectrogram.

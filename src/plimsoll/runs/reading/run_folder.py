@@ -17,7 +17,7 @@ from plimsoll.errors import RunError
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import array, pc, values_of
 from plimsoll.runs.columns.schema import KINDS, Kind
-from plimsoll.runs.storage import lock, manifest, parquet, parts as _parts, script
+from plimsoll.runs.storage import location, lock, manifest, parquet, parts as _parts
 from plimsoll.runs.storage.limits import MOST_NAMES, DamageError
 from plimsoll.runs.storage.location import Folder, StorageLocation
 from plimsoll.runs.storage.manifest import Session
@@ -227,12 +227,12 @@ class RunFolder:
 
     def _load_manifests(self) -> None:
         manifests: dict[int, dict[str, Any]] = {}
-        of_script = script.names_in(self.place)
+        of_script = location.names_of_runs(self.place)
         for name in self.place.names():
             rank = manifest.rank_of(name)
             if rank is not None:
                 self._load_manifest(rank, name, manifests)
-            elif name not in (*KINDS, script.NAME, *of_script) and not name.startswith("."):
+            elif name not in (*KINDS, location.SCRIPT_FILE, *of_script) and not name.startswith("."):
                 self._note_foreign(name, "a file")
         self.manifests = manifests
         self._sessions = {rank: manifest.sessions_of(content) for rank, content in manifests.items()}
@@ -375,7 +375,7 @@ def _has_gone(error: Exception) -> bool:
 
 
 def _no_run(place: StorageLocation) -> NoRunError:
-    of_script = script.names_in(place)
+    of_script = location.names_of_runs(place)
     if of_script:
         below, which = list(of_script), "the runs of one script"
     else:
@@ -390,7 +390,7 @@ def _no_run(place: StorageLocation) -> NoRunError:
 def holds_run(folder: Path) -> bool:
     """Return whether a folder itself has a run's manifest or a script's list of runs."""
     return folder.is_dir() and any(
-        path.name == script.NAME or manifest.rank_of(path.name) is not None for path in folder.iterdir()
+        path.name == location.SCRIPT_FILE or manifest.rank_of(path.name) is not None for path in folder.iterdir()
     )
 
 

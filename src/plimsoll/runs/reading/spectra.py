@@ -3,16 +3,18 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.runs.columns import row_order, step_table
-from plimsoll.runs.columns.arrow import Table, array, pa, values_of
-from plimsoll.runs.columns.schema import SCHEMAS, WIDE, Series, conformed, schema_with
+from plimsoll.runs.columns.arrow import Table, array, pa, pc, values_of
+from plimsoll.runs.columns.schema import COUNTS, EXTREMES, SCHEMAS, SUMS, WIDE, Series, conformed, schema_with
 from plimsoll.runs.columns.spectrum_columns import (
     blocks_of,
     columns_of,
+    digests,
     numbers,
     rows_of,
     spectra_table,
@@ -20,12 +22,13 @@ from plimsoll.runs.columns.spectrum_columns import (
     summed,
     true_spectrum,
 )
-from plimsoll.runs.reading import rank_merge
+from plimsoll.runs.reading.module_casts import PREFIX
 from plimsoll.runs.reading.row_selection import Steps, by_collection, select
 from plimsoll.runs.reading.run_folder import RunContents, RunFolder
 from plimsoll.runs.records import EXTRAS
 from plimsoll.runs.storage import manifest
 from plimsoll.spectrum import Spectrum
+from plimsoll.tensor_collections import OF_MODULES
 
 _ROWS = 1 << 14  # rows that are decoded at a time: some 40 MB as rows of a bank
 _READ = 1 << 16  # rows that are read at a time: some 30 MB as columns; each reading opens every part once
@@ -145,14 +148,14 @@ def _groups(contents: RunContents, names: Sequence[str], steps: Steps) -> Iterat
 def _without_replicas(contents: RunContents, collection: str, rows: Table, steps: Steps) -> Table:
     # A table for each series takes 0.1 ms, so that the shared ones, which are most, are passed over at once.
     candidates = rows.filter(array(~_has_shared(rows)))
-    plain = {name: series for name, series in _series(candidates) if rank_merge.is_plain(series)}
+    plain = {name: series for name, series in _series(candidates) if is_plain(series)}
     _decide(contents, collection, plain, steps)
-    parts = rank_merge.parts_of_batch(contents.folder.manifests, collection)
+    parts = parts_of_batch(contents.folder.manifests, collection)
     replicas = {name for name in plain if contents.replicas[collection, name]}
     keep = np.ones(len(rows), dtype=bool)
     for name, here in row_order.spans(rows, "name"):
         if name in replicas:
-            keep[here] = rank_merge.counted_once(plain[name], parts)
+            keep[here] = counted_once(plain[name], parts)
     return rows.filter(array(keep)) if replicas else rows
 
 
@@ -173,17 +176,15 @@ def _decide(contents: RunContents, collection: str, plain: dict[str, Table], ste
 
     The steps that are asked for do not matter.
     """
-    parts = rank_merge.parts_of_batch(contents.folder.manifests, collection)
+    parts = parts_of_batch(contents.folder.manifests, collection)
     undecided = [name for name in plain if (collection, name) not in contents.replicas]
     if steps == Steps():
-        contents.replicas.update(
-            {(collection, name): rank_merge.are_replicas(plain[name], parts) for name in undecided}
-        )
+        contents.replicas.update({(collection, name): are_replicas(plain[name], parts) for name in undecided})
         return
     for some in _groups(contents, undecided, Steps()):
         wanted = {"collection": [collection], "name": some}
         for name, series in _series(select(contents.folder, "spectra", equal=wanted, blocks=False)):
-            contents.replicas[collection, name] = rank_merge.are_replicas(series, parts)
+            contents.replicas[collection, name] = are_replicas(series, parts)
 
 
 def _whole_steps(table: Table, start: int) -> Table:
@@ -261,3 +262,75 @@ def _all_there(folder: RunFolder) -> bool:
         if part.rank in ends:
             ends[part.rank] = max(ends[part.rank], folder.visible_end(part))
     return min(ends.values()) >= ends[0] >= 0
+
+
+# -- ranks' records of a series: sums of shards, one of replicas -------------------------------------------------------
+
+# A shared series is added up. A plain one (``shared=False``) is a replica on every rank if all ranks have the same
+# spectrum of it at every step that they have in common. Otherwise ranks have different values, which are added up.
+# Activations are compared among ranks that share a part of the batch, and added up over different parts. The manifest
+# has the part of each rank (`data_index`).
+
+# Columns of replicas that must agree, in addition to the binades.
+COMPARED = (*COUNTS, *EXTREMES, *SUMS, "format", "scale")
+
+
+def parts_of_batch(manifests: Mapping[int, Mapping[str, Any]], collection: str) -> dict[int, int]:
+    """Return each rank's part of the batch, or 0 if the collection has no parts."""
+    if collection not in OF_MODULES:
+        return {}
+    entries: dict[int, dict[str, Any]] = {rank: manifest.get("ranks") or {} for rank, manifest in manifests.items()}
+    return {rank: int(entry.get("data_index", 0)) for rank, entry in entries.items()}
+
+
+def is_plain(table: Table) -> bool:
+    """Return whether the rows of one series are of a plain tensor, on several ranks."""
+    return not pc.any(table["shared"]).as_py() and len(pc.unique(table["rank"])) > 1
+
+
+def are_replicas(table: Table, parts: Mapping[int, int]) -> bool:
+    """Return whether the ranks of each part have the same spectra at common steps.
+
+    Args:
+        table: All rows of one series.
+        parts: Part of the batch by rank.
+    """
+    columns = [values_of(table["step"]), _part(table, parts)]
+    columns += [row_order.codes(table[name]) for name in ("format", "scale", "rank")]
+    order = np.lexsort(columns[::-1])
+    table, digest = table.take(array(order)), digests(table)[order]
+    same_step = ~row_order.changes([column[order] for column in columns[:2]])
+    differs = digest[1:] != digest[:-1]
+    for name in COMPARED:
+        column = row_order.codes(table[name]) if name == "format" else numbers(table, name)
+        differs |= ~((column[1:] == column[:-1]) | ((column[1:] != column[1:]) & (column[:-1] != column[:-1])))
+    return bool(same_step.any()) and not bool((same_step & differs).any())
+
+
+def counted_once(table: Table, parts: Mapping[int, int]) -> NDArray[np.bool_]:
+    """Return a mask of the replicas' rows: those of each step's and part's first rank."""
+    steps, ranks = np.stack([values_of(table["step"]), _part(table, parts)]), values_of(table["rank"])
+    distinct, place = np.unique(steps, axis=1, return_inverse=True)
+    lowest = np.full(distinct.shape[1], np.iinfo(np.int64).max)
+    np.minimum.at(lowest, place, ranks)
+    return ranks == lowest[place]
+
+
+# Scalars of several ranks: "nonfinite" is added up. "scale" and scales of casts ("cast:...") are the lowest rank's. Any
+# other is the mean.
+def merged_scalar(
+    name: str, steps: NDArray[np.int64], values: NDArray[np.float64], ranks: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the steps and values of a scalar, merged over ranks."""
+    order = np.lexsort((ranks, steps))
+    steps, values = steps[order], values[order]
+    starts = row_order.starts([steps])
+    if name == "scale" or name.startswith(PREFIX) or len(starts) == len(steps):
+        return steps[starts], values[starts]
+    with np.errstate(all="ignore"):
+        total = np.add.reduceat(values, starts)
+    return steps[starts], total if name == "nonfinite" else total / np.diff(starts, append=len(steps))
+
+
+def _part(table: Table, parts: Mapping[int, int]) -> NDArray[np.int64]:
+    return np.array([parts.get(rank, 0) for rank in table["rank"].to_pylist()], dtype=np.int64)

@@ -12,9 +12,8 @@ from typing import cast
 
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.runs.records import Sink, StepRecord
-from plimsoll.runs.sinks.mlflow import MLflow
+from plimsoll.runs.sinks.clients import MLflow, WandB
 from plimsoll.runs.sinks.tensorboard import TensorBoard
-from plimsoll.runs.sinks.wandb import WandB
 
 GROUP = "plimsoll.sinks"
 TRACKERS: Mapping[str, Callable[[], Sink]] = {sink.name: sink for sink in (TensorBoard, WandB, MLflow)}

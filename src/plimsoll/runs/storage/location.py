@@ -1,13 +1,14 @@
 """Location of a run: a local folder, or one in pyarrow's or fsspec's file system.
 
 A URI such as ``s3://bucket/exp1`` is opened by pyarrow, or by fsspec if pyarrow does not support the scheme. Messages
-never contain the keys, passwords and options of a URI.
+never contain the keys, passwords and options of a URI. In the folder of a script, ``script.json`` lists its runs.
 """
 
+import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -396,3 +397,48 @@ def _filesystem(given: Any) -> Any:
         f"Run: expected filesystem to be a pyarrow.fs.FileSystem or one of fsspec's; got {type(given).__name__}. "
         "For instance pyarrow.fs.S3FileSystem(region=...)."
     )
+
+
+# -- runs of one script: ``script.json`` lists the runs of the models that it trains -----------------------------------
+
+SCRIPT_FILE = "script.json"
+_SCRIPT_SCHEMA = 1
+ITSELF = "."  # the run that the folder itself is
+
+
+def names_of_runs(place: StorageLocation) -> tuple[str, ...]:
+    """Return the runs in ``script.json`` by folder name; none without the file."""
+    if SCRIPT_FILE not in place.names():
+        return ()
+    try:
+        names: Any = json.loads(place.read(SCRIPT_FILE))["runs"]
+        sound = isinstance(names, list) and all(_is_folder_name(name) for name in cast("list[object]", names))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RunError(f"Run: expected a list of a script's runs in {place}: {SCRIPT_FILE}; got {error}.") from error
+    if not sound:
+        raise RunError(
+            f"Run: expected the names of folders in {place}: {SCRIPT_FILE}; got {names!r}. Correct the file."
+        )
+    return tuple(cast("list[str]", names))
+
+
+def is_one_of_several(run: Path) -> bool:
+    """Return whether a run is one of several runs of a script."""
+    below, itself = names_of_runs(Folder(run.parent)), names_of_runs(Folder(run))
+    return (run.name in below and len(below) > 1) or (ITSELF in itself and len(itself) > 1)
+
+
+def _is_folder_name(name: object) -> bool:
+    """Return whether it names a folder directly below: no list may lead elsewhere."""
+    return isinstance(name, str) and bool(name) and not {"/", "\\", os.sep} & set(name) and name != ".."
+
+
+# `plimsoll run` writes the file when it finds a second model. It distinguishes the folder of one script from a folder
+# with runs of several trainings. It may be in a run's own folder, if the first model was taken for the only one; the
+# other models' folders are below it then.
+def write_script(folder: Path, names: Sequence[str]) -> None:
+    """Write the list of a script's runs into its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"plimsoll": "script", "schema": _SCRIPT_SCHEMA, "runs": list(names)}
+    with atomic_files.replacing(folder / SCRIPT_FILE) as file:
+        file.write((json.dumps(content) + "\n").encode())

@@ -1,14 +1,19 @@
-"""Statistics of many spectra at once, from columns, by the formulas of `Spectrum`."""
+"""Statistics of many spectra at once, by the formulas of `Spectrum`; data frames."""
 
+import itertools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.errors import MissingExtraError
+from plimsoll.extras import install_line
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, values_of
 from plimsoll.runs.columns.schema import ADDED, COUNTS, EXTREMES, SUMS
 from plimsoll.runs.columns.spectrum_columns import numbers
+from plimsoll.runs.reading.row_selection import Steps
 from plimsoll.runs.records import EXTRAS
 from plimsoll.spectrum import error_sums
 
@@ -109,3 +114,50 @@ BESIDE: Mapping[str, Callable[[Columns], NDArray[np.float64]]] = {
     "largest_error": lambda c: c["largest_error"],
     "made_nonfinite": lambda c: c["made_nonfinite"],
 }
+
+# -- pandas DataFrames of the statistics and of scalars ----------------------------------------------------------------
+
+Scalars = Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]
+
+
+def scalar_frame(scalars: Scalars, wanted: Steps) -> Any:
+    """Return a frame of scalars by step. NaN: not recorded at that step."""
+    pandas = _pandas()
+    frame = pandas.DataFrame({name: pandas.Series(values, index=steps) for name, (steps, values) in scalars.items()})
+    frame.index.name = "step"
+    return frame[wanted.mask(frame.index.to_numpy(np.int64))]
+
+
+def tensor_frame(table: Table) -> Any:
+    """Return a frame with the statistics of each tensor and step.
+
+    Its columns are step, collection, name and all statistics.
+
+    Args:
+        table: Rows of spectra, as `Run.table` returns them, without block records.
+    """
+    pandas = _pandas()
+    choices = {**STATISTICS, **BESIDE}
+    table = row_order.by(table.drop_columns(["binades"]), ("collection", "name"))
+    keys = [row_order.codes(table[column]) for column in ("collection", "name")]
+    frames: list[Any] = []
+    for start, stop in itertools.pairwise([*row_order.starts(keys).tolist(), len(table)]):
+        rows = table.slice(start, stop - start)
+        steps, columns = merged(rows, raw=False)
+        with np.errstate(all="ignore"):
+            values = {name: np.asarray(choice(columns), dtype=np.float64) for name, choice in choices.items()}
+        names = {column: rows[column][0].as_py() for column in ("collection", "name")}
+        frames.append(pandas.DataFrame({"step": steps, **names, **values}))
+    empty = pandas.DataFrame(columns=["step", "collection", "name", *choices])
+    # Statistics that no tensor of the frame has would be columns of NaN only.
+    return pandas.concat(frames, ignore_index=True).dropna(axis="columns", how="all") if frames else empty
+
+
+def _pandas() -> Any:
+    try:
+        import pandas as pd  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError as error:
+        raise MissingExtraError(
+            f"Run.to_pandas: expected the package pandas; got none. Install it: {install_line('pandas')}"
+        ) from error
+    return pd
