@@ -1,18 +1,21 @@
 """Numbers as text: shares, powers of two, counts and steps; grouped names.
 
-And text as a terminal, a page of HTML or a table of Markdown can show it. Every surface writes its numbers with these
-functions: terminal, report, Markdown, live page, findings. The scripts of the page and the report write the same in
-JavaScript (`report/page/files/js/words.js`).
+And text as a terminal, a page of HTML, a table of Markdown or a warning can show it. Every surface writes its numbers
+with these functions: terminal, report, Markdown, live page, findings. The scripts of the page and the report write the
+same in JavaScript (`report/page/files/js/words.js`).
 """
 
 import html
+import logging
 import math
 import re
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 
 _SHORTEST = 1e-3  # numbers below it are written with an exponent
 _LONGEST = 1e9  # and from here on
 _LONGEST_NAME = 60  # characters of one name that a line shows
+_LOG = logging.getLogger("plimsoll")
 _DIGITS = re.compile(r"\d+")
 
 
@@ -158,6 +161,18 @@ def printable(text: str, *, lines: bool = True) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text)
+
+
+def warn_user(message: str) -> None:
+    """Warn from any thread, without raising.
+
+    Where warnings are errors (``-W error``) or cannot be shown, the message is logged instead.
+    """
+    message = printable(message, lines=False)
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    except Exception:  # noqa: BLE001  (watching never stops training: a filter or a closed stderr can raise anything)
+        _LOG.warning("%s", message)
 
 
 def in_html(text: str) -> str:

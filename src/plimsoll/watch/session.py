@@ -19,9 +19,9 @@ from plimsoll import kernels
 from plimsoll.errors import PlimsollError
 from plimsoll.formats import get_element
 from plimsoll.runs import Event, RunWriter, Scalars
-from plimsoll.runs.user_messages import warn_user
 from plimsoll.spectrum.measurement import plain
 from plimsoll.tensor_collections import OF_MODULES
+from plimsoll.text import warn_user
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.ranks.ranks import Ranks
 from plimsoll.watch.sample import Pool, Rows, Sample

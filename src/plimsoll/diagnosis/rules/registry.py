@@ -15,7 +15,7 @@ from typing import TypeVar
 from plimsoll.diagnosis.finding import Finding
 from plimsoll.diagnosis.rules.base import Rule
 from plimsoll.diagnosis.view import View
-from plimsoll.runs.user_messages import warn_user
+from plimsoll.text import warn_user
 
 GROUP = "plimsoll.rules"
 OWN: dict[str, Rule] = {}  # filled by the `__init__` of this folder, which is loaded before any module in it

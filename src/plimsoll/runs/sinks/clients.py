@@ -14,7 +14,7 @@ from typing import Any
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.runs.records import StepRecord
 from plimsoll.runs.sinks.tracker import DEFAULT_STATISTICS, MAX_HISTOGRAMS, Selection, Tracker, load
-from plimsoll.runs.user_messages import warn_user
+from plimsoll.text import warn_user
 
 # -- Weights & Biases, with the training step as the axis "plimsoll/step" ----------------------------------------------
 

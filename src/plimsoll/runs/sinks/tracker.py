@@ -14,8 +14,8 @@ from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.row_layout import LOWEST_BINADE
 from plimsoll.runs.records import StepRecord
-from plimsoll.runs.user_messages import warn_user
 from plimsoll.spectrum import Spectrum
+from plimsoll.text import warn_user
 
 
 class Tracker:

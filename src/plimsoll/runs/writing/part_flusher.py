@@ -17,8 +17,8 @@ from plimsoll.runs.columns.schema import KINDS, Kind, Series, rows_table
 from plimsoll.runs.columns.spectrum_columns import spectra_table
 from plimsoll.runs.records import Event, Scalars, size_bytes
 from plimsoll.runs.storage import manifest
-from plimsoll.runs.user_messages import warn_user
 from plimsoll.runs.writing.rank_folder import RankFolder
+from plimsoll.text import warn_user
 
 
 class DroppedRecords:

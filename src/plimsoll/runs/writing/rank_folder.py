@@ -21,9 +21,9 @@ from plimsoll.runs.storage import atomic_files, manifest, parquet, parts as _par
 from plimsoll.runs.storage.location import Folder
 from plimsoll.runs.storage.lock import Lock
 from plimsoll.runs.storage.parts import Part
-from plimsoll.runs.user_messages import warn_user
 from plimsoll.runs.writing import compaction
 from plimsoll.spectrum import Source
+from plimsoll.text import warn_user
 
 
 class SeriesRegistry:

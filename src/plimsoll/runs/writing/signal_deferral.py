@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
 
-from plimsoll.runs.user_messages import warn_user
+from plimsoll.text import warn_user
 
 SECONDS = 5.0  # that a run has to be written, once a signal has come
 _PARTING_SECONDS = 1.0  # and at the process's end, once somebody did not want to wait

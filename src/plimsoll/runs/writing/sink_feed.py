@@ -18,9 +18,9 @@ from plimsoll.runs.columns.schema import Series
 from plimsoll.runs.columns.spectrum_columns import true_spectrum
 from plimsoll.runs.columns.step_table import StepTable
 from plimsoll.runs.records import Event, Scalars, Sink, StepRecord
-from plimsoll.runs.user_messages import warn_user
 from plimsoll.runs.writing import signal_deferral
 from plimsoll.spectrum import Spectrum
+from plimsoll.text import warn_user
 
 # -- a sink in a background thread, with a bounded queue ---------------------------------------------------------------
 

@@ -13,12 +13,12 @@ from plimsoll.errors import ArgumentError, PlimsollError, RunError
 from plimsoll.runs.records import Record, Sink
 from plimsoll.runs.storage import lock, manifest, parts
 from plimsoll.runs.storage.location import Folder, folder_to_write
-from plimsoll.runs.user_messages import warn_user
 from plimsoll.runs.writing import compaction
 from plimsoll.runs.writing.part_flusher import DroppedRecords, PartFlusher
 from plimsoll.runs.writing.rank_folder import RankFolder, SeriesRegistry
 from plimsoll.runs.writing.sink_feed import SinkFeed
 from plimsoll.runs.writing.worker import Worker
+from plimsoll.text import warn_user
 
 _AS_COUNTED = "Pass rank and world_size as torch.distributed counts them."
 _LEAVE_OUT = "Leave it out, unless there is a reason for another number."
