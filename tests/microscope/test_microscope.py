@@ -427,7 +427,7 @@ def test_a_closure_that_fetches_another_batch_is_refused() -> None:
 
 def test_a_reference_that_does_not_fit_says_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(8, 8).bfloat16()
-    monkeypatch.setattr("plimsoll.watch.shadow.memory.free_bytes", lambda _: 575)
+    monkeypatch.setattr("plimsoll.watch.shadow.replay.free_bytes", lambda _: 575)
     x = torch.ones(2, 8, dtype=torch.bfloat16)
     with pytest.raises(pl.StateError, match="its twin needs 576 bytes on cpu for weights and gradients, and 575"):
         pl.microscope(model, lambda: model(x).float().mean())

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
 from plimsoll.runs import Run
-from plimsoll.watch.shadow.memory import free_bytes
+from plimsoll.watch.shadow.replay import free_bytes
 from tests.support.cases import each
 from tests.support.watch.recording import batches, only_run
 from tests.support.watch.shadow import (
@@ -295,11 +295,11 @@ def test_memory_is_below_twice_the_activations_of_a_step(tmp_path: Path) -> None
 def test_a_twin_that_does_not_fit_is_left_out_with_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x,) = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).bfloat16(), batches(1, 4, 8)
     # 90 weights and biases, in FP32 and with gradients: 720 bytes.
-    monkeypatch.setattr("plimsoll.watch.shadow.memory.free_bytes", lambda _: 719)
+    monkeypatch.setattr("plimsoll.watch.shadow.replay.free_bytes", lambda _: 719)
     run = shadowed(model, tmp_path / "run", lambda m: m(x.bfloat16()).float().sum())
     (message,) = messages(run)
     assert "its twin needs 720 bytes on cpu for weights and gradients, and 719 are free" in message
-    monkeypatch.setattr("plimsoll.watch.shadow.memory.free_bytes", lambda _: 720)
+    monkeypatch.setattr("plimsoll.watch.shadow.replay.free_bytes", lambda _: 720)
     assert list(shadowed(model, tmp_path / "other", lambda m: m(x.bfloat16()).float().sum()).errors())
 
 

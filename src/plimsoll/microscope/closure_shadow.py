@@ -15,11 +15,12 @@ from torch.utils import _pytree as pytree
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.watch.names import clean
 from plimsoll.watch.session import WatchSession
-from plimsoll.watch.shadow import memory
+from plimsoll.watch.shadow import replay
 from plimsoll.watch.shadow.capture import CapturedCall
 from plimsoll.watch.shadow.comparisons import Comparisons, compared
 from plimsoll.watch.shadow.decisions import Decisions
 from plimsoll.watch.shadow.replay import (
+    RandomState,
     as_wide,
     borrowed,
     draws_by_dtype,
@@ -27,7 +28,6 @@ from plimsoll.watch.shadow.replay import (
     leaf,
     tensors_of,
 )
-from plimsoll.watch.shadow.rng_state import RandomState
 from plimsoll.watch.shadow.shadow_step import OTHER_DRAWS, Shadow
 
 _OPERATION = "microscope"
@@ -83,7 +83,7 @@ class ClosureShadow(Shadow):
         if call.compiled:
             call.drawn = RandomState(call.devices)
         loss.backward()
-        why = memory.missing(root.parameters(), self.wide)
+        why = replay.missing_memory(root.parameters(), self.wide)
         if why is not None:
             raise StateError(f"{_OPERATION}: expected room for the reference of the model; {why}.")
         self._repeat_closure(root, call, closure)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plimsoll.spectrum.error_sums import BiasAndNoise, ErrorSums, split
-from plimsoll.watch.shadow.replay import buffers_of
-from plimsoll.watch.shadow.rng_state import RandomState
+from plimsoll.watch.shadow.replay import RandomState, buffers_of
 from plimsoll.watch.thread_casts import active_casts
 
 # -- small random changes of weights and float inputs, which alter roundings -------------------------------------------

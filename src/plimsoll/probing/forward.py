@@ -12,7 +12,7 @@ from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 from plimsoll.tensor_collections import FORWARD, LABELS
 from plimsoll.text import number, percent
-from plimsoll.watch.taps.attention_scores import SIDE
+from plimsoll.watch.taps.module_taps import SCORES
 
 TOLERANCE = 0.01  # share of a tensor's values that may be lost, as in a plan
 _LOWEST, _HIGHEST = -126, 127  # shifts of casts: float32's normal powers of two
@@ -80,7 +80,7 @@ def _distinct(
     for name in sorted(tensors, key=lambda name: (name not in cast, ":input" in name)):
         side = name.rpartition(":")[2]
         # Scores are inside of fused attention, and masks have the lowest number of FP32.
-        if side != SIDE and "mask" not in side and (name in cast or not side.startswith("input")):
+        if side != SCORES and "mask" not in side and (name in cast or not side.startswith("input")):
             found.setdefault(tensors[name][0][1], name)
     return {name: tensors[name] for name in found.values()}
 

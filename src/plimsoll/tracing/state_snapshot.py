@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.tracing.tensors import parts_of
-from plimsoll.watch.shadow.rng_state import RandomState
+from plimsoll.watch.shadow.replay import RandomState
 
 _ABSENT = object()
 _OURS = ("plimsoll.scaling", "torch.amp")

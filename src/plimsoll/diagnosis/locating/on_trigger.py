@@ -20,8 +20,7 @@ from plimsoll.watch import Watch
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.parameters.optimizer_tensors import innermost
 from plimsoll.watch.session import WatchSession, contained
-from plimsoll.watch.shadow.replay import autocast_of
-from plimsoll.watch.shadow.rng_state import RandomState
+from plimsoll.watch.shadow.replay import RandomState, autocast_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

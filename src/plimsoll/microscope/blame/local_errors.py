@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 
 from plimsoll.errors import StateError
 from plimsoll.microscope.blame.recording import Around, Call, CallRecord, Key, in_backward, intercepted, is_float
-from plimsoll.watch.shadow.replay import as_wide, borrowed, in_reference, leaf, widened
-from plimsoll.watch.shadow.rng_state import RandomState
+from plimsoll.watch.shadow.replay import RandomState, as_wide, borrowed, in_reference, leaf, widened
 
 Side = Literal["input", "output"]
 Point = tuple[Key, Side, int]  # a call, its arguments or its result, and the place among their leaves

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plimsoll.watch.shadow.rng_state import RandomState
+from plimsoll.watch.hooks.autograd_graph import backward_running
+from plimsoll.watch.shadow.replay import RandomState
 from plimsoll.watch.thread_casts import active_casts
 
 # -- calls of modules, each handed to a function that makes the call ---------------------------------------------------
-
-_backward_running: Callable[[], int] = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
 
 Call = Callable[..., Any]
 
@@ -46,7 +45,7 @@ def in_backward() -> bool:
 
     A forward that is called then is a checkpoint's recomputation.
     """
-    return _backward_running() != -1
+    return backward_running() != -1
 
 
 @contextlib.contextmanager

@@ -22,8 +22,7 @@ from plimsoll.text import percent
 from plimsoll.watch.names import ROOT
 from plimsoll.watch.session import watches_muted
 from plimsoll.watch.shadow.comparisons import compared
-from plimsoll.watch.shadow.replay import buffers_of, eagerly, in_reference
-from plimsoll.watch.shadow.rng_state import RandomState
+from plimsoll.watch.shadow.replay import RandomState, buffers_of, eagerly, in_reference
 from plimsoll.watch.thread_casts import active_casts
 
 # -- one step taken apart: whole error, local errors, and their contributions ------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
-from plimsoll.watch.shadow.rng_state import RandomState
+from plimsoll.watch.shadow.replay import RandomState
 
 Closure = Callable[[], Tensor]
 _MISSING = object()

@@ -13,7 +13,7 @@ from torch import nn
 
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision.levels.arithmetic import device_of
-from plimsoll.watch.shadow.rng_state import put, state_of
+from plimsoll.watch.shadow.replay import generator_state, set_generator_state
 
 SCHEMA = 1
 PARTS = ("schema", "precision", "step", "model", "optimizers", "scaler", "schedulers", "random")
@@ -50,7 +50,7 @@ def random_state(root: nn.Module) -> dict[str, Any]:
         "rank": _rank(),
         "python": [version, list(words), gauss],
         "numpy": [kind, torch.from_numpy(numbers.astype(np.int64)), position, has_gauss, cached],
-        "torch": {device.type: state_of(device) for device in devices},
+        "torch": {device.type: generator_state(device) for device in devices},
     }
 
 
@@ -67,7 +67,7 @@ def restore_random(state: Mapping[str, Any], root: nn.Module) -> None:
     np.random.set_state((kind, numbers.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
     for device in {torch.device("cpu"), device_of(root)}:
         if device.type in state["torch"]:
-            put(device, state["torch"][device.type].cpu())
+            set_generator_state(device, state["torch"][device.type].cpu())
 
 
 def world_size() -> int:

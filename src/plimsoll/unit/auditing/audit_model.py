@@ -18,8 +18,7 @@ from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.hooks.autograd_graph import leaves_of
 from plimsoll.watch.names import ROOT, clean, tensors_in, unwrapped
 from plimsoll.watch.session import nothing_recorded
-from plimsoll.watch.shadow.replay import borrowed, buffers_of, eagerly, fresh_inputs, tensors_of
-from plimsoll.watch.shadow.rng_state import RandomState
+from plimsoll.watch.shadow.replay import RandomState, borrowed, buffers_of, eagerly, fresh_inputs, tensors_of
 
 # -- state of a model, saved before an audit and restored after it -----------------------------------------------------
 

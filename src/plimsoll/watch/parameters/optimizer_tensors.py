@@ -17,8 +17,8 @@ from plimsoll import kernels, row_layout
 from plimsoll.tensor_collections import BEFORE_UPDATE_OF_PARAMETERS
 from plimsoll.watch.hooks.autograd_graph import leaves_of
 from plimsoll.watch.names import ROOT, Selection, clean
-from plimsoll.watch.parameters.last_bins import in_last_bin
 from plimsoll.watch.parameters.updates import UpdateKinds, Updates, kind_of
+from plimsoll.watch.sample import in_last_bin
 from plimsoll.watch.session import WatchSession, contained
 
 _FEW = 3  # modules that a name lists

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.watch.names import unwrapped
-from plimsoll.watch.shadow.replay import as_it_was, autocast_of, borrowed, buffers_of, fresh_inputs, tensors_of
-from plimsoll.watch.shadow.rng_state import Dropouts, RandomState
+from plimsoll.watch.shadow.replay import (
+    Dropouts,
+    RandomState,
+    as_it_was,
+    autocast_of,
+    borrowed,
+    buffers_of,
+    fresh_inputs,
+    tensors_of,
+)
 
 
 class CapturedForward:

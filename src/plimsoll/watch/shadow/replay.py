@@ -13,19 +13,110 @@ Everything that a forward reads and changes is borrowed and put back, whatever h
 """
 
 import contextlib
+import os
+import random
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from plimsoll.watch.shadow.rng_state import ALIKE, Dropouts, is_dropout
+from plimsoll.watch.hooks.autograd_graph import backward_running
 from plimsoll.watch.thread_casts import without_rounding
+
+# -- random numbers in a repetition: the same that the real step had ---------------------------------------------------
+
+_ALIKE = frozenset({"cpu", "meta"})  # devices whose dropout does not depend on the dtype
+
+
+class RandomState:
+    """Present state of Python's, NumPy's and torch's generators. Waits for no device."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  (the one that models use)
+        places = {torch.device("cpu"), *(device for device in devices if device.type != "meta")}
+        self.states = {device: generator_state(device) for device in places}
+
+    def matches(self, other: "RandomState") -> bool:
+        """Return True if torch's generators are in the same state."""
+        return all(torch.equal(state, other.states[device]) for device, state in self.states.items())
+
+    def restore(self) -> None:
+        """Puts them back."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        for device, state in self.states.items():
+            set_generator_state(device, state)
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """The state of a device's generator."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    generator: Any = torch.get_device_module(device)
+    return generator.get_rng_state() if device.type == "mps" else generator.get_rng_state(device)
+
+
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    """Sets the state of a device's generator."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+        return
+    generator: Any = torch.get_device_module(device)
+    _ = generator.set_rng_state(state) if device.type == "mps" else generator.set_rng_state(state, device)
+
+
+# Setting the generators back is enough on a CPU, whose draws do not depend on the dtype. On a GPU dropout's do: it
+# takes as many numbers at a time as values fit into its widest load, and FP16 gets another mask than FP32. So the
+# forward is run once more as it was, without gradients, only to note each dropout's dtype and generator state; in FP32
+# the mask is then drawn in that dtype from that state. A checkpoint's recomputation, which comes out of order, finds
+# its dtype by the state that the checkpoint has set.
+class Dropouts(TorchFunctionMode):
+    """Random states of a forward's dropouts: recorded inside, used again by `again`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[tuple[torch.dtype, Tensor]] = []
+        self._by_state: dict[bytes, torch.dtype] = {}
+        self._next = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_dropout(func, kwargs):
+            state = generator_state(args[0].device)
+            self._noted.append((args[0].dtype, state))
+            self._by_state[state.numpy().tobytes()] = args[0].dtype
+        return func(*args, **kwargs)
+
+    def again(self, func: Any, x: Tensor, p: float, *, inplace: bool) -> Tensor:
+        """The dropout of x with the mask that the real step has drawn there."""
+        if backward_running() != -1:
+            dtype = self._by_state.get(generator_state(x.device).numpy().tobytes(), x.dtype)
+        elif self._next < len(self._noted):
+            dtype, state = self._noted[self._next]
+            self._next += 1
+            set_generator_state(x.device, state)
+        else:
+            dtype = x.dtype
+        drawn = func(torch.ones_like(x, dtype=dtype, requires_grad=False), p=p, training=True)
+        factor = (drawn != 0).to(x.dtype) * (1 / (1 - p) if p < 1 else 0.0)
+        return x.mul_(factor) if inplace else x * factor
+
+
+def _is_dropout(func: Any, kwargs: Any) -> bool:
+    """Return True if a call drops anything."""
+    return func is functional.dropout and bool(kwargs.get("training", True))
+
+
+# -- the repetition ----------------------------------------------------------------------------------------------------
 
 _MISSING = object()
 _DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like}
@@ -164,7 +255,7 @@ def autocast_of(devices: Iterable[torch.device]) -> dict[str, tuple[bool, torch.
 
 def draws_by_dtype(devices: Iterable[torch.device]) -> bool:
     """Return True if dropout depends on the dtype on one of the devices."""
-    return any(device.type not in ALIKE for device in devices)
+    return any(device.type not in _ALIKE for device in devices)
 
 
 def _kinds(devices: Iterable[torch.device]) -> list[str]:
@@ -239,7 +330,7 @@ class _Wide(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._dropouts is not None and is_dropout(func, kwargs):
+        if self._dropouts is not None and _is_dropout(func, kwargs):
             return self._dropouts.again(func, args[0], kwargs.get("p", 0.5), inplace=kwargs.get("inplace", False))
         if func in _NARROWING and is_narrow(_NARROWING[func], self._wide):
             return args[0].to(self._wide)
@@ -257,3 +348,50 @@ class _Wide(TorchFunctionMode):
 
     def _asks(self, x: Any) -> bool:
         return type(x) is torch.dtype and is_narrow(x, self._wide)
+
+
+# -- the bytes that a twin needs, and the bytes that are free ----------------------------------------------------------
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def twin_bytes(parameters: Iterable[Tensor], wide: torch.dtype = torch.float32) -> dict[torch.device, int]:
+    """Return the bytes of a twin's copied weights and its gradients, by device.
+
+    Its activations come on top: those of one step in the wide dtype.
+    """
+    sizes: dict[torch.device, int] = {}
+    for p in parameters:
+        sharded = hasattr(p, "placements")
+        copied = is_narrow(p.dtype, wide) or sharded
+        size = p.numel() * max(wide.itemsize, p.dtype.itemsize)
+        sizes[p.device] = sizes.get(p.device, 0) + size * (copied + p.requires_grad)
+    return sizes
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the memory that is free on a device. None where nobody says."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    if _MEMINFO.exists():
+        lines = _MEMINFO.read_text().splitlines()
+        return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    names: dict[str, int] = os.sysconf_names if hasattr(os, "sysconf_names") else {}
+    if "SC_AVPHYS_PAGES" not in names:
+        return None
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def missing_memory(parameters: Iterable[Tensor], wide: torch.dtype = torch.float32) -> str | None:
+    """Return why a twin does not fit, with the bytes that it needs; None where it may."""
+    for device, needed in twin_bytes(parameters, wide).items():
+        free = free_bytes(device)
+        if free is not None and needed > free:
+            return (
+                f"its twin needs {needed:,} bytes on {device} for weights and gradients, and {free:,} are free: watch "
+                "a smaller model of the same kind, or free memory"
+            )
+    return None

@@ -14,26 +14,25 @@ its second shadow step on.
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Scalars
+from plimsoll.watch.hooks.autograd_graph import backward_running
 from plimsoll.watch.names import clean, tensors_in
 from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.settings import SHADOWED, Settings
-from plimsoll.watch.shadow import data_parallel, memory
+from plimsoll.watch.shadow import data_parallel, replay
 from plimsoll.watch.shadow.capture import CapturedCall, CapturedForward, watch_calls
 from plimsoll.watch.shadow.comparisons import Comparisons, GradientErrors, gradient_row
 from plimsoll.watch.shadow.data_parallel import DataParallel, hooks_of_sharding, leaves_of, without_hooks
 from plimsoll.watch.shadow.decisions import Decisions, Tally, class_axis, class_choice
-from plimsoll.watch.shadow.replay import borrowed, draws_by_dtype, fresh_inputs, in_reference, tensors_of
-from plimsoll.watch.shadow.rng_state import RandomState
+from plimsoll.watch.shadow.replay import RandomState, borrowed, draws_by_dtype, fresh_inputs, in_reference, tensors_of
 
 _opened: Counter[str] = Counter()
-_backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (see _taps)
 _UNSEEN = "no forward of the model was seen (it runs inside compiled code, or its parts are called by themselves)"
 _TWICE = "a gradient is differentiated itself (create_graph), which the repetition does not do"
 OTHER_DRAWS = (
@@ -243,7 +242,7 @@ class Shadow:
 
     def backward_ends(self) -> None:
         """A backward has ended: repeats the forwards that it came to."""
-        if _backward_running() != -1:
+        if backward_running() != -1:
             return  # a checkpoint's, in the midst of another
         calls = [call for call in self._calls if call.gradients]
         root = self.core.model()
@@ -252,7 +251,7 @@ class Shadow:
                 call.gradients.clear()
             return
         spoiled = next(filter(None, (call.spoiled(root) for call in calls)), None)
-        self._reason = self._reason or spoiled or memory.missing(root.parameters())
+        self._reason = self._reason or spoiled or replay.missing_memory(root.parameters())
         if self._all_able():
             for call in calls:
                 self._try(call)

@@ -13,7 +13,7 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - an epsilon of Adam that is zero in the FP16 of its second moments;
 - weight decay that is less than half a unit in the last place of 16-bit weights;
 - a softmax or sigmoid before a loss that applies one itself;
-- ranks that begin with other weights, and layers whose units are copies of each other (`weight_facts`);
+- ranks that begin with other weights, and layers whose units are copies of each other (`model_facts`);
 - weights, gradients, second moments and losses that are kept in fewer digits than their dtype has (`kept_narrow`);
 - losses that are divided by the number of micro-batches twice, or of which only a part carries the loss scale;
 - a model that is trained in evaluation mode;
@@ -38,7 +38,6 @@ from plimsoll.watch.parameters.averages import Averages
 from plimsoll.watch.parameters.optimizer_tensors import innermost, parameters_of
 from plimsoll.watch.parameters.updates import OWN, kind_of
 from plimsoll.watch.session import WatchSession, contained
-from plimsoll.watch.steps.evaluation_mode import EvaluationMode
 from plimsoll.watch.steps.kept_narrow import (
     Moments,
     Roundings,
@@ -47,7 +46,15 @@ from plimsoll.watch.steps.kept_narrow import (
     rounding_of,
     share_of_zeros,
 )
-from plimsoll.watch.steps.weight_facts import Clipping, FirstWeights, Overwrites, Sums, are_undone, is_rounded_away
+from plimsoll.watch.steps.model_facts import (
+    Clipping,
+    EvaluationMode,
+    FirstWeights,
+    Overwrites,
+    Sums,
+    are_undone,
+    is_rounded_away,
+)
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
 _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gradient are named

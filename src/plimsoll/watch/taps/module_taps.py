@@ -10,23 +10,25 @@ next one's input) is recognised by identity and version, and measured once.
 import contextlib
 import functools
 import itertools
+import math
+import threading
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _python_dispatch as dispatch
 
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
-from plimsoll.watch.hooks import dtensors, torch_hooks
+from plimsoll.watch.hooks import autograd_graph, torch_hooks
 from plimsoll.watch.names import tensors_among, tensors_in
 from plimsoll.watch.sample import Rows, Sample
 from plimsoll.watch.session import WatchSession, contained
-from plimsoll.watch.taps import attention_scores
 from plimsoll.watch.taps.compiled_taps import CompiledTaps, inlined_only, is_capturing
+from plimsoll.watch.thread_casts import without_rounding
 
-# Which backward runs on this thread, -1 for none: torch tells it nowhere else.
-_backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -64,7 +66,7 @@ class Taps:
         self._earlier: dict[int, list[int]] = {}  # of a tap that is not attached: the hooks in front of it
         self.inside: list[str] = []  # modules whose forward runs, innermost last
         if modules:
-            attention_scores.listen(self)
+            listen_to_attention(self)
 
     def follow(self, modules: Mapping[str, nn.Module]) -> None:
         """Taps these modules: those that it has tapped already, and new ones; no others."""
@@ -121,7 +123,7 @@ class Taps:
 
     def detach(self) -> None:
         """Removes every hook."""
-        attention_scores.end(self)
+        end_listening(self)
         self.follow({})
         self.forget()
 
@@ -150,7 +152,7 @@ class Taps:
             return
         if core.muted:
             return
-        recomputing = _backward_running() != -1
+        recomputing = autograd_graph.backward_running() != -1
         if recomputing:
             self._begin()  # of a checkpoint whose first forward was under no_grad nobody else has told
         elif not core.live:
@@ -167,12 +169,12 @@ class Taps:
         core = self.core
         if WatchSession.repeating or core.muted or not core.due.activations or not self.inside or not core.live:
             return
-        if _backward_running() != -1 or not all(type(x) in _PLAIN for x in (query, key)):
+        if autograd_graph.backward_running() != -1 or not all(type(x) in _PLAIN for x in (query, key)):
             return
-        scores = attention_scores.largest_scores(query, key, rest)
+        scores = largest_scores(query, key, rest)
         if scores is not None and core.has_room():
             rows, row = core.measure(scores)
-            rows.enter(row, core.series_of("activations", f"{self.inside[-1]}:{attention_scores.SIDE}", scores))
+            rows.enter(row, core.series_of("activations", f"{self.inside[-1]}:{SCORES}", scores))
 
     @contained
     def narrow(self, name: str, module: nn.Module, dtype: torch.dtype) -> None:
@@ -216,7 +218,7 @@ class Taps:
     def _record(self, sight: _Sight, name: str, x: Tensor) -> None:
         core = self.core
         if core.ranks.mesh is not None:
-            x = dtensors.behind(x)
+            x = autograd_graph.dtensor_behind(x)
         rows = sight.rows
         if rows is None or sight.folds != rows.folds:  # else its row was added to that of other names
             plain = core.readable(x, "activations", name)
@@ -232,7 +234,9 @@ class Taps:
         assert sample is not None
         factor = torch_hooks.factor_of(x) if torch_hooks.gradient_factor_providers else 1.0
         take = functools.partial(self.gradient, sample, sight.gradients, factor)
-        handle: Any = cast("Any", x).register_hook(take if self.core.ranks.mesh is None else dtensors.reading(x, take))
+        handle: Any = cast("Any", x).register_hook(
+            take if self.core.ranks.mesh is None else autograd_graph.gradient_reader(x, take)
+        )
         if x.is_leaf:  # a leaf outlives the step, and would keep the hook
             self._leaf_handles.append(handle)
 
@@ -317,3 +321,104 @@ def _devices(modules: Mapping[str, nn.Module]) -> set[torch.device]:
         torch.device("cpu")
     }
     return {device for device in devices if device.type != "meta"}
+
+
+# -- the largest attention score of each head, where fused attention hides its scores ----------------------------------
+
+# Every call of `scaled_dot_product_attention` in an eager forward is heard. Where activations are due, the scores of a
+# few rows are computed once more from queries and keys: Q K^T by the call's scale, masked as it is. What is recorded is
+# the largest score of each head and sample, as activations of the module that calls, under "MODULE:scores". The
+# attention itself stays the kernel that it is. Compiled code is not heard.
+
+_C = cast("Any", torch)._C  # noqa: SLF001  (it has DisableTorchFunction, which torch offers nowhere else)
+SCORES = "scores"  # of a module, as "input" and "output" are
+_ROWS = 32  # queries of each head and sample that are looked at, evenly spread
+
+
+class Listener(Protocol):
+    """Taps that hear of attention."""
+
+    def attends(self, query: Tensor, key: Tensor, rest: dict[str, Any]) -> None:
+        """Attention is about to be computed."""
+        ...
+
+
+_listeners: "weakref.WeakSet[Listener]" = weakref.WeakSet()
+_lock = threading.Lock()
+_NAMES = ("value", "attn_mask", "dropout_p", "is_causal")
+
+
+def listen_to_attention(listener: Listener) -> None:
+    """Tell a listener of every attention from now on."""
+    with _lock:
+        _listeners.add(listener)
+        if not hasattr(functional.scaled_dot_product_attention, "plimsoll_original"):
+            functional.scaled_dot_product_attention = _heard(functional.scaled_dot_product_attention)
+
+
+def end_listening(listener: Listener) -> None:
+    """Remove a listener; with the last one torch is restored, unless wrapped since."""
+    with _lock:
+        _listeners.discard(listener)
+        original = getattr(functional.scaled_dot_product_attention, "plimsoll_original", None)
+        if original is not None and not len(_listeners):
+            functional.scaled_dot_product_attention = original
+
+
+def _heard(original: Callable[..., Tensor]) -> Any:
+    @functools.wraps(original)
+    def scaled_dot_product_attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            for listener in list(_listeners):
+                listener.attends(query, key, {**dict(zip(_NAMES, args, strict=False)), **kwargs})
+        return original(query, key, *args, **kwargs)
+
+    scaled_dot_product_attention.plimsoll_original = original  # type: ignore[attr-defined]
+    return scaled_dot_product_attention
+
+
+@torch.no_grad()
+def largest_scores(query: Tensor, key: Tensor, rest: dict[str, Any]) -> Tensor | None:
+    """Return the largest score by head and sample, in float32; None without scores.
+
+    Args:
+        query: (..., L, E).
+        key: (..., S, E); fewer heads than the query's with `enable_gqa`.
+        rest: The call's other arguments by name: attn_mask, is_causal, scale, enable_gqa.
+    """
+    rows = query.shape[-2]
+    if not rows or not key.shape[-2] or not query.numel():
+        return None
+    chosen = torch.linspace(0, rows - 1, min(_ROWS, rows), device=query.device).round().long()
+    q, k = query.detach()[..., chosen, :].float(), key.detach().float()
+    if rest.get("enable_gqa") and q.shape[-3] != k.shape[-3]:
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+    scale = rest.get("scale")
+    with _as_written(q.device.type):
+        scores = (q @ k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        largest = _masked(scores, chosen, rest, rows).amax((-2, -1)).reshape(-1)
+        return largest[largest > -math.inf]
+
+
+@contextlib.contextmanager
+def _as_written(kind: str) -> Generator[None]:
+    """Compute in the dtypes of the operands, hidden from every mode."""
+    # Under autocast, or an emulation of it, the product would be rounded to 16 bits. In FP16 it overflows where the
+    # attention does not: the kernel adds up in FP32, and scales before it rounds.
+    with contextlib.ExitStack() as stack:
+        if torch.amp.is_autocast_available(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(without_rounding())
+        stack.enter_context(_C.DisableTorchFunction())
+        stack.enter_context(cast("Any", dispatch)._disable_current_modes())  # noqa: SLF001
+        yield
+
+
+def _masked(scores: Tensor, chosen: Tensor, rest: dict[str, Any], rows: int) -> Tensor:
+    mask = rest.get("attn_mask")
+    if rest.get("is_causal"):
+        return scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) > chosen[:, None], -math.inf)
+    if not isinstance(mask, Tensor):
+        return scores
+    mask = mask.detach()[..., chosen, :] if mask.shape[-2] == rows else mask.detach()
+    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.float()
