@@ -25,6 +25,7 @@ from plimsoll.errors import PlimsollError
 from plimsoll.scaling.dynamic import DynamicScaler
 from plimsoll.scaling.step import Gradient, Gradients
 from plimsoll.watch.hooks.autograd_graph import backward_running, leaves_of
+from plimsoll.watch.parameters.optimizer_tensors import has_gradients
 
 _WIDE = (torch.float32, torch.float64)  # dtypes of losses with enough range for the scale
 
@@ -227,7 +228,7 @@ class TransparentScaler:
     def _checked(self, original: Callable[..., Any], optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Step through the scaler."""
         scaler = self.scaler
-        if scaler is None or not self._scaled or not _has_gradients(optimizer):
+        if scaler is None or not self._scaled or not has_gradients(optimizer):
             return original(optimizer, *args, **kwargs)
         if id(optimizer) in self._stepped:
             self.settle()
@@ -274,10 +275,6 @@ def _without_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     if args and (args[0] is None or callable(args[0])):
         return args[1:], kwargs, args[0]
     return args, kwargs, kwargs.pop("closure", None)
-
-
-def _has_gradients(optimizer: Any) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _note_largest(leaves: Iterable[Tensor], largest: dict[int, tuple[weakref.ref[Tensor], Tensor]]) -> None:

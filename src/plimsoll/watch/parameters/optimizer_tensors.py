@@ -459,6 +459,11 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
         yield from (weights.get(id(p), p) for p in params)
 
 
+def has_gradients(optimizer: Any) -> bool:
+    """Return True if a parameter of the optimizer has a gradient."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
 def masters_of(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
     """Return an optimizer's registered FP32 masters, each with the model's weight."""
     # The attribute is a function without arguments, so that an optimizer's copies and pickles have none of it.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
-from plimsoll.watch.steps.model_facts import is_plain, some_values
+from plimsoll.watch.steps.model_facts import is_plain, living, some_values
 
 _FIRST = 8  # steps in which weights and gradients are compared
 _STREAK = 3  # of them on end
@@ -62,7 +62,7 @@ class Roundings:
         """The optimizer's step begins."""
         if self.is_over:
             return
-        now, given = some_values(self._live()), some_values(self._graded())
+        now, given = some_values(living(self._weights)), some_values(self._graded())
         before, after, passed = self._before, self._after, self._gradients
         if now is not None and before is not None and after is not None and now.shape == before.shape == after.shape:
             self.weights.append(DeviceValue(_rounded(before, after, now)))
@@ -74,13 +74,10 @@ class Roundings:
         """The optimizer's step has returned."""
         if not self.is_over:
             self._steps += 1
-            self._after = some_values(self._live())
-
-    def _live(self) -> list[Tensor]:
-        return [p for ref in self._weights if (p := ref()) is not None]
+            self._after = some_values(living(self._weights))
 
     def _graded(self) -> list[Tensor]:
-        return [p.grad for p in self._live() if p.grad is not None and p.grad.dtype == torch.float32]
+        return [p.grad for p in living(self._weights) if p.grad is not None and p.grad.dtype == torch.float32]
 
 
 def _rounded(before: Tensor, after: Tensor, now: Tensor) -> Tensor:

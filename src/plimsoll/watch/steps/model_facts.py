@@ -127,7 +127,7 @@ class Overwrites:
         if len(self.undone) == _STREAK:  # compared for good
             self._before = None
             return
-        weights = self._live()
+        weights = living(self._weights)
         versions = [p._version for p in weights]  # noqa: SLF001  (public in all but name)
         written = len(versions) == len(self._versions) > 0
         written = written and all(a != b for a, b in zip(versions, self._versions, strict=True))
@@ -146,7 +146,7 @@ class Overwrites:
     @torch.no_grad()
     def step_ends(self) -> None:
         """The optimizer's step has returned."""
-        weights = self._live()
+        weights = living(self._weights)
         self._versions = [p._version for p in weights]  # noqa: SLF001  (likewise)
         self._after = None if self._before is None else some_values(weights)
         if self._after is None or self._before is None or self._after.shape != self._before.shape:
@@ -155,9 +155,6 @@ class Overwrites:
     def forget(self) -> None:
         """Another optimizer has stepped: what it writes is no undoing."""
         self._versions, self._written = [], 0
-
-    def _live(self) -> list[Tensor]:
-        return [p for ref in self._weights if (p := ref()) is not None]
 
 
 def are_undone(steps: Sequence[DeviceValue]) -> bool:
@@ -194,13 +191,13 @@ class Sums:
             return
         self.backwards += 1
         group = self._group()
-        self._before = some_values(self._gradients()) if group else None
+        self._before = some_values(_gradients(self._weights)) if group else None
 
     @torch.no_grad()
     def backward_ends(self) -> None:
         """A backward has ended."""
         before, self._before = self._before, None
-        now = None if before is None else some_values(self._gradients())
+        now = None if before is None else some_values(_gradients(self._weights))
         if before is not None and now is not None and now.shape == before.shape:
             self._changed.setdefault(self._group(), []).append((now != before).sum())
 
@@ -216,10 +213,6 @@ class Sums:
         """Return the power of two that this backward is just before, or 0."""
         top = 1 << max(self.backwards - 1, 0).bit_length()
         return top if self.backwards > max(top - 4, 1) and (top == 4 or top >= _MANY) else 0
-
-    def _gradients(self) -> list[Tensor]:
-        weights = [p for ref in self._weights if (p := ref()) is not None]
-        return [p.grad for p in weights if p.grad is not None and is_plain(p.grad)]
 
 
 def is_rounded_away(counts: DeviceValue) -> bool:
@@ -241,13 +234,13 @@ class Clipping:
     def norm_taken(self) -> None:
         """The norm of gradients was taken: clipping multiplies them next."""
         if self._steps < _CLIPPED and len(self.found) < _STREAK:
-            self._before = some_values(self._gradients())
+            self._before = some_values(_gradients(self._weights))
 
     # Gradients that were set to None or zero since begin a new sum: it is clipped as a whole.
     def backward_begins(self) -> None:
         """A backward begins, which may add to the gradients."""
         before, self._before = self._before, None
-        now = None if before is None else some_values(self._gradients())
+        now = None if before is None else some_values(_gradients(self._weights))
         if before is not None and now is not None and now.shape == before.shape:
             self._changed = ((now != before) & (now != 0)).sum()
 
@@ -260,9 +253,14 @@ class Clipping:
             self.found = []
         self._before = self._changed = None
 
-    def _gradients(self) -> list[Tensor]:
-        weights = [p for ref in self._weights if (p := ref()) is not None]
-        return [p.grad for p in weights if p.grad is not None and is_plain(p.grad)]
+
+def living(weights: "Iterable[weakref.ref[Tensor]]") -> list[Tensor]:
+    """Return the weights that are still there."""
+    return [p for ref in weights if (p := ref()) is not None]
+
+
+def _gradients(weights: "Iterable[weakref.ref[Tensor]]") -> list[Tensor]:
+    return [p.grad for p in living(weights) if p.grad is not None and is_plain(p.grad)]
 
 
 def fact(step: int, name: str, message: str, **details: object) -> Event:

@@ -35,7 +35,7 @@ from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import autograd_graph, torch_hooks
 from plimsoll.watch.names import clean
 from plimsoll.watch.parameters.averages import Averages
-from plimsoll.watch.parameters.optimizer_tensors import innermost, parameters_of
+from plimsoll.watch.parameters.optimizer_tensors import has_gradients, innermost, parameters_of
 from plimsoll.watch.parameters.updates import OWN, kind_of
 from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.steps.kept_narrow import (
@@ -325,7 +325,7 @@ class Wiring(torch_hooks.TrainingEvents):
             return
         if not self._judged or (self._ungraded and self.core.sample is not None):
             self._look_for_gradients()
-        known.had_gradients = _has_gradients(optimizer)
+        known.had_gradients = has_gradients(optimizer)
         if not known.steps:
             self._first_weights.first_step_begins()
         if known.follows:
@@ -441,7 +441,7 @@ class Wiring(torch_hooks.TrainingEvents):
         if known.steps > self._steps:
             self._steps = known.steps
             self._averages.step_ends(self._steps, self._owned)
-        has = known.had_gradients or _has_gradients(optimizer)  # a closure makes them inside the step
+        has = known.had_gradients or has_gradients(optimizer)  # a closure makes them inside the step
         known.empty = 0 if has or not self._since_step else known.empty + 1
         self._since_step = 0
         if known.empty == _REPEATS:
@@ -716,10 +716,6 @@ def _norms_of_one_value(model: nn.Module | None) -> list[str]:
     return [
         clean(name) for name, m in named if isinstance(m, kinds) and math.prod(cast("Any", m).normalized_shape) == 1
     ]
-
-
-def _has_gradients(optimizer: Any) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _rate_of(group: Mapping[str, Any], highest: float) -> str:
