@@ -75,11 +75,11 @@ def launch(case: list[str]) -> None:
 
     from plimsoll import kernels
     from plimsoll.kernels import triton_backend
-    from plimsoll.kernels.operators.fp8_cast import BOTH, COLUMNS, ROWS, Cast, _empty
+    from plimsoll.kernels.operators.fp8_cast import BOTH, COLUMNS, ROWS, Cast, empty_codes
     from plimsoll.kernels.triton_backend.casting import fp8
 
     def cast(x: torch.Tensor, dtype: torch.dtype, layout: int = BOTH, bank: bool = False, scale: bool = False) -> None:
-        codes, columns = _empty(x, dtype, 1.0, None, layout, None, 0)
+        codes, columns = empty_codes(x, dtype, 1.0, None, layout, None, 0)
         written = [part.view(torch.uint8) if part.dim() == 2 else None for part in (codes, columns)]
         tensor = torch.ones(()) if scale else None
         triton_backend.fp8_cast(x, Cast(*written, dtype, 1.0, tensor, kernels.new_bank(1) if bank else None, 0))

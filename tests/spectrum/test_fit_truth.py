@@ -27,8 +27,8 @@ from plimsoll.formats import (
     Format,
     get,
 )
+from plimsoll.kernels import torch_backend
 from plimsoll.kernels.operators.cast_spec import BlockSpec, CastArguments, CastSpec
-from plimsoll.kernels.torch_backend import casting
 from plimsoll.spectrum import Fit, Interval, Source, Spectrum, measure
 from tests.support.cases import each
 
@@ -57,10 +57,10 @@ class Truth:
 
 def element_truth(x: torch.Tensor, fmt: Format, shift: int) -> Truth:
     values = x.to(torch.float64) * 2.0**shift
-    held = casting.from_codes(casting.to_codes(values, CastSpec.of(fmt, 0, saturate=True), None), fmt).abs()
+    held = torch_backend.from_codes(torch_backend.to_codes(values, CastSpec.of(fmt, 0, saturate=True), None), fmt).abs()
     if fmt.has_inf or fmt.has_nan:
-        beyond = casting.to_codes(values, CastSpec.of(fmt, 0, saturate=False), None)
-        over = ~casting.from_codes(beyond, fmt).isfinite()
+        beyond = torch_backend.to_codes(values, CastSpec.of(fmt, 0, saturate=False), None)
+        over = ~torch_backend.from_codes(beyond, fmt).isfinite()
     else:
         over = values.abs() >= fmt.overflow_threshold
         assert fmt.overflow_at_threshold
@@ -75,8 +75,8 @@ def block_truth(values: torch.Tensor, fmt: BlockFormat, tensor_scale: torch.Tens
     spec = BlockSpec.of(fmt, 0, 0)
     out = torch.empty_like(values)
     arguments = CastArguments(spec, tensor_scale=tensor_scale)
-    casting.block_cast(values, out, arguments)
-    _, _, divisor = casting._quantize_blocks(values, arguments)
+    torch_backend.block_cast(values, out, arguments)
+    _, _, divisor = torch_backend._quantize_blocks(values, arguments)
     width = values.shape[1]
     per_value = divisor.expand(-1, -1, fmt.block).flatten(1)[:, :width]
     element, scaled = fmt.element, (values / per_value).abs()
@@ -195,7 +195,7 @@ def test_estimates_and_noise_come_close_on_even_values(fmt: Format, shift: int, 
         assert getattr(fit, name).estimate == pytest.approx(getattr(truth, name), abs=0.01)
     scaled = x.double() * 2.0**shift
     held = torch.empty_like(scaled)
-    casting.cast(scaled, held, CastArguments(CastSpec.of(fmt, 0, saturate=True)))
+    torch_backend.cast(scaled, held, CastArguments(CastSpec.of(fmt, 0, saturate=True)))
     truth_db = noise_db(scaled, held)
     # Above 100 dB a handful of values makes all the noise; rounding to FP8 leaves no even spread over its few numbers.
     tolerance = 3.5 if truth_db > 100 else 1.0 if dtype == torch.float8_e5m2 else 0.35
@@ -214,7 +214,7 @@ def test_estimates_and_noise_come_close_in_blocks(
     for name in ("lost", "subnormal", "overflow"):
         assert getattr(fit, name).estimate == pytest.approx(getattr(truth, name), abs=fraction)
     held = torch.empty_like(x)
-    casting.block_cast(x, held, CastArguments(BlockSpec.of(fmt, 0, 0), tensor_scale=tensor_scale))
+    torch_backend.block_cast(x, held, CastArguments(BlockSpec.of(fmt, 0, 0), tensor_scale=tensor_scale))
     assert fit.snr_db == pytest.approx(noise_db(x, held), abs=decibels)
 
 

@@ -1,8 +1,8 @@
 """Fast paths of `rounding`, `spectrum` and `watch`: operators and their backends.
 
-Not public. `measure_into` fills a bank (`row_layout` says what a row holds); `ops` are the operators of
-`operators.statistics`. The other functions are what `watch` does in every step: `measure_one` for one tensor in a hook,
-`measure_each` for many, `count_nonfinite_into`, `update_into`; what a loss scaler does, `unscale_into`; and
+Not public. `measure_into` fills a bank (`row_layout` says what a row holds); `ops` are those of
+`operators.definitions`. The other functions are what `watch` does in every step: `measure_one` for one tensor in a
+hook, `measure_each` for many, `count_nonfinite_into`, `update_into`; what a loss scaler does, `unscale_into`; and
 `merge_rows` adds rows up.
 """
 
@@ -22,7 +22,7 @@ from plimsoll.kernels.backend import (
     report as report,
     use as use,
 )
-from plimsoll.kernels.operators import statistics
+from plimsoll.kernels.operators import definitions
 from plimsoll.kernels.operators.fp8_cast import fp8_cast as fp8_cast
 
 ops = torch.ops.plimsoll
@@ -111,7 +111,7 @@ def unscale_into(
     if torch.compiler.is_compiling() or type(found_inf) is not Tensor:
         ops.unscale_(list(gradients), inverse_scale, found_inf, bank, list(rows))
     else:
-        statistics.unscale(gradients, inverse_scale, found_inf, bank, rows)
+        definitions.unscale(gradients, inverse_scale, found_inf, bank, rows)
 
 
 def new_moves(rows: int, device: torch.device | str = "cpu") -> Tensor:
@@ -138,7 +138,7 @@ def update_into(
     if torch.compiler.is_compiling() or type(bank) is not Tensor:
         ops.update_(list(old), list(new), list(pushes), bank, list(rows), moves)
     else:
-        statistics.update(old, new, pushes, bank, rows, moves)
+        definitions.update(old, new, pushes, bank, rows, moves)
 
 
 def new_errors(rows: int, device: torch.device | str = "cpu") -> Tensor:

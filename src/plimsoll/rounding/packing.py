@@ -9,7 +9,7 @@ from plimsoll import kernels, row_layout
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import BlockFormat, Format
 from plimsoll.kernels.operators.checks import check_tensor
-from plimsoll.kernels.torch_backend.casting import from_codes, to_carrier
+from plimsoll.kernels.torch_backend import from_codes, to_carrier
 from plimsoll.rounding import arguments
 from plimsoll.rounding.arguments import Generator
 from plimsoll.rounding.casting import from_rows, is_sharded, rows_of, tensor_scale

@@ -2,8 +2,8 @@
 
 The codes are by rows, by columns, or both. Scaled matrix products want one operand row by row and the other column by
 column, and sizes divisible by 16. So the operator writes the codes as the matrix lies, and those of its transpose, made
-up with zeros to multiples of 16; and where a bank is given it counts what it reads. The reference is in
-`torch_backend.casting`.
+up with zeros to multiples of 16; and where a bank is given it counts what it reads. The reference is
+`torch_backend.fp8_cast`.
 """
 
 import functools
@@ -17,7 +17,6 @@ from plimsoll.formats import E4M3, E5M2
 from plimsoll.kernels import backend
 from plimsoll.kernels.dtypes import TRAINING, dtype_of
 from plimsoll.kernels.operators.cast_spec import NEAREST_EVEN, CastSpec
-from plimsoll.kernels.operators.registration import without_autograd
 
 Layout = Literal["rows", "columns", "both"]
 LAYOUTS: tuple[Layout, ...] = ("rows", "columns", "both")
@@ -30,8 +29,8 @@ NAN_CODE = 0x7F
 INPUTS = tuple(TRAINING.values())
 FORMATS = {dtype_of(fmt): fmt for fmt in (E4M3, E5M2)}  # those that scaled products of hardware take
 
-_SCHEMA = (
-    "fp8_cast(Tensor x, ScalarType dtype, float scale, Tensor? scale_tensor, int layout, Tensor(a!)? bank, int row) "
+SCHEMA = (
+    "(Tensor x, ScalarType dtype, float scale, Tensor? scale_tensor, int layout, Tensor(a!)? bank, int row) "
     "-> (Tensor, Tensor)"
 )
 
@@ -91,17 +90,7 @@ def spec(dtype: torch.dtype) -> CastSpec:
     return CastSpec.of(FORMATS[dtype], NEAREST_EVEN, saturate=True)
 
 
-def register(library: torch.library.Library, tags: tuple[torch.Tag, ...]) -> None:
-    """Registers the operator with the family's library."""
-    library.define(_SCHEMA, tags=tags)
-    without_autograd(library, "fp8_cast", _run)
-    torch.library.register_fake("plimsoll::fp8_cast", _empty, lib=library)
-    library.define("keep(Tensor x) -> Tensor", tags=tags)
-    without_autograd(library, "keep", torch.clone)
-    torch.library.register_fake("plimsoll::keep", torch.empty_like, lib=library)
-
-
-def _run(
+def run_cast(
     x: Tensor,
     dtype: torch.dtype,
     scale: float,
@@ -110,14 +99,15 @@ def _run(
     bank: Tensor | None,
     row: int,
 ) -> tuple[Tensor, Tensor]:
+    """Run the operator: check its arguments, and call the backend."""
     _check(x, dtype, scale_tensor, bank, row)
-    codes, columns = _empty(x, dtype, scale, scale_tensor, layout, bank, row)
+    codes, columns = empty_codes(x, dtype, scale, scale_tensor, layout, bank, row)
     written = [part.view(torch.uint8) if part.dim() == 2 else None for part in (codes, columns)]
     backend.choose(x).fp8_cast(x, Cast(written[0], written[1], dtype, scale, scale_tensor, bank, row))
     return codes, columns
 
 
-def _empty(
+def empty_codes(
     x: Tensor,
     dtype: torch.dtype,
     _scale: float,
@@ -126,6 +116,7 @@ def _empty(
     _bank: Tensor | None,
     _row: int,
 ) -> tuple[Tensor, Tensor]:
+    """Return room for the codes, and for those of the transpose."""
     height, width = padded(x.shape[0]), padded(x.shape[1])
     codes = x.new_empty((0,) if layout == COLUMNS else (height, width), dtype=dtype)
     columns = x.new_empty((0,) if layout == ROWS else (width, height), dtype=dtype)

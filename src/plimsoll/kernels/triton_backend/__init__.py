@@ -15,7 +15,7 @@ except ImportError as e:
         "Else install it: pip install triton"
     ) from e
 
-from plimsoll.kernels.operators.comparison import compare as compare
+from plimsoll.kernels.torch_backend import compare as compare
 from plimsoll.kernels.triton_backend.casting.fp8 import fp8_cast as fp8_cast
 from plimsoll.kernels.triton_backend.casting.launch import (
     block_cast as block_cast,

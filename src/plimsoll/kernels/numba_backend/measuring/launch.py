@@ -17,7 +17,7 @@ from plimsoll.kernels.numba_backend import compiling, threads
 from plimsoll.kernels.numba_backend.measuring import float32_kernels, kernels
 from plimsoll.kernels.numba_backend.memory import KINDS, Words, empty_rows, merge_into, pieces, row_addresses
 from plimsoll.kernels.operators.checks import is_dense
-from plimsoll.kernels.torch_backend.casting import from_codes
+from plimsoll.kernels.torch_backend import from_codes
 
 _CODES = 4
 _NO_TABLE = np.zeros(256)

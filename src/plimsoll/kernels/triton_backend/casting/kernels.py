@@ -17,8 +17,8 @@ from plimsoll.kernels.triton_backend import input_bits
 # -- rounding, and stochastic noise ------------------------------------------------------------------------------------
 
 # The same code serves two widths: int32 bits of float32 where input and format fit there, else int64 bits of float64.
-# It follows the reference (`torch_backend.casting`) step by step, but for one thing: the value that a code stands for
-# is not decoded from it. Rounding acts on the magnitude's own bits in place, where a carry into the exponent is right
+# It follows the reference (`torch_backend`) step by step, but for one thing: the value that a code stands for is not
+# decoded from it. Rounding acts on the magnitude's own bits in place, where a carry into the exponent is right
 # as it is.
 
 NEAREST_EVEN, STOCHASTIC = tl.constexpr(cast_spec.NEAREST_EVEN), tl.constexpr(cast_spec.STOCHASTIC)

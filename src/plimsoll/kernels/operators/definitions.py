@@ -1,28 +1,28 @@
-"""Operators ``plimsoll::*``: schemas, fakes, and the call of a backend.
+"""Operators ``plimsoll::*``: schemas, fakes, rules for vmap, and calls of a backend.
 
 `measure_`, `count_nonfinite_` and `update_` mutate what they count into and return nothing; they allocate nothing of
 the tensors' size. `unscale_` mutates the gradients too. The `*_out` forms mutate `out`. None of them carries a
 gradient, whatever the tensors require: autograd is `plimsoll.rounding`'s business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plimsoll import row_layout
-from plimsoll.errors import ArgumentError
+from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels import backend
 from plimsoll.kernels.dtypes import FLOATING
-from plimsoll.kernels.operators import fp8_cast, registration
+from plimsoll.kernels.operators import fp8_cast
 from plimsoll.kernels.operators.cast_spec import BlockSpec, CastArguments, CastSpec
 from plimsoll.kernels.operators.checks import check_unscale
-from plimsoll.kernels.operators.registration import without_autograd
 
 # The operators are opaque to compilers: a graph holds the call, eager and compiled results are the same bits, and
 # Inductor gets no chance to remove a rounding. Formats travel as integers (`cast_spec`), scales and keys as numbers or
 # as 0-d tensors that only the kernel reads, so nothing here synchronises with a device.
+_ops = torch.ops.plimsoll
 _library = torch.library.Library("plimsoll", "DEF")
 _MEASURE = "Tensor[] tensors, Tensor(a!) bank, int[] rows, bool accumulate, int block"
 _UPDATE = "Tensor[] old, Tensor[] new, Tensor[] pushes, Tensor(a!) bank, int[] rows, Tensor(b!) moves"
@@ -166,6 +166,68 @@ def _fake_block_pack(x: Tensor, spec: list[int], *_: object) -> tuple[Tensor, Te
     return _empty_codes(x, block.element), _empty_scales(x, block)
 
 
+# -- rules for `torch.func.vmap`: the batch becomes a dimension, or rows, of a call ------------------------------------
+
+# With stochastic rounding each example of a batch draws noise of its own, by its place in the batch.
+
+
+def _front(info: Any, dims: tuple[Any, ...], arguments: tuple[Any, ...], operation: str) -> Tensor:
+    """The batched tensor with the batch first; scales and keys may not be batched."""
+    for dim, value in zip(dims[1:], arguments[1:], strict=True):
+        if isinstance(value, Tensor) and dim is not None:
+            raise UnsupportedTensorError(
+                f"{operation}: expected one scale and one key for the whole batch under vmap; got one for each of "
+                f"{info.batch_size} examples. Multiply before and divide after instead."
+            )
+    return arguments[0].movedim(dims[0], 0)
+
+
+def _vmap_cast(info: Any, dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+    return _ops.cast(_front(info, dims, arguments, "cast"), *arguments[1:]), 0
+
+
+def _vmap_pack(info: Any, dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+    x = _front(info, dims, arguments, "pack")
+    return _ops.pack(x.flatten(0, 1), *arguments[1:]).unflatten(0, x.shape[:2]), 0
+
+
+def _vmap_absmax(_: Any, dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, int]:
+    return torch.stack([_ops.absmax(example) for example in x.unbind(dims[0])]), 0
+
+
+def _over_blocks(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(info: Any, dims: tuple[Any, ...], *arguments: Any) -> Any:
+        x, spec, over, *rest = arguments
+        if dims[2] is not None:  # each example has a tensor scale of its own
+            examples = zip(x.unbind(dims[0]), over.unbind(dims[2]), strict=True)
+            results = [operation(example, spec, scale, *rest) for example, scale in examples]
+            if isinstance(results[0], Tensor):
+                return torch.stack(results), 0
+            return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0, 0)
+        x = _front(info, dims, arguments, "cast")
+        result = operation(x.flatten(0, 1), spec, over, *rest)
+        if isinstance(result, Tensor):
+            return result.unflatten(0, x.shape[:2]), 0
+        return tuple(part.unflatten(0, x.shape[:2]) for part in result), (0, 0)
+
+    return rule
+
+
+# -- registration ------------------------------------------------------------------------------------------------------
+
+
+def without_autograd(library: torch.library.Library, name: str, implementation: Callable[..., Any]) -> None:
+    """Register an operator's implementation, whose results require no gradient.
+
+    Those of the arguments do not matter.
+    """
+    # Without a kernel for autograd, torch's fallback gives floating-point results a gradient function that only warns.
+    # Falling through avoids that. Autograd is then still on inside the implementation, and would record what a backend
+    # computes with torch's operators: `no_grad` keeps it from that.
+    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    library.impl(name, torch.no_grad()(implementation), "CompositeExplicitAutograd")
+
+
 _OPERATORS = (
     ("measure_", f"({_MEASURE}) -> ()", _measure, _fake_nothing),
     ("count_nonfinite_", "(Tensor[] tensors, Tensor(a!) counts, int index) -> ()", _count_nonfinite, _fake_nothing),
@@ -178,11 +240,21 @@ _OPERATORS = (
     ("block_cast_out", f"(Tensor x, {_BLOCK}, Tensor(a!) out) -> ()", _block_cast_out, _fake_nothing),
     ("pack", f"(Tensor x, {_CAST}) -> Tensor", _pack, _fake_pack),
     ("block_pack", f"(Tensor x, {_BLOCK}) -> (Tensor, Tensor)", _block_pack, _fake_block_pack),
+    ("fp8_cast", fp8_cast.SCHEMA, fp8_cast.run_cast, fp8_cast.empty_codes),
+    ("keep", "(Tensor x) -> Tensor", torch.clone, torch.empty_like),
 )  # fmt: skip
 
 for _name, _schema, _implementation, _fake in _OPERATORS:
     _library.define(_name + _schema, tags=_TAGS)
     without_autograd(_library, _name, _implementation)
     torch.library.register_fake(f"plimsoll::{_name}", _fake, lib=_library)
-fp8_cast.register(_library, _TAGS)
-registration.register_vmap(_library)
+
+_VMAP_RULES = {
+    "cast": _vmap_cast,
+    "pack": _vmap_pack,
+    "absmax": _vmap_absmax,
+    "block_cast": _over_blocks(_ops.block_cast),
+    "block_pack": _over_blocks(_ops.block_pack),
+}
+for _name, _rule in _VMAP_RULES.items():
+    torch.library.register_vmap(f"plimsoll::{_name}", _rule, lib=_library)
