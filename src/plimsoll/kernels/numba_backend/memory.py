@@ -33,6 +33,16 @@ def pieces(x: Tensor) -> Iterator[Tensor]:
             yield piece
 
 
+def without_repeats(x: Tensor) -> tuple[Tensor, int]:
+    """Return an expanded tensor as it was before, and how many times it has each value."""
+    repeats = 1
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            x = x.narrow(dim, 0, 1)
+            repeats *= size
+    return x, repeats
+
+
 class Words:
     """A list of integers in memory, at `address` for as long as this object lives."""
 

@@ -13,7 +13,7 @@ from plimsoll.formats import Format
 from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING, FORMATS
 from plimsoll.kernels.numba_backend import threads
 from plimsoll.kernels.numba_backend.compiling import inlined, kernel, pointer
-from plimsoll.kernels.numba_backend.memory import Words, pieces, word_address
+from plimsoll.kernels.numba_backend.memory import Words, pieces, without_repeats, word_address
 from plimsoll.kernels.operators.checks import is_dense
 
 
@@ -77,11 +77,7 @@ def _count_strided(x: Tensor, encoding: int) -> int:
 
     It goes 64K values at a time.
     """
-    repeats = 1
-    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            x = x.narrow(dim, 0, 1)
-            repeats *= size
+    x, repeats = without_repeats(x)
     dense = (piece.contiguous() for piece in pieces(x))
     return repeats * sum(_launch([piece.data_ptr(), piece.numel(), encoding]) for piece in dense)
 

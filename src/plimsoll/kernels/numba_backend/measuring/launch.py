@@ -15,7 +15,15 @@ from plimsoll import row_layout
 from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.numba_backend import compiling, threads
 from plimsoll.kernels.numba_backend.measuring import float32_kernels, kernels
-from plimsoll.kernels.numba_backend.memory import KINDS, Words, empty_rows, merge_into, pieces, row_addresses
+from plimsoll.kernels.numba_backend.memory import (
+    KINDS,
+    Words,
+    empty_rows,
+    merge_into,
+    pieces,
+    row_addresses,
+    without_repeats,
+)
 from plimsoll.kernels.operators.checks import is_dense
 from plimsoll.kernels.torch_backend import from_codes
 
@@ -110,11 +118,7 @@ def _measure_strided(x: Tensor, place: int) -> None:
 
     It goes 64K values at a time.
     """
-    repeats = 1
-    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            x = x.narrow(dim, 0, 1)
-            repeats *= size
+    x, repeats = without_repeats(x)
     once = np.zeros((1, row_layout.NARROW), np.int64)
     for piece in pieces(x):
         dense = piece.contiguous()
