@@ -15,6 +15,7 @@ from plimsoll.emulate.dispatch.operation_kernels import intercept, key_of
 from plimsoll.emulate.dispatch.thread_frame import NO_LISTS, Frame, categories_of, graph_task, local, nesting
 from plimsoll.emulate.operation_counts import Counts
 from plimsoll.errors import ArgumentError
+from plimsoll.watch.hooks.torch_hooks import replaced
 
 _dispatch_modes: Callable[[], int] = cast("Any", torch)._C._len_torch_dispatch_stack  # noqa: SLF001
 
@@ -104,9 +105,9 @@ def _patch_checkpoints() -> None:
     global _open  # noqa: PLW0603  (the count of the process's one patch)
     with _lock:
         if not _open:
-            _undo.append(_replace(_module, _GENERATOR, _generator(getattr(_module, _GENERATOR))))
+            _undo.append(replaced(_module, _GENERATOR, _generator(getattr(_module, _GENERATOR))))
             kind = _module.CheckpointFunction
-            _undo.append(_replace(kind, "forward", staticmethod(_forward(kind.forward))))
+            _undo.append(replaced(kind, "forward", staticmethod(_forward(kind.forward))))
         _open += 1
 
 
@@ -133,14 +134,3 @@ def _forward(original: Any) -> Any:
         return original(ctx, _under_frame(run_function), *args)
 
     return forward
-
-
-def _replace(owner: Any, name: str, ours: Any) -> Callable[[], None]:
-    original = owner.__dict__[name]
-    setattr(owner, name, ours)
-
-    def undo() -> None:
-        if owner.__dict__.get(name) is ours:  # other code may have wrapped our function since
-            setattr(owner, name, original)
-
-    return undo

@@ -26,6 +26,7 @@ from plimsoll.precision.levels.fp8_layers import Layers
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.precision.scripts.transparent_scaling import TransparentScaler, patched_backward
 from plimsoll.precision.training.loop import PREPARED
+from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.hooks.autograd_graph import backward_running
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.taps.module_taps import ModuleHook
@@ -49,13 +50,7 @@ def patched(owner: Any, name: str, run: Callable[..., Any]) -> Callable[[], None
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(original, self, args, kwargs)
 
-    setattr(owner, name, method)
-
-    def restore() -> None:
-        if owner.__dict__[name] is method:
-            setattr(owner, name, original)
-
-    return restore
+    return torch_hooks.replaced(owner, name, method)
 
 
 class Forward:

@@ -438,6 +438,13 @@ def _notify_of_signal(name: str) -> None:
     work.join(_SIGNAL_SECONDS)
 
 
+def replaced(owner: Any, name: str, ours: object) -> Callable[[], None]:
+    """Replace an attribute that a class or module itself has; return the undo function."""
+    original = owner.__dict__[name]
+    setattr(owner, name, ours)
+    return lambda: _restore(owner, name, ours, original)
+
+
 def _restore(owner: Any, name: str, ours: object, original: object) -> None:
     """Put the original back, unless ours was wrapped since: then ours stays, idle."""
     if owner.__dict__.get(name) is ours:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from plimsoll.watch.hooks.torch_hooks import replaced
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.shadow.replay import (
     Dropouts,
@@ -176,11 +177,4 @@ def watch_calls(root: nn.Module, around: Around) -> Callable[[], None]:
             return original(self, *args, **kwargs)
         return around_call(functools.partial(original, self), args, kwargs)
 
-    kind.__call__ = call
-    return lambda: _undo(kind, call, original)
-
-
-def _undo(kind: Any, call: object, original: object) -> None:
-    """Put the original back, unless ours was wrapped since: then ours stays, idle."""
-    if kind.__dict__.get("__call__") is call:
-        kind.__call__ = original
+    return replaced(kind, "__call__", call)

@@ -34,7 +34,7 @@ from plimsoll.watch.thread_casts import without_rounding
 
 # -- random numbers in a repetition: the same that the real step had ---------------------------------------------------
 
-_ALIKE = frozenset({"cpu", "meta"})  # devices whose dropout does not depend on the dtype
+ALIKE = frozenset({"cpu", "meta"})  # devices whose dropout does not depend on the dtype
 
 
 class RandomState:
@@ -255,7 +255,7 @@ def autocast_of(devices: Iterable[torch.device]) -> dict[str, tuple[bool, torch.
 
 def draws_by_dtype(devices: Iterable[torch.device]) -> bool:
     """Return True if dropout depends on the dtype on one of the devices."""
-    return any(device.type not in _ALIKE for device in devices)
+    return any(device.type not in ALIKE for device in devices)
 
 
 def _kinds(devices: Iterable[torch.device]) -> list[str]:
