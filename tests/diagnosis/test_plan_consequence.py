@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from plimsoll.diagnosis.planning.frontier import frontier
 from plimsoll.diagnosis.planning.loss_forecast import Consequence, Forecast
 from plimsoll.diagnosis.planning.modules import modules_of
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
-from plimsoll.formats import Plan
+from plimsoll.formats import Plan, get
 from plimsoll.formats.cost_table import CostTable, cost_table
 from plimsoll.runs import Run
 from tests.support.cases import each
@@ -134,6 +135,100 @@ def test_a_gradient_that_vanishes_in_part_costs_less(tmp_path: Path) -> None:
     # Losses of equal size have no slope, so nothing else counts.
     found = forecast.of("b", "e4m3", "e4m3", {**SHIFTS, "gradients": 1})
     assert found.updates == pytest.approx(2.0**-5 / 2 * math.sqrt(1 / 4))
+
+
+def _trained_by_sgd(last: Callable[[Tensor], Tensor], run: Path | None = None) -> tuple[float, float]:
+    """The loss of the last quarter, and the mean of all logits at the end. The last gradient goes through `last`."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    watch = None if run is None else pl.watch(model, optimizer, run=run, every=10, quiet=True)
+    first, second, losses = torch.randn(16, 12) / 4, torch.randn(12, 10), list[float]()
+    logits = torch.zeros(())
+    for _ in range(200):
+        x = torch.randn(64, 16)
+        classes = ((x @ first).tanh() @ second).argmax(1)
+        classes = torch.where(torch.rand(64) < 0.1, torch.randint(0, 10, (64,)), classes)
+        logits = model(x)
+        logits.register_hook(last)
+        loss = F.cross_entropy(logits, classes)
+        losses.append(loss.item())
+        if watch is not None:
+            watch.log(loss=loss.detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if watch is not None:
+        watch.close()
+    return float(np.mean(losses[150:])), logits.mean().item()
+
+
+def test_sgd_pays_for_what_pulls_all_logits_together(tmp_path: Path) -> None:
+    def cast(gradient: Tensor) -> Tensor:
+        # The smallest value of E2M3 is 2^-10 at this scale. Probabilities below 2^-5 are lost in a mean over 64 rows.
+        return pl.cast(gradient, "e2m3", scale=2.0**7)
+
+    exact, _ = _trained_by_sgd(lambda gradient: gradient, tmp_path / "run")
+    narrow, together = _trained_by_sgd(cast)
+    balanced, _ = _trained_by_sgd(lambda gradient: cast(gradient) - cast(gradient).mean(1, keepdim=True))
+    forecast = forecast_of(tmp_path / "run")
+    gradients, rise = forecast._collection("activation_gradients"), narrow - exact
+    lost, added, _ = gradients.sums(["4:output"], get("e2m3"), 7)
+    assert together / 2 < forecast._drift(forecast._sizes["4"], lost - added) < together * 2
+    found = forecast.interval(forecast.of("4", "e5m10", "e2m3", {"gradients": 7}).updates)
+    assert found.low < rise / forecast.loss < found.high
+    # The same values are lost where each row's mean is taken out, and nothing pulls at all logits.
+    assert abs(balanced - exact) < rise / 4
+
+
+@each("scale", [1.0, 2.0**10])
+def test_a_cast_takes_away_what_it_loses_less_what_it_raises(scale: float, tmp_path: Path) -> None:
+    steps = [tensors(step) for step in range(4)]
+    for step, made in enumerate(steps):
+        generator = torch.Generator().manual_seed(step)
+        made["activation_gradients", "b:output"] = scale * 2 ** (-14 * torch.rand(64, 200, generator=generator))
+    forecast = forecast_of(written(tmp_path / f"{scale}", steps, losses=[1.0] * 4, scale=scale))
+    values = torch.stack([made["activation_gradients", "b:output"] for made in steps[2:]]) / scale
+    rounded = pl.cast(values, "e2m3", scale=2.0**4)  # smallest value 2^-7
+    lost, added, whole = forecast._collection("activation_gradients").sums(["b:output"], get("e2m3"), 4)
+    kept = rounded > 0
+    near = kept & (values < 2.0**-7)
+    assert whole == pytest.approx(values.sum() / 2, rel=1e-3)
+    assert lost == pytest.approx(values[~kept].sum() / 2, rel=0.02)
+    assert added == pytest.approx((rounded - values)[near].sum() / 2, rel=0.05)
+
+
+def _run_of(path: Path, **settings: object) -> Forecast:
+    """A run of one step whose optimizer has these settings."""
+    return forecast_of(written(path, [tensors(0)], losses=[1.0] * 100, settings={"optimizer": settings}))
+
+
+def test_the_rate_of_sgd_is_known_and_weight_decay_bounds_the_pull(tmp_path: Path) -> None:
+    plain = _run_of(tmp_path / "sgd", name="SGD", lr=0.1, momentum=0.75, weight_decay=0)
+    assert plain._rate == pytest.approx(0.4)
+    drift = plain._drift(plain._sizes["b"], 0.5)
+    assert drift == pytest.approx(0.4 * 100 * 0.5 * plain._sizes["b"].inputs / (ROWS * IN))
+    decays = _run_of(tmp_path / "decay", name="SGD", lr=0.1, momentum=0.75, weight_decay=0.25)  # for ten steps
+    assert decays._drift(decays._sizes["b"], 0.5) == pytest.approx(drift / 10)
+    assert _run_of(tmp_path / "adam", name="Adam", lr=0.1)._rate is None
+    assert _run_of(tmp_path / "odd", name="SGD", lr="fast", momentum=None)._rate == 0
+
+
+def test_momentum_adds_up_gradients_that_stay(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.8)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=2, quiet=True) as watch:
+        for _ in range(200):
+            # Each step has a gradient of its own.
+            loss = (model(torch.randn(8, 32)) * torch.randn(8, 32)).sum()
+            watch.log(loss=loss.detach())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert forecast_of(tmp_path / "run")._rate == pytest.approx(1e-3 / (1 - 0.8), rel=0.1)
 
 
 def test_data_is_felt_as_much_as_what_the_next_module_multiplies(tmp_path: Path) -> None:

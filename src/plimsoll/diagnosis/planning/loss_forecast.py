@@ -22,12 +22,26 @@ curve says how much that is: its slope against the logarithm of the steps, over 
 size of their updates times that of their gradients.
 
 Values of the last gradient, that of the logits, are an exception. The small ones are the probabilities of the wrong
-classes. They are of one sign, so making them zero is a bias: these classes rise until nothing is lost on average. How
-much that costs depends on what the model can tell apart, which no spectrum shows. If each logit rises alone, it moves
-by about 1, and the loss by half of each lost value. If a class rises by the same in all samples, its logit moves by the
-lost share of its probability, and the loss by half of the lost values times that share. The prediction is the geometric
-mean of the two. The probabilities of the wrong classes are half of the gradient's magnitude, as its rows have sums of
-zero.
+classes. They are of one sign, so making them zero is a bias. A row of this gradient has a sum of zero, and lacks what
+is lost, less what is added to values that are raised to the format's smallest one. Let that be B, over all rows of a
+step. It pulls the logits of a row up together. Softmax does not feel that, so nothing stops it.
+
+With SGD an update is the gradient times a rate, and the pull can be followed. With C classes, N rows and the module's
+input h, its gradient b in the weight has
+
+    |b|^2 = B^2 |h|^2 / (C N)       if h is the same in all rows, which the pull itself makes it
+
+and T steps at the rate r raise all logits by r T |b|^2 / B. In a loss of curvature c, a pull that stays moves a weight
+by (1 - exp(-z)) b / c with z = r c T. That costs r T |b|^2 (1 - exp(-z))^2 / (2 z), at most 0.204 r T |b|^2 whatever c
+is. The prediction is this bound. That h grows under the pull is not counted. Weight decay d forgets a pull in 1 / (r d)
+steps, so T is no more than that.
+
+An optimizer that divides by the size of gradients pays less: its updates do not grow with the activations that the pull
+makes larger. There, and where the optimizer is not known, the prediction is between two cases. If each logit rises
+alone until nothing is lost on average, it moves by about 1, and the loss by half of each lost value. If a class rises
+by the same in all samples, its logit moves by the lost share of its probability, and the loss by half of the lost
+values times that share. The prediction is the geometric mean of the two. The probabilities of the wrong classes are
+half of the gradient's magnitude, as its rows have sums of zero.
 
 Errors that are known from shadow steps calibrate the part of the updates: the squared error of each module's weight
 gradient, over that of the formula in the run's own format.
@@ -37,6 +51,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
@@ -44,11 +59,12 @@ from plimsoll.diagnosis.planning.format_choice import NATIVE, Judge
 from plimsoll.diagnosis.planning.modules import Module
 from plimsoll.diagnosis.planning.series_windows import Collection
 from plimsoll.diagnosis.view import View
-from plimsoll.formats import Format, Role, get
+from plimsoll.formats import BlockFormat, Format, Role, get
 from plimsoll.intervals import Interval
 from plimsoll.spectrum import error_sums
 
 SPREAD = 4.0  # factor of the interval; see benchmarks/plan.py
+_WORST = 0.2036  # of (1 - exp(-z))^2 / (2 z), the largest, at z = 1.256
 _EVEN = 1 / 28  # squared error over squared value for one bit: a twelfth of the squared spacing, over the mean of 7/3
 
 
@@ -199,15 +215,51 @@ class Forecast:
         lost = self.slope * (self._shares[name] * _missing(own) + self._before[name] * _missing(onward))
         cut = 0.0
         if name == next(reversed(self._sizes)):
-            backward_tensors = self._collection("activation_gradients")
-            lost_sum, whole = backward_tensors.sums(module.outputs, get(backward), shifts.get("gradients", 0))
-            cut = 0.5 * lost_sum * math.sqrt(min(2 * lost_sum / whole, 1.0)) if whole else 0.0
+            cut = self._cut(module, sizes, get(backward), shifts.get("gradients", 0))
         return Consequence(
             loss_divergence=math.sqrt(divergence),
             update_divergence=math.sqrt(own),
             forward=self.samples * divergence / 2,
             updates=lost * self.calibration[0] + cut,
         )
+
+    def _cut(self, module: Module, sizes: _Sizes, fmt: Format | BlockFormat, shift: int) -> float:
+        """Return the increase of the loss by small values of the last gradient."""
+        lost, added, whole = self._collection("activation_gradients").sums(module.outputs, fmt, shift)
+        if self._rate is None:
+            return 0.5 * lost * math.sqrt(min(2 * lost / whole, 1.0)) if whole else 0.0
+        return _WORST * abs((lost - added) * self._drift(sizes, lost - added))
+
+    def _drift(self, sizes: _Sizes, pull: float) -> float:
+        """Return how far SGD moves all logits together by the end of training.
+
+        Args:
+            sizes: The last module's.
+            pull: The sum that the last gradient's cast takes away at a step.
+        """
+        rate, decay = self._rate or 0.0, _setting(self._view, "weight_decay")
+        steps = float(self._losses[0][-1] + 1)
+        if rate * decay > 0:
+            steps = min(steps, 1 / (rate * decay))
+        return rate * steps * pull * sizes.inputs / sizes.output_values
+
+    @cached_property
+    def _rate(self) -> float | None:
+        """Distance that SGD moves a weight along a gradient that stays, per step and gradient.
+
+        It is known from the updates. Of gradients that differ at each step, momentum adds up the squares, and of one
+        that stays the values. None: another optimizer.
+        """
+        settings = self._view.run.settings.get("optimizer")
+        if not isinstance(settings, Mapping) or settings.get("name") != "SGD":
+            return None
+        momentum = min(max(_setting(self._view, "momentum"), 0.0), 1 - 2.0**-20)
+        name = next(reversed(self._sizes))
+        weight, gradient = self._modules[name].weight, self._sizes[name].weight_gradient
+        updates = Collection.of(self._view, "updates", self._judge.tolerance)
+        if updates is None or not updates.has(weight[0]) or not gradient:
+            return _setting(self._view, "lr") / (1 - momentum)
+        return math.sqrt(updates.energy(weight) / gradient * (1 + momentum) / (1 - momentum))
 
     def _own(self, sizes: _Sizes, gradients: float, inputs: float) -> float:
         """Return the weight gradient's squared relative error, by its operands' errors."""
@@ -294,6 +346,13 @@ def _with_data(found: dict[str, _Sizes]) -> dict[str, _Sizes]:
         elif each.passed:
             larger = max(each.input_gradient / each.passed, 1.0)
     return sizes
+
+
+def _setting(view: View, name: str) -> float:
+    """Return a number of the optimizer's settings, 0 if it is not recorded."""
+    settings = view.run.settings.get("optimizer")
+    value = cast("Mapping[str, object]", settings).get(name) if isinstance(settings, Mapping) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def _missing(squared: float) -> float:

@@ -207,23 +207,25 @@ class Collection:
     def _noise(self) -> Noise:
         return Noise(values=self.values)
 
-    def sums(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> tuple[float, float]:
-        """Return the sums of lost and of all magnitudes a step, over the later half of the steps.
+    def sums(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> tuple[float, float, float]:
+        """Return sums of magnitudes a step, over the later half of the steps.
 
-        0 for block formats, whose records do not have them.
+        They are those of the values that a cast makes zero, what it adds to those just above, which it raises to the
+        format's smallest value, and those of all values. 0 for block formats, whose records do not have them.
         """
         if isinstance(fmt, BlockFormat):
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         cells = self.cells.of_rows(self._late(names))
         row = np.repeat(np.arange(len(cells)), cells.length)
         binades = np.arange(len(cells.flat)) - cells.start[:-1][row] + cells.lowest[row]
-        lost = binades < fmt.quantum_exponent - 1 - shift + np.round(np.log2(cells.scale))[row]
-        sums = cells.flat * np.ldexp(1.0, binades.astype(np.int32))
-        part, whole = (np.bincount(row[held], sums[held], len(cells)) for held in (lost, lost | True))
-        # Values of a binade are spread in the same way in all binades of a row.
-        true, steps = cells.column("abssum") / cells.scale, max(len(np.unique(cells.at)), 1)
-        lost_of_true = true * part / np.maximum(whole, np.finfo(np.float64).tiny)
-        return float(lost_of_true.sum()) / steps, float(true.sum()) / steps
+        below = fmt.quantum_exponent - 1 - shift + np.round(np.log2(cells.scale))[row]  # half of the smallest value
+        sums, true = cells.flat * np.ldexp(1.0, binades.astype(np.int32)), cells.column("abssum") / cells.scale
+        whole = np.maximum(np.bincount(row, sums, len(cells)), np.finfo(np.float64).tiny)
+        lost, near = (np.bincount(row[held], sums[held], len(cells)) for held in (binades < below, binades == below))
+        # Values of a binade are spread in the same way in all binades of a row. The smallest value is twice its start.
+        added = np.maximum(2 * near / cells.scale - true * near / whole, 0.0)
+        steps = max(len(np.unique(cells.at)), 1)
+        return float((true * lost / whole).sum()) / steps, float(added.sum()) / steps, float(true.sum()) / steps
 
     def _late(self, names: Sequence[str]) -> NDArray[np.intp]:
         rows = self._rows(names)
