@@ -35,6 +35,7 @@ SHOWN = {
     "scale-low": "scale frozen low after hard batches",
     "scale-oscillation": "scale swings since 80",
     "nonfinite": "overflow on and on",
+    "norm-of-few-values": "a batch norm of two values",
     "updates-swallowed": "updates swallowed since 100",
     "second-moment-lost": "second moments of one layer lost",
     "structural-zeros": "unused embedding rows",

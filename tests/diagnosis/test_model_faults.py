@@ -98,9 +98,45 @@ class Signal(nn.Module):
 
 
 def test_a_norm_of_one_value_is_named(tmp_path: Path) -> None:
-    (finding,) = found(tmp_path / "one", Signal(1), "dead-layer")
-    assert (finding.severity, finding.where) == ("warning", ("norm:output",))
-    assert found(tmp_path / "two", Signal(2), "dead-layer") == []
+    (finding,) = found(tmp_path / "one", Signal(1), "norm-of-few-values")
+    assert (finding.severity, finding.where, finding.evidence["values"]) == ("warning", ("norm:output",), 1)
+    assert found(tmp_path / "two", Signal(2), "norm-of-few-values") == []
+
+
+class Rows(nn.Module):
+    """A batch norm that sees so many of the 16 rows; pictures of one pixel, or of several."""
+
+    def __init__(self, rows: int, pixels: int = 1, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.net, self.rows, self.pixels, self.frozen = mlp(), rows, pixels, frozen
+        self.norm = nn.BatchNorm2d(8 // pixels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.train(not self.frozen)
+        few = self.norm(x[: self.rows].unflatten(1, (-1, 1, self.pixels))).flatten(1)
+        return self.net(torch.cat([few, x[self.rows :]]))
+
+
+def test_a_batch_norm_of_two_values_is_named(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path / "two rows", Rows(2), "norm-of-few-values")
+    assert (finding.severity, finding.where, finding.evidence["values"]) == ("warning", ("norm:output",), 2)
+    assert "1 and -1" in finding.meaning
+
+
+@each("name", ["three rows", "two pixels of two rows", "statistics of before"])
+def test_a_batch_norm_of_more_is_not(name: str, tmp_path: Path) -> None:
+    sound = {"three rows": Rows(3), "two pixels of two rows": Rows(2, 2), "statistics of before": Rows(2, frozen=True)}
+    assert found(tmp_path / name, sound[name], "norm-of-few-values") == []
+
+
+def test_one_small_batch_among_others_is_not(tmp_path: Path) -> None:
+    model = Rows(2)
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        model.rows = 16 if model.rows == 2 else 2  # of the next batch
+        return F.cross_entropy(y, target)
+
+    assert found(tmp_path / "run", model, "norm-of-few-values", loss) == []
 
 
 # -- units that are copies of each other

@@ -1,8 +1,11 @@
 """Trainings that are wired wrongly, and right ones that look like them, watched for real."""
 
+import functools
 import math
 import re
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report.verdicts.verdict import verdict
 from plimsoll.runs import Run
 from plimsoll.scaling import StaticScaler
+from tests.support.cases import each
 
 RULES = ["untrained-parameters", "optimizer-idle", "gradients-mishandled", "decay-lost", "updates-swallowed"]
 
@@ -636,3 +640,102 @@ def test_frozen_weights_that_are_stepped_on_are_named_alone(tmp_path: Path) -> N
     for name, more in (("none", {"to_none": True}), ("nothing moves", {"to_none": False, "decay": 0.0})):
         assert frozen_at(tmp_path / name, **more) == [], name
     assert frozen_at(tmp_path / "from the start", to_none=False, from_step=0) == []
+
+
+# -- casts that autocast keeps
+
+
+def under_autocast(
+    path: Path, *, whole: bool | None, cache: bool = True, train_it: bool = True, accumulate: int = 1
+) -> set[str]:
+    """The weights of which old casts are named, in a training with autocast around each forward, and around it all."""
+    model, autocast = mlp(), functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=cache)
+    optimizer = adam(model)
+    around = nullcontext() if whole is None else autocast(enabled=whole)
+    with pl.watch(model, optimizer, run=path), around:
+        for _ in range(6):
+            for _ in range(accumulate):
+                x = torch.randn(16, 8)
+                with autocast():
+                    loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1))
+                loss.backward()
+            if train_it:
+                optimizer.step()
+            optimizer.zero_grad()
+    return {name for finding in diagnose(path, rules=["casts-stale"]) for name in finding.where}
+
+
+def test_casts_that_outlast_a_step_are_named(tmp_path: Path) -> None:
+    weights = {name for name, _ in mlp().named_parameters()}
+    assert under_autocast(tmp_path / "whole", whole=True) == weights
+    assert under_autocast(tmp_path / "micro", whole=True, accumulate=2) == weights
+    assert under_autocast(tmp_path / "disabled", whole=False) == weights  # it counts as outermost all the same
+
+
+@each(
+    "case",
+    [
+        {"whole": None},
+        {"whole": None, "accumulate": 3},
+        {"whole": True, "cache": False},
+        {"whole": True, "train_it": False},  # no weight is written
+    ],
+)
+def test_casts_of_the_present_weights_are_not(case: dict[str, bool], tmp_path: Path) -> None:
+    assert under_autocast(Path(tempfile.mkdtemp(dir=tmp_path)), **case) == set()
+
+
+# -- a state that is lost
+
+
+def with_states(path: Path, lost_every: int, *, steps: int = 40, anew: bool = False, **arguments: Any) -> list[Finding]:
+    """The findings on a training whose optimizer's state is cleared, or whose optimizer is made again."""
+    model = mlp()
+    optimizer = adam(model, **arguments)
+    with pl.watch(model, optimizer, run=path, every=4):
+        for step in range(steps):
+            if step and step % lost_every == 0:
+                if anew:
+                    optimizer = adam(model, **arguments)
+                else:
+                    optimizer.state.clear()
+            x = torch.randn(16, 8)
+            nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(path, rules=["state-cleared"])
+
+
+@each("anew", [False, True])
+def test_a_state_that_is_lost_every_few_steps_is_named(anew: bool, tmp_path: Path) -> None:
+    (finding,) = with_states(Path(tempfile.mkdtemp(dir=tmp_path)), 5, anew=anew)
+    assert (finding.severity, finding.since_step) == ("warning", 15)
+    assert finding.evidence == {"optimizer": "AdamW", "steps": 5}
+
+
+@each(
+    "case",
+    [
+        {"lost_every": 15},  # twice
+        {"lost_every": 99},
+        {"lost_every": 12, "betas": (0.8, 0.9), "steps": 64},  # longer than its means go back
+    ],
+)
+def test_a_state_that_lasts_is_not(case: dict[str, Any], tmp_path: Path) -> None:
+    assert with_states(Path(tempfile.mkdtemp(dir=tmp_path)), **case) == []
+
+
+def test_an_optimizer_without_a_state_is_not(tmp_path: Path) -> None:
+    class Signs(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(p.grad.sign(), alpha=-1e-3)
+
+    model = mlp()
+    optimizer = Signs(model.parameters(), {"betas": (0.9, 0.999)})
+    with pl.watch(model, optimizer, run=tmp_path / "run"):
+        for _ in range(20):
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert diagnose(tmp_path / "run", rules=["state-cleared"]) == []

@@ -58,6 +58,7 @@ class Story:
     activation_std: Size = lambda layer, step: 1.0
     activation_fmt: str = "fp16"
     change_activation: Make = lambda x, layer, step: x
+    input_size: float | None = None  # of what comes into the model
     weight_std: Size = lambda layer, step: 2.0**-5
     weight_fmt: str = "fp32"
     change_weight: Make = lambda x, layer, step: x
@@ -125,6 +126,10 @@ class Story:
                     tensors.append(tops[place])
                     scales.append(1.0)
                     extras.append({})
+        if self.input_size is not None:
+            tensors.append(torch.linspace(-self.input_size, self.input_size, VALUES))
+            scales.append(1.0)
+            extras.append({})
         moving = {role: scale(step) for role, (_, scale) in self.casts.items() if callable(scale)}
         if moving:
             values = {scalar_of(layer, role): scale for layer in LAYERS for role, scale in moving.items()}
@@ -201,6 +206,8 @@ class Story:
             yield "updates", f"{layer}.weight", self.weight_fmt
             yield "optimizer", f"{layer}.weight:exp_avg", self.moment_fmt
             yield "optimizer", f"{layer}.weight:exp_avg_sq", self.moment_fmt
+        if self.input_size is not None:
+            yield "activations", "model:input", "fp32"
 
 
 def errors(x: Tensor, bias: float, noise: float) -> dict[str, float]:

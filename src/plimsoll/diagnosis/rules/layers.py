@@ -46,17 +46,13 @@ _SINCE = (
     "The model was in training mode before, and is trained in evaluation mode since: dropout is off, and batch norms "
     "use the statistics of before."
 )
-_ONE_VALUE_FACT = "norm of one value"
-_ONE_VALUE = "a norm of one value"
+_ONE_VALUE, _TWO_VALUES = "norm of one value", "norm of two values"  # facts of the watch
 _AT_ZERO = "weights of zero without a gradient"
 _ZERO_ON_BOTH_SIDES = (
     "Their weights are all zero and get no gradient, so they stay zero. Two layers in a row that both begin at zero do "
     "that."
 )
 _AS_LORA = "Initialise the first of the two at random, as LoRA does."
-_SMALL_INPUTS = "small inputs"
-_BIASES = "Layers see hardly more than their biases, which moved until nothing came out."
-_SCALE_INPUTS = "Scale the inputs to a size of about 1. If they are scaled already, look whether it is done twice."
 _NO_SLOPE = "a weight without a slope"
 _STOPPED = "gradients stop"
 _NO_GRADIENTS = (
@@ -98,31 +94,23 @@ class DeadLayer(Rule):
         "first": EvidenceItem(unit="location"),
         "zeros": EvidenceItem(unit="share"),
         "never_alive": EvidenceItem(hide_zero=True),
-        "largest_input": EvidenceItem("Largest input of the model"),
     }
 
     zeros: float = threshold(0.999, "of an output's values; ReLU, dropout and masks leave more than that")
     samples: float = threshold(5, _SAMPLES)
-    small: float = threshold(2.0**-6, "pixels divided by 255 twice are below 2^-7; inputs are made of size 1 or so")
 
     # Underflow is left to its own rules. A gradient in a narrow format that was never anything but zero cannot be
     # distinguished from underflow without a shadow step, and the finding says so.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield a finding on outputs, and one on gradients where outputs are alive."""
-        spots, until = self._dead_outputs(view)
-        if spots:
+        spots, until = self.dead_outputs(view)
+        at_zero = self.at_zero(view, spots)
+        if spots and (at_zero or not InputsSmall().are_small(view)):
             evidence: dict[str, float | int | str] = {
                 "first": spots[0].name, "layers": len(spots), "zeros": spots[0].value,
             }  # fmt: skip
-            # Weights that begin at zero leave it, unless a zero on either side keeps their gradient at zero too.
-            still = always_zero(view.cells("weights")) & always_zero(view.cells("gradients"))
-            at_zero = _modules_of(spots) & {name.removesuffix(".weight") for name in still}
             evidence |= {"cause": _AT_ZERO, "at_zero": len(at_zero)} if at_zero else {}
             meaning, advice = (_ZERO_ON_BOTH_SIDES, _AS_LORA) if at_zero else (None, None)
-            largest = _largest_input(view)
-            if not at_zero and largest < self.small:
-                evidence |= {"cause": _SMALL_INPUTS, "largest_input": largest}
-                meaning, advice = f"The model's inputs are at most {number(largest)}. {_BIASES}", _SCALE_INPUTS
             yield self.finding(
                 "warning", spots, evidence, until_step=until, collection="activations", meaning=meaning, advice=advice
             )
@@ -138,15 +126,9 @@ class DeadLayer(Rule):
                 advice="Take a shadow step (shadow_every): it distinguishes the two." if silent.unknown else None,
             )  # fmt: skip
         yield from self._without_slope(view)
-        yield from self._of_norms(view)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where and since when."""
-        if context.text("cause") == _ONE_VALUE:
-            return Phrase(
-                what=f"the norm {context.place} sees single values, and has put out its bias {context.since}",
-                remedy="normalise over more values",
-            )
         if context.text("cause") == _AT_ZERO:
             return Phrase(
                 what=f"all weights of {context.number('at_zero'):.0f} layers are zero and get no gradient, seen "
@@ -158,12 +140,6 @@ class DeadLayer(Rule):
                 what=f"all gradients of {context.place} have been zero {context.since}, and those of the bias not",
                 remedy="pass gradients through the rounding of the weight",
             )
-        if context.text("cause") == _SMALL_INPUTS:
-            return Phrase(
-                what=f"all outputs of {context.place} have been zero {context.since}",
-                effect=f"and the model's inputs are at most {number(context.number('largest_input'))}",
-                remedy="scale the inputs to a size of about 1",
-            )
         of_outputs = context.finding.collection == "activations"
         kind = "outputs" if of_outputs else context.tensors
         whose = "" if of_outputs else " of their own format"
@@ -172,7 +148,13 @@ class DeadLayer(Rule):
             remedy="check the layer's input and bias, or lower the learning rate",
         )
 
-    def _dead_outputs(self, view: View) -> tuple[list[Spot], int]:
+    def at_zero(self, view: View, spots: list[Spot]) -> set[str]:
+        """Return the modules of some outputs whose weights begin at zero and stay there."""
+        # Weights that begin at zero leave it, unless a zero on either side keeps their gradient at zero too.
+        still = always_zero(view.cells("weights")) & always_zero(view.cells("gradients"))
+        return _modules_of(spots) & {name.removesuffix(".weight") for name in still}
+
+    def dead_outputs(self, view: View) -> tuple[list[Spot], int]:
         """Return the outputs that are zero, the earliest first, and until when."""
         outputs = view.cells("activations")
         if outputs is None:
@@ -193,7 +175,7 @@ class DeadLayer(Rule):
         lost, nonzero = modules.total(narrow.lost_of_cell), modules.total(cells.total(cells.nonzero))
         values = modules.total(cells.total_of("zeros"))
         silent = (values > 0) & (nonzero == 0) & (lost == 0)
-        dead = _modules_of(self._dead_outputs(view)[0])
+        dead = _modules_of(self.dead_outputs(view)[0])
         dead |= {name.rpartition(".")[0] or name for name in frozen_weights(view)}  # no gradient is meant to come there
         alive = np.array([name not in dead for name in modules.names])[:, None]
         # NaN is no zero. A loss of zero has no gradient, and gradients that the script erased say nothing of a layer.
@@ -219,7 +201,7 @@ class DeadLayer(Rule):
         cells, inputs = view.cells("gradients"), view.cells("activations")
         if cells is None or inputs is None:
             return
-        norms = {name for event in facts(view, _ONE_VALUE_FACT) for name in listed_in(event, "modules")}
+        norms = {name for event in facts(view, _ONE_VALUE) for name in listed_in(event, "modules")}
         _, mine, theirs = np.intersect1d(cells.steps, inputs.steps, return_indices=True)
         nonzero, size = cells.total(cells.nonzero), cells.highest(cells.columns["absmax"])
         floors = np.array([get_element(name, "diagnose").smallest_normal for name in cells.formats])
@@ -247,20 +229,91 @@ class DeadLayer(Rule):
                 "the rounding: weight + (rounded - weight).detach(), a straight-through estimator.",
             )  # fmt: skip
 
-    # The mean of one value is the value, and its root mean square is its size: nothing of it but a sign is left.
-    def _of_norms(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of the norms over a single value."""
+
+@dataclass(frozen=True, kw_only=True)
+class InputsSmall(Rule):
+    """Inputs of a model so small that its layers put out zeros."""
+
+    id = "inputs-small"
+    says = "the model's inputs are so small that layers see hardly more than their biases, and put out zeros"
+    meaning = "Layers see hardly more than their biases, which moved until nothing came out."
+    advice = "Scale the inputs to a size of about 1. If they are scaled already, look whether it is done twice."
+    figure = "spectrogram"
+    explained_by = DeadLayer.explained_by
+    items = {"largest_input": EvidenceItem("Largest input of the model"), "zeros": EvidenceItem(unit="share")}
+
+    small: float = threshold(2.0**-6, "pixels divided by 255 twice are below 2^-7; inputs are made of size 1 or so")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the outputs that are zero."""
+        dead = DeadLayer()
+        spots, until = dead.dead_outputs(view)
+        if spots and self.are_small(view) and not dead.at_zero(view, spots):
+            largest = _largest_input(view)
+            evidence = {"largest_input": largest, "layers": len(spots), "zeros": spots[0].value}
+            yield self.finding(
+                "warning", spots, evidence, until_step=until, collection="activations",
+                meaning=f"The model's inputs are at most {number(largest)}. {self.meaning}",
+            )  # fmt: skip
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return how small the inputs are, and what is zero."""
+        return Phrase(
+            what=f"the model's inputs are at most {number(context.number('largest_input'))}",
+            effect=f"and all outputs of {context.place} have been zero {context.since}",
+            remedy="scale the inputs to a size of about 1",
+        )
+
+    def are_small(self, view: View) -> bool:
+        """Return True if the model's inputs are."""
+        return _largest_input(view) < self.small
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormOfFewValues(Rule):
+    """Norms over one or two values."""
+
+    id = "norm-of-few-values"
+    says = "a norm is over one value, or a batch norm over two, and leaves hardly more than a sign"
+    meaning = "The norm is over a single value: it puts out its bias, or a sign, whatever comes in."
+    advice = "Normalise over more values: look at normalized_shape, and at the order of the dimensions."
+    figure = "spectrogram"
+    items = {"values": EvidenceItem("Values of each norm")}
+
+    layers: float = threshold(1, "the facts are exact, and no sound model has such a norm")
+
+    # The mean of one value is the value, and its root mean square is its size: nothing of it but a sign is left. Two
+    # values lie as far above their mean as below it: 1 and -1.
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the norms over one value, and one of those over two."""
         ran = view.run.tensors.get("activations", ())
-        for event in facts(view, _ONE_VALUE_FACT)[:1]:
-            names = [f"{name}:output" for name in listed_in(event, "modules") if f"{name}:output" in ran]
-            if names:
-                spots = [Spot(name=name, since_step=event.step, value=1.0) for name in names]
-                evidence = {"first": names[0], "layers": len(names), "cause": _ONE_VALUE}
-                yield self.finding(
-                    "warning", spots, evidence, until_step=max(view.last_step, event.step), collection="activations",
-                    meaning="The norm is over a single value: it puts out its bias, or a sign, whatever comes in.",
-                    advice="Normalise over more values: look at normalized_shape, and at the order of the dimensions.",
-                )  # fmt: skip
+        for count, name in ((1, _ONE_VALUE), (2, _TWO_VALUES)):
+            for event in facts(view, name)[:1]:
+                names = [f"{name}:output" for name in listed_in(event, "modules") if f"{name}:output" in ran]
+                if len(names) >= self.layers:
+                    spots = [Spot(name=name, since_step=event.step, value=float(count)) for name in names]
+                    evidence: dict[str, float | int | str] = {"values": count, "layers": len(names)}
+                    yield self.finding(
+                        "warning", spots, evidence, until_step=max(view.last_step, event.step),
+                        collection="activations",
+                        meaning=self.meaning if count == 1 else "Each channel of the batch has two values, and the "
+                        "batch norm makes 1 and -1 of any two: their sizes are lost.",
+                        advice=self.advice if count == 1 else "Use larger batches (one of micro-batches counts by "
+                        "itself), or a norm over features: LayerNorm or GroupNorm.",
+                    )  # fmt: skip
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return where, and what is left."""
+        if context.number("values") == 1:
+            return Phrase(
+                what=f"the norm {context.place} sees single values, and has put out its bias {context.since}",
+                remedy="normalise over more values",
+            )
+        return Phrase(
+            what=f"the batch norm {context.place} normalises two values of a channel, and makes 1 and -1 of them, "
+            f"seen {context.since}",
+            remedy="use larger batches, or a norm over features",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,7 +485,7 @@ class OutputsAlike(Rule):
             deviation = np.sqrt(np.maximum(cells.total_of("sumsq") / count - mean**2, 0.0))
             spread = deviation / _spacing(cells, top)
         one_number = mean >= top * (1 - 2.0**-30)  # what adding doubles may lose
-        norms = {name for event in facts(view, _ONE_VALUE_FACT) for name in listed_in(event, "modules")}
+        norms = {name for event in facts(view, _ONE_VALUE) for name in listed_in(event, "modules")}
         judged = [":output" in name and name.rpartition(":")[0] not in norms for name in cells.names]
         holds = (one_number | (spread <= self.spread)) & (count >= self.values) & (top > 0) & (cells.nonfinite == 0)
         holds &= np.array(judged)[:, None]

@@ -282,6 +282,43 @@ class EpsilonDominates(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateCleared(Rule):
+    """An optimizer's state that is cleared, or begun again, every few steps."""
+
+    id = "state-cleared"
+    says = "the optimizer's state is cleared, or begun again by a new one, before its means are of enough steps"
+    meaning = (
+        "The optimizer's state is lost every few steps: Adam begins again each time, with updates of the size of the "
+        "learning rate, however small the gradients are."
+    )
+    advice = "Make the optimizer once, before the first epoch, and do not clear its state."
+    figure = "loss_and_scale"
+    items = {"steps": EvidenceItem("Steps between")}
+
+    times: float = threshold(3, "on end; methods that begin again on purpose leave thousands of steps between")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the first optimizer."""
+        for event in facts(view, "state cleared")[:1]:
+            steps, times = (int(str(event.details.get(name, 0))) for name in ("steps", "times"))
+            if times < self.times:
+                continue
+            evidence = {"optimizer": str(event.details.get("optimizer", "")), "steps": steps}
+            yield self.finding(
+                "warning", (), evidence, since_step=event.step, until_step=max(view.last_step, event.step)
+            )
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return how often the state is lost."""
+        return Phrase(
+            what=f"the state of {context.text('optimizer')} is cleared every {context.number('steps'):,.0f} steps or "
+            f"so, seen {context.since}",
+            effect="and its updates are as large as at the start each time",
+            remedy="make the optimizer once and keep its state",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class KeptNarrow(Rule):
     """FP32 weights, gradients, moments, whole numbers or sums that something rounds.
 

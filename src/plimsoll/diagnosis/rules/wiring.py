@@ -574,6 +574,41 @@ class DecayLost(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CastsStale(Rule):
+    """Forwards that use casts of weights from before the last step."""
+
+    id = "casts-stale"
+    says = "autocast keeps its casts of the weights from step to step, so no forward sees an update"
+    meaning = (
+        "Autocast casts a weight once and keeps the cast until its outermost context is left. It is never left, so "
+        "forwards use the weights of the first step, and the model does not learn."
+    )
+    advice = "Enter autocast for each forward, and leave it before optimizer.step(); or pass cache_enabled=False."
+    actions = ("stop",)
+    figure = "loss_and_scale"
+
+    parameters: float = threshold(1, "the facts are exact: the same cast, of a weight that was written since")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the weights."""
+        event = first_fact(view, "stale casts")
+        names = [] if event is None else listed_in(event, "parameters")
+        if event is not None and len(names) >= self.parameters:
+            spots = [Spot(name=name, since_step=event.step) for name in names]
+            evidence = {"parameters": len(names)}
+            yield self.finding("alarm", spots, evidence, until_step=max(view.last_step, event.step))
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return whose casts are old."""
+        whose = context.layer if context.is_single else f"{len(context.finding.where)} weights"
+        return Phrase(
+            what=f"autocast keeps its old casts of {whose} {context.since}",
+            effect="and no forward sees an update",
+            remedy="enter autocast for each forward",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AverageStuck(Rule):
     """An average or counter in 16 bits whose steps are smaller than its rounding."""
 

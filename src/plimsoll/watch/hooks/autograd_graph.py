@@ -143,6 +143,27 @@ def rows_looked_up(root: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
                     yield table.variable, cast("Any", node)._saved_indices  # noqa: SLF001  (likewise)
 
 
+def casts_of_leaves(root: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Yield the leaves that were cast, with the cast's place among the operations."""
+    for node in _nodes([root]):
+        if type(node).__name__ == "ToCopyBackward0":
+            leaf = getattr(cast("Any", node).next_functions[0][0], "variable", None)
+            if leaf is not None:
+                yield leaf, position(node)
+
+
+def values_normalised(root: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Yield the weights of batch norms in training mode, with how many values each channel's statistics are of."""
+    for node in _nodes([root]):
+        if type(node).__name__.endswith("BatchNormBackward0"):
+            norm = cast("Any", node)
+            weight = getattr(norm.next_functions[1][0], "variable", None)
+            with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
+                x = norm._saved_input  # noqa: SLF001  (likewise)
+                if weight is not None and norm._saved_training:  # noqa: SLF001  (likewise)
+                    yield weight, x.numel() // x.shape[1]
+
+
 def _has_factor(node: object, scale: Tensor) -> bool:
     if type(node).__name__ != "MulBackward0":
         return False

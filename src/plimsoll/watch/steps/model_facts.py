@@ -6,7 +6,8 @@ Weights and gradients are judged by a few values, compared with earlier ones:
 - ten steps later, layers whose units are copies of each other, and move as one;
 - weights that are written between two steps so that the update of the first one is undone;
 - gradients of micro-batches that are rounded away as they are added up in 16 bits;
-- gradients that are clipped before all micro-batches of a step are added up.
+- gradients that are clipped before all micro-batches of a step are added up;
+- steps between which the state of an optimizer is lost.
 
 Nothing here waits for a device: numbers are read on the background thread, as soon as they are there.
 """
@@ -254,6 +255,34 @@ class Clipping:
         self._before = self._changed = None
 
 
+class ClearedStates:
+    """Steps between which the optimizers' states were cleared, or begun again by another optimizer."""
+
+    def __init__(self) -> None:
+        self._begun: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # weights with a state, and since when
+        self._lasted: list[int] = []  # steps, of states on end that were too short
+
+    # Second moments are means over 1 / (1 - beta2) steps. A state that is begun again on purpose, as for another phase
+    # of the training, lasts longer than that, or is not begun three times on end.
+    def step_begins(self, optimizer: "torch.optim.Optimizer", step: int) -> int | None:
+        """An optimizer's step is called; return how many steps states last, at the third that is too short."""
+        p, horizon = _first_with_gradient(optimizer)
+        begun = None if p is None else self._begun.get(id(p))
+        if p is None or begun is None or begun[0]() is not p or optimizer.state.get(p):
+            return None
+        del self._begun[id(p)]
+        lasted = step - begun[1]
+        self._lasted = [*self._lasted, lasted] if 0 < lasted < horizon else []
+        return max(self._lasted) if len(self._lasted) == _STREAK else None
+
+    def step_ends(self, optimizer: "torch.optim.Optimizer", step: int) -> None:
+        """Its step has returned."""
+        p, _ = _first_with_gradient(optimizer)
+        begun = None if p is None else self._begun.get(id(p))
+        if p is not None and (begun is None or begun[0]() is not p) and optimizer.state.get(p):
+            self._begun[id(p)] = weakref.ref(p), step
+
+
 def living(weights: "Iterable[weakref.ref[Tensor]]") -> list[Tensor]:
     """Return the weights that are still there."""
     return [p for ref in weights if (p := ref()) is not None]
@@ -261,6 +290,17 @@ def living(weights: "Iterable[weakref.ref[Tensor]]") -> list[Tensor]:
 
 def _gradients(weights: "Iterable[weakref.ref[Tensor]]") -> list[Tensor]:
     return [p.grad for p in living(weights) if p.grad is not None and is_plain(p.grad)]
+
+
+def _first_with_gradient(optimizer: "torch.optim.Optimizer") -> tuple[Tensor | None, float]:
+    """Return the first weight of an Adam that has a gradient, and over how many steps its second moments go."""
+    for group in optimizer.param_groups:
+        betas = cast("Sequence[object] | None", group.get("betas"))
+        beta = betas[1] if betas is not None and len(betas) > 1 else None
+        if isinstance(beta, float) and beta < 1:
+            weights: list[Tensor] = group["params"]
+            return next((p for p in weights if p.grad is not None), None), 1 / (1 - beta)
+    return None, 0.0
 
 
 def fact(step: int, name: str, message: str, **details: object) -> Event:

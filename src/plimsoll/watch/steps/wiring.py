@@ -17,7 +17,9 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - weights, gradients, second moments and losses that are kept in fewer digits than their dtype has (`kept_narrow`);
 - losses that are divided by the number of micro-batches twice, or of which only a part carries the loss scale;
 - a model that is trained in evaluation mode;
-- norms over a single value, which are their bias whatever comes in;
+- norms over a single value, which are their bias whatever comes in, and batch norms over two;
+- casts of weights that autocast keeps from before the last step;
+- the state of an optimizer that is cleared, or begun again, every few steps;
 - averages of weights that rounding keeps where they are (`averages`).
 """
 
@@ -47,6 +49,7 @@ from plimsoll.watch.steps.kept_narrow import (
     share_of_zeros,
 )
 from plimsoll.watch.steps.model_facts import (
+    ClearedStates,
     Clipping,
     EvaluationMode,
     FirstWeights,
@@ -66,6 +69,7 @@ _FIRST_STEPS, _PERIOD, _LOOK = 64, 64, 8  # in which they are followed: the firs
 _TINY = 2.0**-17  # of the highest rate that a group has had: less moves nothing in a training's usual number of steps
 _INDICES = 32  # that a 16-bit format may hold or not
 _LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
+_PAIR = 2  # values of which a norm leaves 1 and -1, whatever they are
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 _FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
 # Less than this of a weight is lost at any weight.
@@ -195,6 +199,9 @@ class Wiring(torch_hooks.TrainingEvents):
         self._squashed = ""  # what the loss of the backward that runs applies twice
         self._looks = _LOOKS
         self._divided = 0  # what a loss was divided by twice
+        self._pairs: list[set[str]] = []  # the batch norms over two values, of each look
+        self._casts: dict[tuple[int, int], int] = {}  # versions of the weights that casts were made of
+        self._states = ClearedStates()
         self._judged = False
         self._said: set[str] = set()
         self._averages = Averages(core)
@@ -247,13 +254,19 @@ class Wiring(torch_hooks.TrainingEvents):
     def _look_behind(self, tensors: Any) -> None:
         """Look for a softmax of a softmax in the first backwards."""
         self._squashed = ""
-        if self._looks and self._known:
+        first_of_step = self._since_step == 1 and self._steps <= _REPEATS
+        if not self._known or not (self._looks or first_of_step):
+            return
+        listed: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        roots = [root for root in listed if isinstance(root, Tensor)]
+        is_loss = len(roots) == 1 and roots[0].numel() == 1
+        if self._looks:
             self._looks -= 1
-            listed: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            roots = [root for root in listed if isinstance(root, Tensor)]
             self._squashed = autograd_graph.squashed_twice(roots)
-            if len(roots) == 1 and roots[0].numel() == 1:
+            if is_loss:
                 self._look_behind_loss(roots[0])
+        if first_of_step and is_loss:
+            self._look_at_casts(roots[0])
 
     def _look_behind_loss(self, loss: Tensor) -> None:
         """Look for sums in 16 bits, divisions, terms without the scale, and indices that were rounded."""
@@ -263,6 +276,7 @@ class Wiring(torch_hooks.TrainingEvents):
             fmt = FORMATS[dtype].name
             self._say("loss added up", f"the loss adds {count:,} numbers one by one in {fmt}", terms=count, format=fmt)
         names = self._names()
+        self._look_at_batch_norms(loss, names)
         scale = getattr(None if self._scaler is None else self._scaler(), "_scale", None)
         if isinstance(scale, Tensor):
             leaves = autograd_graph.unscaled_leaves(loss, scale)
@@ -272,6 +286,27 @@ class Wiring(torch_hooks.TrainingEvents):
         for table, indices in autograd_graph.rows_looked_up(loss):
             if id(table) in names:
                 self._look_at_indices(names[id(table)], indices.detach())
+
+    # The last batch of an epoch may be as small: several on end are no chance.
+    def _look_at_batch_norms(self, loss: Tensor, names: Mapping[int, str]) -> None:
+        few = (weight for weight, values in autograd_graph.values_normalised(loss) if values == _PAIR)
+        self._pairs.append({names[id(weight)].removesuffix(".weight") for weight in few if id(weight) in names})
+        pairs = sorted(self._pairs[0].intersection(*self._pairs))
+        if len(self._pairs) == _LOOKS and pairs:
+            self._say("norm of two values", f"{_listed(pairs)} normalise two values of a channel", modules=pairs)
+
+    # Autocast casts a weight once, and keeps the cast until its outermost context is left. The same cast in the graph
+    # of a later step, of a weight that was written since, is one that nobody has made again.
+    def _look_at_casts(self, loss: Tensor) -> None:
+        stale = list[str]()
+        names = self._names()
+        for leaf, place in autograd_graph.casts_of_leaves(loss):
+            version = self._casts.setdefault((id(leaf), place), leaf._version)  # noqa: SLF001  (public in all but name)
+            if leaf._version > version and id(leaf) in names:  # noqa: SLF001  (likewise)
+                stale.append(names[id(leaf)])
+        if stale:
+            message = f"the forward uses casts of {_listed(stale)} from before the last step: autocast has kept them"
+            self._say("stale casts", message, parameters=stale)
 
     # Whole numbers above 256 that BF16 holds are even, above 512 multiples of four: as many as that by chance are none.
     def _look_at_indices(self, name: str, indices: Tensor) -> None:
@@ -334,6 +369,7 @@ class Wiring(torch_hooks.TrainingEvents):
             self._look_for_overwrites(known)
             self._look_at_roundings(known)
         self._look_at_moments(optimizer, known)
+        self._look_at_state(optimizer, known)
         self._mode.step_begins(known.steps)
         if self._divided and self._divided == self._since_step:
             message = f"the loss is divided by {self._divided} twice, the number of micro-batches of a step"
@@ -411,6 +447,11 @@ class Wiring(torch_hooks.TrainingEvents):
                 decay=moments.decay,
             )  # fmt: skip
 
+    def _look_at_state(self, optimizer: Any, known: _Optimizer) -> None:
+        if (steps := self._states.step_begins(optimizer, self.core.step)) is not None:
+            message = f"the state of {known.name} is cleared every {steps} steps or so, or another begins without one"
+            self._say("state cleared", message, optimizer=known.name, steps=steps, times=_REPEATS)
+
     def _look_for_overwrites(self, known: _Optimizer) -> None:
         known.overwrites.step_begins()
         undone = tuple(known.overwrites.undone)
@@ -433,6 +474,7 @@ class Wiring(torch_hooks.TrainingEvents):
             message = f"gradients of {known.name} are clipped before the last micro-batch of a step is added"
             self._later("clipped early", message, lambda: all((resolved(number) or 0) > 0 for number in found), known)
         known.moments.step_ends(optimizer)
+        self._states.step_ends(optimizer, self.core.step)
         for each in list(self._known.values()):
             if each is not known:
                 each.overwrites.forget()
