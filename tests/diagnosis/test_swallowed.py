@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, diagnose
+from tests.support.cases import each
 
 STEPS = 8
 SPARED = {"bf16-master": "masters", "bf16-stochastic": "stochastic", "bf16-kahan": "kahan", "fp16-master": "masters"}
@@ -104,6 +105,75 @@ def test_an_optimizer_of_ones_own_tells_by_an_attribute(tmp_path: Path) -> None:
 def test_an_attribute_that_says_nothing_spares_nothing(tmp_path: Path) -> None:
     (found,) = swallowed(by_hand(tmp_path / "run", torch.bfloat16, mark="somehow"))
     assert found.severity == "alarm"
+
+
+class Adam16(torch.optim.Optimizer):
+    """Adam of 16-bit weights, computed in FP32 and rounded in some way that it does not declare."""
+
+    def __init__(self, params: Any, way: str, lr: float = 1e-4) -> None:
+        super().__init__(params, {"lr": lr})
+        self.way = way
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state, g = self.state[p], p.grad.float()
+            if not state:
+                state.update(t=0, m=torch.zeros_like(g), v=torch.zeros_like(g), exact=p.float())
+            state["t"] += 1
+            mean = state["m"].lerp_(g, 0.1) / (1 - 0.9 ** state["t"])
+            square = state["v"].mul_(0.999).addcmul_(g, g, value=0.001) / (1 - 0.999 ** state["t"])
+            update = -self.param_groups[0]["lr"] * mean / (square.sqrt() + 1e-8)
+            state["exact"] += update
+            exact = (state["exact"] if self.way == "from a copy" else p.float() + update).view(torch.int32)
+            if self.way == "by chance":
+                exact = exact + torch.randint_like(exact, 1 << 16)
+            if self.way in ("by chance", "toward zero"):
+                exact = exact & -65536
+            p.copy_(exact.view(torch.float32))
+
+
+def in_16_bits(path: Path, way: str) -> pl.Run:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).bfloat16()
+    optimizer = Adam16(model.parameters(), way)
+    with pl.watch(model, optimizer, run=path, every=1):
+        for step in range(STEPS):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x.bfloat16()).float(), y).backward()
+            optimizer.step()
+    return pl.Run(path)
+
+
+@each("way", ["by chance", "from a copy"])
+def test_an_optimizer_that_declares_nothing_and_loses_nothing_is_known_by_its_weights(way: str, tmp_path: Path) -> None:
+    run = in_16_bits(tmp_path / way, way)
+    assert told(run) == [(0, "Adam16", "own"), (0, "Adam16", "lossless on average")]
+    assert unmoved(run) > 0.5 and swallowed(run) == []
+
+
+def test_rounding_to_nearest_is_an_alarm_and_shows_nothing_else(tmp_path: Path) -> None:
+    run = in_16_bits(tmp_path / "run", "to nearest")
+    (found,) = swallowed(run)
+    assert told(run) == [(0, "Adam16", "own")] and found.severity == "alarm"
+
+
+def test_rounding_toward_zero_is_named(tmp_path: Path) -> None:
+    (found,) = swallowed(in_16_bits(tmp_path / "run", "toward zero"))
+    assert (found.severity, found.since_step, found.evidence["cause"]) == ("alarm", 0, "toward zero")
+    assert "they shrink" in found.meaning
+
+
+def test_an_optimizer_of_torchao_says_it_by_its_argument(tmp_path: Path) -> None:
+    model = network().bfloat16()
+    optimizer: Any = sgd(model)
+    optimizer.bf16_stochastic_round = True
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+        x, y = batch(0)
+        nn.functional.cross_entropy(model(x.bfloat16()).float(), y).backward()
+        optimizer.step()
+    assert told(pl.Run(tmp_path / "run")) == [(0, "SGD", "stochastic")]
 
 
 def test_what_changes_within_a_run_counts_from_there_on(tmp_path: Path) -> None:

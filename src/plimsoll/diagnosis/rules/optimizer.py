@@ -50,7 +50,9 @@ _UNEVEN_CODES = (
     "Keep the second moments in FP32, or in codes that have an exponent. Evenly spaced ones hold no small values: the "
     "root of a value below half a step is zero, and the update explodes."
 )
-_LOSSLESS = ("masters", "stochastic", "kahan")  # updates that lose nothing, or nothing on average
+_TOWARD_ZERO = "toward zero"  # an update that the watch has found from changes of the weights
+# Updates that lose nothing, or nothing on average; those toward zero have a finding of their own.
+_LOSSLESS = ("masters", "stochastic", "kahan", "lossless on average", _TOWARD_ZERO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +77,19 @@ class UpdatesSwallowed(Rule):
     # unless what is cut off is kept (masters, a compensation), or made up for by rounding at random. Weights in FP32
     # are information: their updates vanish where the learning rate does. If none has ever moved, it is a warning.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding for weights in 16 bits or fewer, one for others."""
+        """Yield one finding for weights in 16 bits or fewer, one for others, one for rounding toward zero."""
         cells = view.cells("updates")
         if cells is None:
             return
+        for event in [e for e in view.events if e.kind == "update" and e.details.get("update") == _TOWARD_ZERO][:1]:
+            spots = [Spot(name=name, since_step=event.step) for name in listed_in(event, "parameters")]
+            yield self.finding(
+                "alarm", spots, {"cause": _TOWARD_ZERO, "layers": len(spots)}, until_step=view.last_step,
+                collection="updates",
+                meaning="Each step rounds these weights toward zero, however small the update is: they shrink, and "
+                "updates away from zero are lost.",
+                advice="Round to nearest, or by chance: add random bits below the last place before they are cut off.",
+            )  # fmt: skip
         moments, _ = KeptNarrow().first_moments_flushed(view)
         flushed = {spot.name.rpartition(":")[0] for spot in moments}  # their cause is known
         with np.errstate(all="ignore"):
@@ -103,6 +114,11 @@ class UpdatesSwallowed(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the largest share of weights that a step left as they were, where, and since when."""
+        if context.text("cause") == _TOWARD_ZERO:
+            return Phrase(
+                what=f"each step rounds the weights of {context.place} toward zero {context.since}",
+                remedy="round to nearest or by chance",
+            )
         if context.finding.severity == "warning":
             what, remedy = f"no weight of {context.place} has moved {context.since}", "look at what the optimizer adds"
             return Phrase(what=what, remedy=remedy)

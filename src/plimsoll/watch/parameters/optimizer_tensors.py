@@ -56,7 +56,7 @@ class Parameters:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._kept: dict[int, _Steered] = {}  # by optimizer
         self._kinds = UpdateKinds(core)
-        self._updates = Updates(core)
+        self._updates = Updates(core, self._kinds)
         self._read_early: set[int] = set()
         self.start_step()
         self._learn()
