@@ -95,7 +95,7 @@ def test_a_model_by_hand_goes_over_to_bf16_where_all_layers_suffer(tmp_path: Pat
 
 def test_bf16_enters_whatever_autocast_is_in_force() -> None:
     """torch's own, an emulation, or none; and leaves it as it was when the module raises."""
-    from plimsoll.diagnosis.guard.actions.modules import InBF16
+    from plimsoll.diagnosis.guard.actions.numerics import InBF16
 
     seen: list[torch.dtype] = []
 

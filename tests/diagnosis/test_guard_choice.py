@@ -4,7 +4,7 @@ import pytest
 
 from plimsoll.diagnosis import Finding, Limits, Look
 from plimsoll.diagnosis.finding import Action
-from plimsoll.diagnosis.guard.action_choice import ActionChooser, chain
+from plimsoll.diagnosis.guard.decisions import ActionChooser, chain
 from plimsoll.diagnosis.guard.records import ACTIONS, Act, Order
 from plimsoll.errors import ArgumentError
 

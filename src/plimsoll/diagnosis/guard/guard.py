@@ -12,16 +12,12 @@ from typing import Any, cast, get_args
 import torch
 
 from plimsoll.diagnosis.finding import SEVERITIES, Action, Finding, Severity
-from plimsoll.diagnosis.guard.action_choice import ActionChooser
-from plimsoll.diagnosis.guard.actions.base import GuardAction, Training
-from plimsoll.diagnosis.guard.actions.modules import Clamp, ToBF16
-from plimsoll.diagnosis.guard.actions.run import Rollback, Skip, Stop, reporting
-from plimsoll.diagnosis.guard.actions.scales import LayerScale, LowerScale, RaiseScale
-from plimsoll.diagnosis.guard.background_checks import BackgroundChecker
+from plimsoll.diagnosis.guard.actions.base import GuardAction, Rollback, Skip, Stop, Training, reporting
+from plimsoll.diagnosis.guard.actions.numerics import Clamp, LayerScale, LowerScale, RaiseScale, ToBF16
 from plimsoll.diagnosis.guard.checkpoints import CheckpointStore, Restore, Stateful, check_parts
-from plimsoll.diagnosis.guard.rank_agreement import ranks_of
+from plimsoll.diagnosis.guard.decisions import ActionChooser, BackgroundChecker
 from plimsoll.diagnosis.guard.records import ACTIONS, Act, Limits, Look, Order
-from plimsoll.diagnosis.guard.step_boundary import Boundary, HookedBoundary, LoopBoundary
+from plimsoll.diagnosis.guard.step_boundary import Boundary, HookedBoundary, LoopBoundary, ranks_of
 from plimsoll.diagnosis.rules.base import Rule
 from plimsoll.diagnosis.run_rules import rules_named, with_thresholds
 from plimsoll.errors import ArgumentError, GuardStop

@@ -8,28 +8,190 @@ the first is the fault. An Inf that reached nothing is harmless, and no fault.
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
 
-from plimsoll.diagnosis.locating.fault import Fault
+from plimsoll.diagnosis.finding import shown
+from plimsoll.diagnosis.locating.fault import Fault, Source, number
 from plimsoll.diagnosis.locating.fault_description import describe_fault, label, source_of
-from plimsoll.diagnosis.locating.optimizer_settings import BadSetting, bad_settings
-from plimsoll.diagnosis.locating.tracing.end_checks import EndChecks
-from plimsoll.diagnosis.locating.tracing.nonfinite_trail import NonfiniteResult, Origin, first_cause
+from plimsoll.diagnosis.locating.tracing.nonfinite_trail import (
+    MemoryProvenance,
+    NonfiniteResult,
+    Origin,
+    count_nonfinite,
+    first_cause,
+    readable,
+)
 from plimsoll.diagnosis.locating.tracing.operation_check import OperationTracer
 from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.errors import ArgumentError
 from plimsoll.tracing.call_site import look
 from plimsoll.tracing.state_snapshot import Before
-from plimsoll.tracing.tensors import Names
+from plimsoll.tracing.tensors import Names, memory_of, tensors_in
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.session import nothing_recorded
 from plimsoll.watch.shadow.replay import eagerly
+
+# -- optimizers' rates, decays and momenta that are NaN or Inf: no operation's fault -----------------------------------
+
+# They are numbers and not tensors, so that no operation is to blame for what comes of them.
+
+_WORDS = {"lr": "learning rate", "weight_decay": "weight decay"}
+_USUAL = frozenset({"lr", "lr_decay", "weight_decay", "momentum", "dampening", "betas", "eps", "alpha", "rho"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadSetting:
+    """A number of a parameter group that is NaN or Inf when the optimizer steps."""
+
+    optimizer: Any
+    group: int
+    name: str
+    value: float
+    index: int  # of the operations before the step
+    source: Source | None
+    finite: tuple[Tensor, ...]  # the group's parameters that were finite before the step
+
+    def spoiled(self) -> Tensor | None:
+        """The first parameter that the step has made non-finite."""
+        return next((p for p in self.finite if _is_broken(p)), None)
+
+    def fault(self, p: Tensor, names: Names, scale: float | None) -> Fault:
+        """The fault, of which the parameter `p` was the first to suffer."""
+        who, called = type(self.optimizer).__name__, names.of(p)
+        reached = f"the parameter {called}" if called is not None else "a parameter"
+        what = f"{_WORDS[self.name]} ({self.name})" if self.name in _WORDS else shown(self.name)
+        return Fault(
+            kind="nan" if math.isnan(self.value) else "inf",
+            operation=f"{who}.step",
+            phase="optimizer",
+            sentence=f"the {what} of {who}'s parameter group {self.group} is {number(self.value)}; it reached "
+            f"{shown(reached)}.",
+            source=self.source,
+            scalars={self.name: self.value},
+            scale=scale,
+            reached=reached,
+        )
+
+
+def bad_settings(optimizer: Any, index: int, source: Source | None) -> list[BadSetting]:
+    """Return the settings of an optimizer that are NaN or Inf."""
+    settings: list[BadSetting] = []
+    for place, group in enumerate(cast("Iterable[Mapping[str, Any]]", optimizer.param_groups)):
+        # Inf counts in the settings that torch's optimizers have. In others it may be meant: a largest norm of Inf
+        # clips nothing.
+        bad = {name: value for name, value in _numbers(group) if math.isnan(value) or name.split("[")[0] in _USUAL}
+        if bad:
+            finite = tuple(p for p in group["params"] if not _is_broken(p))
+            settings += [
+                BadSetting(
+                    optimizer=optimizer, group=place, name=name, value=value, index=index, source=source, finite=finite
+                )
+                for name, value in bad.items()
+            ]
+    return settings
+
+
+def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The settings that are not finite, those of a tuple as ``betas[0]``."""
+    for name, value in group.items():
+        if name in ("params", "param_names", "initial_lr"):  # a schedule's own note steps nothing
+            continue
+        listed = list(cast("Iterable[object]", value)) if isinstance(value, list | tuple) else [cast("object", value)]
+        for place, item in enumerate(listed):
+            single = isinstance(item, Tensor) and item.numel() == 1 and not item.is_meta
+            plain = float(cast("Tensor", item).detach()) if single else item
+            if isinstance(plain, int | float) and not math.isfinite(plain):
+                yield (f"{name}[{place}]" if isinstance(value, list | tuple) else name), float(plain)
+
+
+def _is_broken(p: Tensor) -> bool:
+    plain = readable(p.detach())
+    return plain is not None and bool(count_nonfinite(plain))
+
+
+# -- checks at the end: the loss, the gradients and the lasting state are finite ---------------------------------------
+
+_LOSS, _RESULT, _GRADIENT, _LEFT = range(4)
+
+
+class EndChecks:
+    """Looks at them, and keeps those that are not finite."""
+
+    def __init__(self, trail: MemoryProvenance, leaves: Sequence[Tensor]) -> None:
+        self._trail = trail
+        self._leaves = {id(leaf): leaf for leaf in leaves}
+        self.reached: list[NonfiniteResult] = []
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The leaves that gradients come to."""
+        return list(self._leaves.values())
+
+    def backward(self, tensors: Any) -> list[Tensor]:
+        """Note a backward of these tensors; return the leaves that gradients come to."""
+        roots = list(tensors_in(tensors))
+        for root in roots:
+            self._look("the loss", _LOSS, root.detach(), deliberate=True)
+        leaves = _leaves(roots)
+        self._leaves.update((id(leaf), leaf) for leaf in leaves)
+        return leaves
+
+    def loss(self, result: Any) -> None:
+        """The closure has returned."""
+        for x in tensors_in(result):
+            alone = x.numel() == 1
+            what = "the loss" if alone else "what the closure returned"
+            self._look(what, _LOSS if alone else _RESULT, x.detach(), deliberate=alone)
+
+    def gradients(self) -> None:
+        """Gradients are there."""
+        for leaf in self._leaves.values():
+            if leaf.grad is not None:
+                self._look("gradient", _GRADIENT, leaf.grad, owner=leaf, deliberate=True)
+
+    def left(self, names: Names, written: Mapping[int, Any]) -> None:
+        """The step is over: of what has a name, and was written, what is not finite."""
+        for what, tensor in names.lasting():
+            if any(memory in written for memory in memory_of(tensor)):
+                self._look(what, _LEFT, tensor.detach(), deliberate=False)
+
+    def _look(self, what: str, rank: int, x: Tensor, *, deliberate: bool, owner: Tensor | None = None) -> None:
+        plain = readable(x)
+        if plain is None or not count_nonfinite(plain):
+            return
+        origins = self._trail.of(x)
+        blame = origins if deliberate else frozenset(o for o in origins if not o.deliberate)
+        if blame or not origins:
+            was_there = not origins and rank in {_RESULT, _LEFT}
+            if not was_there:
+                self.reached.append(NonfiniteResult(what=what, rank=rank, origins=blame, tensor=x, owner=owner))
+
+
+def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors that gradients of the roots come to."""
+    stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    leaves: dict[int, Tensor] = {id(root): root for root in roots if root.grad_fn is None and root.requires_grad}
+    seen: set[Any] = set(stack)
+    while stack:
+        node = stack.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            leaves[id(variable)] = variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return list(leaves.values())
+
+
+# -- `locate` ----------------------------------------------------------------------------------------------------------
 
 _C = cast("Any", torch)._C  # noqa: SLF001
 

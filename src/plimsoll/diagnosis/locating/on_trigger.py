@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plimsoll.diagnosis.locating.fault import Fault
 from plimsoll.diagnosis.locating.locate_fault import locate
-from plimsoll.diagnosis.locating.tracing.tensor_facts import count_nonfinite, readable
+from plimsoll.diagnosis.locating.tracing.nonfinite_trail import count_nonfinite, readable
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Event
 from plimsoll.tracing.tensors import tensors_in

@@ -1,1 +1,1 @@
-"""The actions of a guard, one kind in each module."""
+"""The actions of a guard: on the whole run, and on its scales and modules."""

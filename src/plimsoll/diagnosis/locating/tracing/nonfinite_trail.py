@@ -1,4 +1,4 @@
-"""Origins of values that are not finite, and the memory that they have reached.
+"""Origins of values that are not finite, the memory they reached, and tensors' facts.
 
 An *origin* is an operation whose output is not finite although nothing that it read was, or memory that was so before
 the closure began. Whatever reads such memory and is not finite itself inherits its origins, so that the loss and the
@@ -9,12 +9,79 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from plimsoll import kernels
 from plimsoll.diagnosis.locating.fault import Kind, Operand, Phase
+from plimsoll.errors import PlimsollError
+from plimsoll.formats import get_element
+from plimsoll.spectrum import Spectrum, measure
+from plimsoll.spectrum.measurement import plain
 from plimsoll.tracing.call_site import Place
 from plimsoll.tracing.operation_schema import Facts
 from plimsoll.tracing.tensors import memory_of, parts_of
+
+# -- a check that all of a tensor is finite, and its record ------------------------------------------------------------
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def readable(x: Tensor) -> Tensor | None:
+    """Return the plain floating tensor that can be read; None without one."""
+    if x.is_complex() and x.layout == torch.strided:
+        return readable(torch.view_as_real(x.resolve_conj().detach()))
+    if not x.is_floating_point():
+        return None
+    if type(x) in _PLAIN and x.layout == torch.strided and not x.is_meta and not x.is_neg():
+        return x.detach()
+    try:
+        return plain(x._values() if x.is_sparse else x, "")  # noqa: SLF001  (values() refuses what is not coalesced)
+    except PlimsollError:
+        return None
+
+
+def count_nonfinite(x: Tensor) -> int:
+    """Return the number of NaN and Inf values; waits for the device."""
+    counts = kernels.new_counts(1, x.device)
+    kernels.count_nonfinite_into([x], counts, 0)
+    return int(counts.item())
+
+
+def spectrum_of(x: Tensor) -> Spectrum | None:
+    """Return the tensor's spectrum; None where there is nothing to measure."""
+    seen = readable(x)
+    return None if seen is None else measure(seen)
+
+
+def operand(name: str, x: Tensor, spectrum: Spectrum | None = None) -> Operand:
+    """The record of a tensor."""
+    return Operand(name=name, dtype=dtype_name(x.dtype), shape=tuple(x.shape), spectrum=spectrum or spectrum_of(x))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The format's name, or torch's where it is none: "fp16", "int64"."""
+    if not dtype.is_floating_point:
+        return str(dtype).removeprefix("torch.")
+    return get_element(dtype, "locate").name
+
+
+def first_bad(x: Tensor) -> tuple[int, ...]:
+    """The index of the first value that is not finite."""
+    return first_true(~torch.isfinite(x.float() if x.dtype.itemsize == 1 else x))
+
+
+def first_true(mask: Tensor) -> tuple[int, ...]:
+    """The index of the first true value."""
+    flat = int(mask.reshape(-1).to(torch.uint8).argmax().item())
+    index: list[int] = []
+    for size in reversed(mask.shape):
+        flat, place = divmod(flat, size)
+        index.append(place)
+    return tuple(reversed(index))
+
+
+# -- origins, and the memory that they have reached --------------------------------------------------------------------
 
 What = Literal["made", "held", "uninitialised", "received"]
 

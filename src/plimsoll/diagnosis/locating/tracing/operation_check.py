@@ -9,8 +9,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.diagnosis.locating.fault import Phase
-from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Forward, MemoryProvenance, Origin, What
-from plimsoll.diagnosis.locating.tracing.tensor_facts import (
+from plimsoll.diagnosis.locating.tracing.nonfinite_trail import (
+    Forward,
+    MemoryProvenance,
+    Origin,
+    What,
     count_nonfinite,
     first_bad,
     first_true,
