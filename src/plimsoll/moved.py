@@ -21,7 +21,7 @@ MOVED = {
     "diagnosis._rule": "diagnosis.rules.base",
     "diagnosis._view": "diagnosis.view",
     "diagnosis._whatif_result": "diagnosis.what_if.result",
-    "diagnosis._windows": "diagnosis.what_if.scale_windows",
+    "diagnosis._windows": "diagnosis.estimates.usable_scales",
     "emulate._autocast": "emulate.autocast",
     "emulate._counts": "emulate.operation_counts",
     "emulate._emulation": "emulate.context",

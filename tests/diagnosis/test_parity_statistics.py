@@ -7,10 +7,9 @@ from scipy import stats
 from scipy.signal import lfilter
 
 import plimsoll as pl
-from plimsoll.diagnosis.equivalence import confidence_sequence
-from plimsoll.diagnosis.equivalence.confidence_sequence import LEAST_RECORDS, reading, weights
+from plimsoll.diagnosis.equivalence import noise as noise_module
 from plimsoll.diagnosis.equivalence.curves import Aligned
-from plimsoll.diagnosis.equivalence.run_noise import run_noise
+from plimsoll.diagnosis.equivalence.noise import LEAST_RECORDS, reading, run_noise, weights
 from tests.support.cases import each
 
 Floats = NDArray[np.float64]
@@ -46,7 +45,7 @@ def test_the_error_of_the_mean_is_that_of_the_noise(memory: float) -> None:
 @each("memory", [0.0, 0.6, 0.95])
 def test_the_correlation_time_is_that_of_the_noise(memory: float) -> None:
     runs = remembering(np.random.default_rng(1), 8, 20_000, memory)
-    times = [confidence_sequence._correlation_time(run) for run in runs]
+    times = [noise_module._correlation_time(run) for run in runs]
     assert float(np.median(times)) == pytest.approx((1 + memory) / (1 - memory), rel=0.2)
 
 
@@ -76,7 +75,7 @@ def test_the_interval_of_a_longer_run_is_foreseen() -> None:
 def test_records_are_averaged_above_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     run = remembering(np.random.default_rng(5), 1, 6000, 0.5)[0]
     whole = reading(run, CONFIDENCE)
-    monkeypatch.setattr(confidence_sequence, "_MOST_RECORDS", 1000)
+    monkeypatch.setattr(noise_module, "_MOST_RECORDS", 1000)
     averaged = reading(run, CONFIDENCE)
     assert averaged.estimate == whole.estimate
     assert averaged.error == pytest.approx(whole.error, rel=0.3)

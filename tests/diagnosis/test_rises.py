@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from plimsoll.diagnosis.tables.loss_rises import Rise, beginning, comes_back, gradual_rise, levels, rises
+from plimsoll.diagnosis.tables.trend import Rise, beginning, comes_back, gradual_rise, levels, rises
 
 ONES = np.ones(60)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import Stretch, View, WhatIf, whatif
-from plimsoll.diagnosis.what_if.scale_windows import stretches_of
+from plimsoll.diagnosis.estimates.usable_scales import stretches_of
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError, RunError
 from plimsoll.formats import get
 from plimsoll.runs import Run, RunWriter, Scalars

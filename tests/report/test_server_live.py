@@ -13,8 +13,7 @@ pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip 
 import torch
 
 from plimsoll.diagnosis import View, diagnose, whatif
-from plimsoll.diagnosis.tables.cells import Cells
-from plimsoll.diagnosis.tables.growing_cells import before, joined, size_bytes
+from plimsoll.diagnosis.tables.cells import Cells, before_step, joined, size_bytes
 from plimsoll.report.live.live_runs import _COMPUTED, Live, LiveView
 from plimsoll.runs import Event, Run, RunWriter
 from plimsoll.runs.reading import row_selection
@@ -190,7 +189,7 @@ def test_a_part_that_is_taken_away_is_missed(tmp_path: Path) -> None:
 def test_cells_cut_and_joined_are_the_whole(tmp_path: Path) -> None:
     whole = View(Run(LOW.write(tmp_path / "run"))).cells("activation_gradients")
     for cut in (-1, 0, 7, 20, 1000):
-        first = before(whole, cut)
+        first = before_step(whole, cut)
         assert (first.steps < cut).all()
         later_rows = View(Run(tmp_path / "run"))
         table = later_rows.run.table("activation_gradients", steps=slice(max(cut, 0), None))
@@ -198,7 +197,7 @@ def test_cells_cut_and_joined_are_the_whole(tmp_path: Path) -> None:
             from plimsoll.diagnosis.tables.cells import from_table
 
             same(joined(first, from_table("activation_gradients", table, whole.names), whole.names), whole)
-    assert before(whole, 1000) is whole
+    assert before_step(whole, 1000) is whole
 
 
 def test_a_what_if_after_growth_is_that_of_a_fresh_look(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from plimsoll.diagnosis.comparison.compare_runs import diff as diff
     from plimsoll.diagnosis.comparison.divergence import Divergence as Divergence, Parting as Parting
     from plimsoll.diagnosis.equivalence.judge import parity as parity
-    from plimsoll.diagnosis.equivalence.result import Moment as Moment, Parity as Parity
-    from plimsoll.diagnosis.equivalence.speed import Speed as Speed
+    from plimsoll.diagnosis.equivalence.result import Moment as Moment, Parity as Parity, Speed as Speed
+    from plimsoll.diagnosis.estimates.usable_scales import Stretch as Stretch
     from plimsoll.diagnosis.guard.guard import Guard as Guard
     from plimsoll.diagnosis.guard.records import Act as Act, Limits as Limits, Look as Look
     from plimsoll.diagnosis.locating.fault import Fault as Fault, Operand as Operand, Source as Source
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from plimsoll.diagnosis.planning.make_plan import plan as plan
     from plimsoll.diagnosis.what_if.answer import whatif as whatif
     from plimsoll.diagnosis.what_if.result import Row as Row, WhatIf as WhatIf
-    from plimsoll.diagnosis.what_if.scale_windows import Stretch as Stretch
 
 # The home of each name that is loaded when it is first used.
 _LATER = {
@@ -54,7 +53,7 @@ _LATER = {
     "diff": "comparison.compare_runs",
     "parity": "equivalence.judge",
     **dict.fromkeys(("Moment", "Parity"), "equivalence.result"),
-    "Speed": "equivalence.speed",
+    "Speed": "equivalence.result",
     "Guard": "guard.guard",
     **dict.fromkeys(("Act", "Limits", "Look"), "guard.records"),
     **dict.fromkeys(("Fault", "Operand", "Source"), "locating.fault"),
@@ -64,7 +63,7 @@ _LATER = {
     "plan": "planning.make_plan",
     "whatif": "what_if.answer",
     **dict.fromkeys(("Row", "WhatIf"), "what_if.result"),
-    "Stretch": "what_if.scale_windows",
+    "Stretch": "estimates.usable_scales",
 }
 
 exports.show_classes(__name__)

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis.comparison.divergence import Divergence, Kind, Parting
-from plimsoll.diagnosis.comparison.paired_matrices import Pair, few
+from plimsoll.diagnosis.comparison.paired_matrices import Pair, few, searching, sentences
 from plimsoll.diagnosis.tables.cells import Floats, Ints
-from plimsoll.diagnosis.tables.scale_search import searching, sentences
 from plimsoll.diagnosis.view import View
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, get, get_element

@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 
 from plimsoll.checks import number, one_of
-from plimsoll.diagnosis.equivalence import confidence_sequence
-from plimsoll.diagnosis.equivalence.confidence_sequence import LEAST_RECORDS, weights
+from plimsoll.diagnosis.equivalence import noise
 from plimsoll.diagnosis.equivalence.curves import Aligned, Curve, aligned, curves_of, diverged
-from plimsoll.diagnosis.equivalence.result import Better, Moment, Parity, Verdict
-from plimsoll.diagnosis.equivalence.run_noise import Evidence, run_noise as run_noise_of
-from plimsoll.diagnosis.equivalence.speed import Speed, speed_of
+from plimsoll.diagnosis.equivalence.noise import LEAST_RECORDS, Evidence, run_noise as run_noise_of, weights
+from plimsoll.diagnosis.equivalence.result import Better, Moment, Parity, Speed, Verdict, speed_of
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll.spectrum import Interval
@@ -131,7 +129,7 @@ class Comparison:
     def evidence(self, records: int) -> Evidence:
         """Return the evidence of the first records."""
         runs = self.runs.first(records)
-        reading = confidence_sequence.reading(runs.differences, self.confidence)
+        reading = noise.reading(runs.differences, self.confidence)
         return Evidence(reading=reading, noise=run_noise_of(runs, self.run_noise))
 
     def moment(self, records: int) -> Moment:
@@ -157,7 +155,7 @@ class Comparison:
         late = self.runs.differences[records - records // _LATE : records]
         if len(late) < LEAST_RECORDS:
             return False
-        late_reading = confidence_sequence.reading(late, self.confidence)
+        late_reading = noise.reading(late, self.confidence)
         return abs(late_reading.estimate) - late_reading.radius() > self.tolerance
 
     def history(self) -> list[Moment]:

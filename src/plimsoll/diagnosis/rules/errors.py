@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from plimsoll.diagnosis.estimates.module_parameters import Modules
+from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import (
     EvidenceItem,

@@ -12,13 +12,13 @@ from typing import cast
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from plimsoll.diagnosis.estimates.module_parameters import Modules
+from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.finding import SEVERITIES, Finding, Severity
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, last_of, spells, threshold, worst
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.wiring import optimizer_settings
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
-from plimsoll.diagnosis.tables.loss_rises import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
+from plimsoll.diagnosis.tables.trend import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
 from plimsoll.diagnosis.view import View
 from plimsoll.text import number, percent
 

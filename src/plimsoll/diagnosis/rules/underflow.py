@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.diagnosis.estimates.module_parameters import Modules
+from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.estimates.usable_scales import Scales
 from plimsoll.diagnosis.finding import Finding, Severity, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, last_of, spells, threshold, worst

@@ -1,7 +1,7 @@
 """`WhatIf`: the answer of `whatif`, as rows, a table, a sentence, or data."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plimsoll import exports
-from plimsoll.diagnosis.estimates.prediction import Prediction, Tally, summed
+from plimsoll.diagnosis.estimates.usable_scales import Stretch, block_sentence, scales, sentence, stretches_of
 from plimsoll.diagnosis.finding import plain, shown
 from plimsoll.diagnosis.tables.cells import Floats, Ints
-from plimsoll.diagnosis.what_if.scale_windows import Stretch, block_sentence, scales, sentence, stretches_of
 from plimsoll.diagnosis.wording import collection_words, value_words
 from plimsoll.errors import NotRecordedError
 from plimsoll.notebook_repr import NotebookRepr
@@ -21,6 +20,59 @@ from plimsoll.text import percent, steps
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+# -- the effect of a format on every cell of a collection, as counts ---------------------------------------------------
+
+Tally = tuple[Floats, Floats, Floats]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prediction:
+    """Numbers of values by cell (layers by steps): at least, at most, about.
+
+    NaN where nothing was recorded.
+
+    Attributes:
+        hidden: Zeros that a narrow format may have made of values.
+        noise: Sum of squared errors.
+        signal: Sum of squares.
+    """
+
+    nonzero: Floats
+    hidden: Floats
+    lost: Tally
+    subnormal: Tally
+    overflow: Tally
+    noise: Floats
+    signal: Floats
+
+    def each(self, change: Callable[[Floats], Floats]) -> "Prediction":
+        """Return the prediction with each of its numbers changed in one way."""
+
+        def all_of(tally: Tally) -> Tally:
+            return change(tally[0]), change(tally[1]), change(tally[2])
+
+        return Prediction(
+            nonzero=change(self.nonzero),
+            hidden=change(self.hidden),
+            lost=all_of(self.lost),
+            subnormal=all_of(self.subnormal),
+            overflow=all_of(self.overflow),
+            noise=change(self.noise),
+            signal=change(self.signal),
+        )
+
+    def summed(self, axis: int) -> "Prediction":
+        """Return the prediction with its layers (0) or its steps (1) added up."""
+        return self.each(lambda values: summed(values, axis))
+
+
+def summed(values: Floats, axis: int) -> Floats:
+    """Return the sum over layers (0) or steps (1), without unrecorded cells."""
+    return np.nansum(values, axis=axis)
+
+
+# -- the answer --------------------------------------------------------------------------------------------------------
 
 _NARROW = 0.005  # half a per cent of values: an interval of blocks so narrow is shown as a point
 

@@ -10,8 +10,7 @@ from typing import Literal
 import numpy as np
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis.estimates.format_losses import FormatLosses
-from plimsoll.diagnosis.estimates.module_parameters import Modules
+from plimsoll.diagnosis.estimates.format_losses import FormatLosses, Modules
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import log2
 from plimsoll.formats import get_element

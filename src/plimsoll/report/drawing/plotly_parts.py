@@ -165,7 +165,7 @@ def power(exponent: float) -> str:
 
 
 def scale_range(low: int, high: int) -> str:
-    """Return scales between two exponents, as `what_if.scale_windows.scales` does."""
+    """Return scales between two exponents, as `usable_scales.scales` does."""
     return power(low) if low == high else f"{power(low)} to {power(high)}"
 
 

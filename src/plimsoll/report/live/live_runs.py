@@ -16,10 +16,8 @@ from typing import Any, TypeVar
 
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis.estimates.format_losses import FormatLosses
-from plimsoll.diagnosis.tables.cells import Cells, from_table
-from plimsoll.diagnosis.tables.growing_cells import before, joined, size_bytes
-from plimsoll.diagnosis.what_if.answer import predictor_bytes
-from plimsoll.diagnosis.what_if.block_formats import size_bytes as block_bytes
+from plimsoll.diagnosis.tables.cells import Cells, before_step, from_table, joined, size_bytes
+from plimsoll.diagnosis.what_if.answer import block_bytes, predictor_bytes
 from plimsoll.errors import NotRecordedError, PlimsollError, RunError, StateError
 from plimsoll.report.live.run_index import Listed, RunsList, Source, identity_of
 from plimsoll.runs import Run
@@ -92,7 +90,7 @@ class LiveView(View):
         elif since is not None:
             order = self.run.tensors[collection]
             table = self.run.table(collection, steps=slice(since, None), blocks=False)
-            earlier = before(cells, since)
+            earlier = before_step(cells, since)
             added = self.as_emulated(collection, from_table(collection, table, order) if len(table) else None)
             self._cells[collection] = earlier if added is None else joined(earlier, added, order)
 

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from plimsoll.diagnosis import Finding, View, whatif
 from plimsoll.diagnosis.estimates.element_counts import Populations
+from plimsoll.diagnosis.estimates.usable_scales import block_sentence, sentence
 from plimsoll.diagnosis.tables.cells import Cells, Floats
-from plimsoll.diagnosis.what_if.answer import SHIFTS
-from plimsoll.diagnosis.what_if.block_formats import has_records
+from plimsoll.diagnosis.what_if.answer import SHIFTS, has_records
 from plimsoll.diagnosis.what_if.result import Row, WhatIf, interval_words
-from plimsoll.diagnosis.what_if.scale_windows import block_sentence, sentence
 from plimsoll.errors import NotRecordedError
 from plimsoll.formats import BLOCKS, ELEMENTS, get_element
 from plimsoll.report.drawing.plotly_parts import TEMPLATES

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from plimsoll.diagnosis import Finding, View, shown
+from plimsoll.diagnosis.estimates.usable_scales import scales
 from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
-from plimsoll.diagnosis.what_if.scale_windows import scales
 from plimsoll.diagnosis.wording import collection_words
 from plimsoll.errors import ArgumentError, MissingExtraError, RunError
 from plimsoll.extras import install_line

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from plimsoll.diagnosis import Finding, FindingContext, Phrase, Rule, View
-from plimsoll.diagnosis.estimates.module_parameters import Modules
+from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.rules.registry import guarded, rule_of
 from plimsoll.text import percent
 

@@ -296,7 +296,7 @@ export class WhatIfPart {
   }
 }
 
-/** Scales between two powers of two, as plimsoll/diagnosis/what_if/scale_windows.py writes them. */
+/** Scales between two powers of two, as plimsoll/diagnosis/estimates/usable_scales.py writes them. */
 function scales([low, high]) {
   return low === high ? [power(low)] : [power(low), " to ", power(high)];
 }
