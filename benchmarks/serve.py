@@ -29,8 +29,8 @@ from diagnose import write_narrow
 from run_log import Tensors
 from starlette.testclient import TestClient
 
-from plimsoll.report.live.event_streams import Streams
 from plimsoll.report.live.server.app import App, app
+from plimsoll.report.live.waiting_browsers import Streams
 from plimsoll.runs import Batch, RunWriter, Scalars
 
 BASE = "http://localhost"

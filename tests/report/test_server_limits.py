@@ -17,13 +17,12 @@ pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip 
 from starlette.testclient import TestClient
 
 from plimsoll.errors import StateError
-from plimsoll.report.live import background_verdicts, live_runs
-from plimsoll.report.live.event_streams import MOST_STREAMS
+from plimsoll.report.live import live_runs, waiting_browsers
 from plimsoll.report.live.live_runs import Live
 from plimsoll.report.live.security import LONGEST_HEAD_BYTES
-from plimsoll.report.live.server import turns as _server_turns, uvicorn_loop
+from plimsoll.report.live.server import answers, uvicorn_loop
 from plimsoll.report.live.server.app import app
-from plimsoll.report.live.server.turns import BusyError, Turns
+from plimsoll.report.live.waiting_browsers import MOST_STREAMS, BusyError, Turns
 from tests.report.test_server_list import Judged, listed
 from tests.support.diagnosis.stories import told
 from tests.support.patience import HANG_SECONDS, wait_until
@@ -203,7 +202,7 @@ def test_a_run_that_hangs_leaves_the_others_answered() -> None:
     async def check() -> None:
         turns, held = Turns(), Held()
         stuck = [asyncio.create_task(turns.answer(("bad",), held)) for _ in range(20)]
-        for _ in range(_server_turns._THREADS_OF_RUN):
+        for _ in range(waiting_browsers._THREADS_OF_RUN):
             await asyncio.to_thread(held.begun.acquire)
         assert [await turns.answer((f"good {i}",), lambda: b"soon") for i in range(50)] == [b"soon"] * 50
         assert not held.begun.acquire(blocking=False)  # no more threads are at the bad one
@@ -217,7 +216,7 @@ def test_an_answer_has_its_time_and_then_its_run_is_refused_at_once() -> None:
     async def check() -> None:
         turns, held = Turns(), Held()
         turns.patience_seconds = 0.02
-        for _ in range(_server_turns._THREADS_OF_RUN):
+        for _ in range(waiting_browsers._THREADS_OF_RUN):
             with pytest.raises(StateError, match="expected an answer within 0 s"):
                 await turns.answer(("bad",), held)
         turns.patience_seconds = HANG_SECONDS
@@ -233,7 +232,7 @@ def test_an_answer_has_its_time_and_then_its_run_is_refused_at_once() -> None:
 
 
 def test_many_runs_that_hang_leave_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_server_turns, "_THREADS", 4)
+    monkeypatch.setattr(waiting_browsers, "_THREADS", 4)
 
     async def check() -> None:
         turns, held = Turns(), Held()
@@ -248,7 +247,7 @@ def test_many_runs_that_hang_leave_room(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_questions_to_a_run_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_server_turns, "MOST_OF_RUN", 5)
+    monkeypatch.setattr(waiting_browsers, "MOST_OF_RUN", 5)
 
     async def check() -> None:
         turns, held = Turns(), Held()
@@ -325,9 +324,9 @@ def test_a_verdict_that_hangs_leaves_the_others_judged(monkeypatch: pytest.Monke
             return held().decode() if run.id == "bad" else super()._judge(run)
 
     runs = Judging(listed("bad", modified=2.0), listed("good"))
-    monkeypatch.setattr(background_verdicts, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(answers, "_PATIENCE_SECONDS", 0.01)
     runs.verdicts.judge_next()
-    monkeypatch.setattr(background_verdicts, "_PATIENCE_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(answers, "_PATIENCE_SECONDS", HANG_SECONDS)
     runs.verdicts.judge_next()
     assert runs.verdicts.judge_next() is None
     assert runs.verdicts.of(listed("good")) is not None and runs.verdicts.of(listed("bad")) is None

@@ -13,9 +13,9 @@ pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip 
 from plimsoll.errors import ArgumentError
 from plimsoll.report.drawing import plotly_parts
 from plimsoll.report.live import run_index
-from plimsoll.report.live.background_verdicts import Verdict, Verdicts
 from plimsoll.report.live.run_index import Listed, RunsList
 from plimsoll.report.live.server import launch
+from plimsoll.report.live.server.answers import Verdict, Verdicts
 from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.diagnosis.stories import told
@@ -228,7 +228,7 @@ def test_a_closed_run_that_changed_is_judged_at_once() -> None:
 def test_a_live_run_is_judged_again_only_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Judged(listed("a", live=True, modified=1000.0))
     ticks = iter([0.0, 3.0, 10.0, 10.5, 20.0, 20.0])
-    monkeypatch.setattr("plimsoll.report.live.background_verdicts.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("plimsoll.report.live.server.answers.time.perf_counter", lambda: next(ticks))
     assert made.verdicts.judge_next() == pytest.approx(12.0)  # 3 s of work, then four times as long at rest
     made.change("a", "2")
     for wait in (1.0, 13.9):
@@ -295,8 +295,8 @@ def test_an_older_row_of_the_list_makes_no_verdict_after_that_of_the_page(tmp_pa
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("plimsoll.report.live.background_verdicts._KEPT", 3)
-    monkeypatch.setattr("plimsoll.report.live.background_verdicts._SUMMARIES", 1)
+    monkeypatch.setattr("plimsoll.report.live.server.answers._KEPT", 3)
+    monkeypatch.setattr("plimsoll.report.live.server.answers._SUMMARIES", 1)
     whole = summary(Run(told(samples=1).write(tmp_path / "run")))
     runs = [listed(name) for name in "abcd"]
     verdicts = Verdicts(lambda: runs, lambda _: whole)

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
-from plimsoll.report.live import event_streams
-from plimsoll.report.live.event_streams import EventStream, Streams
+from plimsoll.report.live import waiting_browsers
 from plimsoll.report.live.server.app import App, app
+from plimsoll.report.live.waiting_browsers import EventStream, Streams
 from plimsoll.runs import RunWriter
 from tests.support.cases import each
 from tests.support.patience import HANG_SECONDS
@@ -244,7 +244,7 @@ def test_a_slow_browser_is_told_the_newest_and_nothing_piles_up(tmp_path: Path) 
 
 
 def test_silence_is_filled_with_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_streams, "_KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(waiting_browsers, "_KEEP_ALIVE_SECONDS", 0.01)
 
     async def check(made: App, _: Path) -> None:
         browser = Browser().open(made)
@@ -265,7 +265,7 @@ def test_a_run_that_is_not_there_is_told_as_gone(tmp_path: Path) -> None:
 
 
 def test_there_are_only_so_many_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_streams, "MOST_STREAMS", 2)
+    monkeypatch.setattr(waiting_browsers, "MOST_STREAMS", 2)
 
     async def check(made: App, _: Path) -> None:
         browsers = [Browser().open(made) for _ in range(2)]

@@ -14,17 +14,14 @@ if TYPE_CHECKING:
     from plimsoll.report.drawing.plotly_parts import TEMPLATES, themed
     from plimsoll.report.figure_registry import FIGURES, figure_for
     from plimsoll.report.figures.audit import audit
-    from plimsoll.report.figures.before_after import before_after
     from plimsoll.report.figures.code_usage import code_usage
     from plimsoll.report.figures.heatmap import heatmap, zero_heatmap
-    from plimsoll.report.figures.histogram import histogram
-    from plimsoll.report.figures.loss_and_scale import loss_and_scale
-    from plimsoll.report.figures.plan_frontier import plan_frontier
-    from plimsoll.report.figures.record import record
-    from plimsoll.report.figures.spectrogram import spectrogram
+    from plimsoll.report.figures.histogram import histogram, spectrogram
+    from plimsoll.report.figures.plans import before_after, plan_frontier
     from plimsoll.report.figures.underflow_over_time import underflow_over_time
     from plimsoll.report.figures.updates import updates
     from plimsoll.report.figures.usable_scales import scale_curve, scale_window
+    from plimsoll.report.figures.whole_run import loss_and_scale, record
     from plimsoll.report.live.server.launch import serve
     from plimsoll.report.results import blame_bars, layer_errors, parity
     from plimsoll.report.single_file.html_report import html
@@ -67,15 +64,20 @@ _HOME_OF = {name: f"figures.{name}" for name in __all__} | {
     "FIGURES": "figure_registry",
     "TEMPLATES": "drawing.plotly_parts",
     "Summary": "verdicts.run_summary",
+    "before_after": "figures.plans",
     "blame_bars": "results",
     "figure_for": "figure_registry",
     "html": "single_file.html_report",
     "layer_errors": "results",
+    "loss_and_scale": "figures.whole_run",
     "markdown": "single_file.markdown_report",
     "parity": "results",
+    "plan_frontier": "figures.plans",
+    "record": "figures.whole_run",
     "scale_curve": "figures.usable_scales",
     "scale_window": "figures.usable_scales",
     "serve": "live.server.launch",
+    "spectrogram": "figures.histogram",
     "summary": "verdicts.run_summary",
     "themed": "drawing.plotly_parts",
     "write_parity": "single_file.parity_file",

@@ -1,1 +1,1 @@
-"""The figures, one module each."""
+"""The figures: each module has one, or several that are read together."""

@@ -8,7 +8,7 @@ from typing import Any
 from plimsoll.diagnosis import View
 from plimsoll.errors import MissingExtraError, PlimsollError
 from plimsoll.report.drawing.plotly_parts import GREEN, SEVERITY
-from plimsoll.report.figures.loss_and_scale import loss_and_scale
+from plimsoll.report.figures.whole_run import loss_and_scale
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary, summary
 from plimsoll.runs import Run

@@ -16,10 +16,9 @@ from urllib.parse import unquote
 from fastapi import FastAPI, Request, Response
 
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError, PlimsollError, RunError, StateError
-from plimsoll.report.live.event_streams import MOST_RUNS, EventStream, Streams
 from plimsoll.report.live.security import LOOPBACK, Receive, Scope, SecurityMiddleware, Send, is_api
 from plimsoll.report.live.server.answers import Api
-from plimsoll.report.live.server.turns import BusyError, Turns
+from plimsoll.report.live.waiting_browsers import MOST_RUNS, BusyError, EventStream, Streams, Turns
 from plimsoll.report.page.answers import encoded, within
 from plimsoll.report.page.assets import Asset, assets
 
