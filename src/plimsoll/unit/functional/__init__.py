@@ -6,9 +6,13 @@ Every function takes the arguments of torch's function of the same name, in the 
 
 from plimsoll.unit.formulas import Constraint as Constraint, Factors as Factors
 from plimsoll.unit.functional.activations import (
+    batch_norm as batch_norm,
     dropout as dropout,
     gelu as gelu,
+    group_norm as group_norm,
+    layer_norm as layer_norm,
     relu as relu,
+    rms_norm as rms_norm,
     sigmoid as sigmoid,
     silu as silu,
     silu_glu as silu_glu,
@@ -34,12 +38,6 @@ from plimsoll.unit.functional.losses import (
     cross_entropy as cross_entropy,
     mse_loss as mse_loss,
     nll_loss as nll_loss,
-)
-from plimsoll.unit.functional.normalization import (
-    batch_norm as batch_norm,
-    group_norm as group_norm,
-    layer_norm as layer_norm,
-    rms_norm as rms_norm,
 )
 from plimsoll.unit.functional.products import (
     add as add,

@@ -26,11 +26,13 @@ from plimsoll.unit.nn.functions import (
     Softmax as Softmax,
     Tanh as Tanh,
 )
-from plimsoll.unit.nn.linear import Embedding as Embedding, Linear as Linear, LinearReadout as LinearReadout
-from plimsoll.unit.nn.normalization import (
+from plimsoll.unit.nn.layers import (
     BatchNorm2d as BatchNorm2d,
+    Embedding as Embedding,
     GroupNorm as GroupNorm,
     LayerNorm as LayerNorm,
+    Linear as Linear,
+    LinearReadout as LinearReadout,
     RMSNorm as RMSNorm,
 )
 from plimsoll.unit.nn.transformer import (

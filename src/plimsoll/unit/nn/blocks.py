@@ -15,7 +15,7 @@ from plimsoll.unit import (
 from plimsoll.unit.arguments import check_tau
 from plimsoll.unit.formulas import Constraint, Factors, check_constraint, constrained
 from plimsoll.unit.nn.functions import GELU, Dropout, ReLU, Sigmoid, SiLU, Tanh
-from plimsoll.unit.nn.linear import Linear
+from plimsoll.unit.nn.layers import Linear
 from plimsoll.unit.optim.parameter_kinds import tag_depth
 
 # -- two products with an activation between them, with factors of the chain -------------------------------------------

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from plimsoll.errors import ArgumentError
 from plimsoll.unit import functional as U  # noqa: N812
 from plimsoll.unit.formulas import Constraint, Factors
-from plimsoll.unit.nn.base import Constrained, Weighted
+from plimsoll.unit.nn.layers import Constrained, Weighted
 from plimsoll.unit.optim.parameter_kinds import tag, tag_fan_in
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from plimsoll.unit import functional as U  # noqa: N812
 from plimsoll.unit.arguments import check_mult, check_not_inplace
 from plimsoll.unit.formulas import Constraint
-from plimsoll.unit.nn.base import Constrained, Multiplied
+from plimsoll.unit.nn.layers import Constrained, Multiplied
 
 
 class GELU(Multiplied, nn.GELU):

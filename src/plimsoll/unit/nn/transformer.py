@@ -16,11 +16,9 @@ from plimsoll.errors import ArgumentError
 from plimsoll.unit import functional as U  # noqa: N812
 from plimsoll.unit.arguments import check_tau
 from plimsoll.unit.formulas import Constraint
-from plimsoll.unit.nn.base import Multiplied, draw_unit
 from plimsoll.unit.nn.blocks import activation_from, chained, residual_tau, spread
 from plimsoll.unit.nn.functions import Dropout
-from plimsoll.unit.nn.linear import Linear
-from plimsoll.unit.nn.normalization import LayerNorm
+from plimsoll.unit.nn.layers import LayerNorm, Linear, Multiplied, draw_unit
 from plimsoll.unit.optim.parameter_kinds import Kind, tag
 
 # -- attention ---------------------------------------------------------------------------------------------------------

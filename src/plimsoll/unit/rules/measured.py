@@ -9,8 +9,16 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from plimsoll.unit.capture.example_values import NoValueError, Values
-from plimsoll.unit.capture.gradient_graph import Cluster, Flow, base_name, is_open, operation_of, shape_of
+from plimsoll.unit.capture.gradient_graph import (
+    Cluster,
+    Flow,
+    NoValueError,
+    Values,
+    base_name,
+    is_open,
+    operation_of,
+    shape_of,
+)
 from plimsoll.unit.changes import Factor, Port
 from plimsoll.unit.rules.operation import Ideal, Rule, Site, following, skipped
 

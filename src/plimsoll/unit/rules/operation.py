@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from plimsoll.unit.capture.example_values import Values
-from plimsoll.unit.capture.gradient_graph import Flow, base_name, is_open, shape_of
+from plimsoll.unit.capture.gradient_graph import Flow, Values, base_name, is_open, shape_of
 from plimsoll.unit.changes import ONE, Factor, Port
 from plimsoll.unit.formulas import Constraint, constrained, root
 

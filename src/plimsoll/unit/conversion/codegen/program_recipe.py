@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from plimsoll.unit.analysis.source_location import source_of
+from plimsoll.unit.analysis.analyzer import source_of
 from plimsoll.unit.capture.captured_program import Captured
 from plimsoll.unit.changes import Factor, NodeChange, Scale
 from plimsoll.unit.conversion.codegen.steps import (
