@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plimsoll.receipts.recording.accumulators import Arithmetic, Switches, product_arithmetic, sum_accumulator
+from plimsoll.receipts.recording.operations import Arithmetic, Switches, product_arithmetic, sum_accumulator
 from tests.support.cases import each
 from tests.support.receipts.ones import COUNT, PRODUCTS, SUMS, ones
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.receipts.recording.accumulators import Switches, product_arithmetic, sum_accumulator
+from plimsoll.receipts.recording.operations import Switches, product_arithmetic, sum_accumulator
 from plimsoll.receipts.take import receipt
 from tests.support.cases import each
 from tests.support.receipts.ones import COUNT, PRODUCTS, SUMS, ones

@@ -5,7 +5,7 @@ step of a script. All of them return a `Receipt`.
 """
 
 from plimsoll import exports
-from plimsoll.receipts.declared.kinds import KINDS as KINDS, DeviationKind as DeviationKind
+from plimsoll.receipts.declared.deviations import KINDS as KINDS, DeviationKind as DeviationKind
 from plimsoll.receipts.recorded_run import receipt_of_run as receipt_of_run
 from plimsoll.receipts.result import Receipt as Receipt
 from plimsoll.receipts.rows import (

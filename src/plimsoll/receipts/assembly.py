@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.precision.weights.base import SixteenBitOptimizer
-from plimsoll.receipts.recording.accumulators import Switches
-from plimsoll.receipts.recording.operations import Entry
+from plimsoll.receipts.recording.operations import Entry, Switches
 from plimsoll.receipts.recording.training import Recording
 from plimsoll.receipts.recording.values import dtype_name, size_bytes
 from plimsoll.receipts.rows import MemoryUse, Role, Row, TensorRow

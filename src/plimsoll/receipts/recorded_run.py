@@ -13,7 +13,7 @@ from plimsoll.formats import Plan
 from plimsoll.precision.levels.catalogue import Level, level_of_plan
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.receipts.declared.declaration import parse
-from plimsoll.receipts.declared.kinds import ORDER, deviation
+from plimsoll.receipts.declared.deviations import ORDER, deviation
 from plimsoll.receipts.recording.values import narrower
 from plimsoll.receipts.result import Receipt
 from plimsoll.receipts.rows import Deviation, Role, Row, TensorRow

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
-from plimsoll.receipts.declared.kinds import KINDS
+from plimsoll.receipts.declared.deviations import KINDS
 from plimsoll.receipts.recording.operations import KINDS as OPERATION_KINDS
 from plimsoll.receipts.rows import Deviation, MemoryUse, ReceiptRecord, Role, Row, TensorRow
 from plimsoll.text import counted, grouped, size

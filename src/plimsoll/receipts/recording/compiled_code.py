@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 
 from plimsoll.emulate.dispatch import thread_frame
-from plimsoll.receipts.recording.accumulators import Switches, product_arithmetic, sum_accumulator
-from plimsoll.receipts.recording.operations import MULTIPLYING, Cause, Entry, factors_of_names, kind_of
+from plimsoll.receipts.recording.operations import (
+    MULTIPLYING,
+    Cause,
+    Entry,
+    Switches,
+    factors_of_names,
+    kind_of,
+    product_arithmetic,
+    sum_accumulator,
+)
 from plimsoll.receipts.recording.recorder import Forward, Recorder
 from plimsoll.receipts.recording.values import dtype_name, narrower
 from plimsoll.tracing.call_site import Place, cause_of, look, path_of, place_of

@@ -19,8 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plimsoll.emulate import recipe
 from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.formats import Format
-from plimsoll.receipts.recording.accumulators import Switches, product_arithmetic, sum_accumulator
-from plimsoll.receipts.recording.operations import MULTIPLYING, Cause, Entries, Entry, Kind, Phase, factors, kind_of
+from plimsoll.receipts.recording.operations import (
+    MULTIPLYING,
+    Cause,
+    Entries,
+    Entry,
+    Kind,
+    Phase,
+    Switches,
+    factors,
+    kind_of,
+    product_arithmetic,
+    sum_accumulator,
+)
 from plimsoll.receipts.recording.values import Held, Memory, dtype_name, holds, is_code, narrower, size_bytes, spec_name
 from plimsoll.tracing.call_site import ForwardIndex, Place, cause_of, innermost, look, path_of, place_of
 from plimsoll.tracing.operation_schema import Facts, bound, facts_of
