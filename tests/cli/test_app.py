@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from plimsoll import __version__
 from plimsoll.cli import app, commands
+from plimsoll.cli.entry_point import COMMANDS, Command
 from plimsoll.cli.messages import in_command_words
-from plimsoll.cli.registry import COMMANDS, Command
 from plimsoll.errors import ArgumentError
 from tests.support.cases import each
 from tests.support.patience import HANG_SECONDS
