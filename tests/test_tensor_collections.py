@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from plimsoll import tensor_collections
-from plimsoll.diagnosis.wording import collection_words
+from plimsoll.diagnosis.finding import collection_words
 from plimsoll.tensor_collections import COLLECTIONS, NAMES
 from plimsoll.watch.session import StepSchedule
 

@@ -15,10 +15,10 @@ from plimsoll.cli import app
 from plimsoll.diagnosis import View, whatif
 from plimsoll.diagnosis.estimates.underflow_rate import underflow_by_step, underflow_rate
 from plimsoll.diagnosis.estimates.usable_scales import scales
+from plimsoll.diagnosis.finding import layer_name
 from plimsoll.diagnosis.rules.loss_scale import scale_remedy
 from plimsoll.diagnosis.rules.registry import rule_of
 from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
-from plimsoll.diagnosis.wording import layer_name
 from plimsoll.report import html, markdown, summary
 from plimsoll.report.live.server.answers import Api
 from plimsoll.report.verdicts import summary_text

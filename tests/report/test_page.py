@@ -10,7 +10,7 @@ pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip 
 pytest.importorskip("playwright", reason="pages are tested through playwright: pip install playwright")
 
 from plimsoll.diagnosis import diagnose
-from plimsoll.diagnosis.wording import layer_name
+from plimsoll.diagnosis.finding import layer_name
 from tests.support.browser import needs_browser
 from tests.support.report.served import LAYER, Served, at, drawn, expect, hash_of, wait_for_title
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from plimsoll import exports
-from plimsoll.diagnosis.finding import plain, shown
-from plimsoll.diagnosis.wording import collection_words
+from plimsoll.diagnosis.finding import collection_words, plain, shown
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.text import number
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plimsoll.diagnosis.finding import value_words
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.diagnosis.view import View
-from plimsoll.diagnosis.wording import value_words
 from plimsoll.text import percent, steps
 
 

@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.diagnosis.finding import Action, Finding, Severity, Spot, shown
+from plimsoll.diagnosis.finding import Action, Finding, Severity, Spot, collection_words, how_many, layer_name, shown
 from plimsoll.diagnosis.tables.cells import Cells
 from plimsoll.diagnosis.view import View
-from plimsoll.diagnosis.wording import collection_words, how_many, layer_name
 
 Mask = NDArray[np.bool_]
 Where = Literal["anywhere", "same module"]

@@ -18,13 +18,12 @@ import numpy as np
 from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.estimates.underflow_rate import underflow_rate
 from plimsoll.diagnosis.estimates.usable_scales import Scales
-from plimsoll.diagnosis.finding import Action, Finding, Severity, Spot, shown
+from plimsoll.diagnosis.finding import Action, Finding, Severity, Spot, first_of, layer_name, shown
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Mask, Phrase, Rule, stretches, threshold
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.registry import rule_of
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View, log2
-from plimsoll.diagnosis.wording import first_of, layer_name
 from plimsoll.tensor_collections import BACKWARD, WITH_LOSS_SCALE
 from plimsoll.text import percent, power, steps
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from plimsoll import exports
 from plimsoll.diagnosis.estimates.usable_scales import Stretch, block_sentence, scales, sentence, stretches_of
-from plimsoll.diagnosis.finding import plain, shown
+from plimsoll.diagnosis.finding import collection_words, plain, shown, value_words
 from plimsoll.diagnosis.tables.cells import Floats, Ints
-from plimsoll.diagnosis.wording import collection_words, value_words
 from plimsoll.errors import NotRecordedError
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Fit, Interval

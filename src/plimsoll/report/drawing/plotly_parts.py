@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis import View, shown
+from plimsoll.diagnosis.finding import collection_words
 from plimsoll.diagnosis.tables.cells import Floats, Ints
-from plimsoll.diagnosis.wording import collection_words
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.runs import Run

@@ -11,8 +11,8 @@ import numpy as np
 
 from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.estimates.format_losses import FormatLosses
+from plimsoll.diagnosis.finding import collection_words
 from plimsoll.diagnosis.tables.cells import Cells, Floats
-from plimsoll.diagnosis.wording import collection_words
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP32, Format, get
 from plimsoll.report.drawing.aggregation import MOST_CELLS, How, Rows, few

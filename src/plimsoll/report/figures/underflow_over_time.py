@@ -7,9 +7,9 @@ import numpy as np
 
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.diagnosis.estimates.underflow_rate import underflow_by_step, underflow_rate
+from plimsoll.diagnosis.finding import value_words
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh, UnderflowRising
 from plimsoll.diagnosis.tables.cells import Floats
-from plimsoll.diagnosis.wording import value_words
 from plimsoll.report.drawing.aggregation import Columns
 from plimsoll.report.drawing.heatmap_statistics import Matrix, underflow
 from plimsoll.report.drawing.plotly_parts import (

@@ -15,8 +15,8 @@ from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.estimates.element_counts import Populations
 from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.estimates.usable_scales import TOLERANCE, Scales
+from plimsoll.diagnosis.finding import layer_name
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
-from plimsoll.diagnosis.wording import layer_name
 from plimsoll.errors import FormatError
 from plimsoll.formats import FP16, BlockFormat, Format, get, get_element
 from plimsoll.report.drawing.aggregation import Columns, histogram

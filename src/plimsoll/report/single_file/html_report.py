@@ -13,8 +13,8 @@ from pathlib import Path
 
 from plimsoll.diagnosis import Finding, View, shown
 from plimsoll.diagnosis.estimates.usable_scales import scales
+from plimsoll.diagnosis.finding import collection_words
 from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
-from plimsoll.diagnosis.wording import collection_words
 from plimsoll.errors import ArgumentError, MissingExtraError, RunError
 from plimsoll.extras import install_line
 from plimsoll.report.drawing.plotly_parts import Source, view_of

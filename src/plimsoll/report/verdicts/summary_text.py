@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from typing import cast
 
 from plimsoll.diagnosis import EvidenceItem, Finding, shown
+from plimsoll.diagnosis.finding import collection_words, how_many, layer_name, located
 from plimsoll.diagnosis.rules.registry import rule_of
-from plimsoll.diagnosis.wording import collection_words, how_many, layer_name, located
 from plimsoll.report.verdicts.run_summary import LOSS_STEPS, Summary, jsonable
 from plimsoll.runs import Event
 from plimsoll.tensor_collections import COLLECTIONS
