@@ -14,8 +14,8 @@ from typing import Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.diagnosis.estimates.block_counts import BlockCells, read_blocks
 from plimsoll.diagnosis.estimates.format_losses import FormatLosses
-from plimsoll.diagnosis.tables.block_cells import BlockCells, read_blocks
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, read, read_each
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.formats import Format, get_element

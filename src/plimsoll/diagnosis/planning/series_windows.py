@@ -14,11 +14,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.diagnosis.estimates.block_counts import BlockTallies
+from plimsoll.diagnosis.estimates.block_counts import BlockCells, BlockTallies
 from plimsoll.diagnosis.estimates.element_counts import Populations, Tallies, ordinals
 from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.estimates.rounding_noise import Noise
-from plimsoll.diagnosis.tables.block_cells import BlockCells
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import BlockFormat, Format

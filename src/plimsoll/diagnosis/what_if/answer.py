@@ -11,12 +11,11 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
-from plimsoll.diagnosis.estimates.block_counts import BlockTallies
+from plimsoll.diagnosis.estimates.block_counts import BlockCells, BlockTallies
 from plimsoll.diagnosis.estimates.element_counts import Populations, Tallies
 from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.estimates.rounding_noise import Noise
 from plimsoll.diagnosis.estimates.usable_scales import TOLERANCE, Scales, Stretch, stretches_of
-from plimsoll.diagnosis.tables.block_cells import BlockCells
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
 from plimsoll.diagnosis.what_if.result import Prediction, WhatIf
