@@ -12,8 +12,7 @@ from plimsoll.diagnosis.rules.base import short
 from plimsoll.diagnosis.rules.registry import rule_of
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.report import markdown, summary
-from plimsoll.report.verdicts.run_summary import Summary
-from plimsoll.report.verdicts.verdict import LONGEST, leading, verdict
+from plimsoll.report.verdicts.run_summary import LONGEST, Summary, leading, verdict
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.support.diagnosis.faults import FAULTS, WORDS, A, B, Fault
 from tests.support.diagnosis.recorded import ONE_WORKER, Recorded

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from plimsoll.diagnosis import View, diagnose
-from plimsoll.report.verdicts.verdict import State, leading_first, state_of, verdict
+from plimsoll.report.verdicts.run_summary import State, leading_first, state_of, verdict
 from plimsoll.runs import Run
 
 # Judging takes about 1 s for a run of this size (benchmarks/command_line.py). A larger one keeps nobody waiting.

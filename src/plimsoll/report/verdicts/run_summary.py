@@ -1,19 +1,144 @@
-"""`summary`: the facts on a run that the report, JSON and the live page share."""
+"""A run in few numbers, `summary`, and in one sentence, the verdict."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 
-from plimsoll.diagnosis import SEVERITIES, Finding, Severity, View, diagnose
+from plimsoll.diagnosis import SEVERITIES, Finding, FindingContext, Phrase, Rule, Severity, View, diagnose
+from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.finding import plain
+from plimsoll.diagnosis.rules.registry import guarded, rule_of
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.report.drawing.plotly_parts import Source, view_of
-from plimsoll.report.verdicts.verdict import State, leading_first, state_of, verdict
 from plimsoll.runs import Run
+from plimsoll.text import percent
+
+# -- the verdict: a run in one sentence, made from its findings --------------------------------------------------------
+
+# The most severe finding leads. Of several alarms a fatal one leads (NaN weights, a collapsed scale), and of several
+# fatal ones the earliest, since it is the cause. The sentence says what happened, since when, what followed and what to
+# do, as far as `LONGEST` allows.
+
+State = Literal["healthy", "warning", "alarm", "empty"]
+LONGEST = 200  # characters of a verdict, about two lines of a terminal
+
+_BEGINS = {"alarm": "Problem", "warning": "Warning"}
+_BEGINS_LIVE = {**_BEGINS, "alarm": "Stop"}  # only a run that still goes on can be stopped
+
+
+def state_of(view: View, findings: Sequence[Finding]) -> State:
+    """Return the highest severity in one word, or "empty" without any record.
+
+    A run with missing records is not called healthy.
+    """
+    if view.last_step < 0:
+        return "empty"
+    severities: set[str] = {finding.severity for finding in findings}
+    if view.run.missing:
+        severities.add("warning")
+    return "alarm" if "alarm" in severities else "warning" if "warning" in severities else "healthy"
+
+
+def verdict(view: View, findings: Sequence[Finding]) -> str:
+    """Return the run in a sentence of at most `LONGEST` characters.
+
+    Equal findings give equal sentences.
+    """
+    state = state_of(view, findings)
+    if state == "empty":
+        return "Nothing was recorded."
+    if state == "healthy":
+        return _healthy(view, findings)
+    if not any(finding.severity in ("alarm", "warning") for finding in findings):
+        return _fitted("Warning", Phrase(what="records of this run are missing"), "")
+    lead = leading(findings, view.last_step)
+    begins = _BEGINS_LIVE if _is_live(view) else _BEGINS
+    return _fitted(begins[state], phrase_of(lead, view, findings), _consequence(lead, findings, view.last_step))
+
+
+def phrase_of(finding: Finding, view: View, findings: Sequence[Finding]) -> Phrase:
+    """Return a finding as part of a sentence.
+
+    Args:
+        finding: The finding.
+        view: The run.
+        findings: All findings of the run.
+    """
+    rule, context = rule_of(finding), FindingContext(finding=finding, view=view, findings=findings)
+    return guarded(rule, lambda: rule.phrase(context), Rule.phrase(rule, context))
+
+
+def _is_live(view: View) -> bool:
+    return view.until is None and not view.run.closed and view.ending is None
+
+
+def leading(findings: Sequence[Finding], last_step: int) -> Finding:
+    """Return the finding that the verdict is about."""
+    severe = [f for f in findings if f.severity == "alarm"] or [f for f in findings if f.severity == "warning"]
+    fatal = [f for f in severe if is_fatal(f, last_step)]
+    candidates = fatal or [f for f in severe if not rule_of(f).is_secondary] or severe
+    return min(candidates, key=lambda finding: finding.since_step)
+
+
+def leading_first(findings: Sequence[Finding], last_step: int) -> tuple[Finding, ...]:
+    """Return the findings in display order: the verdict's, then the others."""
+    if all(finding.severity == "info" for finding in findings):
+        return tuple(findings)
+    lead = leading(findings, last_step)
+    return (lead, *(finding for finding in findings if finding is not lead))
+
+
+def is_fatal(finding: Finding, last_step: int) -> bool:
+    """Return whether a training does not recover from a finding by itself."""
+    rule = rule_of(finding)
+    return finding.severity == "alarm" and guarded(rule, lambda: rule.is_fatal(finding, last_step), False)
+
+
+def _consequence(lead: Finding, findings: Sequence[Finding], last_step: int) -> str:
+    """Return the words of the first alarm that followed the leading one and has any."""
+    later = (f for f in findings if f is not lead and f.severity == "alarm" and f.since_step >= lead.since_step)
+    words = (guarded(r := rule_of(f), lambda r=r, f=f: r.consequence(f, last_step), "") for f in later)
+    return next((text for text in words if text), "")
+
+
+def _fitted(begins: str, phrase: Phrase, followed: str) -> str:
+    """Return as much as fits: what and when always, then remedy, then what followed."""
+    head = f"{begins}: {phrase.what}"
+    remedy = f"; {phrase.remedy}" if phrase.remedy else ""
+    for parts in ((phrase.effect, followed), (followed,), (phrase.effect,), ()):
+        middle = "".join(f", {part}" for part in parts if part)
+        if len(head + middle + remedy) < LONGEST:
+            return f"{head}{middle}{remedy}."
+    return f"{head}."
+
+
+def _healthy(view: View, findings: Sequence[Finding]) -> str:
+    noted = [f for f in findings if rule_of(f).is_noted]
+    begin = f"Healthy through step {view.last_step:,}"
+    if noted:
+        return f"{begin}, but note: {phrase_of(noted[0], view, findings).what}."
+    return f"{begin}: {_underflow(view)}."
+
+
+def _underflow(view: View) -> str:
+    """Return the share of gradients that underflowed, in the layer that lost most."""
+    narrow = view.narrow("gradients")
+    if narrow is None:
+        return "no findings, but gradients were not recorded"
+    modules = Modules.of(narrow.cells)
+    lost = np.nansum(modules.total(narrow.lost_of_cell), axis=1)
+    would_be = lost + np.nansum(modules.total(narrow.cells.total(narrow.cells.nonzero)), axis=1)
+    worst = float(np.max(lost[would_be > 0] / would_be[would_be > 0], initial=0.0))
+    if worst == 0:
+        return "no parameter gradients lost to underflow"
+    return f"at most {percent(worst)} of any layer's parameter gradients lost to underflow"
+
+
+# -- the summary -------------------------------------------------------------------------------------------------------
 
 LOSS_STEPS = 60  # of the median loss at the end of a run
 
