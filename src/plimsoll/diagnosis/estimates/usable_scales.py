@@ -47,8 +47,10 @@ class Stretch:
 def stretches_of(steps: Ints, low: Floats, high: Floats) -> list[Stretch]:
     """Return the fewest step ranges, each as long as one shift works (or none does).
 
-    Steps at which nothing was recorded (NaN) belong to the range around them.
+    Steps at which nothing was recorded (NaN) belong to the range around them. Shifts are by step, or by layer and step.
     """
+    low = np.fmax.reduce(np.atleast_2d(low), axis=0, initial=np.nan)
+    high = np.fmin.reduce(np.atleast_2d(high), axis=0, initial=np.nan)
     stretches: list[Stretch] = []
     for step, lowest, highest in zip(steps.tolist(), low.tolist(), high.tolist(), strict=True):
         known = not (np.isnan(lowest) or np.isnan(highest))

@@ -65,7 +65,7 @@ def answer_of_blocks(view: View, collection: str, fmt: BlockFormat, shift: int |
         ),
         low=low,
         high=high,
-        stretches=stretches_of(cells.steps, _joint(np.fmax, low), _joint(np.fmin, high)),
+        stretches=stretches_of(cells.steps, low, high),
         block=fmt.block,
         unrecorded=unrecorded,
     )
@@ -244,8 +244,7 @@ class Predictor:
             narrow = self._narrow()
             assert narrow is not None  # whoever asks holds it
             low, high = Scales.of_record(narrow, fmt).of_tensors
-            stretches = stretches_of(self._cells.steps, _joint(np.fmax, low), _joint(np.fmin, high))
-            self._windows[fmt] = low, high, stretches
+            self._windows[fmt] = low, high, stretches_of(self._cells.steps, low, high)
         return self._windows[fmt]
 
     def best_shift(self, fmt: Format) -> int:
@@ -296,16 +295,11 @@ def _by_cell(cells: Cells, tallies: Tallies) -> tuple[Floats, Floats, Floats]:
     return low, high, estimate
 
 
-def _joint(choose: "np.ufunc", values: Floats) -> Floats:
-    return choose.reduce(values, axis=0, initial=np.nan)
-
-
 def _best_shift(values: Populations, fmt: Format, low: Floats, high: Floats) -> int:
     """Return the best single shift for all layers and steps."""
-    needed, room = _joint(np.fmax, low), _joint(np.fmin, high)
-    if np.isnan(needed).all():
+    if np.isnan(low).all():
         return 0
-    lowest, highest = int(np.nanmax(needed)), int(np.nanmin(room))
+    lowest, highest = int(np.nanmax(low)), int(np.nanmin(high))
     if lowest <= highest:
         best = max(lowest, highest - 1)
         return 0 if lowest <= 0 and best >= SHIFTS.stop else best

@@ -248,9 +248,7 @@ class WhatIf(NotebookRepr):
             low=low,
             high=high,
             unrecorded=self.unrecorded + other.unrecorded,
-            stretches=stretches_of(
-                steps, np.fmax.reduce(low, axis=0, initial=np.nan), np.fmin.reduce(high, axis=0, initial=np.nan)
-            ),
+            stretches=stretches_of(steps, low, high),
         )
 
     def to_dict(self) -> dict[str, object]:
