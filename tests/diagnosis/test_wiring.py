@@ -739,3 +739,48 @@ def test_an_optimizer_without_a_state_is_not(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert diagnose(tmp_path / "run", rules=["state-cleared"]) == []
+
+
+# -- layers that are replaced, or unfrozen, during the training
+
+
+def with_a_change(path: Path, change: Callable[[nn.Sequential, torch.optim.Optimizer], object]) -> list[Finding]:
+    """What is said of parameters without an optimizer, in a training that changes the model at step 20."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    with pl.watch(model, optimizer, run=path, every=5):
+        for step in range(50):
+            if step == 20:
+                change(model, optimizer)
+            x = torch.randn(16, 8)
+            nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)).backward()
+            optimizer.step()
+            model.zero_grad()
+    return diagnose(path, rules=["untrained-parameters"])
+
+
+def replaced(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    model[4] = nn.Linear(16, 4)
+
+
+def replaced_and_added(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    replaced(model, optimizer)
+    optimizer.add_param_group({"params": list(model[4].parameters())})
+
+
+def unfrozen(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    model[0].requires_grad_(True)
+
+
+@pytest.mark.filterwarnings("ignore:.*are in no optimizer.*")
+def test_a_layer_that_is_new_and_in_no_optimizer_is_named(tmp_path: Path) -> None:
+    (finding,) = with_a_change(tmp_path / "replaced", replaced)
+    assert (finding.severity, set(finding.where)) == ("warning", {"4.weight", "4.bias"})
+    assert 20 < finding.since_step < 45 and finding.evidence["cause"] == "in no optimizer"
+    (finding,) = with_a_change(tmp_path / "unfrozen", unfrozen)
+    assert set(finding.where) == {"0.weight", "0.bias"}
+
+
+def test_a_layer_that_is_new_and_given_to_the_optimizer_is_not(tmp_path: Path) -> None:
+    assert with_a_change(tmp_path / "run", replaced_and_added) == []

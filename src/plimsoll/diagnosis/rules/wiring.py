@@ -64,9 +64,8 @@ class UntrainedParameters(Rule):
     # information, since a head or an expert that this training does not use has none either.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield findings on parameters without an optimizer, and without a gradient."""
-        event = first_fact(view, _OUTSIDE)
-        if event is not None:
-            joined = _names_of(view, "joined")
+        joined = _names_of(view, "joined")
+        for event in facts(view, _OUTSIDE):
             names = [name for name in listed_in(event, "parameters") if name not in joined]
             if len(names) >= self.parameters:
                 yield self._finding(view, "warning", names, event, cause=_OUTSIDE)

@@ -20,7 +20,7 @@ from plimsoll.watch.session import WatchSession
 
 OWN = "own"  # the kind of an optimizer that declares none
 ON_AVERAGE, TOWARD_ZERO = "lossless on average", "toward zero"  # kinds that are found from changes of weights
-_LOOKS = 16  # sampled steps whose changes are looked at
+_OFTEN = 4  # sampled steps up to two to this are looked at, then every second one up to its double, and so on
 _VALUES = 1 << 16  # of each weight
 # Updates are known by the weights that are fine enough for them. Where a weight's rounding is 2.5 times the largest of
 # these updates, rounding to nearest moves nothing (measured: 0 of 2,000 values a step; by chance 10 %).
@@ -123,7 +123,7 @@ class UpdateKinds:
     def __init__(self, core: WatchSession) -> None:
         self._core = core
         self._recorded: dict[str, str] = {}
-        self._looks = 0
+        self._samples = 0
         self._counts: list[DeviceValue] = []  # of each look
         self._since: int | None = None  # the step of the first
         self._who = ""
@@ -146,9 +146,11 @@ class UpdateKinds:
             changes: Each weight before and after a sampled step.
         """
         own = {name: change for name, change in changes.items() if self._recorded.get(name) == OWN}
-        if not own or self._found or self._looks == _LOOKS:
+        if not own or self._found:
             return
-        self._looks += 1
+        self._samples += 1
+        if self._samples % (1 << max(0, self._samples.bit_length() - _OFTEN)):
+            return
         self._since = self._core.step if self._since is None else self._since
         for weights in by_device({name: new for name, (_, new) in own.items()}).values():
             moves = [count for name in weights if (count := _coarse_moves(*own[name])) is not None]

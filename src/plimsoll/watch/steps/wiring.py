@@ -203,6 +203,8 @@ class Wiring(torch_hooks.TrainingEvents):
         self._casts: dict[tuple[int, int], int] = {}  # versions of the weights that casts were made of
         self._states = ClearedStates()
         self._judged = False
+        self._trainable: dict[int, weakref.ref[Tensor]] = {}  # when it was judged last
+        self._due: int | None = None  # steps of an optimizer after which new parameters are judged
         self._said: set[str] = set()
         self._averages = Averages(core)
         self._first_weights = FirstWeights(core)
@@ -358,7 +360,7 @@ class Wiring(torch_hooks.TrainingEvents):
         known = self._meet(optimizer)
         if known is None:
             return
-        if not self._judged or (self._ungraded and self.core.sample is not None):
+        if not self._judged or self._due is not None or (self._ungraded and self.core.sample is not None):
             self._look_for_gradients()
         known.had_gradients = has_gradients(optimizer)
         if not known.steps:
@@ -377,6 +379,7 @@ class Wiring(torch_hooks.TrainingEvents):
         self._look_at_groups(optimizer, known)
         if self.core.sample is not None:
             self._look_for_frozen(optimizer, known)
+            self._look_for_new(known)
 
     # Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a
     # few parameters of each optimizer are followed, in its first steps and then in some of every 64, since errors last.
@@ -503,6 +506,9 @@ class Wiring(torch_hooks.TrainingEvents):
             self._first_weights.look_at_rows()
             if not self._judged:
                 self._judge(warn=True)
+        if self._due is not None and steps >= self._due:
+            self._due = None
+            self._say_outside(self._trained(), self._owned(), warn=True)
         if steps == _PATIENCE:
             self._say_no_step()
 
@@ -531,25 +537,50 @@ class Wiring(torch_hooks.TrainingEvents):
         model = self.core.model()
         if model is None or not self._known:
             return
-        owned = self._owned()
-        trained = {id(p): clean(name) for name, p in model.named_parameters() if p.requires_grad}
-        self._unowned = {key: name for key, name in trained.items() if key not in owned and key in self._graded}
+        owned, trained = self._owned(), self._trained()
         self._ungraded = {key: name for key, name in trained.items() if key in owned and key not in self._graded}
+        who = self._say_outside(trained, owned, warn=warn)
+        if self._ungraded:
+            names = list(self._ungraded.values())
+            message = f"{len(names)} parameters of {who} have had no gradient so far ({_listed(names)})"
+            self._say("without gradient", message, parameters=names, of=len(trained), optimizers=who)
+
+    def _trained(self) -> dict[int, str]:
+        """Return the names of the parameters that require gradients, and keep which they are."""
+        model = self.core.model()
+        named = [] if model is None else [(clean(name), p) for name, p in model.named_parameters() if p.requires_grad]
+        self._trainable = {id(p): weakref.ref(p) for _, p in named}
+        return {id(p): name for name, p in named}
+
+    def _say_outside(self, trained: Mapping[int, str], owned: set[int], *, warn: bool) -> str:
+        """Name the parameters that get gradients and are in no optimizer; return the optimizers' names."""
         who = ", ".join(dict.fromkeys(known.name for known in self._known.values()))
-        if self._unowned:
-            names = list(self._unowned.values())
+        before = set(self._unowned.values())
+        self._unowned = {key: name for key, name in trained.items() if key not in owned and key in self._graded}
+        names = [name for name in self._unowned.values() if name not in before]
+        if names:
             self._say(
                 "in no optimizer",
                 f"{len(names)} parameters get gradients and are in no optimizer that has stepped ({_listed(names)}): "
                 "they do not change. Give them to an optimizer, or set requires_grad to False.",
                 warn=warn,
+                key=f"in no optimizer: {names}",
                 parameters=names,
                 optimizers=who,
             )
-        if self._ungraded:
-            names = list(self._ungraded.values())
-            message = f"{len(names)} parameters of {who} have had no gradient so far ({_listed(names)})"
-            self._say("without gradient", message, parameters=names, of=len(trained), optimizers=who)
+        return who
+
+    # A layer that is replaced, or unfrozen, during the training is easily left out of the optimizer.
+    def _look_for_new(self, known: _Optimizer) -> None:
+        """Have it judged some steps later whether parameters that are new are in an optimizer."""
+        model = self.core.model()
+        if not self._judged or self._due is not None or model is None:
+            return
+        mine = self._trainable
+        new = {id(p) for p in model.parameters() if p.requires_grad and (id(p) not in mine or mine[id(p)]() is not p)}
+        if new:
+            self._graded -= new  # by identities of parameters that are gone
+            self._due = known.steps + _JUDGED_STEPS
 
     def _look_for_gradients(self) -> None:
         """Notes the parameters that have a gradient for the first time."""
