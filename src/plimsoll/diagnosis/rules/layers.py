@@ -53,6 +53,7 @@ _ZERO_ON_BOTH_SIDES = (
     "that."
 )
 _AS_LORA = "Initialise the first of the two at random, as LoRA does."
+_INPUTS_SMALL = "inputs-small"
 _NO_SLOPE = "a weight without a slope"
 _STOPPED = "gradients stop"
 _NO_GRADIENTS = (
@@ -89,7 +90,10 @@ class DeadLayer(Rule):
         "Check its input and its bias (a ReLU that no input activates). Re-initialise it, or lower the learning rate."
     )
     figure = "zero_heatmap"
-    explained_by = {Nonfinite.id: "anywhere", CastFlushes.id: "same module", UnderflowHigh.id: "same module"}
+    explained_by = {
+        Nonfinite.id: "anywhere", CastFlushes.id: "same module", UnderflowHigh.id: "same module",
+        _INPUTS_SMALL: "anywhere",
+    }  # fmt: skip
     items = {
         "first": EvidenceItem(unit="location"),
         "zeros": EvidenceItem(unit="share"),
@@ -234,12 +238,12 @@ class DeadLayer(Rule):
 class InputsSmall(Rule):
     """Inputs of a model so small that its layers put out zeros."""
 
-    id = "inputs-small"
+    id = _INPUTS_SMALL
     says = "the model's inputs are so small that layers see hardly more than their biases, and put out zeros"
     meaning = "Layers see hardly more than their biases, which moved until nothing came out."
     advice = "Scale the inputs to a size of about 1. If they are scaled already, look whether it is done twice."
     figure = "spectrogram"
-    explained_by = DeadLayer.explained_by
+    explained_by = {Nonfinite.id: "anywhere", CastFlushes.id: "same module", UnderflowHigh.id: "same module"}
     items = {"largest_input": EvidenceItem("Largest input of the model"), "zeros": EvidenceItem(unit="share")}
 
     small: float = threshold(2.0**-6, "pixels divided by 255 twice are below 2^-7; inputs are made of size 1 or so")
