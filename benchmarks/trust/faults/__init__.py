@@ -2,6 +2,7 @@
 
 from benchmarks.trust.faults import (
     arithmetic,
+    blunders,
     breaks,
     casts,
     data,
@@ -20,6 +21,7 @@ from benchmarks.trust.faults import (
 
 __all__ = [
     "arithmetic",
+    "blunders",
     "breaks",
     "casts",
     "data",
