@@ -51,7 +51,6 @@ class ShortAdam(torch.optim.Optimizer):
     r"|round[^>]*\b(down|one way|biased)"
     r"|(updates?|rounding)[^>]*(swallow|lost|smaller than|rounded away|below)",
     misleading=f"{SIDE}|lower the (learning )?rate|in no optimizer",
-    held_back=True,
 )
 def truncated(run: Training, *, sound: bool = False) -> None:
     """Stochastic rounding to BF16 without its random bits: each step rounds each weight towards zero."""
@@ -439,7 +438,6 @@ def kept_or_taken(run: Training, *, sound: bool = False) -> None:
     r"|replac|re-?creat|resiz"
     r"|(weights?|parameters?|tokens|head)[^>]*(stop|no longer|never|not)[^>]*(mov|chang|update|updating|learn)",
     misleading=f"{SIDE}|learning rate|swallow|rounding",
-    held_back=True,
 )
 def resized(run: Training, *, sound: bool = False) -> None:
     """New tokens come at step 60, the tables are made larger, and the optimizer goes on with the smaller ones."""

@@ -25,7 +25,6 @@ NAN = r"\bnan\b|non-?finite|\binf(inite|inity|inities)?\b"
     r"|(weights?|parameters?) [^>]*(move|change|learn)[^>]*(loss|outputs?)[^>]*(not|same|constant|flat)",
     misleading=f"{SIDE}|learning rate|swallow|rounding|in no optimizer",
     precision="bf16",
-    held_back=True,
 )
 def entered_once(run: Training, *, sound: bool = False) -> None:
     """Autocast is entered around the whole loop: it keeps its first casts, and no forward sees an updated weight."""

@@ -68,7 +68,6 @@ def other_order(run: Training, *, sound: bool = False) -> None:
     "batch-norm-over-two-rows",
     named=f"{either('norm[0-9]?', f'{FEW}|two rows|statistics|saturat')}|batch(es)? (size|of)|micro-?batch|small batch",
     misleading=f"{SIDE}|learning rate",
-    held_back=True,
 )
 def two_rows(run: Training, *, sound: bool = False) -> None:
     """A batch is split into sixteen of two rows: a batch norm over two makes of every value 1 or -1."""
@@ -301,7 +300,6 @@ def still_moving(run: Training, *, sound: bool = False) -> None:
     r"|updates? [^>]*((same|equal|one|constant) (size|value|magnitude)|(size of|equal to) the (learning )?rate)"
     r"|steps? count",
     misleading=f"{SIDE}|swallow|rounding|in no optimizer|lower the (learning )?rate|rate (is |was )?too high",
-    held_back=True,
 )
 def cleared(run: Training, *, sound: bool = False) -> None:
     """Each epoch, of four batches, clears Adam's state: its updates are as large as at the start, however small."""
