@@ -279,7 +279,7 @@ class NormOfFewValues(Rule):
 
     id = "norm-of-few-values"
     says = "a norm is over one value, or a batch norm over two, and leaves hardly more than a sign"
-    meaning = "The norm is over a single value: it puts out its bias, or a sign, whatever comes in."
+    meaning = "The norm is over a single value: it puts out a constant (its bias) or a sign, whatever comes in."
     advice = "Normalise over more values: look at normalized_shape, and at the order of the dimensions."
     figure = "spectrogram"
     items = {"values": EvidenceItem("Values of each norm")}
