@@ -93,9 +93,14 @@ _VERDICT = (
     'Reading: the row "pyarrow reads all rows" takes longer than the goal by itself, most of it for the counts by '
     "binade. Ordering the rows of all parts, checking their columns and the rules come on top."
 )
+_PAGE = (
+    "Underflow against scale, for a format that no rule has asked about: the scales that serve are looked for in each "
+    "module at each step, 333,000 times. It is kept then. The slider of what-if is an eighth above the goal; all other "
+    "figures take 134 ms or less."
+)
 _FIGURE = (
     "Two figures of 2,000 FP16 gradients and nothing else pass over their 2 million cells each time. The live page "
-    "keeps answers, and its own goal above is met."
+    "keeps answers."
 )
 _SHADOW = "The twin's forward and backward take one step, watching takes a fifth, and the rest compares the two."
 
@@ -164,7 +169,7 @@ OWN: Sequence[Goal] = (
     Goal(what="its report's verdict in the browser", stem="report", table="To open", column="verdict s", rows={},
          bound="at most", value=3, unit=" s"),
     Goal(what="the live page: any figure of 2,000 tensors x 1,000 samples", stem="serve", table="One run", column="ms",
-         rows={"goal ms": "200*"}, bound="at most", value=200, unit=" ms"),
+         rows={"goal ms": "200*"}, bound="at most", value=200, unit=" ms", limit=_PAGE),
     Goal(what="the first verdict of such a run", stem="serve", table="One run", column="ms",
          rows={"what": "open cold, with its verdict"}, bound="at most", value=2000, unit=" ms", limit=_VERDICT),
     Goal(what="a figure of such a run, once it is read", stem="figures", table="*", column="again ms", rows={},
