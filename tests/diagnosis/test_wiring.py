@@ -5,6 +5,7 @@ import math
 import re
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -683,6 +684,24 @@ def test_casts_that_outlast_a_step_are_named(tmp_path: Path) -> None:
 )
 def test_casts_of_the_present_weights_are_not(case: dict[str, bool], tmp_path: Path) -> None:
     assert under_autocast(Path(tempfile.mkdtemp(dir=tmp_path)), **case) == set()
+
+
+def test_forwards_on_threads_of_their_own_are_not(tmp_path: Path) -> None:
+    model, autocast = mlp(), functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    optimizer = adam(model)
+
+    def loss() -> Tensor:
+        x = torch.randn(16, 8)
+        with autocast():
+            return nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1))
+
+    with pl.watch(model, optimizer, run=tmp_path / "run"):
+        for _ in range(6):
+            with ThreadPoolExecutor(1) as threads:  # whose operations are counted from 0
+                threads.submit(loss).result().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert diagnose(tmp_path / "run", rules=["casts-stale"]) == []
 
 
 # -- a state that is lost

@@ -161,7 +161,7 @@ def values_normalised(root: Tensor) -> Iterator[tuple[Tensor, int]]:
             with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
                 x = norm._saved_input  # noqa: SLF001  (likewise)
                 if weight is not None and norm._saved_training:  # noqa: SLF001  (likewise)
-                    yield weight, x.numel() // x.shape[1]
+                    yield weight, x.numel() // max(x.shape[1], 1)
 
 
 def _has_factor(node: object, scale: Tensor) -> bool:

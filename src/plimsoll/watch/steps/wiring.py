@@ -201,6 +201,7 @@ class Wiring(torch_hooks.TrainingEvents):
         self._divided = 0  # what a loss was divided by twice
         self._pairs: list[set[str]] = []  # the batch norms over two values, of each look
         self._casts: dict[tuple[int, int], int] = {}  # versions of the weights that casts were made of
+        self._root = -1  # place of the last loss among the operations
         self._states = ClearedStates()
         self._judged = False
         self._trainable: dict[int, weakref.ref[Tensor]] = {}  # when it was judged last
@@ -267,7 +268,7 @@ class Wiring(torch_hooks.TrainingEvents):
             self._squashed = autograd_graph.squashed_twice(roots)
             if is_loss:
                 self._look_behind_loss(roots[0])
-        if first_of_step and is_loss:
+        if first_of_step and is_loss and roots[0].grad_fn is not None:
             self._look_at_casts(roots[0])
 
     def _look_behind_loss(self, loss: Tensor) -> None:
@@ -302,6 +303,10 @@ class Wiring(torch_hooks.TrainingEvents):
     def _look_at_casts(self, loss: Tensor) -> None:
         stale = list[str]()
         names = self._names()
+        # Operations are counted by thread: a forward on a thread of its own begins at 0 again, and shows nothing.
+        before, self._root = self._root, autograd_graph.position(loss.grad_fn)
+        if self._root <= before:
+            return
         for leaf, place in autograd_graph.casts_of_leaves(loss):
             version = self._casts.setdefault((id(leaf), place), leaf._version)  # noqa: SLF001  (public in all but name)
             if leaf._version > version and id(leaf) in names:  # noqa: SLF001  (likewise)
