@@ -165,6 +165,25 @@ def test_rounding_toward_zero_is_named(tmp_path: Path) -> None:
     assert "they shrink" in found.meaning
 
 
+@each("second, loses", [("to nearest", True), ("from a copy", False)])
+def test_each_of_two_optimizers_is_judged_by_its_own_weights(second: str, loses: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(2)]
+    model = nn.Sequential(*parts, nn.Linear(64, 4).requires_grad_(False)).bfloat16()
+    model[1][0] = nn.Linear(64, 64).bfloat16()
+    optimizers = [Adam16(part.parameters(), way) for part, way in zip(parts, ("by chance", second), strict=True)]
+    with pl.watch(model, optimizers, run=tmp_path / second, every=1):
+        for step in range(STEPS):
+            x, y = batch(step)
+            model.zero_grad()
+            nn.functional.cross_entropy(model(x.bfloat16()).float(), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    found = swallowed(pl.Run(tmp_path / second))
+    assert [finding.severity for finding in found] == (["alarm"] if loses else [])
+    assert all(name.startswith("1.") for finding in found for name in finding.where)
+
+
 def test_an_optimizer_of_torchao_says_it_by_its_argument(tmp_path: Path) -> None:
     model = network().bfloat16()
     optimizer: Any = sgd(model)

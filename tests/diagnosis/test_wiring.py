@@ -707,14 +707,16 @@ def test_forwards_on_threads_of_their_own_are_not(tmp_path: Path) -> None:
 # -- a state that is lost
 
 
-def with_states(path: Path, lost_every: int, *, steps: int = 40, anew: bool = False, **arguments: Any) -> list[Finding]:
+def with_states(
+    path: Path, lost_every: int, *, steps: int = 40, made_again: bool = False, **arguments: Any
+) -> list[Finding]:
     """The findings on a training whose optimizer's state is cleared, or whose optimizer is made again."""
     model = mlp()
     optimizer = adam(model, **arguments)
     with pl.watch(model, optimizer, run=path, every=4):
         for step in range(steps):
             if step and step % lost_every == 0:
-                if anew:
+                if made_again:
                     optimizer = adam(model, **arguments)
                 else:
                     optimizer.state.clear()
@@ -725,9 +727,9 @@ def with_states(path: Path, lost_every: int, *, steps: int = 40, anew: bool = Fa
     return diagnose(path, rules=["state-cleared"])
 
 
-@each("anew", [False, True])
-def test_a_state_that_is_lost_every_few_steps_is_named(anew: bool, tmp_path: Path) -> None:
-    (finding,) = with_states(Path(tempfile.mkdtemp(dir=tmp_path)), 5, anew=anew)
+@each("made_again", [False, True])
+def test_a_state_that_is_lost_every_few_steps_is_named(made_again: bool, tmp_path: Path) -> None:
+    (finding,) = with_states(Path(tempfile.mkdtemp(dir=tmp_path)), 5, made_again=made_again)
     assert (finding.severity, finding.since_step) == ("warning", 15)
     assert finding.evidence == {"optimizer": "AdamW", "steps": 5}
 

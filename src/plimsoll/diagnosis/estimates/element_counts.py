@@ -230,11 +230,11 @@ class Populations:
         return np.where(values > 0, _first(of_all, low, high), -_SHIFTS)
 
 
-def _first(serves: Callable[[Ints], NDArray[np.bool_]], low: Ints, high: Ints) -> Ints:
-    """Return by bisection the first numbers that serve. `low` does not, `high` and all above do."""
+def _first(holds: Callable[[Ints], NDArray[np.bool_]], low: Ints, high: Ints) -> Ints:
+    """Return by bisection the first numbers at which it holds. At `low` it does not, at `high` and above it does."""
     while bool((high - low > 1).any()):
         middle = (low + high) // 2
-        enough = serves(middle)
+        enough = holds(middle)
         high, low = np.where(enough, middle, high), np.where(enough, low, middle)
     return high
 

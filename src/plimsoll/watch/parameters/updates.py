@@ -7,6 +7,7 @@ finds steps that a script makes without an optimizer.
 
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -123,11 +124,8 @@ class UpdateKinds:
     def __init__(self, core: WatchSession) -> None:
         self._core = core
         self._recorded: dict[str, str] = {}
-        self._samples = 0
-        self._counts: list[DeviceValue] = []  # of each look
-        self._since: int | None = None  # the step of the first
-        self._who = ""
-        self._found = False
+        self._who: dict[str, str] = {}  # the optimizer of each weight
+        self._looks: dict[str, _Looks] = {}  # by the first weight of an optimizer
 
     def record(self, optimizer: Any, named: Mapping[str, Tensor]) -> None:
         """Record how the optimizer steps the weights whose kind is new or has changed."""
@@ -135,41 +133,53 @@ class UpdateKinds:
         new = [name for name, p in named.items() if p.dtype in SIXTEEN_BIT and self._recorded.get(name) != kind]
         if new:
             self._recorded.update(dict.fromkeys(new, kind))
-            who = self._who = type(optimizer).__name__
+            who = type(optimizer).__name__
+            self._who.update(dict.fromkeys(new, who))
             message = f"{who} steps {len(new)} 16-bit weights: {kind}"
             self._core.say("update", message, optimizer=who, update=kind, parameters=new)
 
     def look(self, changes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Look whether weights of undeclared optimizers move by less than half their rounding.
+        """Look whether weights of an undeclared optimizer move by less than half their rounding.
 
         Args:
-            changes: Each weight before and after a sampled step.
+            changes: Each of its weights, before and after a sampled step.
         """
         own = {name: change for name, change in changes.items() if self._recorded.get(name) == OWN}
-        if not own or self._found:
+        if not own:
             return
-        self._samples += 1
-        if self._samples % (1 << max(0, self._samples.bit_length() - _OFTEN)):
+        names = sorted(own)
+        looks = self._looks.setdefault(names[0], _Looks(since=self._core.step))
+        looks.samples += 1
+        if looks.found or looks.samples % (1 << max(0, looks.samples.bit_length() - _OFTEN)):
             return
-        self._since = self._core.step if self._since is None else self._since
         for weights in by_device({name: new for name, (_, new) in own.items()}).values():
             moves = [count for name in weights if (count := _coarse_moves(*own[name])) is not None]
-            self._counts += [DeviceValue(torch.stack(moves).sum(dim=0))] if moves else []
-        if not self._counts:
+            looks.counts += [DeviceValue(torch.stack(moves).sum(dim=0))] if moves else []
+        if not looks.counts:
             return
-        step, counts, names = self._since, list(self._counts), sorted(own)
+        counts, who = list(looks.counts), self._who[names[0]]
 
         def produce() -> list[Record]:
             moved, away = cast("list[int]", torch.stack([count.tensor() for count in counts]).sum(dim=0).tolist())
-            if self._found or moved < _FEWEST_MOVED or _ONE_WAY * moved < away < _BOTH_WAYS * moved:
+            if looks.found or moved < _FEWEST_MOVED or _ONE_WAY * moved < away < _BOTH_WAYS * moved:
                 return []
-            self._found = True
+            looks.found = True
             kind = TOWARD_ZERO if away <= _ONE_WAY * moved else ON_AVERAGE
-            message = f"{self._who} moves weights though their updates are below half their rounding: {kind}"
-            details = {"optimizer": self._who, "update": kind, "parameters": names}
-            return [Event(step=step, kind="update", message=message, details=details)]
+            message = f"{who} moves weights though their updates are below half their rounding: {kind}"
+            details = {"optimizer": who, "update": kind, "parameters": names}
+            return [Event(step=looks.since, kind="update", message=message, details=details)]
 
         self._core.writer.submit(produce, 400)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Looks:
+    """Looks at the weights of one optimizer: since which step, at how many samples, and what was counted."""
+
+    since: int
+    samples: int = 0
+    counts: list[DeviceValue] = field(default_factory=list[DeviceValue])
+    found: bool = False
 
 
 def _coarse_moves(old: Tensor, new: Tensor) -> Tensor | None:
