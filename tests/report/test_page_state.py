@@ -143,6 +143,18 @@ def test_pins_stay_in_the_browser_and_in_the_address(page: Any, site: Served) ->
     expect(page.locator(".pinned li")).to_have_count(0)
 
 
+def test_a_key_after_a_step_to_another_view_acts_on_that_view(page: Any, site: Served) -> None:
+    """In one task of the browser, which reports a new address only after it: as on a busy machine."""
+    at(page, site, "#/run/low/tensor/gradients/blocks.0.mlp.weight")
+    pressed = "document.dispatchEvent(new KeyboardEvent('keydown', { key: 'p' }))"
+    other = page.locator(".names a", has_text="blocks.1.mlp.weight").first
+    other.evaluate(f"link => {{ link.click(); {pressed}; }}")
+    assert chosen(page)["pin"] == ["gradients/blocks.1.mlp.weight"]
+    # An address that changes without the page's doing is shown too, though keys change it before it is reported.
+    page.evaluate(f"location.hash = '#/run/low/tensor/gradients/blocks.2.mlp.weight'; {pressed}; {pressed}")
+    expect(page.locator(".names:not(.pinned) a[aria-current]")).to_have_text("blocks.2.mlp.weight")
+
+
 # -- scalars
 
 

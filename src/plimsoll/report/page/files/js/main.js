@@ -5,7 +5,7 @@ import { isReport, runId } from "./embedded.js";
 import { prepare } from "./figures/picture.js";
 import { zoomTo } from "./figures/steps.js";
 import { listen, take } from "./keys.js";
-import { parse, to, withState } from "./router.js";
+import { follow, parse, to, visit, withState } from "./router.js";
 import { switchBy } from "./theme.js";
 import { ComparePage } from "./views/compare.js";
 import { ListPage } from "./views/list.js";
@@ -70,29 +70,26 @@ function go() {
 }
 
 /** A link within a run keeps what was chosen: whoever zoomed into a collapse looks at its tensors there. */
-function keepState(event) {
-  const link = event.target instanceof Element ? event.target.closest('a[href^="#/run/"]') : null;
-  if (!link || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey || event.button !== 0) return;
-  const hash = withState(link.getAttribute("href"));
-  if (hash === link.getAttribute("href")) return;
+function followLink(event) {
+  const link = event.target instanceof Element ? event.target.closest('a[href^="#/"]') : null;
+  if (!link || event.defaultPrevented || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey || event.button !== 0) return;
   event.preventDefault();
-  location.hash = hash;
+  visit(withState(link.getAttribute("href")));
 }
 
 byId("skip").addEventListener("click", (event) => {
   event.preventDefault(); // the part of an address after # is the view's
   frame.main.focus();
 });
-document.addEventListener("click", keepState);
+document.addEventListener("click", followLink);
 switchBy(byId("theme"));
 listen(byId("keys-dialog"), byId("keys-list"), byId("keys"));
-addEventListener("hashchange", go);
 if (isReport) {
   document.documentElement.classList.add("report");
-  runId().then((id) => { only = id; go(); });
+  runId().then((id) => { only = id; follow(go); });
 } else {
-  take([{ keys: ["u"], says: "Up to the list of runs", act: () => { location.hash = to.list(); } }]);
-  go();
+  take([{ keys: ["u"], says: "Up to the list of runs", act: () => visit(to.list()) }]);
+  follow(go);
   // Plotly is a third of a megabyte on the way: it comes while the run is read, and after the list is there.
   if (parse(location.hash).view === "list") setTimeout(prepare, 1000);
   else prepare();

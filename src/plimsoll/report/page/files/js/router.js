@@ -61,9 +61,32 @@ function runRoute([id, part, ...rest], values) {
   return route;
 }
 
+let shown = null; // the address whose view is shown
+let show = () => {};
+
+/** Calls `view` now, and whenever there is another address to show. */
+export function follow(view) {
+  show = () => {
+    if (location.hash === shown) return;
+    shown = location.hash;
+    view();
+  };
+  addEventListener("hashchange", show);
+  show();
+}
+
+/** Goes to an address, and shows it at once: the browser reports it later, and a key pressed before that would act on the former view. */
+export function visit(hash) {
+  location.hash = hash;
+  show();
+}
+
 /** Puts another address in place of the present one. No step back leads to the former one, and no view is asked to change. */
 export function replace(hash) {
-  if (location.hash !== hash) history.replaceState(history.state, "", hash);
+  if (location.hash === hash) return;
+  const isShown = location.hash === shown;
+  history.replaceState(history.state, "", hash);
+  if (isShown) shown = location.hash;
 }
 
 /** Changes values of the present address, as `replace` does. A value of null, "" or [] is taken out. */

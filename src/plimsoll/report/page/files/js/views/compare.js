@@ -6,7 +6,7 @@ import { Picture } from "../figures/picture.js";
 import { lineOf, ScalarGrid } from "../figures/scalar_grid.js";
 import { take } from "../keys.js";
 import { remembered } from "../memory.js";
-import { change, to } from "../router.js";
+import { change, to, visit } from "../router.js";
 import { Stream } from "../stream.js";
 import { badge, collectionNames, collectionWords, number, prose, setCollections, whole } from "../words.js";
 import { tagKey } from "./list.js";
@@ -22,7 +22,7 @@ export class ComparePage {
     this.load = onceAtATime(() => this.#load());
     frame.place("Compare", [["Compare", null]]);
     this.#build(values);
-    this.leaveKeys = take([{ keys: ["x"], says: "Swap the first two", act: () => { location.hash = to.compare([ids[1], ids[0], ...ids.slice(2)]); } }]);
+    this.leaveKeys = take([{ keys: ["x"], says: "Swap the first two", act: () => visit(to.compare([ids[1], ids[0], ...ids.slice(2)])) }]);
     this.tokens = {};
     this.stream = new Stream(address(["stream"], { run: ids }), {
       run: (news) => this.#hear(news), again: () => this.load(), state: (state) => { this.lost = state === "lost"; this.#sign(); },

@@ -4,7 +4,7 @@ import { address } from "../api.js";
 import { clean, el, renderList, reveal, setText } from "../dom.js";
 import { isReport } from "../embedded.js";
 import { Picture } from "../figures/picture.js";
-import { change, replace, to, values, withState } from "../router.js";
+import { change, replace, to, values, visit, withState } from "../router.js";
 import { badge, tensorWords } from "../words.js";
 import { FindingView, keyOf } from "./finding.js";
 
@@ -192,7 +192,7 @@ export class OverviewPart {
 
   #picked(point) {
     const tensor = tensorOf(point, this.run.collections);
-    if (tensor) location.hash = withState(to.tensor(this.page.id, tensor.collection, tensor.name));
+    if (tensor) visit(withState(to.tensor(this.page.id, tensor.collection, tensor.name)));
   }
 
   #move(event, by) {

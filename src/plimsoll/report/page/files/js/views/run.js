@@ -5,7 +5,7 @@ import { address, get, onceAtATime, Problem } from "../api.js";
 import { clean, el, renderList, setText } from "../dom.js";
 import { isReport } from "../embedded.js";
 import { take } from "../keys.js";
-import { to, withState } from "../router.js";
+import { to, visit, withState } from "../router.js";
 import { Stream } from "../stream.js";
 import { badge, prose, setCollections } from "../words.js";
 import { EventsPart } from "./events.js";
@@ -27,7 +27,7 @@ export class RunPage {
     this.leaveKeys = take([
       ...(isReport ? [] : [{ keys: [" "], says: "Pause, or follow the run again", act: () => this.pause(!this.paused) }]),
       ...[["o", "Overview", to.run], ["s", "Scalars", to.scalars], ["t", "Tensors", to.tensor], ["w", "What if", to.whatif], ["e", "Events and settings", to.events]]
-        .map(([key, says, place]) => ({ keys: [key], says, act: () => { location.hash = withState(place(this.id)); } })),
+        .map(([key, says, place]) => ({ keys: [key], says, act: () => visit(withState(place(this.id))) })),
     ]);
     if (!isReport) this.#follow();
     this.#place();

@@ -5,7 +5,7 @@ import { el, named, renderList, setOptions, setText } from "../dom.js";
 import { isReport } from "../embedded.js";
 import { Picture } from "../figures/picture.js";
 import { remember, remembered } from "../memory.js";
-import { change, to, withState } from "../router.js";
+import { change, to, visit, withState } from "../router.js";
 import { HINT, matcher } from "../search.js";
 import { collectionWords, counted, tensorWords, whole } from "../words.js";
 
@@ -120,7 +120,7 @@ export class TensorPart {
   }
 
   #to(collection, name) {
-    location.hash = withState(to.tensor(this.page.id, collection, name));
+    visit(withState(to.tensor(this.page.id, collection, name)));
   }
 
   /** Weights, gradients and updates of one parameter have one name: it stays chosen. */
