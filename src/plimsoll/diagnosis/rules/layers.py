@@ -1,4 +1,4 @@
-"""Rules of layers: dead ones, zeros that are no underflow, drift, and evaluation mode."""
+"""Rules of layers: dead ones, zeros that are no underflow, and drift."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,30 +22,15 @@ from plimsoll.diagnosis.rules.base import (
 from plimsoll.diagnosis.rules.casts import CastFlushes
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
-from plimsoll.diagnosis.rules.wiring import (
-    ROUNDED_GRADIENTS,
-    always_zero,
-    erased_samples,
-    facts,
-    first_fact,
-    frozen_weights,
-    listed_in,
-)
 from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
 from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
+from plimsoll.diagnosis.tables.wiring_facts import ROUNDED_GRADIENTS, facts, first_fact, frozen_weights, listed_in
+from plimsoll.diagnosis.tables.zero_gradients import always_zero, erased_samples
 from plimsoll.diagnosis.view import View, log2
 from plimsoll.formats import get_element
 from plimsoll.tensor_collections import FORWARD, UNDERFLOW_ORDER
 from plimsoll.text import number, percent, times_two_to
 
-_NEVER_UPDATED = (
-    "Batch norms in evaluation mode use running statistics that have never been updated (mean 0, variance 1): they "
-    "normalise nothing."
-)
-_SINCE = (
-    "The model was in training mode before, and is trained in evaluation mode since: dropout is off, and batch norms "
-    "use the statistics of before."
-)
 _ONE_VALUE, _TWO_VALUES = "norm of one value", "norm of two values"  # facts of the watch
 _AT_ZERO = "weights of zero without a gradient"
 _ZERO_ON_BOTH_SIDES = (
@@ -692,49 +677,6 @@ class Drift(Rule):
         on = goes_on(cells.steps[known], sizes[known], least=self.last, confidence=self.confidence)
         until = int(cells.steps[known[-1]]) if on else until
         return Spot(name=cells.names[layer], since_step=since, value=most), most, until, on
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationMode(Rule):
-    """A model that is trained in evaluation mode, or batch norms that have seen no data."""
-
-    id = "evaluation-mode"
-    says = "the model is trained in evaluation mode: dropout is off, and batch norms do not normalise by the batch"
-    meaning = "In evaluation mode dropout does nothing, and batch norms use statistics of earlier data."
-    advice = "Call model.train() before training, and again after each evaluation."
-    figure = "loss_and_scale"
-
-    norms: float = threshold(1, "batch norms that have never seen data: the fact is exact")
-
-    # Fine-tuning with frozen batch norms is usual, and a model from a library is often in evaluation mode: a note.
-    def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding, the last that is known."""
-        events = facts(view, "evaluation mode")
-        if not events:
-            return
-        event = events[-1]
-        whole, later = event.details.get("whole") is True, event.details.get("later") is True
-        dropouts, norms, initial = (listed_in(event, key) for key in ("dropouts", "norms", "initial"))
-        spots = [Spot(name=name, since_step=event.step) for name in initial or norms or dropouts]
-        evidence: dict[str, float | int | str] = {
-            "dropouts": len(dropouts), "batch_norms": len(norms), "never_updated": len(initial),
-        }  # fmt: skip
-        meaning = severity = None
-        if len(initial) >= max(self.norms, 1):
-            severity, meaning = "warning", _NEVER_UPDATED
-        elif whole and later:
-            severity, meaning = "warning", _SINCE
-        yield self.finding(
-            severity or "info", spots, evidence, until_step=max(view.last_step, event.step), meaning=meaning
-        )
-
-    def phrase(self, context: FindingContext) -> Phrase:
-        """Return which part is in evaluation mode."""
-        of = f" ({context.place})" if context.finding.where else ""
-        what = f"the model is trained in evaluation mode{of}, seen {context.since}"
-        if context.number("never_updated") > 0:
-            what = f"batch norms in evaluation mode{of} normalise nothing, seen {context.since}"
-        return Phrase(what=what, remedy="call model.train()")
 
 
 def _where_gradients_stop(view: View, since: int, samples: int) -> str | None:

@@ -16,9 +16,9 @@ from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.finding import SEVERITIES, Finding, Severity
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, last_of, spells, threshold, worst
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
-from plimsoll.diagnosis.rules.wiring import optimizer_settings
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.trend import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
+from plimsoll.diagnosis.tables.wiring_facts import optimizer_settings
 from plimsoll.diagnosis.view import View
 from plimsoll.text import number, percent
 

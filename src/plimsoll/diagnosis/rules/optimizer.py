@@ -21,7 +21,8 @@ from plimsoll.diagnosis.rules.base import (
     threshold,
     worst,
 )
-from plimsoll.diagnosis.rules.wiring import (
+from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
+from plimsoll.diagnosis.tables.wiring_facts import (
     ROUNDED_GRADIENTS,
     facts,
     listed_in,
@@ -30,7 +31,6 @@ from plimsoll.diagnosis.rules.wiring import (
     with_epsilon_of_zero,
     with_rate_of_zero,
 )
-from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
 from plimsoll.runs import Event

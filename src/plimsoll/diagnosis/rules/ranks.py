@@ -9,8 +9,8 @@ import numpy as np
 
 from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, stretches, threshold
-from plimsoll.diagnosis.rules.wiring import facts
 from plimsoll.diagnosis.tables.cells import Floats
+from plimsoll.diagnosis.tables.wiring_facts import facts
 from plimsoll.diagnosis.view import View
 from plimsoll.runs.reading import by_rank
 from plimsoll.runs.reading.by_rank import ByRank

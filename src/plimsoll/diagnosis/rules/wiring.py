@@ -4,21 +4,30 @@ These rules read the facts of `plimsoll.watch.steps.wiring`, events of kind "wir
 confirm or refute a fact, it decides.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, stretches, threshold
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.tables.wiring_facts import (
+    FROZEN,
+    facts,
+    first_fact,
+    frozen_weights,
+    group_states,
+    groups_of,
+    listed_in,
+    names_of,
+    weights_stay,
+)
+from plimsoll.diagnosis.tables.zero_gradients import erased_samples
 from plimsoll.diagnosis.view import View
-from plimsoll.formats import FP16
 from plimsoll.runs import Event
 
-ROUNDED_GRADIENTS = "gradients rounded"  # a fact of the watch: something casts gradients before the step
 _OUTSIDE = "in no optimizer"  # a fact of the watch, and the cause in the evidence
 _ERASED = "all zero when the optimizer steps, and not after the backward"
 _TOO_EARLY = "unscaled before all of a step are added up"
@@ -26,9 +35,16 @@ _TWICE = "divided by the loss scale twice"
 _ROUNDED = "rounded away as they are added up"
 _CLIPPED = "clipped before all micro-batches are added up"
 _PART = "scaled in part, and unscaled as a whole"
+_NEVER_UPDATED = (
+    "Batch norms in evaluation mode use running statistics that have never been updated (mean 0, variance 1): they "
+    "normalise nothing."
+)
+_SINCE = (
+    "The model was in training mode before, and is trained in evaluation mode since: dropout is off, and batch norms "
+    "use the statistics of before."
+)
 _SUMS = ("sum", "abssum", "sumsq"), ("abssum", "abssum", "sumsq")  # of weights, and what they are compared with
 _PUT_BACK = "weights put back"
-FROZEN = "frozen stepped"  # the fact of parameters that do not require gradients any more and have some
 _LEFT = "left on frozen weights, which move still"
 _OF_SCALE = "those of a loss that depends on the loss scale"
 _DIVIDED = "divided by the number of micro-batches twice"
@@ -64,7 +80,7 @@ class UntrainedParameters(Rule):
     # information, since a head or an expert that this training does not use has none either.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield findings on parameters without an optimizer, and without a gradient."""
-        joined = _names_of(view, "joined")
+        joined = names_of(view, "joined")
         for event in facts(view, _OUTSIDE):
             names = [name for name in listed_in(event, "parameters") if name not in joined]
             if len(names) >= self.parameters:
@@ -72,7 +88,7 @@ class UntrainedParameters(Rule):
         event = first_fact(view, "without gradient")
         if event is None or first_fact(view, "no gradients") is not None:
             return
-        came = _names_of(view, "gradient came")
+        came = names_of(view, "gradient came")
         names = [name for name in listed_in(event, "parameters") if name not in came]
         if len(names) < self.parameters:
             return
@@ -225,7 +241,7 @@ class OptimizerIdle(Rule):
 
     def _rates(self, view: View) -> Iterator[Finding]:
         for event, until in group_states(view):
-            groups = _groups(event)
+            groups = groups_of(event)
             wild = [group for group in groups if group.get("rate") in ("nan", "inf")]
             still = [group for group in groups if group.get("rate") == "zero"]
             if wild:
@@ -250,7 +266,7 @@ class OptimizerIdle(Rule):
         named = set[str]()
         for event, until in group_states(view):
             optimizer = str(event.details.get("optimizer", ""))
-            tiny = [group for group in _groups(event) if group.get("rate") == "tiny"]
+            tiny = [group for group in groups_of(event) if group.get("rate") == "tiny"]
             if not tiny or len(tiny) != event.details.get("of"):
                 begun.pop(optimizer, None)
                 continue
@@ -496,44 +512,6 @@ class GradientsMishandled(Rule):
         return bound if near else None
 
 
-def erased_samples(view: View) -> NDArray[np.bool_]:
-    """Return the samples with zero gradients of parameters, but not of activations."""
-    gradients, passed = view.cells("gradients"), view.cells("activation_gradients")
-    if gradients is None or passed is None:
-        return np.zeros(0 if gradients is None else len(gradients.steps), dtype=bool)
-    counts = np.nansum(gradients.total(gradients.nonzero), axis=0) + np.nansum(gradients.nonfinite, axis=0)
-    erased = (counts == 0) & gradients.recorded.all(axis=0) & ~view.solved(gradients.steps)
-    _, mine, theirs = np.intersect1d(gradients.steps, passed.steps, return_indices=True)
-    # Only outputs of modules that own a parameter count: a saturated sigmoid gets a gradient, and passes on none. For a
-    # bias it is the sum of its output's. Underflow is excluded: sums of normal numbers are none.
-    owners = {name.rpartition(".")[0] or str(view.run.manifest.get("root", "")) for name in gradients.names}
-    owners -= _fed_zeros(view, gradients)
-    own = np.array([":output" in name and name.rpartition(":")[0] in owners for name in passed.names])
-    largest = np.nan_to_num(passed.highest(passed.columns["absmax"]))[own].max(axis=0, initial=0.0)
-    alive = np.zeros(len(gradients.steps), dtype=bool)
-    alive[mine] = largest[theirs] >= FP16.smallest_normal
-    return erased & alive
-
-
-def _fed_zeros(view: View, gradients: Cells) -> set[str]:
-    """Return the modules without a trained bias that have got only zeros as input.
-
-    The gradient of a weight is the product of the output's gradient and the input: theirs are zero.
-    """
-    idle = always_zero(view.cells("activations"))
-    biased = {name.removesuffix(".bias") for name in gradients.names if name.endswith(".bias")}
-    return {name.removesuffix(":input") for name in idle if name.endswith(":input")} - biased
-
-
-def always_zero(cells: Cells | None) -> set[str]:
-    """Return the names of a collection whose values were zero at all samples."""
-    if cells is None:
-        return set()
-    counts = np.nansum(cells.total(cells.nonzero), axis=1) + np.nansum(cells.nonfinite, axis=1)
-    silent = (counts == 0) & (np.count_nonzero(cells.recorded, axis=1) > 0)
-    return {cells.names[layer] for layer in np.flatnonzero(silent).tolist()}
-
-
 @dataclass(frozen=True, kw_only=True)
 class DecayLost(Rule):
     """Weight decay of 16-bit weights that rounding undoes at every step."""
@@ -553,7 +531,7 @@ class DecayLost(Rule):
         """Yield one finding, of all groups."""
         lost, since, until, names = 0.0, -1, -1, dict[str, None]()
         for event, last in group_states(view):
-            groups = [group for group in _groups(event) if float(group.get("decay") or 0.0) > 0]
+            groups = [group for group in groups_of(event) if float(group.get("decay") or 0.0) > 0]
             if groups:
                 lost += (last - event.step + 1) * max(float(group["decay"]) for group in groups)
                 since, until = event.step if since < 0 else since, last
@@ -637,7 +615,7 @@ class AverageStuck(Rule):
                 meaning="The counter has reached a value at which adding one more is rounded away: it stays there.",
                 advice="Keep counters as integers (torch.long), and exclude them from casts of the model.",
             )  # fmt: skip
-        moving = _names_of(view, "average moves")
+        moving = names_of(view, "average moves")
         events = facts(view, "average stuck")
         since = {name: event.step for event in events for name in listed_in(event, "parameters") if name not in moving}
         if not since or len(since) < self.copies:
@@ -660,6 +638,49 @@ class AverageStuck(Rule):
             what=f"rounding to {context.format} keeps {whose} where {was}, seen {context.since}",
             remedy="keep averages in FP32",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationMode(Rule):
+    """A model that is trained in evaluation mode, or batch norms that have seen no data."""
+
+    id = "evaluation-mode"
+    says = "the model is trained in evaluation mode: dropout is off, and batch norms do not normalise by the batch"
+    meaning = "In evaluation mode dropout does nothing, and batch norms use statistics of earlier data."
+    advice = "Call model.train() before training, and again after each evaluation."
+    figure = "loss_and_scale"
+
+    norms: float = threshold(1, "batch norms that have never seen data: the fact is exact")
+
+    # Fine-tuning with frozen batch norms is usual, and a model from a library is often in evaluation mode: a note.
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, the last that is known."""
+        events = facts(view, "evaluation mode")
+        if not events:
+            return
+        event = events[-1]
+        whole, later = event.details.get("whole") is True, event.details.get("later") is True
+        dropouts, norms, initial = (listed_in(event, key) for key in ("dropouts", "norms", "initial"))
+        spots = [Spot(name=name, since_step=event.step) for name in initial or norms or dropouts]
+        evidence: dict[str, float | int | str] = {
+            "dropouts": len(dropouts), "batch_norms": len(norms), "never_updated": len(initial),
+        }  # fmt: skip
+        meaning = severity = None
+        if len(initial) >= max(self.norms, 1):
+            severity, meaning = "warning", _NEVER_UPDATED
+        elif whole and later:
+            severity, meaning = "warning", _SINCE
+        yield self.finding(
+            severity or "info", spots, evidence, until_step=max(view.last_step, event.step), meaning=meaning
+        )
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return which part is in evaluation mode."""
+        of = f" ({context.place})" if context.finding.where else ""
+        what = f"the model is trained in evaluation mode{of}, seen {context.since}"
+        if context.number("never_updated") > 0:
+            what = f"batch norms in evaluation mode{of} normalise nothing, seen {context.since}"
+        return Phrase(what=what, remedy="call model.train()")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -728,99 +749,8 @@ class ProbabilitiesAsLogits(Rule):
         )
 
 
-def weights_stay(view: View) -> bool | None:
-    """Return whether all weights are the same at all samples; None with fewer than 2."""
-    cells = view.cells("weights")
-    if cells is None or len(cells.steps) < 2:
-        return None
-    for column in ("sumsq", "abssum", "sum"):
-        values = cells.total_of(column)
-        if not bool((np.nanmax(values, axis=1) == np.nanmin(values, axis=1)).all()):
-            return False
-    return True
-
-
 def _first_two(names: Sequence[str]) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-
-
-def frozen_weights(view: View, *, moving: bool = False) -> list[str]:
-    """Return the parameters that were frozen and had gradients still.
-
-    Args:
-        view: The run.
-        moving: Only those whose values have changed since.
-    """
-    event = first_fact(view, FROZEN)
-    names = [] if event is None else listed_in(event, "parameters")
-    cells = view.cells("weights") if moving else None
-    if event is None or cells is None:
-        return [] if moving else names
-    sizes = dict(zip(cells.names, cells.total_of("sumsq")[:, cells.steps > event.step], strict=True))
-    return [name for name in names if name in sizes and len(set(sizes[name][~np.isnan(sizes[name])].tolist())) > 1]
-
-
-def optimizer_settings(view: View) -> list[Mapping[str, Any]]:
-    """Return the recorded settings of each optimizer."""
-    recorded = view.run.settings.items()
-    return [
-        cast("Mapping[str, Any]", each)
-        for name, each in recorded
-        if name.startswith("optimizer") and isinstance(each, dict)
-    ]
-
-
-def group_states(view: View) -> list[tuple[Event, int]]:
-    """Return the events on parameter groups, each with its last step."""
-    events = facts(view, "groups")
-    states: list[tuple[Event, int]] = []
-    for place, event in enumerate(events):
-        later = [e.step for e in events[place + 1 :] if e.details.get("optimizer") == event.details.get("optimizer")]
-        states.append((event, later[0] - 1 if later else max(view.last_step, event.step)))
-    return states
-
-
-def with_rate_of_zero(view: View) -> list[tuple[set[str], int, int]]:
-    """Return the parameters whose rate is 0, with the first and the last step of it."""
-    return [
-        (
-            {name for group in _groups(event) if group.get("rate") == "zero" for name in group["parameters"]},
-            event.step,
-            last,
-        )
-        for event, last in group_states(view)
-    ]
-
-
-def with_epsilon_of_zero(view: View) -> list[Event]:
-    """Return the events on epsilons that are zero in their second moments' format."""
-    return facts(view, "epsilon lost")
-
-
-def facts(view: View, fact: str) -> list[Event]:
-    """Return the events of a fact by step."""
-    events = [e for e in view.events if e.kind == "wiring" and e.details.get("fact") == fact]
-    return sorted(events, key=lambda event: event.step)
-
-
-def first_fact(view: View, fact: str) -> Event | None:
-    """Return the first event of a fact."""
-    return next(iter(facts(view, fact)), None)
-
-
-def listed_in(event: Event, key: str) -> list[str]:
-    """Return the names that an event lists."""
-    listed = event.details.get(key)
-    return [str(item) for item in cast("list[object]", listed)] if isinstance(listed, list) else []
-
-
-def _names_of(view: View, fact: str) -> set[str]:
-    return {name for event in facts(view, fact) for name in listed_in(event, "parameters")}
-
-
-def _groups(event: Event) -> list[dict[str, Any]]:
-    listed = event.details.get("groups")
-    return cast("list[dict[str, Any]]", listed) if isinstance(listed, list) else []
 
 
 def _cut_off(view: View, names: Sequence[str]) -> tuple[set[str], list[str]]:

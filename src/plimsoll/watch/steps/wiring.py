@@ -40,9 +40,8 @@ from plimsoll.watch.parameters.averages import Averages
 from plimsoll.watch.parameters.optimizer_tensors import has_gradients, innermost, parameters_of
 from plimsoll.watch.parameters.updates import OWN, kind_of
 from plimsoll.watch.session import WatchSession, contained
+from plimsoll.watch.steps.followed_optimizer import FollowedGradient, FollowedOptimizer
 from plimsoll.watch.steps.kept_narrow import (
-    Moments,
-    Roundings,
     are_nearest,
     flush_of,
     rounding_of,
@@ -50,11 +49,8 @@ from plimsoll.watch.steps.kept_narrow import (
 )
 from plimsoll.watch.steps.model_facts import (
     ClearedStates,
-    Clipping,
     EvaluationMode,
     FirstWeights,
-    Overwrites,
-    Sums,
     are_undone,
     is_rounded_away,
 )
@@ -64,8 +60,6 @@ _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no g
 _PATIENCE = 200  # backwards, or steps of others, after which an optimizer that has not stepped is named
 _FEWEST = 3  # backwards or steps by which a watch that closes may be judged
 _REPEATS = 3  # steps on end in which gradients were carried over, or not unscaled
-_FOLLOWED = 3  # parameters of each optimizer
-_FIRST_STEPS, _PERIOD, _LOOK = 64, 64, 8  # in which they are followed: the first ones, then the first of each period
 _TINY = 2.0**-17  # of the highest rate that a group has had: less moves nothing in a training's usual number of steps
 _INDICES = 32  # that a 16-bit format may hold or not
 _LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
@@ -76,116 +70,12 @@ _FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less i
 _HALF_ULP = {dtype: 2.0 ** -(FORMATS[dtype].mantissa_bits + 2) for dtype in SIXTEEN_BIT}
 
 
-class _Followed:
-    """A parameter's gradient, from one step of its optimizer to the next."""
-
-    __slots__ = (
-        "after_backward",
-        "after_step",
-        "before",
-        "before_backward",
-        "carried",
-        "kept",
-        "left",
-        "param",
-        "size",
-    )
-
-    def __init__(self, p: Tensor) -> None:
-        self.param = weakref.ref(p)
-        self.kept: weakref.ref[Tensor] | None = None  # the gradient that the last step has left
-        self.after_step = self.before_backward = self.after_backward = -1  # versions
-        self.before: weakref.ref[Tensor] | None = None  # the gradient that the last backward has found
-        self.left: weakref.ref[Tensor] | None = None  # and the one that it has left
-        self.carried = False  # the last backward was added to it
-        self.size: float | DeviceValue | None = None  # its largest magnitude before that
-
-    def gradient(self) -> Tensor | None:
-        """The gradient as it is now; None for one that has no versions."""
-        p = self.param()
-        g = None if p is None else p.grad
-        return g if g is not None and g.layout == torch.strided and not g.is_inference() else None
-
-    def step_ends(self) -> None:
-        g = self.gradient()
-        self.kept = None if g is None else weakref.ref(g)
-        self.after_step = -1 if g is None else g._version  # noqa: SLF001  (public in all but name)
-        self.carried = False
-
-    def backward_begins(self, measure: bool) -> None:
-        g = self.gradient()
-        self.before = None if g is None else weakref.ref(g)
-        self.before_backward = -1 if g is None else g._version  # noqa: SLF001
-        same = g is not None and self.kept is not None and self.kept() is g
-        if g is None or not same or self.before_backward != self.after_step:  # set to None or zero, or changed
-            # Set to None, so gradients that another model's backward adds later are not carried over.
-            self.kept, self.carried = None, False
-        elif measure and not self.carried:
-            # `.data.zero_()` leaves no other trace: the value itself is asked for, and read when it is there.
-            plain = g.detach()
-            self.size = number(plain.abs().amax()) if plain.numel() and not hasattr(plain, "placements") else 0.0
-
-    def backward_ends(self) -> bool:
-        """Notes what the backward has done; whether it reached the parameter."""
-        g = self.gradient()
-        self.after_backward = -1 if g is None else g._version  # noqa: SLF001
-        if g is None:
-            return False
-        reached = self.after_backward != self.before_backward or self.before is None or self.before() is not g
-        if reached and self.kept is not None and self.kept() is g:
-            self.carried, self.after_step = True, self.after_backward
-        self.left = weakref.ref(g)
-        return reached
-
-    def is_as_backward_left_it(self) -> bool:
-        g = self.gradient()
-        left = None if self.left is None else self.left()
-        return g is not None and g is left and g._version == self.after_backward  # noqa: SLF001
-
-
-class _Optimizer:
-    """State of one optimizer that has parameters of the model."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.name = type(optimizer).__name__
-        self.size = 0  # so many in its groups
-        own: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
-        self.followed = [_Followed(own[place]) for place in places[:_FOLLOWED]]
-        self.sums = Sums(own[place] for place in places[:_FOLLOWED])
-        self.overwrites = Overwrites(own[place] for place in places[:_FOLLOWED])
-        self.clipping = Clipping(own[place] for place in places[:_FOLLOWED])
-        self.roundings = Roundings(own[place] for place in places[:_FOLLOWED])
-        self.moments = Moments(own[place] for place in places[:_FOLLOWED])
-        self.steps = 0
-        self.follows = True  # in this step
-        self.empty = self.carried = self.scaled = 0  # steps on end
-        self.had_gradients = False
-        self.from_scaled = False  # the backward of a scaled loss has reached the parameters since the last step
-        self.was_scaled = False  # and they were stepped on as it left them
-        self.was_unscaled = False  # the scaler has unscaled gradients to which this backward may add
-        self.dropped = False  # something else has changed those since
-        self.mixed = 0  # backwards that did
-        self.rounded = 0  # steps at which it was looked whether micro-batches are rounded away
-        self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
-        self.highest: list[float] = []  # the highest rate of each
-
-    def step_ends(self) -> None:
-        """Prepare for the next step."""
-        if self.follows:
-            for followed in self.followed:
-                followed.step_ends()
-        before, self.follows = self.follows, self.steps < _FIRST_STEPS or self.steps % _PERIOD < _LOOK
-        if self.follows and not before:
-            self.followed = [_Followed(p) for followed in self.followed if (p := followed.param()) is not None]
-
-
 class Wiring(torch_hooks.TrainingEvents):
     """Listener that records the wiring, from `hooks.torch_hooks.TrainingEvents`."""
 
     def __init__(self, core: WatchSession, optimizers: Iterable[Any]) -> None:
         self.core = core
-        self._known: weakref.WeakKeyDictionary[Any, _Optimizer] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Any, FollowedOptimizer] = weakref.WeakKeyDictionary()
         self._foreign: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how often looked at
         self._graded: set[int] = set()  # parameters that have had a gradient
         self._unowned: dict[int, str] = {}  # those that were said to be in no optimizer
@@ -248,7 +138,7 @@ class Wiring(torch_hooks.TrainingEvents):
 
     # GradScaler's unscaling leaves a tensor's version as it is. Whatever else changes gradients after it, such as a
     # closure that sets them to zero and tries the step again, makes the rest of the step one that is not judged.
-    def _look_for_mixture(self, optimizer: Any, known: _Optimizer) -> None:
+    def _look_for_mixture(self, optimizer: Any, known: FollowedOptimizer) -> None:
         unscaled = known.follows and self._of_scaled and self._has_unscaled(optimizer)
         same = unscaled and all(followed.is_as_backward_left_it() for followed in known.followed)
         known.dropped = unscaled and (known.dropped or not same)
@@ -389,7 +279,7 @@ class Wiring(torch_hooks.TrainingEvents):
     # Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a
     # few parameters of each optimizer are followed, in its first steps and then in some of every 64, since errors last.
     # Nothing here waits for a device. Each fact is one event of kind "wiring".
-    def _follow(self, optimizer: Any, known: _Optimizer) -> None:
+    def _follow(self, optimizer: Any, known: FollowedOptimizer) -> None:
         known.was_scaled = known.from_scaled and getattr(optimizer, "grad_scale", None) is None
         known.was_scaled &= all(followed.is_as_backward_left_it() for followed in known.followed)
         known.from_scaled = False
@@ -400,7 +290,7 @@ class Wiring(torch_hooks.TrainingEvents):
         if known.carried == _REPEATS:
             self._say_carried(known, carried)
 
-    def _look_at_sums(self, known: _Optimizer) -> None:
+    def _look_at_sums(self, known: FollowedOptimizer) -> None:
         sums, counts = known.sums, known.sums.counts()
         if counts is not None and known.rounded < _REPEATS:
             known.rounded += 1
@@ -411,7 +301,7 @@ class Wiring(torch_hooks.TrainingEvents):
             )  # fmt: skip
         sums.step_ends()
 
-    def _look_at_roundings(self, known: _Optimizer) -> None:
+    def _look_at_roundings(self, known: FollowedOptimizer) -> None:
         roundings = known.roundings
         if roundings.is_over:
             return
@@ -434,7 +324,7 @@ class Wiring(torch_hooks.TrainingEvents):
 
             self.core.writer.submit(produce, 400)
 
-    def _look_at_moments(self, optimizer: Any, known: _Optimizer) -> None:
+    def _look_at_moments(self, optimizer: Any, known: FollowedOptimizer) -> None:
         moments = known.moments
         replaced = moments.step_begins(optimizer)
         if replaced is not None:
@@ -455,12 +345,12 @@ class Wiring(torch_hooks.TrainingEvents):
                 decay=moments.decay,
             )  # fmt: skip
 
-    def _look_at_state(self, optimizer: Any, known: _Optimizer) -> None:
+    def _look_at_state(self, optimizer: Any, known: FollowedOptimizer) -> None:
         if (steps := self._states.step_begins(optimizer, self.core.step)) is not None:
             message = f"the state of {known.name} is cleared every {steps} steps or so, or another begins without one"
             self._say("state cleared", message, optimizer=known.name, steps=steps, times=_REPEATS)
 
-    def _look_for_overwrites(self, known: _Optimizer) -> None:
+    def _look_for_overwrites(self, known: FollowedOptimizer) -> None:
         known.overwrites.step_begins()
         undone = tuple(known.overwrites.undone)
         if len(undone) == _REPEATS:
@@ -576,7 +466,7 @@ class Wiring(torch_hooks.TrainingEvents):
         return who
 
     # A layer that is replaced, or unfrozen, during the training is easily left out of the optimizer.
-    def _look_for_new(self, known: _Optimizer) -> None:
+    def _look_for_new(self, known: FollowedOptimizer) -> None:
         """Have it judged some steps later whether parameters that are new are in an optimizer."""
         model = self.core.model()
         if not self._judged or self._due is not None or model is None:
@@ -596,7 +486,7 @@ class Wiring(torch_hooks.TrainingEvents):
             self.core.say("wiring", f"gradients have come to {_listed(late)}", fact="gradient came", parameters=late)
         self._graded.update(with_gradient)
 
-    def _look_at_groups(self, optimizer: Any, known: _Optimizer) -> None:
+    def _look_at_groups(self, optimizer: Any, known: FollowedOptimizer) -> None:
         """Record start and end of bad rates (0, tiny, NaN, Inf) and underflowing decay."""
         known.highest += [0.0] * (len(optimizer.param_groups) - len(known.highest))
         for place, group in enumerate(optimizer.param_groups):
@@ -626,7 +516,7 @@ class Wiring(torch_hooks.TrainingEvents):
             of=len(now),
         )
 
-    def _look_for_frozen(self, optimizer: Any, known: _Optimizer) -> None:
+    def _look_for_frozen(self, optimizer: Any, known: FollowedOptimizer) -> None:
         """Record the parameters that are frozen and have gradients still, so that they are stepped on."""
         stepped = {id(p) for p in parameters_of(optimizer) if not p.requires_grad and p.grad is not None}
         frozen = [name for key, name in self._names().items() if key in stepped] if stepped else []
@@ -636,7 +526,7 @@ class Wiring(torch_hooks.TrainingEvents):
 
     # With an epsilon of 2^-25 or less and its state in FP16, Adam divides by zero from the first step on: too soon for
     # a rule that wants two samples.
-    def _look_at_epsilon(self, optimizer: Any, known: _Optimizer) -> None:
+    def _look_at_epsilon(self, optimizer: Any, known: FollowedOptimizer) -> None:
         """Record an epsilon of Adam that is zero in the format of its second moments."""
         names, lost, least = self._names(), list[str](), math.inf
         for group in optimizer.param_groups if kind_of(optimizer) == OWN else ():
@@ -684,7 +574,7 @@ class Wiring(torch_hooks.TrainingEvents):
         gradients = [] if model is None else [p.grad.detach() for p in model.parameters() if p.grad is not None]
         return any(not bool(torch.isfinite(g).all()) for g in gradients if g.layout == torch.strided and not g.is_meta)
 
-    def _say_carried(self, known: _Optimizer, carried: list[_Followed]) -> None:
+    def _say_carried(self, known: FollowedOptimizer, carried: list[FollowedGradient]) -> None:
         sizes = [followed.size for followed in carried if followed.size is not None]
         message = (
             f"gradients of {known.name} are added to those of the step before: nothing sets them to zero. Call "
@@ -692,14 +582,14 @@ class Wiring(torch_hooks.TrainingEvents):
         )
         self._later("carried over", message, lambda: any((resolved(size) or 0.0) > 0 for size in sizes), known)
 
-    def _say_unscaled(self, known: _Optimizer) -> None:
+    def _say_unscaled(self, known: FollowedOptimizer) -> None:
         message = (
             f"{known.name} is given the gradients of a scaled loss as they are: call scaler.step(optimizer) in "
             "place of optimizer.step(), or scaler.unscale_(optimizer) before it."
         )
         self._later("not unscaled", message, self._scales(), known)
 
-    def _say_mixed(self, known: _Optimizer) -> None:
+    def _say_mixed(self, known: FollowedOptimizer) -> None:
         message = (
             f"gradients of a scaled loss are added to those of {known.name} that the scaler has unscaled already: call "
             "scaler.unscale_(optimizer) once a step, after the last backward."
@@ -719,7 +609,7 @@ class Wiring(torch_hooks.TrainingEvents):
         return state is not None and getattr(state.get("stage"), "name", "") == "UNSCALED"
 
     def _later(
-        self, fact: str, message: str, holds: Callable[[], bool], known: _Optimizer | None = None, key: str = "",
+        self, fact: str, message: str, holds: Callable[[], bool], known: FollowedOptimizer | None = None, key: str = "",
         **more: object,
     ) -> None:  # fmt: skip
         """Record a fact on the background thread, once for each key."""
@@ -756,7 +646,7 @@ class Wiring(torch_hooks.TrainingEvents):
         core = self.core
         return not core.open or core.muted or core.is_elsewhere() or WatchSession.repeating or is_capturing()
 
-    def _meet(self, optimizer: Any) -> _Optimizer | None:
+    def _meet(self, optimizer: Any) -> FollowedOptimizer | None:
         """Return the optimizer's state; None if it has none of the model's parameters."""
         known = self._known.get(optimizer)
         if known is None and self._foreign.get(optimizer, 0) >= _REPEATS:
@@ -771,7 +661,7 @@ class Wiring(torch_hooks.TrainingEvents):
             self._foreign[optimizer] = self._foreign.get(optimizer, 0) + 1
             return None
         if known is None:
-            known = self._known[optimizer] = _Optimizer(optimizer)
+            known = self._known[optimizer] = FollowedOptimizer(optimizer)
         known.size = size
         late = [self._unowned.pop(id(p)) for p in params if id(p) in self._unowned]
         if late:

@@ -1,0 +1,46 @@
+"""Tensors that are zero throughout, and samples whose gradients something has set to zero."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis.tables.cells import Cells
+from plimsoll.diagnosis.view import View
+from plimsoll.formats import FP16
+
+
+def erased_samples(view: View) -> NDArray[np.bool_]:
+    """Return the samples with zero gradients of parameters, but not of activations."""
+    gradients, passed = view.cells("gradients"), view.cells("activation_gradients")
+    if gradients is None or passed is None:
+        return np.zeros(0 if gradients is None else len(gradients.steps), dtype=bool)
+    counts = np.nansum(gradients.total(gradients.nonzero), axis=0) + np.nansum(gradients.nonfinite, axis=0)
+    erased = (counts == 0) & gradients.recorded.all(axis=0) & ~view.solved(gradients.steps)
+    _, mine, theirs = np.intersect1d(gradients.steps, passed.steps, return_indices=True)
+    # Only outputs of modules that own a parameter count: a saturated sigmoid gets a gradient, and passes on none. For a
+    # bias it is the sum of its output's. Underflow is excluded: sums of normal numbers are none.
+    owners = {name.rpartition(".")[0] or str(view.run.manifest.get("root", "")) for name in gradients.names}
+    owners -= _fed_zeros(view, gradients)
+    own = np.array([":output" in name and name.rpartition(":")[0] in owners for name in passed.names])
+    largest = np.nan_to_num(passed.highest(passed.columns["absmax"]))[own].max(axis=0, initial=0.0)
+    alive = np.zeros(len(gradients.steps), dtype=bool)
+    alive[mine] = largest[theirs] >= FP16.smallest_normal
+    return erased & alive
+
+
+def _fed_zeros(view: View, gradients: Cells) -> set[str]:
+    """Return the modules without a trained bias that have got only zeros as input.
+
+    The gradient of a weight is the product of the output's gradient and the input: theirs are zero.
+    """
+    idle = always_zero(view.cells("activations"))
+    biased = {name.removesuffix(".bias") for name in gradients.names if name.endswith(".bias")}
+    return {name.removesuffix(":input") for name in idle if name.endswith(":input")} - biased
+
+
+def always_zero(cells: Cells | None) -> set[str]:
+    """Return the names of a collection whose values were zero at all samples."""
+    if cells is None:
+        return set()
+    counts = np.nansum(cells.total(cells.nonzero), axis=1) + np.nansum(cells.nonfinite, axis=1)
+    silent = (counts == 0) & (np.count_nonzero(cells.recorded, axis=1) > 0)
+    return {cells.names[layer] for layer in np.flatnonzero(silent).tolist()}

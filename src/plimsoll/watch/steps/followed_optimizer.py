@@ -1,0 +1,121 @@
+"""An optimizer from step to step: a few of its parameters, and what its backwards have done to their gradients."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plimsoll.kernels.device_value import DeviceValue, number
+from plimsoll.watch.steps.kept_narrow import Moments, Roundings
+from plimsoll.watch.steps.model_facts import Clipping, Overwrites, Sums
+
+_FOLLOWED = 3  # parameters of each optimizer
+_FIRST_STEPS, _PERIOD, _LOOK = 64, 64, 8  # in which they are followed: the first ones, then the first of each period
+
+
+class FollowedGradient:
+    """A parameter's gradient, from one step of its optimizer to the next."""
+
+    __slots__ = (
+        "after_backward",
+        "after_step",
+        "before",
+        "before_backward",
+        "carried",
+        "kept",
+        "left",
+        "param",
+        "size",
+    )
+
+    def __init__(self, p: Tensor) -> None:
+        self.param = weakref.ref(p)
+        self.kept: weakref.ref[Tensor] | None = None  # the gradient that the last step has left
+        self.after_step = self.before_backward = self.after_backward = -1  # versions
+        self.before: weakref.ref[Tensor] | None = None  # the gradient that the last backward has found
+        self.left: weakref.ref[Tensor] | None = None  # and the one that it has left
+        self.carried = False  # the last backward was added to it
+        self.size: float | DeviceValue | None = None  # its largest magnitude before that
+
+    def gradient(self) -> Tensor | None:
+        """The gradient as it is now; None for one that has no versions."""
+        p = self.param()
+        g = None if p is None else p.grad
+        return g if g is not None and g.layout == torch.strided and not g.is_inference() else None
+
+    def step_ends(self) -> None:
+        """Notes the gradient that the step has left."""
+        g = self.gradient()
+        self.kept = None if g is None else weakref.ref(g)
+        self.after_step = -1 if g is None else g._version  # noqa: SLF001  (public in all but name)
+        self.carried = False
+
+    def backward_begins(self, measure: bool) -> None:
+        """Notes the gradient that the backward finds, and asks for its size if `measure`."""
+        g = self.gradient()
+        self.before = None if g is None else weakref.ref(g)
+        self.before_backward = -1 if g is None else g._version  # noqa: SLF001
+        same = g is not None and self.kept is not None and self.kept() is g
+        if g is None or not same or self.before_backward != self.after_step:  # set to None or zero, or changed
+            # Set to None, so gradients that another model's backward adds later are not carried over.
+            self.kept, self.carried = None, False
+        elif measure and not self.carried:
+            # `.data.zero_()` leaves no other trace: the value itself is asked for, and read when it is there.
+            plain = g.detach()
+            self.size = number(plain.abs().amax()) if plain.numel() and not hasattr(plain, "placements") else 0.0
+
+    def backward_ends(self) -> bool:
+        """Notes what the backward has done; whether it reached the parameter."""
+        g = self.gradient()
+        self.after_backward = -1 if g is None else g._version  # noqa: SLF001
+        if g is None:
+            return False
+        reached = self.after_backward != self.before_backward or self.before is None or self.before() is not g
+        if reached and self.kept is not None and self.kept() is g:
+            self.carried, self.after_step = True, self.after_backward
+        self.left = weakref.ref(g)
+        return reached
+
+    def is_as_backward_left_it(self) -> bool:
+        """Return True if nothing has changed the gradient since the last backward."""
+        g = self.gradient()
+        left = None if self.left is None else self.left()
+        return g is not None and g is left and g._version == self.after_backward  # noqa: SLF001
+
+
+class FollowedOptimizer:
+    """State of one optimizer that has parameters of the model."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.name = type(optimizer).__name__
+        self.size = 0  # so many in its groups
+        own: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
+        self.followed = [FollowedGradient(own[place]) for place in places[:_FOLLOWED]]
+        self.sums = Sums(own[place] for place in places[:_FOLLOWED])
+        self.overwrites = Overwrites(own[place] for place in places[:_FOLLOWED])
+        self.clipping = Clipping(own[place] for place in places[:_FOLLOWED])
+        self.roundings = Roundings(own[place] for place in places[:_FOLLOWED])
+        self.moments = Moments(own[place] for place in places[:_FOLLOWED])
+        self.steps = 0
+        self.follows = True  # in this step
+        self.empty = self.carried = self.scaled = 0  # steps on end
+        self.had_gradients = False
+        self.from_scaled = False  # the backward of a scaled loss has reached the parameters since the last step
+        self.was_scaled = False  # and they were stepped on as it left them
+        self.was_unscaled = False  # the scaler has unscaled gradients to which this backward may add
+        self.dropped = False  # something else has changed those since
+        self.mixed = 0  # backwards that did
+        self.rounded = 0  # steps at which it was looked whether micro-batches are rounded away
+        self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
+        self.highest: list[float] = []  # the highest rate of each
+
+    def step_ends(self) -> None:
+        """Prepare for the next step."""
+        if self.follows:
+            for followed in self.followed:
+                followed.step_ends()
+        before, self.follows = self.follows, self.steps < _FIRST_STEPS or self.steps % _PERIOD < _LOOK
+        if self.follows and not before:
+            self.followed = [FollowedGradient(p) for followed in self.followed if (p := followed.param()) is not None]
