@@ -1,12 +1,8 @@
 """Trainings that are wired wrongly, and right ones that look like them, watched for real."""
 
-import functools
 import math
 import re
-import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +16,9 @@ from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report.verdicts.run_summary import verdict
 from plimsoll.runs import Run
 from plimsoll.scaling import StaticScaler
-from tests.support.cases import each
+from tests.support.diagnosis.trainings import adamw, seeded_mlp
 
 RULES = ["untrained-parameters", "optimizer-idle", "gradients-mishandled", "decay-lost", "updates-swallowed"]
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-
-
-def adam(model: nn.Module, **arguments: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **arguments})
 
 
 def scaler() -> torch.amp.GradScaler:
@@ -45,7 +32,7 @@ def nothing(*_: object) -> None:
 def train(
     path: Path,
     model: nn.Module | None = None,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     *,
     steps: int = 24,
     every: int = 2,
@@ -57,7 +44,7 @@ def train(
     schedule: Callable[[int], float] | None = None,
 ) -> list[Finding]:
     """A watched training, and the findings on how it is wired."""
-    model = mlp() if model is None else model
+    model = seeded_mlp() if model is None else model
     made, scaling = optimizer(model), None if scaler is None else scaler()
     with pl.watch(model, made, run=path, every=every):
         for i in range(steps):
@@ -157,9 +144,9 @@ def test_a_right_training_is_silent(name: str, tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_is_gone_when_the_watch_closes_has_stepped(tmp_path: Path) -> None:
-    model = mlp()
+    model = seeded_mlp()
     with pl.watch(model, run=tmp_path / "run", every=2):
-        optimizer = adam(model)
+        optimizer = adamw(model)
         for _ in range(5):
             optimizer.zero_grad()
             model(torch.randn(4, 8)).square().mean().backward()
@@ -229,10 +216,10 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     ),
     "never stepped": ({"step": nothing}, ("optimizer-idle", "alarm", "it has never stepped")),
     "parameters of a copy": (
-        {"optimizer": lambda m: adam(mlp())}, ("optimizer-idle", "alarm", "its parameters are not the model's"),
+        {"optimizer": lambda m: adamw(seeded_mlp())}, ("optimizer-idle", "alarm", "its parameters are not the model's"),
     ),
     "rate 0": (
-        {"optimizer": lambda m: adam(m, lr=0.0)}, ("optimizer-idle", "alarm", "its learning rate is 0"),
+        {"optimizer": lambda m: adamw(m, lr=0.0)}, ("optimizer-idle", "alarm", "its learning rate is 0"),
     ),
     "rate 0 too early": (
         {"schedule": lambda i: 1e-3 * (i < 3)}, ("optimizer-idle", "warning", "its learning rate is 0"),
@@ -246,7 +233,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "rate Inf": ({"schedule": lambda i: float("inf") if i == 20 else 1e-3},
                  ("optimizer-idle", "alarm", "its learning rate is Inf")),
     "head alone": (
-        {"optimizer": lambda m: adam(m[4])}, ("untrained-parameters", "warning", "in no optimizer"),
+        {"optimizer": lambda m: adamw(m[4])}, ("untrained-parameters", "warning", "in no optimizer"),
     ),
 }  # fmt: skip
 
@@ -265,13 +252,13 @@ def test_an_exponential_schedule_may_end_near_zero(tmp_path: Path) -> None:
 
 def test_weight_decay_that_bf16_rounds_away_is_named_and_kept_decay_is_not(tmp_path: Path) -> None:
     def found(name: str, model: nn.Module, **arguments: Any) -> list[str]:
-        listed = train(tmp_path / name, model, lambda m: adam(m, **arguments))
+        listed = train(tmp_path / name, model, lambda m: adamw(m, **arguments))
         return [f.rule for f in listed if f.rule == "decay-lost"]
 
-    assert found("lost", mlp().bfloat16(), weight_decay=1.0) == ["decay-lost"]
-    assert found("little", mlp().bfloat16(), weight_decay=0.01) == []  # 24 steps of it are nothing
-    assert found("kept", mlp().bfloat16(), weight_decay=1.0, lr=1e-2) == []  # more than half a unit
-    assert found("wide", mlp(), weight_decay=1.0) == []
+    assert found("lost", seeded_mlp().bfloat16(), weight_decay=1.0) == ["decay-lost"]
+    assert found("little", seeded_mlp().bfloat16(), weight_decay=0.01) == []  # 24 steps of it are nothing
+    assert found("kept", seeded_mlp().bfloat16(), weight_decay=1.0, lr=1e-2) == []  # more than half a unit
+    assert found("wide", seeded_mlp(), weight_decay=1.0) == []
 
 
 # -- a loss scale that is too high, and what no scale can mend
@@ -281,7 +268,7 @@ def scaled(
     path: Path, scaler: Any, *, undefined: str = "", steps: int = 16, loss_dtype: torch.dtype = torch.float32
 ) -> list[Finding]:
     """A watched training under FP16 autocast; `undefined` adds an operation whose gradient is not finite."""
-    model = mlp()
+    model = seeded_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with pl.watch(model, optimizer, run=path, every=2):
         for _ in range(steps):
@@ -341,7 +328,7 @@ def test_a_search_for_the_scale_is_no_fault(scaler: Callable[[], Any], tmp_path:
 
 
 def test_steps_that_a_script_leaves_out_for_its_own_factor_are_named(tmp_path: Path) -> None:
-    model = mlp().half()
+    model = seeded_mlp().half()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with pl.watch(model, optimizer, run=tmp_path / "run", every=2):
         for _ in range(12):
@@ -358,7 +345,7 @@ def test_steps_that_a_script_leaves_out_for_its_own_factor_are_named(tmp_path: P
 
 
 def in_half(path: Path, **arguments: Any) -> list[Finding]:
-    model = mlp().half()
+    model = seeded_mlp().half()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, **arguments)
     with pl.watch(model, optimizer, run=path, every=10):
         optimizer.zero_grad()
@@ -380,7 +367,7 @@ def test_the_second_moments_are_held_against_the_runs_own_epsilon(tmp_path: Path
         return diagnose(tmp_path / name, rules=["epsilon-dominates"], thresholds=thresholds)
 
     for name, epsilon in {"default": 1e-8, "large": 1.0}.items():
-        train(tmp_path / name, optimizer=lambda m, epsilon=epsilon: adam(m, eps=epsilon), every=1)
+        train(tmp_path / name, optimizer=lambda m, epsilon=epsilon: adamw(m, eps=epsilon), every=1)
     assert found("default") == []
     (large,) = found("large")
     assert large.evidence["epsilon"] == 1.0
@@ -504,7 +491,7 @@ AFTER: dict[str, tuple[Callable[[nn.Module, Average], None], bool]] = {
 @pytest.mark.parametrize("name", AFTER)
 def test_an_average_that_stays_in_the_model_is_named(name: str, tmp_path: Path) -> None:
     after, wrong = AFTER[name]
-    model = mlp()
+    model = seeded_mlp()
     average = Average(model, 0.999)
 
     def step(optimizer: torch.optim.Optimizer, _: object) -> None:
@@ -518,7 +505,7 @@ def test_an_average_that_stays_in_the_model_is_named(name: str, tmp_path: Path) 
 
 def test_an_inner_loop_that_is_put_back_undoes_nothing(tmp_path: Path) -> None:
     """Meta-learning: an inner step is taken back, and the outer optimizer makes a far smaller one."""
-    model = mlp()
+    model = seeded_mlp()
     inner, outer = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.001)
     with pl.watch(model, [inner, outer], run=tmp_path / "run", every=2):
         for _ in range(12):
@@ -541,7 +528,7 @@ def test_zeros_that_come_from_the_backward_are_not_said_to_be_made_after_it(tmp_
     """A sigmoid that is rounded to 1 has the derivative 0: it gets a gradient, and passes on zeros."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.Sigmoid())
     nn.init.constant_(model[2].bias, 200.0)
-    optimizer = adam(model)
+    optimizer = adamw(model)
     with pl.watch(model, optimizer, run=tmp_path / "run", every=2):
         for _ in range(24):
             optimizer.zero_grad()
@@ -580,7 +567,7 @@ def test_a_model_that_is_cut_off_is_told_from_parts_that_are_not_used(cut: bool,
 
 
 def test_what_is_trained_later_is_named_no_more(tmp_path: Path) -> None:
-    model, path = mlp(), tmp_path / "run"
+    model, path = seeded_mlp(), tmp_path / "run"
     model[2].requires_grad_(False)
     optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)
     watch = pl.watch(model, optimizer, run=path, every=2)
@@ -599,8 +586,8 @@ def test_what_is_trained_later_is_named_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to_none", [False, True])
 def test_two_models_that_train_in_turn_are_right(to_none: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    makes, judges = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), mlp()
-    made, judged = adam(makes), adam(judges)
+    makes, judges = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), seeded_mlp()
+    made, judged = adamw(makes), adamw(judges)
     first = pl.watch(makes, made, run=tmp_path / "makes", every=2)
     second = pl.watch(judges, judged, run=tmp_path / "judges", every=2)
     for _ in range(15):
@@ -614,194 +601,3 @@ def test_two_models_that_train_in_turn_are_right(to_none: bool, tmp_path: Path) 
     first.close()
     second.close()
     assert diagnose(tmp_path / "makes", rules=RULES) == [] == diagnose(tmp_path / "judges", rules=RULES)
-
-
-# -- frozen weights that an optimizer steps on
-
-
-def frozen_at(path: Path, *, to_none: bool, decay: float = 0.1, from_step: int = 6) -> list[Finding]:
-    """What is said of a training whose first layers are frozen in the middle."""
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=decay, betas=(0.0, 0.999))
-    with pl.watch(model, optimizer, run=path, every=2, quiet=True):
-        for step in range(24):
-            if step == from_step:
-                for p in (*model[0].parameters(), *model[2].parameters()):  # type: ignore[index]
-                    p.requires_grad_(False)
-            optimizer.zero_grad(set_to_none=to_none)
-            nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(4, (16,))).backward()
-            optimizer.step()
-    return [f for f in diagnose(path) if f.severity != "info"]
-
-
-def test_frozen_weights_that_are_stepped_on_are_named_alone(tmp_path: Path) -> None:
-    (found,) = frozen_at(tmp_path / "zeros", to_none=False)
-    assert (found.rule, found.since_step) == ("gradients-mishandled", 6)
-    assert "0.weight, 0.bias and 2 more are frozen" in found.meaning and "set_to_none=True" in found.advice
-    for name, more in (("none", {"to_none": True}), ("nothing moves", {"to_none": False, "decay": 0.0})):
-        assert frozen_at(tmp_path / name, **more) == [], name
-    assert frozen_at(tmp_path / "from the start", to_none=False, from_step=0) == []
-
-
-# -- casts that autocast keeps
-
-
-def under_autocast(
-    path: Path, *, whole: bool | None, cache: bool = True, train_it: bool = True, accumulate: int = 1
-) -> set[str]:
-    """The weights of which old casts are named, in a training with autocast around each forward, and around it all."""
-    model, autocast = mlp(), functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=cache)
-    optimizer = adam(model)
-    around = nullcontext() if whole is None else autocast(enabled=whole)
-    with pl.watch(model, optimizer, run=path), around:
-        for _ in range(6):
-            for _ in range(accumulate):
-                x = torch.randn(16, 8)
-                with autocast():
-                    loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1))
-                loss.backward()
-            if train_it:
-                optimizer.step()
-            optimizer.zero_grad()
-    return {name for finding in diagnose(path, rules=["casts-stale"]) for name in finding.where}
-
-
-def test_casts_that_outlast_a_step_are_named(tmp_path: Path) -> None:
-    weights = {name for name, _ in mlp().named_parameters()}
-    assert under_autocast(tmp_path / "whole", whole=True) == weights
-    assert under_autocast(tmp_path / "micro", whole=True, accumulate=2) == weights
-    assert under_autocast(tmp_path / "disabled", whole=False) == weights  # it counts as outermost all the same
-
-
-@each(
-    "case",
-    [
-        {"whole": None},
-        {"whole": None, "accumulate": 3},
-        {"whole": True, "cache": False},
-        {"whole": True, "train_it": False},  # no weight is written
-    ],
-)
-def test_casts_of_the_present_weights_are_not(case: dict[str, bool], tmp_path: Path) -> None:
-    assert under_autocast(Path(tempfile.mkdtemp(dir=tmp_path)), **case) == set()
-
-
-def test_forwards_on_threads_of_their_own_are_not(tmp_path: Path) -> None:
-    model, autocast = mlp(), functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
-    optimizer = adam(model)
-
-    def loss() -> Tensor:
-        x = torch.randn(16, 8)
-        with autocast():
-            return nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1))
-
-    with pl.watch(model, optimizer, run=tmp_path / "run"):
-        for _ in range(6):
-            with ThreadPoolExecutor(1) as threads:  # whose operations are counted from 0
-                threads.submit(loss).result().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert diagnose(tmp_path / "run", rules=["casts-stale"]) == []
-
-
-# -- a state that is lost
-
-
-def with_states(
-    path: Path, lost_every: int, *, steps: int = 40, made_again: bool = False, **arguments: Any
-) -> list[Finding]:
-    """The findings on a training whose optimizer's state is cleared, or whose optimizer is made again."""
-    model = mlp()
-    optimizer = adam(model, **arguments)
-    with pl.watch(model, optimizer, run=path, every=4):
-        for step in range(steps):
-            if step and step % lost_every == 0:
-                if made_again:
-                    optimizer = adam(model, **arguments)
-                else:
-                    optimizer.state.clear()
-            x = torch.randn(16, 8)
-            nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return diagnose(path, rules=["state-cleared"])
-
-
-@each("made_again", [False, True])
-def test_a_state_that_is_lost_every_few_steps_is_named(made_again: bool, tmp_path: Path) -> None:
-    (finding,) = with_states(Path(tempfile.mkdtemp(dir=tmp_path)), 5, made_again=made_again)
-    assert (finding.severity, finding.since_step) == ("warning", 15)
-    assert finding.evidence == {"optimizer": "AdamW", "steps": 5}
-
-
-@each(
-    "case",
-    [
-        {"lost_every": 15},  # twice
-        {"lost_every": 99},
-        {"lost_every": 12, "betas": (0.8, 0.9), "steps": 64},  # longer than its means go back
-    ],
-)
-def test_a_state_that_lasts_is_not(case: dict[str, Any], tmp_path: Path) -> None:
-    assert with_states(Path(tempfile.mkdtemp(dir=tmp_path)), **case) == []
-
-
-def test_an_optimizer_without_a_state_is_not(tmp_path: Path) -> None:
-    class Signs(torch.optim.Optimizer):
-        def step(self, closure: Any = None) -> None:
-            for p in self.param_groups[0]["params"]:
-                p.data.add_(p.grad.sign(), alpha=-1e-3)
-
-    model = mlp()
-    optimizer = Signs(model.parameters(), {"betas": (0.9, 0.999)})
-    with pl.watch(model, optimizer, run=tmp_path / "run"):
-        for _ in range(20):
-            model(torch.randn(16, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert diagnose(tmp_path / "run", rules=["state-cleared"]) == []
-
-
-# -- layers that are replaced, or unfrozen, during the training
-
-
-def with_a_change(path: Path, change: Callable[[nn.Sequential, torch.optim.Optimizer], object]) -> list[Finding]:
-    """What is said of parameters without an optimizer, in a training that changes the model at step 20."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    with pl.watch(model, optimizer, run=path, every=5):
-        for step in range(50):
-            if step == 20:
-                change(model, optimizer)
-            x = torch.randn(16, 8)
-            nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)).backward()
-            optimizer.step()
-            model.zero_grad()
-    return diagnose(path, rules=["untrained-parameters"])
-
-
-def replaced(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    model[4] = nn.Linear(16, 4)
-
-
-def replaced_and_added(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    replaced(model, optimizer)
-    optimizer.add_param_group({"params": list(model[4].parameters())})
-
-
-def unfrozen(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    model[0].requires_grad_(True)
-
-
-@pytest.mark.filterwarnings("ignore:.*are in no optimizer.*")
-def test_a_layer_that_is_new_and_in_no_optimizer_is_named(tmp_path: Path) -> None:
-    (finding,) = with_a_change(tmp_path / "replaced", replaced)
-    assert (finding.severity, set(finding.where)) == ("warning", {"4.weight", "4.bias"})
-    assert 20 < finding.since_step < 45 and finding.evidence["cause"] == "in no optimizer"
-    (finding,) = with_a_change(tmp_path / "unfrozen", unfrozen)
-    assert set(finding.where) == {"0.weight", "0.bias"}
-
-
-def test_a_layer_that_is_new_and_given_to_the_optimizer_is_not(tmp_path: Path) -> None:
-    assert with_a_change(tmp_path / "run", replaced_and_added) == []
