@@ -1,6 +1,8 @@
 """Sizes that move: a note where they have settled, a warning where they go on."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +17,8 @@ RANDOM = np.random.default_rng(5)
 STEPS = np.arange(0, 400, 10)
 
 
-def of_rule(rule: str, path: Path, size: Size, fmt: str = "bf16") -> list[Finding]:
-    story = told(activation_fmt=fmt, activation_std=of_layer(LAYERS[4], size, constant(1.0)))
+def of_rule(rule: str, path: Path, size: Size, fmt: str = "bf16", **more: Any) -> list[Finding]:
+    story = told(activation_fmt=fmt, activation_std=of_layer(LAYERS[4], size, constant(1.0)), **more)
     return diagnose(story.write(path), rules=[rule])
 
 
@@ -47,6 +49,26 @@ def test_a_size_that_has_settled_is_a_note_in_the_past_tense(tmp_path: Path) -> 
     view = View(Run(tmp_path / "over"))
     assert "still" not in phrase_of(over, view, [over]).what
     assert "and still grow" in phrase_of(still, view, [still]).what
+
+
+@each(
+    ("loss", "endless"),
+    [
+        (lambda step: 2.0 - 0.05 * step, True),
+        (lambda step: 20.0 - 0.05 * step, False),  # above zero
+        (lambda step: -1.0 + 0.5**step, False),  # below zero, where it stays
+        (lambda step: -3.0 - 0.1 * (step % 7), False),  # as an agent's
+    ],
+)
+def test_growth_is_put_down_to_a_loss_that_falls_without_a_bound(
+    loss: Callable[[int], float], endless: bool, tmp_path: Path
+) -> None:
+    (found,) = of_rule("distribution-drift", tmp_path / "run", lambda layer, s: 2.0 ** (0.05 * s), loss=loss)
+    view = View(Run(tmp_path / "run"))
+    said = phrase_of(found, view, [found])
+    assert ("wrong sign" in said.remedy and "no lower bound" in found.meaning) == endless
+    (shrinks,) = of_rule("distribution-drift", tmp_path / "shrinks", lambda layer, s: 2.0 ** (-0.05 * s), loss=loss)
+    assert "lower bound" not in shrinks.meaning
 
 
 def test_growth_that_stays_below_the_top_of_fp16_is_a_note(tmp_path: Path) -> None:

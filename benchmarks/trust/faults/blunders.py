@@ -332,7 +332,6 @@ class Adversary(nn.Module):
     named=r"\bsign\b|maximi[sz]|ascen[dt]|revers|negat|without (a )?bound|unbounded|adversar"
     rf"|{either('domains', 'grow|climb|diverg')}",
     misleading=f"{SIDE}|learning rate|swallow|in no optimizer",
-    held_back=True,
 )
 def reversed_twice(run: Training, *, sound: bool = False) -> None:
     """A gradient is reversed by a layer, and its loss is subtracted too: the head for domains learns to be wrong."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from plimsoll.diagnosis.rules.casts import CastFlushes
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
-from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
+from plimsoll.diagnosis.tables.trend import falls, goes_on, looks, trend
 from plimsoll.diagnosis.tables.wiring_facts import ROUNDED_GRADIENTS, facts, first_fact, frozen_weights, listed_in
 from plimsoll.diagnosis.tables.zero_gradients import always_zero, erased_samples
 from plimsoll.diagnosis.view import View, log2
@@ -46,6 +47,15 @@ _NO_GRADIENTS = (
     "them."
 )
 _DROPOUT = "dropout"
+_ENDLESS = "a loss without a lower bound"
+_BOTTOMLESS = (
+    "The layer's values grow while the loss falls below zero and goes on falling: the training follows a term that has "
+    "no lower bound."
+)
+_OF_A_SIGN = (
+    "Look at the loss for a term that is subtracted or has the wrong sign, or that the model can make as negative as "
+    "it likes. Bound it, or turn its sign."
+)
 _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
 
 
@@ -628,7 +638,11 @@ class Drift(Rule):
             evidence = {"worst": shown[0][0].name, "binades": shown[0][1], "layers": len(shown)}
             spots, until = [spot for spot, *_ in shown], max(until for _, _, until, _ in shown)
             if moving:
-                yield self.finding("warning", spots, evidence, until_step=until, collection=collection)
+                more: dict[str, Any] = {}
+                if shown[0][1] > 0 and _falls_below_zero(view):
+                    evidence["cause"] = _ENDLESS
+                    more = {"meaning": _BOTTOMLESS, "advice": _OF_A_SIGN}
+                yield self.finding("warning", spots, evidence, until_step=until, collection=collection, **more)
                 continue
             yield self.finding(
                 "info", spots, evidence, until_step=until, collection=collection,
@@ -640,11 +654,15 @@ class Drift(Rule):
         """Return the direction and how far the sizes moved."""
         binades = context.number("binades")
         direction = "grown" if binades > 0 else "shrunk"
+        endless = context.text("cause") == _ENDLESS
         goes_on = f" and still {'grow' if binades > 0 else 'shrink'}" if context.finding.severity != "info" else ""
         return Phrase(
             what=f"{context.tensors} of {context.layers} have {direction} {times_two_to(abs(binades))}{goes_on}, seen "
             f"{context.since}",
-            remedy="normalise, or balance weight decay and learning rate",
+            effect="while the loss falls below zero without a bound" if endless else "",
+            remedy="look for a term of the loss with the wrong sign"
+            if endless
+            else "normalise, or balance weight decay and learning rate",
         )
 
     def _candidates(self, cells: Cells) -> list[int]:
@@ -726,6 +744,12 @@ def _explained_stop(stops: str) -> tuple[str, str]:
         "gradient (to a narrow format without a scale)."
     )
     return meaning, advice
+
+
+def _falls_below_zero(view: View) -> bool:
+    """Return whether a loss has been below zero for the last quarter of its steps, and has gone on falling."""
+    quarters = [loss[-(len(loss) // 4) :] for _, loss in view.losses.values() if len(loss) >= 4]
+    return any(bool((quarter < 0).all()) and falls(quarter) for quarter in quarters)
 
 
 def _spacing(cells: Cells, sizes: Floats) -> Floats:
