@@ -23,7 +23,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.support import cases, compiled_once, fast_interpreter
+from tests.support import cases, fast_interpreter
 
 pytest_plugins = ["tests.tiers", "tests.support.left_behind", "tests.support.diagnosis.recorded"]
 
@@ -62,9 +62,8 @@ doctest.DocTestFinder._from_module = _is_defined_in  # noqa: SLF001
 def pytest_collection_finish() -> None:
     """Make Triton's interpreter faster, and keep the garbage collector from all that was imported and collected.
 
-    Each of its passes over that would take half a second. Kernels that no process has compiled yet, one compiles.
+    Each of its passes over that would take half a second.
     """
-    compiled_once.install()
     if interpreter := sys.modules.get("triton.runtime.interpreter"):
         fast_interpreter.quicken(interpreter)
     gc.collect()

@@ -33,7 +33,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from tests.support import compiled_once
 from tests.support.patience import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -352,7 +351,6 @@ def _import() -> None:
         importlib.import_module(name)
     import numba
 
-    compiled_once.install()
     numba.njit(lambda number: number)(0)  # what Numba loads when it first compiles takes half a second
     imported.update({name: sys.modules[name] for name in sys.modules.keys() - own - sys.stdlib_module_names})
     gc.collect()

@@ -13,7 +13,7 @@ import typer
 
 from plimsoll.cli import messages, paths
 from plimsoll.cli.options import Json, Quiet
-from plimsoll.cli.script import runner
+from plimsoll.cli.script import kernels_ahead, runner
 from plimsoll.errors import ArgumentError
 from plimsoll.tensor_collections import NAMES as COLLECTIONS
 from plimsoll.text import printable
@@ -118,6 +118,7 @@ def run(
     )
     atexit.register(session.end)
     runner.hear(session.note, session.note_backward)
+    kernels_ahead.compile_when_torch_is_there()
     raise runner.RunAfterCli(lambda: runner.execute(script, arguments or [], as_module=as_module))
 
 

@@ -1,8 +1,10 @@
 """Compilation of kernels: serial, without the GIL, and cached."""
 
+import contextlib
 import functools
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,22 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from plimsoll import row_layout
 
+try:
+    import fcntl
+except ImportError:  # Windows: each process compiles for itself
+    fcntl = None
+
 # Numba's own threads are not used: its OpenMP layer kills forked children and its workqueue aborts when two threads
 # call it at once. Kernels here are serial and release the GIL; `threads` runs several of them side by side.
 _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
+_PATIENCE_SECONDS = 60  # for another process that compiles the same kernel, which takes it a few
 _uncached: list[str] = []
+_locks: set[Path] = set()  # that this process holds
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -63,8 +73,46 @@ def _compile(function: Callable[..., Any], **options: Any) -> Any:
         return njit(**_OPTIONS, **options)(function)
     # Numba looks at the file of the kernel alone. Machine code holds constants and parts of other files too: with
     # another row layout it would write counts into the wrong places.
-    compiled._cache._cache_file._source_stamp = _stamp()  # noqa: SLF001  (Numba 0.61 to 0.68)
+    saved = compiled._cache._cache_file  # noqa: SLF001  (Numba 0.61 to 0.68)
+    saved._source_stamp = _stamp()  # noqa: SLF001
+    compiled.compile = functools.partial(_compile_once, compiled.compile, Path(f"{saved._index_path}.lock"))  # noqa: SLF001
     return compiled
+
+
+# Ranks, workers and `plimsoll run` begin with the same kernels. The second to come would compile what is there when it
+# has waited. Numba's own lock goes first, as where one kernel compiles another: threads would wait for each other.
+def _compile_once(compile_it: Callable[[Any], Any], lock: Path, signature: Any) -> Any:
+    """Compile a kernel, or load it where another process compiles it now."""
+    with global_compiler_lock, _alone(lock):
+        return compile_it(signature)
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Hold a lock that one process can hold at a time. Where that cannot be, nothing is held."""
+    if fcntl is None or lock in _locks:
+        yield
+        return
+    _locks.add(lock)
+    try:
+        with contextlib.ExitStack() as left:
+            with contextlib.suppress(OSError):  # a folder that cannot be written, or a file system without locks
+                file, until = left.enter_context(lock.open("w")), time.monotonic() + _PATIENCE_SECONDS
+                while not _is_taken(file) and time.monotonic() < until:
+                    time.sleep(0.02)
+                left.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing does not, if a forked child has the file too
+            yield
+    finally:
+        _locks.discard(lock)
+
+
+def _is_taken(file: Any) -> bool:
+    """Take a file's lock; return False if another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @functools.cache
