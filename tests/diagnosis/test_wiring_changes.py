@@ -1,6 +1,7 @@
 """Trainings whose wiring changes on the way: frozen, replaced and cast weights, and states that are lost."""
 
 import functools
+import math
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import plimsoll as pl
-from plimsoll.diagnosis import Finding, diagnose
+from plimsoll.diagnosis import Finding, View, diagnose
+from plimsoll.report.verdicts.run_summary import phrase_of
+from plimsoll.runs import Run
 from tests.support.cases import each
+from tests.support.diagnosis.faults import wired
+from tests.support.diagnosis.stories import told
 from tests.support.diagnosis.trainings import adamw, seeded_mlp
 
 # -- frozen weights that an optimizer steps on
@@ -206,3 +211,184 @@ def test_a_layer_that_is_new_and_in_no_optimizer_is_named(tmp_path: Path) -> Non
 
 def test_a_layer_that_is_new_and_given_to_the_optimizer_is_not(tmp_path: Path) -> None:
     assert with_a_change(tmp_path / "run", replaced_and_added) == []
+
+
+# -- a loss over the wrong axis, or at chance
+
+
+def classified(
+    path: Path,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    model: nn.Module | None = None,
+    *,
+    steps: int = 4,
+    classes: int = 4,
+    scaler: Any = None,
+) -> list[Finding]:
+    """What the rules of losses say of a training on random labels."""
+    model = seeded_mlp() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pl.watch(model, optimizer, run=path, every=2, quiet=True):
+        for _ in range(steps):
+            loss = loss_of(model(torch.randn(16, 8)), torch.randint(classes, (16,)))
+            optimizer.zero_grad()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
+    return diagnose(path, rules=["loss-wrong-axis", "loss-at-chance"])
+
+
+F = nn.functional
+AXES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "over the rows": (lambda z, y: F.nll_loss(F.log_softmax(z, dim=0), y), "16 rows"),
+    "from the end": (lambda z, y: F.nll_loss(F.log_softmax(z, dim=-2).double(), y), "16 rows"),
+    "places made rows": (
+        lambda z, y: F.nll_loss(F.log_softmax(z.view(4, 4, 4), dim=1).reshape(-1, 4), y),
+        "4 rows",
+    ),
+    "with more terms": (lambda z, y: z.square().mean() + F.nll_loss(F.log_softmax(z, dim=0), y), "16 rows"),
+    "over the classes": (lambda z, y: F.nll_loss(F.log_softmax(z, dim=-1), y), ""),
+    "places with classes last": (lambda z, y: F.nll_loss(F.log_softmax(z.view(4, 4, 4), -1).view(-1, 4), y), ""),
+    "pictures": (lambda z, y: F.cross_entropy(z.view(4, 4, 4), y.view(4, 4)), ""),
+    "both ways, of pairs": (
+        lambda z, y: F.cross_entropy(z @ z.T, torch.arange(16)) + F.cross_entropy((z @ z.T).T, torch.arange(16)),
+        "",
+    ),
+    "N x 1 and N": (lambda z, y: (z[:, :1].contiguous().clone() - y).square().mean(), "16 outputs"),
+    "N and N x 1": (lambda z, y: (y[:, None] - z.mean(dim=1)).abs().mean() / 2, "16 outputs"),
+    "a loss function": (lambda z, y: F.smooth_l1_loss(z.mean(dim=1, keepdim=True), y.float()), "16 outputs"),
+    "weights of rows": (
+        lambda z, y: (z.mean(dim=1, keepdim=True).square() * y).sum() + z.abs().mean(),
+        "16 outputs",
+    ),
+    "one shape": (lambda z, y: (z.mean(dim=1) - y).square().mean(), ""),
+    "of columns": (lambda z, y: (z - torch.ones(4)).square().mean(), ""),
+    "pairs that are wanted": (lambda z, y: (z[:, :1] - z[:, 1:2].T).relu().mean(), ""),
+    "a number": (lambda z, y: (1 - z.mean(dim=1, keepdim=True)).square().mean(), ""),
+}
+
+
+@each("name", list(AXES))
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_loss_over_the_wrong_axis_is_named(name: str, tmp_path: Path) -> None:
+    (loss_of, said), run = AXES[name], tmp_path / name
+    found = [f for f in classified(run, loss_of) if f.rule == "loss-wrong-axis"]
+    phrases = [phrase_of(f, View(Run(run)), found).what for f in found]
+    assert len(found) == bool(said) and all(said in phrase for phrase in phrases), phrases
+
+
+class Far(nn.Module):
+    """Scores that begin large."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.inner, self.size = seeded_mlp(), size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.size
+
+
+@each("scaled", [False, True])
+def test_a_loss_that_begins_far_above_guessing_is_named(scaled: bool, tmp_path: Path) -> None:
+    scale = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
+    tmp_path = Path(tempfile.mkdtemp(dir=tmp_path))
+    (found,) = classified(tmp_path / "far", F.cross_entropy, Far(300.0), scaler=scale)
+    assert found.evidence["cause"] == "begins far off" and found.evidence["loss"] > 4 * math.log(4)
+    assert classified(tmp_path / "near", F.cross_entropy, Far(3.0), scaler=scale) == []
+    # Of a loss with weights, smoothed labels or further terms nobody knows what guessing costs.
+    for n, loss_of in enumerate((
+        lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+        lambda z, y: F.cross_entropy(z, y, weight=torch.ones(4)),
+        lambda z, y: F.cross_entropy(z, y, reduction="sum"),
+        lambda z, y: F.cross_entropy(z, y) + 0 * z.sum(),
+    )):  # fmt: skip
+        assert classified(tmp_path / str(n), loss_of, Far(300.0)) == []
+
+
+def test_a_loss_that_stays_at_chance_is_named_and_one_that_leaves_it_is_a_note(tmp_path: Path) -> None:
+    (found,) = classified(tmp_path / "random", F.cross_entropy, Far(0.1), steps=200)
+    assert (found.severity, found.since_step, found.until_step) == ("warning", 0, 199)
+    assert classified(tmp_path / "short", F.cross_entropy, Far(0.1), steps=190) == []
+    leaves = told(samples=60, events=(wired("classes", 0, classes=4),), loss=lambda s: math.log(4) / max(1, s / 220))
+    (left,) = diagnose(leaves.write(tmp_path / "leaves"), rules=["loss-at-chance"])
+    assert left.severity == "info" and 200 <= left.until_step < 240
+
+
+# -- schedules, and batch norms that keep the last batch
+
+
+def scheduled(path: Path, schedule: Callable[[Any], Any], steps: int = 26, every: int = 1) -> list[Finding]:
+    """What is said of the learning rate of a training."""
+    model = seeded_mlp()
+    optimizer = adamw(model, lr=0.1)
+    scheduler = schedule(optimizer)
+    with pl.watch(model, optimizer, run=path, every=5, quiet=True):
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+            if step % every == every - 1:
+                scheduler.step()
+    return diagnose(path, rules=["schedule-past-end"])
+
+
+cosine, restarts = torch.optim.lr_scheduler.CosineAnnealingLR, torch.optim.lr_scheduler.CosineAnnealingWarmRestarts
+SCHEDULES: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "a cosine": (lambda o: cosine(o, 12), True),
+    "one of one's own": (
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.5 + 0.5 * math.cos(math.pi * n / 12)), True,
+    ),
+    "after a warm-up": (
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o, [torch.optim.lr_scheduler.LinearLR(o, 0.01, 1.0, 5), cosine(o, 10)], [5]
+        ),
+        True,
+    ),
+    "as long as the training": (lambda o: cosine(o, 26), False),
+    "a step too many": (lambda o: cosine(o, 25), False),
+    "with restarts": (lambda o: restarts(o, 12), False),
+    "a warm-up and a plain decay": (lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=27), False),
+    "a triangle that stays above": (
+        lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=6, cycle_momentum=False), False,
+    ),
+}  # fmt: skip
+
+
+@each("name", list(SCHEDULES))
+def test_a_rate_that_has_come_to_its_end_and_rises_again_is_named(name: str, tmp_path: Path) -> None:
+    schedule, named = SCHEDULES[name]
+    found = scheduled(tmp_path / name, schedule)
+    assert len(found) == named
+    if found:
+        (finding,) = found
+        assert 11 <= finding.since_step <= 16 and "length of the whole training" in finding.advice
+
+
+def test_a_rate_that_changes_once_an_epoch_is_judged_alike(tmp_path: Path) -> None:
+    (finding,) = scheduled(tmp_path / "run", lambda o: cosine(o, 4), steps=40, every=5)
+    assert finding.since_step == 20
+    assert scheduled(tmp_path / "restarts", lambda o: restarts(o, 4), steps=40, every=5) == []
+
+
+@each(
+    ("norm", "named"),
+    [
+        ({"momentum": 0.99}, True),
+        ({"momentum": 0.1}, False),
+        ({"momentum": None}, False),  # the mean of all batches
+        ({"momentum": 0.99, "track_running_stats": False}, False),
+    ],
+)
+def test_a_batch_norm_that_keeps_the_last_batch_is_named(norm: dict[str, Any], named: bool, tmp_path: Path) -> None:
+    for training in (True, False):
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, **norm), nn.Linear(16, 4))
+        optimizer = adamw(model)
+        if not training:
+            model[1].eval()
+        path = Path(tempfile.mkdtemp(dir=tmp_path))
+        with pl.watch(model, optimizer, run=path, every=1, quiet=True):
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(16, 8)).square().mean().backward()
+                optimizer.step()
+        found = diagnose(path, rules=["norm-of-few-values"])
+        assert [f.where for f in found] == ([("1:output",)] if named and training else [])

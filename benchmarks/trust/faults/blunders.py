@@ -262,7 +262,6 @@ def scales_lost(run: Training, *, sound: bool = False) -> None:
     r"|bias\b[^>]*(gradients?[^>]*(zero|none|no |vanish|rounding|noise)|no gradient|never mov|not mov)"
     r"|(zero|no|vanishing) gradients?[^>]*bias\b",
     misleading=f"{SIDE}|learning rate|swallow|in no optimizer",
-    held_back=True,
 )
 def over_rows(run: Training, *, sound: bool = False) -> None:
     """A logarithm of a softmax is over the rows of a batch, not over the classes: rows compete, classes never do."""
@@ -405,7 +404,6 @@ def best_is_lowest(run: Training, *, sound: bool = False) -> None:
     named=r"momentum|running_?\s?(mean|var|statistic)|statistics"
     f"|{either('norm[01]|buffers?', 'jump|swing|noise|noisy|last batch|chang|differ|oscillat')}",
     misleading=f"{SIDE}|learning rate|swallow|in no optimizer|two rows",
-    held_back=True,
 )
 def kept_or_taken(run: Training, *, sound: bool = False) -> None:
     """Batch norm gets 0.99 as the share to keep, which torch takes as that of the new batch: it evaluates by one."""

@@ -122,7 +122,6 @@ def unaveraged(run: Training, *, sound: bool = False) -> None:
     named=r"broadcast|\bshapes?\b|(outputs?|predictions?|head|rows?)\b[^>]*(constant|collapse|vary|varies|depend"
     rf"|the same|\bmean\b|{FEW})",
     misleading=f"{SIDE}|learning rate",
-    held_back=True,
 )
 def every_pair(run: Training, *, sound: bool = False) -> None:
     """Targets of shape 32 are taken from outputs of shape 32 x 1: each output is drawn to all targets, their mean."""
@@ -180,7 +179,6 @@ def outweighed(run: Training, *, sound: bool = False) -> None:
     named=r"rates?\b[^>]*(rises?|rose|again|cycl|return|increase|restart|swing|climb|grows?|back (up|to))"
     r"|schedule|cosine",
     misleading=f"{SIDE}|swallow|rounding",
-    held_back=True,
 )
 def past_its_end(run: Training, *, sound: bool = False) -> None:
     """A cosine is given an epoch's 60 steps as its length: past them the rate rises again, and ends at its peak."""
@@ -379,7 +377,6 @@ class Tied(nn.Module):
     named=rf"{either('logits?|head|scores?|table|tokens|embeddings?', r'(too|very|so) (large|big)|saturat|initial')}"
     r"|initiali[sz]|loss [^>]*(starts?|begins?|first|initial)[^>]*(above|high|large|chance)|tied|shared",
     misleading=f"{SIDE}|learning rate|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def large_table(run: Training, *, sound: bool = False) -> None:
     """A head is tied to an embedding that begins with the size 1, as torch has it: its first scores are beyond 100."""

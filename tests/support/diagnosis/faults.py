@@ -4,6 +4,7 @@ A new fault is a new line. `rule` must be found with at least `severity`, its fi
 have it) must be `layer`, and `since_step` must lie from `first` to `last`. A new rule has an entry in `WORDS` too.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -254,6 +255,14 @@ FAULTS = [
           "rate-too-high", "warning"),
     fault("an update explodes", told(update_ratio=lambda name, s: 2.0 ** (-4 if (name, s) == (B, 125) else -10)),
           "spike-forerunner", "warning", B, first=125, last=125),
+    fault("a softmax over the batch", told(events=(wired("softmax over rows", 0, rows=32),)), "loss-wrong-axis",
+          "warning"),
+    fault("outputs that meet all targets", told(events=(wired("pairs", 0, rows=32),)), "loss-wrong-axis", "warning"),
+    fault("a loss that stays at chance",
+          told(events=(wired("classes", 0, classes=10),), loss=lambda s: 2.303 + 0.02 * math.sin(7.3 * s)),
+          "loss-at-chance", "warning", last=199),
+    fault("a loss that begins far above chance", told(events=(wired("begins far off", 0, loss=60.0, classes=10),)),
+          "loss-at-chance", "warning", last=0),
     # -- layers
     fault("dead ReLU layer", told(change_activation=zeroed(A, 80)), "dead-layer", "warning", f"{A}:output",
           first=80, last=80),
@@ -264,6 +273,8 @@ FAULTS = [
     fault("a batch norm of two values", told(events=(wired("norm of two values", 0, modules=[A]),),
                                            change_activation=lambda x, name, s: x.sign() if name == A else x),
           "norm-of-few-values", "warning", f"{A}:output"),
+    fault("a batch norm of the last batch", told(events=(wired("norm of the last batch", 2, modules=[A]),)),
+          "norm-of-few-values", "warning", f"{A}:output", first=2),
     fault("layer cut off", told(change_gradient=zeroed(B, 60)), "dead-layer", "warning", B, first=60, last=60),
     fault("outputs that are one number",
           told(change_activation=lambda x, name, s: torch.ones_like(x) if name == A and s >= 80 else x),
@@ -302,6 +313,9 @@ FAULTS = [
           "casts-stale", "alarm", A, first=1, last=1),
     fault("a state cleared in each epoch", told(events=(wired("state cleared", 12, steps=4, times=3),)),
           "state-cleared", "warning", first=12, last=12),
+    fault("a cosine past its end",
+          told(events=(wired("rate rises again", 90, lowest_at=60, rate=0.03, lowest=1e-5, peak=0.1),)),
+          "schedule-past-end", "warning", first=60),
     fault("an average stuck in BF16",
           told(events=(wired("average stuck", 128, parameters=[f"average.{B}.weight"], format="bf16"),)),
           "average-stuck", "warning", f"average.{B}", first=128, last=128),
@@ -426,10 +440,13 @@ WORDS: Mapping[str, str] = {
     "loss-spike": r"the loss (spiked|rose)",
     "rate-too-high": r"the update at step 0 moved the weights by \d+ % of their size",
     "loss-unbounded": r"the loss falls without bound, from .* to -",
+    "loss-wrong-axis": r"a softmax over the 32 rows of a batch|32 outputs with 32 targets of another shape",
+    "loss-at-chance": r"has stayed at 2\.3\d*, which guessing costs|began at 60, where guessing costs 2\.3",
     "spike-forerunner": r"an update of .* was \d+ times its usual size",
     "dead-layer": r"all (outputs|parameter gradients) of .* have been zero",
     "inputs-small": r"the model's inputs are at most 0\.00391, and all outputs of .* have been zero",
-    "norm-of-few-values": r"the norm .* sees single values|the batch norm .* makes 1 and -1 of them",
+    "norm-of-few-values": r"the norm .* sees single values|the batch norm .* makes 1 and -1 of them"
+    r"|the batch norm .* keeps the statistics of the last batch alone",
     "outputs-alike": r"all outputs of .* have been about 1 since step 80",
     "gradients-vanish": r"gradients vanish in .*: .* against .*",
     "distribution-drift": r"have (grown|shrunk) (\d+ times \(2\^\d+\)|2\^\d+ times)",
@@ -442,6 +459,7 @@ WORDS: Mapping[str, str] = {
     "decay-lost": r"rounding has undone the weight decay of",
     "casts-stale": r"autocast keeps its old casts of .*, and no forward sees an update",
     "state-cleared": r"the state of .* is cleared every 4 steps or so",
+    "schedule-past-end": r"the rate of AdamW had come to its end and rises again since step 60",
     "average-stuck": r"rounding to BF16 (keeps the average .* where it was|has stopped the count in)",
     "symmetric-weights": r"the units of .* are copies of each other",
     "probabilities-as-logits": r"the loss applies a softmax to the results of a softmax",

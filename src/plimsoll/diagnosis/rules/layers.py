@@ -26,13 +26,14 @@ from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
 from plimsoll.diagnosis.tables.trend import falls, goes_on, looks, trend
 from plimsoll.diagnosis.tables.wiring_facts import ROUNDED_GRADIENTS, facts, first_fact, frozen_weights, listed_in
-from plimsoll.diagnosis.tables.zero_gradients import always_zero, erased_samples
+from plimsoll.diagnosis.tables.zero_gradients import always_zero, erased_samples, where_gradients_stop
 from plimsoll.diagnosis.view import View, log2
 from plimsoll.formats import get_element
 from plimsoll.tensor_collections import FORWARD, UNDERFLOW_ORDER
 from plimsoll.text import number, percent, times_two_to
 
 _ONE_VALUE, _TWO_VALUES = "norm of one value", "norm of two values"  # facts of the watch
+_LAST_BATCH = "norm of the last batch"  # likewise, and the cause in the evidence
 _AT_ZERO = "weights of zero without a gradient"
 _ZERO_ON_BOTH_SIDES = (
     "Their weights are all zero and get no gradient, so they stay zero. Two layers in a row that both begin at zero do "
@@ -186,7 +187,7 @@ class DeadLayer(Rule):
         spots = sorted(worst(cells, spans, values, modules.main_layers(cells)), key=lambda spot: spot.since_step)
         never, until = sum(np.nanmax(nonzero[layer]) == 0 for layer, *_ in spans), last_of(cells, spans)
         unknown = never > 0 and bool(narrow.censors.any())
-        stops = None if unknown else _where_gradients_stop(view, spots[0].since_step, int(self.samples))
+        stops = None if unknown else where_gradients_stop(view, spots[0].since_step, int(self.samples))
         return _SilentGradients(
             spots=spots, until=until, never=int(never), unknown=unknown,
             stops=None if stops in dead else stops,
@@ -270,10 +271,10 @@ class InputsSmall(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class NormOfFewValues(Rule):
-    """Norms over one or two values."""
+    """Norms over one or two values, or with statistics of one batch."""
 
     id = "norm-of-few-values"
-    says = "a norm is over one value, or a batch norm over two, and leaves hardly more than a sign"
+    says = "a norm is over one value, a batch norm over two, or one that evaluates by the statistics of the last batch"
     meaning = "The norm is over a single value: it puts out a constant (its bias) or a sign, whatever comes in."
     advice = "Normalise over more values: look at normalized_shape, and at the order of the dimensions."
     figure = "spectrogram"
@@ -282,27 +283,35 @@ class NormOfFewValues(Rule):
     layers: float = threshold(1, "the facts are exact, and no sound model has such a norm")
 
     # The mean of one value is the value, and its root mean square is its size: nothing of it but a sign is left. Two
-    # values lie as far above their mean as below it: 1 and -1.
+    # values lie as far above their mean as below it: 1 and -1. torch's momentum is the share of the new batch, other
+    # libraries' that which is kept.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of the norms over one value, and one of those over two."""
-        ran = view.run.tensors.get("activations", ())
-        for count, name in ((1, _ONE_VALUE), (2, _TWO_VALUES)):
-            for event in facts(view, name)[:1]:
-                names = [f"{name}:output" for name in listed_in(event, "modules") if f"{name}:output" in ran]
-                if len(names) >= self.layers:
-                    spots = [Spot(name=name, since_step=event.step, value=float(count)) for name in names]
-                    evidence: dict[str, float | int | str] = {"values": count, "layers": len(names)}
-                    yield self.finding(
-                        "warning", spots, evidence, until_step=max(view.last_step, event.step),
-                        collection="activations",
-                        meaning=self.meaning if count == 1 else "Each channel of the batch has two values, and the "
-                        "batch norm makes 1 and -1 of any two: their sizes are lost.",
-                        advice=self.advice if count == 1 else "Use larger batches (one of micro-batches counts by "
-                        "itself), or a norm over features: LayerNorm or GroupNorm.",
-                    )  # fmt: skip
+        """Yield one finding of each kind of such norms."""
+        for fact, evidence, meaning, advice in (
+            (_ONE_VALUE, {"values": 1}, self.meaning, self.advice),
+            (
+                _TWO_VALUES,
+                {"values": 2},
+                "Each channel of the batch has two values, and the batch norm makes 1 and -1 of any two.",
+                "Use larger batches (a micro-batch counts by itself), or a norm over features: LayerNorm, GroupNorm.",
+            ),
+            (
+                _LAST_BATCH,
+                {"cause": _LAST_BATCH},
+                "The model evaluates by running statistics that are almost those of the last batch alone.",
+                "Set momentum to 1 minus the share that is to be kept: 0.01 for what other libraries call 0.99.",
+            ),
+        ):
+            yield from self._named(view, fact, evidence, meaning, advice)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where, and what is left."""
+        if context.text("cause") == _LAST_BATCH:
+            return Phrase(
+                what=f"the batch norm {context.place} keeps the statistics of the last batch alone, seen "
+                f"{context.since}",
+                remedy="its momentum is the share of the new batch: 0.1 is usual",
+            )
         if context.number("values") == 1:
             return Phrase(
                 what=f"the norm {context.place} sees single values, and has put out its bias {context.since}",
@@ -313,6 +322,19 @@ class NormOfFewValues(Rule):
             f"seen {context.since}",
             remedy="use larger batches, or a norm over features",
         )
+
+    def _named(self, view: View, fact: str, evidence: dict[str, Any], meaning: str, advice: str) -> Iterator[Finding]:
+        """Yield the finding of a fact's first event."""
+        ran = view.run.tensors.get("activations", ())
+        for event in facts(view, fact)[:1]:
+            names = [f"{name}:output" for name in listed_in(event, "modules") if f"{name}:output" in ran]
+            if len(names) >= self.layers:
+                value = float(evidence.get("values", 1))
+                yield self.finding(
+                    "warning", [Spot(name=name, since_step=event.step, value=value) for name in names],
+                    evidence | {"layers": len(names)}, until_step=max(view.last_step, event.step),
+                    collection="activations", meaning=meaning, advice=advice,
+                )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -695,37 +717,6 @@ class Drift(Rule):
         on = goes_on(cells.steps[known], sizes[known], least=self.last, confidence=self.confidence)
         until = int(cells.steps[known[-1]]) if on else until
         return Spot(name=cells.names[layer], since_step=since, value=most), most, until, on
-
-
-def _where_gradients_stop(view: View, since: int, samples: int) -> str | None:
-    """Return the module that gradients come to and do not leave, at the first samples from a step on.
-
-    The model's output, if the loss gives it no gradient. None if neither is so.
-    """
-    cells = view.cells("activation_gradients")
-    if cells is None:
-        return None
-    span = np.flatnonzero(cells.steps >= since)[:samples]  # judged once, for good
-    counts = cells.total(cells.nonzero)[:, span] + cells.nonfinite[:, span]
-    if not counts.shape[1] or np.isnan(counts).all():
-        return None
-    comes, leaves = set[str](), set[str]()  # modules, by gradients of their outputs and of their inputs
-    known = set[str]()
-    for name, count in zip(cells.names, counts, strict=True):
-        module, _, kind = name.rpartition(":")
-        if kind.startswith("output") and bool((count > 0).all()):
-            comes.add(module)
-        if kind.startswith("input"):
-            known.add(module)
-            if bool((np.nan_to_num(count) > 0).any()):
-                leaves.add(module)
-    order = {name.rpartition(":")[0]: place for place, name in reversed(list(enumerate(cells.names)))}
-    stopped = sorted((known & comes) - leaves, key=order.__getitem__)  # those next to the loss first
-    inner = [name for name in stopped if not any(other.startswith(f"{name}.") for other in stopped)]
-    if inner:
-        return inner[0]
-    root = f"{view.run.manifest.get('root')}:output"
-    return root if root in cells.names and not (counts[cells.names.index(root)] > 0).any() else None
 
 
 def _explained_stop(stops: str) -> tuple[str, str]:

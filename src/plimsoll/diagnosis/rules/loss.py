@@ -18,10 +18,12 @@ from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, 
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.trend import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
-from plimsoll.diagnosis.tables.wiring_facts import optimizer_settings
+from plimsoll.diagnosis.tables.wiring_facts import facts, first_fact, optimizer_settings
 from plimsoll.diagnosis.view import View
 from plimsoll.text import number, percent
 
+_ROWS, _PAIRS = "softmax over rows", "pairs"  # facts of the watch, and causes in the evidence
+_FAR_OFF = "begins far off"  # likewise
 _EARLY = 50  # steps within which a blow-up belongs to the beginning
 _AT_ONCE = 3  # losses on end that no single bad batch explains
 _BLOWN_UP = 100.0  # times the unit of the loss: after five such losses on end nobody need wait for more
@@ -420,6 +422,127 @@ class LossUnbounded(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossWrongAxis(Rule):
+    """A loss over the wrong dimension, or whose outputs and targets have different shapes."""
+
+    id = "loss-wrong-axis"
+    says = "the loss takes its softmax over the rows of a batch, or each output meets the targets of all rows"
+    meaning = "The classes of a row do not compete with each other but the rows of a batch do: no row is classified."
+    advice = "Take the (log) softmax over the classes: dim=1 of N x C, dim=-1 where the classes come last."
+    figure = "loss_and_scale"
+    items = {"rows": EvidenceItem("Rows")}
+
+    losses: float = threshold(1, "the facts are exact: the graph behind the loss has this dimension, or these shapes")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of each kind."""
+        for fact, meaning, advice in (
+            (_ROWS, self.meaning, self.advice),
+            (
+                _PAIRS,
+                "Outputs of shape N x 1 and targets of shape N make N x N pairs: each output meets all targets.",
+                "Give both one shape: targets.unsqueeze(1), or outputs.squeeze(1).",
+            ),
+        ):
+            found = facts(view, fact)
+            if found and len(found) >= self.losses:
+                event = found[0]
+                evidence = {"rows": int(cast("int", event.details.get("rows", 0))), "cause": fact}
+                yield self.finding(
+                    "warning", (), evidence, since_step=event.step, until_step=max(view.last_step, event.step),
+                    meaning=meaning, advice=advice,
+                )  # fmt: skip
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return what the loss compares."""
+        rows = f"{context.number('rows'):,.0f}"
+        if context.text("cause") == _ROWS:
+            return Phrase(
+                what=f"the loss takes a softmax over the {rows} rows of a batch and not over the classes, seen "
+                f"{context.since}",
+                remedy="take it over the classes",
+            )
+        return Phrase(
+            what=f"the loss compares {rows} outputs with {rows} targets of another shape, broadcast to {rows} x {rows} "
+            f"pairs, seen {context.since}",
+            effect="so all outputs are drawn to the mean of the targets",
+            remedy="give both one shape",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossAtChance(Rule):
+    """A cross entropy that begins far above that of guessing, or stays where guessing is."""
+
+    id = "loss-at-chance"
+    says = "a classifier's loss stays where guessing is, or begins many times above it"
+    meaning = "The loss is that of guessing among the classes: what the model has learned does not help."
+    advice = (
+        "Check that inputs and labels still belong together (sorted or shuffled apart, off by one), and that the "
+        "inputs say something of the labels; then the learning rate."
+    )
+    figure = "loss_and_scale"
+    items = {"guessing": EvidenceItem("Loss of guessing"), "loss": EvidenceItem("Loss")}
+
+    near: float = threshold(0.02, "of the loss of guessing, above or below it: what is learned first is more")
+    window: float = threshold(25, "losses whose mean is held against it")
+    least: float = threshold(200, "losses from the first one on: hard tasks begin slowly")
+
+    # The loss of guessing is the logarithm of the number of classes. The watch knows it where the loss is a mean cross
+    # entropy and nothing else. A loss that has left it since is a note.
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of a loss that stays at chance, and one of a loss that begins far above it."""
+        event = first_fact(view, "classes")
+        steps, loss = view.scalar("loss")
+        size = int(self.window)
+        if event is not None and len(loss) >= self.least:
+            guessing = math.log(int(cast("int", event.details["classes"])))
+            means = loss[: len(loss) // size * size].reshape(-1, size).mean(axis=1)
+            away = ~(np.abs(means - guessing) <= self.near * guessing)
+            stays = int(away.argmax()) if away.any() else len(means)
+            if stays * size >= self.least:
+                evidence = {"guessing": guessing, "loss": float(means[stays - 1])}
+                yield self.finding(
+                    "info" if away.any() else "warning", (), evidence, since_step=int(steps[0]),
+                    until_step=int(steps[stays * size - 1]),
+                    meaning="The loss was that of guessing among the classes; it has left it since."
+                    if away.any()
+                    else None,
+                    advice="No action is needed." if away.any() else None,
+                )  # fmt: skip
+        far = first_fact(view, _FAR_OFF)
+        if far is not None:
+            loss_then = float(cast("float", far.details["loss"]))
+            guessing = math.log(int(cast("int", far.details["classes"])))
+            yield self.finding(
+                "warning", (), {"guessing": guessing, "loss": loss_then, "cause": _FAR_OFF}, since_step=far.step,
+                until_step=far.step,
+                meaning="The first scores are large and wrong: the first steps only take them back.",
+                advice="Initialise what makes the scores smaller (a table that is tied to the head: 0.02), or "
+                "normalise what comes into it.",
+            )  # fmt: skip
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the loss, and that of guessing."""
+        loss, guessing = (number(context.number(name)) for name in ("loss", "guessing"))
+        if context.text("cause") == _FAR_OFF:
+            return Phrase(
+                what=f"the loss began at {loss}, where guessing costs {guessing}: the initial scores are too large",
+                remedy="initialise the head or its tied table smaller",
+            )
+        if context.finding.severity == "info":
+            until = context.finding.until_step
+            return Phrase(
+                what=f"the loss was {loss}, which guessing costs, until step {until:,}, and has left it since"
+            )
+        return Phrase(
+            what=f"the loss has stayed at {loss}, which guessing costs, {context.since}",
+            effect="so nothing that helps is learned",
+            remedy="check that inputs and labels belong together",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpikeForerunner(Rule):
     """Signs of a coming loss spike: huge updates, or gradients beyond Adam's moments."""
 
@@ -564,9 +687,9 @@ def _lags(gradients: Cells, optimizer: Cells) -> Floats:
 def _adams(view: View) -> list[tuple[float, float, float]]:
     """Return the learning rate at the start and the two betas of each optimizer of Adam's kind."""
     found: list[tuple[float, float, float]] = []
-    for facts in optimizer_settings(view):
-        rate, betas = facts.get("lr"), facts.get("betas")
-        if "adam" not in str(facts.get("name")).lower() or not isinstance(rate, int | float) or not rate > 0:
+    for each in optimizer_settings(view):
+        rate, betas = each.get("lr"), each.get("betas")
+        if "adam" not in str(each.get("name")).lower() or not isinstance(rate, int | float) or not rate > 0:
             continue
         pair = [x for x in cast("list[object]", betas) if isinstance(x, int | float)] if isinstance(betas, list) else []
         if len(pair) == 2 and all(0 <= x <= 1 for x in pair):

@@ -335,6 +335,39 @@ class StateCleared(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SchedulePastEnd(Rule):
+    """A learning rate that has come to its end and rises again."""
+
+    id = "schedule-past-end"
+    says = "a learning rate that a schedule had brought to its end rises again, little by little"
+    meaning = "The training goes on past the length of its schedule: a cosine rises again there, up to its peak."
+    advice = (
+        "Give the schedule the length of the whole training, in what it counts: scheduler.step() once a step counts "
+        "steps, once an epoch epochs."
+    )
+    figure = "loss_and_scale"
+    items = {"peak": EvidenceItem("Highest rate"), "rate": EvidenceItem("Rate then")}
+
+    peak: float = threshold(0.25, "of the highest rate, after less than a hundredth of it; a restart comes in one step")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding for each optimizer."""
+        for event in facts(view, "rate rises again"):
+            numbers = {name: float(str(event.details.get(name, "nan"))) for name in ("rate", "peak", "lowest_at")}
+            if numbers["rate"] > self.peak * numbers["peak"]:
+                evidence = {"optimizer": str(event.details.get("optimizer", "")), **numbers}
+                until = max(view.last_step, event.step)
+                yield self.finding("warning", (), evidence, since_step=int(numbers["lowest_at"]), until_step=until)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return since when the rate rises."""
+        return Phrase(
+            what=f"the rate of {context.text('optimizer')} had come to its end and rises again {context.since}",
+            remedy="give the schedule the length of the whole training",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class KeptNarrow(Rule):
     """FP32 weights, gradients, moments, whole numbers or sums that something rounds.
 

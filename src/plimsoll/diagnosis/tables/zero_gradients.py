@@ -1,4 +1,4 @@
-"""Tensors that are zero throughout, and samples whose gradients something has set to zero."""
+"""Tensors that are zero throughout, and where gradients stop or are set to zero."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,3 +44,34 @@ def always_zero(cells: Cells | None) -> set[str]:
     counts = np.nansum(cells.total(cells.nonzero), axis=1) + np.nansum(cells.nonfinite, axis=1)
     silent = (counts == 0) & (np.count_nonzero(cells.recorded, axis=1) > 0)
     return {cells.names[layer] for layer in np.flatnonzero(silent).tolist()}
+
+
+def where_gradients_stop(view: View, since: int, samples: int) -> str | None:
+    """Return the module that gradients come to and do not leave, at the first samples from a step on.
+
+    The model's output, if the loss gives it no gradient. None if neither is so.
+    """
+    cells = view.cells("activation_gradients")
+    if cells is None:
+        return None
+    span = np.flatnonzero(cells.steps >= since)[:samples]  # judged once, for good
+    counts = cells.total(cells.nonzero)[:, span] + cells.nonfinite[:, span]
+    if not counts.shape[1] or np.isnan(counts).all():
+        return None
+    comes, leaves = set[str](), set[str]()  # modules, by gradients of their outputs and of their inputs
+    known = set[str]()
+    for name, count in zip(cells.names, counts, strict=True):
+        module, _, kind = name.rpartition(":")
+        if kind.startswith("output") and bool((count > 0).all()):
+            comes.add(module)
+        if kind.startswith("input"):
+            known.add(module)
+            if bool((np.nan_to_num(count) > 0).any()):
+                leaves.add(module)
+    order = {name.rpartition(":")[0]: place for place, name in reversed(list(enumerate(cells.names)))}
+    stopped = sorted((known & comes) - leaves, key=order.__getitem__)  # those next to the loss first
+    inner = [name for name in stopped if not any(other.startswith(f"{name}.") for other in stopped)]
+    if inner:
+        return inner[0]
+    root = f"{view.run.manifest.get('root')}:output"
+    return root if root in cells.names and not (counts[cells.names.index(root)] > 0).any() else None

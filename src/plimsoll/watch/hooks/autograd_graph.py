@@ -24,6 +24,8 @@ _SAME_VALUES = re.compile(
     "(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Squeeze|Unsqueeze|Select|Slice|ToCopy|Clone)"
     r"Backward\d"
 )  # operations between the two that choose, order or cast values
+_SAME_ORDER = re.compile("(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|ToCopy|Clone)Backward\\d")
+_PAIRS = re.compile("(Sub|Rsub|Mul|Div|Add|Expand)Backward\\d")  # operations that broadcast what they are given
 
 # The number of the backward that runs on this thread, -1 for none. torch has it nowhere in public.
 backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
@@ -129,6 +131,68 @@ def length_of_sum(root: Tensor) -> tuple[int, torch.dtype]:
         before = [made for made in makers if type(made).__name__ == "AddBackward0"]
         node = before[0] if before else None
     return count, dtype
+
+
+def softmax_over_rows(root: Tensor) -> int:
+    """Return over how many rows of a batch a log softmax before an NLL loss goes, 0 if it is over the classes."""
+    for node in itertools.islice(_nodes([root]), _NEAREST):
+        if type(node).__name__ not in ("NllLossBackward0", "NllLoss2DBackward0"):
+            continue
+        before, scores = _through_views(cast("Any", node).next_functions[0][0])
+        if type(before).__name__ == "LogSoftmaxBackward0":
+            shape = tuple(before._input_metadata[0].shape)  # noqa: SLF001  (likewise)
+            dim = _signed(before._saved_dim) % max(len(shape), 1)  # noqa: SLF001  (likewise)
+            # Rows of several places that a view has made one dimension end with the classes, as before.
+            same, flat = scores == shape, len(scores) == 2 < len(shape) and scores[-1] == shape[-1]
+            classes = (1 if len(shape) > 1 else 0) if same else len(shape) - 1
+            if (same or flat) and dim != classes:
+                return shape[dim]
+    return 0
+
+
+def classes_of(root: Tensor, scale: Tensor | None) -> int:
+    """Return the classes of a plain mean cross entropy, which may carry a loss scale; 0 for any other loss."""
+    node: Any = root.grad_fn
+    if scale is not None and _has_factor(node, scale):
+        node = next((made for made, _ in node.next_functions if made is not None), None)
+    node, _ = _through_views(node)
+    if type(node).__name__ not in ("NllLossBackward0", "NllLoss2DBackward0"):
+        return 0
+    before, scores = _through_views(node.next_functions[0][0])
+    with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
+        if node._saved_reduction == 1 and node._saved_weight is None and len(scores) > 1:  # noqa: SLF001  (likewise)
+            return int(scores[1]) if type(before).__name__ == "LogSoftmaxBackward0" else 0
+    return 0
+
+
+def spread_outputs(root: Tensor) -> int:
+    """Return N where outputs of shape N x 1 meet N numbers, or the reverse, and make N x N of them; else 0."""
+    for term in _terms(root.grad_fn):
+        node = term
+        while node is not None:
+            makers: list[Any] = [maker for maker in node.next_functions if maker[0] is not None]
+            if len(makers) != 1:  # a layer, or two operands that both are trained: pairs that are wanted
+                break
+            maker, output = makers[0]
+            if _PAIRS.fullmatch(type(node).__name__) and maker._input_metadata:  # noqa: SLF001  (likewise)
+                shape, before = tuple(node._input_metadata[0].shape), tuple(maker._input_metadata[output].shape)  # noqa: SLF001
+                if len(shape) == 2 and shape[0] == shape[1] > 1 and before in ((shape[0], 1), (shape[0],)):
+                    return shape[0]
+            node = maker
+    return 0
+
+
+def _through_views(node: Any) -> tuple[Any, tuple[int, ...]]:
+    """Return what has made a value, before views and casts that keep the order, and the value's shape."""
+    shape = () if node is None else tuple(node._input_metadata[0].shape)  # noqa: SLF001  (likewise)
+    while node is not None and _SAME_ORDER.fullmatch(type(node).__name__):
+        node = node.next_functions[0][0]
+    return node, shape
+
+
+def _signed(number: int) -> int:
+    """Return a dimension, which torch gives as a number without a sign."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def rows_looked_up(root: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

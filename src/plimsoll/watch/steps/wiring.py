@@ -17,7 +17,10 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - weights, gradients, second moments and losses that are kept in fewer digits than their dtype has (`kept_narrow`);
 - losses that are divided by the number of micro-batches twice, or of which only a part carries the loss scale;
 - a model that is trained in evaluation mode;
-- norms over a single value, which are their bias whatever comes in, and batch norms over two;
+- norms over a single value, which are their bias whatever comes in, batch norms over two, and those that evaluate by
+  the last batch alone;
+- a log softmax over the rows of a batch, outputs that are paired with all targets, and the classes of a cross entropy;
+- a rate that has come to its end and rises again;
 - casts of weights that autocast keeps from before the last step;
 - the state of an optimizer that is cleared, or begun again, every few steps;
 - averages of weights that rounding keeps where they are (`averages`).
@@ -63,6 +66,8 @@ _REPEATS = 3  # steps on end in which gradients were carried over, or not unscal
 _TINY = 2.0**-17  # of the highest rate that a group has had: less moves nothing in a training's usual number of steps
 _INDICES = 32  # that a 16-bit format may hold or not
 _LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
+_FAR = 4.0  # times the loss of guessing, with which new weights of a usual size begin
+_LAST = 0.9  # of running statistics that are of the last batch: torch's momentum is not the share that is kept
 _PAIR = 2  # values of which a norm leaves 1 and -1, whatever they are
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 _FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
@@ -171,6 +176,7 @@ class Wiring(torch_hooks.TrainingEvents):
         names = self._names()
         self._look_at_batch_norms(loss, names)
         scale = getattr(None if self._scaler is None else self._scaler(), "_scale", None)
+        self._look_at_axes(loss, scale if isinstance(scale, Tensor) else None)
         if isinstance(scale, Tensor):
             leaves = autograd_graph.unscaled_leaves(loss, scale)
             if apart := [names[id(leaf)] for leaf in leaves if id(leaf) in names]:
@@ -180,6 +186,33 @@ class Wiring(torch_hooks.TrainingEvents):
             if id(table) in names:
                 self._look_at_indices(names[id(table)], indices.detach())
 
+    def _look_at_axes(self, loss: Tensor, scale: Tensor | None) -> None:
+        """Look for a softmax over the batch, and outputs that meet each target; note the number of classes."""
+        if rows := autograd_graph.softmax_over_rows(loss):
+            message = f"the loss takes a log softmax over {rows} rows, not over the classes"
+            self._say("softmax over rows", message, rows=rows)
+        if pairs := autograd_graph.spread_outputs(loss):
+            message = f"the loss takes {pairs} outputs and {pairs} targets as {pairs} x {pairs} pairs: shapes differ"
+            self._say("pairs", message, rows=pairs)
+        if classes := autograd_graph.classes_of(loss, scale):
+            self._say("classes", f"the loss is a mean cross entropy of {classes} classes", classes=classes)
+            if self._backwards == 1:
+                self._look_at_first_loss(loss.detach() if scale is None else loss.detach() / scale, classes)
+
+    def _look_at_first_loss(self, loss: Tensor, classes: int) -> None:
+        """Record a first loss that is many times that of guessing."""
+        first, step = number(loss), self.core.step
+
+        def produce() -> list[Record]:
+            value = float(resolved(first) or 0.0)
+            if not _FAR * math.log(classes) < value < math.inf:
+                return []
+            message = f"the first loss is {value:.4g}; guessing among {classes} classes costs {math.log(classes):.4g}"
+            details = {"fact": "begins far off", "loss": value, "classes": classes}
+            return [Event(step=step, kind="wiring", message=message, details=details)]
+
+        self.core.writer.submit(produce, 200)
+
     # The last batch of an epoch may be as small: several on end are no chance.
     def _look_at_batch_norms(self, loss: Tensor, names: Mapping[int, str]) -> None:
         few = (weight for weight, values in autograd_graph.values_normalised(loss) if values == _PAIR)
@@ -187,6 +220,8 @@ class Wiring(torch_hooks.TrainingEvents):
         pairs = sorted(self._pairs[0].intersection(*self._pairs))
         if len(self._pairs) == _LOOKS and pairs:
             self._say("norm of two values", f"{_listed(pairs)} normalise two values of a channel", modules=pairs)
+        if last := _norms_of_last_batch(self.core.model()):
+            self._say("norm of the last batch", f"{_listed(last)} evaluate by the last batch alone", modules=last)
 
     # Autocast casts a weight once, and keeps the cast until its outermost context is left. The same cast in the graph
     # of a later step, of a weight that was written since, is one that nobody has made again.
@@ -492,6 +527,14 @@ class Wiring(torch_hooks.TrainingEvents):
         for place, group in enumerate(optimizer.param_groups):
             if isinstance(rate := group.get("lr"), float) and known.highest[place] < rate < math.inf:
                 known.highest[place] = rate
+        first = next(iter(optimizer.param_groups), {}).get("lr")
+        if isinstance(first, float) and math.isfinite(first) and known.rate.rises_again(first, self.core.step):
+            at = known.rate.lowest_at
+            self._say(
+                "rate rises again", f"the rate of {known.name} had come to its end at step {at:,} and rises again",
+                key=f"rate rises again: {known.name}", optimizer=known.name, lowest_at=at, rate=first,
+                lowest=known.rate.lowest, peak=known.rate.peak,
+            )  # fmt: skip
         now = [
             (_rate_of(group, highest), _decay_of(group, optimizer))
             for group, highest in zip(optimizer.param_groups, known.highest, strict=False)
@@ -684,6 +727,13 @@ def _norms_of_one_value(model: nn.Module | None) -> list[str]:
     return [
         clean(name) for name, m in named if isinstance(m, kinds) and math.prod(cast("Any", m).normalized_shape) == 1
     ]
+
+
+def _norms_of_last_batch(model: nn.Module | None) -> list[str]:
+    """Return the batch norms in training whose running statistics are nearly those of the last batch alone."""
+    named = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
+    norms = [(name, cast("Any", m)) for name, m in named if isinstance(m, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001  (the base of all)
+    return [clean(name) for name, m in norms if m.training and m.track_running_stats and (m.momentum or 0) >= _LAST]
 
 
 def _rate_of(group: Mapping[str, Any], highest: float) -> str:
