@@ -294,12 +294,15 @@ def test_a_loss_that_begins_far_above_guessing_is_named(scaled: bool, tmp_path: 
     (found,) = classified(tmp_path / "far", F.cross_entropy, Far(300.0), scaler=scale)
     assert found.evidence["cause"] == "begins far off" and found.evidence["loss"] > 4 * math.log(4)
     assert classified(tmp_path / "near", F.cross_entropy, Far(3.0), scaler=scale) == []
+    (part,) = classified(tmp_path / "micro-batch", lambda z, y: F.cross_entropy(z, y) / 8, Far(300.0), scaler=scale)
+    assert part.evidence["loss"] == pytest.approx(found.evidence["loss"], rel=1e-3)
     # Of a loss with weights, smoothed labels or further terms nobody knows what guessing costs.
     for n, loss_of in enumerate((
         lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
         lambda z, y: F.cross_entropy(z, y, weight=torch.ones(4)),
         lambda z, y: F.cross_entropy(z, y, reduction="sum"),
         lambda z, y: F.cross_entropy(z, y) + 0 * z.sum(),
+        lambda z, y: F.cross_entropy(z, y) * z.mean(),
     )):  # fmt: skip
         assert classified(tmp_path / str(n), loss_of, Far(300.0)) == []
 

@@ -150,19 +150,27 @@ def softmax_over_rows(root: Tensor) -> int:
     return 0
 
 
-def classes_of(root: Tensor, scale: Tensor | None) -> int:
-    """Return the classes of a plain mean cross entropy, which may carry a loss scale; 0 for any other loss."""
-    node: Any = root.grad_fn
-    if scale is not None and _has_factor(node, scale):
-        node = next((made for made, _ in node.next_functions if made is not None), None)
-    node, _ = _through_views(node)
+def classes_of(root: Tensor, scale: Tensor | None) -> tuple[int, float]:
+    """Return the classes of a plain mean cross entropy, and what it is divided by; 0 classes for any other loss.
+
+    A loss scale does not count as a factor.
+    """
+    node, divisor = cast("Any", root.grad_fn), 1.0
+    while node is not None:
+        if scale is not None and _has_factor(node, scale):
+            node = next((made for made, _ in node.next_functions if made is not None), None)
+        elif (by := _divisor(node)) is not None:
+            node, divisor = node.next_functions[0][0], divisor * by
+        else:
+            break
     if type(node).__name__ not in ("NllLossBackward0", "NllLoss2DBackward0"):
-        return 0
+        return 0, 1.0
     before, scores = _through_views(node.next_functions[0][0])
     with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
-        if node._saved_reduction == 1 and node._saved_weight is None and len(scores) > 1:  # noqa: SLF001  (likewise)
-            return int(scores[1]) if type(before).__name__ == "LogSoftmaxBackward0" else 0
-    return 0
+        is_mean = node._saved_reduction == 1 and node._saved_weight is None  # noqa: SLF001  (likewise)
+        if is_mean and len(scores) > 1 and type(before).__name__ == "LogSoftmaxBackward0":
+            return int(scores[1]), divisor
+    return 0, 1.0
 
 
 def spread_outputs(root: Tensor) -> int:

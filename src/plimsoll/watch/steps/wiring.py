@@ -194,10 +194,11 @@ class Wiring(torch_hooks.TrainingEvents):
         if pairs := autograd_graph.spread_outputs(loss):
             message = f"the loss takes {pairs} outputs and {pairs} targets as {pairs} x {pairs} pairs: shapes differ"
             self._say("pairs", message, rows=pairs)
-        if classes := autograd_graph.classes_of(loss, scale):
+        classes, divisor = autograd_graph.classes_of(loss, scale)
+        if classes > 1:
             self._say("classes", f"the loss is a mean cross entropy of {classes} classes", classes=classes)
             if self._backwards == 1:
-                self._look_at_first_loss(loss.detach() if scale is None else loss.detach() / scale, classes)
+                self._look_at_first_loss(loss.detach() * (divisor if scale is None else divisor / scale), classes)
 
     def _look_at_first_loss(self, loss: Tensor, classes: int) -> None:
         """Record a first loss that is many times that of guessing."""
