@@ -161,7 +161,7 @@ class LinearAttention(nn.Module):
 @fault(
     "sums-of-linear-attention-in-fp16",
     named=rf"{either('attention[01]?', f'{NAN}|overflow|range|exceed|large')}|65,?504"
-    r"|(sums?|activations?|values?|outputs?|forward)\b[^>]*overflow|overflow[^>]*(sums?|activations?|forward)",
+    r"|(sums?|activations?|forward)\b[^>]*overflow|overflow[^>]*(sums?|activations?|forward)",
     misleading=f"{SIDE}|learning rate|swallow|in no optimizer",
     precision="fp16",
     held_back=True,
