@@ -60,11 +60,16 @@ class Product(nn.Module):
 
 
 class Moments(torch.optim.Optimizer):
-    """Adam without its corrections; first moments have a dtype and a scale, second ones evenly spaced codes if any."""
+    """Adam without its corrections; first moments have a dtype and a scale, both evenly spaced codes if any.
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, scale: float, codes: int = 0) -> None:
+    Those of the second moments have a zero, of the first ones not.
+    """
+
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, scale: float, codes: int = 0, first_codes: int = 0
+    ) -> None:
         super().__init__(model.parameters(), {"lr": 1e-2})
-        self.dtype, self.scale, self.codes = dtype, scale, codes
+        self.dtype, self.scale, self.codes, self.first_codes = dtype, scale, codes, first_codes
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -73,12 +78,22 @@ class Moments(torch.optim.Optimizer):
             first = state.setdefault("exp_avg", torch.zeros_like(p, dtype=self.dtype))
             second = state.setdefault("exp_avg_sq", torch.zeros_like(p))
             new = 0.9 * first.float() / self.scale + 0.1 * p.grad
+            if self.first_codes:
+                code = (new.amax() - new.amin()) / self.first_codes
+                new = ((new - new.amin()) / code).round() * code + new.amin()
             first.copy_(new * self.scale)
             second.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
             if self.codes:
                 code = second.amax() / self.codes
                 second.copy_((second / code).round() * code)
             p.sub_(self.param_groups[0]["lr"] * first.float() / self.scale / (second.sqrt() + 1e-8))
+
+
+class HalfOf(nn.Module):
+    """Inputs of which the second half is zero, so that half of the weights behind them have no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, :4], torch.zeros_like(x[:, 4:])], dim=1)
 
 
 def layers(kind: Callable[[int, int], nn.Module]) -> nn.Module:
@@ -267,6 +282,16 @@ def test_second_moments_that_something_rounds_are_named(tmp_path: Path) -> None:
             continue
         assert [f.evidence["cause"] for f in moments] == ["a state that is rounded"], name
         assert "second moments" in verdict(View(pl.Run(path)), found), name
+
+
+def test_first_moments_whose_codes_have_no_zero_are_named(tmp_path: Path) -> None:
+    for name, more in (("without", {"first_codes": 255}), ("of second moments too", {"codes": 255})):
+        model = nn.Sequential(HalfOf(), *layers(nn.Linear))  # type: ignore[arg-type]
+        found = train(tmp_path / name, model, lambda m, more=more: Moments(m, torch.float32, 1.0, **more))
+        (moments,) = (f for f in found if f.rule == "second-moment-lost")
+        without = name == "without"
+        assert moments.evidence["cause"] == ("first moments without a zero" if without else "a state that is rounded")
+        assert ("first moments" in verdict(View(pl.Run(tmp_path / name)), found)) == without
 
 
 def test_second_moments_in_fp16_are_lost_by_their_format(tmp_path: Path) -> None:

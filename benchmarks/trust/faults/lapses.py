@@ -125,7 +125,6 @@ class AffineCodes(torch.optim.Optimizer):
     r"|(no|zero|without|vanishing) gradients?\b[^>]*(mov|chang|update|updating|grow|drift)"
     r"|(mov|chang|update|updating|grow|drift)[^>]*(no|zero|without) gradients?",
     misleading=f"{SIDE}|swallow|second[ -]moment|learning rate|in no optimizer",
-    held_back=True,
 )
 def no_zero(run: Training, *, sound: bool = False) -> None:
     """No 8-bit code of Adam's first moments is 0: rows without a gradient move, divided by epsilon, until they come."""

@@ -50,6 +50,11 @@ _UNEVEN_CODES = (
     "Keep the second moments in FP32, or in codes that have an exponent. Evenly spaced ones hold no small values: the "
     "root of a value below half a step is zero, and the update explodes."
 )
+_NO_ZERO = "first moments without a zero"
+_CODE_OF_ZERO = (
+    "Give the first moments' codes one that is exactly zero: round the zero point to a whole number of steps. Until "
+    "then values without a gradient move at each step, by a moment that is divided by epsilon."
+)
 _TOWARD_ZERO = "toward zero"  # an update that the watch has found from changes of the weights
 # Updates that lose nothing, or nothing on average; those toward zero have a finding of their own.
 _LOSSLESS = ("masters", "stochastic", "kahan", "lossless on average", _TOWARD_ZERO)
@@ -183,11 +188,12 @@ class SecondMomentLost(Rule):
         smallest = np.array([get_element(name, "diagnose").smallest_subnormal for name in cells.formats])[cells.format]
         least = np.fmin.reduce((cells.columns["absmin"] / smallest)[rows], initial=np.inf)
         if not certain and least > self.near:
-            evidence["cause"] = _ROUNDED_STATE
+            has_no_zero = self._first_have_no_zero(view, cells, spots[0].name)
+            evidence["cause"] = _NO_ZERO if has_no_zero else _ROUNDED_STATE
+        advice = {_ROUNDED_STATE: _UNEVEN_CODES, _NO_ZERO: _CODE_OF_ZERO}.get(str(evidence.get("cause")))
         yield self.finding(
-            "alarm", spots, evidence, until_step=last_of(cells, spans), collection="optimizer",
-            advice=_UNEVEN_CODES if evidence.get("cause") == _ROUNDED_STATE else None,
-        )  # fmt: skip
+            "alarm", spots, evidence, until_step=last_of(cells, spans), collection="optimizer", advice=advice
+        )
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share of lost moments, or that epsilon is zero."""
@@ -197,6 +203,13 @@ class SecondMomentLost(Rule):
                 what=f"up to {share} of Adam's second moments of {context.place} have been rounded to zero "
                 f"{context.since}",
                 remedy="keep them in FP32, or in codes that have an exponent",
+            )
+        if context.text("cause") == _NO_ZERO:
+            return Phrase(
+                what=f"up to {share} of Adam's first moments of {context.place} are not zero where no gradient came "
+                f"{context.since}",
+                effect="so values without a gradient are moved",
+                remedy="give the first moments' codes an exact zero",
             )
         what = f"{context.format} has lost up to {share} of Adam's second moments of"
         if "lost" not in context.finding.evidence:
@@ -222,6 +235,19 @@ class SecondMomentLost(Rule):
             "alarm", spots, evidence, until_step=max(view.last_step, first.step), collection="optimizer",
             meaning="Adam divides by zero where the square of a gradient is zero in FP16, which gives Inf or NaN.",
         )  # fmt: skip
+
+    # After the first step both moments are zero where the gradient is: one of the two that is not has been rounded.
+    def _first_have_no_zero(self, view: View, cells: Cells, name: str) -> bool:
+        """Return whether first moments are nowhere zero at the first step, though gradients are."""
+        parameter, _, state = name.rpartition(":")
+        gradients, first = view.cells("gradients"), f"{parameter}:{_SECOND.get(state, '')}"
+        if gradients is None or parameter not in gradients.names or first not in cells.names:
+            return False
+        if cells.steps[0] != 0 or gradients.steps[0] != 0:
+            return False
+        of_first, of_second = (float(cells.total_of("zeros")[cells.names.index(each), 0]) for each in (first, name))
+        zeros = float(gradients.total_of("zeros")[gradients.names.index(parameter), 0])
+        return of_first < zeros == of_second
 
     def _shares(self, cells: Cells) -> Floats:
         """Return the share of second moments that are zero though the first are not.
