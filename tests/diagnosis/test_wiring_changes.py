@@ -395,3 +395,103 @@ def test_a_batch_norm_that_keeps_the_last_batch_is_named(norm: dict[str, Any], n
                 optimizer.step()
         found = diagnose(path, rules=["norm-of-few-values"])
         assert [f.where for f in found] == ([("1:output",)] if named and training else [])
+
+
+# -- losses that are given something else
+
+
+def regression(last: Callable[[Tensor], Tensor], shift: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda z, y: F.mse_loss(last(z.mean(dim=1)), torch.linspace(0.1, 0.9, len(y)) + shift)
+
+
+GIVEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "kl_div of probabilities": (lambda z, y: F.kl_div(z.softmax(1), torch.full_like(z, 0.25)), "kl_div takes log"),
+    "with targets as logarithms": (
+        lambda z, y: F.kl_div(z.softmax(1), torch.full_like(z, -1.4), log_target=True, reduction="batchmean") / 2,
+        "kl_div takes log",
+    ),
+    "a divergence with a temperature": (
+        lambda z, y: z.abs().mean() + 4 * F.kl_div((z / 2).softmax(1), torch.full_like(z, 0.25), reduction="sum"),
+        "kl_div takes log",
+    ),
+    "weights of probabilities": (lambda z, y: (0.25 - torch.full_like(z, 0.25) * z.softmax(1)).square().mean(), ""),
+    "a share that is right": (lambda z, y: 1 - (F.one_hot(y, 4) * z.softmax(1)).sum(dim=1).mean(), ""),
+    "kl_div of logarithms": (lambda z, y: F.kl_div(z.log_softmax(1), torch.full_like(z, 0.25)), ""),
+    "nll_loss of scores": (F.nll_loss, "nll_loss takes log"),
+    "nll_loss of probabilities": (lambda z, y: F.nll_loss(z.softmax(1), y) + z.norm(), "nll_loss takes log"),
+    "nll_loss of logarithms": (lambda z, y: F.nll_loss(z.log_softmax(1), y), ""),
+    "cross entropy of one sure class": (lambda z, y: F.cross_entropy(z * 1e4, y), ""),
+    "below a ReLU": (regression(torch.relu, -1.0), "a ReLU, which puts out no negative number"),
+    "a ReLU and counts": (regression(torch.relu, 0.0), ""),
+    "beyond a sigmoid": (regression(torch.sigmoid, 0.5), "a sigmoid, which puts out 0 to 1 only"),
+    "a sigmoid and shares": (regression(torch.sigmoid, 0.0), ""),
+    "beyond a tanh": (lambda z, y: F.smooth_l1_loss(z.mean(1).tanh(), 2.0 * y), "a tanh, which puts out -1 to 1"),
+    "a few outliers": (
+        lambda z, y: F.mse_loss(z.tanh().flatten(), torch.cat([torch.zeros(62), torch.full((2,), 9.0)])),
+        "",
+    ),
+    "a linear layer": (regression(lambda x: x, 5.0), ""),
+    "a ReLU before the last layer": (lambda z, y: F.mse_loss(z.relu() @ torch.ones(4), -1.0 - y), ""),
+}
+
+
+@each("name", list(GIVEN))
+@pytest.mark.filterwarnings("ignore:reduction")
+def test_a_loss_that_is_given_something_else_is_named(name: str, tmp_path: Path) -> None:
+    (loss_of, said), run = GIVEN[name], tmp_path / name
+    classified(run, loss_of)
+    found = diagnose(run, rules=["probabilities-as-logits", "targets-out-of-reach"])
+    phrases = [phrase_of(f, View(Run(run)), found).what for f in found]
+    assert len(found) == bool(said) and all(said in phrase for phrase in phrases), phrases
+
+
+# -- layers that torch does not see
+
+
+class Kept(nn.Module):
+    """Layers in a container of one's own."""
+
+    def __init__(self, kept: Callable[[list[nn.Module]], Any]) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = kept([nn.Linear(8, 8), nn.Linear(8, 4)])
+        self.history = [0.0] * 1000
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Any = self.layers
+        for layer in kept.values() if isinstance(kept, dict) else kept:
+            x = layer(x.relu() if layer.in_features == 8 else x)
+        return self.first(x) if x.shape[1] == 8 else x + self.first(torch.ones(8)).sum()
+
+
+KEPT: dict[str, tuple[Callable[[list[nn.Module]], Any], str]] = {
+    "a list": (list, "layers[0].weight"),
+    "a dict": (lambda made: {"a": made[0], "b": made[1]}, "layers[a].weight"),
+    "a ModuleList": (nn.ModuleList, ""),
+    "frozen ones": (lambda made: [layer.requires_grad_(False) for layer in made], ""),
+}
+
+
+@each("name", list(KEPT))
+@pytest.mark.filterwarnings("ignore:.*in no optimizer")
+def test_layers_in_a_plain_container_are_named(name: str, tmp_path: Path) -> None:
+    kept, hidden = KEPT[name]
+    for own in (False, True):  # an optimizer of the layers' own trains them
+        torch.manual_seed(0)
+        model, path = Kept(kept), Path(tempfile.mkdtemp(dir=tmp_path))
+        optimizers = [adamw(model)]
+        if own and hidden:
+            layers: Any = model.layers
+            each_layer = layers.values() if isinstance(layers, dict) else layers
+            optimizers.append(torch.optim.SGD([p for layer in each_layer for p in layer.parameters()], lr=1e-3))
+        with pl.watch(model, optimizers[0], run=path, every=2, quiet=True):
+            for _ in range(16):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                model(torch.randn(16, 8)).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+        found = diagnose(path, rules=["untrained-parameters"])
+        named = [name for finding in found if finding.severity == "warning" for name in finding.where]
+        assert (hidden in named and len(named) == 4) if hidden and not own else named == [], (own, named)
+        assert not named or "ModuleList" in found[0].advice

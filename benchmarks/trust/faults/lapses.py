@@ -261,7 +261,6 @@ def cleared_too_soon(run: Training, *, sound: bool = False) -> None:
         r"ReLU|negative|non-?negative|below (0|zero)|\bdead\b|(are|is|all|exactly|of them) (0|zeros?)\b|zeros\b",
     ),
     misleading="raise the loss scale|scale-low|learning rate|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def never_negative(run: Training, *, sound: bool = False) -> None:
     """A regression ends with a ReLU, and half of its targets are negative: it can answer them with zero only."""
@@ -376,7 +375,6 @@ class Listed(nn.Module):
     r"|not (part of|in|among|of) the (model|optimizer)"
     r"|(parameters?|weights?|layers?)\b[^>]*(outside|unknown|not (watched|seen|held|found|known|listed))",
     misleading=f"{SIDE}|learning rate|swallow|rounding",
-    held_back=True,
 )
 def unregistered(run: Training, *, sound: bool = False) -> None:
     """Layers are kept in a list of Python's: they are no parameters of the model, and stay as they were drawn."""
@@ -394,7 +392,6 @@ def unregistered(run: Training, *, sound: bool = False) -> None:
     named=r"\bkl[-_ ]?div|\bKL\b|log[- ]?(prob|softmax)|logarithm|probability|probabilities|softmax|one[- ]hot|saturat"
     r"|loss\b[^>]*(negative|below (0|zero)|falls? below)|without (a )?bound|unbounded",
     misleading=f"{SIDE}|learning rate|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def no_logarithm(run: Training, *, sound: bool = False) -> None:
     """`kl_div` gets probabilities, not their logarithms: the likeliest class takes all, the loss is negative."""

@@ -471,6 +471,38 @@ class LossWrongAxis(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TargetsOutOfReach(Rule):
+    """Targets of a regression that the function before the loss cannot put out."""
+
+    id = "targets-out-of-reach"
+    says = "a regression has targets that the function before its loss cannot put out"
+    meaning = "The outputs have bounds, and targets lie outside of them: the error there cannot become zero."
+    advice = "End with a linear layer, or bring the targets into the range of the last function."
+    figure = "loss_and_scale"
+
+    batches: float = threshold(1, "the fact is exact; one target in twenty, since fewer may be outliers")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding."""
+        found = facts(view, "out of reach")
+        if found and len(found) >= self.batches:
+            event = found[0]
+            evidence = {name: str(event.details.get(name, "")) for name in ("function", "low", "high")}
+            until = max(view.last_step, event.step)
+            yield self.finding("warning", (), evidence, since_step=event.step, until_step=until)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the last function and its bounds."""
+        low, high = context.text("low"), context.text("high")
+        bounds = "no negative number" if high == "inf" else f"{float(low):g} to {float(high):g} only"
+        return Phrase(
+            what=f"the model ends in a {context.text('function')}, which puts out {bounds}, and targets lie outside, "
+            f"seen {context.since}",
+            remedy="end with a linear layer, or scale the targets",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossAtChance(Rule):
     """A cross entropy that begins far above that of guessing, or stays where guessing is."""
 

@@ -29,6 +29,17 @@ from plimsoll.diagnosis.view import View
 from plimsoll.runs import Event
 
 _OUTSIDE = "in no optimizer"  # a fact of the watch, and the cause in the evidence
+_HIDDEN = (
+    "These parameters are in a list or dict of Python's, which torch does not look into: model.parameters() lacks "
+    "them, and they keep their initial values."
+)
+_REGISTER = "Keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList."
+_NO_LOGARITHMS = "no logarithms"  # likewise
+_LOGARITHMS = {
+    "meaning": "The loss takes logarithms of probabilities, which are never above zero; it gets scores or "
+    "probabilities, so it rewards large ones.",
+    "advice": "Give kl_div and nll_loss the results of log_softmax, or give scores to cross_entropy.",
+}
 _ERASED = "all zero when the optimizer steps, and not after the backward"
 _TOO_EARLY = "unscaled before all of a step are added up"
 _TWICE = "divided by the loss scale twice"
@@ -84,7 +95,8 @@ class UntrainedParameters(Rule):
         for event in facts(view, _OUTSIDE):
             names = [name for name in listed_in(event, "parameters") if name not in joined]
             if len(names) >= self.parameters:
-                yield self._finding(view, "warning", names, event, cause=_OUTSIDE)
+                more = {"meaning": _HIDDEN, "advice": _REGISTER} if any("[" in name for name in names) else {}
+                yield self._finding(view, "warning", names, event, cause=_OUTSIDE, **more)
         event = first_fact(view, "without gradient")
         if event is None or first_fact(view, "no gradients") is not None:
             return
@@ -716,10 +728,10 @@ class SymmetricWeights(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbabilitiesAsLogits(Rule):
-    """A loss of logits that gets probabilities: its softmax or sigmoid applies twice."""
+    """A loss of logits that gets probabilities, or one of log probabilities that gets something else."""
 
     id = "probabilities-as-logits"
-    says = "a loss that takes logits gets the results of a softmax or a sigmoid"
+    says = "a loss that takes logits gets the results of a softmax or a sigmoid, or one of log probabilities others"
     meaning = (
         "The loss applies its softmax or sigmoid to probabilities: it cannot come near zero, and its gradients are far "
         "too small."
@@ -730,18 +742,24 @@ class ProbabilitiesAsLogits(Rule):
     losses: float = threshold(1, "the fact is exact: the graph behind the loss has one right before the other")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding, of the whole run."""
-        found = facts(view, "squashed twice")
-        if found and len(found) >= self.losses:
-            event = found[0]
-            evidence = {"function": str(event.details.get("function", ""))}
-            yield self.finding(
-                "warning", (), evidence, since_step=event.step, until_step=max(view.last_step, event.step)
-            )
+        """Yield one finding of each kind, of the whole run."""
+        for fact, more in (("squashed twice", {}), (_NO_LOGARITHMS, _LOGARITHMS)):
+            found = facts(view, fact)
+            if found and len(found) >= self.losses:
+                event = found[0]
+                evidence = {"function": str(event.details.get("function", ""))} | ({"cause": fact} if more else {})
+                until = max(view.last_step, event.step)
+                yield self.finding("warning", (), evidence, since_step=event.step, until_step=until, **more)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return which function is applied twice."""
         function = context.text("function")
+        if context.text("cause") == _NO_LOGARITHMS:
+            return Phrase(
+                what=f"{function} takes log probabilities, and gets probabilities or scores, seen {context.since}",
+                effect="so it falls below zero and does not fit the targets",
+                remedy="give it log_softmax of the scores",
+            )
         return Phrase(
             what=f"the loss applies a {function} to the results of a {function}, seen {context.since}",
             effect="so it cannot come near zero",

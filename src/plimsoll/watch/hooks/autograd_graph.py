@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -24,6 +25,13 @@ _SAME_VALUES = re.compile(
     "(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Squeeze|Unsqueeze|Select|Slice|ToCopy|Clone)"
     r"Backward\d"
 )  # operations between the two that choose, order or cast values
+_REGRESSIONS = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
+_BOUNDED = {
+    "ReluBackward0": ("ReLU", 0.0, math.inf),
+    "SigmoidBackward0": ("sigmoid", 0.0, 1.0),
+    "TanhBackward0": ("tanh", -1.0, 1.0),
+    "SoftmaxBackward0": ("softmax", 0.0, 1.0),
+}
 _SAME_ORDER = re.compile("(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|ToCopy|Clone)Backward\\d")
 _PAIRS = re.compile("(Sub|Rsub|Mul|Div|Add|Expand)Backward\\d")  # operations that broadcast what they are given
 
@@ -171,6 +179,46 @@ def classes_of(root: Tensor, scale: Tensor | None) -> tuple[int, float]:
         if is_mean and len(scores) > 1 and type(before).__name__ == "LogSoftmaxBackward0":
             return int(scores[1]), divisor
     return 0, 1.0
+
+
+def given_for_logarithms(root: Tensor) -> Iterator[Tensor]:
+    """Yield what NLL losses were given."""
+    for node in itertools.islice(_nodes([root]), _NEAREST):
+        if type(node).__name__ in ("NllLossBackward0", "NllLoss2DBackward0"):
+            with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
+                yield cast("Any", node)._saved_self  # noqa: SLF001  (likewise)
+
+
+# torch computes kl_div as the mean or sum of a constant less targets times what it is given, with targets as
+# logarithms as targets times a constant less that.
+def divergence_of_probabilities(root: Tensor) -> bool:
+    """Return whether a term of the loss is a KL divergence that is given the results of a softmax or a sigmoid."""
+    for term in _terms(root.grad_fn):
+        node = term
+        while _divisor(node) is not None or type(node).__name__ in ("MeanBackward0", "SumBackward0"):
+            node = node.next_functions[0][0]
+        kinds = ["SubBackward0", "MulBackward0"]
+        while node is not None and type(node).__name__ in kinds:
+            kinds.remove(type(node).__name__)
+            makers: list[Any] = [maker for maker, _ in node.next_functions]
+            given = [maker for maker in makers if maker is not None]
+            if len(given) != 1 or (type(node).__name__ == "SubBackward0" and makers[0] is not None):
+                break
+            node, _ = _through_views(given[0])
+        if not kinds and type(node).__name__ in ("SoftmaxBackward0", "SigmoidBackward0"):
+            return True
+    return False
+
+
+def bounded_outputs(root: Tensor) -> Iterator[tuple[str, Tensor, float, float]]:
+    """Yield the targets of regressions whose outputs come from a function with bounds: its name, targets, bounds."""
+    for node in itertools.islice(_nodes([root]), _NEAREST):
+        if type(node).__name__ in _REGRESSIONS:
+            before, _ = _through_views(cast("Any", node).next_functions[0][0])
+            name, low, high = _BOUNDED.get(type(before).__name__, ("", 0.0, 0.0))
+            with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
+                if name:
+                    yield name, cast("Any", node)._saved_target, low, high  # noqa: SLF001  (likewise)
 
 
 def spread_outputs(root: Tensor) -> int:

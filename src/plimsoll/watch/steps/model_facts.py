@@ -12,10 +12,11 @@ Weights and gradients are judged by a few values, compared with earlier ones:
 Nothing here waits for a device: numbers are read on the background thread, as soon as they are there.
 """
 
+import itertools
 import math
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from plimsoll.runs import Event, Record
 from plimsoll.watch.names import clean
 from plimsoll.watch.session import WatchSession
 
+_MOST_KEPT = 256  # of a list or dict: more are data
+_LAST = 0.9  # of running statistics that are of the last batch: torch's momentum is not the share that is kept
 _KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = 256  # whose rows are compared
 _SIDE = 16  # rows, and values of each
@@ -389,3 +392,38 @@ class EvaluationMode:
             return [Event(step=step, kind="wiring", message=message, details=details)]
 
         self.core.writer.submit(produce, 400)
+
+
+def all_parameters(model: nn.Module | None) -> list[tuple[str, Tensor]]:
+    """Return a model's parameters, and those of modules in plain lists and dicts of it, which torch does not see."""
+    if model is None:
+        return []
+    named: list[tuple[str, Tensor]] = [(clean(name), p) for name, p in model.named_parameters()]
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute.startswith("_") or not isinstance(value, list | tuple | dict):
+                continue
+            kept = cast("Mapping[object, object]", value if isinstance(value, dict) else dict(enumerate(value)))
+            for key, item in itertools.islice(kept.items(), _MOST_KEPT):
+                at = f"{clean(name)}.{attribute}[{key}]".removeprefix(".")
+                if isinstance(item, nn.Module):
+                    named += [(f"{at}.{inner}", p) for inner, p in item.named_parameters()]
+                elif isinstance(item, nn.Parameter):
+                    named.append((at, item))
+    return list({id(p): (name, p) for name, p in reversed(named)}.values())[::-1]
+
+
+def norms_of_one_value(model: nn.Module | None) -> list[str]:
+    """Return the norms over a single value, whose outputs are constant."""
+    kinds = tuple(kind for name in ("LayerNorm", "RMSNorm") if isinstance(kind := getattr(nn, name, None), type))
+    named = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
+    return [
+        clean(name) for name, m in named if isinstance(m, kinds) and math.prod(cast("Any", m).normalized_shape) == 1
+    ]
+
+
+def norms_of_last_batch(model: nn.Module | None) -> list[str]:
+    """Return the batch norms in training whose running statistics are nearly those of the last batch alone."""
+    named = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
+    norms = [(name, cast("Any", m)) for name, m in named if isinstance(m, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001  (the base of all)
+    return [clean(name) for name, m in norms if m.training and m.track_running_stats and (m.momentum or 0) >= _LAST]

@@ -20,6 +20,7 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - norms over a single value, which are their bias whatever comes in, batch norms over two, and those that evaluate by
   the last batch alone;
 - a log softmax over the rows of a batch, outputs that are paired with all targets, and the classes of a cross entropy;
+- a loss of log probabilities that gets others, and targets that the function before the loss cannot reach;
 - a rate that has come to its end and rises again;
 - casts of weights that autocast keeps from before the last step;
 - the state of an optimizer that is cleared, or begun again, every few steps;
@@ -32,7 +33,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plimsoll.kernels.device_value import DeviceValue, number, resolved
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
@@ -54,8 +55,11 @@ from plimsoll.watch.steps.model_facts import (
     ClearedStates,
     EvaluationMode,
     FirstWeights,
+    all_parameters,
     are_undone,
     is_rounded_away,
+    norms_of_last_batch,
+    norms_of_one_value,
 )
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
@@ -66,8 +70,9 @@ _REPEATS = 3  # steps on end in which gradients were carried over, or not unscal
 _TINY = 2.0**-17  # of the highest rate that a group has had: less moves nothing in a training's usual number of steps
 _INDICES = 32  # that a 16-bit format may hold or not
 _LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
+_ROUNDING = 1e-3  # by which a number may pass a bound
+_OUTSIDE = 0.05  # of the targets of a batch: fewer may be outliers
 _FAR = 4.0  # times the loss of guessing, with which new weights of a usual size begin
-_LAST = 0.9  # of running statistics that are of the last batch: torch's momentum is not the share that is kept
 _PAIR = 2  # values of which a norm leaves 1 and -1, whatever they are
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 _FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
@@ -110,7 +115,7 @@ class Wiring(torch_hooks.TrainingEvents):
             names = ", ".join(type(optimizer).__name__ for optimizer in known)
             message = f"no parameter of {names} is one of the model's"
             self._say("foreign optimizer", message, optimizer=names)
-        if narrow := _norms_of_one_value(core.model()):
+        if narrow := norms_of_one_value(core.model()):
             self._say("norm of one value", f"{_listed(narrow)} normalise single values", modules=narrow)
         core.at_close.append(self._close)
 
@@ -194,11 +199,31 @@ class Wiring(torch_hooks.TrainingEvents):
         if pairs := autograd_graph.spread_outputs(loss):
             message = f"the loss takes {pairs} outputs and {pairs} targets as {pairs} x {pairs} pairs: shapes differ"
             self._say("pairs", message, rows=pairs)
+        self._look_at_values(loss)
         classes, divisor = autograd_graph.classes_of(loss, scale)
         if classes > 1:
             self._say("classes", f"the loss is a mean cross entropy of {classes} classes", classes=classes)
             if self._backwards == 1:
                 self._look_at_first_loss(loss.detach() * (divisor if scale is None else divisor / scale), classes)
+
+    # What is not finite shows elsewhere, and a logarithm of a probability may be above zero by a rounding.
+    def _look_at_values(self, loss: Tensor) -> None:
+        """Look for probabilities or scores where logarithms are wanted, and targets that no output can reach."""
+        if autograd_graph.divergence_of_probabilities(loss):
+            self._say("no logarithms", "kl_div is given probabilities, not their logarithms", function="kl_div")
+        for given in autograd_graph.given_for_logarithms(loss):
+            above = DeviceValue((given.detach() > _ROUNDING).any())
+            message = "nll_loss is given numbers above zero, which no logarithm of a probability is"
+            key = f"no logarithms {self._looks}"
+            self._later("no logarithms", message, lambda at=above: bool(at.tensor()), key=key, function="nll_loss")
+        for name, targets, low, high in autograd_graph.bounded_outputs(loss):
+            slack = _ROUNDING * (high - low if high < math.inf else 1.0)
+            share = number(((targets < low - slack) | (targets > high + slack)).float().mean())
+            self._later(
+                "out of reach", f"{name} puts out {low:g} to {high:g}, and targets are outside",
+                lambda share=share: (resolved(share) or 0.0) >= _OUTSIDE, key=f"out of reach {name} {self._looks}",
+                function=name, low=f"{low:g}", high=f"{high:g}",
+            )  # fmt: skip
 
     def _look_at_first_loss(self, loss: Tensor, classes: int) -> None:
         """Record a first loss that is many times that of guessing."""
@@ -221,7 +246,7 @@ class Wiring(torch_hooks.TrainingEvents):
         pairs = sorted(self._pairs[0].intersection(*self._pairs))
         if len(self._pairs) == _LOOKS and pairs:
             self._say("norm of two values", f"{_listed(pairs)} normalise two values of a channel", modules=pairs)
-        if last := _norms_of_last_batch(self.core.model()):
+        if last := norms_of_last_batch(self.core.model()):
             self._say("norm of the last batch", f"{_listed(last)} evaluate by the last batch alone", modules=last)
 
     # Autocast casts a weight once, and keeps the cast until its outermost context is left. The same cast in the graph
@@ -479,7 +504,7 @@ class Wiring(torch_hooks.TrainingEvents):
     def _trained(self) -> dict[int, str]:
         """Return the names of the parameters that require gradients, and keep which they are."""
         model = self.core.model()
-        named = [] if model is None else [(clean(name), p) for name, p in model.named_parameters() if p.requires_grad]
+        named = [(name, p) for name, p in all_parameters(model) if p.requires_grad]
         self._trainable = {id(p): weakref.ref(p) for _, p in named}
         return {id(p): name for name, p in named}
 
@@ -516,7 +541,7 @@ class Wiring(torch_hooks.TrainingEvents):
     def _look_for_gradients(self) -> None:
         """Notes the parameters that have a gradient for the first time."""
         model = self.core.model()
-        with_gradient = [] if model is None else [id(p) for p in model.parameters() if p.grad is not None]
+        with_gradient = [id(p) for _, p in all_parameters(model) if p.grad is not None]
         late = [self._ungraded.pop(key) for key in with_gradient if key in self._ungraded]
         if late:
             self.core.say("wiring", f"gradients have come to {_listed(late)}", fact="gradient came", parameters=late)
@@ -714,27 +739,11 @@ class Wiring(torch_hooks.TrainingEvents):
 
     def _owned(self) -> set[int]:
         """The parameters of all optimizers, by identity."""
-        return {id(p) for optimizer in list(self._known) for p in parameters_of(optimizer)}
+        return {id(p) for optimizer in [*self._known, *self._foreign] for p in parameters_of(optimizer)}
 
     def _names(self) -> Mapping[int, str]:
         model = self.core.model()
         return {} if model is None else {id(p): clean(name) for name, p in model.named_parameters()}
-
-
-def _norms_of_one_value(model: nn.Module | None) -> list[str]:
-    """Return the norms over a single value, whose outputs are constant."""
-    kinds = tuple(kind for name in ("LayerNorm", "RMSNorm") if isinstance(kind := getattr(nn, name, None), type))
-    named = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
-    return [
-        clean(name) for name, m in named if isinstance(m, kinds) and math.prod(cast("Any", m).normalized_shape) == 1
-    ]
-
-
-def _norms_of_last_batch(model: nn.Module | None) -> list[str]:
-    """Return the batch norms in training whose running statistics are nearly those of the last batch alone."""
-    named = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
-    norms = [(name, cast("Any", m)) for name, m in named if isinstance(m, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001  (the base of all)
-    return [clean(name) for name, m in norms if m.training and m.track_running_stats and (m.momentum or 0) >= _LAST]
 
 
 def _rate_of(group: Mapping[str, Any], highest: float) -> str:
