@@ -285,13 +285,16 @@ def test_second_moments_that_something_rounds_are_named(tmp_path: Path) -> None:
 
 
 def test_first_moments_whose_codes_have_no_zero_are_named(tmp_path: Path) -> None:
-    for name, more in (("without", {"first_codes": 255}), ("of second moments too", {"codes": 255})):
+    for name, more, rule, cause in (
+        ("without", {"first_codes": 255}, "kept-narrow", "first moments without a zero"),
+        ("of second moments", {"codes": 255}, "second-moment-lost", "a state that is rounded"),
+        ("of neither", {}, "", ""),
+    ):
         model = nn.Sequential(HalfOf(), *layers(nn.Linear))  # type: ignore[arg-type]
         found = train(tmp_path / name, model, lambda m, more=more: Moments(m, torch.float32, 1.0, **more))
-        (moments,) = (f for f in found if f.rule == "second-moment-lost")
-        without = name == "without"
-        assert moments.evidence["cause"] == ("first moments without a zero" if without else "a state that is rounded")
-        assert ("first moments" in verdict(View(pl.Run(tmp_path / name)), found)) == without
+        moments = [f for f in found if f.rule in ("second-moment-lost", "kept-narrow")]
+        assert [(f.rule, f.evidence["cause"]) for f in moments] == [(rule, cause)] * bool(rule), name
+        assert ("without a zero" in verdict(View(pl.Run(tmp_path / name)), found)) == (rule == "kept-narrow")
 
 
 def test_second_moments_in_fp16_are_lost_by_their_format(tmp_path: Path) -> None:

@@ -51,10 +51,6 @@ _UNEVEN_CODES = (
     "root of a value below half a step is zero, and the update explodes."
 )
 _NO_ZERO = "first moments without a zero"
-_CODE_OF_ZERO = (
-    "Give the first moments' codes one that is exactly zero: round the zero point to a whole number of steps. Until "
-    "then values without a gradient move at each step, by a moment that is divided by epsilon."
-)
 _TOWARD_ZERO = "toward zero"  # an update that the watch has found from changes of the weights
 # Updates that lose nothing, or nothing on average; those toward zero have a finding of their own.
 _LOSSLESS = ("masters", "stochastic", "kahan", "lossless on average", _TOWARD_ZERO)
@@ -164,6 +160,7 @@ class SecondMomentLost(Rule):
         shares = np.empty((0, 0))
         if cells is not None:
             shares = self._shares(cells)
+            shares[[cells.names.index(name) for name in _without_a_zero(view, cells)]] = np.nan  # they are true zeros
             # Where epsilon is zero too, the division is by zero: one sample is proof. So it is where moments are NaN at
             # all later samples.
             known = ~np.isnan(shares)
@@ -188,12 +185,11 @@ class SecondMomentLost(Rule):
         smallest = np.array([get_element(name, "diagnose").smallest_subnormal for name in cells.formats])[cells.format]
         least = np.fmin.reduce((cells.columns["absmin"] / smallest)[rows], initial=np.inf)
         if not certain and least > self.near:
-            has_no_zero = self._first_have_no_zero(view, cells, spots[0].name)
-            evidence["cause"] = _NO_ZERO if has_no_zero else _ROUNDED_STATE
-        advice = {_ROUNDED_STATE: _UNEVEN_CODES, _NO_ZERO: _CODE_OF_ZERO}.get(str(evidence.get("cause")))
+            evidence["cause"] = _ROUNDED_STATE
         yield self.finding(
-            "alarm", spots, evidence, until_step=last_of(cells, spans), collection="optimizer", advice=advice
-        )
+            "alarm", spots, evidence, until_step=last_of(cells, spans), collection="optimizer",
+            advice=_UNEVEN_CODES if evidence.get("cause") == _ROUNDED_STATE else None,
+        )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share of lost moments, or that epsilon is zero."""
@@ -203,13 +199,6 @@ class SecondMomentLost(Rule):
                 what=f"up to {share} of Adam's second moments of {context.place} have been rounded to zero "
                 f"{context.since}",
                 remedy="keep them in FP32, or in codes that have an exponent",
-            )
-        if context.text("cause") == _NO_ZERO:
-            return Phrase(
-                what=f"up to {share} of Adam's first moments of {context.place} are not zero where no gradient came "
-                f"{context.since}",
-                effect="so values without a gradient are moved",
-                remedy="give the first moments' codes an exact zero",
             )
         what = f"{context.format} has lost up to {share} of Adam's second moments of"
         if "lost" not in context.finding.evidence:
@@ -235,19 +224,6 @@ class SecondMomentLost(Rule):
             "alarm", spots, evidence, until_step=max(view.last_step, first.step), collection="optimizer",
             meaning="Adam divides by zero where the square of a gradient is zero in FP16, which gives Inf or NaN.",
         )  # fmt: skip
-
-    # After the first step both moments are zero where the gradient is: one of the two that is not has been rounded.
-    def _first_have_no_zero(self, view: View, cells: Cells, name: str) -> bool:
-        """Return whether first moments are nowhere zero at the first step, though gradients are."""
-        parameter, _, state = name.rpartition(":")
-        gradients, first = view.cells("gradients"), f"{parameter}:{_SECOND.get(state, '')}"
-        if gradients is None or parameter not in gradients.names or first not in cells.names:
-            return False
-        if cells.steps[0] != 0 or gradients.steps[0] != 0:
-            return False
-        of_first, of_second = (float(cells.total_of("zeros")[cells.names.index(each), 0]) for each in (first, name))
-        zeros = float(gradients.total_of("zeros")[gradients.names.index(parameter), 0])
-        return of_first < zeros == of_second
 
     def _shares(self, cells: Cells) -> Floats:
         """Return the share of second moments that are zero though the first are not.
@@ -455,6 +431,12 @@ class KeptNarrow(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return what is rounded, and the remedy."""
         cause, fmt = context.text("cause"), context.text("format").upper()
+        if cause == _NO_ZERO:
+            return Phrase(
+                what=f"first moments of {context.place} are rounded to codes without a zero, seen {context.since}",
+                effect="so values without a gradient move",
+                remedy="give the codes an exact zero",
+            )
         if context.finding.collection == "optimizer":
             cause = f"first moments of {context.place} kept in 8 bits"
         elif context.finding.collection == "activations":
@@ -497,6 +479,19 @@ class KeptNarrow(Rule):
                 meaning=f"First moments (exp_avg) are kept in {kind.upper()}, and up to {percent(spots[0].value)} of "
                 "them are zero although the second ones are not: these weights hardly move.",
                 advice=f"Keep first moments in FP32 or BF16, or in {kind.upper()} times a scale for each block.",
+            )  # fmt: skip
+
+        spots = [] if cells is None else [
+            Spot(name=first, since_step=0, value=share) for first, share in _without_a_zero(view, cells).values()
+        ]  # fmt: skip
+        if spots:
+            yield self.finding(
+                "warning", sorted(spots, key=lambda spot: -spot.value), {"cause": _NO_ZERO},
+                until_step=view.last_step, collection="optimizer",
+                meaning="First moments (exp_avg) are rounded to codes of which none is zero: at the first step none of "
+                "them was zero, though gradients were. Values without a gradient move by a moment that is divided by "
+                "epsilon.",
+                advice="Give the codes one that is exactly zero: round the zero point to a whole number of steps.",
             )  # fmt: skip
 
     def first_moments_flushed(self, view: View) -> tuple[list[Spot], int]:
@@ -666,6 +661,25 @@ def _kept_in_state(view: View) -> set[str]:
     names = view.run.tensors.get("optimizer", ())
     split = (name.rpartition(":") for name in names)
     return {parameter for parameter, _, state in split if state.rpartition(".")[2] in _EXACT}
+
+
+# After the first step both moments are zero where the gradient is: one of the two that is not has been rounded.
+def _without_a_zero(view: View, cells: Cells) -> dict[str, tuple[str, float]]:
+    """Return second moments beside whose zeros the first ones have none at the first step: these, and their share."""
+    gradients = view.cells("gradients")
+    if gradients is None or cells.steps[0] != 0 or gradients.steps[0] != 0:
+        return {}
+    zeros, count = cells.total_of("zeros")[:, 0], cells.total_of("count")[:, 0]
+    zero_gradients = dict(zip(gradients.names, gradients.total_of("zeros")[:, 0].tolist(), strict=True))
+    found: dict[str, tuple[str, float]] = {}
+    for second, name in enumerate(cells.names):
+        parameter, _, state = name.rpartition(":")
+        first = f"{parameter}:{_SECOND.get(state, '')}"
+        if first in cells.names and parameter in zero_gradients:
+            none, known = zeros[cells.names.index(first)] == 0, 0 < zero_gradients[parameter] == zeros[second]
+            if none and known and zeros[second] < count[second]:
+                found[name] = first, float(zeros[second] / count[second])
+    return found
 
 
 def _format(event: Event) -> str:
