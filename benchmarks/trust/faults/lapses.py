@@ -449,3 +449,126 @@ def still_counting(run: Training, *, sound: bool = False) -> None:
                 x, y = old(step)
                 run.measures.append(float(F.cross_entropy(heads["old"](trunk(x)), y)))
             trunk.train(mode)
+
+
+class InFourBits(torch.autograd.Function):
+    """Values as they are; their gradients in E2M1 with a scale from the largest, to nearest or by chance."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, chance: bool) -> Tensor:
+        """The same values."""
+        ctx.chance = chance
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        """The rounded gradient."""
+        scale = 6 / gradient.abs().amax().clamp(min=1e-30)
+        size = (gradient * scale).abs()
+        step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # between neighbours of E2M1
+        draw = torch.rand_like(size) if ctx.chance else 0.5
+        return ((size / step + draw).floor() * step).copysign(gradient) / scale, None
+
+
+class FourBitLinear(nn.Linear):
+    """A linear layer whose output's gradient is in E2M1."""
+
+    def __init__(self, into: int, out: int, *, chance: bool) -> None:
+        super().__init__(into, out)
+        self.chance = chance
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's outputs."""
+        return InFourBits.apply(super().forward(x), self.chance)
+
+
+@fault(
+    "fp4-gradients-rounded-to-nearest",
+    named=r"stochastic|to nearest|\bfp4|e2m1|4[- ]bit|few (codes|values|distinct)"
+    r"|gradients?\b[^>]*(\bzeros?\b|underflow|flush|rounded|\blost\b)"
+    r"|(underflow|flush|rounded (to zero|away))[^>]*gradients?",
+    misleading=f"{SIDE}|learning rate|swallow|in no optimizer",
+    held_back=True,
+)
+def to_nearest(run: Training, *, sound: bool = False) -> None:
+    """Gradients are rounded to E2M1 to nearest, not by chance: no rare token's score is ever pushed down."""
+    model = nn.Sequential(nn.Embedding(64, 64), FourBitLinear(64, 128, chance=sound), nn.ReLU())
+    model.add_module("head", FourBitLinear(128, 64, chance=sound))
+    x, others = torch.randint(64, (8192,)), torch.randint(64, (8192,))
+    y = torch.where(torch.rand(8192) < 0.6, (x + 1) % 64, others)
+    batch = batches(x, y, size=128)
+
+    def loss(step: int) -> Tensor:
+        x, y = batch(step)
+        return F.cross_entropy(model(x), y)
+
+    run.train(model, torch.optim.Adam(model.parameters(), lr=3e-3), loss, 400)
+
+
+@fault(
+    "noise-added-in-place",
+    named=r"in[- ]place|augment|distribution"
+    r"|\b(data|data ?set|inputs?|rows|features|examples)\b[^>]*"
+    r"(gr[eo]w|larger|drift|ris(e|ing)\b|shift|noise|widen|spread)"
+    r"|(gr[eo]w|larger|drift|ris(e|ing)\b|widen|spread)[^>]*\b(data|data ?set|inputs?|batches|features|examples)\b",
+    misleading=f"{SIDE}|lower the (learning )?rate|rate (is |was )?too high|swallow|rounding|in no optimizer",
+    held_back=True,
+)
+def piled_noise(run: Training, *, sound: bool = False) -> None:
+    """Noise is added in place to slices of the data: each epoch it comes on top of the last one's, for good."""
+    model, (x, y) = mlp(16, 64, 64, 10), clusters(count=1024)
+    rows, classes, others, theirs = x[:512].clone(), y[:512], x[512:].clone(), y[512:]
+
+    def loss(step: int) -> Tensor:
+        if step % 10 == 0:
+            with torch.no_grad():
+                run.measures.append(float(F.cross_entropy(model(others), theirs)))
+        part = slice(32 * (step % 16), 32 * (step % 16) + 32)
+        seen = rows[part].clone() if sound else rows[part]
+        seen += 0.4 * torch.randn_like(seen)
+        return F.cross_entropy(model(seen), classes[part])
+
+    run.train(model, torch.optim.Adam(model.parameters(), lr=3e-3), loss, 640)
+
+
+class Summary(nn.Module):
+    """Tokens in, scores of the whole sequence out, which are read from a place before the tokens."""
+
+    def __init__(self, *, rows_first: bool) -> None:
+        super().__init__()
+        self.first, self.tokens, self.positions = nn.Embedding(1, 32), nn.Embedding(32, 32), nn.Embedding(16, 32)
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=rows_first) for _ in range(2))
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of each row."""
+        first = self.first(torch.zeros(len(x), 1, dtype=torch.long))
+        h = torch.cat([first, self.tokens(x)], dim=1)
+        return self.head(self.blocks(h + self.positions(torch.arange(h.shape[1])))[:, 0])
+
+
+@fault(
+    "attention-across-the-batch",
+    named=r"batch_first|\b(across|between|over) (the )?(batch|rows|examples)\b|do(es)? not depend"
+    r"|\b(rows|examples|outputs)\b[^>]*(alike|identical|the same for)"
+    r"|"
+    + either(
+        "tokens|embedding", r"\b(no|zero|without|never gets?) (a |any )?gradients?|not used|unused|detach|cut off"
+    ),
+    misleading=r"\bReLU|raise the loss scale|scale-low|learning rate|swallow|rounding|in no optimizer",
+    held_back=True,
+)
+def across_rows(run: Training, *, sound: bool = False) -> None:
+    """Encoder layers take the batch for the sequence, as is torch's default: no row's tokens reach its answer."""
+    y = torch.randint(10, (2048,))
+    x = torch.randint(10, 32, (2048, 9))
+    x[torch.arange(2048), torch.randint(9, (2048,))] = y
+    model, batch = Summary(rows_first=sound), batches(x, y)
+
+    def loss(step: int) -> Tensor:
+        x, y = batch(step)
+        return F.cross_entropy(model(x), y)
+
+    run.train(model, torch.optim.Adam(model.parameters(), lr=2e-3), loss, 300)
