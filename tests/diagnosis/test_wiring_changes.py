@@ -316,6 +316,28 @@ def test_a_loss_that_stays_at_chance_is_named_and_one_that_leaves_it_is_a_note(t
     assert left.severity == "info" and 200 <= left.until_step < 240
 
 
+@each(
+    ("loss", "severity"),
+    [
+        (lambda s: 1.2 if s < 100 else 1.2 + (s - 100) * 0.1, "warning"),  # a slow rise
+        (lambda s: 1.2 if s < 100 or s > 200 else 9.0, "info"),  # and back
+        (lambda s: 1.2 if s < 100 or s > 125 else 9.0, ""),  # one window
+        (lambda s: 1.2 if s < 100 else 2.0, ""),  # above guessing, and not far
+        (lambda s: max(1.2, 20.0 - 0.1 * s), ""),  # it has never been below
+    ],
+)
+def test_a_loss_that_rises_far_above_guessing_is_named(
+    loss: Callable[[int], float], severity: str, tmp_path: Path
+) -> None:
+    path = Path(tempfile.mkdtemp(dir=tmp_path))
+    story = told(samples=60, events=(wired("classes", 0, classes=4),), loss=loss)
+    found = diagnose(story.write(path), rules=["loss-at-chance"])
+    assert [f.severity for f in found] == ([severity] if severity else [])
+    for finding in found:
+        assert 100 <= finding.since_step <= 150 and (severity != "info" or finding.until_step == 199)
+        assert ("has risen to" in phrase_of(finding, View(Run(path)), found).what) and finding.evidence["loss"] > 2.7
+
+
 # -- schedules, and batch norms that keep the last batch
 
 

@@ -488,7 +488,6 @@ class FourBitLinear(nn.Linear):
     r"|gradients?\b[^>]*(\bzeros?\b|underflow|flush|rounded|\blost\b)"
     r"|(underflow|flush|rounded (to zero|away))[^>]*gradients?",
     misleading=f"{SIDE}|learning rate|swallow|in no optimizer",
-    held_back=True,
 )
 def to_nearest(run: Training, *, sound: bool = False) -> None:
     """Gradients are rounded to E2M1 to nearest, not by chance: no rare token's score is ever pushed down."""

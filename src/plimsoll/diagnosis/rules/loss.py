@@ -24,6 +24,7 @@ from plimsoll.text import number, percent
 
 _ROWS, _PAIRS = "softmax over rows", "pairs"  # facts of the watch, and causes in the evidence
 _FAR_OFF = "begins far off"  # likewise
+_ABOVE = "above guessing"
 _EARLY = 50  # steps within which a blow-up belongs to the beginning
 _AT_ONCE = 3  # losses on end that no single bad batch explains
 _BLOWN_UP = 100.0  # times the unit of the loss: after five such losses on end nobody need wait for more
@@ -507,7 +508,7 @@ class LossAtChance(Rule):
     """A cross entropy that begins far above that of guessing, or stays where guessing is."""
 
     id = "loss-at-chance"
-    says = "a classifier's loss stays where guessing is, or begins many times above it"
+    says = "a classifier's loss stays where guessing is, rises far above it, or begins there"
     meaning = "The loss is that of guessing among the classes: what the model has learned does not help."
     advice = (
         "Check that inputs and labels still belong together (sorted or shuffled apart, off by one), and that the "
@@ -517,31 +518,22 @@ class LossAtChance(Rule):
     items = {"guessing": EvidenceItem("Loss of guessing"), "loss": EvidenceItem("Loss")}
 
     near: float = threshold(0.02, "of the loss of guessing, above or below it: what is learned first is more")
+    worse: float = threshold(2, "times the loss of guessing, after a loss below it: no sound training forgets so much")
     window: float = threshold(25, "losses whose mean is held against it")
     least: float = threshold(200, "losses from the first one on: hard tasks begin slowly")
 
     # The loss of guessing is the logarithm of the number of classes. The watch knows it where the loss is a mean cross
-    # entropy and nothing else. A loss that has left it since is a note.
+    # entropy and nothing else. A loss that has left its place since is a note.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of a loss that stays at chance, and one of a loss that begins far above it."""
+        """Yield one finding of each: a loss that stays at chance, rises above it, and begins far above it."""
         event = first_fact(view, "classes")
         steps, loss = view.scalar("loss")
         size = int(self.window)
-        if event is not None and len(loss) >= self.least:
+        if event is not None and len(loss) >= size:
             guessing = math.log(int(cast("int", event.details["classes"])))
             means = loss[: len(loss) // size * size].reshape(-1, size).mean(axis=1)
-            away = ~(np.abs(means - guessing) <= self.near * guessing)
-            stays = int(away.argmax()) if away.any() else len(means)
-            if stays * size >= self.least:
-                evidence = {"guessing": guessing, "loss": float(means[stays - 1])}
-                yield self.finding(
-                    "info" if away.any() else "warning", (), evidence, since_step=int(steps[0]),
-                    until_step=int(steps[stays * size - 1]),
-                    meaning="The loss was that of guessing among the classes; it has left it since."
-                    if away.any()
-                    else None,
-                    advice="No action is needed." if away.any() else None,
-                )  # fmt: skip
+            yield from self._stays(steps, means, guessing)
+            yield from self._above(steps, means, guessing)
         far = first_fact(view, _FAR_OFF)
         if far is not None:
             loss_then = float(cast("float", far.details["loss"]))
@@ -554,6 +546,41 @@ class LossAtChance(Rule):
                 "normalise what comes into it.",
             )  # fmt: skip
 
+    def _stays(self, steps: Ints, means: Floats, guessing: float) -> Iterator[Finding]:
+        size = int(self.window)
+        away = ~(np.abs(means - guessing) <= self.near * guessing)
+        stays = int(away.argmax()) if away.any() else len(means)
+        if stays * size >= self.least:
+            yield self.finding(
+                "info" if away.any() else "warning", (), {"guessing": guessing, "loss": float(means[stays - 1])},
+                since_step=int(steps[0]), until_step=int(steps[stays * size - 1]),
+                meaning="The loss was that of guessing among the classes; it has left it since."
+                if away.any()
+                else None,
+                advice="No action is needed." if away.any() else None,
+            )  # fmt: skip
+
+    def _above(self, steps: Ints, means: Floats, guessing: float) -> Iterator[Finding]:
+        size, learned = int(self.window), np.logical_or.accumulate(means <= guessing)
+        above = learned & (means > self.worse * guessing)
+        lasting = np.flatnonzero(above[1:] & above[:-1])
+        if not len(lasting):
+            return
+        last = int(lasting[-1]) + 1
+        goes_on = last == len(means) - 1
+        yield self.finding(
+            "warning" if goes_on else "info", (),
+            {"guessing": guessing, "loss": float(means[last]), "cause": _ABOVE},
+            since_step=int(steps[lasting[0] * size]), until_step=int(steps[(last + 1) * size - 1]),
+            meaning="The model answers worse than one that guesses, and was better before."
+            if goes_on
+            else "The model answered worse than one that guesses for a while.",
+            advice="Look at what changes the gradients or the scores on their way: a rounding that is one-sided, a "
+            "rate that is too high, labels that have changed."
+            if goes_on
+            else "No action is needed.",
+        )  # fmt: skip
+
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the loss, and that of guessing."""
         loss, guessing = (number(context.number(name)) for name in ("loss", "guessing"))
@@ -562,11 +589,16 @@ class LossAtChance(Rule):
                 what=f"the loss began at {loss}, where guessing costs {guessing}: the initial scores are too large",
                 remedy="initialise the head or its tied table smaller",
             )
-        if context.finding.severity == "info":
-            until = context.finding.until_step
+        until = f"until step {context.finding.until_step:,}"
+        if context.text("cause") == _ABOVE:
+            is_over = context.finding.severity == "info"
             return Phrase(
-                what=f"the loss was {loss}, which guessing costs, until step {until:,}, and has left it since"
+                what=f"the loss has risen to {loss}, where guessing costs {guessing}, {context.since}"
+                + (f", {until}" if is_over else ""),
+                remedy="" if is_over else "look for one-sided rounding, a rate too high or changed labels",
             )
+        if context.finding.severity == "info":
+            return Phrase(what=f"the loss was {loss}, which guessing costs, {until}, and has left it since")
         return Phrase(
             what=f"the loss has stayed at {loss}, which guessing costs, {context.since}",
             effect="so nothing that helps is learned",

@@ -35,11 +35,11 @@ _HIDDEN = (
 )
 _REGISTER = "Keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList."
 _NO_LOGARITHMS = "no logarithms"  # likewise
-_LOGARITHMS = {
-    "meaning": "The loss takes logarithms of probabilities, which are never above zero; it gets scores or "
-    "probabilities, so it rewards large ones.",
-    "advice": "Give kl_div and nll_loss the results of log_softmax, or give scores to cross_entropy.",
-}
+_LOGARITHMS = (
+    "The loss takes logarithms of probabilities, which are never above zero; it gets scores or probabilities, so it "
+    "rewards large ones."
+)
+_TAKE_LOGARITHMS = "Give kl_div and nll_loss the results of log_softmax, or give scores to cross_entropy."
 _ERASED = "all zero when the optimizer steps, and not after the backward"
 _TOO_EARLY = "unscaled before all of a step are added up"
 _TWICE = "divided by the loss scale twice"
@@ -743,13 +743,18 @@ class ProbabilitiesAsLogits(Rule):
 
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding of each kind, of the whole run."""
-        for fact, more in (("squashed twice", {}), (_NO_LOGARITHMS, _LOGARITHMS)):
+        for fact, meaning, advice in (
+            ("squashed twice", self.meaning, self.advice),
+            (_NO_LOGARITHMS, _LOGARITHMS, _TAKE_LOGARITHMS),
+        ):
             found = facts(view, fact)
             if found and len(found) >= self.losses:
                 event = found[0]
-                evidence = {"function": str(event.details.get("function", ""))} | ({"cause": fact} if more else {})
-                until = max(view.last_step, event.step)
-                yield self.finding("warning", (), evidence, since_step=event.step, until_step=until, **more)
+                evidence = {"function": str(event.details.get("function", "")), "cause": fact}
+                yield self.finding(
+                    "warning", (), evidence, since_step=event.step, until_step=max(view.last_step, event.step),
+                    meaning=meaning, advice=advice,
+                )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return which function is applied twice."""

@@ -163,7 +163,8 @@ def classes_of(root: Tensor, scale: Tensor | None) -> tuple[int, float]:
 
     A loss scale does not count as a factor.
     """
-    node, divisor = cast("Any", root.grad_fn), 1.0
+    node: Any = root.grad_fn
+    divisor = 1.0
     while node is not None:
         if scale is not None and _has_factor(node, scale):
             node = next((made for made, _ in node.next_functions if made is not None), None)
@@ -171,7 +172,7 @@ def classes_of(root: Tensor, scale: Tensor | None) -> tuple[int, float]:
             node, divisor = node.next_functions[0][0], divisor * by
         else:
             break
-    if type(node).__name__ not in ("NllLossBackward0", "NllLoss2DBackward0"):
+    if node is None or type(node).__name__ not in ("NllLossBackward0", "NllLoss2DBackward0"):
         return 0, 1.0
     before, scores = _through_views(node.next_functions[0][0])
     with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them

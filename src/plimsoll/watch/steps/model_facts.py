@@ -15,7 +15,7 @@ Nothing here waits for a device: numbers are read on the background thread, as s
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -398,19 +398,25 @@ def all_parameters(model: nn.Module | None) -> list[tuple[str, Tensor]]:
     """Return a model's parameters, and those of modules in plain lists and dicts of it, which torch does not see."""
     if model is None:
         return []
-    named: list[tuple[str, Tensor]] = [(clean(name), p) for name, p in model.named_parameters()]
-    for name, module in model.named_modules():
+    found: dict[int, tuple[str, Tensor]] = {id(p): (clean(name), p) for name, p in model.named_parameters()}
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         for attribute, value in vars(module).items():
             if attribute.startswith("_") or not isinstance(value, list | tuple | dict):
                 continue
-            kept = cast("Mapping[object, object]", value if isinstance(value, dict) else dict(enumerate(value)))
-            for key, item in itertools.islice(kept.items(), _MOST_KEPT):
-                at = f"{clean(name)}.{attribute}[{key}]".removeprefix(".")
-                if isinstance(item, nn.Module):
-                    named += [(f"{at}.{inner}", p) for inner, p in item.named_parameters()]
-                elif isinstance(item, nn.Parameter):
-                    named.append((at, item))
-    return list({id(p): (name, p) for name, p in reversed(named)}.values())[::-1]
+            at = f"{clean(name)}.{attribute}".removeprefix(".")
+            for inner, p in _parameters_in(cast("Any", value)):
+                found.setdefault(id(p), (f"{at}{inner}", p))
+    return list(found.values())
+
+
+def _parameters_in(kept: Mapping[object, object] | Sequence[object]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters in a list or dict, each with its place."""
+    items = kept.items() if isinstance(kept, Mapping) else enumerate(kept)
+    for key, item in itertools.islice(items, _MOST_KEPT):
+        if isinstance(item, nn.Module):
+            yield from ((f"[{key}].{name}", p) for name, p in item.named_parameters())
+        elif isinstance(item, nn.Parameter):
+            yield f"[{key}]", item
 
 
 def norms_of_one_value(model: nn.Module | None) -> list[str]:
@@ -425,5 +431,6 @@ def norms_of_one_value(model: nn.Module | None) -> list[str]:
 def norms_of_last_batch(model: nn.Module | None) -> list[str]:
     """Return the batch norms in training whose running statistics are nearly those of the last batch alone."""
     named = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
-    norms = [(name, cast("Any", m)) for name, m in named if isinstance(m, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001  (the base of all)
+    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+    norms = [(name, cast("Any", m)) for name, m in named if isinstance(m, kinds)]
     return [clean(name) for name, m in norms if m.training and m.track_running_stats and (m.momentum or 0) >= _LAST]

@@ -553,7 +553,8 @@ class Wiring(torch_hooks.TrainingEvents):
         for place, group in enumerate(optimizer.param_groups):
             if isinstance(rate := group.get("lr"), float) and known.highest[place] < rate < math.inf:
                 known.highest[place] = rate
-        first = next(iter(optimizer.param_groups), {}).get("lr")
+        groups_now: list[dict[str, Any]] = optimizer.param_groups
+        first = groups_now[0].get("lr") if groups_now else None
         if isinstance(first, float) and math.isfinite(first) and known.rate.rises_again(first, self.core.step):
             at = known.rate.lowest_at
             self._say(
