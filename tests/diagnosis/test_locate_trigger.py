@@ -99,6 +99,32 @@ def test_a_skipped_step_is_located_with_its_scale(tmp_path: Path):
     assert (found[0].details["phase"], found[0].details["scale"]) == ("backward", 2.0**14)
 
 
+def test_gradients_are_located_again_after_a_search_for_the_scale(tmp_path: Path):
+    """The first skipped steps are the scaler's; a root of zero, whose loss is finite, comes later."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+
+    def loss_of(x: Tensor, rooted: bool) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            y = model(x).float()
+        return (y * 0).sqrt().sum() if rooted else y.sum()
+
+    with pl.watch(model, optimizer, run=tmp_path / "run") as watch:
+        step_loss = locate_on_trigger(watch, loss_of)
+        for index in range(30):
+            optimizer.zero_grad()
+            scaler.scale(step_loss(torch.full((2, 4), 4.0), index >= 8 and index % 2 == 0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    found = [
+        (event.step, event.details["operation"]) for event in Run(tmp_path / "run").events() if event.kind == "fault"
+    ]
+    assert [step for step, _ in found] == [0, 8, 10, 12] and found[0][1] != found[1][1]
+    assert "Sqrt" in found[1][1] or "div" in found[1][1]
+
+
 def test_with_a_loop(tmp_path: Path):
     torch.manual_seed(0)
     model = nn.Linear(4, 2)

@@ -25,6 +25,7 @@ from plimsoll.watch.shadow.replay import RandomState, autocast_of
 P = ParamSpec("P")
 R = TypeVar("R")
 _MOST_CALLS = 64  # micro-batches of one step that are kept
+_MOST_SKIPS = 4  # times that gradients are located where a scaler skips
 
 
 def locate_on_trigger(
@@ -43,8 +44,9 @@ def locate_on_trigger(
     its details; training goes on as it would have, bit for bit.
 
     It does so once a run for a non-finite loss and once for non-finite gradients (the recorder's reasons "loss" and
-    "nonfinite"), and never raises. It waits for the device once a step, and keeps the arguments of a step's calls till
-    the step is over.
+    "nonfinite"), and never raises. Steps that a scaler has skipped are over once a step is finite: gradients that break
+    after that are located again, up to four times in all. It waits for the device once a step, and keeps the arguments
+    of a step's calls till the step is over.
 
     - `around`: the context that calls are in, if they are in one other than `torch.autocast`: ``around=loop.forward``.
     - `flush_share`: as for `locate`.
@@ -84,6 +86,7 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
         self._compute, self._around, self._flush_share = compute, around, flush_share
         self._calls: deque[_Call] = deque(maxlen=_MOST_CALLS)
         self._looked: set[str] = set()
+        self._again_at_most = _MOST_SKIPS
         self._scaler: Any = None
         self._began = self._busy = False
         torch_hooks.subscribe(self)
@@ -147,8 +150,11 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
         if not self._calls or not self.core.open or {"loss", "nonfinite"} <= self._looked:
             return
         reason = self._reason(optimizer)
+        if reason is None and self._scaler is not None and self._again_at_most:
+            self._looked.discard("nonfinite")
         if reason is None or reason in self._looked:
             return
+        self._again_at_most -= reason == "nonfinite"
         self._looked.add(reason)
         self._busy = True
         try:

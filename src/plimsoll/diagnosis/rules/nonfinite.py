@@ -1,7 +1,7 @@
 """Rule of NaN and Inf: whether they matter, and where they were first."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -10,6 +10,7 @@ import numpy as np
 from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Mask, Phrase, Rule, stretches, threshold
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.tables.episodes import Span, first_of_deciding, reaching
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
 from plimsoll.tensor_collections import FORWARD, IN_STEP_ORDER, WITH_LOSS_SCALE
@@ -56,6 +57,9 @@ _BETWEEN_SAMPLES = (
 )
 
 
+_Place = tuple[int, str, list[str]]  # a step, a collection or another word for where, and names
+
+
 @dataclass(frozen=True, kw_only=True)
 class Nonfinite(Rule):
     """NaN or Inf in loss, weights, activations or gradients, and the first place."""
@@ -74,34 +78,32 @@ class Nonfinite(Rule):
         "first_seen_in": EvidenceItem("First seen in", "place"),
         "first_seen_at": EvidenceItem("First seen at step"),
         "weights_since": EvidenceItem("Seen in the weights at step"),
+        "steps_before": EvidenceItem("Earlier steps, after which the run recovered"),
     }
 
     skips: float = threshold(25, "steps in a row: from 2^24 a scale halves 24 times down to 1")
     fixed: float = threshold(10, "steps in a row; a scale that is halved at each falls by 2^10 in them")
+    recovered: float = threshold(10, "finite steps in a row: what comes after them is judged by itself")
 
     # Gradients that overflow under a loss scale are the scaler's way to find the scale: those steps are skipped, and
     # are no alarm unless they go on and on, or the scale stays where it is. Activations that hold -Inf and no NaN are
     # masked attention scores, and no alarm. What a scaler skips as an overflow is none if it comes again at scales that
     # leave all values around it far below the top.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding, of the whole run; it names the first place."""
-        losses = np.unique(np.concatenate([_bad(loss, lambda v: ~np.isfinite(v)) for loss in view.losses.values()]))
-        gradients = _bad(view.scalar("nonfinite"), lambda values: values > 0)
-        places = sorted([*_traced(view), *_places(view)], key=lambda place: place[0])
-        if not (len(losses) or len(gradients) or places):
+        """Yield one finding; it names the first place of the episode that matters."""
+        whole = _Broken.of(view)
+        if not len(whole.steps):
             return
+        too_high = self._too_high(view)
+        room = _room_above(view, np.setdiff1d(whole.gradients, whole.losses))
+        broken = whole.since(self._begin(view, whole, too_high is not None, room is not None))
+        losses, gradients, places = broken.losses, broken.gradients, broken.places
         of_gradients = not len(losses) and all(where in _OF_GRADIENTS for _, where, _ in places)
-        too_high = self._too_high(view) if of_gradients else None
-        room = _room_above(view, gradients) if too_high is None and not len(losses) else None
+        too_high = too_high if of_gradients else None
+        room = room if too_high is None and not len(losses) else None
         excused = view.scaled and of_gradients and too_high is room is None and not self._on_and_on(view)
         steps = np.unique(np.concatenate([losses, gradients, np.array([s for s, *_ in places], dtype=np.int64)]))
-        evidence: dict[str, float | int | str] = {
-            "steps": len(steps),
-            "steps_with_loss": len(losses),
-            "steps_with_gradients": len(gradients),
-        }
-        if len(losses) and len(gradients):
-            evidence["broke_first"] = "loss" if losses[0] <= gradients[0] else "gradients"
+        evidence = broken.counts(len(steps), int(np.count_nonzero(whole.steps < broken.begin)))
         spots: list[Spot] = []
         collection = advice = None
         if places:
@@ -133,6 +135,45 @@ class Nonfinite(Rule):
         else:
             skipped = len(view.skips.intersection(steps.tolist()))
             yield self._of_scaler(len(steps), skipped, spots, evidence, since, until, collection)
+
+    def _begin(self, view: View, broken: "_Broken", too_high: bool, undefined: bool) -> int:
+        """Return the first step of the episode that the finding is about.
+
+        Overflows that a scaler meets in gradients alone are no episode, unless they go on and on.
+        """
+        scaled, last, (steps, counts) = view.scaled, view.last_step, _counts(view)
+        on_and_on = stretches(counts > 0, self.skips) + (stretches(counts > 0, self.fixed)[-1:] if too_high else [])
+        spans: list[Span] = [(steps[[a]], steps[[b]]) for a, b in on_and_on]
+        # What is undefined gave NaN at higher scales, too. The first steps on end are the search for the scale.
+        later = steps[(counts > 0) & (np.cumsum(counts == 0) > 0)] if undefined else steps[:0]
+        spans.append((later, later))
+        spans += [reaching(loss[0], ~np.isfinite(loss[1]), last) for loss in view.losses.values()]
+        if not scaled:
+            spans.append(reaching(steps, counts > 0, last))
+        traced = np.array([s for s, where, _ in broken.traced if not (scaled and where in _OF_GRADIENTS)], dtype=int)
+        spans.append((traced, traced))
+        known = np.union1d(broken.losses, broken.gradients)
+        for samples in broken.samples:
+            at, bad = samples.cells.steps, samples.at_any_layer
+            if scaled and samples.collection in _OF_GRADIENTS:
+                continue
+            # Where loss and gradients are finite, only the next sample can show that this is over.
+            is_weights = samples.collection == "weights"
+            begins, ends = reaching(at, bad, last)
+            spans.append((begins, np.where(is_weights | ~np.isin(begins, known), ends, begins)))
+            # The step that broke the weights may show in them a sample later. A scaler has not skipped it.
+            for place in np.flatnonzero(bad[1:] & ~bad[:-1]).tolist() if is_weights else ():
+                between = known[(known >= at[place]) & (known < at[place + 1])].tolist()
+                applied = np.array([s for s in between if s not in view.skips][:1], dtype=int)
+                spans.append((applied, np.full(len(applied), at[place + 1])))
+        begin = first_of_deciding(spans, last, self.recovered)
+        if begin is None:
+            return int(broken.steps[0])
+        # The run has not recovered from what it met at the step before.
+        place = int(np.searchsorted(broken.steps, begin))
+        while place and broken.steps[place - 1] == broken.steps[place] - 1:
+            place -= 1
+        return int(broken.steps[place])
 
     def _of_scale(
         self, scale: float, spots: list[Spot], evidence: dict[str, float | int | str], since: int, until: int,
@@ -255,20 +296,80 @@ def _bad(scalar: tuple[Ints, Floats], test: Callable[[Floats], Mask]) -> Ints:
     return steps[test(values)]
 
 
-def _places(view: View) -> list[tuple[int, str, list[str]]]:
-    """Return step, collection, layers of non-finite values, the earliest first."""
-    places: list[tuple[int, int, str, list[str]]] = []
-    for rank, collection in enumerate(_ORDER):
-        cells = view.cells(collection)
-        if cells is None:
-            continue
-        bad = _nonfinite(cells)
-        at = np.flatnonzero(bad.any(axis=0))
-        if len(at):
-            layers = np.flatnonzero(bad[:, at[0]]).tolist()
-            ordered = layers[::-1] if collection == "gradients" else layers
-            places.append((int(cells.steps[at[0]]), rank, collection, [cells.names[i] for i in ordered]))
-    return [(step, collection, names) for step, _, collection, names in sorted(places)]
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """A collection with non-finite values, and where and when it has them."""
+
+    collection: str
+    cells: Cells
+    bad: Mask
+
+    @property
+    def at_any_layer(self) -> Mask:
+        return np.asarray(self.bad.any(axis=0))
+
+    def first_since(self, begin: int) -> Iterator[_Place]:
+        """Yield the step, collection and layers of the first from a step on, if there is one."""
+        for place in np.flatnonzero(self.at_any_layer & (self.cells.steps >= begin)).tolist()[:1]:
+            layers = np.flatnonzero(self.bad[:, place]).tolist()
+            ordered = layers[::-1] if self.collection == "gradients" else layers
+            yield int(self.cells.steps[place]), self.collection, [self.cells.names[i] for i in ordered]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Broken:
+    """All that is not finite in a record."""
+
+    losses: Ints
+    gradients: Ints
+    traced: Sequence[_Place]
+    samples: Sequence[_Samples]
+    begin: int = 0
+
+    @classmethod
+    def of(cls, view: View) -> "_Broken":
+        losses = np.unique(np.concatenate([_bad(loss, lambda v: ~np.isfinite(v)) for loss in view.losses.values()]))
+        gradients = _bad(view.scalar("nonfinite"), lambda values: values > 0)
+        every = ((name, cells) for name in _ORDER if (cells := view.cells(name)) is not None)
+        samples = [_Samples(name, cells, _nonfinite(cells)) for name, cells in every]
+        samples = [each for each in samples if each.bad.any()]
+        return cls(losses=losses, gradients=gradients, traced=_traced(view), samples=samples)
+
+    @property
+    def steps(self) -> Ints:
+        sampled = [each.cells.steps[each.at_any_layer] for each in self.samples]
+        traced = np.array([step for step, *_ in self.traced], dtype=np.int64)
+        return np.unique(np.concatenate([self.losses, self.gradients, traced, *sampled]))
+
+    @property
+    def places(self) -> list[_Place]:
+        """The traced places and each collection's first one, the earliest first."""
+        sampled = sorted((place for each in self.samples for place in each.first_since(self.begin)), key=_step_of)
+        return sorted([*self.traced, *sampled], key=_step_of)
+
+    def since(self, begin: int) -> "_Broken":
+        return _Broken(
+            losses=self.losses[self.losses >= begin],
+            gradients=self.gradients[self.gradients >= begin],
+            traced=[place for place in self.traced if place[0] >= begin],
+            samples=self.samples,
+            begin=begin,
+        )
+
+    def counts(self, steps: int, before: int) -> dict[str, float | int | str]:
+        """Return the evidence on how many steps are broken."""
+        evidence: dict[str, float | int | str] = {
+            "steps": steps,
+            "steps_with_loss": len(self.losses),
+            "steps_with_gradients": len(self.gradients),
+        }
+        if len(self.losses) and len(self.gradients):
+            evidence["broke_first"] = "loss" if self.losses[0] <= self.gradients[0] else "gradients"
+        return evidence | ({"steps_before": before} if before else {})
+
+
+def _step_of(place: _Place) -> int:
+    return place[0]
 
 
 def _room_above(view: View, broken: Ints) -> float | None:
@@ -332,9 +433,9 @@ def _of_loss(names: list[str]) -> str:
     return f"the loss or what follows {names[0]}" if names else "the loss, of outputs that were finite"
 
 
-def _traced(view: View) -> list[tuple[int, str, list[str]]]:
+def _traced(view: View) -> list[_Place]:
     """Return the places that the watch has traced (`watch.steps.nonfinite_origin`)."""
-    traced: list[tuple[int, str, list[str]]] = []
+    traced: list[_Place] = []
     for event in view.events:
         names = event.details.get("names")
         if event.kind == "origin" and isinstance(names, list):
