@@ -25,6 +25,7 @@ _SAME_VALUES = re.compile(
     "(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Squeeze|Unsqueeze|Select|Slice|ToCopy|Clone)"
     r"Backward\d"
 )  # operations between the two that choose, order or cast values
+_NLL = ("NllLossBackward0", "NllLoss2DBackward0")
 _REGRESSIONS = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
 _BOUNDED = {
     "ReluBackward0": ("ReLU", 0.0, math.inf),
@@ -144,11 +145,11 @@ def length_of_sum(root: Tensor) -> tuple[int, torch.dtype]:
 def softmax_over_rows(root: Tensor) -> int:
     """Return over how many rows of a batch a log softmax before an NLL loss goes, 0 if it is over the classes."""
     for node in itertools.islice(_nodes([root]), _NEAREST):
-        if type(node).__name__ not in ("NllLossBackward0", "NllLoss2DBackward0"):
+        if type(node).__name__ not in _NLL:
             continue
         before, scores = _through_views(cast("Any", node).next_functions[0][0])
         if type(before).__name__ == "LogSoftmaxBackward0":
-            shape = tuple(before._input_metadata[0].shape)  # noqa: SLF001  (likewise)
+            shape = _shape_of(before)
             dim = _signed(before._saved_dim) % max(len(shape), 1)  # noqa: SLF001  (likewise)
             # Rows of several places that a view has made one dimension end with the classes, as before.
             same, flat = scores == shape, len(scores) == 2 < len(shape) and scores[-1] == shape[-1]
@@ -172,7 +173,7 @@ def classes_of(root: Tensor, scale: Tensor | None) -> tuple[int, float]:
             node, divisor = node.next_functions[0][0], divisor * by
         else:
             break
-    if node is None or type(node).__name__ not in ("NllLossBackward0", "NllLoss2DBackward0"):
+    if node is None or type(node).__name__ not in _NLL:
         return 0, 1.0
     before, scores = _through_views(node.next_functions[0][0])
     with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
@@ -183,9 +184,12 @@ def classes_of(root: Tensor, scale: Tensor | None) -> tuple[int, float]:
 
 
 def given_for_logarithms(root: Tensor) -> Iterator[Tensor]:
-    """Yield what NLL losses were given."""
+    """Yield what NLL losses were given, unless a log softmax has made it."""
     for node in itertools.islice(_nodes([root]), _NEAREST):
-        if type(node).__name__ in ("NllLossBackward0", "NllLoss2DBackward0"):
+        if type(node).__name__ in _NLL:
+            before, _ = _through_views(cast("Any", node).next_functions[0][0])
+            if type(before).__name__ == "LogSoftmaxBackward0":
+                continue
             with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
                 yield cast("Any", node)._saved_self  # noqa: SLF001  (likewise)
 
@@ -231,8 +235,8 @@ def spread_outputs(root: Tensor) -> int:
             if len(makers) != 1:  # a layer, or two operands that both are trained: pairs that are wanted
                 break
             maker, output = makers[0]
-            if _PAIRS.fullmatch(type(node).__name__) and maker._input_metadata:  # noqa: SLF001  (likewise)
-                shape, before = tuple(node._input_metadata[0].shape), tuple(maker._input_metadata[output].shape)  # noqa: SLF001
+            if _PAIRS.fullmatch(type(node).__name__):
+                shape, before = _shape_of(node), _shape_of(maker, output)
                 if len(shape) == 2 and shape[0] == shape[1] > 1 and before in ((shape[0], 1), (shape[0],)):
                     return shape[0]
             node = maker
@@ -241,10 +245,16 @@ def spread_outputs(root: Tensor) -> int:
 
 def _through_views(node: Any) -> tuple[Any, tuple[int, ...]]:
     """Return what has made a value, before views and casts that keep the order, and the value's shape."""
-    shape = () if node is None else tuple(node._input_metadata[0].shape)  # noqa: SLF001  (likewise)
+    shape = _shape_of(node)
     while node is not None and _SAME_ORDER.fullmatch(type(node).__name__):
         node = node.next_functions[0][0]
     return node, shape
+
+
+def _shape_of(node: Any, output: int = 0) -> tuple[int, ...]:
+    """Return the shape of an output; empty for functions of one's own, which have none."""
+    outputs = getattr(node, "_input_metadata", ())
+    return tuple(outputs[output].shape) if output < len(outputs) else ()
 
 
 def _signed(number: int) -> int:

@@ -71,6 +71,7 @@ _TINY = 2.0**-17  # of the highest rate that a group has had: less moves nothing
 _INDICES = 32  # that a 16-bit format may hold or not
 _LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
 _ROUNDING = 1e-3  # by which a number may pass a bound
+_SOME_TARGETS = 4096  # of a batch
 _OUTSIDE = 0.05  # of the targets of a batch: fewer may be outliers
 _FAR = 4.0  # times the loss of guessing, with which new weights of a usual size begin
 _PAIR = 2  # values of which a norm leaves 1 and -1, whatever they are
@@ -212,13 +213,17 @@ class Wiring(torch_hooks.TrainingEvents):
         if autograd_graph.divergence_of_probabilities(loss):
             self._say("no logarithms", "kl_div is given probabilities, not their logarithms", function="kl_div")
         for given in autograd_graph.given_for_logarithms(loss):
-            above = DeviceValue((given.detach() > _ROUNDING).any())
+            highest = number(given.detach().amax())
             message = "nll_loss is given numbers above zero, which no logarithm of a probability is"
             key = f"no logarithms {self._looks}"
-            self._later("no logarithms", message, lambda at=above: bool(at.tensor()), key=key, function="nll_loss")
+            self._later(
+                "no logarithms", message, lambda highest=highest: (resolved(highest) or 0.0) > _ROUNDING, key=key,
+                function="nll_loss",
+            )  # fmt: skip
         for name, targets, low, high in autograd_graph.bounded_outputs(loss):
             slack = _ROUNDING * (high - low if high < math.inf else 1.0)
-            share = number(((targets < low - slack) | (targets > high + slack)).float().mean())
+            some = targets.detach().reshape(-1)[:: 1 + targets.numel() // _SOME_TARGETS]
+            share = number(((some < low - slack) | (some > high + slack)).float().mean())
             self._later(
                 "out of reach", f"{name} puts out {low:g} to {high:g}, and targets are outside",
                 lambda share=share: (resolved(share) or 0.0) >= _OUTSIDE, key=f"out of reach {name} {self._looks}",
