@@ -15,7 +15,7 @@ from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.diagnosis.tables.episodes import first_of_deciding, reaching
 from plimsoll.report.verdicts.run_summary import verdict
 from plimsoll.runs import Run
-from plimsoll.scaling import DynamicScaler
+from plimsoll.scaling import DynamicScaler, SpectralScaler
 from tests.support.diagnosis.faults import told
 from tests.support.diagnosis.stories import LAYERS, Story, constant
 
@@ -181,6 +181,7 @@ class Ratio(nn.Module):
 SCALERS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.amp.GradScaler("cpu", init_scale=2.0**28),
     "dynamic": lambda: DynamicScaler("cpu", init_scale=2.0**28),
+    "spectral": lambda: SpectralScaler("cpu", init_scale=2.0**28),
 }
 
 
@@ -216,3 +217,27 @@ def test_nan_in_a_forward_is_named_after_a_scaler_has_found_its_scale(
     assert finding.evidence["broke_first"] == "loss" and finding.evidence["steps_before"] == sum(
         s < first for s in skips
     )
+
+
+def test_what_nan_makes_of_a_scale_is_no_fault_of_the_scale(tmp_path: Path) -> None:
+    """The scale falls a step before NaN comes, and then with each NaN."""
+    story = broken(
+        lambda step: 100 <= step < 150,
+        scale=lambda step: 2.0 ** (20 - min(step, 4) - (step >= 99) - min(max(step - 100, 0), 50)),
+    )
+    found = diagnose(story.write(tmp_path / "run"), rules=["nonfinite", "scale-collapse"])
+    assert [(f.rule, f.since_step) for f in found] == [("nonfinite", 100)]
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_falls_after_nan_are_no_swings(finite: bool, tmp_path: Path) -> None:
+    def every(step: int) -> bool:
+        return step % 8 == 4
+
+    story = broken(
+        lambda step: not finite and every(step),
+        lambda step: finite and every(step),
+        scale=lambda step: 2.0 ** (10 - (step > 4 and step % 8 in (5, 6, 7, 0))),
+    )
+    rules = {f.rule for f in diagnose(story.write(tmp_path / "run"), rules=["scale-oscillation"])}
+    assert rules == ({"scale-oscillation"} if finite else set())

@@ -235,7 +235,10 @@ class ScaleCollapse(ScaleRule):
         if len(holds):
             first = int(holds[0])
             begin = begin if first >= begin else 0  # it sank below the floor before it settled there
-            yield self._finding(view, steps, scale, _start_of_fall(scale, first, begin), int(holds[-1]), begin)
+            start = _start_of_fall(scale, first, begin)
+            # What fell before the loss was NaN had not collapsed: the fall is what NaN makes of the scale.
+            start += next(iter(np.flatnonzero(_after_nan(view, steps)[start : first + 1]).tolist()), 0)
+            yield self._finding(view, steps, scale, start, int(holds[-1]), begin)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the fall, and what underflowed at the scale that was left."""
@@ -315,7 +318,8 @@ class ScaleOscillation(Rule):
             return
         change: Floats = np.sign(np.diff(scale))
         window = int(self.window)
-        falls, rises = _within(change < 0, window), _within(change > 0, window)
+        # No other scale keeps a loss from being NaN.
+        falls, rises = _within((change < 0) & ~_after_nan(view, steps)[1:], window), _within(change > 0, window)
         share = falls / np.minimum(np.arange(1, len(change) + 1), window)
         holds = np.flatnonzero((falls >= self.falls) & (rises >= self.falls / 2) & (share > self.share))
         leaps = self._leaps(scale)
@@ -397,6 +401,12 @@ def _fallen(steps: Ints, scale: Floats, begin: int, window: float) -> Floats:
             highest: float = scale[max(begin, start) : i + 1].max()
             result[i] = math.log2(highest / float(scale[i]))
     return result
+
+
+def _after_nan(view: View, steps: Ints) -> Mask:
+    """Return whether a loss was not finite at the sample before each one."""
+    broken = [known[~np.isfinite(loss)] for known, loss in view.losses.values()]
+    return np.append(np.False_, np.isin(steps[:-1], np.concatenate(broken)))
 
 
 def _start_of_fall(scale: Floats, at: int, begin: int) -> int:
