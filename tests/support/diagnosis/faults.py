@@ -450,7 +450,7 @@ WORDS: Mapping[str, str] = {
     "loss-unbounded": r"the loss falls without bound, from .* to -",
     "loss-wrong-axis": r"a softmax over the 32 rows of a batch|32 outputs with 32 targets of another shape",
     "targets-out-of-reach": r"a ReLU, which puts out no negative number|a tanh, which puts out -1 to 1 only",
-    "loss-at-chance": r"has stayed at 2\.3\d*, which guessing costs|began at 60, where guessing costs 2\.3",
+    "loss-at-chance": r"has stayed at 2\.3\d*, which guessing costs|the loss was 60 at step 0, where guessing costs 2\.3",
     "spike-forerunner": r"an update of .* was \d+ times its usual size",
     "dead-layer": r"all (outputs|parameter gradients) of .* have been zero",
     "inputs-small": r"the model's inputs are at most 0\.00391, and all outputs of .* have been zero",

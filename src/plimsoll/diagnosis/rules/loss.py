@@ -586,7 +586,7 @@ class LossAtChance(Rule):
         loss, guessing = (number(context.number(name)) for name in ("loss", "guessing"))
         if context.text("cause") == _FAR_OFF:
             return Phrase(
-                what=f"the loss began at {loss}, where guessing costs {guessing}: the initial scores are too large",
+                what=f"the loss was {loss} {context.at}, where guessing costs {guessing}: the initial scores are too large",
                 remedy="initialise the head or its tied table smaller",
             )
         until = f"until step {context.finding.until_step:,}"
