@@ -251,13 +251,16 @@ def test_what_rounding_loses_comes_back_later_only_with_a_compensation(kind: str
         assert shown(seed, noise, kind, -1) in (BIASED, INEXACT)
 
 
-def compensated(path: Path, *args: Any, size: int = 128, **how: Any) -> pl.Run:
+def compensated(
+    path: Path, *args: Any, size: int = 128, rate: float | None = None, every: int = 4, **how: Any
+) -> pl.Run:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).bfloat16()
     optimizer = Compensated(model.parameters(), *args, **how)
+    optimizer.param_groups[0]["lr"] = rate or optimizer.param_groups[0]["lr"]
     centers, y = torch.randn(10, 16), torch.randint(10, (128,))
     x = (centers[y] + torch.randn(128, 16)).bfloat16()
-    with pl.watch(model, optimizer, run=path, every=4):
+    with pl.watch(model, optimizer, run=path, every=every):
         for _ in range(18):
             rows = torch.randperm(128)[:size]
             optimizer.zero_grad()
@@ -285,6 +288,13 @@ def test_a_compensation_that_brings_nothing_back_is_an_alarm_under_any_name(
     (found,) = swallowed(run)
     assert (found.severity, found.since_step) == ("alarm", 0)
     assert told(run)[1:] in ([(0, "Compensated", BIASED)], [(0, "Compensated", INEXACT)])
+
+
+def test_weights_that_move_both_ways_but_elsewhere_are_an_alarm_still(tmp_path: Path) -> None:
+    """A compensation of the wrong sign lets coarse weights move now and then, as rounding at random does."""
+    run = compensated(tmp_path / "run", "sgd", -1, size=32, rate=5e-3, every=1)
+    (found,) = swallowed(run)
+    assert found.severity == "alarm" and told(run)[-1][2] == BIASED
 
 
 def test_an_optimizer_of_torchao_says_it_by_its_argument(tmp_path: Path) -> None:
