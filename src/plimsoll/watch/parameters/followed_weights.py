@@ -103,6 +103,7 @@ class _Window:
         flat = {name: pair for name, p in params.items() if p.ndim > 1 and (pair := _flat(p)) is not None}
         names = [name for name, (weights, _) in flat.items() if weights.device == next(iter(flat.values()))[0].device]
         self._places = {name: _places(flat[name][0]) for name in names[:: -(-len(names) // _TENSORS) or 1]}
+        self._lengths = [len(flat[name][0]) for name in self._places]
         self._parts = [(params[name].dtype, len(places)) for name, places in self._places.items()]
         self.steps = 0
         self._rows = torch.empty(0)
@@ -114,7 +115,7 @@ class _Window:
         """Add a step; return False if the weights cannot be followed any more."""
         flat = [(_flat(params[name]) if name in params else None) for name in self._places]
         pairs = [pair for pair in flat if pair is not None and pair[0].device == self._rows.device]
-        if not pairs or len(pairs) < len(flat):
+        if not pairs or [len(weights) for weights, _ in pairs] != self._lengths:  # gone, or sharded otherwise
             return False
         places = self._places.values()
         weights, gradients = (
