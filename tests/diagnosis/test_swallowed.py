@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, diagnose
+from plimsoll.watch.parameters.followed_weights import BIASED, INEXACT, OVER_STEPS, FollowedWeights, way_of
 from tests.support.cases import each
 
 STEPS = 8
@@ -182,6 +183,118 @@ def test_each_of_two_optimizers_is_judged_by_its_own_weights(second: str, loses:
     found = swallowed(pl.Run(tmp_path / second))
     assert [finding.severity for finding in found] == (["alarm"] if loses else [])
     assert all(name.startswith("1.") for finding in found for name in finding.where)
+
+
+RATES = {"sgd": 2e-2, "momentum": 2e-3, "adam": 1e-4}
+
+
+class Compensated(torch.optim.Optimizer):
+    """An optimizer of BF16 weights that keeps what rounding took from an update, for the next one.
+
+    Args:
+        params: The weights.
+        kind: "sgd", "momentum" or "adam".
+        returns: What the next update gets of what was lost: all (1), nothing (0), or all with the wrong sign (-1).
+        state: The name of the state that keeps it.
+        dtype: The format of that state.
+    """
+
+    def __init__(
+        self, params: Any, kind: str, returns: int = 1, *, state: str = "lost", dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        super().__init__(params, {"lr": RATES[kind]})
+        self.kind, self.returns, self.name, self.dtype = kind, returns, state, dtype
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for p in self.param_groups[0]["params"]:
+            state, g = self.state[p], p.grad.float()
+            if not state:
+                state.update({"m": torch.zeros_like(g), "v": torch.zeros_like(g), self.name: g.to(self.dtype) * 0})
+            if self.kind == "momentum":
+                g = state["m"].mul_(0.9).add_(g)
+            if self.kind == "adam":
+                mean = state["m"].lerp_(g, 0.1) / (1 - 0.9**self.steps)
+                square = state["v"].lerp_(g * g, 0.001) / (1 - 0.999**self.steps)
+                g = mean / (square.sqrt() + 1e-8)
+            wanted = self.returns * state[self.name].float() - self.param_groups[0]["lr"] * g
+            before = p.float()
+            p.copy_(before + wanted)
+            state[self.name].copy_(wanted - (p.float() - before))
+
+
+def shown(seed: int, noise: float, *args: Any, **how: Any) -> str | None:
+    """What weights show within 65 steps with gradients that stay but for noise, as that of small batches."""
+    random = torch.Generator().manual_seed(seed)
+    p, to = nn.Parameter(torch.rand(128, 64, generator=random).sub(0.5).div(4).bfloat16()), torch.empty(128, 64)
+    to.normal_(std=1e-3, generator=random)
+    optimizer, followed, way = Compensated([p], *args, **how), FollowedWeights(), None
+    for _ in range(65):
+        p.grad = (to + noise * torch.empty_like(to).normal_(std=1e-3, generator=random)).bfloat16()
+        optimizer.step()
+        sums = followed.after_step({"weight": p})
+        way = way or (way_of(sums) if sums is not None else None)
+        if way:
+            break
+    return way
+
+
+@each("noise", [0.0, 1.0])
+@each("kind", list(RATES))
+def test_what_rounding_loses_comes_back_later_only_with_a_compensation(kind: str, noise: float) -> None:
+    for seed in range(4):
+        assert shown(seed, noise, kind, 1) == OVER_STEPS
+        assert shown(seed, noise, kind, 1, dtype=torch.float32) == OVER_STEPS
+        assert shown(seed, noise, kind, 0) == BIASED
+        assert shown(seed, noise, kind, -1) in (BIASED, INEXACT)
+
+
+def compensated(
+    path: Path, *args: Any, size: int = 128, rate: float | None = None, every: int = 4, **how: Any
+) -> pl.Run:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).bfloat16()
+    optimizer = Compensated(model.parameters(), *args, **how)
+    optimizer.param_groups[0]["lr"] = rate or optimizer.param_groups[0]["lr"]
+    centers, y = torch.randn(10, 16), torch.randint(10, (128,))
+    x = (centers[y] + torch.randn(128, 16)).bfloat16()
+    with pl.watch(model, optimizer, run=path, every=every):
+        for _ in range(18):
+            rows = torch.randperm(128)[:size]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[rows]).float(), y[rows]).backward()
+            optimizer.step()
+    return pl.Run(path)
+
+
+@each("size", [32, 128])
+def test_a_compensation_is_known_by_its_weights(size: int, tmp_path: Path) -> None:
+    run = compensated(tmp_path / str(size), "sgd", size=size)
+    assert swallowed(run) == [] and unmoved(run) > 0.5
+    assert (0, "Compensated", OVER_STEPS) in told(run)
+
+
+BROKEN = [("sgd", -1, 128), ("sgd", -1, 32), ("adam", 0, 32)]
+
+
+@each("kind, returns, size", BROKEN)
+@each("state", ["lost", "compensation"])
+def test_a_compensation_that_brings_nothing_back_is_an_alarm_under_any_name(
+    kind: str, returns: int, size: int, state: str, tmp_path: Path
+) -> None:
+    run = compensated(tmp_path / f"{kind}{size}{state}", kind, returns, size=size, state=state)
+    (found,) = swallowed(run)
+    assert (found.severity, found.since_step) == ("alarm", 0)
+    assert told(run)[1:] in ([(0, "Compensated", BIASED)], [(0, "Compensated", INEXACT)])
+
+
+def test_weights_that_move_both_ways_but_elsewhere_are_an_alarm_still(tmp_path: Path) -> None:
+    """A compensation of the wrong sign lets coarse weights move now and then, as rounding at random does."""
+    run = compensated(tmp_path / "run", "sgd", -1, size=32, rate=5e-3, every=1)
+    (found,) = swallowed(run)
+    assert found.severity == "alarm" and told(run)[-1][2] == BIASED
 
 
 def test_an_optimizer_of_torchao_says_it_by_its_argument(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ from plimsoll.text import percent
 
 _SAMPLES = "not reported from a single sample"
 _SECOND = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
-_EXACT = ("master", "master_param", "compensation", "kahan_comp")  # states that hold what a narrow weight cannot
+# States that are named as those that hold what a narrow weight cannot, unless the weights show otherwise.
+_EXACT = ("master", "master_param", "compensation", "kahan_comp")
 _DEFAULT = 1e-8  # epsilon of torch's Adam
 _UNMOVED = "These weights were the same after the step: their updates were zero, or smaller than their rounding."
 _NEVER_MOVED = "No weight has moved since the first step, although gradients and the learning rate are not zero."
@@ -53,7 +54,9 @@ _UNEVEN_CODES = (
 _NO_ZERO = "first moments without a zero"
 _TOWARD_ZERO = "toward zero"  # an update that the watch has found from changes of the weights
 # Updates that lose nothing, or nothing on average; those toward zero have a finding of their own.
-_LOSSLESS = ("masters", "stochastic", "kahan", "lossless on average", _TOWARD_ZERO)
+_LOSSLESS = ("masters", "stochastic", "kahan", "lossless on average", "lossless over steps", _TOWARD_ZERO)
+# Weights that the watch has followed went elsewhere than exact updates lead, as if rounded at random, or fall short.
+_INEXACT, _BIASED = "inexact", "biased"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -648,8 +651,13 @@ def _spared(view: View, cells: Cells) -> NDArray[np.bool_]:
     for event in sorted((e for e in view.events if e.kind == "update"), key=lambda e: e.step):
         listed = event.details.get("parameters")
         named = set(cast("list[str]", listed)) if isinstance(listed, list) else set[str]()
+        way = event.details.get("update")
+        if way in (_INEXACT, _BIASED):
+            compensated -= named
+        if way == _INEXACT:
+            continue
         here = np.array([name in named for name in cells.names], dtype=bool)
-        spared[np.ix_(here, cells.steps >= event.step)] = event.details.get("update") in _LOSSLESS
+        spared[np.ix_(here, cells.steps >= event.step)] = way in _LOSSLESS
     for names, first, last in with_rate_of_zero(view):  # nothing was to be added
         here = np.array([name in names for name in cells.names], dtype=bool)
         spared[np.ix_(here, (cells.steps >= first) & (cells.steps <= last))] = True

@@ -122,8 +122,10 @@ class Parameters:
         if key in self._left:
             return
         self._left.add(key)
-        if stepped and due.updates:
-            self._updates.read(self._known(optimizer).named)
+        if stepped:
+            self._kinds.follow(optimizer, self._known(optimizer).named)
+            if due.updates:
+                self._updates.read(self._known(optimizer).named)
         if due.optimizer:
             self._read_state(optimizer, self._known(optimizer).named)
 

@@ -17,6 +17,7 @@ from plimsoll import kernels
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 from plimsoll.runs import Event, Record
+from plimsoll.watch.parameters.followed_weights import BIASED, INEXACT, OVER_STEPS, FollowedWeights, way_of
 from plimsoll.watch.session import WatchSession
 
 OWN = "own"  # the kind of an optimizer that declares none
@@ -125,18 +126,55 @@ class UpdateKinds:
         self._core = core
         self._recorded: dict[str, str] = {}
         self._who: dict[str, str] = {}  # the optimizer of each weight
+        self._since: dict[str, int] = {}  # the step at which that was recorded
+        self._found: dict[str, str] = {}  # what the weights have shown, on the writer's thread
         self._looks: dict[str, _Looks] = {}  # by the first weight of an optimizer
+        self._followed: weakref.WeakKeyDictionary[Any, FollowedWeights] = weakref.WeakKeyDictionary()
 
     def record(self, optimizer: Any, named: Mapping[str, Tensor]) -> None:
         """Record how the optimizer steps the weights whose kind is new or has changed."""
         kind = kind_of(optimizer)
+        if kind != OWN:
+            self._followed.pop(optimizer, None)
+        elif optimizer not in self._followed and any(p.dtype in SIXTEEN_BIT for p in named.values()):
+            self._followed[optimizer] = FollowedWeights()
         new = [name for name, p in named.items() if p.dtype in SIXTEEN_BIT and self._recorded.get(name) != kind]
         if new:
             self._recorded.update(dict.fromkeys(new, kind))
             who = type(optimizer).__name__
             self._who.update(dict.fromkeys(new, who))
+            self._since.update(dict.fromkeys(new, self._core.step))
             message = f"{who} steps {len(new)} 16-bit weights: {kind}"
             self._core.say("update", message, optimizer=who, update=kind, parameters=new)
+
+    def follow(self, optimizer: Any, named: Mapping[str, Tensor]) -> None:
+        """Follow a few values of an undeclared optimizer's weights, which show if lost updates come back.
+
+        Args:
+            optimizer: It has just stepped.
+            named: Its weights.
+        """
+        followed = self._followed.get(optimizer)
+        sums = None if followed is None else followed.after_step(named)
+        if followed is None or sums is None:
+            return
+        who, names = type(optimizer).__name__, sorted(name for name, p in named.items() if p.dtype in SIXTEEN_BIT)
+        since = self._since[names[0]]
+
+        def produce() -> list[Record]:
+            way = way_of(sums)
+            if way is None or followed.way in (way, OVER_STEPS) or (followed.way == BIASED and way == INEXACT):
+                return []
+            followed.way = way
+            if self._found.get(names[0]) == TOWARD_ZERO:
+                return []
+            does = "moves" if way == OVER_STEPS else "does not move"
+            message = f"{who} {does} weights by the sum of updates that are below half their rounding: {way}"
+            details = {"optimizer": who, "update": way, "parameters": names}
+            self._found.update(dict.fromkeys(names, way))
+            return [Event(step=since, kind="update", message=message, details=details)]
+
+        self._core.writer.submit(produce, 400)
 
     def look(self, changes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Look whether weights of an undeclared optimizer move by less than half their rounding.
@@ -148,7 +186,7 @@ class UpdateKinds:
         if not own:
             return
         names = sorted(own)
-        looks = self._looks.setdefault(names[0], _Looks(since=self._core.step))
+        looks = self._looks.setdefault(names[0], _Looks(since=self._since[names[0]]))
         looks.samples += 1
         if looks.found or looks.samples % (1 << max(0, looks.samples.bit_length() - _OFTEN)):
             return
@@ -165,6 +203,9 @@ class UpdateKinds:
                 return []
             looks.found = True
             kind = TOWARD_ZERO if away <= _ONE_WAY * moved else ON_AVERAGE
+            if kind == ON_AVERAGE and self._found.get(names[0]) == BIASED:
+                return []  # they move both ways, but not where the gradients lead
+            self._found.update(dict.fromkeys(names, kind))
             message = f"{who} moves weights though their updates are below half their rounding: {kind}"
             details = {"optimizer": who, "update": kind, "parameters": names}
             return [Event(step=looks.since, kind="update", message=message, details=details)]
