@@ -249,6 +249,14 @@ AXES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "over the classes": (lambda z, y: F.nll_loss(F.log_softmax(z, dim=-1), y), ""),
     "places with classes last": (lambda z, y: F.nll_loss(F.log_softmax(z.view(4, 4, 4), -1).view(-1, 4), y), ""),
     "pictures": (lambda z, y: F.cross_entropy(z.view(4, 4, 4), y.view(4, 4)), ""),
+    "pictures by hand": (
+        lambda z, y: F.nll_loss(F.log_softmax(z.view(4, 4, 2, 2), dim=1), y.view(4, 2, 2)),
+        "",
+    ),
+    "over a picture's rows": (
+        lambda z, y: F.nll_loss(F.log_softmax(z.view(4, 4, 2, 2), dim=-1), y.view(4, 2, 2)),
+        "2 rows",
+    ),
     "both ways, of pairs": (
         lambda z, y: F.cross_entropy(z @ z.T, torch.arange(16)) + F.cross_entropy((z @ z.T).T, torch.arange(16)),
         "",
@@ -371,6 +379,12 @@ SCHEDULES: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "as long as the training": (lambda o: cosine(o, 26), False),
     "a step too many": (lambda o: cosine(o, 25), False),
     "with restarts": (lambda o: restarts(o, 12), False),
+    "with restarts at a lower peak": (
+        lambda o: torch.optim.lr_scheduler.LambdaLR(
+            o, lambda n: 0.7 ** (n // 12) * (0.5 + 0.5 * math.cos(math.pi * (n % 12) / 12))
+        ),
+        False,
+    ),
     "a warm-up and a plain decay": (lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=27), False),
     "a triangle that stays above": (
         lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=6, cycle_momentum=False), False,
@@ -437,6 +451,7 @@ GIVEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         "kl_div takes log",
     ),
     "weights of probabilities": (lambda z, y: (0.25 - torch.full_like(z, 0.25) * z.softmax(1)).square().mean(), ""),
+    "weighted differences": (lambda z, y: (torch.ones_like(z) * (z.softmax(1) - torch.ones_like(z))).mean(), ""),
     "a share that is right": (lambda z, y: 1 - (F.one_hot(y, 4) * z.softmax(1)).sum(dim=1).mean(), ""),
     "kl_div of logarithms": (lambda z, y: F.kl_div(z.log_softmax(1), torch.full_like(z, 0.25)), ""),
     "nll_loss of scores": (F.nll_loss, "nll_loss takes log"),
