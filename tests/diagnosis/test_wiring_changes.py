@@ -381,7 +381,7 @@ SCHEDULES: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "with restarts": (lambda o: restarts(o, 12), False),
     "with restarts at a lower peak": (
         lambda o: torch.optim.lr_scheduler.LambdaLR(
-            o, lambda n: 0.7 ** (n // 12) * (0.5 + 0.5 * math.cos(math.pi * (n % 12) / 12))
+            o, lambda n: 0.7 ** (n // 12) * (0.5 + 0.5 * math.cos(math.pi * (n % 12) / 11))
         ),
         False,
     ),
