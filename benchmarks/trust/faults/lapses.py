@@ -78,7 +78,6 @@ class Compensated(torch.optim.Optimizer):
     named=r"compensat|kahan|(updates?|steps?)\b[^>]*(swallow|lost|smaller than|rounded away|below)"
     r"|(swallow|lost|rounded away)[^>]*\bupdates?",
     misleading=f"{SIDE}|lower the (learning )?rate|in no optimizer",
-    held_back=True,
 )
 def taken_twice(run: Training, *, sound: bool = False) -> None:
     """What rounding to BF16 takes from an update is taken off the next one, not added: small updates are lost."""
@@ -163,7 +162,6 @@ class LinearAttention(nn.Module):
     r"|(sums?|activations?|forward)\b[^>]*overflow|overflow[^>]*(sums?|activations?|forward)",
     misleading=f"{SIDE}|learning rate|swallow|in no optimizer",
     precision="fp16",
-    held_back=True,
 )
 def long_sums(run: Training, *, sound: bool = False) -> None:
     """Keys times values are summed over 256 places in FP16, then read by queries: once they grow, Inf over Inf."""

@@ -516,6 +516,7 @@ class LossAtChance(Rule):
     )
     figure = "loss_and_scale"
     items = {"guessing": EvidenceItem("Loss of guessing"), "loss": EvidenceItem("Loss")}
+    is_secondary = True  # other findings say why
 
     near: float = threshold(0.02, "of the loss of guessing, above or below it: what is learned first is more")
     worse: float = threshold(2, "times the loss of guessing, after a loss below it: no sound training forgets so much")
