@@ -495,10 +495,10 @@ class TargetsOutOfReach(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the last function and its bounds."""
         low, high = context.text("low"), context.text("high")
-        bounds = "no negative number" if high == "inf" else f"{float(low):g} to {float(high):g} only"
+        bounds = "no negative number" if high == "inf" else f"{low} to {high} only"
         return Phrase(
-            what=f"the model ends in a {context.text('function')}, which puts out {bounds}, and targets lie outside, "
-            f"seen {context.since}",
+            what=f"the loss has targets out of reach of a {context.text('function')} before it, {context.since}",
+            effect=f"since it puts out {bounds}",
             remedy="end with a linear layer, or scale the targets",
         )
 
@@ -587,7 +587,7 @@ class LossAtChance(Rule):
         loss, guessing = (number(context.number(name)) for name in ("loss", "guessing"))
         if context.text("cause") == _FAR_OFF:
             return Phrase(
-                what=f"the loss was {loss} {context.at}, where guessing costs {guessing}: the initial scores are too large",
+                what=f"the loss was {loss} {context.at}, where guessing costs {guessing}: initial scores are too large",
                 remedy="initialise the head or its tied table smaller",
             )
         until = f"until step {context.finding.until_step:,}"
