@@ -18,6 +18,7 @@ from benchmarks.trust.faults import (
     recipes,
     scales,
     slips,
+    stumbles,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "recipes",
     "scales",
     "slips",
+    "stumbles",
 ]
