@@ -85,7 +85,6 @@ class Recomputed(nn.Module):
     named=r"checkpoint|recompute|recomputing|recomputation|\bdropout|\brng\b|random (state|mask|draw|number)|preserve"
     r"|gradients?\b[^>]*(wrong|mismatch|disagree|differ from|do(es)? not (match|fit|belong|agree))",
     misleading=f"{SIDE}|learning rate|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def drawn_again(run: Training, *, sound: bool = False) -> None:
     """Checkpointed layers do not keep the random state: the backward drops other units than the forward did."""

@@ -576,8 +576,8 @@ class LossAtChance(Rule):
             meaning="The model answers worse than one that guesses, and was better before."
             if goes_on
             else "The model answered worse than one that guesses for a while.",
-            advice="Look at what changes the gradients or the scores on their way: a rounding that is one-sided, a "
-            "rate that is too high, labels that have changed."
+            advice="The gradients do not fit this loss, or the steps are too long. Compare the gradients of one batch "
+            "with those of the plain loss (nothing computed again, cast or replaced in the backward), then the rate."
             if goes_on
             else "No action is needed.",
         )  # fmt: skip
@@ -596,7 +596,7 @@ class LossAtChance(Rule):
             return Phrase(
                 what=f"the loss has risen to {loss}, where guessing costs {guessing}, {context.since}"
                 + (f", {until}" if is_over else ""),
-                remedy="" if is_over else "look for one-sided rounding, a rate too high or changed labels",
+                remedy="" if is_over else "compare the gradients of a batch with those of the plain loss",
             )
         if context.finding.severity == "info":
             return Phrase(what=f"the loss was {loss}, which guessing costs, {until}, and has left it since")
