@@ -1,4 +1,4 @@
-"""Stumbles over spectra, recomputed layers, temperatures and teachers, by an author who had not read the rules.
+"""Stumbles over spectra, temperatures, teachers, signs and gains, by an author who had not read the rules.
 
 With `sound` they are left out.
 """
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.trust.faults.oversights import SIDE, either
 from benchmarks.trust.registry import fault
-from benchmarks.trust.toys import batches, clusters, mlp
+from benchmarks.trust.toys import Transformer, batches, clusters, counting, mlp, surface, token_loss
 from benchmarks.trust.training import Training
 
 NAN = r"\bnan\b|non-?finite|\binf(inite|inity|inities)?\b"
@@ -188,3 +188,62 @@ def only_the_likeliest(run: Training, *, sound: bool = False) -> None:
         return -(given * guesses).sum(dim=1).mean()
 
     run.train(model, torch.optim.Adam(model.student.parameters(), lr=3e-3), loss, 300)
+
+
+class Quantized(nn.Module):
+    """Values as 8-bit multiples of a step, from -127 to 127 or from 0 to 255, with the slope 1."""
+
+    def __init__(self, *, signed: bool) -> None:
+        super().__init__()
+        self.lowest, self.highest = (-127, 127) if signed else (0, 255)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        step = x.detach().abs().amax() / self.highest
+        return x + ((x / step).round().clamp(self.lowest, self.highest) * step - x).detach()
+
+
+@fault(
+    "unsigned-codes-for-signed-inputs",
+    named=either(
+        "stub|inputs?",
+        r"negative|below (0|zero)|clamp|clip|\bcut|saturat|one[- ]sided|zeros\b"
+        r"|(are|is|all|exactly|of them|become|half|%) (0|zeros?)\b",
+    )
+    + r"|u?int8|8[- ]bit|unsigned|quanti[sz]|zero[- ]?point",
+    misleading=f"{SIDE}|learning rate|swallow|in no optimizer",
+    held_back=True,
+)
+def half_of_the_line(run: Training, *, sound: bool = False) -> None:
+    """Inputs around 0 are rounded to unsigned 8-bit codes, as for pixels: all that is negative becomes zero."""
+    model = nn.Sequential()
+    model.add_module("stub", Quantized(signed=sound))
+    model.add_module("rest", mlp(8, 64, 64, 1, act=nn.Tanh))
+    batch = batches(*surface(count=2048))
+
+    def loss(step: int) -> Tensor:
+        x, y = batch(step)
+        return F.mse_loss(model(x), y)
+
+    run.train(model, torch.optim.Adam(model.parameters(), lr=5e-3), loss, 300)
+
+
+@fault(
+    "norm-gains-drawn-like-weights",
+    named=either(r"norm[12]|layer ?norms?|norm('s)? weights?|gains?", r"small|tiny|near (0|zero)|initiali[sz]|shrink")
+    + r"|initiali[sz]ation|\bvanish|branch(es)?\b[^>]*(small|tiny|silent|nothing|contribut)"
+    r"|(activations?|outputs?|gradients?)\b[^>]*(shrink|tiny|too small)",
+    misleading=f"{SIDE}|learning rate|swallow|rounding|in no optimizer",
+    held_back=True,
+)
+def gains_by_chance(run: Training, *, sound: bool = False) -> None:
+    """A loop draws all parameters from N(0, 0.02), gains of norms too: what passes a norm is fifty times too small."""
+    model, batch = Transformer(depth=3), batches(*counting())
+    for p in model.parameters():
+        if p.dim() > 1 or not sound:
+            nn.init.normal_(p, std=0.02)
+
+    def loss(step: int) -> Tensor:
+        return token_loss(model, *batch(step))
+
+    run.train(model, torch.optim.Adam(model.parameters(), lr=1e-3), loss, 200)
