@@ -71,7 +71,7 @@ def test_gradients_of_activations_that_were_not_looked_at_prove_nothing(tmp_path
 
 def test_formats_of_products_alone_are_not_those_of_results(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", divisor=1.0, forward="e4m3", backward="e5m2")
-    assert [event.kind for event in run.events()] == []
+    assert {event.kind for event in run.events()} <= {"wiring"}  # the number of classes
 
 
 def test_the_run_says_from_where_to_where_results_are_rounded(tmp_path: Path) -> None:

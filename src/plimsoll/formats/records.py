@@ -8,7 +8,7 @@ numpy, so the command line and readers of old runs can use it without them.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from plimsoll.errors import ArgumentError, FormatError
 
@@ -78,8 +78,6 @@ class Format:
         reason = _why_impossible(self)
         if reason is not None:
             raise FormatError(f"Format: {reason}; got {self!r}")
-
-    __setstate__ = set_fields
 
     @property
     def bits(self) -> int:
@@ -341,9 +339,12 @@ class BlockFormat:
                 f"exponent in {self!r}"
             )
 
-    __setstate__ = set_fields
-
     @property
     def bits(self) -> float:
         """Bits of storage per value, including its share of the block's scale."""
         return self.element.bits + self.scale.bits / self.block
+
+
+# Up to Python 3.11.3 a frozen dataclass with slots would replace a method of this name in the class itself.
+cast("Any", Format).__setstate__ = set_fields
+cast("Any", BlockFormat).__setstate__ = set_fields

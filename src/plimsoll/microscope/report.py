@@ -181,14 +181,20 @@ class ErrorReport(NotebookRepr):
             "rows": [row.to_dict() for row in self.rows],
         }
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return all but the way back to the model."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "blamer"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what `__getstate__` returned."""
-        for name, value in {**state, "blamer": None}.items():
-            object.__setattr__(self, name, value)
+def _state_of(report: ErrorReport) -> dict[str, Any]:
+    """Return all but the way back to the model."""
+    return {name: getattr(report, name) for name in report.__dataclass_fields__ if name != "blamer"}
+
+
+def _set_state(report: ErrorReport, state: dict[str, Any]) -> None:
+    for name, value in {**state, "blamer": None}.items():
+        object.__setattr__(report, name, value)
+
+
+# Up to Python 3.11.3 a frozen dataclass with slots would replace methods of these names in the class itself.
+cast("Any", ErrorReport).__getstate__ = _state_of
+cast("Any", ErrorReport).__setstate__ = _set_state
 
 
 def _distinct(rows: list[ErrorRow]) -> list[ErrorRow]:

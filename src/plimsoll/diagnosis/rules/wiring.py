@@ -750,7 +750,9 @@ class ProbabilitiesAsLogits(Rule):
             found = facts(view, fact)
             if found and len(found) >= self.losses:
                 event = found[0]
-                evidence = {"function": str(event.details.get("function", "")), "cause": fact}
+                evidence = {"function": str(event.details.get("function", ""))}
+                if fact == _NO_LOGARITHMS:
+                    evidence["cause"] = fact
                 yield self.finding(
                     "warning", (), evidence, since_step=event.step, until_step=max(view.last_step, event.step),
                     meaning=meaning, advice=advice,
