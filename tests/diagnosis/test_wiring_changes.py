@@ -234,6 +234,7 @@ def classified(
             optimizer.zero_grad()
             (loss if scaler is None else scaler.scale(loss)).backward()
             optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
+    assert "failure" not in {event.kind for event in Run(path).events()}  # of the watch itself
     return diagnose(path, rules=["loss-wrong-axis", "loss-at-chance"])
 
 
@@ -367,7 +368,7 @@ def scheduled(path: Path, schedule: Callable[[Any], Any], steps: int = 26, every
 cosine, restarts = torch.optim.lr_scheduler.CosineAnnealingLR, torch.optim.lr_scheduler.CosineAnnealingWarmRestarts
 SCHEDULES: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "a cosine": (lambda o: cosine(o, 12), True),
-    "one of one's own": (
+    "a custom one": (
         lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.5 + 0.5 * math.cos(math.pi * n / 12)), True,
     ),
     "after a warm-up": (
@@ -455,6 +456,7 @@ GIVEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "a share that is right": (lambda z, y: 1 - (F.one_hot(y, 4) * z.softmax(1)).sum(dim=1).mean(), ""),
     "kl_div of logarithms": (lambda z, y: F.kl_div(z.log_softmax(1), torch.full_like(z, 0.25)), ""),
     "nll_loss of scores": (F.nll_loss, "nll_loss takes log"),
+    "an empty batch": (lambda z, y: F.nll_loss(z[:0], y[:0], reduction="sum") + z.sum(), ""),
     "nll_loss of probabilities": (lambda z, y: F.nll_loss(z.softmax(1), y) + z.norm(), "nll_loss takes log"),
     "nll_loss of logarithms": (lambda z, y: F.nll_loss(z.log_softmax(1), y), ""),
     "cross entropy of one sure class": (lambda z, y: F.cross_entropy(z * 1e4, y), ""),
@@ -486,7 +488,7 @@ def test_a_loss_that_is_given_something_else_is_named(name: str, tmp_path: Path)
 
 
 class Kept(nn.Module):
-    """Layers in a container of one's own."""
+    """Layers in a container that the case chooses."""
 
     def __init__(self, kept: Callable[[list[nn.Module]], Any]) -> None:
         super().__init__()

@@ -673,7 +673,10 @@ def _kept_in_state(view: View) -> set[str]:
 
 # After the first step both moments are zero where the gradient is: one of the two that is not has been rounded.
 def _without_a_zero(view: View, cells: Cells) -> dict[str, tuple[str, float]]:
-    """Return second moments beside whose zeros the first ones have none at the first step: these, and their share."""
+    """Return second moments that hold zeros at the first step while their first moments hold none.
+
+    Each comes with the first moments' name, and the share of zeros.
+    """
     gradients = view.cells("gradients")
     if gradients is None or cells.steps[0] != 0 or gradients.steps[0] != 0:
         return {}

@@ -252,7 +252,7 @@ def _through_views(node: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def _shape_of(node: Any, output: int = 0) -> tuple[int, ...]:
-    """Return the shape of an output; empty for functions of one's own, which have none."""
+    """Return the shape of an output; empty where a node does not say it."""
     outputs = getattr(node, "_input_metadata", ())
     return tuple(outputs[output].shape) if output < len(outputs) else ()
 

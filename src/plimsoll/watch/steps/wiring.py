@@ -213,6 +213,8 @@ class Wiring(torch_hooks.TrainingEvents):
         if autograd_graph.divergence_of_probabilities(loss):
             self._say("no logarithms", "kl_div is given probabilities, not their logarithms", function="kl_div")
         for given in autograd_graph.given_for_logarithms(loss):
+            if not given.numel():  # of an empty batch
+                continue
             highest = number(given.detach().amax())
             message = "nll_loss is given numbers above zero, which no logarithm of a probability is"
             key = f"no logarithms {self._looks}"
