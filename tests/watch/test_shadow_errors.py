@@ -162,6 +162,30 @@ def test_outputs_that_are_changed_in_place(tmp_path: Path) -> None:
     assert_close(run, "activations", "second:output", second, twin.second(twin.first(x).relu()))
 
 
+def test_outputs_that_are_changed_in_some_steps_only(tmp_path: Path) -> None:
+    """From the second step on nothing is copied that was not changed before: what is changed then is left out, once."""
+    model, (x,) = InPlace(), batches(1, 8, 8)
+    twin = wide(model)
+    real = model.first(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1, shadow_every=1):
+        for inplace in (False, False, True, True, False):
+            model.relu.inplace = inplace
+            spread(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run = only_run(tmp_path / "run")
+    assert not messages(run)
+    steps, _ = run.series("activations", "first:output", "relative_error")
+    assert list(steps) == [0, 1, 3, 4]
+    for step in steps:
+        assert_close(run, "activations", "first:output", real, twin.first(x), int(step))
+        assert_close(run, "activations", "relu:output", real.relu(), twin.first(x).relu(), int(step))
+    second = model.second(real.relu())
+    for step in range(5):
+        assert_close(run, "activations", "second:output", second, twin.second(twin.first(x).relu()), step)
+
+
 class Partial(nn.Module):
     """A module called twice, a checkpointed part, dropout, batch norm, and frozen weights."""
 

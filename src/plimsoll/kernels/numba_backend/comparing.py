@@ -12,7 +12,16 @@ from torch import Tensor
 
 from plimsoll import row_layout
 from plimsoll.kernels.numba_backend import threads
-from plimsoll.kernels.numba_backend.compiling import as_float32, as_float64, inlined, kernel, pointer, summing_kernel
+from plimsoll.kernels.numba_backend.compiling import (
+    as_float32,
+    as_float64,
+    as_uint32,
+    as_uint64,
+    inlined,
+    kernel,
+    pointer,
+    summing_kernel,
+)
 from plimsoll.kernels.numba_backend.memory import pieces
 from plimsoll.kernels.operators.checks import alike
 
@@ -60,22 +69,10 @@ def _compare_dense(values: Tensor, reference: Tensor, target: "np.ndarray[tuple[
     target[_LARGEST_ERROR] = largest
 
 
-@summing_kernel
-def _sums(values, reference):
-    """Sums over pairs that are all finite."""
-    error = errorsq = total = totalsq = product = 0.0
-    for i in range(values.size):
-        x = np.float64(reference[i])
-        e = np.float64(values[i]) - x
-        error += e
-        errorsq += e * e
-        total += x
-        totalsq += x * x
-        product += e * x
-    return error, errorsq, total, totalsq, product
-
-
-# Extremes are found among bits: a maximum of floats is not compiled into vectors (0.8 against 0.3 ns a value).
+# The range of both sides goes first: so light a loop fetches a block at the pace of memory, and the sums find it in the
+# cache. One loop that sums too has fewer reads under way: 1.9 ns a pair from memory, against 1.3. Extremes are found
+# among bits: a maximum of floats is not compiled into vectors (0.8 against 0.3 ns a value). The casts to 32 bits undo
+# Numba's widening of integers, which would halve the vectors' lanes.
 
 
 @inlined
@@ -99,18 +96,51 @@ def _range64(values):
     return least, most
 
 
+@summing_kernel
+def _sums32(values, reference):
+    """Return sums over pairs that are all finite, and the largest error."""
+    error = errorsq = total = totalsq = product = 0.0
+    largest = np.uint32(0)
+    for i in range(values.size):
+        bits = as_uint32(np.float32(values[i] - reference[i]))
+        largest = max(largest, np.uint32(bits & np.uint32(0x7FFF_FFFF)))
+        x = np.float64(reference[i])
+        e = np.float64(values[i]) - x
+        error += e
+        errorsq += e * e
+        total += x
+        totalsq += x * x
+        product += e * x
+    return error, errorsq, total, totalsq, product, np.float64(as_float32(largest))
+
+
+@summing_kernel
+def _sums64(values, reference):
+    error = errorsq = total = totalsq = product = 0.0
+    largest = np.uint64(0)
+    for i in range(values.size):
+        x = reference[i]
+        e = values[i] - x
+        largest = max(largest, as_uint64(e) & np.uint64(0x7FFF_FFFF_FFFF_FFFF))
+        error += e
+        errorsq += e * e
+        total += x
+        totalsq += x * x
+        product += e * x
+    return error, errorsq, total, totalsq, product, as_float64(largest)
+
+
 @inlined
-def _add_finite(values, reference, errors, row):
-    """Adds pairs that are all finite; returns their differences in `errors`."""
-    error, errorsq, total, totalsq, product = _sums(values, reference)
-    row[_COMPARED] += values.size
+def _add(sums, n, row):
+    """Add what was found of n finite pairs."""
+    error, errorsq, total, totalsq, product, largest = sums
+    row[_COMPARED] += n
     row[_ERROR] += error
     row[_ERRORSQ] += errorsq
     row[_REFERENCE] += total
     row[_REFERENCESQ] += totalsq
     row[_ERROR_REFERENCE] += product
-    for i in range(values.size):
-        errors[i] = values[i] - reference[i]
+    row[_LARGEST_ERROR] = max(row[_LARGEST_ERROR], largest)
 
 
 @inlined
@@ -132,18 +162,19 @@ def _keep_finite(values, reference, inf, kept_values, kept_reference, row):
 @inlined
 def _count_zeros(values, reference, row):
     """Count zeros of the values by their reference; where that is NaN, as neither."""
+    zeros = structural = neither = np.uint32(0)
     for i in range(values.size):
-        if values[i] == 0:
-            if reference[i] == 0:
-                row[_STRUCTURAL] += 1
-            elif reference[i] == reference[i]:
-                row[_UNDERFLOWED] += 1
+        zero, x = values[i] == 0, reference[i]
+        zeros = np.uint32(zeros + np.uint32(zero))
+        structural = np.uint32(structural + np.uint32(zero & (x == 0)))
+        neither = np.uint32(neither + np.uint32(zero & np.isnan(x)))
+    row[_STRUCTURAL] += structural
+    row[_UNDERFLOWED] += np.int64(zeros) - structural - neither
 
 
 @kernel
 def compare_float32(values, reference, length, row):
     """Compares two stretches of float32, by their addresses."""
-    errors = np.empty(_BLOCK, np.float32)
     kept_values, kept_reference = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
     for start in range(0, length, _BLOCK):
         n = min(_BLOCK, length - start)
@@ -154,17 +185,14 @@ def compare_float32(values, reference, length, row):
             _count_zeros(y, x, row)
         if max(most, most_reference) >= np.uint32(0x7F80_0000):
             n = _keep_finite(y, x, np.float32(np.inf), kept_values, kept_reference, row)
-            _add_finite(kept_values[:n], kept_reference[:n], errors, row)
+            _add(_sums32(kept_values[:n], kept_reference[:n]), n, row)
         else:
-            _add_finite(y, x, errors, row)
-        largest = as_float32(_range32(errors[:n])[1])
-        row[_LARGEST_ERROR] = max(row[_LARGEST_ERROR], np.float64(largest))
+            _add(_sums32(y, x), n, row)
 
 
 @kernel
 def compare_float64(values, reference, length, row):
     """Compares two stretches of float64, by their addresses."""
-    errors = np.empty(_BLOCK, np.float64)
     kept_values, kept_reference = np.empty(_BLOCK, np.float64), np.empty(_BLOCK, np.float64)
     for start in range(0, length, _BLOCK):
         n = min(_BLOCK, length - start)
@@ -175,7 +203,6 @@ def compare_float64(values, reference, length, row):
             _count_zeros(y, x, row)
         if max(most, most_reference) >= np.uint64(0x7FF0_0000_0000_0000):
             n = _keep_finite(y, x, np.inf, kept_values, kept_reference, row)
-            _add_finite(kept_values[:n], kept_reference[:n], errors, row)
+            _add(_sums64(kept_values[:n], kept_reference[:n]), n, row)
         else:
-            _add_finite(y, x, errors, row)
-        row[_LARGEST_ERROR] = max(row[_LARGEST_ERROR], as_float64(_range64(errors[:n])[1]))
+            _add(_sums64(y, x), n, row)

@@ -32,6 +32,8 @@ class CapturedForward:
         "gradient_version",
         "names",
         "noted",
+        "original",
+        "original_version",
         "ref",
         "series",
         "values",
@@ -42,7 +44,9 @@ class CapturedForward:
         self.ref: Callable[[], Tensor | None] = _nothing if x is None else weakref.ref(x)
         self.version = -1 if x is None else _version(x)
         self.noted = False
-        self.values: Tensor | None = None
+        self.values: Tensor | None = None  # the original, or a copy of it
+        self.original: Tensor | None = None  # the same memory, and its version when it was met
+        self.original_version = -1
         self.series: list[int] = []
         self.names: list[str] = []
         self.gradient: Tensor | None = None
@@ -90,6 +94,13 @@ class CapturedCall:
         self._times[name] += 1
         known = self._sites[site] = self.seen[key] = CapturedForward()
         return known
+
+    def keep(self, seen: CapturedForward, values: Tensor, *, copied: bool) -> None:
+        """Keep a tensor's values, in a copy if something may change them before they are compared."""
+        seen.noted, values = True, values.detach()
+        if not values.is_inference():  # which has no version
+            seen.original, seen.original_version = values, _version(values)
+        seen.values = values.clone() if copied or seen.original is None else values
 
     def note_output(self, seen: CapturedForward, name: str, root: str) -> None:
         """Remember which record is of an output of the root, if the name says so."""

@@ -70,6 +70,7 @@ class Shadow:
         self._running: tuple[CapturedCall, Counter[str], list[Tensor], Decisions] | None = None
         self._decides = False  # whether a forward has made decisions
         self.evaluates = False  # whether a forward in evaluation mode counts
+        self._changes: dict[str, bool] = {}  # whether something changes a tap's tensors in place
         self._undo = watch_calls(root, self._around)
         self._start()
 
@@ -128,6 +129,9 @@ class Shadow:
         elif self._calls and not WatchSession.repeating and not self._calls[-1].ended:
             call = self._calls[-1]
             call.ended = True
+            for (name, _), seen in call.seen.items():
+                if seen.values is not seen.original:  # a copy: the original is not kept alive for longer
+                    self._note_changes(name, seen)
             if call.compiled:
                 call.drawn = RandomState(call.devices)
             for index, x in enumerate(outputs):
@@ -180,8 +184,7 @@ class Shadow:
         if core.due.activations and not recomputing:
             seen.series.append(core.series_of("activations", name, x))
             if not seen.noted:
-                # A copy: what follows may change the tensor in place.
-                seen.noted, seen.values = True, self._has_room(plain).detach().clone()
+                call.keep(seen, self._has_room(plain), copied=self._changes.get(name, True))
         if core.due.activation_gradients and x.requires_grad:
             seen.names.append(name)
             if len(seen.names) == 1:
@@ -330,9 +333,23 @@ class Shadow:
             seen = call.seen.get((name, times[name]))
             times[name] += 1
             if seen is not None:
+                self._note_changes(name, seen)
                 if seen in call.outputs:
                     self._compare_classes(call, seen, x)
                 self._compare(seen, x)
+
+    # What follows may change a tensor in place. So a tap's tensors are copied until one forward has shown, by their
+    # version, that they stay as they are. Copies took 5 % of a shadow step of benchmarks/microscope.py.
+    def _note_changes(self, name: str, seen: CapturedForward) -> None:
+        """Note whether a tensor was changed in place since it was met; leave it out if it was and has no copy."""
+        if seen.original is None:
+            return
+        changed = seen.original._version != seen.original_version  # noqa: SLF001  (public in all but name)
+        self._changes[name] = changed or self._changes.get(name, False)
+        if changed and seen.values is seen.original:
+            self._left_out.update(seen.series)
+            seen.values = None
+        seen.original = None
 
     def _compare_classes(self, call: CapturedCall, seen: CapturedForward, x: Tensor) -> None:
         index, name = call.outputs[seen]
