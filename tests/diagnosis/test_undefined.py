@@ -50,6 +50,28 @@ def test_two_far_steps_are_not_enough(tmp_path: Path) -> None:
     assert [f.severity for f in diagnose(story.write(tmp_path / "run"), rules=["nonfinite"])] == ["info"]
 
 
+# -- a scaler that begins far too high
+
+
+def searching(path: Path, size: float, lasts: int = 25) -> dict[str, str]:
+    """Severities of a run whose scale falls from 2^16 for so many steps, and stays there."""
+    story = told(
+        scale=lambda step: 2.0 ** (16 - min(step, lasts)), skipped=lambda step: float(step < lasts),
+        gradient_std=constant(size), samples=50,
+    )  # fmt: skip
+    found = diagnose(story.write(path), rules=["nonfinite", "scale-collapse"])
+    return {finding.rule: finding.severity for finding in found}
+
+
+def test_a_scale_below_1_that_large_gradients_need_is_no_collapse(tmp_path: Path) -> None:
+    assert searching(tmp_path / "wanted", 2.0**20) == {"nonfinite": "info"}
+    assert searching(tmp_path / "not", 2.0**-12) == {"nonfinite": "info", "scale-collapse": "alarm"}
+
+
+def test_a_search_that_finds_no_scale_goes_on_and_on(tmp_path: Path) -> None:
+    assert searching(tmp_path / "run", 2.0**20, lasts=300)["nonfinite"] == "alarm"
+
+
 # -- whether there are batches to skip to
 
 

@@ -219,7 +219,8 @@ class ScaleCollapse(ScaleRule):
     floor: float = threshold(1.0, "a scale below 1 shrinks gradients that overflow by themselves")
 
     # The search from a high first scale down to the one that works is no collapse: steps before the scale has stayed
-    # the same for `settled` steps do not count. A scale that has fallen below `floor` counts always.
+    # the same for `settled` steps do not count. A scale that has fallen below `floor` counts always, unless it settles
+    # there and hardly a gradient is lost: the gradients of a large loss need such a scale.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the recorded loss scale."""
         steps, scale = _known_scale(view)
@@ -230,6 +231,7 @@ class ScaleCollapse(ScaleRule):
             if len(below):
                 yield self._finding(view, steps, scale, int(below[0]), int(below[-1]), 0)
             return
+        sunk &= scale[begin] >= self.floor or not _is_wanted(view, int(steps[begin]))
         fallen = _fallen(steps, scale, begin, self.window)
         holds = np.flatnonzero((fallen >= self.binades) | sunk)
         if len(holds):
@@ -387,6 +389,12 @@ def _settled(scale: Floats, samples: int) -> int | None:
     """Return the first of so many samples in which the scale first stays the same."""
     spans = stretches(np.diff(scale) == 0, samples - 1) if len(scale) >= samples else []
     return spans[0][0] if spans else None
+
+
+def _is_wanted(view: View, since: int) -> bool:
+    """Return whether hardly a gradient underflows from a step on; False if that is not known."""
+    rates = [rate for name in WITH_LOSS_SCALE if (rate := underflow_rate(view, name, since)) is not None]
+    return bool(rates) and max(rate.share for rate in rates) < _LEAST_UNDERFLOW
 
 
 def _fallen(steps: Ints, scale: Floats, begin: int, window: float) -> Floats:

@@ -101,7 +101,7 @@ class Nonfinite(Rule):
         of_gradients = not len(losses) and all(where in _OF_GRADIENTS for _, where, _ in places)
         too_high = too_high if of_gradients else None
         room = room if too_high is None and not len(losses) else None
-        excused = view.scaled and of_gradients and too_high is room is None and not self._on_and_on(view)
+        excused = view.scaled and of_gradients and too_high is room is None and not self._on_and_on(_counts(view)[1])
         steps = np.unique(np.concatenate([losses, gradients, np.array([s for s, *_ in places], dtype=np.int64)]))
         evidence = broken.counts(len(steps), int(np.count_nonzero(whole.steps < broken.begin)))
         spots: list[Spot] = []
@@ -142,7 +142,7 @@ class Nonfinite(Rule):
         Overflows that a scaler meets in gradients alone are no episode, unless they go on and on.
         """
         scaled, last, (steps, counts) = view.scaled, view.last_step, _counts(view)
-        on_and_on = stretches(counts > 0, self.skips) + (stretches(counts > 0, self.fixed)[-1:] if too_high else [])
+        on_and_on = self._on_and_on(counts) + (stretches(counts > 0, self.fixed)[-1:] if too_high else [])
         spans: list[Span] = [(steps[[a]], steps[[b]]) for a, b in on_and_on]
         # What is undefined gave NaN at higher scales, too. The first steps on end are the search for the scale.
         later = steps[(counts > 0) & (np.cumsum(counts == 0) > 0)] if undefined else steps[:0]
@@ -276,8 +276,13 @@ class Nonfinite(Rule):
         stays = now > 1 and bool((np.diff(scales) <= 0).all()) and float(scales[0]) < _FALL * now
         return now if stays and _overflow_first(view, int(steps[spans[-1][0]])) else None
 
-    def _on_and_on(self, view: View) -> bool:
-        return bool(stretches(_counts(view)[1] > 0, self.skips))
+    # A scaler that begins far too high, over gradients of a large loss, needs more steps to come down. It has found its
+    # scale if finite steps follow those with which the run begins.
+    def _on_and_on(self, counts: Floats) -> list[tuple[int, int]]:
+        """Return the places of non-finite steps that go on for longer than a search for the scale."""
+        spans = stretches(counts > 0, self.skips)
+        found = spans and spans[0][0] == 0 and not counts[spans[0][1] + 1 :][: int(self.recovered)].any()
+        return spans[1:] if found and len(counts) > spans[0][1] + self.recovered else spans
 
 
 def _counts(view: View) -> tuple[Ints, Floats]:
