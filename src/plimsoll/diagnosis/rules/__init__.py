@@ -15,12 +15,12 @@ _ORDER = (
     "casts",
     "nonfinite",
     "optimizer",
+    "targets",
     "loss",
     "errors",
     "layers",
     "wiring",
-    "ranks",
-    "record",
+    "run",
 )
 
 

@@ -18,12 +18,11 @@ from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, 
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.trend import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
-from plimsoll.diagnosis.tables.wiring_facts import facts, first_fact, optimizer_settings
+from plimsoll.diagnosis.tables.wiring_facts import first_fact, optimizer_settings
 from plimsoll.diagnosis.view import View
 from plimsoll.text import number, percent
 
-_ROWS, _PAIRS = "softmax over rows", "pairs"  # facts of the watch, and causes in the evidence
-_FAR_OFF = "begins far off"  # likewise
+_FAR_OFF = "begins far off"  # a fact of the watch, and the cause in the evidence
 _ABOVE = "above guessing"
 _EARLY = 50  # steps within which a blow-up belongs to the beginning
 _AT_ONCE = 3  # losses on end that no single bad batch explains
@@ -419,87 +418,6 @@ class LossUnbounded(Rule):
         return Phrase(
             what=f"the loss falls without bound, from {began} to {now}, faster and faster {context.since}",
             remedy="check its sign, or bound it from below",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossWrongAxis(Rule):
-    """A loss over the wrong dimension, or whose outputs and targets have different shapes."""
-
-    id = "loss-wrong-axis"
-    says = "the loss takes its softmax over the rows of a batch, or each output meets the targets of all rows"
-    meaning = "The classes of a row do not compete with each other but the rows of a batch do: no row is classified."
-    advice = "Take the (log) softmax over the classes: dim=1 of N x C, dim=-1 where the classes come last."
-    figure = "loss_and_scale"
-    items = {"rows": EvidenceItem("Rows")}
-
-    losses: float = threshold(1, "the facts are exact: the graph behind the loss has this dimension, or these shapes")
-
-    def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of each kind."""
-        for fact, meaning, advice in (
-            (_ROWS, self.meaning, self.advice),
-            (
-                _PAIRS,
-                "Outputs of shape N x 1 and targets of shape N make N x N pairs: each output meets all targets.",
-                "Give both one shape: targets.unsqueeze(1), or outputs.squeeze(1).",
-            ),
-        ):
-            found = facts(view, fact)
-            if found and len(found) >= self.losses:
-                event = found[0]
-                evidence = {"rows": int(cast("int", event.details.get("rows", 0))), "cause": fact}
-                yield self.finding(
-                    "warning", (), evidence, since_step=event.step, until_step=max(view.last_step, event.step),
-                    meaning=meaning, advice=advice,
-                )  # fmt: skip
-
-    def phrase(self, context: FindingContext) -> Phrase:
-        """Return what the loss compares."""
-        rows = f"{context.number('rows'):,.0f}"
-        if context.text("cause") == _ROWS:
-            return Phrase(
-                what=f"the loss takes a softmax over the {rows} rows of a batch and not over the classes, seen "
-                f"{context.since}",
-                remedy="take it over the classes",
-            )
-        return Phrase(
-            what=f"the loss compares {rows} outputs with {rows} targets of another shape, broadcast to {rows} x {rows} "
-            f"pairs, seen {context.since}",
-            effect="so all outputs are drawn to the mean of the targets",
-            remedy="give both one shape",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetsOutOfReach(Rule):
-    """Targets of a regression that the function before the loss cannot put out."""
-
-    id = "targets-out-of-reach"
-    says = "a regression has targets that the function before its loss cannot put out"
-    meaning = "The outputs have bounds, and targets lie outside of them: the error there cannot become zero."
-    advice = "End with a linear layer, or bring the targets into the range of the last function."
-    figure = "loss_and_scale"
-
-    batches: float = threshold(1, "the fact is exact; one target in twenty, since fewer may be outliers")
-
-    def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding."""
-        found = facts(view, "out of reach")
-        if found and len(found) >= self.batches:
-            event = found[0]
-            evidence = {name: str(event.details.get(name, "")) for name in ("function", "low", "high")}
-            until = max(view.last_step, event.step)
-            yield self.finding("warning", (), evidence, since_step=event.step, until_step=until)
-
-    def phrase(self, context: FindingContext) -> Phrase:
-        """Return the last function and its bounds."""
-        low, high = context.text("low"), context.text("high")
-        bounds = "no negative number" if high == "inf" else f"{low} to {high} only"
-        return Phrase(
-            what=f"the loss has targets out of reach of a {context.text('function')} before it, {context.since}",
-            effect=f"since it puts out {bounds}",
-            remedy="end with a linear layer, or scale the targets",
         )
 
 

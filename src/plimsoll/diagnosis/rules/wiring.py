@@ -34,12 +34,6 @@ _HIDDEN = (
     "them, and they keep their initial values."
 )
 _REGISTER = "Keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList."
-_NO_LOGARITHMS = "no logarithms"  # likewise
-_LOGARITHMS = (
-    "The loss takes logarithms of probabilities, which are never above zero; it gets scores or probabilities, so it "
-    "rewards large ones."
-)
-_TAKE_LOGARITHMS = "Give kl_div and nll_loss the results of log_softmax, or give scores to cross_entropy."
 _ERASED = "all zero when the optimizer steps, and not after the backward"
 _TOO_EARLY = "unscaled before all of a step are added up"
 _TWICE = "divided by the loss scale twice"
@@ -723,54 +717,6 @@ class SymmetricWeights(Rule):
         return Phrase(
             what=f"the units of {context.place} are copies of each other and move as one, seen {context.since}",
             remedy="initialise their weights at random",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbabilitiesAsLogits(Rule):
-    """A loss of logits that gets probabilities, or one of log probabilities that gets something else."""
-
-    id = "probabilities-as-logits"
-    says = "a loss that takes logits gets the results of a softmax or a sigmoid, or one of log probabilities others"
-    meaning = (
-        "The loss applies its softmax or sigmoid to probabilities: it cannot come near zero, and its gradients are far "
-        "too small."
-    )
-    advice = "Give the loss the values from before the softmax or sigmoid, or take the logarithm and use NLLLoss."
-    figure = "loss_and_scale"
-
-    losses: float = threshold(1, "the fact is exact: the graph behind the loss has one right before the other")
-
-    def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of each kind, of the whole run."""
-        for fact, meaning, advice in (
-            ("squashed twice", self.meaning, self.advice),
-            (_NO_LOGARITHMS, _LOGARITHMS, _TAKE_LOGARITHMS),
-        ):
-            found = facts(view, fact)
-            if found and len(found) >= self.losses:
-                event = found[0]
-                evidence = {"function": str(event.details.get("function", ""))}
-                if fact == _NO_LOGARITHMS:
-                    evidence["cause"] = fact
-                yield self.finding(
-                    "warning", (), evidence, since_step=event.step, until_step=max(view.last_step, event.step),
-                    meaning=meaning, advice=advice,
-                )  # fmt: skip
-
-    def phrase(self, context: FindingContext) -> Phrase:
-        """Return which function is applied twice."""
-        function = context.text("function")
-        if context.text("cause") == _NO_LOGARITHMS:
-            return Phrase(
-                what=f"{function} takes log probabilities, and gets probabilities or scores, seen {context.since}",
-                effect="so it falls below zero and does not fit the targets",
-                remedy="give it log_softmax of the scores",
-            )
-        return Phrase(
-            what=f"the loss applies a {function} to the results of a {function}, seen {context.since}",
-            effect="so it cannot come near zero",
-            remedy=f"give it the values from before the {function}",
         )
 
 
