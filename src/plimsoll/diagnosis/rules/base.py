@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis.finding import Action, Finding, Severity, Spot, collection_words, how_many, layer_name, shown
 from plimsoll.diagnosis.tables.cells import Cells
 from plimsoll.diagnosis.view import View
+from plimsoll.runs import Event
 
 Mask = NDArray[np.bool_]
 Where = Literal["anywhere", "same module"]
@@ -215,6 +216,21 @@ class Rule(ABC):
     def item(self, name: str) -> EvidenceItem:
         """Return how a value of the evidence is labelled and written."""
         return self.items.get(name) or COMMON_ITEMS.get(name) or EvidenceItem()
+
+    def lasting(
+        self, severity: Severity, event: Event, view: View, evidence: Mapping[str, float | int | str], **more: Any
+    ) -> Finding:
+        """Return a finding that holds from an event to the end of the record.
+
+        Args:
+            severity: "info", "warning" or "alarm".
+            event: A fact of the watch.
+            view: The record.
+            evidence: The numbers behind it, by name.
+            more: Other arguments of `finding`.
+        """
+        until = max(view.last_step, event.step)
+        return self.finding(severity, (), evidence, since_step=event.step, until_step=until, **more)
 
     def finding(
         self,

@@ -1,8 +1,8 @@
-"""Rules of casts to 8 bits: saturation, underflow, unused codes, unit scale left.
+"""Rules of casts: saturation, underflow, unused codes, unit scale left in 8 bits, and stale casts of autocast.
 
-All four judge the values at the scale of the cast, which a run of FP8 layers records. The thresholds come from the
-format's own numbers, so the rules hold for E4M3, E5M2 and any other format that a module casts to. A module that rounds
-by hand records no cast: two of them find it by what comes in and what goes out.
+The first four judge the values at the scale of the cast, which a run of FP8 layers records. The thresholds come from
+the format's own numbers, so the rules hold for E4M3, E5M2 and any other format that a module casts to. A module that
+rounds by hand records no cast: two of them find it by what comes in and what goes out.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +26,7 @@ from plimsoll.diagnosis.rules.base import (
     worst,
 )
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, module_ends
+from plimsoll.diagnosis.tables.wiring_facts import first_fact, listed_in
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import Format
 from plimsoll.text import number, percent, power
@@ -345,6 +346,41 @@ class UnitDrift(CastRule):
                 span = sizes[layer, first : last + 1]
                 drifted.append((cast, layer, first, last, float(span[np.nanargmax(np.abs(span))])))
         return drifted
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastsStale(Rule):
+    """Forwards that use casts of weights from before the last step."""
+
+    id = "casts-stale"
+    says = "autocast keeps its casts of the weights from step to step, so no forward sees an update"
+    meaning = (
+        "Autocast casts a weight once and keeps the cast until its outermost context is left. It is never left, so "
+        "forwards use the weights of the first step, and the model does not learn."
+    )
+    advice = "Enter autocast for each forward, and leave it before optimizer.step(); or pass cache_enabled=False."
+    actions = ("stop",)
+    figure = "loss_and_scale"
+
+    parameters: float = threshold(1, "the facts are exact: the same cast, of a weight that was written since")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the weights."""
+        event = first_fact(view, "stale casts")
+        names = [] if event is None else listed_in(event, "parameters")
+        if event is not None and len(names) >= self.parameters:
+            spots = [Spot(name=name, since_step=event.step) for name in names]
+            evidence = {"parameters": len(names)}
+            yield self.finding("alarm", spots, evidence, until_step=max(view.last_step, event.step))
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return whose casts are old."""
+        whose = context.layer if context.is_single else f"{len(context.finding.where)} weights"
+        return Phrase(
+            what=f"autocast keeps its old casts of {whose} {context.since}",
+            effect="and no forward sees an update",
+            remedy="enter autocast for each forward",
+        )
 
 
 def _is_round(value: float) -> bool:

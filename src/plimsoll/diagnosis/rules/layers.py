@@ -25,7 +25,14 @@ from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
 from plimsoll.diagnosis.tables.trend import falls, goes_on, looks, trend
-from plimsoll.diagnosis.tables.wiring_facts import ROUNDED_GRADIENTS, facts, first_fact, frozen_weights, listed_in
+from plimsoll.diagnosis.tables.wiring_facts import (
+    ROUNDED_GRADIENTS,
+    facts,
+    first_fact,
+    frozen_weights,
+    listed_in,
+    without_gradient,
+)
 from plimsoll.diagnosis.tables.zero_gradients import always_zero, erased_samples, where_gradients_stop
 from plimsoll.diagnosis.view import View, log2
 from plimsoll.formats import get_element
@@ -159,8 +166,11 @@ class DeadLayer(Rule):
         outputs = view.cells("activations")
         if outputs is None:
             return [], 0
-        is_output = np.array([":output" in name for name in outputs.names])[:, None]
-        fraction = np.where(is_output, outputs.zero_fraction, np.nan)
+        # A layer that begins at zero stays there where no gradient reaches it: `untrained-parameters` says why.
+        cut, reached = without_gradient(view), view.run.tensors.get("gradients", ())
+        cut = {module for module in _and_parents(cut) if not any(name.startswith(f"{module}.") for name in reached)}
+        is_output = [":output" in name and name.partition(":")[0] not in cut for name in outputs.names]
+        fraction = np.where(np.array(is_output)[:, None], outputs.zero_fraction, np.nan)
         spans = spells(fraction >= self.zeros, ~np.isnan(fraction), self.samples)
         if not spans:
             return [], 0
@@ -762,6 +772,11 @@ def _largest_input(view: View) -> float:
     cells, whole = view.cells("activations"), f"{view.run.manifest.get('root', 'model')}:input"
     inputs = [] if cells is None else [i for i, name in enumerate(cells.names) if name.startswith(whole)]
     return float(np.nanmax(cells.true_absmax[inputs])) if cells is not None and inputs else np.inf
+
+
+def _and_parents(names: set[str]) -> set[str]:
+    """Return the modules of parameters, and the modules that these are in."""
+    return {name[:place] for name in names for place, letter in enumerate(name) if letter == "."}
 
 
 def _modules_of(spots: Sequence[Spot]) -> set[str]:

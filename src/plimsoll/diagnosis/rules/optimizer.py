@@ -325,9 +325,7 @@ class StateCleared(Rule):
             if times < self.times:
                 continue
             evidence = {"optimizer": str(event.details.get("optimizer", "")), "steps": steps}
-            yield self.finding(
-                "warning", (), evidence, since_step=event.step, until_step=max(view.last_step, event.step)
-            )
+            yield self.lasting("warning", event, view, evidence)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return how often the state is lost."""
@@ -406,7 +404,7 @@ class KeptNarrow(Rule):
                 meaning=f"FP32 weights are rounded to {fmt} after each step, so that {percent(lost)} of the updates "
                 "in the first steps were undone.",
                 advice=f"Keep the FP32 weights as they are, and write {fmt} into a copy of them. Or use an optimizer "
-                f"for {fmt} weights that rounds at random or compensates (MasterWeights, bf16-kahan).",
+                "that rounds such weights at random or compensates (MasterWeights, bf16-kahan).",
             )  # fmt: skip
         for event in facts(view, ROUNDED_GRADIENTS):
             fmt, certain = _format(event), event.details.get("certain") is True
@@ -433,7 +431,8 @@ class KeptNarrow(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return what is rounded, and the remedy."""
-        cause, fmt = context.text("cause"), context.text("format").upper()
+        cause, fmt = context.text("cause"), context.text("format")
+        fmt = fmt if " " in fmt else fmt.upper()
         if cause == _NO_ZERO:
             return Phrase(
                 what=f"first moments of {context.place} are rounded to codes without a zero, seen {context.since}",
@@ -694,7 +693,8 @@ def _without_a_zero(view: View, cells: Cells) -> dict[str, tuple[str, float]]:
 
 
 def _format(event: Event) -> str:
-    return str(event.details.get("format", "")).upper()
+    name = str(event.details.get("format", ""))
+    return name if " " in name else name.upper()  # "8-bit codes" is no format's name
 
 
 def _share(event: Event) -> float:

@@ -1,6 +1,6 @@
 """Rules of losses that are given what they cannot use, and of their targets.
 
-These rules read the facts of `plimsoll.watch.steps.wiring`, events of kind "wiring".
+These rules read the facts of `plimsoll.watch.steps.targets`, events of kind "wiring".
 """
 
 from collections.abc import Iterator
@@ -11,10 +11,17 @@ from plimsoll.diagnosis.finding import Finding
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
 from plimsoll.diagnosis.tables.wiring_facts import facts
 from plimsoll.diagnosis.view import View
+from plimsoll.text import percent
 
 # Facts of the watch, and causes in the evidence.
 _ROWS, _PAIRS = "softmax over rows", "pairs"
 _NO_LOGARITHMS = "no logarithms"
+_NOT_SHIFTED, _PADDING = "not shifted", "padding counted"
+_OF_PADDING = (
+    "Most of the targets that count in the loss are one token, at places where the model is given that token too: "
+    "padding. The loss is mostly of places that mean nothing, and so are the gradients."
+)
+_LEAVE_OUT = "Set the targets of padding to -100, or give the loss ignore_index."
 _LOGARITHMS = (
     "The loss takes logarithms of probabilities, which are never above zero; it gets scores or probabilities, so it "
     "rewards large ones."
@@ -49,10 +56,7 @@ class LossWrongAxis(Rule):
             if found and len(found) >= self.losses:
                 event = found[0]
                 evidence = {"rows": int(cast("int", event.details.get("rows", 0))), "cause": fact}
-                yield self.finding(
-                    "warning", (), evidence, since_step=event.step, until_step=max(view.last_step, event.step),
-                    meaning=meaning, advice=advice,
-                )  # fmt: skip
+                yield self.lasting("warning", event, view, evidence, meaning=meaning, advice=advice)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return what the loss compares."""
@@ -130,10 +134,7 @@ class ProbabilitiesAsLogits(Rule):
                 evidence = {"function": str(event.details.get("function", ""))}
                 if fact == _NO_LOGARITHMS:
                     evidence["cause"] = fact
-                yield self.finding(
-                    "warning", (), evidence, since_step=event.step, until_step=max(view.last_step, event.step),
-                    meaning=meaning, advice=advice,
-                )  # fmt: skip
+                yield self.lasting("warning", event, view, evidence, meaning=meaning, advice=advice)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return which function is applied twice."""
@@ -148,4 +149,79 @@ class ProbabilitiesAsLogits(Rule):
             what=f"the loss applies a {function} to the results of a {function}, seen {context.since}",
             effect="so it cannot come near zero",
             remedy=f"give it the values from before the {function}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetsRepeatInputs(Rule):
+    """A cross entropy whose targets are the tokens that the model is given."""
+
+    id = "targets-repeat-inputs"
+    says = "the targets of a causal language model are its own inputs, or most of those that count are padding"
+    meaning = (
+        "The model is to put out the token that it is given at each place, and not the one after it: it learns to copy."
+    )
+    advice = "Shift one of both by a place: scores[:, :-1] against tokens[:, 1:]."
+    figure = "loss_and_scale"
+    items = {"share": EvidenceItem("Padding among the targets", "share", hide_zero=True)}
+
+    batches: float = threshold(1, "the facts are exact, of 32 targets or more; of padding one half, one token repeated")
+
+    # Where attention looks at all places, targets may well be inputs: an autoencoder puts out what it is given.
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of targets that were not shifted, one of padding."""
+        for fact, meaning, advice in ((_NOT_SHIFTED, None, None), (_PADDING, _OF_PADDING, _LEAVE_OUT)):
+            found = facts(view, fact)
+            if found and len(found) >= self.batches:
+                event = found[0]
+                share = float(cast("float", event.details.get("share", 0.0))) if fact == _PADDING else 0.0
+                evidence = {"cause": fact, "share": share, "token": int(cast("int", event.details.get("token", 0)))}
+                yield self.lasting("warning", event, view, evidence, meaning=meaning, advice=advice)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return which targets."""
+        if context.text("cause") == _PADDING:
+            share, token = percent(context.number("share")), f"{context.number('token'):.0f}"
+            return Phrase(
+                what=f"{share} of the targets are token {token}, which is the input there too, seen {context.since}",
+                effect="so the loss is mostly of padding",
+                remedy="give the loss ignore_index",
+            )
+        return Phrase(
+            what=f"the targets are the model's own input tokens, at the same places, seen {context.since}",
+            effect="so it learns to copy",
+            remedy="shift the targets by one place",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchesOfOneClass(Rule):
+    """Batches that are sorted by class."""
+
+    id = "batches-of-one-class"
+    says = "the targets of a batch are of one class, and those of other batches of another: data is not shuffled"
+    meaning = "Each class is learned in turn, and forgotten in the next: gradients of a batch know one class."
+    advice = "Shuffle: DataLoader(shuffle=True), or a permutation of all rows in each epoch."
+    figure = "loss_and_scale"
+    items = {"batches": EvidenceItem("Sampled batches of one class"), "of": EvidenceItem("Sampled batches")}
+
+    batches: float = threshold(5, "of ten or more, half of all; drawn at random, eight rows of a class are no chance")
+
+    # One frequent class gives batches of one class too, but always of the same.
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, of the whole run."""
+        for event in facts(view, "one class"):
+            alike, of, classes = (int(cast("int", event.details.get(key, 0))) for key in ("batches", "of", "classes"))
+            if alike >= self.batches:
+                evidence = {"batches": alike, "of": of, "classes": classes}
+                yield self.lasting("warning", event, view, evidence)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return in how many batches."""
+        alike, of = (f"{context.number(key):.0f}" for key in ("batches", "of"))
+        return Phrase(
+            what=f"{alike} of {of} sampled batches had targets of one class, and not always the same, seen "
+            f"{context.since}",
+            effect="so each class is forgotten in the next",
+            remedy="shuffle the data",
         )

@@ -6,11 +6,11 @@ confirm or refute a fact, it decides.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from plimsoll.diagnosis.finding import Finding, Spot
+from plimsoll.diagnosis.finding import Finding, Severity, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, stretches, threshold
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.wiring_facts import (
@@ -39,10 +39,17 @@ _TOO_EARLY = "unscaled before all of a step are added up"
 _TWICE = "divided by the loss scale twice"
 _ROUNDED = "rounded away as they are added up"
 _CLIPPED = "clipped before all micro-batches are added up"
+_CLEARED = "cleared before each micro-batch, so that the last one alone counts"
+_NOT_CLIPPED = "not clipped: the norm for it is of no gradient"
 _PART = "scaled in part, and unscaled as a whole"
 _NEVER_UPDATED = (
     "Batch norms in evaluation mode use running statistics that have never been updated (mean 0, variance 1): they "
     "normalise nothing."
+)
+_FOLLOW = "frozen norms follow"  # likewise
+_FROZEN_NORMS = (
+    "These batch norms have frozen weights and are in training mode: their running statistics follow the data, and "
+    "what was trained with the old ones no longer fits them."
 )
 _SINCE = (
     "The model was in training mode before, and is trained in evaluation mode since: dropout is off, and batch norms "
@@ -56,6 +63,8 @@ _DIVIDED = "divided by the number of micro-batches twice"
 _REMEDIES = {
     _ROUNDED: "accumulate gradients in FP32",
     _CLIPPED: "clip once, after the last backward",
+    _CLEARED: "call zero_grad() once a step",
+    _NOT_CLIPPED: "give clip_grad_norm_ model.parameters(), after the backward",
     _PART: "scale the sum of all losses",
     _DIVIDED: "divide the loss once",
     _OF_SCALE: "divide gradients by the scale before a loss is made from them",
@@ -66,6 +75,63 @@ _REMEDIES = {
     _TOO_EARLY: "call scaler.unscale_(optimizer) after the last backward",
     _ERASED: "compute the norm for clipping in FP32, and look for a misplaced zero_grad()",
 }
+
+
+class _Mishandled(NamedTuple):
+    """A fact of the watch on gradients, and what a finding of it says."""
+
+    fact: str
+    cause: str
+    meaning: str
+    advice: str
+    severity: Severity = "warning"
+
+
+_MISHANDLED = (
+    _Mishandled(
+        fact="carried over",
+        cause="never set to zero",
+        meaning="Gradients are added to those of all steps before: the optimizer follows their sum.",
+        advice="Call optimizer.zero_grad() once a step, before the backward.",
+    ),
+    _Mishandled(
+        fact="not unscaled",
+        cause="never unscaled",
+        meaning="The optimizer gets gradients times the loss scale.",
+        advice="Call scaler.step(optimizer) in place of optimizer.step().",
+        severity="alarm",
+    ),
+    _Mishandled(
+        fact="added after unscaling",
+        cause=_TOO_EARLY,
+        meaning="Gradients that carry the loss scale are added to those that were unscaled already: their sum is far "
+        "too large, and in no proportion.",
+        advice="Call scaler.unscale_(optimizer) once a step, after the backward of the last micro-batch.",
+        severity="alarm",
+    ),
+    _Mishandled(
+        fact="cleared between",
+        cause=_CLEARED,
+        meaning="The loss is divided by {backwards} micro-batches, and gradients are cleared before each: a step "
+        "follows the last one alone, and a part of it.",
+        advice="Call zero_grad() once a step, before the first micro-batch or after the optimizer's step.",
+    ),
+    _Mishandled(
+        fact="clipped nothing",
+        cause=_NOT_CLIPPED,
+        meaning="clip_grad_norm_ is called in each step and gets no gradient: nothing is clipped.",
+        advice="Call it after the backward and before the step. Give it model.parameters(), or a list: a generator "
+        "that the optimizer was made from is used up.",
+    ),
+    _Mishandled(
+        fact="sum rounded",
+        cause=_ROUNDED,
+        meaning="Gradients of {backwards} micro-batches are accumulated in {format}: late ones are less than half a "
+        "unit in the last place of the sum, and are rounded away.",
+        advice="Accumulate gradients in FP32 (FP32 weights with autocast, or a buffer of your own), or take fewer and "
+        "larger micro-batches.",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,8 +374,8 @@ class GradientsMishandled(Rule):
     id = "gradients-mishandled"
     says = (
         "gradients are never set to zero, unscaled never, twice or too early, clipped too early, "
-        "erased, rounded away in their sum, divided by the micro-batches twice, scaled in part, left on frozen "
-        "weights, or of a loss that depends on the scale"
+        "not at all, erased, cleared between micro-batches, rounded away in their sum, divided by the micro-batches "
+        "twice, scaled in part, left on frozen weights, or of a loss that depends on the scale"
     )
     meaning = "The optimizer gets gradients that are not those of the step's loss."
     advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."
@@ -327,27 +393,7 @@ class GradientsMishandled(Rule):
     # twice have biases whose gradients times the loss scale add up to the gradients of their module's output.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each."""
-        carried, scaled = first_fact(view, "carried over"), first_fact(view, "not unscaled")
-        if carried is not None:
-            yield self._finding(
-                view, "warning", carried.step, "never set to zero", str(carried.details.get("optimizer", "")),
-                meaning="Gradients are added to those of all steps before: the optimizer follows their sum.",
-                advice="Call optimizer.zero_grad() once a step, before the backward.",
-            )  # fmt: skip
-        if scaled is not None:
-            yield self._finding(
-                view, "alarm", scaled.step, "never unscaled", str(scaled.details.get("optimizer", "")),
-                meaning="The optimizer gets gradients times the loss scale.",
-                advice="Call scaler.step(optimizer) in place of optimizer.step().",
-            )  # fmt: skip
-        mixed = first_fact(view, "added after unscaling")
-        if mixed is not None:
-            yield self._finding(
-                view, "alarm", mixed.step, _TOO_EARLY, str(mixed.details.get("optimizer", "")),
-                meaning="Gradients that carry the loss scale are added to those that were unscaled already: their sum "
-                "is far too large, and in no proportion.",
-                advice="Call scaler.unscale_(optimizer) once a step, after the backward of the last micro-batch.",
-            )  # fmt: skip
+        yield from self._of_facts(view)
         moving = frozen_weights(view, moving=True)
         if moving:
             event = cast("Event", first_fact(view, FROZEN))
@@ -358,16 +404,6 @@ class GradientsMishandled(Rule):
                 "them, and weight decay and momentum move them.",
                 advice="Set the gradients of what is frozen to None (zero_grad(set_to_none=True)), or leave it out of "
                 "the optimizer.",
-            )  # fmt: skip
-        rounded = first_fact(view, "sum rounded")
-        if rounded is not None:
-            fmt, backwards = str(rounded.details.get("format", "")), rounded.details.get("backwards", 0)
-            yield self._finding(
-                view, "warning", rounded.step, _ROUNDED, str(rounded.details.get("optimizer", "")),
-                meaning=f"Gradients of {backwards} micro-batches are accumulated in {fmt.upper()}: late ones are less "
-                "than half a unit in the last place of the sum, and are rounded away.",
-                advice="Accumulate gradients in FP32 (FP32 weights with autocast, or a buffer of your own), or take "
-                "fewer and larger micro-batches.",
             )  # fmt: skip
         yield from self._of_losses(view)
         yield from self._of_scale(view)
@@ -410,6 +446,16 @@ class GradientsMishandled(Rule):
         evidence = {"cause": cause, "of": whose}
         until = more.pop("until_step", max(view.last_step, since))
         return self.finding(severity, (), evidence, since_step=since, until_step=until, **more)
+
+    def _of_facts(self, view: View) -> Iterator[Finding]:
+        for known in _MISHANDLED:
+            event = first_fact(view, known.fact)
+            if event is not None:
+                details = {**event.details, "format": str(event.details.get("format", "")).upper()}
+                yield self._finding(
+                    view, known.severity, event.step, known.cause, str(event.details.get("optimizer", "")),
+                    meaning=known.meaning.format(**details), advice=known.advice,
+                )  # fmt: skip
 
     def _of_losses(self, view: View) -> Iterator[Finding]:
         """Yield what the graph behind the loss shows."""
@@ -557,41 +603,6 @@ class DecayLost(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CastsStale(Rule):
-    """Forwards that use casts of weights from before the last step."""
-
-    id = "casts-stale"
-    says = "autocast keeps its casts of the weights from step to step, so no forward sees an update"
-    meaning = (
-        "Autocast casts a weight once and keeps the cast until its outermost context is left. It is never left, so "
-        "forwards use the weights of the first step, and the model does not learn."
-    )
-    advice = "Enter autocast for each forward, and leave it before optimizer.step(); or pass cache_enabled=False."
-    actions = ("stop",)
-    figure = "loss_and_scale"
-
-    parameters: float = threshold(1, "the facts are exact: the same cast, of a weight that was written since")
-
-    def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of the weights."""
-        event = first_fact(view, "stale casts")
-        names = [] if event is None else listed_in(event, "parameters")
-        if event is not None and len(names) >= self.parameters:
-            spots = [Spot(name=name, since_step=event.step) for name in names]
-            evidence = {"parameters": len(names)}
-            yield self.finding("alarm", spots, evidence, until_step=max(view.last_step, event.step))
-
-    def phrase(self, context: FindingContext) -> Phrase:
-        """Return whose casts are old."""
-        whose = context.layer if context.is_single else f"{len(context.finding.where)} weights"
-        return Phrase(
-            what=f"autocast keeps its old casts of {whose} {context.since}",
-            effect="and no forward sees an update",
-            remedy="enter autocast for each forward",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class AverageStuck(Rule):
     """An average or counter in 16 bits whose steps are smaller than its rounding."""
 
@@ -648,10 +659,13 @@ class AverageStuck(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationMode(Rule):
-    """A model that is trained in evaluation mode, or batch norms that have seen no data."""
+    """A model that is trained in evaluation mode, batch norms that have seen no data, and frozen ones that see it."""
 
     id = "evaluation-mode"
-    says = "the model is trained in evaluation mode: dropout is off, and batch norms do not normalise by the batch"
+    says = (
+        "the model is trained in evaluation mode: dropout is off, and batch norms do not normalise by the batch; or "
+        "frozen batch norms are in training mode"
+    )
     meaning = "In evaluation mode dropout does nothing, and batch norms use statistics of earlier data."
     advice = "Call model.train() before training, and again after each evaluation."
     figure = "loss_and_scale"
@@ -660,7 +674,17 @@ class EvaluationMode(Rule):
 
     # Fine-tuning with frozen batch norms is usual, and a model from a library is often in evaluation mode: a note.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding, the last that is known."""
+        """Yield one finding of frozen batch norms in training mode, one of evaluation mode, the last that is known."""
+        following = first_fact(view, "frozen norms follow")
+        if following is not None:
+            names = listed_in(following, "modules")
+            spots = [Spot(name=name, since_step=following.step) for name in names]
+            evidence: dict[str, float | int | str] = {"cause": _FOLLOW, "batch_norms": len(names)}
+            yield self.finding(
+                "warning", spots, evidence, until_step=max(view.last_step, following.step), meaning=_FROZEN_NORMS,
+                advice="Call eval() on frozen parts after each model.train(): their batch norms then keep their "
+                "statistics.",
+            )  # fmt: skip
         events = facts(view, "evaluation mode")
         if not events:
             return
@@ -668,7 +692,7 @@ class EvaluationMode(Rule):
         whole, later = event.details.get("whole") is True, event.details.get("later") is True
         dropouts, norms, initial = (listed_in(event, key) for key in ("dropouts", "norms", "initial"))
         spots = [Spot(name=name, since_step=event.step) for name in initial or norms or dropouts]
-        evidence: dict[str, float | int | str] = {
+        evidence = {
             "dropouts": len(dropouts), "batch_norms": len(norms), "never_updated": len(initial),
         }  # fmt: skip
         meaning = severity = None
@@ -682,6 +706,12 @@ class EvaluationMode(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return which part is in evaluation mode."""
+        if context.text("cause") == _FOLLOW:
+            return Phrase(
+                what=f"frozen batch norms ({context.place}) have followed the data {context.since}",
+                effect="so what was trained before no longer fits",
+                remedy="call eval() on frozen parts",
+            )
         of = f" ({context.place})" if context.finding.where else ""
         what = f"the model is trained in evaluation mode{of}, seen {context.since}"
         if context.number("never_updated") > 0:

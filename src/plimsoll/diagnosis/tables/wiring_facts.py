@@ -35,6 +35,11 @@ def names_of(view: View, fact: str) -> set[str]:
     return {name for event in facts(view, fact) for name in listed_in(event, "parameters")}
 
 
+def without_gradient(view: View) -> set[str]:
+    """Return the parameters that have never had a gradient, not even one of zeros."""
+    return names_of(view, "without gradient") - names_of(view, "gradient came")
+
+
 def groups_of(event: Event) -> list[dict[str, Any]]:
     """Return what an event says of parameter groups."""
     listed = event.details.get("groups")

@@ -114,18 +114,28 @@ def _leaves(nodes: list[Any]) -> list[Tensor]:
     return [leaf for leaf in found if leaf is not None]
 
 
+def divided_by(root: Tensor) -> list[int]:
+    """Return the whole numbers above 1 that a loss is divided by, the last first."""
+    return _divisors(root)[0]
+
+
 def divided_twice(root: Tensor) -> int:
     """Return the whole number that a loss is divided by two times on end, else 0.
 
     0 for a mean by hand: a sum that is divided first is no mistake.
     """
+    whole, node = _divisors(root)
+    twice = next((a for a, b in itertools.pairwise(whole) if a == b), 0)
+    return 0 if node is None or type(node).__name__.startswith(("Add", "Sub", "Sum", "Mean", "Mul")) else twice
+
+
+def _divisors(root: Tensor) -> tuple[list[int], Any]:
+    """Return the whole numbers that a loss is divided by, and the operation before these divisions."""
     node, divisors = cast("Any", root.grad_fn), list[float]()
     while node is not None and (by := _divisor(node)) is not None:
         divisors += [by] if by > 1 else []
         node = node.next_functions[0][0]
-    whole = [round(by) for by in divisors if abs(by - round(by)) < _ROUNDING * by]
-    twice = next((a for a, b in itertools.pairwise(whole) if a == b), 0)
-    return 0 if node is None or type(node).__name__.startswith(("Add", "Sub", "Sum", "Mean", "Mul")) else twice
+    return [round(by) for by in divisors if abs(by - round(by)) < _ROUNDING * by], node
 
 
 def length_of_sum(root: Tensor) -> tuple[int, torch.dtype]:
@@ -192,6 +202,34 @@ def given_for_logarithms(root: Tensor) -> Iterator[Tensor]:
                 continue
             with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
                 yield cast("Any", node)._saved_self  # noqa: SLF001  (likewise)
+
+
+def targets_of(root: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Yield the targets of NLL losses of N x C scores, and the class that each of these losses leaves out."""
+    for node in itertools.islice(_nodes([root]), _NEAREST):
+        if type(node).__name__ == _NLL[0]:
+            with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
+                loss = cast("Any", node)
+                yield loss._saved_target.detach(), _signed(loss._saved_ignore_index)  # noqa: SLF001  (likewise)
+
+
+def attends_to_the_past(root: Tensor) -> Tensor | None:
+    """Return whether each place attends to those before it alone, as a tensor; None without such attention."""
+    for node in _nodes([root]):
+        kind, attention = type(node).__name__, cast("Any", node)
+        with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
+            if kind.startswith("ScaledDotProduct"):
+                mask = attention._saved_attn_mask if hasattr(attention, "_saved_attn_mask") else None  # noqa: SLF001  (likewise)
+                if getattr(attention, "_saved_is_causal", False):
+                    return torch.ones((), dtype=torch.bool)
+            elif kind == "MaskedFillBackward0":
+                mask = attention._saved_mask  # noqa: SLF001  (likewise)
+            else:
+                continue
+            if isinstance(mask, Tensor) and mask.dim() > 1 and mask.shape[-1] == mask.shape[-2] > 1:
+                corners = mask.detach()[..., 0, -1] != mask.detach()[..., -1, 0]
+                return corners.all()
+    return None
 
 
 # torch computes kl_div as the mean or sum of a constant less targets times what it is given, with targets as

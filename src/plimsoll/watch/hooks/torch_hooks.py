@@ -25,7 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -50,8 +50,8 @@ class TrainingEvents:
     def backward_begins(self, tensors: Any) -> None:
         """A backward begins, of these tensors."""
 
-    def norm_taken(self, norm: Any) -> None:
-        """The norm of some gradients was taken, to clip them."""
+    def norm_taken(self, norm: Any, tensors: int) -> None:
+        """The norm of so many gradients was taken, to clip them."""
 
     def graph_replays(self) -> None:
         """A CUDA graph, which may hold whole steps, is about to run again."""
@@ -241,9 +241,9 @@ def _patch_norm() -> None:
         return
 
     @functools.wraps(original)
-    def get_total_norm(*args: Any, **kwargs: Any) -> Any:
-        norm = original(*args, **kwargs)
-        _notify("norm_taken", norm)
+    def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = original(tensors, *args, **kwargs)
+        _notify("norm_taken", norm, len(cast("list[object]", tensors)) if isinstance(tensors, list | tuple) else 1)
         return norm
 
     _put(owner, "_get_total_norm", get_total_norm, original, _undo)

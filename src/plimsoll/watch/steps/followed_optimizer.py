@@ -79,11 +79,59 @@ class FollowedGradient:
         self.left = weakref.ref(g)
         return reached
 
+    def was_cleared(self) -> bool:
+        """Return True if the gradient was written since the last backward and is all zero on a CPU."""
+        g = self.gradient()
+        if g is None or g.device.type != "cpu" or g._version == self.after_backward:  # noqa: SLF001
+            return g is None
+        return not g.detach().any()
+
     def is_as_backward_left_it(self) -> bool:
         """Return True if nothing has changed the gradient since the last backward."""
         g = self.gradient()
         left = None if self.left is None else self.left()
         return g is not None and g is left and g._version == self.after_backward  # noqa: SLF001
+
+
+class MicroBatches:
+    """Backwards of one step, and whether gradients were cleared between them."""
+
+    def __init__(self, followed: "list[FollowedGradient]") -> None:
+        self._followed = followed
+        self._weights: list[int] = []  # versions, when the last backward had ended
+        self._backwards = self._cleared = 0
+        self.lost = 0  # steps on end with cleared gradients between all backwards
+
+    # Between the two passes of SAM weights move. A backward of an adversarial example is one more than the loss is
+    # divided by.
+    def backward_begins(self) -> None:
+        """A backward begins: gradients that were set to None or zero since the last one count."""
+        if self._backwards:
+            gradients = [followed.gradient() for followed in self._followed]
+            self._cleared += self._versions() == self._weights and all(
+                g is None or followed.was_cleared() for g, followed in zip(gradients, self._followed, strict=True)
+            )
+
+    def backward_ends(self) -> None:
+        """A backward has reached the parameters."""
+        self._backwards += 1
+        self._weights = self._versions()
+
+    def step_begins(self, divisors: "list[int]") -> int:
+        """The optimizer's step begins; return the number of backwards of which one is left, 0 if all count.
+
+        Args:
+            divisors: Whole numbers that the loss was divided by.
+        """
+        many, cleared = self._backwards, self._cleared
+        self._backwards = self._cleared = 0
+        alone = many > 1 and cleared == many - 1 and many in divisors
+        self.lost = self.lost + 1 if alone else 0
+        return many if alone else 0
+
+    def _versions(self) -> list[int]:
+        weights = [followed.param() for followed in self._followed]
+        return [-1 if p is None or p.is_inference() else p._version for p in weights]  # noqa: SLF001
 
 
 class RateCourse:
@@ -129,6 +177,8 @@ class FollowedOptimizer:
         self.was_unscaled = False  # the scaler has unscaled gradients to which this backward may add
         self.dropped = False  # something else has changed those since
         self.mixed = 0  # backwards that did
+        self.micro = MicroBatches(self.followed)
+        self.unclipped = 0  # steps on end at which the norm for clipping was of no gradient
         self.rounded = 0  # steps at which it was looked whether micro-batches are rounded away
         self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
         self.rate = RateCourse()  # of the first group
@@ -142,3 +192,4 @@ class FollowedOptimizer:
         before, self.follows = self.follows, self.steps < _FIRST_STEPS or self.steps % _PERIOD < _LOOK
         if self.follows and not before:
             self.followed = [FollowedGradient(p) for followed in self.followed if (p := followed.param()) is not None]
+            self.micro = MicroBatches(self.followed)

@@ -1,6 +1,6 @@
 """Facts on values that are kept with fewer digits than their dtype has.
 
-- Weights that something rounds to a 16-bit format after each step.
+- Weights that something rounds to a 16-bit format, or to codes of 8 bits times a scale, after each step.
 - Gradients that are rounded between the backward and the step, so that small ones become zero.
 - Second moments in 16 bits, whose decay rounding undoes.
 - Second moments that went through FP16, in a checkpoint, so that small ones became zero.
@@ -22,12 +22,16 @@ from plimsoll.watch.steps.model_facts import is_plain, living, some_values
 
 _FIRST = 8  # steps in which weights and gradients are compared
 _STREAK = 3  # of them on end
+_SAMPLE = 1024  # values of a weight; in FP32 nearly all differ, in BF16 some 700 of them
+_CODES = 256  # of 8 bits: by chance no more of these many values are equal
 _FP32_EXPONENT_BITS = 8
 _HALF, _MOST = 0.5, 0.9  # of the values
 _FEWEST = 16  # values
 _LOST = 0.05  # of the gradients: fewer zeros do no harm
 _ZERO = 0.01  # of the second moments
 _LOOKS = 8  # at second moments that were replaced
+_COUNTS = 5 + len(SIXTEEN_BIT)  # numbers of `_rounded`
+EIGHT_BIT_CODES = "8-bit codes"  # no format: their scale is not known
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 # Bits of a significand after the first; the fewest first, since values with few digits lie on every wider grid too.
 _FORMATS = {
@@ -65,7 +69,8 @@ class Roundings:
         now, given = some_values(living(self._weights)), some_values(self._graded())
         before, after, passed = self._before, self._after, self._gradients
         if now is not None and before is not None and after is not None and now.shape == before.shape == after.shape:
-            self.weights.append(DeviceValue(_rounded(before, after, now)))
+            largest = max(living(self._weights), key=torch.Tensor.numel).detach().reshape(-1)[:_SAMPLE]
+            self.weights.append(DeviceValue(torch.cat([_rounded(before, after, now).float(), largest])))
         if given is not None and passed is not None and given.shape == passed.shape:
             self.gradients.append(DeviceValue(_flushed(passed, given)))
         self._before, self._after, self._gradients = now, None, None
@@ -81,10 +86,14 @@ class Roundings:
 
 
 def _rounded(before: Tensor, after: Tensor, now: Tensor) -> Tensor:
-    """Count values off each 16-bit format's rounding of them, updates, writes since, and updates that these undid."""
-    updated = after != before
+    """Count updates, writes since, updates that these undid, and values off each 16-bit format's rounding of them.
+
+    Last the product of what is left of the updates with them, and their square.
+    """
+    updated, update = after != before, after - before
     off = [(now != after.to(dtype).float()).sum() for dtype in SIXTEEN_BIT]
-    return torch.stack([updated.sum(), (now != after).sum(), (updated & (now == before)).sum(), *off])
+    left = [((now - before) * update).sum(), update.square().sum()]
+    return torch.stack([updated.sum(), (now != after).sum(), (updated & (now == before)).sum(), *off, *left])
 
 
 def rounding_of(steps: Sequence[DeviceValue]) -> dict[str, str | float] | None:
@@ -92,11 +101,18 @@ def rounding_of(steps: Sequence[DeviceValue]) -> dict[str, str | float] | None:
 
     None if they are not at the last `_STREAK` steps.
     """
-    counts = [cast("list[int]", step.tensor().tolist()) for step in steps[-_STREAK:]]
-    for place, dtype in enumerate(SIXTEEN_BIT):
-        if all(c[3 + place] == 0 and c[1] >= _HALF * c[0] and c[0] >= _FEWEST for c in counts):
-            return {"format": FORMATS[dtype].name, "lost": sum(c[2] for c in counts) / sum(c[0] for c in counts)}
-    return None
+    rows = [step.tensor() for step in steps[-_STREAK:]]
+    counts = [cast("list[float]", row[:_COUNTS].tolist()) for row in rows]
+    if not all(c[1] >= _HALF * c[0] and c[0] >= _FEWEST for c in counts):
+        return None
+    samples = [row[_COUNTS:] for row in rows]
+    codes = all(len(x) == _SAMPLE and len(cast("Tensor", x.unique())) <= _CODES for x in samples)
+    if codes:  # a scale that moves changes every value by a little: what is left of the updates counts
+        left = sum(c[-2] for c in counts) / sum(c[-1] for c in counts)
+        return {"format": EIGHT_BIT_CODES, "lost": min(max(1 - left, 0.0), 1.0)}
+    lost = sum(c[2] for c in counts) / sum(c[0] for c in counts)
+    kinds = [FORMATS[dtype].name for place, dtype in enumerate(SIXTEEN_BIT) if all(c[3 + place] == 0 for c in counts)]
+    return {"format": kinds[0], "lost": lost} if kinds else None
 
 
 def _flushed(passed: Tensor, given: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ Nothing here waits for a device: numbers are read on the background thread, as s
 import itertools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -392,6 +393,36 @@ class EvaluationMode:
             return [Event(step=step, kind="wiring", message=message, details=details)]
 
         self.core.writer.submit(produce, 400)
+
+
+class FrozenNorms:
+    """Batch norms with frozen weights whose running statistics go on to follow the data."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, tuple[int, int]] = {}  # of the count of batches and of the weight, at the last look
+        self._moved: Counter[str] = Counter()  # looks on end at which batches had been counted
+
+    # An average of another model's weights moves with them, and so may its statistics. The discriminator of a GAN is
+    # frozen in half of the steps only. torch writes the running mean without raising its version.
+    def look(self, model: nn.Module | None) -> list[str]:
+        """Look at a step of an optimizer; return the norms that have followed the data at `_STREAK` looks on end."""
+        found = dict[str, tuple[int, int]]()
+        for name, m in cast("Iterable[tuple[str, nn.Module]]", [] if model is None else model.named_modules()):
+            if not isinstance(m, _NORMS) or not m.training or m.num_batches_tracked is None or m.momentum == 0:
+                continue
+            weight = cast("Tensor | None", m.weight)
+            if weight is None or any(p.requires_grad for p in m.parameters(recurse=False)):
+                continue
+            if not m.num_batches_tracked.is_inference() and not weight.is_inference():
+                found[name] = m.num_batches_tracked._version, weight._version  # noqa: SLF001  (public in all but name)
+        before, self._versions = self._versions, found
+        moved = {
+            name
+            for name, (batches, weight) in found.items()
+            if name in before and batches > before[name][0] and weight == before[name][1]
+        }
+        self._moved = Counter({name: self._moved[name] + 1 for name in moved})
+        return sorted(clean(name) for name, looks in self._moved.items() if looks == _STREAK)
 
 
 def all_parameters(model: nn.Module | None) -> list[tuple[str, Tensor]]:

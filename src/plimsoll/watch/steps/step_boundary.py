@@ -173,7 +173,7 @@ class Steps(torch_hooks.TrainingEvents):
         self._broken = isinstance(value, float) and not math.isfinite(value)
 
     @contained
-    def norm_taken(self, norm: Any) -> None:
+    def norm_taken(self, norm: Any, tensors: int) -> None:
         """The norm of some gradients was taken, to clip them."""
         if isinstance(norm, Tensor) and norm.device.type == "cpu" and norm.numel() == 1 and not norm.is_meta:
             self.parameters.suspect |= not math.isfinite(float(norm.detach()))

@@ -7,8 +7,8 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - gradients that are added to those of the step before, because nothing has set them to zero;
 - gradients of a scaled loss that reach the optimizer as the backward left them;
 - gradients of a scaled loss that are added to those that the scaler has unscaled already in the same step;
-- gradients of micro-batches that are rounded away as they are added up in 16 bits;
-- gradients that are clipped before the last micro-batch of a step is added;
+- gradients of micro-batches that are cleared before the next, or rounded away as they are added up in 16 bits;
+- gradients that are clipped before the last micro-batch of a step is added, and clipping that gets no gradient;
 - weights that are written between the steps so that the updates are undone;
 - an epsilon of Adam that is zero in the FP16 of its second moments;
 - weight decay that is less than half a unit in the last place of 16-bit weights;
@@ -16,11 +16,12 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - ranks that begin with other weights, and layers whose units are copies of each other (`model_facts`);
 - weights, gradients, second moments and losses that are kept in fewer digits than their dtype has (`kept_narrow`);
 - losses that are divided by the number of micro-batches twice, or of which only a part carries the loss scale;
-- a model that is trained in evaluation mode;
+- a model that is trained in evaluation mode, and frozen batch norms that are not;
 - norms over a single value, which are their bias whatever comes in, batch norms over two, and those that evaluate by
   the last batch alone;
 - a log softmax over the rows of a batch, outputs that are paired with all targets, and the classes of a cross entropy;
 - a loss of log probabilities that gets others, and targets that the function before the loss cannot reach;
+- targets of one class a batch, or that are the model's own input (`targets`);
 - a rate that has come to its end and rises again;
 - casts of weights that autocast keeps from before the last step;
 - the state of an optimizer that is cleared, or begun again, every few steps;
@@ -55,12 +56,14 @@ from plimsoll.watch.steps.model_facts import (
     ClearedStates,
     EvaluationMode,
     FirstWeights,
+    FrozenNorms,
     all_parameters,
     are_undone,
     is_rounded_away,
     norms_of_last_batch,
     norms_of_one_value,
 )
+from plimsoll.watch.steps.targets import Targets
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
 _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gradient are named
@@ -70,10 +73,6 @@ _REPEATS = 3  # steps on end in which gradients were carried over, or not unscal
 _TINY = 2.0**-17  # of the highest rate that a group has had: less moves nothing in a training's usual number of steps
 _INDICES = 32  # that a 16-bit format may hold or not
 _LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
-_ROUNDING = 1e-3  # by which a number may pass a bound
-_SOME_TARGETS = 4096  # of a batch
-_OUTSIDE = 0.05  # of the targets of a batch: fewer may be outliers
-_FAR = 4.0  # times the loss of guessing, with which new weights of a usual size begin
 _PAIR = 2  # values of which a norm leaves 1 and -1, whatever they are
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 _FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
@@ -100,6 +99,8 @@ class Wiring(torch_hooks.TrainingEvents):
         self._squashed = ""  # what the loss of the backward that runs applies twice
         self._looks = _LOOKS
         self._divided = 0  # what a loss was divided by twice
+        self._divisors: list[int] = []  # what it was divided by
+        self._norms: list[int] = []  # of how many gradients each norm since the last step was taken
         self._pairs: list[set[str]] = []  # the batch norms over two values, of each look
         self._casts: dict[tuple[int, int], int] = {}  # versions of the weights that casts were made of
         self._root = -1  # place of the last loss among the operations
@@ -111,6 +112,8 @@ class Wiring(torch_hooks.TrainingEvents):
         self._averages = Averages(core)
         self._first_weights = FirstWeights(core)
         self._mode = EvaluationMode(core)
+        self._targets = Targets(core, self._say, self._later)
+        self._frozen_norms = FrozenNorms()
         known = list(optimizers)
         if known and not [o for o in known if self._meet(o) is not None]:
             names = ", ".join(type(optimizer).__name__ for optimizer in known)
@@ -141,6 +144,7 @@ class Wiring(torch_hooks.TrainingEvents):
             known.clipping.backward_begins()
             if known.follows:
                 known.sums.backward_begins()
+                known.micro.backward_begins()
             for followed in known.followed if known.follows else ():
                 followed.backward_begins(known.carried >= _REPEATS - 1 and "carried over" not in self._said)
             self._look_for_mixture(optimizer, known)
@@ -159,11 +163,14 @@ class Wiring(torch_hooks.TrainingEvents):
         """Look for a softmax of a softmax in the first backwards."""
         self._squashed = ""
         first_of_step = self._since_step == 1 and self._steps <= _REPEATS
-        if not self._known or not (self._looks or first_of_step):
+        sampled = self._since_step == 1 and self.core.sample is not None
+        if not self._known or not (self._looks or first_of_step or sampled):
             return
         listed: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         roots = [root for root in listed if isinstance(root, Tensor)]
         is_loss = len(roots) == 1 and roots[0].numel() == 1
+        if sampled and is_loss:
+            self._targets.look_at_classes(roots[0])
         if self._looks:
             self._looks -= 1
             self._squashed = autograd_graph.squashed_twice(roots)
@@ -174,7 +181,7 @@ class Wiring(torch_hooks.TrainingEvents):
 
     def _look_behind_loss(self, loss: Tensor) -> None:
         """Look for sums in 16 bits, divisions, terms without the scale, and indices that were rounded."""
-        self._divided = autograd_graph.divided_twice(loss)
+        self._divided, self._divisors = autograd_graph.divided_twice(loss), autograd_graph.divided_by(loss)
         count, dtype = autograd_graph.length_of_sum(loss)
         if dtype in SIXTEEN_BIT and count >= 2 ** (FORMATS[dtype].mantissa_bits + 1):
             fmt = FORMATS[dtype].name
@@ -182,7 +189,7 @@ class Wiring(torch_hooks.TrainingEvents):
         names = self._names()
         self._look_at_batch_norms(loss, names)
         scale = getattr(None if self._scaler is None else self._scaler(), "_scale", None)
-        self._look_at_axes(loss, scale if isinstance(scale, Tensor) else None)
+        self._targets.look_behind(loss, scale if isinstance(scale, Tensor) else None, is_first=self._backwards == 1)
         if isinstance(scale, Tensor):
             leaves = autograd_graph.unscaled_leaves(loss, scale)
             if apart := [names[id(leaf)] for leaf in leaves if id(leaf) in names]:
@@ -191,60 +198,6 @@ class Wiring(torch_hooks.TrainingEvents):
         for table, indices in autograd_graph.rows_looked_up(loss):
             if id(table) in names:
                 self._look_at_indices(names[id(table)], indices.detach())
-
-    def _look_at_axes(self, loss: Tensor, scale: Tensor | None) -> None:
-        """Look for a softmax over the batch, and outputs that meet each target; note the number of classes."""
-        if rows := autograd_graph.softmax_over_rows(loss):
-            message = f"the loss takes a log softmax over {rows} rows, not over the classes"
-            self._say("softmax over rows", message, rows=rows)
-        if pairs := autograd_graph.spread_outputs(loss):
-            message = f"the loss takes {pairs} outputs and {pairs} targets as {pairs} x {pairs} pairs: shapes differ"
-            self._say("pairs", message, rows=pairs)
-        self._look_at_values(loss)
-        classes, divisor = autograd_graph.classes_of(loss, scale)
-        if classes > 1:
-            self._say("classes", f"the loss is a mean cross entropy of {classes} classes", classes=classes)
-            if self._backwards == 1:
-                self._look_at_first_loss(loss.detach() * (divisor if scale is None else divisor / scale), classes)
-
-    # What is not finite shows elsewhere, and a logarithm of a probability may be above zero by a rounding.
-    def _look_at_values(self, loss: Tensor) -> None:
-        """Look for probabilities or scores where logarithms are wanted, and targets that no output can reach."""
-        if autograd_graph.divergence_of_probabilities(loss):
-            self._say("no logarithms", "kl_div is given probabilities, not their logarithms", function="kl_div")
-        for given in autograd_graph.given_for_logarithms(loss):
-            if not given.numel():  # of an empty batch
-                continue
-            highest = number(given.detach().amax())
-            message = "nll_loss is given numbers above zero, which no logarithm of a probability is"
-            key = f"no logarithms {self._looks}"
-            self._later(
-                "no logarithms", message, lambda highest=highest: (resolved(highest) or 0.0) > _ROUNDING, key=key,
-                function="nll_loss",
-            )  # fmt: skip
-        for name, targets, low, high in autograd_graph.bounded_outputs(loss):
-            slack = _ROUNDING * (high - low if high < math.inf else 1.0)
-            some = targets.detach().reshape(-1)[:: 1 + targets.numel() // _SOME_TARGETS]
-            share = number(((some < low - slack) | (some > high + slack)).float().mean())
-            self._later(
-                "out of reach", f"{name} puts out {low:g} to {high:g}, and targets are outside",
-                lambda share=share: (resolved(share) or 0.0) >= _OUTSIDE, key=f"out of reach {name} {self._looks}",
-                function=name, low=f"{low:g}", high=f"{high:g}",
-            )  # fmt: skip
-
-    def _look_at_first_loss(self, loss: Tensor, classes: int) -> None:
-        """Record a first loss that is many times that of guessing."""
-        first, step = number(loss), self.core.step
-
-        def produce() -> list[Record]:
-            value = float(resolved(first) or 0.0)
-            if not _FAR * math.log(classes) < value < math.inf:
-                return []
-            message = f"the first loss is {value:.4g}; guessing among {classes} classes costs {math.log(classes):.4g}"
-            details = {"fact": "begins far off", "loss": value, "classes": classes}
-            return [Event(step=step, kind="wiring", message=message, details=details)]
-
-        self.core.writer.submit(produce, 200)
 
     # The last batch of an epoch may be as small: several on end are no chance.
     def _look_at_batch_norms(self, loss: Tensor, names: Mapping[int, str]) -> None:
@@ -291,9 +244,12 @@ class Wiring(torch_hooks.TrainingEvents):
             )
 
     @contained
-    def norm_taken(self, norm: Any) -> None:
-        """The norm of some gradients was taken, to clip them."""
-        if self._since_step and not self._idle():
+    def norm_taken(self, norm: Any, tensors: int) -> None:
+        """The norm of so many gradients was taken, to clip them."""
+        if self._idle():
+            return
+        self._norms.append(tensors)
+        if self._since_step:
             for known in list(self._known.values()):
                 known.clipping.norm_taken()
 
@@ -307,6 +263,8 @@ class Wiring(torch_hooks.TrainingEvents):
                 known.sums.backward_ends()
                 known.roundings.backward_ends()
                 reached = [followed.backward_ends() for followed in known.followed]
+                if any(reached):
+                    known.micro.backward_ends()
                 if self._squashed and any(reached):
                     message = f"the loss applies a {self._squashed} to the results of a {self._squashed}"
                     self._say("squashed twice", message, function=self._squashed)
@@ -333,6 +291,7 @@ class Wiring(torch_hooks.TrainingEvents):
             self._look_at_sums(known)
             self._look_for_overwrites(known)
             self._look_at_roundings(known)
+            self._look_at_micro_batches(known)
         self._look_at_moments(optimizer, known)
         self._look_at_state(optimizer, known)
         self._mode.step_begins(known.steps)
@@ -342,6 +301,9 @@ class Wiring(torch_hooks.TrainingEvents):
         self._look_at_groups(optimizer, known)
         if self.core.sample is not None:
             self._look_for_frozen(optimizer, known)
+            if norms := self._frozen_norms.look(self.core.model()):
+                message = f"{_listed(norms)} have frozen weights, and running statistics that follow the data"
+                self._say("frozen norms follow", message, modules=norms)
             self._look_for_new(known)
 
     # Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a
@@ -368,6 +330,19 @@ class Wiring(torch_hooks.TrainingEvents):
                 backwards=sums.backwards, format=sums.format,
             )  # fmt: skip
         sums.step_ends()
+
+    def _look_at_micro_batches(self, known: FollowedOptimizer) -> None:
+        many = known.micro.step_begins(self._divisors)
+        if known.micro.lost == _REPEATS:
+            message = f"gradients are cleared before each of {many} micro-batches: the step is of the last one alone"
+            self._say("cleared between", message, optimizer=known.name, backwards=many)
+
+    def _look_at_clipping(self, known: FollowedOptimizer) -> None:
+        norms, self._norms = self._norms, []
+        known.unclipped = known.unclipped + 1 if norms and not any(norms) and known.had_gradients else 0
+        if known.unclipped == _REPEATS:
+            message = f"the norm for clipping the gradients of {known.name} is of no gradient: nothing is clipped"
+            self._say("clipped nothing", message, optimizer=known.name)
 
     def _look_at_roundings(self, known: FollowedOptimizer) -> None:
         roundings = known.roundings
@@ -435,6 +410,7 @@ class Wiring(torch_hooks.TrainingEvents):
         if known.steps == 1:
             self._look_at_epsilon(optimizer, known)
         known.roundings.step_ends()
+        self._look_at_clipping(known)
         known.clipping.step_ends()
         if len(found := tuple(known.clipping.found)) == _REPEATS:
             message = f"gradients of {known.name} are clipped before the last micro-batch of a step is added"

@@ -1,0 +1,174 @@
+"""Facts on a loss, by the graph behind it, and on its targets.
+
+- A softmax over the rows of a batch, outputs that meet all targets, the number of classes, a first loss far off.
+- Scores where logarithms are wanted, and targets that the function before the loss cannot put out.
+- Targets that are the model's own input tokens, or mostly padding.
+- Batches whose targets are of one class, and those of other batches of another.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from plimsoll.kernels.device_value import DeviceValue, number, resolved
+from plimsoll.runs import Event, Record
+from plimsoll.watch.hooks import autograd_graph
+from plimsoll.watch.session import WatchSession
+
+_SOME = 4096  # targets of a batch
+_ROUNDING = 1e-3  # by which a number may pass a bound
+_OUTSIDE = 0.05  # of the targets of a batch: fewer may be outliers
+_FAR = 4.0  # times the loss of guessing, with which new weights of a usual size begin
+_FEWEST = 8  # of a batch that can show anything: so many of one class are no chance
+_TOKENS = 32
+_ALMOST_ALL = 0.9  # of a batch
+_SAMPLES = 10  # at least
+_HALF = 0.5
+_ONE_CLASS = "one class"
+_OTHERS = 0.2  # of the samples of one class are of another class than most: the class changes
+
+
+class Targets:
+    """The losses of one training, and their targets.
+
+    Args:
+        core: The session.
+        say: Records a fact at once, once for each key.
+        later: Records a fact on the background thread if a function says that it holds.
+    """
+
+    def __init__(self, core: WatchSession, say: Callable[..., None], later: Callable[..., None]) -> None:
+        self.core, self._say, self._later = core, say, later
+        self._looks = 0
+        self._samples = 0
+        self._classes: Counter[int] = Counter()  # of samples whose targets are nearly all of one class
+        self._found: set[str] = set()  # facts that the background thread has recorded
+
+    # Drawn at random, batches are not nearly all of one class and then of another. Where one class is frequent, it is
+    # always that one. Nothing here waits for a device: the background thread reads and counts.
+    def look_at_classes(self, loss: Tensor) -> None:
+        """Look whether the targets of this batch are of one class, and those of other batches of another."""
+        for targets, left_out in autograd_graph.targets_of(loss):
+            some = targets[:: 1 + len(targets) // _SOME]
+            if len(some) < _FEWEST or _ONE_CLASS in self._found:
+                continue
+            middle = some[len(some) // 2]
+            counts = DeviceValue(torch.stack([middle, (some == middle).sum(), (some != left_out).sum()]))
+            step = self.core.step
+
+            def produce(counts: DeviceValue = counts, left_out: int = left_out, step: int = step) -> list[Record]:
+                label, same, counted = cast("list[int]", counts.tensor().tolist())
+                return self._count(label, same / counted, step) if counted >= _FEWEST and label != left_out else []
+
+            self.core.writer.submit(produce, 200)
+
+    def _count(self, label: int, share: float, step: int) -> list[Record]:
+        """Count a sample; return the fact once it is clear."""
+        self._samples += 1
+        if share >= _ALMOST_ALL:
+            self._classes[label] += 1
+        alike = self._classes.total()
+        most = max(self._classes.values(), default=0)
+        if self._samples < _SAMPLES or alike < _HALF * self._samples or alike - most < _OTHERS * alike:
+            return []
+        if _ONE_CLASS in self._found:
+            return []
+        self._found.add(_ONE_CLASS)
+        message = f"{alike} of {self._samples} sampled batches have targets of one class, and not always the same"
+        details = {"fact": _ONE_CLASS, "batches": alike, "of": self._samples, "classes": len(self._classes)}
+        return [Event(step=step, kind="wiring", message=message, details=details)]
+
+    def look_behind(self, loss: Tensor, scale: Tensor | None, *, is_first: bool) -> None:
+        """Look for a softmax over the batch, and outputs that meet each target; note the number of classes."""
+        self._looks += 1
+        if rows := autograd_graph.softmax_over_rows(loss):
+            message = f"the loss takes a log softmax over {rows} rows, not over the classes"
+            self._say("softmax over rows", message, rows=rows)
+        if pairs := autograd_graph.spread_outputs(loss):
+            message = f"the loss takes {pairs} outputs and {pairs} targets as {pairs} x {pairs} pairs: shapes differ"
+            self._say("pairs", message, rows=pairs)
+        self._look_at_values(loss)
+        self._look_at_tokens(loss)
+        classes, divisor = autograd_graph.classes_of(loss, scale)
+        if classes > 1:
+            self._say("classes", f"the loss is a mean cross entropy of {classes} classes", classes=classes)
+            if is_first:
+                self._look_at_first_loss(loss.detach() * (divisor if scale is None else divisor / scale), classes)
+
+    # What is not finite shows elsewhere, and a logarithm of a probability may be above zero by a rounding.
+    def _look_at_values(self, loss: Tensor) -> None:
+        """Look for probabilities or scores where logarithms are wanted, and targets that no output can reach."""
+        if autograd_graph.divergence_of_probabilities(loss):
+            self._say("no logarithms", "kl_div is given probabilities, not their logarithms", function="kl_div")
+        for given in autograd_graph.given_for_logarithms(loss):
+            if not given.numel():  # of an empty batch
+                continue
+            highest = number(given.detach().amax())
+            message = "nll_loss is given numbers above zero, which no logarithm of a probability is"
+            key = f"no logarithms {self._looks}"
+            self._later(
+                "no logarithms", message, lambda highest=highest: (resolved(highest) or 0.0) > _ROUNDING, key=key,
+                function="nll_loss",
+            )  # fmt: skip
+        for name, targets, low, high in autograd_graph.bounded_outputs(loss):
+            slack = _ROUNDING * (high - low if high < math.inf else 1.0)
+            some = targets.detach().reshape(-1)[:: 1 + targets.numel() // _SOME]
+            share = number(((some < low - slack) | (some > high + slack)).float().mean())
+            self._later(
+                "out of reach", f"{name} puts out {low:g} to {high:g}, and targets are outside",
+                lambda share=share: (resolved(share) or 0.0) >= _OUTSIDE, key=f"out of reach {name} {self._looks}",
+                function=name, low=f"{low:g}", high=f"{high:g}",
+            )  # fmt: skip
+
+    def _look_at_first_loss(self, loss: Tensor, classes: int) -> None:
+        """Record a first loss that is many times that of guessing."""
+        first, step = number(loss), self.core.step
+
+        def produce() -> list[Record]:
+            value = float(resolved(first) or 0.0)
+            if not _FAR * math.log(classes) < value < math.inf:
+                return []
+            message = f"the first loss is {value:.4g}; guessing among {classes} classes costs {math.log(classes):.4g}"
+            details = {"fact": "begins far off", "loss": value, "classes": classes}
+            return [Event(step=step, kind="wiring", message=message, details=details)]
+
+        self.core.writer.submit(produce, 200)
+
+    # A padding token follows itself. In other texts few tokens do.
+    def _look_at_tokens(self, loss: Tensor) -> None:
+        """Look whether the targets are the tokens that the model is given, at all places or at those of padding."""
+        looked_up = [indices.detach().reshape(-1) for _, indices in autograd_graph.rows_looked_up(loss)]
+        for targets, left_out in autograd_graph.targets_of(loss):
+            for tokens in looked_up:
+                if tokens.numel() == targets.numel() >= _TOKENS and tokens.device == targets.device:
+                    self._compare(targets, tokens, left_out, autograd_graph.attends_to_the_past(loss))
+
+    def _compare(self, targets: Tensor, tokens: Tensor, left_out: int, causal: Tensor | None) -> None:
+        counted, same = targets != left_out, targets == tokens
+        often = targets.mode().values
+        padded = (same & (targets == often) & counted).sum()
+        known = torch.zeros_like(padded) if causal is None else causal.to(padded)
+        numbers = DeviceValue(torch.stack([counted.sum(), (same & counted).sum(), padded, often, known]))
+        step = self.core.step
+
+        def produce() -> list[Record]:
+            of, alike, padding, token, is_causal = cast("list[int]", numbers.tensor().tolist())
+            if of < _TOKENS:
+                return []
+            if alike == of and padding < _HALF * of and is_causal:
+                fact, message = "not shifted", "the targets are the tokens that the model is given, at the same places"
+            elif alike < of and padding >= _HALF * of:
+                fact, message = "padding counted", f"most targets are token {token}, where the model is given it, too"
+            else:
+                return []
+            if fact in self._found:
+                return []
+            self._found.add(fact)
+            details = {"fact": fact, "share": padding / of, "token": token}
+            return [Event(step=step, kind="wiring", message=message, details=details)]
+
+        self.core.writer.submit(produce, 200)

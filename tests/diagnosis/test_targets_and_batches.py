@@ -1,0 +1,323 @@
+"""Trainings whose targets, batches or micro-batches are wrong, each with sound ones that come near."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import plimsoll as pl
+from plimsoll.diagnosis import diagnose
+from plimsoll.diagnosis.finding import Finding
+from tests.support.cases import each
+from tests.support.diagnosis.trainings import seeded_mlp
+
+Step = Callable[[int], None]
+
+
+def watched(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, steps: int = 12
+) -> list[Finding]:
+    """The findings of a training, but for notes."""
+    with pl.watch(model, optimizer, run=path, every=1, quiet=True):
+        for at in range(steps):
+            step(at)
+    return [finding for finding in diagnose(path) if finding.severity != "info"]
+
+
+# -- batches of one class
+
+
+def sorted_labels(kind: str) -> Iterator[Tensor]:
+    """Labels of batch after batch."""
+    torch.manual_seed(0)
+    for step in range(40):
+        drawn = torch.randint(4, (16,))
+        rare = (torch.rand(16) < 0.05).long() * drawn
+        yield {
+            "sorted": torch.full((16,), step // 3 % 4),
+            "two classes, one after the other": torch.full((16,), step // 20),
+            "nearly sorted": torch.where(torch.arange(16) == 0, drawn, step // 3 % 4),
+            "drawn": drawn,
+            "one frequent class": rare,
+            "one class alone": torch.zeros(16, dtype=torch.long),
+            "small batches": drawn[:1].expand(4),
+            "left out but for a few": torch.where(torch.arange(16) < 6, torch.full((16,), step // 3 % 4), -100),
+        }[kind]
+
+
+def batches_of(kind: str, path: Path) -> list[Finding]:
+    model, labels = seeded_mlp(), sorted_labels(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(_: int) -> None:
+        y = next(labels)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(torch.randn(len(y), 8)), y).backward()
+        optimizer.step()
+
+    return [finding for finding in watched(path, model, optimizer, step, 40) if finding.rule == "batches-of-one-class"]
+
+
+@each(
+    ("kind", "is_found"),
+    [
+        ("sorted", True),
+        ("two classes, one after the other", True),
+        ("nearly sorted", True),
+        ("drawn", False),
+        ("one frequent class", False),
+        ("one class alone", False),
+        ("small batches", False),
+        ("left out but for a few", False),
+    ],
+)
+def test_batches_that_are_sorted_by_class(kind: str, is_found: bool, tmp_path: Path) -> None:
+    found = batches_of(kind, tmp_path / kind)
+    assert bool(found) is is_found
+    assert all(f.evidence["classes"] >= 2 and f.severity == "warning" for f in found)
+
+
+# -- targets that are the inputs
+
+
+class Language(nn.Module):
+    """Tokens in, scores of each place out, by one layer of attention."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.tokens, self.head = how, nn.Embedding(9, 16), nn.Linear(16, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x)[:, None]
+        above = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        if self.how == "causal":
+            y = functional.scaled_dot_product_attention(h, h, h, is_causal=True)
+        elif self.how == "mask":
+            y = functional.scaled_dot_product_attention(h, h, h, attn_mask=~above)
+        elif self.how == "minus infinity":
+            y = functional.scaled_dot_product_attention(h, h, h, attn_mask=above.float() * -1e9)
+        elif self.how == "by hand":
+            y = (h @ h.mT).masked_fill(above, -torch.inf).softmax(-1) @ h
+        else:
+            y = functional.scaled_dot_product_attention(h, h, h)
+        return self.head(h + y).squeeze(1)
+
+
+def language(path: Path, how: str, targets: Callable[[Tensor], Tensor], **options: int) -> list[Finding]:
+    model = Language(how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(_: int) -> None:
+        x = torch.randint(8, (4, 16))
+        optimizer.zero_grad()
+        y = targets(x)
+        functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), **options).backward()
+        optimizer.step()
+
+    return [f for f in watched(path, model, optimizer, step, 6) if f.rule == "targets-repeat-inputs"]
+
+
+def shifted(x: Tensor) -> Tensor:
+    return torch.cat([x[:, 1:], x[:, :1]], dim=1)
+
+
+@each("how", ["causal", "mask", "minus infinity", "by hand"])
+def test_targets_that_are_not_shifted(how: str, tmp_path: Path) -> None:
+    (found,) = language(tmp_path / how, how, torch.Tensor.clone)
+    assert found.evidence["cause"] == "not shifted" and found.since_step == 0
+    assert language(tmp_path / f"{how}, shifted", how, shifted) == []
+
+
+def test_an_autoencoder_puts_out_what_it_is_given(tmp_path: Path) -> None:
+    assert language(tmp_path / "all places", "all", torch.Tensor.clone) == []
+
+
+def padded(x: Tensor, places: int) -> Tensor:
+    """The next tokens, and token 8 at the last places, where the model is given it too."""
+    x[:, -places:] = 8
+    return torch.where(torch.arange(16) < 16 - places, shifted(x), 8)
+
+
+def test_padding_that_counts_in_the_loss(tmp_path: Path) -> None:
+    (found,) = language(tmp_path / "counted", "causal", lambda x: padded(x, 12))
+    assert found.evidence["cause"] == "padding counted" and found.evidence["token"] == 8
+    assert float(found.evidence["share"]) >= 0.75 and "ignore_index" in found.advice
+    assert language(tmp_path / "left out", "causal", lambda x: padded(x, 12), ignore_index=8) == []
+    assert language(tmp_path / "little", "causal", lambda x: padded(x, 4)) == []
+
+
+# -- micro-batches, clipping, frozen norms
+
+
+def accumulating(path: Path, between: str, micro: int = 4, divided: int = 4) -> list[str]:
+    """Causes of what is said of a training whose gradients something happens to between micro-batches."""
+    model = seeded_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(_: int) -> None:
+        for part in range(micro):
+            if part == 0 or between == "cleared":
+                optimizer.zero_grad()
+            elif between == "set to zero":
+                optimizer.zero_grad(set_to_none=False)
+            elif between == "moved":  # as SAM does
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.add_(1e-4)
+            x = torch.randn(16, 8)
+            (functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)) / divided).backward()
+        optimizer.step()
+
+    found = watched(path, model, optimizer, step, 8)
+    return [str(f.evidence["cause"]) for f in found if f.rule == "gradients-mishandled"]
+
+
+@each(
+    ("between", "micro", "divided", "is_found"),
+    [
+        ("cleared", 4, 4, True),
+        ("set to zero", 4, 4, True),
+        ("added", 4, 4, False),
+        ("moved", 4, 4, False),
+        ("cleared", 4, 1, False),  # steps of an attack, or passes whose gradients are for something else
+        ("cleared", 1, 4, False),
+    ],
+)
+def test_gradients_that_are_cleared_between_micro_batches(
+    between: str, micro: int, divided: int, is_found: bool, tmp_path: Path
+) -> None:
+    causes = accumulating(tmp_path / f"{between} {micro} {divided}", between, micro, divided)
+    assert [cause.startswith("cleared before each") for cause in causes] == [True] * is_found
+
+
+def clipped(path: Path, how: str) -> list[str]:
+    model = seeded_mlp()
+    parameters = (p for p in model.parameters()) if how == "used up" else list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=1e-2)
+
+    def step(_: int) -> None:
+        optimizer.zero_grad()
+        if how in ("before the backward", "before and after"):
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+        x = torch.randn(16, 8)
+        functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)).backward()
+        if how != "before the backward":
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    found = watched(path, model, optimizer, step, 8)
+    return [str(f.evidence["cause"]) for f in found if f.rule == "gradients-mishandled"]
+
+
+@pytest.mark.filterwarnings("ignore:.*empty generator:UserWarning")  # newer versions of torch notice it, too
+@each(
+    ("how", "is_found"),
+    [("used up", True), ("before the backward", True), ("as it should be", False), ("before and after", False)],
+)
+def test_clipping_that_gets_no_gradient(how: str, is_found: bool, tmp_path: Path) -> None:
+    causes = clipped(tmp_path / how, how)
+    assert [cause.startswith("not clipped") for cause in causes] == [True] * is_found
+
+
+def frozen_norms(path: Path, how: str) -> list[Finding]:
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
+    model = nn.Sequential(trunk, nn.Linear(16, 4))
+    if how != "trained":
+        trunk.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    def step(_: int) -> None:
+        if how == "evaluated":
+            trunk.eval()
+        if how == "an average":  # of another model's weights
+            with torch.no_grad():
+                for p in trunk.parameters():
+                    p.mul_(0.999)
+        if how == "unfrozen by turns":
+            trunk.requires_grad_(not trunk[0].weight.requires_grad)
+        optimizer.zero_grad()
+        x = torch.randn(16, 8)
+        functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)).backward()
+        optimizer.step()
+
+    found = watched(path, model, optimizer, step, 8)
+    return [f for f in found if f.rule == "evaluation-mode" and "cause" in f.evidence]
+
+
+@each("how", ["trained", "evaluated", "an average", "unfrozen by turns"])
+def test_norms_that_may_follow_the_data(how: str, tmp_path: Path) -> None:
+    assert frozen_norms(tmp_path / how, how) == []
+
+
+def test_frozen_norms_that_follow_the_data(tmp_path: Path) -> None:
+    (found,) = frozen_norms(tmp_path / "run", "in training mode")
+    assert found.where == ("0.1",) and found.severity == "warning"
+
+
+# -- weights that are kept as codes
+
+
+def coded(path: Path, store: Callable[[Tensor], Tensor]) -> list[Finding]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(_: int) -> None:
+        optimizer.zero_grad()
+        x = torch.randn(16, 64)
+        (model(x) - x.roll(1, dims=1)).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(store(p))
+
+    return [f for f in watched(path, model, optimizer, step, 10) if f.rule == "kept-narrow"]
+
+
+def in_int8(p: Tensor) -> Tensor:
+    step = p.abs().amax() / 127
+    return (p / step).round() * step
+
+
+def test_weights_that_are_kept_as_codes_of_8_bits(tmp_path: Path) -> None:
+    def in_e4m3(p: Tensor) -> Tensor:
+        scale = 448 / p.abs().amax()
+        return (p * scale).to(torch.float8_e4m3fn).float() / scale
+
+    for name, store in (("E4M3", in_e4m3), ("INT8", in_int8)):
+        (found,) = coded(tmp_path / name, store)
+        assert (
+            found.evidence["format"] == "8-bit codes" and found.evidence["cause"] == "weights rounded after each step"
+        )
+        assert "8-bit codes" in found.meaning
+    assert coded(tmp_path / "as they are", torch.Tensor.clone) == []
+    assert coded(tmp_path / "halved", lambda p: p * 0.5) == []
+
+
+# -- a layer of zeros behind which the graph is cut
+
+
+def test_a_layer_that_gets_no_gradient_is_not_called_dead(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16))
+    nn.init.zeros_(trunk[1].weight)
+    nn.init.zeros_(trunk[1].bias)
+    model = nn.ModuleDict({"trunk": trunk, "head": nn.Linear(24, 4)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(_: int) -> None:
+        x = torch.randn(16, 8)
+        optimizer.zero_grad()
+        h = torch.cat([x, trunk(x).detach()], dim=1)
+        functional.cross_entropy(model["head"](h), x[:, :4].argmax(dim=1)).backward()
+        optimizer.step()
+
+    assert [finding.rule for finding in watched(tmp_path / "run", model, optimizer, step, 20)] == [
+        "untrained-parameters"
+    ]
