@@ -12,7 +12,7 @@ if "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from plimsoll import row_layout
+from plimsoll import kernels, row_layout
 from plimsoll.formats import (
     E8M0,
     FP16,
@@ -183,6 +183,22 @@ class _Counted:
     def __getitem__(self, grid: tuple[int, ...]) -> object:
         self._launches.append(self._name)
         return self._kernel[grid]  # type: ignore[index]
+
+
+def test_values_in_another_order_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts do not depend on the order. Blocks do, and what has gaps or shares memory is copied."""
+    jobs: list[measuring._Job] = []
+    monkeypatch.setattr(measuring, "_launch", lambda listed, *_: jobs.extend(listed))
+    x = torch.ones(6, 32)
+    for values, block, stays in (
+        (x.t(), 0, True),
+        (x.t(), 16, False),
+        (x[:, ::2], 0, False),
+        (x[0].expand(6, 32), 0, False),
+    ):
+        jobs.clear()
+        triton_backend.measure([values], kernels.new_bank(1, block), [0], False, block)
+        assert (jobs[0].address == x.data_ptr()) is stays and jobs[0].length == values.numel()
 
 
 def test_tables_are_kept_by_content_and_bounded() -> None:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plimsoll.errors import UnsupportedTensorError
+from plimsoll.kernels.operators.checks import is_dense
 from plimsoll.kernels.triton_backend import input_bits
 from plimsoll.kernels.triton_backend.counting import WARPS, begin, finish, tally, tally_blocks
 
@@ -260,7 +261,7 @@ def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumu
             continue
         if x.dtype not in input_bits.DTYPES:
             raise UnsupportedTensorError(f"measure: expected a floating dtype; got {x.dtype}.")
-        alive.append(x.contiguous())
+        alive.append(x if not block and is_dense(x) else x.contiguous())
         by_dtype.setdefault(x.dtype, []).append(_job(alive[-1], row, block))
     with launching(bank):
         for dtype, jobs in by_dtype.items():
