@@ -68,6 +68,11 @@ def measurer(bank: Tensor) -> Callable[[Tensor, Tensor, int], None]:
     return measure_one if type(bank) is not Tensor else backend.choose(bank).measure_one
 
 
+def queues(bank: Tensor) -> bool:
+    """Return True if a call of `measure_each` costs the host far more than the tensors in it."""
+    return type(bank) is Tensor and backend.choose(bank).QUEUES
+
+
 def new_counts(length: int, device: torch.device | str = "cpu") -> Tensor:
     """Counts of zero, for `count_nonfinite_into`."""
     return torch.zeros(length, dtype=torch.int64, device=device)

@@ -23,6 +23,7 @@ from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.runs import Batch
 from plimsoll.runs.records import ERRORS
 from plimsoll.spectrum.error_sums import POWERS
+from plimsoll.watch.tap_queue import Tap, TapQueue, Trials, is_capturing
 
 BANK_ROWS = 1024
 ERROR_COLUMNS = (*ERRORS, "underflowed", "structural")  # of a row of errors
@@ -35,6 +36,7 @@ class Pool:
 
     def __init__(self, block: int = 0) -> None:
         self.block, self.row_bytes = block, 8 * row_layout.width(block)
+        self.trials = Trials()
         self._free: dict[torch.device, list[Tensor]] = defaultdict(list)
 
     def take(self, device: torch.device) -> Tensor:
@@ -67,6 +69,7 @@ class Rows:
         self.device, self._pool = device, pool
         self.banks: list[Tensor] = [pool.take(device)]
         self.measure_one = kernels.measurer(self.banks[0])
+        self.queue = TapQueue(device, pool.trials) if kernels.queues(self.banks[0]) else None
         self.next = 0  # row of the last bank to be taken next
         self.index: list[int] = []
         self.series: list[int] = []
@@ -113,8 +116,37 @@ class Rows:
         """A row by its number."""
         return self.banks[number // BANK_ROWS][number % BANK_ROWS]
 
+    def enqueue(self, x: Tensor, number: int, tap: Tap) -> bool:
+        """Let a plain tensor wait for its row; return False if it must be measured at once."""
+        queue = self.queue
+        if queue is None or not queue.takes(x, tap):
+            return False
+        if not queue.has_room(x):
+            self.flush()
+            if not queue.takes(x, tap) or not queue.has_room(x):
+                return False
+        return queue.add(x, number, tap)
+
+    def flush(self) -> None:
+        """Measure what waits; entries of what was changed meanwhile are dropped."""
+        if not self.queue or is_capturing(self.device):  # a captured launch would run later
+            return
+        waiting = self.queue.release()
+        lost = [each.row for each in waiting if not each.on_trial]
+        try:
+            lost = self.queue.measure(waiting, self.banks, self._pool.block)
+        finally:
+            if lost:
+                rows = set(lost)
+                self._forget({entry for entry, row in enumerate(self.index) if row in rows})
+                self._free.extend(rows)
+                self.folds += 1  # taps that see such a tensor again measure it again
+
     def fold(self) -> bool:
         """Adds up the rows whose entries are of the same series; whether there were any."""
+        self.flush()
+        if self.queue:  # a CUDA graph is captured
+            return False
         entries: dict[int, list[int]] = defaultdict(list)
         for entry, row in enumerate(self.index):
             entries[row].append(entry)
@@ -141,6 +173,7 @@ class Rows:
 
     def drop(self, series: set[int]) -> None:
         """Forgets what was measured of these series, each of which has rows of its own."""
+        self.flush()
         dropped = {entry for entry, number in enumerate(self.series) if number in series}
         if dropped:
             self._free.extend({self.index[entry] for entry in dropped})
@@ -258,6 +291,11 @@ class Sample:
         worth = [rows for rows in self._rows.values() if rows.repeats > len(rows.index) // 64]
         return sum(rows.fold() for rows in worth) > 0
 
+    def flush(self) -> None:
+        """Measure what waits on any device."""
+        for rows in list(self._rows.values()):
+            rows.flush()
+
     def drop_series(self, series: set[int]) -> None:
         """Drop all measurements of these series."""
         for rows in self._rows.values():
@@ -271,12 +309,20 @@ class Sample:
 
     def sealed(self) -> "FinishedSample":
         """Return the finished sample, whose copy to the host has started."""
+        self.flush()
         return FinishedSample(self.step, [_Part(rows, self._pool) for rows in self._rows.values()])
 
     def drop(self) -> None:
         """Return the banks to the pool without reading them."""
+        self.release()
         for rows in self._rows.values():
             self._pool.give_back(rows.banks)
+
+    def release(self) -> None:
+        """Let what waits go unmeasured: nobody reads the sample."""
+        for rows in self._rows.values():
+            if rows.queue is not None:
+                rows.queue.release()
 
 
 class _Part:

@@ -192,6 +192,8 @@ class WatchSession:
     def shut(self) -> None:
         """Stop all measurements."""
         self.open = False
+        if self.sample is not None:
+            self.sample.release()  # hooks in the graph may keep the sample alive
         self._clear()
 
     def leave(self) -> None:
@@ -282,16 +284,34 @@ class WatchSession:
             self.say("not measured", f"{what}: {error}", once=what)
             return None
 
-    def measure(self, x: Tensor) -> tuple[Rows, int]:
-        """Measure a plain tensor into a fresh row; return the rows and the row's number."""
+    def measure(self, x: Tensor, collection: str = "", name: str = "") -> tuple[Rows, int]:
+        """Measure a plain tensor into a fresh row; return the rows and the row's number.
+
+        On a GPU one of a tap, which gives its name, may be measured later: the row has no counts before `flush`.
+        """
         assert self.sample is not None
         rows = self.sample.rows(x.device)
         bank, row, number = rows.take()
+        if rows.queue is not None and name and rows.enqueue(x, number, (collection, name)):
+            return rows, number
         if self.settings.block:  # what is measured one by one is activations and gradients
             kernels.measure_into([x], bank, [row], accumulate=False, block=self.settings.block)
         else:
             rows.measure_one(x, bank, row)
         return rows, number
+
+    def flush(self) -> None:
+        """Measure what taps have queued; a forward or a backward has ended."""
+        if self.sample is None:
+            return
+        try:
+            self.sample.flush()
+        except Exception as error:  # noqa: BLE001  (P2: a launch that fails must not stop training)
+            self.failed("measure", error)
+        for collection, name in self.pool.trials.take_lost():
+            what = f"{collection} {name}"
+            message = f"{what}: expected values that stay until the forward or the backward ends; they were changed"
+            self.say("not measured", f"{message}. They are measured at once from here on.", once=f"changed {what}")
 
     def has_room(self, tensors: int = 1, size_bytes: int = 0) -> bool:
         """Return True if the sample has room for more tensors and bytes; say once if not."""

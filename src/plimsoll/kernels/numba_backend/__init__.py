@@ -23,6 +23,8 @@ from plimsoll.kernels.numba_backend.nonfinite import (
 from plimsoll.kernels.numba_backend.unscaling import unscale as unscale
 from plimsoll.kernels.numba_backend.updates import update as update
 
+QUEUES = False  # values are counted while they are in the cache
+
 
 def describe() -> str:
     """One line for `plimsoll doctor`."""

@@ -28,6 +28,8 @@ from plimsoll.kernels.triton_backend.nonfinite import count_nonfinite as count_n
 from plimsoll.kernels.triton_backend.unscaling import unscale as unscale
 from plimsoll.kernels.triton_backend.updates import update as update
 
+QUEUES = True  # a launch costs more of the host's time than all else
+
 
 def describe() -> str:
     """Return Triton's version and device; raise `BackendError` if it cannot run."""

@@ -91,6 +91,7 @@ class Steps(torch_hooks.TrainingEvents):
             return
         if not self._has_stepped:
             self._thread = threading.get_ident()
+        self.core.flush()  # what a backward that raised has left
         self._end_unled()
         self.begin()
         self._trained_forwards += model.training
@@ -145,6 +146,7 @@ class Steps(torch_hooks.TrainingEvents):
     def forward_ends(self) -> None:
         """The root module has returned, or raised."""
         self.core.live = False
+        self.core.flush()
 
     @contained
     def backward_begins(self, tensors: Any) -> None:
@@ -163,6 +165,7 @@ class Steps(torch_hooks.TrainingEvents):
         if ours is None and thread != threading.main_thread().ident and self.parameters.reach(roots) == "others":
             return
         self.core.elsewhere.discard(thread)
+        self.core.flush()  # parts of the model may have been called by themselves
         self._end_unled()
         if self.core.shadow is not None:
             self.core.shadow.backward_begins()
@@ -190,7 +193,10 @@ class Steps(torch_hooks.TrainingEvents):
         """A backward has ended."""
         if self.core.is_elsewhere():
             return
-        if backward_running() == -1 and self.losses.backward_ends():
+        within = backward_running() != -1
+        if not within:
+            self.core.flush()
+        if not within and self.losses.backward_ends():
             self.begin()
             self.parameters.backwards += 1
             self.parameters.suspect |= self._broken
@@ -249,7 +255,10 @@ class Steps(torch_hooks.TrainingEvents):
         if is_capturing():
             return
         if self._takes(optimizer):
-            self._shadow_follows()  # where torch.autograd.grad was called, nobody else has told
+            # Where torch.autograd.grad was called, nobody else has told.
+            if backward_running() == -1:
+                self.core.flush()
+            self._shadow_follows()
             self.losses.step_begins(optimizer)
             self._inside.append(optimizer)
             self._turns.enter(optimizer)
@@ -401,6 +410,7 @@ class Steps(torch_hooks.TrainingEvents):
     def _hand_over(self) -> None:
         core, taps = self.core, self.taps
         sample = core.sample
+        core.flush()
         self.parameters.finish_step()
         if taps is not None:
             if not self._sealed:

@@ -2,9 +2,9 @@
 
 A tap is two hooks on a module, one before its forward (inputs, which the module may change in place) and one after it.
 Only steps that are due have them: torch calls a module without hooks by a shorter way. Compiled code keeps its taps and
-asks one flag, since hooks that come and go would have it compiled again. Eager code measures at once, in the hook: the
-values are in the cache then, and nothing has to be kept alive. A tensor that two taps see (one module's output, the
-next one's input) is recognised by identity and version, and measured once.
+asks one flag, since hooks that come and go would have it compiled again. Eager code on a CPU measures at once, in the
+hook: the values are in the cache then, and nothing has to be kept alive. On a GPU tensors wait (`tap_queue`). One that
+two taps see (one module's output, the next one's input) is recognised by identity and version, and measured once.
 """
 
 import contextlib
@@ -173,8 +173,9 @@ class Taps:
             return
         scores = largest_scores(query, key, rest)
         if scores is not None and core.has_room():
-            rows, row = core.measure(scores)
-            rows.enter(row, core.series_of("activations", f"{self.inside[-1]}:{SCORES}", scores))
+            name = f"{self.inside[-1]}:{SCORES}"
+            rows, row = core.measure(scores, "activations", name)
+            rows.enter(row, core.series_of("activations", name, scores))
 
     @contained
     def narrow(self, name: str, module: nn.Module, dtype: torch.dtype) -> None:
@@ -224,7 +225,7 @@ class Taps:
             plain = core.readable(x, "activations", name)
             if plain is None or not core.has_room():
                 return
-            rows, sight.row = core.measure(plain)
+            rows, sight.row = core.measure(plain, "activations", name)
             sight.rows, sight.folds = rows, rows.folds
         rows.enter(sight.row, core.series_of("activations", name, x))
 
@@ -253,7 +254,7 @@ class Taps:
             factor *= core.ranks.factor
             if core.ranks.divisor > 1:
                 plain = plain / core.ranks.divisor
-        rows, row = core.measure(plain)
+        rows, row = core.measure(plain, "activation_gradients", names[0])
         for name in names:
             rows.enter(row, core.series_of("activation_gradients", name, g), scaled=True, factor=factor)
 
