@@ -11,7 +11,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
+from plimsoll import kernels, row_layout
 from plimsoll.runs import Run
+from plimsoll.watch.taps import module_taps
 from tests.support.cases import each
 
 NAME = "attention:scores"
@@ -170,3 +172,21 @@ def test_attention_of_torch_is_heard(tmp_path: Path) -> None:
 
     run = run_of(Own(), tmp_path / "run")
     assert run.spectrum("activations", NAME, 0).count == 6
+
+
+def test_no_device_is_waited_for() -> None:
+    """On a meta tensor nothing works whose shape depends on values, as nothing may that waits for a GPU."""
+    q, k = torch.empty(2, 3, 50, 4, device="meta"), torch.empty(2, 3, 60, 4, device="meta")
+    mask = torch.empty(50, 60, dtype=torch.bool, device="meta")
+    for rest in ({}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask.float()}):
+        scores = module_taps.largest_scores(q, k, rest)
+        assert scores is not None and scores.shape == (6,), rest
+
+
+def test_heads_that_a_mask_hides_are_left_out_of_a_row_too() -> None:
+    scores = torch.tensor([3.0, -math.inf, 0.0, -2.0, -math.inf, math.inf])
+    bank = kernels.new_bank(2, 32)
+    kernels.measure_into([scores, scores[scores > -math.inf]], bank, [0, 1], block=32)
+    module_taps.leave_out_masked(bank[0])
+    assert bank[0, row_layout.BLOCKS] == 0, "no blocks: these would hold other neighbours"
+    assert torch.equal(bank[0, : row_layout.NARROW], bank[1, : row_layout.NARROW])

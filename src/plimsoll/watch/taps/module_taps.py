@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _python_dispatch as dispatch
 
+from plimsoll import row_layout
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.watch.hooks import autograd_graph, torch_hooks
 from plimsoll.watch.names import tensors_among, tensors_in
@@ -173,8 +174,10 @@ class Taps:
             return
         scores = largest_scores(query, key, rest)
         if scores is not None and core.has_room():
-            name = f"{self.inside[-1]}:{SCORES}"
-            rows, row = core.measure(scores, "activations", name)
+            name, masked = f"{self.inside[-1]}:{SCORES}", not scores.is_cpu and rest.get("attn_mask") is not None
+            rows, row = core.measure(scores, "activations", "" if masked else name)
+            if masked:
+                leave_out_masked(rows.row(row))
             rows.enter(row, core.series_of("activations", name, scores))
 
     @contained
@@ -382,6 +385,8 @@ def _heard(original: Callable[..., Tensor]) -> Any:
 def largest_scores(query: Tensor, key: Tensor, rest: dict[str, Any]) -> Tensor | None:
     """Return the largest score by head and sample, in float32; None without scores.
 
+    On a CPU heads that a mask hides whole are left out; elsewhere they have -Inf.
+
     Args:
         query: (..., L, E).
         key: (..., S, E); fewer heads than the query's with `enable_gqa`.
@@ -398,7 +403,14 @@ def largest_scores(query: Tensor, key: Tensor, rest: dict[str, Any]) -> Tensor |
     with _as_written(q.device.type):
         scores = (q @ k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         largest = _masked(scores, chosen, rest, rows).amax((-2, -1)).reshape(-1)
-        return largest[largest > -math.inf]
+        return largest[largest > -math.inf] if largest.is_cpu else largest  # on a GPU it would wait for their number
+
+
+def leave_out_masked(row: Tensor) -> None:
+    """Take -Inf out of a row of largest scores: those of heads that a mask hides whole."""
+    row[row_layout.COUNT] -= row[row_layout.NEG_INFS]
+    row[row_layout.NEG_INFS] = 0
+    row[row_layout.NARROW :] = 0  # the others' neighbours are not next to them in memory
 
 
 @contextlib.contextmanager
