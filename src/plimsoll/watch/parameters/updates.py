@@ -6,7 +6,7 @@ finds steps that a script makes without an optimizer.
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -52,10 +52,14 @@ class Updates:
         size = sum(p.numel() * p.element_size() for p in wanted.values())
         if not wanted or not self.core.has_room(len(wanted), size):
             return
+        pairs: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for name, p in wanted.items():
             live = self.core.readable(p, "updates", name)
             if live is not None:
-                self._before[name] = self._copied(name, live)
+                buffer = self._before[name] = self._buffer(name, live)
+                pairs.setdefault((live.device, live.dtype), []).append((buffer, live.detach()))
+        for copies in pairs.values():  # on a GPU a few launches for all
+            _copy([buffer for buffer, _ in copies], [live for _, live in copies])
         # Allocating the copies again costs more than the copying, so they are reused if every step is sampled.
         self._buffers = dict(self._before) if self._samples_every_step() else {}
 
@@ -81,12 +85,12 @@ class Updates:
                 for offset, name in enumerate(part):
                     rows.updates.append(rows.enter(number + offset, core.series_of("updates", name, params[name])))
 
-    def _copied(self, name: str, live: Tensor) -> Tensor:
-        live = live.detach()
+    def _buffer(self, name: str, live: Tensor) -> Tensor:
+        """Return memory for a copy: that of the step before, or new one."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.dtype != live.dtype or buffer.device != live.device or not _alike(buffer, live):
-            return live.clone()
-        return buffer.copy_(live)
+            return torch.empty_like(live, requires_grad=False)
+        return buffer
 
     def _samples_every_step(self) -> bool:
         settings = self.core.settings
@@ -109,6 +113,9 @@ def by_device(named: Mapping[str, Tensor]) -> dict[torch.device, list[str]]:
     for name, x in named.items():
         names.setdefault(x.device, []).append(name)
     return names
+
+
+_copy: Callable[[list[Tensor], list[Tensor]], None] = cast("Any", torch)._foreach_copy_
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
