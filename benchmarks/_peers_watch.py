@@ -141,7 +141,7 @@ class Transformer(nn.Module):
 class Twin:
     """A model in training, with one contender attached. All twins of a shape do the same."""
 
-    def __init__(self, attach: Attach, shape: Shape, device: str = "cpu") -> None:
+    def __init__(self, attach: Attach, shape: Shape, device: str = "cpu", *, eager: bool = False) -> None:
         torch.manual_seed(0)
         self.model = model = Transformer(shape).to(device)
         on_gpu = device == "cuda"
@@ -152,7 +152,7 @@ class Twin:
         self.losses = torch.zeros(_MOST_STEPS, device=device)  # written without waiting for the device
         self.steps = 0
         self.attached = attach(model, self.optimizer)
-        self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if on_gpu else model
+        self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if on_gpu and not eager else model
         self._cast = functools.partial(torch.autocast, device, torch.bfloat16, enabled=on_gpu)
 
     def step(self) -> None:

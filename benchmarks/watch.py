@@ -3,8 +3,8 @@
     python benchmarks/watch.py                     a 6-layer transformer on one CPU thread; half an hour
     python benchmarks/watch.py --quick             a smoke run; --only "ours*" for some rows
     python benchmarks/watch.py --profile NAME      where the extra time of one contender goes, by function
-    python benchmarks/watch.py --device cuda       GPT of 124M parameters, bf16, compiled; every watched step runs under
-                                                   torch.cuda.set_sync_debug_mode("error")
+    python benchmarks/watch.py --device cuda       GPT of 124M parameters, bf16, compiled and eager; every watched step
+                                                   runs under torch.cuda.set_sync_debug_mode("error")
 
 The goals: everything at every step takes at most as much extra time as the floor, one `torch.aminmax` of each of the
 same tensors. As ratios to the bare step: weights and gradients 1.05, attached but not due 1.005, everything every 10
@@ -201,7 +201,8 @@ def in_own_process(name: str, options: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "rows.json"
         command = [sys.executable, __file__, "--device", options.device, "--pair", name, "--into", str(answer)]
-        done = subprocess.run([*command, "--rounds", str(options.rounds)], capture_output=True, text=True, check=False)
+        command += ["--rounds", str(options.rounds), *(["--eager"] if options.eager else [])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{name} failed in its process:\n{done.stderr[-3000:]}")
         return json.loads(answer.read_text(encoding="utf-8"))
@@ -380,9 +381,10 @@ def on_gpu(contender: Contender, name: str, options: argparse.Namespace) -> list
     # The twins share their code. As the compiler is set by default, each could get the graph of the other, which has
     # taps or has none.
     torch._dynamo.config.skip_nnmodule_hook_guards = False  # noqa: SLF001
-    twins = {BARE: Twin(bare, GPT_124M, "cuda"), name: Twin(contender.attach, GPT_124M, "cuda")}
+    attaches = {BARE: bare, name: contender.attach}
+    twins = {each: Twin(attach, GPT_124M, "cuda", eager=options.eager) for each, attach in attaches.items()}
     for twin in twins.values():
-        for _ in range(22):  # past the second sampled step of every 10: all graphs are compiled
+        for _ in range(22):  # past the second sampled step of every 10: all graphs are compiled, all taps tried
             twin.step()
         twin.attached.drain()
     samples: dict[str, list[Sample]] = {name: [] for name in twins}
@@ -428,9 +430,10 @@ def gpu_table(results: Results, chosen: Mapping[str, Contender], options: argpar
         rows += pair if not rows else pair[1:]
     note = (
         f"Blocks of {options.gpu_block_steps} steps, timed on the stream, under set_sync_debug_mode('error'); medians "
-        "over rounds. bf16 autocast, torch.compile, fused AdamW, emulate_precision_casts in both twins."
+        f"over rounds. bf16 autocast, {'eager code' if options.eager else 'torch.compile'}, fused AdamW, "
+        "emulate_precision_casts in both twins."
     )
-    results.add("GPT of 124M parameters, batch 16 x 1024", note, rows)
+    results.add(f"GPT of 124M parameters, {'eager, ' if options.eager else ''}batch 16 x 1024", note, rows)
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -459,6 +462,7 @@ def options_from(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory", metavar="NAME", help="print the memory of this contender as JSON")
     parser.add_argument("--out", type=Path, help="folder of the result files; default benchmarks/results")
     parser.add_argument("--pair", help=argparse.SUPPRESS)
+    parser.add_argument("--eager", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -494,7 +498,8 @@ def main() -> None:
     chosen = {name: c for name, c in contenders(options.device).items() if fnmatch.fnmatch(name, options.only)}
     results = Results("watch", options.device)
     if options.device == "cuda":
-        gpu_table(results, chosen, options)
+        for options.eager in (False, True):
+            gpu_table(results, chosen, options)
     else:
         for name, table in (("steps", step_table), ("sustained", sustained_table), ("memory", memory_table)):
             if name in options.tables:

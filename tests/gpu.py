@@ -52,7 +52,7 @@ def benchmark(name: str, seconds: float, *options: str) -> Part:
 PARTS = (
     Part(name="tests", command=[sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"], seconds=180),
     benchmark("fp8", 120),
-    benchmark("watch", 150, "--tables", "steps"),
+    benchmark("watch", 200, "--tables", "steps"),
     benchmark("measure", 60),
     benchmark("unscale", 60),
     benchmark("cast", 60),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import plimsoll as pl
 from tests.support.watch.recording import only_run, same
@@ -96,6 +97,51 @@ def test_statistics_are_those_of_the_tensors(tmp_path: Path) -> None:
     assert same(run.spectrum("updates", "layers.0.weight", 0), after - before)
     grad = model.layers[0].weight.grad
     assert grad is not None and same(run.spectrum("gradients", "layers.0.weight", 0), grad)
+
+
+class Changing(nn.Module):
+    """Attention, an in-place ReLU, and a residual that is added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.mlp = nn.Sequential(nn.Linear(64, 128), nn.ReLU(inplace=True), nn.Linear(128, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).unflatten(0, (4, -1)).permute(2, 0, 3, 1, 4)
+        y = self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        z = self.mlp(y)
+        z += y
+        return z
+
+
+def test_eager_taps_queue_without_waiting_and_record_what_they_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from plimsoll.kernels import triton_backend
+
+    torch.manual_seed(0)
+    model, seen, launches = Changing().cuda(), dict[str, Tensor](), list[int]()
+    for name, module in model.named_modules():  # before the taps, and of what they see
+        module.register_forward_hook(lambda _m, _x, y, name=name or "model": seen.update({name: y.detach().clone()}))
+    measure = triton_backend.measure
+    monkeypatch.setattr(
+        triton_backend, "measure", lambda tensors, *a: (launches.append(len(tensors)), measure(tensors, *a))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [torch.randn(32, 64, device="cuda") for _ in range(9)]
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1, collect=("activations", "activation_gradients")):
+        steps(model, optimizer, data[:-1], strict=True, amp=False)
+        torch.cuda.synchronize()
+        launches.clear()
+        steps(model, optimizer, data[-1:], strict=False, amp=False)
+    assert len(launches) == 2 and min(launches) > 1, "one forward, one backward; what is changed in place by itself"
+    run = only_run(tmp_path / "run")
+    assert not [event for event in run.events() if event.kind in ("failure", "not measured")], run.events()
+    last = run.steps[-1]
+    for name, values in seen.items():
+        assert same(run.spectrum("activations", f"{name}:output", last), values), name
+    assert run.spectrum("activations", "model:scores", last).count == 4 * 4
 
 
 def test_cuda_graphs_of_compiled_code_record(tmp_path: Path) -> None:
