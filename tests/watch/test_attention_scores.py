@@ -1,6 +1,7 @@
 """The largest attention score of each head, against scores that tests compute themselves."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,13 @@ def test_scores_beyond_half_precision_are_finite(tmp_path: Path, setting: str) -
     assert spectrum.max == pytest.approx(float(largest.max()), rel=1e-3)
 
 
+class Plain(nn.Module):
+    """Attention of each value to all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x)[..., :4]
+
+
 def test_rows_of_long_sequences_are_sampled(tmp_path: Path) -> None:
     attention = Attention()
     model = Model(attention)
@@ -150,10 +158,6 @@ def test_only_due_steps_and_once_with_checkpoints(tmp_path: Path) -> None:
 
 
 def test_compiled_code_is_not_heard_and_not_broken(tmp_path: Path) -> None:
-    class Plain(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.scaled_dot_product_attention(x, x, x)[..., :4]
-
     model = Model(Plain())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     run = run_of(model, tmp_path / "run", call=compiled)
@@ -190,3 +194,20 @@ def test_heads_that_a_mask_hides_are_left_out_of_a_row_too() -> None:
     module_taps.leave_out_masked(bank[0])
     assert bank[0, row_layout.BLOCKS] == 0, "no blocks: these would hold other neighbours"
     assert torch.equal(bank[0, : row_layout.NARROW], bank[1, : row_layout.NARROW])
+
+
+def test_attention_on_another_thread_is_not_the_models(tmp_path: Path) -> None:
+    """Another model that runs meanwhile, as one that makes data, is not what the watched module computes."""
+
+    class Meanwhile(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with ThreadPoolExecutor(1) as other:
+                other.submit(functional.scaled_dot_product_attention, 9 * x, 9 * x, x).result()
+            return functional.scaled_dot_product_attention(x, x, x)[..., :4]
+
+    def largest(name: str, attention: nn.Module) -> float:
+        run = run_of(Model(attention), tmp_path / name)
+        (series,) = [series for series in run.tensors["activations"] if series.endswith(":scores")]
+        return run.spectrum("activations", series, 0).absmax
+
+    assert largest("meanwhile", Meanwhile()) == largest("alone", Plain())

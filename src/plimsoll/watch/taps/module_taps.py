@@ -13,6 +13,7 @@ import itertools
 import math
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol, cast
 
@@ -65,7 +66,7 @@ class Taps:
         self._leaf_handles: list[Any] = []
         self._handles: dict[str, tuple[weakref.ref[nn.Module], list[tuple[Any, _Tap]]]] = {}  # by module
         self._earlier: dict[int, list[int]] = {}  # of a tap that is not attached: the hooks in front of it
-        self.inside: list[str] = []  # modules whose forward runs, innermost last
+        self._inside: defaultdict[int, list[str]] = defaultdict(list)  # modules whose forward runs, by thread
         if modules:
             listen_to_attention(self)
 
@@ -138,10 +139,15 @@ class Taps:
     def forget(self) -> None:
         """The forward is over: what was seen in it is not the next one's."""
         self._sights.clear()
-        self.inside.clear()
+        self._inside.clear()
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles.clear()
+
+    @property
+    def inside(self) -> list[str]:
+        """The modules whose forward runs on this thread, innermost last."""
+        return self._inside[threading.get_ident()]
 
     @contained
     def see(self, tap: "_Tap", found: list[tuple[str, Tensor]]) -> None:
@@ -306,8 +312,9 @@ class _After(_Tap):
         if torch.compiler.is_compiling():
             return self.taps.compiled.outputs(self.name, output)
         tensors = tensors_in(output)
-        if self.taps.inside and self.taps.inside[-1] == self.name:
-            self.taps.inside.pop()
+        inside = self.taps.inside
+        if inside and inside[-1] == self.name:
+            inside.pop()
         self.taps.see(self, tensors)
         if self.taps.learn is not None:
             self.taps.learn(self.name, tensors)
