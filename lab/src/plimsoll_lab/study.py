@@ -32,6 +32,20 @@ class Kind:
     title: str
 
 
+def check_steps(experiment: str, steps: int, fewest: int, usual: int, reason: str) -> None:
+    """Raise `ArgumentError` if there are fewer steps than the experiment needs.
+
+    Args:
+        experiment: Its name.
+        steps: The steps that were asked for.
+        fewest: The fewest that it needs.
+        usual: The number that the error advises.
+        reason: End of the sentence "expected so many steps or more", with its comma.
+    """
+    if steps < fewest:
+        raise ArgumentError(f"lab {experiment}: expected {fewest} steps or more{reason}; got {steps}. Use {usual}.")
+
+
 SizesT = TypeVar("SizesT", bound=Sizes)
 KindT = TypeVar("KindT", bound=Kind)
 
@@ -73,11 +87,7 @@ class Study(Generic[SizesT, KindT]):
         whole = self.full_sizes if full else self.sizes
         if steps is None:
             return whole
-        if steps < self.fewest_steps:
-            reason = self.steps_reason.format(**asdict(whole))
-            raise ArgumentError(
-                f"lab {self.name}: expected {self.fewest_steps} steps or more{reason}; got {steps}. Use {whole.steps}."
-            )
+        check_steps(self.name, steps, self.fewest_steps, whole.steps, self.steps_reason.format(**asdict(whole)))
         return self.shortened(whole, steps)
 
     def shortened(self, whole: SizesT, steps: int) -> SizesT:

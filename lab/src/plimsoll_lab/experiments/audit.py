@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from plimsoll.diagnosis import diagnose
-from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import percent
@@ -34,7 +33,7 @@ from plimsoll_lab.experiments.unit.model import Plain, Unit
 from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, of_rows
 from plimsoll_lab.source_text import Batch, make_batch, standard_library
 from plimsoll_lab.statistics import columns
-from plimsoll_lab.study import Experiment
+from plimsoll_lab.study import Experiment, check_steps
 
 BERT_LARGE = {"width": 1024, "layers": 24, "heads": 16, "length": 512}
 _ARITHMETIC = ("add", "sub", "mul", "div", "rsub")
@@ -245,12 +244,10 @@ class Trained(Plain):
 def setup_for(steps: int | None, *, full: bool) -> Setup:
     """The sizes for that many steps."""
     whole = Setup(steps=2000, width=256, layers=8, heads=8, length=128) if full else Setup()
-    if steps is not None and steps < _FEWEST_STEPS:
-        raise ArgumentError(
-            f"lab audit: expected {_FEWEST_STEPS} steps or more, so that scales have time to drift; got {steps}. "
-            f"Use {whole.steps}."
-        )
-    return whole if steps is None else replace(whole, steps=steps)
+    if steps is None:
+        return whole
+    check_steps("audit", steps, _FEWEST_STEPS, whole.steps, ", so that scales have time to drift")
+    return replace(whole, steps=steps)
 
 
 def measure(bench: Bench) -> Measured:

@@ -16,14 +16,13 @@ from torch.nn import functional
 
 from plimsoll.diagnosis import diagnose
 from plimsoll.emulate import emulate
-from plimsoll.errors import ArgumentError
 from plimsoll.microscope import microscope
 from plimsoll.runs import Run
 from plimsoll.watch import watch
 from plimsoll_lab.bench import Bench
 from plimsoll_lab.result import Measured, Training, claims
 from plimsoll_lab.statistics import columns
-from plimsoll_lab.study import Experiment, Kind
+from plimsoll_lab.study import Experiment, Kind, check_steps
 
 STEPS, FULL_STEPS, FEWEST_STEPS = 100, 400, 20
 DRAWS = 16
@@ -472,10 +471,7 @@ def _training(kind: Kind, bench: Bench, numbers: Numbers, series: list[float], *
 
 def _steps(bench: Bench) -> int:
     steps = bench.steps or (FULL_STEPS if bench.full else STEPS)
-    if steps < FEWEST_STEPS:
-        raise ArgumentError(
-            f"lab errors: expected {FEWEST_STEPS} steps or more, so that an error adds up; got {steps}. Use {STEPS}."
-        )
+    check_steps("errors", steps, FEWEST_STEPS, STEPS, ", so that an error adds up")
     return steps
 
 

@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.emulate import CUDA, OperationLists
 from plimsoll.emulate.operation_counts import name_of
-from plimsoll.errors import ArgumentError
 from plimsoll.precision import Loop, Policy, prepare
 from plimsoll.runs import Run
 from plimsoll.scaling import StaticScaler
@@ -38,7 +37,7 @@ from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, 
 from plimsoll_lab.running.unwatched_run import Unwatched
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import columns, largest, lost
-from plimsoll_lab.study import Experiment
+from plimsoll_lab.study import Experiment, check_steps
 
 _PAIRS = [(one, other) for one in range(len(SHAPES)) for other in range(one, len(SHAPES))]
 CLASSES = len(_PAIRS)
@@ -176,11 +175,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
     whole = Setup(steps=1000, warmup=100, batch=64, width=32, devices=1024, seeds=5, held_out=8192) if full else Setup()
     if steps is None:
         return whole
-    if steps < FEWEST_STEPS:
-        raise ArgumentError(
-            f"lab levels: expected {FEWEST_STEPS} steps or more, so that there is something to learn; got {steps}. "
-            f"Use {whole.steps}."
-        )
+    check_steps("levels", steps, FEWEST_STEPS, whole.steps, ", so that there is something to learn")
     return replace(whole, steps=steps, warmup=min(whole.warmup, steps // 5))
 
 

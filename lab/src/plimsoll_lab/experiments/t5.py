@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plimsoll.diagnosis import Finding, View, diagnose, locate, whatif
-from plimsoll.errors import ArgumentError
 from plimsoll.precision import Loop, clamp_residuals, prepare
 from plimsoll.runs import Run
 from plimsoll.text import percent
@@ -32,7 +31,7 @@ from plimsoll_lab.bench import Bench
 from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import columns
-from plimsoll_lab.study import Experiment
+from plimsoll_lab.study import Experiment, check_steps
 
 VOCABULARY = 16
 LENGTH = 16
@@ -159,11 +158,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
     whole = whole if full else Setup()
     if steps is None:
         return whole
-    if steps < FEWEST_STEPS:
-        raise ArgumentError(
-            f"lab t5: expected {FEWEST_STEPS} steps or more, in which the residual stream can grow; got {steps}. "
-            f"Use {whole.steps}."
-        )
+    check_steps("t5", steps, FEWEST_STEPS, whole.steps, ", in which the residual stream can grow")
     return replace(whole, steps=steps)
 
 

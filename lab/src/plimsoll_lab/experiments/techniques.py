@@ -27,7 +27,6 @@ from torch.nn import functional
 
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.emulate import emulate
-from plimsoll.errors import ArgumentError
 from plimsoll.precision import Loop, MasterWeights, prepare
 from plimsoll.runs import Run
 from plimsoll.scaling import StaticScaler
@@ -38,7 +37,7 @@ from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, 
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.source_text import SYMBOLS, Batch, held_out_batch, make_batch, standard_library
 from plimsoll_lab.statistics import columns, largest, lost
-from plimsoll_lab.study import Experiment
+from plimsoll_lab.study import Experiment, check_steps
 
 _LENGTH, _WIDTH, _COLUMNS = 16, 64, 16
 
@@ -112,11 +111,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
     whole = Setup(steps=3000, pieces=16, length=64, accumulate=512, width=256, layers=2) if full else Setup()
     if steps is None:
         return whole
-    if steps < FEWEST_STEPS:
-        raise ArgumentError(
-            f"lab techniques: expected {FEWEST_STEPS} steps or more, so that there is something to learn at either "
-            f"rate; got {steps}. Use {whole.steps}."
-        )
+    check_steps("techniques", steps, FEWEST_STEPS, whole.steps, ", so that there is something to learn at either rate")
     return replace(whole, steps=steps)
 
 

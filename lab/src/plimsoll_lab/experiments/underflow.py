@@ -28,7 +28,6 @@ from plimsoll.diagnosis.estimates.format_losses import share
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh, UnderflowRising
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.diagnosis.tables.trend import looks, trend
-from plimsoll.errors import ArgumentError
 from plimsoll.precision import prepare
 from plimsoll.runs import Run
 from plimsoll.text import percent
@@ -39,7 +38,7 @@ from plimsoll_lab.models.detector.model import Detector, detection_loss, scenes
 from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, of_rows
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import columns
-from plimsoll_lab.study import Experiment
+from plimsoll_lab.study import Experiment, check_steps
 
 Network = Literal["clip", "detector"]
 FEWEST_STEPS = 180  # of which the early part, 20, has the samples that a trend needs after the warm-up
@@ -96,11 +95,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
     whole = Setup(steps=9000, seeds=3) if full else Setup()
     if steps is None:
         return whole
-    if steps < FEWEST_STEPS:
-        raise ArgumentError(
-            f"lab underflow: expected {FEWEST_STEPS} steps or more, so that a ninth of them has a trend; got {steps}. "
-            f"Use {Setup().steps}."
-        )
+    check_steps("underflow", steps, FEWEST_STEPS, Setup().steps, ", so that a ninth of them has a trend")
     return replace(whole, steps=steps, warmup=min(whole.warmup, steps // 90))
 
 

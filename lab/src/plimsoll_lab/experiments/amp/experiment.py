@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis import View, diagnose, plan
-from plimsoll.errors import ArgumentError
 from plimsoll.precision import Loop, prepare
 from plimsoll.runs import Run
 from plimsoll.text import percent
@@ -46,7 +45,7 @@ from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, 
 from plimsoll_lab.running.unwatched_run import Unwatched
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import Ratio, columns, largest, ratio
-from plimsoll_lab.study import Experiment
+from plimsoll_lab.study import Experiment, check_steps
 
 FEWEST_STEPS = 20
 FP8 = "fp8"  # the level fp8-tensor where there are linear layers; for the UNet, which has none, a plan of its FP32 run
@@ -75,10 +74,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
     whole = Setup(steps=500, rounds=20, every=50, full=True) if full else Setup()
     if steps is None:
         return whole
-    if steps < FEWEST_STEPS:
-        raise ArgumentError(
-            f"lab amp: expected {FEWEST_STEPS} steps or more, so that losses can fall; got {steps}. Use {whole.steps}."
-        )
+    check_steps("amp", steps, FEWEST_STEPS, whole.steps, ", so that losses can fall")
     return replace(whole, steps=steps)
 
 

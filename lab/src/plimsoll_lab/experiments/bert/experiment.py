@@ -30,7 +30,6 @@ from torch.nn import functional
 from plimsoll import unit
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.emulate import emulate
-from plimsoll.errors import ArgumentError
 from plimsoll.precision import Loop, prepare
 from plimsoll.runs import Run
 from plimsoll.scaling import StaticScaler
@@ -52,7 +51,7 @@ from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.source_text import standard_library
 from plimsoll_lab.statistics import columns, lost
-from plimsoll_lab.study import Experiment
+from plimsoll_lab.study import Experiment, check_steps
 
 
 class Block(nn.Module):
@@ -180,11 +179,9 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
         )  # fmt: skip
     if steps is None:
         return whole
-    if steps < FEWEST_STEPS:
-        raise ArgumentError(
-            f"lab bert: expected {FEWEST_STEPS} steps or more, so that there is something to learn in either training; "
-            f"got {steps}. Use {whole.span_steps}."
-        )
+    check_steps(
+        "bert", steps, FEWEST_STEPS, whole.span_steps, ", so that there is something to learn in either training"
+    )
     return replace(whole, masked_steps=steps // 4, span_steps=steps)
 
 

@@ -22,6 +22,7 @@ from plimsoll.watch import watch
 from plimsoll_lab.bench import Bench, Progress
 from plimsoll_lab.experiments.clip.model import Batch, Clip, contrastive_loss, make_batch
 from plimsoll_lab.running.workers import Task, carry_out, one_thread
+from plimsoll_lab.study import check_steps
 
 Each = Literal["tensor", "element"]
 
@@ -303,11 +304,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
     whole = Setup(steps=1500, batch=64, black=8, width=128, layers=4, heads=8) if full else Setup()
     if steps is None:
         return whole
-    if steps < FEWEST_STEPS:
-        raise ArgumentError(
-            f"lab clip: expected {FEWEST_STEPS} steps or more, so that there is a time before the hard batches and one "
-            f"after; got {steps}. Use 450."
-        )
+    check_steps("clip", steps, FEWEST_STEPS, 450, ", so that there is a time before the hard batches and one after")
     return replace(whole, steps=steps, hard_at=min(whole.hard_at, steps * 2 // 3 // 10 * 10))
 
 

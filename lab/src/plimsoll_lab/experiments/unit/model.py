@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from plimsoll import unit
 from plimsoll.emulate import emulate
-from plimsoll.errors import ArgumentError
 from plimsoll.precision import Loop, prepare
 from plimsoll.scaling import StaticScaler
 from plimsoll.unit import functional as U, optim  # noqa: N812  (as torch's is F)
@@ -22,6 +21,7 @@ from plimsoll_lab.bench import Progress
 from plimsoll_lab.running.unwatched_run import Unwatched
 from plimsoll_lab.running.workers import Task, carry_out
 from plimsoll_lab.source_text import SYMBOLS, Batch, held_out_batch, make_batch, standard_library
+from plimsoll_lab.study import check_steps
 
 
 class Block(nn.Module):
@@ -196,11 +196,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
         )
     if steps is None:
         return whole
-    if steps < FEWEST_STEPS:
-        raise ArgumentError(
-            f"lab unit: expected {FEWEST_STEPS} steps or more, so that there is something to learn; got {steps}. "
-            f"Use {whole.steps}."
-        )
+    check_steps("unit", steps, FEWEST_STEPS, whole.steps, ", so that there is something to learn")
     return replace(whole, steps=steps, warmup=min(whole.warmup, steps // 10))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (as everyone calls it)
 
 from plimsoll import unit
-from plimsoll.errors import ArgumentError, PlimsollError
+from plimsoll.errors import PlimsollError
 from plimsoll.precision import Loop, prepare
 from plimsoll.scaling import StaticScaler
 from plimsoll.unit import functional as U, optim  # noqa: N812  (as torch's is F)
@@ -27,6 +27,7 @@ from plimsoll_lab.experiments.unit.model import join_heads, split_heads
 from plimsoll_lab.experiments.unit_sweep.grid import RATES, Configuration, Design, Norm, Optimizer, Residual, Way
 from plimsoll_lab.running.workers import Task
 from plimsoll_lab.source_text import SYMBOLS, Batch, held_out_batch, make_batch, standard_library
+from plimsoll_lab.study import check_steps
 
 HEADS, KERNEL = 2, 4
 
@@ -308,11 +309,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
         whole = replace(whole, steps=1000, warmup=100, pieces=16, length=64, accumulate=512, width=128, held_out=256)
     if steps is None:
         return whole
-    if steps < FEWEST_STEPS:
-        raise ArgumentError(
-            f"lab unit-sweep: expected {FEWEST_STEPS} steps or more, so that there is something to learn; got {steps}. "
-            f"Use {whole.steps}."
-        )
+    check_steps("unit-sweep", steps, FEWEST_STEPS, whole.steps, ", so that there is something to learn")
     return replace(whole, steps=steps, warmup=min(whole.warmup, steps // 10))
 
 

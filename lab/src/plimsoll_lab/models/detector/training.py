@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from plimsoll.diagnosis import View, diagnose
-from plimsoll.errors import ArgumentError
 from plimsoll.precision import Loop, prepare
 from plimsoll.runs import Run
 from plimsoll.scaling import DynamicScaler, LayerScaler, SpectralScaler, StaticScaler
@@ -24,6 +23,7 @@ from plimsoll_lab.models.detector.model import Detector, detection_loss, held_ou
 from plimsoll_lab.result import Training
 from plimsoll_lab.running.workers import carry_out, workers_for
 from plimsoll_lab.statistics import Ratio, columns, ratio
+from plimsoll_lab.study import check_steps
 
 _MOMENTUM = 0.9
 _LOWEST = 0.05  # of the learning rate, at the end
@@ -67,11 +67,7 @@ def sized(setup: Setup, experiment: str, steps: int | None, *, full: bool) -> Se
     whole = replace(setup, steps=2000, warmup=100, batch=32, width=32, seeds=5, held_out=512) if full else setup
     if steps is None:
         return whole
-    if steps < _FEWEST_STEPS:
-        raise ArgumentError(
-            f"lab {experiment}: expected {_FEWEST_STEPS} steps or more, so that something is learnt and recorded; got "
-            f"{steps}. Use {whole.steps}."
-        )
+    check_steps(experiment, steps, _FEWEST_STEPS, whole.steps, ", so that something is learnt and recorded")
     return replace(whole, steps=steps, warmup=min(whole.warmup, steps // 5), every=min(whole.every, steps // 5))
 
 
