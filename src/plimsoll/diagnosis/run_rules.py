@@ -10,7 +10,7 @@ from plimsoll.diagnosis.finding import SEVERITIES, Finding
 from plimsoll.diagnosis.rules.base import Rule, Where
 from plimsoll.diagnosis.rules.loss_scale import with_remedy
 from plimsoll.diagnosis.rules.registry import OWN, guarded, known_rules, packaged_rules, remember
-from plimsoll.diagnosis.view import View
+from plimsoll.diagnosis.view import View, view_of
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll.runs.reading.row_selection import matching
@@ -45,14 +45,7 @@ def diagnose(
         RunError: The folder holds no run.
     """
     selected = with_thresholds(rules_named(rules), thresholds or {})
-    if isinstance(run, View):
-        if until is not None:
-            raise ArgumentError(
-                f"diagnose: expected until=None with a View, which has its own; got {until!r}. Make another View."
-            )
-        view = run
-    else:
-        view = View(run if isinstance(run, Run) else Run(run), until)
+    view = view_of(run, until, "diagnose")
     view.reads_all |= rules is None
     by_id = {rule.id: rule for rule in selected}
     findings = [finding for rule in _with_causes(selected) for finding in _findings(rule, view)]

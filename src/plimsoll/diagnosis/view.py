@@ -5,6 +5,7 @@ there.
 """
 
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -266,3 +267,21 @@ def log2(x: Floats) -> Floats:
     """Return the logarithm of positive numbers, and NaN for others."""
     with np.errstate(all="ignore"):
         return np.where(x > 0, np.log2(x), math.nan)
+
+
+Source = Run | View | str | os.PathLike[str]
+
+
+def view_of(run: Source, until: int | None, operation: str) -> View:
+    """Return the view of a run or its folder up to a step; a view as it is.
+
+    Raises:
+        ArgumentError: `run` is a view, and `until` is not None.
+    """
+    if isinstance(run, View):
+        if until is not None:
+            raise ArgumentError(
+                f"{operation}: expected until=None with a View, which has its own; got {until!r}. Make another View."
+            )
+        return run
+    return View(run if isinstance(run, Run) else Run(run), until)

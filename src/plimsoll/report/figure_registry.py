@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.rules.registry import guarded, rule_of
+from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.errors import ArgumentError
 from plimsoll.report import figures
-from plimsoll.report.drawing.plotly_parts import Source, view_of
 from plimsoll.report.figure_declaration import DECLARED, Declared, Figures
 from plimsoll.tensor_collections import COLLECTIONS
 

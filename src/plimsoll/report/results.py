@@ -12,6 +12,7 @@ import numpy as np
 
 from plimsoll.diagnosis import Parity, View
 from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.report.drawing.aggregation import Rows
 from plimsoll.report.drawing.plotly_parts import (
@@ -23,7 +24,6 @@ from plimsoll.report.drawing.plotly_parts import (
     RED,
     STEP_AXIS,
     Layout,
-    Source,
     Trace,
     band,
     build_figure,
@@ -37,7 +37,6 @@ from plimsoll.report.drawing.plotly_parts import (
     series_checked,
     share_ticks,
     since_mark,
-    view_of,
     wrapped,
 )
 from plimsoll.report.figure_declaration import Case, figure

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from plimsoll import exports
 from plimsoll.diagnosis.finding import shown
 from plimsoll.diagnosis.planning.format_choice import Judge
-from plimsoll.diagnosis.planning.make_plan import check_tolerance, view_of
+from plimsoll.diagnosis.planning.make_plan import check_tolerance
 from plimsoll.diagnosis.planning.modules import Module, modules_of
-from plimsoll.diagnosis.view import View
+from plimsoll.diagnosis.view import View, view_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP32, ROLES, BlockFormat, Format, ModulePlan, Plan, Role, get
 from plimsoll.notebook_repr import NotebookRepr
@@ -171,7 +171,7 @@ def check_plan(
         raise ArgumentError(f"check_plan: expected a Plan; got {type(plan).__name__}. Write Plan.load(path).")
     allowed = next(value for value in (tolerance, plan.tolerance, _TOLERANCE) if value is not None)
     check_tolerance("check_plan", allowed)
-    view = view_of("check_plan", run, until)
+    view = view_of(run, until, "check_plan")
     judge = Judge(view, tolerance=float(allowed), margin=0)
     modules = [module for module in modules_of(view, plan.formats) if plan.module(module.name) is not None]
     rows = [row for module in modules for row in _rows(judge, plan, module)]

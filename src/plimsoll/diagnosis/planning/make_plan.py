@@ -15,7 +15,7 @@ from plimsoll.diagnosis.planning.loss_forecast import SPREAD, Consequence, Forec
 from plimsoll.diagnosis.planning.loss_scale import Scales, solve
 from plimsoll.diagnosis.planning.modules import Module, computes, modules_of, named
 from plimsoll.diagnosis.planning.series_windows import Collection
-from plimsoll.diagnosis.view import View
+from plimsoll.diagnosis.view import View, view_of
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.formats import BF16, ROLES, Plan, Role, catalogue, get
 from plimsoll.formats.cost_table import CostTable, cost_table
@@ -192,7 +192,7 @@ def plan(
     _check(target, tolerance, margin_binades, fallback)
     _check_budget(budget)
     table = cost_table(costs)
-    view = view_of("plan", run, until)
+    view = view_of(run, until, "plan")
     included = named(view, "include", include)
     found = modules_of(view, included, named(view, "exclude", exclude))
     modules = [module for module in found if module.name in included or computes(view, module)]
@@ -367,17 +367,6 @@ def _predicted(judge: Judge, choice: FormatChoice, scales: Scales) -> dict[str, 
             lost = bad.fraction
             found[role] = outward(lost.low, lost.estimate, lost.high)
     return found
-
-
-def view_of(operation: str, run: "Run | View | str | os.PathLike[str]", until: int | None) -> View:
-    """Return the view of a run, a folder, or a view."""
-    if isinstance(run, View):
-        if until is not None:
-            raise ArgumentError(
-                f"{operation}: expected until=None with a View, which has its own; got {until!r}. Make another View."
-            )
-        return run
-    return View(run if isinstance(run, Run) else Run(run), until)
 
 
 def _check(target: Any, tolerance: Any, margin: Any, fallback: Any) -> None:

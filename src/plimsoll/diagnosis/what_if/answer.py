@@ -17,7 +17,7 @@ from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.estimates.rounding_noise import Noise
 from plimsoll.diagnosis.estimates.usable_scales import TOLERANCE, Scales, Stretch, stretches_of
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
-from plimsoll.diagnosis.view import View
+from plimsoll.diagnosis.view import View, view_of
 from plimsoll.diagnosis.what_if.result import Prediction, WhatIf
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
 from plimsoll.formats import BlockFormat, Format, get
@@ -153,7 +153,7 @@ def whatif(
         FormatError: The format does not exist or holds scales only.
         ArgumentError: The shift is no integer in range.
     """
-    chosen, view = _format(fmt), run if isinstance(run, View) else View(run if isinstance(run, Run) else Run(run))
+    chosen, view = _format(fmt), view_of(run, None, "whatif")
     if shift is not None and (isinstance(shift, bool) or not isinstance(shift, int) or abs(shift) > 2200):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
             f"whatif: expected shift to be an integer from -2200 to 2200; got shift={shift!r}. "

@@ -11,7 +11,6 @@ and green. The maps are mako's (seaborn): even in lightness, readable for the co
 """
 
 import math
-import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from plimsoll.diagnosis.finding import collection_words
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
-from plimsoll.runs import Run
 from plimsoll.runs.reading.row_selection import unknown
 
 if TYPE_CHECKING:
@@ -217,23 +215,11 @@ def wrapped(text: str, width: int = 72, most: int = 400) -> str:
 
 # -- figures from plain data -------------------------------------------------------------------------------------------
 
-Source = Run | View | str | os.PathLike[str]
 Trace = dict[str, Any]
 Layout = dict[str, Any]
 
 _LEGEND_LINE, _LEGEND_ENTRIES, _BELOW = 20, 4, 48  # pixels a line, entries in it; pixels for the axis
 STEP_AXIS: Mapping[str, Any] = {"title": {"text": "step"}, "showgrid": False, "zeroline": False, "tickformat": ",d"}
-
-
-def view_of(run: Source, until: int | None, operation: str) -> View:
-    """The view of a run, its folder, or a view itself; up to and with a step."""
-    if isinstance(run, View):
-        if until is not None:
-            raise ArgumentError(
-                f"{operation}: expected until=None with a View, which has its own; got {until!r}. Make another View."
-            )
-        return run
-    return View(run if isinstance(run, Run) else Run(run), until)
 
 
 def build_figure(

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.estimates.cast_cells import CastCells, cast_cells
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.formats import E4M3, Format, get_element
 from plimsoll.report.drawing.aggregation import Columns, histogram
 from plimsoll.report.drawing.plotly_parts import (
@@ -18,7 +19,6 @@ from plimsoll.report.drawing.plotly_parts import (
     RED,
     STEP_AXIS,
     Layout,
-    Source,
     Trace,
     build_figure,
     empty_figure,
@@ -30,7 +30,6 @@ from plimsoll.report.drawing.plotly_parts import (
     series_checked,
     share_ticks,
     since_mark,
-    view_of,
 )
 from plimsoll.report.figure_declaration import figure
 from plimsoll.report.figures.usable_scales import element

@@ -13,13 +13,13 @@ from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.finding import collection_words
 from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP32, Format, get
 from plimsoll.report.drawing.aggregation import MOST_CELLS, How, Rows, few
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Matrix, Scale, Statistic
 from plimsoll.report.drawing.plotly_parts import (
     Layout,
-    Source,
     Trace,
     build_figure,
     empty_figure,
@@ -31,7 +31,6 @@ from plimsoll.report.drawing.plotly_parts import (
     series_checked,
     since_mark,
     step_axis,
-    view_of,
 )
 from plimsoll.report.figure_declaration import Case, figure
 from plimsoll.runs.records import FLIPS

@@ -10,6 +10,7 @@ import numpy as np
 from plimsoll import row_layout
 from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP16, Format, get_element
 from plimsoll.report.drawing.aggregation import MOST_CELLS, MOST_COLUMNS, Columns
@@ -20,7 +21,6 @@ from plimsoll.report.drawing.plotly_parts import (
     PURPLE,
     RED,
     Layout,
-    Source,
     Trace,
     build_figure,
     empty_figure,
@@ -33,7 +33,6 @@ from plimsoll.report.drawing.plotly_parts import (
     series_checked,
     since_mark,
     step_axis,
-    view_of,
 )
 from plimsoll.report.figure_declaration import figure
 from plimsoll.report.figures.usable_scales import element

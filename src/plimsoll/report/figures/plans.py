@@ -8,6 +8,7 @@ import numpy as np
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis.planning.check import check_plan
 from plimsoll.diagnosis.planning.frontier import frontier
+from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Plan
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Statistic
@@ -17,7 +18,6 @@ from plimsoll.report.drawing.plotly_parts import (
     ORANGE,
     PURPLE,
     Layout,
-    Source,
     Trace,
     band,
     build_figure,
@@ -30,7 +30,6 @@ from plimsoll.report.drawing.plotly_parts import (
     safe,
     series_checked,
     share_ticks,
-    view_of,
 )
 from plimsoll.report.figure_declaration import Case, figure
 from plimsoll.tensor_collections import BACKWARD, FORWARD

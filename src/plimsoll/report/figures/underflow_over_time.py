@@ -10,6 +10,7 @@ from plimsoll.diagnosis.estimates.underflow_rate import underflow_by_step, under
 from plimsoll.diagnosis.finding import value_words
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh, UnderflowRising
 from plimsoll.diagnosis.tables.cells import Floats
+from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.report.drawing.aggregation import Columns
 from plimsoll.report.drawing.heatmap_statistics import Matrix, underflow
 from plimsoll.report.drawing.plotly_parts import (
@@ -20,7 +21,6 @@ from plimsoll.report.drawing.plotly_parts import (
     RED,
     STEP_AXIS,
     Layout,
-    Source,
     Trace,
     build_figure,
     empty_figure,
@@ -31,7 +31,6 @@ from plimsoll.report.drawing.plotly_parts import (
     series_checked,
     share_ticks,
     since_mark,
-    view_of,
 )
 from plimsoll.report.figure_declaration import figure, if_scaled
 from plimsoll.report.figures.heatmap import view_formats

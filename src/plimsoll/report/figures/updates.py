@@ -8,6 +8,7 @@ import numpy as np
 
 from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.tables.cells import Floats, Ints
+from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.formats import get_element
 from plimsoll.report.drawing.aggregation import Columns, How
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS
@@ -19,7 +20,6 @@ from plimsoll.report.drawing.plotly_parts import (
     RED,
     STEP_AXIS,
     Layout,
-    Source,
     Trace,
     band,
     build_figure,
@@ -31,7 +31,6 @@ from plimsoll.report.drawing.plotly_parts import (
     safe,
     share_ticks,
     since_mark,
-    view_of,
 )
 from plimsoll.report.figure_declaration import Case, figure
 

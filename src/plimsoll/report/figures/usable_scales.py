@@ -17,6 +17,7 @@ from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.estimates.usable_scales import TOLERANCE, Scales
 from plimsoll.diagnosis.finding import layer_name
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.errors import FormatError
 from plimsoll.formats import FP16, BlockFormat, Format, get, get_element
 from plimsoll.report.drawing.aggregation import Columns, histogram
@@ -28,7 +29,6 @@ from plimsoll.report.drawing.plotly_parts import (
     RED,
     STEP_AXIS,
     Layout,
-    Source,
     Trace,
     build_figure,
     empty_figure,
@@ -42,7 +42,6 @@ from plimsoll.report.drawing.plotly_parts import (
     series_checked,
     share_ticks,
     since_mark,
-    view_of,
 )
 from plimsoll.report.figure_declaration import figure, if_scaled
 from plimsoll.text import capital, counted, percent

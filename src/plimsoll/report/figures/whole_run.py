@@ -7,6 +7,7 @@ import numpy as np
 
 from plimsoll.diagnosis import Finding, View, diagnose, grouped
 from plimsoll.diagnosis.tables.cells import Floats, Ints
+from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.report.drawing.aggregation import Columns
 from plimsoll.report.drawing.plotly_parts import (
     BLUE,
@@ -19,7 +20,6 @@ from plimsoll.report.drawing.plotly_parts import (
     STEP_AXIS,
     Lane,
     Layout,
-    Source,
     Trace,
     band,
     build_figure,
@@ -31,7 +31,6 @@ from plimsoll.report.drawing.plotly_parts import (
     powers,
     safe,
     since_mark,
-    view_of,
     wrapped,
 )
 from plimsoll.report.figure_declaration import figure

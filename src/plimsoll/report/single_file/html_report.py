@@ -14,10 +14,10 @@ from pathlib import Path
 from plimsoll.diagnosis import Finding, View, shown
 from plimsoll.diagnosis.estimates.usable_scales import scales
 from plimsoll.diagnosis.finding import collection_words
+from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
 from plimsoll.errors import ArgumentError, MissingExtraError, RunError
 from plimsoll.extras import install_line
-from plimsoll.report.drawing.plotly_parts import Source, view_of
 from plimsoll.report.page.assets import FILES, PLOTLY, script
 from plimsoll.report.single_file.embedded_answers import Offline, collection_of, embedded, offline
 from plimsoll.report.verdicts import summary_text

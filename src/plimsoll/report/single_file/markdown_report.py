@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from plimsoll.diagnosis import Finding
-from plimsoll.report.drawing.plotly_parts import Source
+from plimsoll.diagnosis.view import Source
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary, summary
 

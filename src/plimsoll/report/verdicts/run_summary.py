@@ -13,7 +13,7 @@ from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.finding import plain
 from plimsoll.diagnosis.rules.registry import guarded, rule_of
 from plimsoll.diagnosis.tables.cells import Floats
-from plimsoll.report.drawing.plotly_parts import Source, view_of
+from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.runs import Run
 from plimsoll.text import percent
 
