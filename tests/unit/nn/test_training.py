@@ -1,7 +1,5 @@
 """A small character model of unit-scaled modules trains: in FP32, and in FP16 with no loss scale at all."""
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
@@ -9,9 +7,10 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.unit import nn as unn
 from plimsoll.unit.optim import SGD, Adam, AdamW
+from tests.support.made_text import made_text
 
 CONTEXT = 16
-TEXT = torch.tensor([min(ord(c), 127) for c in inspect.getsource(inspect)[:20_000]])
+TEXT = torch.tensor([ord(c) for c in made_text(20_000)])
 
 
 class Characters(nn.Module):
@@ -52,7 +51,7 @@ def wide():
 
 
 def test_it_learns_in_fp32(wide):
-    assert wide[0] < 3.2  # from 4.85
+    assert wide[0] < 1  # from 4.85; the text's own entropy is 0.61
 
 
 def test_it_learns_as_well_in_fp16_without_a_loss_scale(wide):
@@ -64,8 +63,8 @@ def test_it_learns_as_well_in_fp16_without_a_loss_scale(wide):
 
 @pytest.mark.parametrize(("optimizer", "lr"), [(Adam, 0.25), (SGD, 0.02)])
 def test_other_optimizers_learn(optimizer, lr):
-    assert trained(torch.enable_grad, optimizer, lr)[0] < 3.5
+    assert trained(torch.enable_grad, optimizer, lr)[0] < 1
 
 
 def test_tied_weights_learn(wide):
-    assert trained(torch.enable_grad, tied=True)[0] < 3.5
+    assert trained(torch.enable_grad, tied=True)[0] < 1
