@@ -1,6 +1,6 @@
 """A unit-scaled model: every tensor starts at unit scale, so that FP16 trains it with no loss scale at all."""
 
-import inspect
+import random
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,9 @@ from plimsoll.unit import nn as unn, optim as uoptim
 
 torch.set_num_threads(1)
 WIDTH, CONTEXT, STEPS = 64, 24, 60
-TEXT = torch.tensor([min(ord(character), 127) for character in inspect.getsource(inspect)])
+WORDS = "the loss of a small model falls while gradients keep their place in what eight bits can hold".split()
+DRAW = random.Random(1).random  # the same numbers, so the same text, in every version of Python
+TEXT = torch.tensor([ord(letter) for letter in " ".join(WORDS[int(len(WORDS) * DRAW())] for _ in range(20_000))])
 LAYER = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
 
 
@@ -74,5 +76,5 @@ for name, precision in {"fp32": {}, "fp16": {"precision": "fp16"}}.items():
         losses.append(loss.item())
     final[name] = sum(losses[-10:]) / 10
     print(f"{name}: loss {losses[0]:.3f} -> {final[name]:.3f}")
-assert final["fp32"] < 3.1
+assert final["fp32"] < 2
 assert abs(final["fp16"] - final["fp32"]) < 0.01 * final["fp32"]

@@ -1,6 +1,6 @@
 """A learning rate found on a narrow model serves a wide one: unit-scaled modules and optimizers, beside torch's."""
 
-import inspect
+import random
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from plimsoll.unit import nn as unn, optim as uoptim
 
 torch.set_num_threads(1)
-CONTEXT, BATCH, STEPS = 4, 64, 40
-TEXT = torch.tensor([min(ord(character), 127) for character in inspect.getsource(inspect)])
-WIDTHS = (32, 64, 128, 256)
+CONTEXT, BATCH, STEPS, WIDTHS = 4, 64, 40, (32, 64, 128, 256)
+WORDS = "the loss of a small model falls while gradients keep their place in what eight bits can hold".split()
+DRAW = random.Random(1).random  # the same numbers, so the same text, in every version of Python
+TEXT = torch.tensor([ord(letter) for letter in " ".join(WORDS[int(len(WORDS) * DRAW())] for _ in range(20_000))])
 RATES = {"unit": [2.0**k for k in range(-4, 1)], "plain": [2.0**k for k in range(-10, -5)]}
 
 
@@ -19,9 +20,8 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.branch = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        norm, up, down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.branch = nn.Sequential(norm, up, nn.GELU(), down)
 
     def forward(self, x: Tensor) -> Tensor:
         """The stream after the branch."""

@@ -1,6 +1,6 @@
 """Convert a model to unit scale, train it in FP16 with no loss scale, and fold it to plain weights."""
 
-import inspect
+import random
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,9 @@ import plimsoll as pl
 
 torch.set_num_threads(1)
 WIDTH, CONTEXT, STEPS = 48, 24, 60
-TEXT = torch.tensor([min(ord(character), 127) for character in inspect.getsource(inspect)])
+WORDS = "the loss of a small model falls while gradients keep their place in what eight bits can hold".split()
+DRAW = random.Random(1).random  # the same numbers, so the same text, in every version of Python
+TEXT = torch.tensor([ord(letter) for letter in " ".join(WORDS[int(len(WORDS) * DRAW())] for _ in range(20_000))])
 
 
 class Block(nn.Module):
@@ -35,14 +37,12 @@ class Characters(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.blocks = nn.Embedding(128, WIDTH), nn.ModuleList([Block(), Block()])
+        self.embedding, self.blocks = nn.Embedding(128, WIDTH), nn.Sequential(Block(), Block())
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy of the next characters."""
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(self.embedding(tokens))
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
@@ -69,7 +69,7 @@ for step in range(STEPS):
     optimizer.step()
     losses.append(loss.item())
 print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in FP16, no loss scale")
-assert losses[-1] < 0.75 * losses[0]
+assert losses[-1] < 0.5 * losses[0]
 
 # 3. For inference: the factors go into the weights.
 folded = pl.unit.fold(model.eval())
