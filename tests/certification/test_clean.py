@@ -21,6 +21,7 @@ _NO_LIMIT = 1e6
 
 
 def conforms(function, fmt, **arguments) -> pl.Certificate:
+    """Assert that no row of the certificate deviates or was refused; return it."""
     found = pl.certify(function, fmt, seconds=_NO_LIMIT, **arguments)
     assert found.conforms, str(found)
     assert not [row.requirement for row in found.rows if row.status == "refuses"], str(found)

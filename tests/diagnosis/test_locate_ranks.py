@@ -8,4 +8,5 @@ RANK = processes.SUPPORT / "diagnosis" / "locate_rank.py"
 
 
 def test_the_rank_that_broke_names_the_operation(tmp_path: Path):
-    processes.ranks(RANK, [(tmp_path, rank, 2) for rank in range(2)])
+    said = processes.ranks(RANK, [(tmp_path, rank, 2) for rank in range(2)])  # a rank that fails fails this test
+    assert [out.split() for out in said] == [["located"], ["located"]]

@@ -86,16 +86,22 @@ def test_the_best_shift_is_found_and_no_other_loses_less(trained: tuple) -> None
     assert narrow.stretches[0].window is None
 
 
-def test_the_window_of_a_layer_serves(trained: tuple) -> None:
+@each("fmt", ["fp16", "e4m3"])
+def test_the_window_of_a_layer_ends_where_one_of_its_tensors_does(trained: tuple, fmt: str) -> None:
     path, _ = trained
     view = View(Run(path))
-    for row in whatif(view, "fp16").rows:
-        if row.window is None or row.fit.lost.high == 0 == row.fit.overflow.high == row.fit.subnormal.high:
-            continue
-        low, high = row.window
-        assert next(r for r in whatif(view, "fp16", high).rows if r.name == row.name).fit.overflow.high == 0
-        assert next(r for r in whatif(view, "fp16", low).rows if r.name == row.name).fit.lost.high < 0.01
-        assert next(r for r in whatif(view, "fp16", high + 1).rows if r.name == row.name).fit.overflow.high > 0
+    windows = {row.name.split(".")[0]: row.window for row in whatif(view, fmt).rows}
+    assert set(windows) == {"0", "1", "3", "4"}
+
+    def most(layer: str, part: str, shift: int) -> float:
+        rows = whatif(view, fmt, shift).rows
+        return max(getattr(row.fit, part).high for row in rows if row.name.split(".")[0] == layer)
+
+    for layer, window in windows.items():
+        assert window is not None
+        low, high = window
+        assert most(layer, "overflow", high) == 0 < most(layer, "overflow", high + 1)
+        assert most(layer, "lost", low) < 0.01 <= most(layer, "lost", low - 1)
 
 
 def test_windows_change_over_time(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from gfloat.types import Domain
 
+from plimsoll.errors import ArgumentError
 from plimsoll.formats import E4M3, E8M0, ELEMENTS, Format, get, get_element
 from tests.support.cases import each
 from tests.support.formats import scalar_reference as scalar
@@ -38,6 +39,7 @@ each_format = pytest.mark.parametrize(
 
 
 def same(found, expected) -> None:
+    """Assert equal values, zeros of equal signs."""
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(np.signbit(found) & ~np.isnan(found), np.signbit(expected) & ~np.isnan(expected))
 
@@ -159,7 +161,13 @@ def test_gfloat_decodes_every_code_alike(fmt):
 @each_format
 def test_gfloat_rounds_alike(fmt, rounding, saturate):
     if not fmt.has_nan and not saturate:
-        return  # gfloat and encode both refuse
+        beyond = np.array([-2 * fmt.max, 2 * fmt.max])
+        if rounding != "toward_zero":  # which stops at the largest value
+            with pytest.raises(ValueError, match="No Infs or NaNs in format"):
+                gfloat.round_ndarray(gfloat_format(fmt), beyond, GFLOAT_MODES[rounding], sat=False)
+        with pytest.raises(ArgumentError, match="which has neither Inf nor NaN to overflow to; got saturate=False"):
+            fmt.encode(beyond, rounding=rounding, saturate=False)
+        return
     values = as_float64(np.concatenate([as_float64(inputs(fmt, c)) for c in (ml_dtypes.bfloat16, np.float64)]))
     values = values[gfloat_can_take(fmt, values)]
     with np.errstate(all="ignore"):

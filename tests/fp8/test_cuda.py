@@ -64,7 +64,7 @@ def test_a_step_never_waits_for_the_device(kind: dict[str, Any]) -> None:
     layer = fp8.Linear(256, 256, **kind).cuda()
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer(x).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("error")  # torch raises where the host would wait
     try:
         layer(x).sum().backward()
     finally:

@@ -125,7 +125,7 @@ def test_schema_fake_and_graph() -> None:
         (x.bfloat16().t(), torch.float8_e5m2, 1.0, torch.tensor(2.0), 0, bank, 1),
         (x, torch.float8_e5m2, 3.0, None, 1, bank, 0),
     ):
-        torch.library.opcheck(operator, arguments)
+        torch.library.opcheck(operator, arguments)  # raises where a check fails
 
 
 def test_compiled_without_a_break_it_is_the_same() -> None:

@@ -55,7 +55,7 @@ def test_every_operator_is_called_here():
 @pytest.mark.parametrize("name", calls())
 def test_schema_fake_and_autograd(name):
     operator, arguments = calls()[name]
-    torch.library.opcheck(operator, arguments)
+    torch.library.opcheck(operator, arguments)  # raises where a check fails
 
 
 def requiring(argument):
@@ -306,7 +306,7 @@ def test_on_cuda_nothing_synchronises_and_graphs_capture():
 
     kernels.measure_into([x, x], bank, [0, 1])
     watched_step()
-    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("error")  # torch raises where the host would wait
     try:
         kernels.measure_into([x, x], bank, [0, 1])
         watched_step()

@@ -52,7 +52,7 @@ def spec_of(fmt: Format) -> scalar.Spec:
 
 
 def same(found: torch.Tensor, expected) -> None:
-    """Equal bit for bit, one NaN being as good as another."""
+    """Assert that all bits are equal, with any NaN equal to any other."""
     values, wanted = found.to(torch.float64).numpy(), np.asarray(expected, np.float64)
     np.testing.assert_array_equal(values, wanted)
     np.testing.assert_array_equal(np.signbit(values) & ~np.isnan(values), np.signbit(wanted) & ~np.isnan(wanted))

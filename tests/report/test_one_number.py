@@ -264,9 +264,9 @@ def test_the_report_draws_no_figure_twice(told: Summary, folder: Path, tmp_path:
 
 def test_findings_name_layers_as_the_heat_maps_do(told: Summary, folder: Path) -> None:
     view = View(Run(folder / "fp16"))
-    for finding in told.findings:
-        if finding.collection != "gradients":
-            continue
+    of_gradients = [finding for finding in told.findings if finding.collection == "gradients"]
+    assert of_gradients
+    for finding in of_gradients:
         rows = set(report.heatmap(view, "underflow", "gradients").data[0].y)
         shown = summary_text.shown_as(finding)["names"]
         assert isinstance(shown, list) and {re.sub("<[^>]*>", "", row) for row in rows} >= set(shown)

@@ -232,7 +232,8 @@ def test_without_flock_a_dead_process_is_no_obstacle(tmp_path: Path, no_flock: N
     dead.wait()
     held = tmp_path / ".lock-r00000.held"
     held.write_text(held.read_text("utf-8").replace(str(os.getpid()), str(dead.pid)))
-    lock.Lock(tmp_path, 0).release()
+    lock.Lock(tmp_path, 0).release()  # refused for a process that lives, as above
+    assert not held.exists()
     first.abandon()
 
 

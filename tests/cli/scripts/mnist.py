@@ -44,7 +44,7 @@ def train(args: argparse.Namespace, model: nn.Module, loader: DataLoader, optimi
         print(f"step {step} loss {loss.item().hex()}")
 
 
-def test(model: nn.Module, loader: DataLoader) -> None:
+def evaluate(model: nn.Module, loader: DataLoader) -> None:
     model.eval()
     with torch.no_grad():
         correct = sum((model(data).argmax(1) == target).sum().item() for data, target in loader)
@@ -61,10 +61,10 @@ def main() -> None:
     loader = DataLoader(Digits(48), batch_size=16, shuffle=True, num_workers=args.workers)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.every, momentum=0.9)
-    test(model, DataLoader(Digits(16), batch_size=16))
+    evaluate(model, DataLoader(Digits(16), batch_size=16))
     for _ in range(args.epochs):
         train(args, model, loader, optimizer)
-        test(model, DataLoader(Digits(16), batch_size=16))
+        evaluate(model, DataLoader(Digits(16), batch_size=16))
     print("random state", torch.get_rng_state().sum().item())
 
 
