@@ -6,6 +6,7 @@ claims from their runs). `plimsoll_lab.registry` lists it.
 """
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -60,7 +61,7 @@ class Job(Generic[KindT]):
     watched: bool = True
 
 
-class Study(Generic[SizesT, KindT]):
+class Study(ABC, Generic[SizesT, KindT]):
     """An experiment.
 
     - `name`: in `plimsoll lab NAME`. `claim`: what it shows, one sentence. `source`: its rows of the evidence base.
@@ -108,13 +109,13 @@ class Study(Generic[SizesT, KindT]):
         """Run the experiment at the sizes of `bench`."""
         return self.measure_with(bench, self.setup_for(bench.steps, full=bench.full))
 
+    @abstractmethod
     def measure_with(self, bench: Bench, setup: SizesT, workers: int | None = None) -> Measured:
         """Run the experiment at these sizes in `workers` processes; None: one a core."""
-        raise NotImplementedError
 
+    @abstractmethod
     def train(self, job: Job[KindT], setup: SizesT, device: str) -> Any:
         """Run one training and leave its run folder. The return value must survive JSON."""
-        raise NotImplementedError
 
     def jobs(self, bench: Bench, seeds: int = 1) -> list[Job[KindT]]:
         """Return a training of each kind and seed; the first seed's are named by kind."""
