@@ -47,6 +47,12 @@ def check_steps(experiment: str, steps: int, fewest: int, usual: int, reason: st
         raise ArgumentError(f"lab {experiment}: expected {fewest} steps or more{reason}; got {steps}. Use {usual}.")
 
 
+def settings_of(sizes: Any, device: str, **more: object) -> dict[str, object]:
+    """Return sizes (a dataclass), device and `more` as settings for ``result.json``."""
+    fp16 = "emulated" if device == "cpu" else "the device's own"
+    return {**asdict(sizes), "device": device, "fp16": fp16, **more}
+
+
 SizesT = TypeVar("SizesT", bound=Sizes)
 KindT = TypeVar("KindT", bound=Kind)
 
@@ -98,8 +104,7 @@ class Study(ABC, Generic[SizesT, KindT]):
     def settings(self, bench: Bench) -> Mapping[str, object]:
         """Return the settings as plain data, for ``result.json``."""
         setup = self.setup_for(bench.steps, full=bench.full)
-        fp16 = "emulated" if bench.device == "cpu" else "the device's own"
-        return {**asdict(setup), "device": bench.device, "fp16": fp16, **self.described(setup)}
+        return settings_of(setup, bench.device, **self.described(setup))
 
     def described(self, setup: SizesT) -> Mapping[str, object]:  # noqa: ARG002  (for subclasses)
         """Return settings beyond the sizes and the device."""

@@ -30,7 +30,6 @@ from plimsoll_lab.models.detector.training import (
     Job,
     Kind,
     Setup,
-    described,
     jobs_of,
     judged,
     lost,
@@ -41,7 +40,7 @@ from plimsoll_lab.models.detector.training import (
     whole_spectrum,
 )
 from plimsoll_lab.result import Claim, Measured, claims as claims_of, of_rows
-from plimsoll_lab.study import Experiment
+from plimsoll_lab.study import Experiment, settings_of
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
@@ -351,7 +350,7 @@ def _ended(numbers: Mapping[str, float]) -> str:
 
 
 def _settings(bench: Bench) -> Mapping[str, object]:
-    return described(setup_for(bench.steps, full=bench.full), bench.device)
+    return settings_of(setup_for(bench.steps, full=bench.full), bench.device)
 
 
 GRADIENTS = Experiment(

@@ -23,7 +23,6 @@ from plimsoll_lab.models.detector.training import (
     Kind,
     Setup,
     counted,
-    described,
     jobs_of,
     judged,
     over_seeds,
@@ -34,7 +33,7 @@ from plimsoll_lab.models.detector.training import (
     train_all,
 )
 from plimsoll_lab.result import Claim, Measured, Training
-from plimsoll_lab.study import Experiment
+from plimsoll_lab.study import Experiment, settings_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +233,7 @@ def _windows(fp32: Mapping[str, float]) -> str:
 
 def _settings(bench: Bench) -> Mapping[str, object]:
     setup = setup_for(bench.steps, full=bench.full)
-    return {**described(setup, bench.device), "kinds": [kind.name for kind in KINDS]}
+    return settings_of(setup, bench.device, kinds=[kind.name for kind in KINDS])
 
 
 LAYERWISE = Experiment(

@@ -37,7 +37,7 @@ from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, 
 from plimsoll_lab.running.unwatched_run import Unwatched
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import columns, largest, lost
-from plimsoll_lab.study import Experiment, check_steps
+from plimsoll_lab.study import Experiment, check_steps, settings_of
 
 _PAIRS = [(one, other) for one in range(len(SHAPES)) for other in range(one, len(SHAPES))]
 CLASSES = len(_PAIRS)
@@ -276,12 +276,6 @@ def to_task(kind: Kind, seed: int, run: Path, setup: Setup, device: str, *, watc
     }  # fmt: skip
 
 
-def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """Return a result's settings."""
-    told: dict[str, Any] = asdict(setup)
-    return {**told, "device": device, "fp16": "emulated" if device == "cpu" else "the device's own"}
-
-
 _CONFIDENCE = 0.95
 _FAILS = 0.05  # of the pictures, by which a training that fails is behind
 
@@ -509,7 +503,7 @@ def _said(found: Accuracies, numbers: Numbers, ran: Mapping[str, Dtypes]) -> tup
 
 
 def _settings(bench: Bench) -> Mapping[str, object]:
-    return described(setup_for(bench.steps, full=bench.full), bench.device)
+    return settings_of(setup_for(bench.steps, full=bench.full), bench.device)
 
 
 LEVELS = Experiment(

@@ -31,7 +31,7 @@ from plimsoll_lab.bench import Bench
 from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import columns
-from plimsoll_lab.study import Experiment, check_steps
+from plimsoll_lab.study import Experiment, check_steps, settings_of
 
 VOCABULARY = 16
 LENGTH = 16
@@ -147,10 +147,6 @@ class Setup:
     settling: int = 30
     every: int = 5
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
-        return asdict(self)
-
 
 def setup_for(steps: int | None, *, full: bool) -> Setup:
     """The sizes for that many steps."""
@@ -183,7 +179,7 @@ _BY_NAME = {kind.name: kind for kind in KINDS}
 
 def task_of(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str) -> Task:
     """A training as JSON-able data."""
-    return {"name": kind.name, "setup": setup.to_dict(), "run": str(run), "seed": seed, "device": device}
+    return {"name": kind.name, "setup": asdict(setup), "run": str(run), "seed": seed, "device": device}
 
 
 def trained(task: Task) -> Mapping[str, Any]:
@@ -520,8 +516,7 @@ def _said(
 
 
 def _settings(bench: Bench) -> Mapping[str, Any]:
-    fp16 = "emulated" if bench.device == "cpu" else "the device's own"
-    return {**setup_for(bench.steps, full=bench.full).to_dict(), "device": bench.device, "fp16": fp16}
+    return settings_of(setup_for(bench.steps, full=bench.full), bench.device)
 
 
 T5 = Experiment(

@@ -17,7 +17,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, 
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.source_text import SYMBOLS, Batch, held_out_batch, make_batch, standard_library
 from plimsoll_lab.statistics import columns, largest, lost
-from plimsoll_lab.study import Experiment, check_steps
+from plimsoll_lab.study import Experiment, check_steps, settings_of
 
 _LENGTH, _WIDTH, _COLUMNS = 16, 64, 16
 
@@ -100,10 +99,6 @@ class Setup:
     def low_at(self) -> int:
         """The first step at the low rate."""
         return int(self.steps * self.low_from)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
-        return asdict(self)
 
 
 def setup_for(steps: int | None, *, full: bool) -> Setup:
@@ -224,14 +219,12 @@ def trained(task: Task) -> None:
 
 def task_of(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str) -> Task:
     """A training as JSON-able data."""
-    return {"name": kind.name, "setup": setup.to_dict(), "run": str(run), "seed": seed, "device": device}
+    return {"name": kind.name, "setup": asdict(setup), "run": str(run), "seed": seed, "device": device}
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
     """Return a result's settings."""
-    fp16 = "emulated" if device == "cpu" else "the device's own"
-    text = standard_library().sha256
-    return {**setup.to_dict(), "device": device, "fp16": fp16, "fp16_sums": "emulated", "text_sha256": text}
+    return settings_of(setup, device, fp16_sums="emulated", text_sha256=standard_library().sha256)
 
 
 _TRAINED = "plimsoll_lab.experiments.techniques:trained"

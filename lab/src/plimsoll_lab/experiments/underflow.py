@@ -38,7 +38,7 @@ from plimsoll_lab.models.detector.model import Detector, detection_loss, scenes
 from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, of_rows
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import columns
-from plimsoll_lab.study import Experiment, check_steps
+from plimsoll_lab.study import Experiment, check_steps, settings_of
 
 Network = Literal["clip", "detector"]
 FEWEST_STEPS = 180  # of which the early part, 20, has the samples that a trend needs after the warm-up
@@ -81,10 +81,6 @@ class Setup:
     def every(self) -> int:
         """Number of steps between two samples, each of which is a shadow step."""
         return max(1, self.steps // _SAMPLES)
-
-    def to_dict(self) -> dict[str, object]:
-        """As plain numbers."""
-        return asdict(self)
 
 
 def setup_for(steps: int | None, *, full: bool) -> Setup:
@@ -129,7 +125,7 @@ class Job:
     def to_task(self, setup: Setup, device: str) -> Task:
         """As JSON-able data, for a worker."""
         told = {"kind": self.kind.name, "seed": self.seed, "run": str(self.run)}
-        return {"name": self.run.name, **told, "setup": setup.to_dict(), "device": device}
+        return {"name": self.run.name, **told, "setup": asdict(setup), "device": device}
 
 
 TRAINED = f"{__name__}:trained"
@@ -208,8 +204,7 @@ _NETWORKS: Mapping[Network, Callable[[Setup, int, str], _Made]] = {"clip": _clip
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
     """Return a result's settings."""
-    fp16 = "emulated" if device == "cpu" else "the device's own"
-    return {**setup.to_dict(), "early": setup.early, "every": setup.every, "device": device, "fp16": fp16}
+    return settings_of(setup, device, early=setup.early, every=setup.every)
 
 
 LOST = UnderflowHigh().values

@@ -45,7 +45,7 @@ from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of, 
 from plimsoll_lab.running.unwatched_run import Unwatched
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import Ratio, columns, largest, ratio
-from plimsoll_lab.study import Experiment, check_steps
+from plimsoll_lab.study import Experiment, check_steps, settings_of
 
 FEWEST_STEPS = 20
 FP8 = "fp8"  # the level fp8-tensor where there are linear layers; for the UNet, which has none, a plan of its FP32 run
@@ -133,10 +133,8 @@ def to_task(network: str, precision: str, seed: int, run: Path, setup: Setup, de
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
     """Return a result's settings."""
-    told: dict[str, object] = asdict(setup)
     batches = {network.name: network.batch for network in timed_networks(setup)}
-    emulated = "emulated" if device == "cpu" else "the device's own"
-    return {**told, "timed_batches": batches, "device": device, "fp16": emulated, "memory": "counted on meta"}
+    return settings_of(setup, device, timed_batches=batches, memory="counted on meta")
 
 
 def _mixed(seed: int, step: int) -> int:

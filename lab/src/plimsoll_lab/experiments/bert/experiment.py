@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of
 from plimsoll_lab.running.workers import Task, carry_out, one_thread, workers_for
 from plimsoll_lab.source_text import standard_library
 from plimsoll_lab.statistics import columns, lost
-from plimsoll_lab.study import Experiment, check_steps
+from plimsoll_lab.study import Experiment, check_steps, settings_of
 
 
 class Block(nn.Module):
@@ -163,10 +163,6 @@ class Setup:
     warmup: float = 0.1
     seeds: int = 2
     every: int = 20
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
-        return asdict(self)
 
 
 def setup_for(steps: int | None, *, full: bool) -> Setup:
@@ -323,7 +319,7 @@ def trained(task: Task) -> None:
 def to_task(job: Job, setup: Setup, device: str) -> Task:
     """A job as JSON-able data."""
     told = {"kind": job.kind.name, "seed": job.seed, "folder": str(job.folder)}
-    return {"name": job.folder.name, "job": told, "setup": setup.to_dict(), "device": device}
+    return {"name": job.folder.name, "job": told, "setup": asdict(setup), "device": device}
 
 
 def from_task(task: Task) -> tuple[Job, Setup, str]:
@@ -335,14 +331,7 @@ def from_task(task: Task) -> tuple[Job, Setup, str]:
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
     """Return a result's settings."""
-    return {
-        **setup.to_dict(),
-        "length": LENGTH,
-        "device": device,
-        "fp16": "emulated" if device == "cpu" else "the device's own",
-        "fp8": "emulated",
-        "text_sha256": standard_library().sha256,
-    }
+    return settings_of(setup, device, length=LENGTH, fp8="emulated", text_sha256=standard_library().sha256)
 
 
 _LAST = 0.1  # of the first training's steps, whose mean loss is what it ends at

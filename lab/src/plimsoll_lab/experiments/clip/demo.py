@@ -20,11 +20,11 @@ from plimsoll.report.verdicts.run_summary import LOSS_STEPS, leading_first, verd
 from plimsoll.runs import Run
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench
-from plimsoll_lab.experiments.clip.training import DEMO_KINDS, Kind, Setup, described, setup_for, train_all
+from plimsoll_lab.experiments.clip.training import DEMO_KINDS, Kind, Setup, setup_for, train_all
 from plimsoll_lab.result import Claim, Measured, Training, claims as claims_of
 from plimsoll_lab.running.workers import workers_for
 from plimsoll_lab.statistics import columns, lost_at, mean, median, share_lost
-from plimsoll_lab.study import Experiment
+from plimsoll_lab.study import Experiment, settings_of
 
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 
@@ -255,7 +255,7 @@ def said(fp16: Training, bf16: Training, spectral: Training, layer: Training) ->
 
 def settings(bench: Bench) -> Mapping[str, object]:
     """Return the settings and the device of the demonstration."""
-    return described(setup_for(bench.steps, full=bench.full), bench.device)
+    return settings_of(setup_for(bench.steps, full=bench.full), bench.device)
 
 
 DEMO = Experiment(

@@ -294,10 +294,6 @@ class Setup:
         hard = kind.hard == "always" or (kind.hard == "burst" and self.hard_at <= step < self.hard_end)
         return self.black if hard else 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
-        return asdict(self)
-
 
 def setup_for(steps: int | None, *, full: bool) -> Setup:
     """Return sizes for so many steps: hard batches at step 300, or earlier if short."""
@@ -359,11 +355,6 @@ def _loss_of(model: Clip, batch: Batch, device: str) -> Callable[[], Tensor]:
     return lambda: contrastive_loss(model(pictures, captions))
 
 
-def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """Return a result's settings."""
-    return {**setup.to_dict(), "device": device, "fp16": "emulated" if device == "cpu" else "the device's own"}
-
-
 _TRAINED = f"{__name__}:trained"
 _LOOK_SECONDS = 0.3
 
@@ -389,7 +380,7 @@ def trained(task: Task) -> None:
 
 def _task(kind: Kind, setup: Setup, bench: Bench, ticks: Path) -> Task:
     return {
-        "name": kind.name, "setup": setup.to_dict(), "run": str(bench.runs / kind.name), "seed": bench.seed,
+        "name": kind.name, "setup": asdict(setup), "run": str(bench.runs / kind.name), "seed": bench.seed,
         "device": bench.device, "ticks": str(ticks / kind.name),
     }  # fmt: skip
 

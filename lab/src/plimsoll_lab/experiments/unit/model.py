@@ -21,7 +21,7 @@ from plimsoll_lab.bench import Progress
 from plimsoll_lab.running.unwatched_run import Unwatched
 from plimsoll_lab.running.workers import Task, carry_out
 from plimsoll_lab.source_text import SYMBOLS, Batch, held_out_batch, make_batch, standard_library
-from plimsoll_lab.study import check_steps
+from plimsoll_lab.study import check_steps, settings_of
 
 
 class Block(nn.Module):
@@ -314,14 +314,7 @@ def _record(job: Job, setup: Setup, model: nn.Module, optimizer: torch.optim.Opt
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:
     """Return a result's settings."""
-    fp16 = "emulated" if device == "cpu" else "the device's own"
-    return {
-        **setup.to_dict(),
-        "device": device,
-        "fp16": fp16,
-        "fp8": "emulated",
-        "text_sha256": standard_library().sha256,
-    }
+    return settings_of(setup, device, fp8="emulated", text_sha256=standard_library().sha256)
 
 
 _TRAINED = f"{__name__}:trained"

@@ -13,7 +13,7 @@ import contextlib
 import io
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -375,7 +375,7 @@ def identity(bench: Bench, setup: Setup) -> Mapping[str, object]:
     Results of another are not comparable, and are refused.
     """
     return {
-        **setup.to_dict(),
+        **asdict(setup),
         "seed": bench.seed,
         "device": bench.device,
         "text_sha256": standard_library().sha256,

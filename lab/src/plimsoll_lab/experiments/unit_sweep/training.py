@@ -297,10 +297,6 @@ class Setup:
     held_out: int = 128
     every: int = 10
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
-
 
 def setup_for(steps: int | None, *, full: bool) -> Setup:
     """Return sizes for so many steps, of micro-batches of 2^19 characters together."""
@@ -385,7 +381,7 @@ def to_task(configuration: Configuration, setup: Setup, *, seed: int, device: st
     return {
         "name": configuration.name,
         "configuration": configuration.to_dict(),
-        "setup": setup.to_dict(),
+        "setup": asdict(setup),
         "seed": seed,
         "device": device,
         "text_sha256": standard_library().sha256,

@@ -54,10 +54,6 @@ class Setup:
     every: int = 20
     held_out: int = 96
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
-        return asdict(self)
-
 
 def sized(setup: Setup, experiment: str, steps: int | None, *, full: bool) -> Setup:
     """Return that setup in full size, or for that many steps.
@@ -118,7 +114,7 @@ def train_all(jobs: Sequence[Job], setup: Setup, bench: Bench) -> None:
     tasks = [
         {
             "name": job.run.name, "kind": asdict(job.kind), "seed": job.seed, "run": str(job.run),
-            "setup": setup.to_dict(), "device": bench.device,
+            "setup": asdict(setup), "device": bench.device,
         }
         for job in jobs
     ]  # fmt: skip
@@ -200,11 +196,6 @@ def rate_at(step: int, setup: Setup) -> float:
 def _part_of_rate(step: int, setup: Setup) -> float:
     """Up from nothing, then down in a line."""
     return min((step + 1) / max(setup.warmup, 1), max(1 - step / setup.steps, _LOWEST))
-
-
-def described(setup: Setup, device: str) -> Mapping[str, object]:
-    """Return a result's settings."""
-    return {**setup.to_dict(), "device": device, "fp16": "emulated" if device == "cpu" else "the device's own"}
 
 
 COLLECTION = "activation_gradients"
