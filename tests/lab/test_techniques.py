@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from plimsoll import emulate, prepare
+from plimsoll import emulate, prepare, watch
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll_lab import Bench, Measured
@@ -29,6 +30,7 @@ from plimsoll_lab.experiments.techniques import (
     measure_with,
     setup_for,
     task_of,
+    unmoved,
 )
 from plimsoll_lab.source_text import make_batch, standard_library
 from tests.support.cases import each
@@ -64,6 +66,18 @@ def test_each_training_lacks_what_it_says(measured: Measured) -> None:
     assert (curves["no-masters"][2:] != curves["all"][2:]).any()
     scales = {one.name: Run(one.run).scalars("scale")[1] for one in measured.trainings if one.name != "fp32"}
     assert (scales["unscaled"] == 1.0).all() and (scales["all"] > 1.0).all()
+
+
+def test_a_step_that_moves_no_weight_counts_for_nothing(tmp_path: Path) -> None:
+    """Such as where FP16 lost all of a gradient: of nothing there is no share that did not move."""
+    layer = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with watch(layer, optimizer, run=tmp_path / "run", every=1, collect=("updates",)):
+        for factor in (1.0, 0.0, 1.0):
+            optimizer.zero_grad()
+            (factor * layer(torch.ones(1, 4))).sum().backward()
+            optimizer.step()
+    assert unmoved(Run(tmp_path / "run"), since=0) == 0.0
 
 
 def test_numbers_are_those_of_the_runs(measured: Measured) -> None:

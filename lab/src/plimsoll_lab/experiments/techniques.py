@@ -298,11 +298,10 @@ def unmoved(run: Run, since: int) -> float:
     shares: list[float] = []
     weights: list[float] = []
     for name in run.tensors["updates"]:
-        steps, part = run.series("updates", name, "unmoved")
-        _, pushed = run.series("updates", name, "pushed")
-        late = (steps >= since) & (pushed > 0)
-        shares.extend(part[late])
-        weights.extend(pushed[late])
+        steps, part = run.series("updates", name, "unmoved")  # without the steps that pushed nothing
+        counted, pushed = run.series("updates", name, "pushed")
+        shares.extend(part[steps >= since])
+        weights.extend(pushed[(counted >= since) & (pushed > 0)])
     return float(np.average(shares, weights=weights)) if shares else math.nan
 
 
