@@ -48,7 +48,7 @@ def test_a_findings_figure_shows_it(rule: str, name: str, recorded: Callable[[St
     if finding.where and finding.figure in ("spectrogram", "code_usage"):
         assert finding.where[0] in figure.layout.title.text
     elif finding.where and finding.figure in ("underflow_heatmap", "zero_heatmap", "updates"):
-        assert finding.where[0].rpartition(".weight")[0] or finding.where[0] in text
+        assert (finding.where[0].rpartition(".weight")[0] or finding.where[0]) in text
 
 
 def test_records_lost_has_its_figure(tmp_path: Path) -> None:

@@ -238,8 +238,7 @@ def test_a_norm_by_hand_and_rotated_halves_stay_what_they_are() -> None:
     wholes = {name: why for name, why in analysis.reasons.items() if "as one" in why}
     assert len(wholes) == 2
     for name in wholes:  # both keep unit scale by themselves
-        change = analysis.changes.get(name)
-        assert change is None or change.output.forward.value == pytest.approx(1, abs=0.02)
+        assert analysis.changes[name].output.forward.value == pytest.approx(1, abs=0.02)
 
 
 def test_parameters_are_drawn_by_their_use() -> None:
