@@ -17,6 +17,7 @@ from plimsoll_lab import (
     Claim,
     Experiment,
     Measured,
+    Study,
     Training,
     experiment_named,
     perform,
@@ -82,6 +83,15 @@ def test_names_are_found_and_others_refused_with_the_nearest() -> None:
     assert all(name == each.name and each.claim.endswith(".") for name, each in EXPERIMENTS.items())
     with pytest.raises(ArgumentError, match=r"lab: expected the name of an experiment .*got 'clap'. Nearest: clip."):
         experiment_named("clap")
+
+
+def test_a_study_that_trains_nothing_cannot_be_made() -> None:
+    class Half(Study):
+        def measure_with(self, bench, setup, workers=None) -> Measured:
+            return tiny(bench)
+
+    with pytest.raises(TypeError, match="abstract.* train"):
+        Half()
 
 
 def test_a_result_lies_in_its_folder_whole(tmp_path: Path) -> None:
