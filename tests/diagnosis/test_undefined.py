@@ -72,6 +72,24 @@ def test_a_search_that_finds_no_scale_goes_on_and_on(tmp_path: Path) -> None:
     assert searching(tmp_path / "run", 2.0**20, lasts=300)["nonfinite"] == "alarm"
 
 
+def test_a_scale_that_falls_with_a_loss_of_nan_is_no_collapse(tmp_path: Path) -> None:
+    """Every third batch overflows in the forward: the scaler halves its scale at each, and no scale helps."""
+
+    def nan(step: int) -> bool:
+        return step >= 30 and step % 3 == 0 and not 60 <= step < 75
+
+    story = told(
+        loss=lambda step: math.nan if nan(step) else 1.0, skipped=lambda step: float(nan(step)),
+        scale=lambda step: 2.0 ** (16 - sum(nan(before) for before in range(step))), gradient_std=constant(2.0**-12),
+        samples=100,
+    )  # fmt: skip
+    found = diagnose(story.write(tmp_path / "run"), rules=["nonfinite", "scale-collapse", "scale-low"])
+    assert [(finding.rule, finding.since_step) for finding in found if finding.severity == "alarm"][:1] == [
+        ("nonfinite", 30)
+    ]
+    assert "scale-collapse" not in {finding.rule for finding in found}
+
+
 # -- whether there are batches to skip to
 
 

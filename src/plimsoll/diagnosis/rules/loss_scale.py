@@ -217,6 +217,7 @@ class ScaleCollapse(ScaleRule):
     window: float = threshold(100, "steps")
     settled: float = threshold(20, "steps without a change, after which the search for the first scale is over")
     floor: float = threshold(1.0, "a scale below 1 shrinks gradients that overflow by themselves")
+    of_nan: float = threshold(0.5, "of its falls follow a loss of NaN or Inf, which no scale has made: nonfinite names it")
 
     # The search from a high first scale down to the one that works is no collapse: steps before the scale has stayed
     # the same for `settled` steps do not count. A scale that has fallen below `floor` counts always, unless it settles
@@ -239,8 +240,11 @@ class ScaleCollapse(ScaleRule):
             begin = begin if first >= begin else 0  # it sank below the floor before it settled there
             start = _start_of_fall(scale, first, begin)
             # What fell before the loss was NaN had not collapsed: the fall is what NaN makes of the scale.
-            start += next(iter(np.flatnonzero(_after_nan(view, steps)[start : first + 1]).tolist()), 0)
-            yield self._finding(view, steps, scale, start, int(holds[-1]), begin)
+            after_nan = _after_nan(view, steps)
+            start += next(iter(np.flatnonzero(after_nan[start : first + 1]).tolist()), 0)
+            falls = np.flatnonzero(np.diff(scale[start : int(holds[-1]) + 1]) < 0) + start + 1
+            if np.count_nonzero(after_nan[falls]) <= self.of_nan * len(falls):
+                yield self._finding(view, steps, scale, start, int(holds[-1]), begin)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the fall, and what underflowed at the scale that was left."""
