@@ -3,15 +3,17 @@
 The rules, `whatif` and the figures all use this module, so that one run has one answer. Scales are shifts (powers of
 two) of the true values, by step and layer. Gradients of parameters are judged by module, others tensor by tensor.
 Values that the run's own format has lost already are estimated by the tail of the remaining ones (`format_losses`). A
-layer without any remaining value has no usable scales here.
+layer without any remaining value has no usable scales, unless the gradients of its output were flushed: it needs what
+it needed before, or more than the scale that the run had.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plimsoll import exports
 from plimsoll.diagnosis.estimates.element_counts import Populations
@@ -170,7 +172,17 @@ class Scales:
     def of(cls, view: View, fmt: Format = FP16, until: int | None = None) -> Self | None:
         """Return the usable scales of the gradients up to a step. None without gradients."""
         narrow = view.narrow("gradients")
-        return None if narrow is None else cls.of_record(narrow, fmt, until)
+        if narrow is None:
+            return None
+        scales = cls.of_record(narrow, fmt, until)
+        flushed = flushed_before(view, narrow.cells, _layers(narrow.cells))[:, : scales.low.shape[1]]
+        if not flushed.any():
+            return scales
+        steps = np.arange(flushed.shape[1])
+        known = np.maximum.accumulate(np.where(np.isnan(scales.low), 0, steps), axis=1)
+        before = np.take_along_axis(scales.low, known, axis=1)
+        at_least = np.log2(view.scale_at(narrow.cells.steps[: len(steps)])) + 1
+        return replace(scales, low=np.where(flushed, np.fmax(before, at_least), scales.low))
 
     @classmethod
     def of_record(cls, narrow: FormatLosses, fmt: Format, until: int | None = None) -> Self:
@@ -241,6 +253,27 @@ class Scales:
             return "any"
         last = int(there[-1])
         return f"2^{int(self.need[last])} to 2^{int(self.room[last])}"
+
+
+_MOST = 0.25  # of an output's gradient values: so many lost are an alarm by themselves
+
+
+# Where the gradients of a module's output are flushed, those of its parameters are zero too, in any format: nothing of
+# them lies near a floor, and they are lost all the same.
+def flushed_before(view: View, cells: Cells, modules: Modules) -> NDArray[np.bool_]:
+    """Return at which modules and steps parameter gradients are zero, and the gradients of the output underflow."""
+    silent = modules.total(cells.total(cells.nonzero)) == 0
+    outputs = view.narrow("activation_gradients") if silent.any() else None
+    flushed = np.zeros(silent.shape, dtype=bool)
+    if outputs is None or not outputs.censors.any():
+        return flushed
+    place = {name.removesuffix(":output"): i for i, name in enumerate(outputs.cells.names) if ":output" in name}
+    _, mine, theirs = np.intersect1d(cells.steps, outputs.cells.steps, return_indices=True)
+    for module in np.flatnonzero(silent.any(axis=1)).tolist():
+        output = place.get(modules.names[module])
+        if output is not None:
+            flushed[module, mine] = silent[module, mine] & (outputs.fraction[output, theirs] > _MOST)
+    return flushed
 
 
 def _layers(cells: Cells) -> Modules:

@@ -217,7 +217,9 @@ class ScaleCollapse(ScaleRule):
     window: float = threshold(100, "steps")
     settled: float = threshold(20, "steps without a change, after which the search for the first scale is over")
     floor: float = threshold(1.0, "a scale below 1 shrinks gradients that overflow by themselves")
-    of_nan: float = threshold(0.5, "of its falls follow a loss of NaN or Inf, which no scale has made: nonfinite names it")
+    of_nan: float = threshold(
+        0.5, "of its falls follow a loss of NaN or Inf, which no scale has made: nonfinite names it"
+    )
 
     # The search from a high first scale down to the one that works is no collapse: steps before the scale has stayed
     # the same for `settled` steps do not count. A scale that has fallen below `floor` counts always, unless it settles

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis.estimates.format_losses import Modules
-from plimsoll.diagnosis.estimates.usable_scales import Scales
+from plimsoll.diagnosis.estimates.usable_scales import Scales, flushed_before
 from plimsoll.diagnosis.finding import Finding, Severity, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, last_of, spells, threshold, worst
 from plimsoll.diagnosis.rules.loss_scale import ScaleRule, by_scales, remedy_words
@@ -71,7 +71,8 @@ class UnderflowHigh(ScaleRule):
             cells = narrow.cells
             if collection == "gradients":
                 modules = Modules.of(cells)
-                fractions = np.where(view.solved(cells.steps), np.nan, modules.harmful_underflow(narrow))
+                lost = np.maximum(modules.harmful_underflow(narrow), flushed_before(view, cells, modules))
+                fractions = np.where(view.solved(cells.steps), np.nan, lost)
                 weights_are_sound = not spells(fractions > _SOUND, ~np.isnan(fractions), self.samples)
                 yield from self._judged(cells, fractions, modules.main_layers(cells), collection, True)
             else:
