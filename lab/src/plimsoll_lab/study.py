@@ -5,7 +5,6 @@ ways to train, and it implements `train` (one training, in a worker process) and
 claims from their runs). `plimsoll_lab.registry` lists it.
 """
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -142,8 +141,7 @@ class Study(ABC, Generic[SizesT, KindT]):
     ) -> list[Any]:
         """Run all trainings, and return what `train` returned for each, in their order."""
         tasks = [self.task_of(job, setup, bench.device) for job in jobs]
-        # Small models are slower on several threads, and their sums are only reproducible with one.
-        with contextlib.nullcontext() if bench.full else one_thread():
+        with one_thread(unless=bench.full):
             return carry_out(
                 f"{__name__}:trained",
                 tasks,

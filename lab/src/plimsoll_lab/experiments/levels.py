@@ -9,7 +9,6 @@ them, so that the loss is divided by that number (and SGD's learning rate multip
 With a loss that is not divided this network trains in FP16 at any scale.
 """
 
-import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -367,7 +366,7 @@ def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
         for kind in KINDS
         for number, run in enumerate(runs[kind.name])
     ]
-    with contextlib.nullcontext() if bench.full else one_thread():
+    with one_thread(unless=bench.full):
         carry_out(_TRAINED, tasks, workers=workers, progress=bench.progress)
     found = {name: accuracies(paths) for name, paths in runs.items()}
     watched = [kind for kind in KINDS if kind.watched]

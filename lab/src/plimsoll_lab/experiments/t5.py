@@ -380,7 +380,7 @@ def measure(bench: Bench) -> Measured:
 def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
     """Do the same with your own sizes and number of workers."""
     tasks = [task_of(kind, setup, bench.runs / kind.name, seed=bench.seed, device=bench.device) for kind in KINDS]
-    with contextlib.nullcontext() if bench.full else one_thread():
+    with one_thread(unless=bench.full):
         said = carry_out("plimsoll_lab.experiments.t5:trained", tasks, workers=workers, progress=bench.progress)
     trainings = tuple(judged(kind, setup, bench.runs / kind.name, s) for kind, s in zip(KINDS, said, strict=True))
     fault, forward = said[0].get("fault", {}), said[-1]["forward"]

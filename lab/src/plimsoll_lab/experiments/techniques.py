@@ -247,7 +247,7 @@ def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
     # The slowest comes first, so that no worker is left alone with it at the end.
     ordered = sorted(KINDS, key=lambda kind: kind.wide_sums)
     tasks = [task_of(kind, setup, bench.runs / kind.name, seed=bench.seed, device=bench.device) for kind in ordered]
-    with contextlib.nullcontext() if bench.full else one_thread():
+    with one_thread(unless=bench.full):
         carry_out(_TRAINED, tasks, workers=workers, progress=bench.progress)
         sums = {length: error_of_sums(length, bench.seed) for length in (_SHORT, _LONG)}
     reference = Run(bench.runs / "fp32")

@@ -78,10 +78,11 @@ def carry_out(
 
 
 @contextlib.contextmanager
-def one_thread() -> Generator[None]:
-    """Compute with one of torch's threads inside, and as many as before after it."""
+def one_thread(*, unless: bool = False) -> Generator[None]:
+    """Compute with one of torch's threads inside, and as many as before after it; `unless`: with as many inside."""
+    # Small models are slower on several threads, and their sums are only reproducible with one.
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(before if unless else 1)
     try:
         yield
     finally:

@@ -9,7 +9,6 @@ The levels are FP32, TF32, FP16, BF16 and FP8.
   ``--full`` they are narrower ones. BERT-base takes a timed step at each level, and is trained with ``--full`` only.
 """
 
-import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -417,7 +416,7 @@ def measure_with(
         )
         for network in timed
     }  # fmt: skip
-    with contextlib.nullcontext() if bench.full else one_thread():
+    with one_thread(unless=bench.full):
         runs = _trained(bench, setup, workers)
     ends = {key: against(paths, runs[key[0], "fp32"]) for key, paths in runs.items()}
     trainings = tuple(_judged(network, level, runs, ends, memory) for network, level in _reported(runs))

@@ -433,7 +433,7 @@ def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
     jobs = jobs_of(bench, setup)
     for job in jobs:
         job.folder.mkdir()
-    with contextlib.nullcontext() if bench.full else one_thread():
+    with one_thread(unless=bench.full):
         tasks = [to_task(job, setup, bench.device) for job in jobs]
         carry_out(_TRAINED, tasks, workers=workers, progress=bench.progress)
     found = scores(jobs)

@@ -364,8 +364,7 @@ def train_all(kinds: Sequence[Kind], setup: Setup, bench: Bench, workers: int) -
     order = sorted(kinds, key=lambda kind: -setup.steps_of(kind))
     with tempfile.TemporaryDirectory() as ticks, _told(kinds, setup, bench.progress, Path(ticks)):
         tasks = [_task(kind, setup, bench, Path(ticks)) for kind in order]
-        # A model so small gains nothing from a second thread; and sums have one order on all machines.
-        with contextlib.nullcontext() if bench.full else one_thread():
+        with one_thread(unless=bench.full):
             carry_out(_TRAINED, tasks, workers=workers)
 
 

@@ -11,7 +11,6 @@ model has half a million of them, in micro-batches whose losses are divided by t
 one of 1,024 micro-batches. Unit scaling's loss is not divided: its gradient is at unit scale over any number of tokens.
 """
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -191,7 +190,7 @@ def measure(bench: Bench) -> Measured:
 def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
     """Do the same with your own sizes."""
     jobs = jobs_of(bench, setup)
-    with contextlib.nullcontext() if bench.full else one_thread():
+    with one_thread(unless=bench.full):
         train_all(jobs, setup, bench.device, workers, bench.progress)
     found = scores(jobs)
     watched = {job.kind.name: job for job in jobs if job.watched}

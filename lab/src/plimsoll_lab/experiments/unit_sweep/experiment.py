@@ -9,7 +9,6 @@ What FP16 needs to fail is stated in `training`. Four trainings of one design ar
 becomes of their gradients.
 """
 
-import contextlib
 import io
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -338,7 +337,7 @@ def measure(bench: Bench) -> Measured:
 
 def measure_with(bench: Bench, setup: Setup, grid: Sequence[Configuration]) -> Measured:
     """Likewise, with sizes and a grid of one's own."""
-    with contextlib.nullcontext() if bench.full else one_thread():
+    with one_thread(unless=bench.full):
         found = scores(grid, swept(bench, setup, grid))
         trainings = tuple(_watched(bench, setup, grid, found))
     numbers = {way: training.numbers for way, training in zip(WATCHED, trainings, strict=True)}
