@@ -10,8 +10,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import plimsoll as pl
-from plimsoll.diagnosis import Finding, diagnose
+from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report.verdicts import summary_text
+from plimsoll.report.verdicts.run_summary import verdict
 from plimsoll.watch.hooks.autograd_graph import widens
 
 
@@ -281,3 +282,33 @@ def test_a_norm_with_broken_statistics_is_named_and_not_what_it_is_given(tmp_pat
             optimizer.step()
     (found,) = diagnose(tmp_path / "run", rules=["nonfinite"])
     assert (found.evidence["first_seen_in"], found.evidence["first_seen_at"]) == ("activations 1:output", 13)
+
+
+def with_input(path: Path, size: float) -> Finding:
+    """The alarm of a training whose 14th batch, which is not sampled, has one input of this size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pl.watch(model, optimizer, run=path, every=10, quiet=True):
+        for step in range(20):
+            x = torch.rand(16, 8)
+            if step == 13:
+                x[3, 5] = size
+            loss = (model(x) - x[:, :4]).square().mean()
+            if step == 13 and size < 1e10:
+                loss = loss / 0
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (found,) = (finding for finding in diagnose(path) if finding.rule == "nonfinite")
+    return found
+
+
+def test_an_input_far_above_the_others_is_named(tmp_path: Path) -> None:
+    found = with_input(tmp_path / "outlier", 1e30)
+    assert found.evidence["largest_input"] == pytest.approx(1e30) and float(found.evidence["usual_input"]) <= 1
+    assert "an input of 1.00e30" in found.advice and "loss function" not in found.advice
+    view = View(pl.Run(tmp_path / "outlier"))
+    assert "an input of 1.00e30 (at samples 1 at most) brought NaN or Inf at step 13" in verdict(view, diagnose(view))
+    other = with_input(tmp_path / "another cause", 30.0)
+    assert "largest_input" not in other.evidence and "loss function" in other.advice

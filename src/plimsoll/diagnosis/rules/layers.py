@@ -30,6 +30,7 @@ from plimsoll.diagnosis.tables.wiring_facts import (
     facts,
     first_fact,
     frozen_weights,
+    largest_input,
     listed_in,
     without_gradient,
 )
@@ -259,7 +260,7 @@ class InputsSmall(Rule):
         dead = DeadLayer()
         spots, until = dead.dead_outputs(view)
         if spots and self.are_small(view) and not dead.at_zero(view, spots):
-            largest = _largest_input(view)
+            largest = largest_input(view)
             evidence = {"largest_input": largest, "layers": len(spots), "zeros": spots[0].value}
             yield self.finding(
                 "warning", spots, evidence, until_step=until, collection="activations",
@@ -276,7 +277,7 @@ class InputsSmall(Rule):
 
     def are_small(self, view: View) -> bool:
         """Return True if the model's inputs are."""
-        return _largest_input(view) < self.small
+        return largest_input(view) < self.small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -765,13 +766,6 @@ def _spacing(cells: Cells, sizes: Floats) -> Floats:
 def _is_learned(sizes: Floats, one_number: NDArray[np.bool_]) -> bool:
     """Return whether outputs of one number change from sample to sample, as a learned factor does."""
     return bool(one_number.all()) and len(np.unique(sizes)) > 1
-
-
-def _largest_input(view: View) -> float:
-    """Return the largest magnitude that came into the whole model. Infinity: none was recorded."""
-    cells, whole = view.cells("activations"), f"{view.run.manifest.get('root', 'model')}:input"
-    inputs = [] if cells is None else [i for i, name in enumerate(cells.names) if name.startswith(whole)]
-    return float(np.nanmax(cells.true_absmax[inputs])) if cells is not None and inputs else np.inf
 
 
 def _and_parents(names: set[str]) -> set[str]:

@@ -1,7 +1,7 @@
 """Rule of NaN and Inf: whether they matter, and where they were first."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,10 +11,11 @@ from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Mask, Phrase, Rule, stretches, threshold
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.episodes import Span, first_of_deciding, reaching
+from plimsoll.diagnosis.tables.wiring_facts import largest_input
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
 from plimsoll.tensor_collections import FORWARD, IN_STEP_ORDER, WITH_LOSS_SCALE
-from plimsoll.text import counted, power
+from plimsoll.text import counted, number, power
 
 # In the order in which one makes the other non-finite; of gradients the last layer is the first to have them.
 _ORDER = tuple(c.name for c in IN_STEP_ORDER if c.overflow_order is not None)
@@ -79,11 +80,15 @@ class Nonfinite(Rule):
         "first_seen_at": EvidenceItem("First seen at step"),
         "weights_since": EvidenceItem("Seen in the weights at step"),
         "steps_before": EvidenceItem("Earlier steps, after which the run recovered"),
+        "largest_input": EvidenceItem("Largest input of that step"),
+        "usual_input": EvidenceItem("Largest input at samples"),
     }
 
     skips: float = threshold(25, "steps in a row: from 2^24 a scale halves 24 times down to 1")
     fixed: float = threshold(10, "steps in a row; a scale that is halved at each falls by 2^10 in them")
     recovered: float = threshold(10, "finite steps in a row: what comes after them is judged by itself")
+
+    outlier: float = threshold(2.0**16, "times the largest input of all samples: no batch of sound data is so far off")
 
     # Gradients that overflow under a loss scale are the scaler's way to find the scale: those steps are skipped, and
     # are no alarm unless they go on and on, or the scale stays where it is. Activations that hold -Inf and no NaN are
@@ -109,10 +114,10 @@ class Nonfinite(Rule):
         if places:
             first, where, names = places[0]
             place = f"{where} {names[0]}" if where != "loss" else _of_loss(names)
-            evidence |= {"first_seen_in": place, "first_seen_at": first}
+            evidence |= {"first_seen_in": place, "first_seen_at": first, **self._outlier(view, int(steps[0]))}
             spots = [Spot(name=name, since_step=first) for name in names if where != "loss"]
             collection = {"input": "activations", "loss": None, "buffers": None}.get(where, where)
-            advice = _OF_PLACE.get(where)
+            advice = _of_outlier(evidence) or _OF_PLACE.get(where)
         if not excused and (not places or (places[0][0] > steps[0] and room is None)):
             evidence["place"] = "not recorded: it began between samples"
             advice = _BETWEEN_SAMPLES
@@ -135,6 +140,17 @@ class Nonfinite(Rule):
         else:
             skipped = len(view.skips.intersection(steps.tolist()))
             yield self._of_scaler(len(steps), skipped, spots, evidence, since, until, collection)
+
+    # Of a step that was not sampled, the watch has noted the largest input where it looked for the origin of NaN.
+    def _outlier(self, view: View, since: int) -> dict[str, float]:
+        """Return the evidence of an input of the step that is far above those of all samples, if there is one."""
+        usual = largest_input(view)
+        for event in view.events:
+            largest = event.details.get("largest_input")
+            if event.kind == "origin" and event.step == since and isinstance(largest, int | float):
+                outside = largest >= self.outlier * usual
+                return {"largest_input": float(largest), "usual_input": usual} if outside else {}
+        return {}
 
     def _begin(self, view: View, broken: "_Broken", too_high: bool, undefined: bool) -> int:
         """Return the first step of the episode that the finding is about.
@@ -225,6 +241,12 @@ class Nonfinite(Rule):
                 effect="and nothing around these steps is near an overflow",
                 remedy="locate() finds the operation that gives NaN",
             )
+        if "largest_input" in finding.evidence:
+            largest, usual = (number(context.number(name)) for name in ("largest_input", "usual_input"))
+            return Phrase(
+                what=f"an input of {largest} (at samples {usual} at most) brought NaN or Inf {context.at}",
+                remedy="check the data of that step, and restore the last checkpoint before it",
+            )
         if finding.where:
             weights = finding.collection == "weights"
             return Phrase(
@@ -283,6 +305,16 @@ class Nonfinite(Rule):
         spans = stretches(counts > 0, self.skips)
         found = spans and spans[0][0] == 0 and not counts[spans[0][1] + 1 :][: int(self.recovered)].any()
         return spans[1:] if found and len(counts) > spans[0][1] + self.recovered else spans
+
+
+def _of_outlier(evidence: Mapping[str, float | int | str]) -> str:
+    """Return what to do about an input that is far above the others, "" if there is none."""
+    if "largest_input" not in evidence:
+        return ""
+    largest, usual = (number(float(evidence[name])) for name in ("largest_input", "usual_input"))
+    return (
+        f"Look at the data: the batch of that step has an input of {largest}, and at the samples none is above {usual}."
+    )
 
 
 def _counts(view: View) -> tuple[Ints, Floats]:

@@ -109,3 +109,10 @@ def frozen_weights(view: View, *, moving: bool = False) -> list[str]:
         return [] if moving else names
     sizes = dict(zip(cells.names, cells.total_of("sumsq")[:, cells.steps > event.step], strict=True))
     return [name for name in names if name in sizes and len(set(sizes[name][~np.isnan(sizes[name])].tolist())) > 1]
+
+
+def largest_input(view: View) -> float:
+    """Return the largest magnitude that came into the whole model. Infinity: none was recorded."""
+    cells, whole = view.cells("activations"), f"{view.run.manifest.get('root', 'model')}:input"
+    inputs = [] if cells is None else [i for i, name in enumerate(cells.names) if name.startswith(whole)]
+    return float(np.nanmax(cells.true_absmax[inputs])) if cells is not None and inputs else np.inf

@@ -256,7 +256,15 @@ class Origin(torch_hooks.TrainingEvents):
         place = f" {', '.join(names[:3])}" if names else ""
         message = f"NaN or Inf began at step {step} in {where}{place}" + (f" ({more})" if more else "")
         details: dict[str, object] = {"where": where, "names": names[:_NAMED], "of": len(names)}
+        if (largest := self._largest_input()) is not None:
+            details["largest_input"] = largest
         self.core.writer.write(Event(step=step, kind="origin", message=message, details=details))
+
+    def _largest_input(self) -> float | None:
+        """Return the largest finite magnitude that the model was given; None where no input is left."""
+        given = [x.detach() for _, ref in self._inputs if (x := ref()) is not None]
+        sizes = [x.abs().nan_to_num(0.0, 0.0, 0.0).amax() for x in given if x.numel() and x.is_floating_point()]
+        return max(map(float, sizes)) if sizes else None
 
     def _broken_among(self, named: Iterable[tuple[str, Tensor]], *, masked: bool) -> Iterator[tuple[str, Tensor]]:
         """Those with NaN or Inf; -Inf is none where it may be a mask."""
