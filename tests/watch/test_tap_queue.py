@@ -503,6 +503,13 @@ def test_what_waits_is_bounded(tmp_path: Path) -> None:
     assert same_tables(queued.table(), at_once.table())
 
 
+@each(("free", "may_wait"), [(80 << 30, 5 << 30), (4 << 30, 2 << 30), (0, 0)], ids=["empty", "nearly full", "full"])
+def test_what_may_wait_on_a_gpu_is_never_what_the_training_lacks(free: int, may_wait: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 << 30))
+        assert tap_queue.most_bytes(torch.device("cuda", 0)) == may_wait
+
+
 @pytest.mark.usefixtures("queues")
 def test_modules_that_are_called_often_add_up(tmp_path: Path) -> None:
     """Rows are added up while tensors wait for some of them."""

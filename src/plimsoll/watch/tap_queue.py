@@ -13,7 +13,6 @@ A CPU has no queue: it measures in the hook, while the values are in its cache.
 """
 
 import contextlib
-import functools
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -23,8 +22,10 @@ from torch import Tensor
 from plimsoll import kernels, row_layout
 from plimsoll.kernels.device_value import DeviceValue
 
-# Most of what waits costs no memory: autograd keeps it for the backward, or has freed as much in the backward.
-_LEAST_BYTES, _SHARE = 1 << 28, 32  # that may wait: a 32nd of the device's memory, and 256 MB in any case
+# Most of what waits costs no memory: autograd keeps it for the backward, or has freed as much in the backward. The rest
+# must never be what a training lacks.
+_SHARE = 16  # a sixteenth of the device's memory may wait, and half of what no process has taken
+_BYTES = 1 << 28  # may wait where a device has no such number
 
 Tap = tuple[str, str]  # collection and name
 
@@ -81,7 +82,7 @@ class TapQueue:
     def __init__(self, device: torch.device, trials: Trials) -> None:
         self._device, self.trials = device, trials
         self._waiting: list[Waiting] = []
-        self._size_bytes = 0
+        self._size_bytes, self._most_bytes = 0, most_bytes(device)
         self._stream: Any = None  # that was current at the taps
         trials.learn()
 
@@ -100,7 +101,7 @@ class TapQueue:
             # The new stream may have waited for the old one already, and could write over what waits here.
             self.trials.one_stream = False
             return False
-        return self._size_bytes + x.nbytes <= most_bytes(self._device)
+        return self._size_bytes + x.nbytes <= self._most_bytes
 
     def add(self, x: Tensor, row: int, tap: Tap) -> bool:
         """Let a tensor wait; return False if it is on trial, and must be measured at once too."""
@@ -155,13 +156,13 @@ class TapQueue:
         self.trials.count([each.tap for each in tried], differ.any(1))
 
 
-@functools.cache
+# torch's allocator keeps what it has had once: in steady state nothing else than this is left for a step's peak.
 def most_bytes(device: torch.device) -> int:
-    """Return how many bytes may wait on a device."""
+    """Return how many bytes may wait on a device, as its memory is now."""
     if device.type != "cuda":
-        return _LEAST_BYTES
-    properties = cast("Any", torch.cuda.get_device_properties(device))
-    return max(_LEAST_BYTES, int(properties.total_memory) // _SHARE)
+        return _BYTES
+    free, whole = cast("tuple[int, int]", torch.cuda.mem_get_info(device))
+    return min(whole // _SHARE, free // 2)
 
 
 def current_stream(device: torch.device) -> Any:
