@@ -355,7 +355,6 @@ def reversed_twice(run: Training, *, sound: bool = False) -> None:
     r"|(inputs?|model)[^>]*(sees?|contains?|has|have|given)[^>]*(target|label|answer)s?"
     r"|loss [^>]*(too (low|good|easy|fast)|perfect|(is|near|to|almost) (zero|0(?![.\d])))",
     misleading=f"{SIDE}|learning rate|swallow|in no optimizer",
-    held_back=True,
 )
 def unshifted(run: Training, *, sound: bool = False) -> None:
     """A language model's targets are its inputs, not the tokens after them: it learns to copy, and nothing else."""
@@ -377,7 +376,6 @@ def unshifted(run: Training, *, sound: bool = False) -> None:
     named=r"schedule|plateau|\brates?\b[^>]*(falls?|fell|drop|too (small|low|soon|early|fast|often)|decay|nothing|tiny"
     r"|shrink|reduc|cut|near (0|zero)|of its (first|peak|start))",
     misleading=f"{SIDE}|rate (is |was )?too high|lower the (learning )?rate|rounding|swallow|in no optimizer",
-    held_back=True,
 )
 def best_is_lowest(run: Training, *, sound: bool = False) -> None:
     """A rate is to fall once an accuracy no longer improves, but the schedule waits for it to sink, as losses do."""

@@ -120,7 +120,6 @@ class Table(nn.Module):
     named=either("inputs?|columns?|features?|norm|data|batch", TOO_LARGE) + r"|65,?504",
     misleading=f"{SIDE}|learning rate|swallow|in no optimizer",
     precision="fp16",
-    held_back=True,
 )
 def large_incomes(run: Training, *, sound: bool = False) -> None:
     """A loader casts a table to FP16, and one income in 65 is beyond 65,504: two batches in five are infinite."""
@@ -292,7 +291,6 @@ def many_pixels(run: Training, *, sound: bool = False) -> None:
     named=rf"{SMALL_UPDATES}|e4m3|\bfp8|float8|8[- ]bit|masters?\b"
     r"|(weights?|parameters?)\b[^>]*(rounded|rounding|codes|distinct|narrow)",
     misleading=f"{SIDE}|lower the (learning )?rate|in no optimizer",
-    held_back=True,
 )
 def only_codes(run: Training, *, sound: bool = False) -> None:
     """Weights are kept as E4M3 codes with a scale and nowhere else: updates smaller than half a code are lost."""
@@ -342,7 +340,6 @@ def two_sigmoids(run: Training, *, sound: bool = False) -> None:
     named=r"(learning )?rates?\b[^>]*(low|small|tiny|too|raise)|raise the (learning )?rate|schedule|scheduling|lambda"
     r"|(updates?|steps)\b[^>]*(tiny|too small|small)|(weights?|parameters?)\b[^>]*\b(hardly|barely|scarcely)",
     misleading=f"{SIDE}|lower the (learning )?rate|rate (is |was )?too high|in no optimizer",
-    held_back=True,
 )
 def rate_squared(run: Training, *, sound: bool = False) -> None:
     """A function for `LambdaLR` returns the rate, not its factor: torch multiplies it by the rate once more."""
@@ -395,7 +392,6 @@ def from_the_top(run: Training, *, sound: bool = False) -> None:
     named=r"\b(pads?|padding|padded)\b|ignore_index|-100|(one|same|single|constant) (token|target|label|class)\b"
     r"|(targets?|labels?)\b[^>]*(constant|alike|one (class|value)|repeat|the same)",
     misleading=f"{SIDE}|lower the (learning )?rate|rate (is |was )?too high|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def mostly_padding(run: Training, *, sound: bool = False) -> None:
     """Labels of padding are not set to -100, and of 64 places 60 are padding: a loss near zero is of padding."""
@@ -458,7 +454,6 @@ def scrambled(run: Training, *, sound: bool = False) -> None:
     "cleared-at-each-micro-batch",
     named=r"accumulat|micro-?batch|zero_grad|clear(s|ed|ing)?\b|overwrit|(one|last) of \d+ (backward|micro)",
     misleading=f"{SIDE}|lower the (learning )?rate|rate (is |was )?too high|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def only_the_last(run: Training, *, sound: bool = False) -> None:
     """Gradients are cleared before each of sixteen micro-batches: only the last one counts, a sixteenth of it."""
@@ -514,7 +509,6 @@ class Checkpointed(nn.Module):
     r"|gradients? (is|are|was|were|stays?) (exactly |always |all )*(zero|none|missing)"
     r"|(trunk|down|up|adapters?)\b[^>]*(not|never|do not|does not)[^>]*(mov|chang|update|train|learn)",
     misleading=r"\bReLU|raise the loss scale|scale-low|learning rate|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def no_way_back(run: Training, *, sound: bool = False) -> None:
     """Adapters lie in a checkpoint whose inputs need no gradient: it gives them none, and only the head learns."""
@@ -533,7 +527,6 @@ def no_way_back(run: Training, *, sound: bool = False) -> None:
     named=r"weight[ _]decay|\bdecay|AdamW|regulari[sz]"
     r"|(weights?|parameters?|norms?)\b[^>]*(shrink|shrunk|shrank|fall|fell|towards? (0|zero))",
     misleading=f"{SIDE}|lower the (learning )?rate|rate (is |was )?too high|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def coupled(run: Training, *, sound: bool = False) -> None:
     """The decay of 0.1 that is meant for AdamW is given to Adam, which adds it to gradients: weights shrink away."""

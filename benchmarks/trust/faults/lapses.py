@@ -332,7 +332,6 @@ def peeking(run: Training, *, sound: bool = False) -> None:
     named=r"shuffl|\bsorted\b|(one|same|single) (class|label)|class(es)? (after|by|at a time)|period"
     r"|\bcycl|oscillat|swing|sawtooth|forget|(batch|batches|data)\b[^>]*(differ|order|alike|not (random|mixed))",
     misleading=f"{SIDE}|swallow|rounding|in no optimizer|lower the (learning )?rate|rate (is |was )?too high",
-    held_back=True,
 )
 def in_order(run: Training, *, sound: bool = False) -> None:
     """Rows are sorted by class and read in that order: each class is learned in turn, and forgotten in the next."""
@@ -411,7 +410,6 @@ def no_logarithm(run: Training, *, sound: bool = False) -> None:
     named=r"running[ _](mean|var|statistic)|statistics|\bbuffers?\b|batch[- ]?norm|eval(uation)? mode|\.eval\("
     r"|(frozen|freeze|freezing)[^>]*(mov|chang|follow|still|drift)",
     misleading=f"{SIDE}|learning rate|swallow|rounding|in no optimizer|unfreez",
-    held_back=True,
 )
 def still_counting(run: Training, *, sound: bool = False) -> None:
     """A frozen trunk stays in training mode: its batch norms follow the new data, and the old head is lost."""

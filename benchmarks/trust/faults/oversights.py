@@ -426,7 +426,6 @@ def inverted(run: Training, *, sound: bool = False) -> None:
     named=r"\bclip|gradients?[^>]*(explod|grew|grow|spike|too large|jump|times (larger|as|its|their|the))"
     r"|(explod|spike)[^>]*gradient",
     misleading=f"{SIDE}|swallow|rounding",
-    held_back=True,
 )
 def unclipped(run: Training, *, sound: bool = False) -> None:
     """Parameters are filtered into a generator, which the optimizer uses up: the clipping afterwards clips nothing."""

@@ -149,7 +149,7 @@ def oscillation(run: Training) -> None:
         run.losses.append(float(loss.detach()))
 
 
-@fault("no-single-scale", named=r"no-single-scale|LayerScaler", precision="fp16", held_back=True)
+@fault("no-single-scale", named=r"no-single-scale|LayerScaler", precision="fp16")
 def no_single_scale(run: Training) -> None:
     """Two branches whose gradients lie 2^44 apart: no loss scale serves both."""
 
