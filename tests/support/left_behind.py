@@ -61,7 +61,7 @@ def _restore(state: dict[str, object]) -> None:
 
 
 _SCALER = {name: vars(torch.amp.GradScaler)[name] for name in ("scale", "step", "update")}
-_BACKWARD = torch.autograd.backward
+_BACKWARD, _PLATEAU = torch.autograd.backward, torch.optim.lr_scheduler.ReduceLROnPlateau.step
 
 
 def still_wrapped() -> list[str]:
@@ -71,6 +71,8 @@ def still_wrapped() -> list[str]:
     names = [f"torch.amp.GradScaler.{n}" for n, f in _SCALER.items() if vars(torch.amp.GradScaler)[n] is not f]
     if torch.autograd.backward is not _BACKWARD:
         names.append("torch.autograd.backward")
+    if torch.optim.lr_scheduler.ReduceLROnPlateau.step is not _PLATEAU:
+        names.append("torch.optim.lr_scheduler.ReduceLROnPlateau.step")
     seams = sys.modules.get("plimsoll.watch.hooks.torch_hooks")
     installed = [] if seams is None else [f"_seams.{n}" for n in ("_undo", "_patched") if getattr(seams, n)]
     return [f"{name} is not torch's own" for name in names] + [f"{name} is not empty" for name in installed]

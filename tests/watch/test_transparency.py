@@ -76,7 +76,8 @@ def test_where_a_tap_moves_rounding_it_is_said(tmp_path: Path, caplog: pytest.Lo
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     def seams() -> list[object]:
         scaler = torch.amp.GradScaler
-        return [torch.autograd.backward, scaler.scale, scaler.step, scaler.update, sys.excepthook,
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        return [torch.autograd.backward, plateau.step, scaler.scale, scaler.step, scaler.update, sys.excepthook,
                 signal.getsignal(signal.SIGTERM), len(_global_optimizer_pre_hooks)]  # fmt: skip
 
     before = seams()

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from plimsoll.diagnosis.estimates.element_counts import Populations
 from plimsoll.diagnosis.estimates.format_losses import Modules
@@ -22,25 +21,30 @@ from plimsoll.diagnosis.rules.base import (
     worst,
 )
 from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
+from plimsoll.diagnosis.tables.optimizer_states import (
+    SECOND_MOMENTS,
+    TOWARD_ZERO,
+    added_decay,
+    recorded_epsilon,
+    spared_updates,
+    without_a_zero,
+)
 from plimsoll.diagnosis.tables.wiring_facts import (
     ROUNDED_GRADIENTS,
     facts,
     listed_in,
-    optimizer_settings,
     weights_stay,
     with_epsilon_of_zero,
-    with_rate_of_zero,
 )
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
 from plimsoll.runs import Event
 from plimsoll.spectrum.fit.population import ordinal
-from plimsoll.text import percent
+from plimsoll.text import number, percent
 
 _SAMPLES = "not reported from a single sample"
-_SECOND = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
-# States that are named as those that hold what a narrow weight cannot, unless the weights show otherwise.
-_EXACT = ("master", "master_param", "compensation", "kahan_comp")
+_SOME = 5  # losses
+_MOST = 1e6  # times the size of a gradient
 _DEFAULT = 1e-8  # epsilon of torch's Adam
 _UNMOVED = "These weights were the same after the step: their updates were zero, or smaller than their rounding."
 _NEVER_MOVED = "No weight has moved since the first step, although gradients and the learning rate are not zero."
@@ -52,11 +56,6 @@ _UNEVEN_CODES = (
     "root of a value below half a step is zero, and the update explodes."
 )
 _NO_ZERO = "first moments without a zero"
-_TOWARD_ZERO = "toward zero"  # an update that the watch has found from changes of the weights
-# Updates that lose nothing, or nothing on average; those toward zero have a finding of their own.
-_LOSSLESS = ("masters", "stochastic", "kahan", "lossless on average", "lossless over steps", _TOWARD_ZERO)
-# Weights that the watch has followed went elsewhere than exact updates lead, as if rounded at random, or fall short.
-_INEXACT, _BIASED = "inexact", "biased"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +84,10 @@ class UpdatesSwallowed(Rule):
         cells = view.cells("updates")
         if cells is None:
             return
-        for event in [e for e in view.events if e.kind == "update" and e.details.get("update") == _TOWARD_ZERO][:1]:
+        for event in [e for e in view.events if e.kind == "update" and e.details.get("update") == TOWARD_ZERO][:1]:
             spots = [Spot(name=name, since_step=event.step) for name in listed_in(event, "parameters")]
             yield self.finding(
-                "alarm", spots, {"cause": _TOWARD_ZERO, "layers": len(spots)}, until_step=view.last_step,
+                "alarm", spots, {"cause": TOWARD_ZERO, "layers": len(spots)}, until_step=view.last_step,
                 collection="updates",
                 meaning="Each step rounds these weights toward zero, however small the update is: they shrink, and "
                 "updates away from zero are lost.",
@@ -100,7 +99,9 @@ class UpdatesSwallowed(Rule):
             shares = cells.total_of("unmoved") / cells.total_of("pushed")
         narrow = np.array([fmt.bits <= 16 for fmt in (get_element(name, "diagnose") for name in cells.formats)])
         is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
-        spared = _spared(view, cells) | (cells.total_of("nans") > 0)  # a NaN plus anything is that NaN: no rounding
+        spared = spared_updates(view, cells) | (
+            cells.total_of("nans") > 0
+        )  # a NaN plus anything is that NaN: no rounding
         spared |= np.array([name in flushed for name in cells.names])[:, None]
         for narrowed in (True, False):
             mine = ~np.isnan(shares) & (is_narrow == narrowed) & ~spared
@@ -118,7 +119,7 @@ class UpdatesSwallowed(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the largest share of weights that a step left as they were, where, and since when."""
-        if context.text("cause") == _TOWARD_ZERO:
+        if context.text("cause") == TOWARD_ZERO:
             return Phrase(
                 what=f"each step rounds the weights of {context.place} toward zero {context.since}",
                 remedy="round to nearest or by chance",
@@ -163,7 +164,7 @@ class SecondMomentLost(Rule):
         shares = np.empty((0, 0))
         if cells is not None:
             shares = self._shares(cells)
-            shares[[cells.names.index(name) for name in _without_a_zero(view, cells)]] = np.nan  # they are true zeros
+            shares[[cells.names.index(name) for name in without_a_zero(view, cells)]] = np.nan  # they are true zeros
             # Where epsilon is zero too, the division is by zero: one sample is proof. So it is where moments are NaN at
             # all later samples.
             known = ~np.isnan(shares)
@@ -238,7 +239,7 @@ class SecondMomentLost(Rule):
         result = np.full(cells.shape, np.nan)
         for i, name in enumerate(cells.names):
             parameter, _, state = name.rpartition(":")
-            first = place.get(f"{parameter}:{_SECOND.get(state, '')}")
+            first = place.get(f"{parameter}:{SECOND_MOMENTS.get(state, '')}")
             if first is not None:
                 with np.errstate(all="ignore"):
                     lost = np.maximum(zeros[i] - zeros[first], 0) / (count[i] - zeros[first])
@@ -270,8 +271,8 @@ class EpsilonDominates(Rule):
         cells = view.cells("optimizer")
         if cells is None:
             return
-        epsilon = (_recorded_epsilon(view) if self.epsilon == _DEFAULT else None) or self.epsilon
-        second = np.array([name.rpartition(":")[2] in _SECOND for name in cells.names])
+        epsilon = (recorded_epsilon(view) if self.epsilon == _DEFAULT else None) or self.epsilon
+        second = np.array([name.rpartition(":")[2] in SECOND_MOMENTS for name in cells.names])
         populations = Populations(cells=cells)
         points = populations.points(ordinal(epsilon**2), 0)
         below = populations.below(points, inclusive=False).estimate
@@ -300,6 +301,74 @@ class EpsilonDominates(Rule):
         if isinstance(epsilon, str) or not epsilon > 0:
             return {}
         return {"mark": (float(epsilon) ** 2, "roots below epsilon")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecayDominates(Rule):
+    """Weight decay that an Adam adds to the gradients, where it rivals them."""
+
+    id = "decay-dominates"
+    says = "the weight decay that Adam adds to the gradients rivals them, and weights have shrunk"
+    meaning = (
+        "Adam divides the sum of gradient and decay by its size. Where the decay is the larger part, weights shrink by "
+        "up to the learning rate at each step, until the loss's gradient is as large as the decay."
+    )
+    advice = (
+        "Use AdamW, which takes the decay from the weights: 0.01 to 0.1 is meant for it. With Adam a far smaller decay "
+        "is usual, such as 1e-4."
+    )
+    figure = "spectrogram"
+    items = {"ratio": EvidenceItem("Decay over gradient"), "size": EvidenceItem("Size since the first sample", "share")}
+    location_item = EvidenceItem("Decay over gradient")
+    is_secondary = True
+
+    decay: float = threshold(0.01, "usual in AdamW, a hundred times what is usual where it is added to gradients")
+    ratio: float = threshold(0.5, "of a gradient's size: where decay holds a weight, the rest is the noise of batches")
+    size: float = threshold(0.75, "of the first size: decay that balances the gradients of grown weights does no harm")
+    share: float = threshold(0.5, "of the matrices; rows of a table that are seldom seen shrink in sound trainings too")
+    samples: float = threshold(5, "that show it; a note unless half of those of the last half of the run do")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, of the first optimizer that adds decay to gradients."""
+        added = added_decay(view)
+        if added is None:
+            return
+        with np.errstate(invalid="ignore"):
+            holds = (added.ratio >= self.ratio) & (added.size <= self.size) & (added.decays >= self.decay)[:, None]
+        known = ~np.isnan(added.ratio) & ~np.isnan(added.size)
+        dominates = known.any(axis=0) & (
+            np.count_nonzero(holds, axis=0) >= self.share * np.count_nonzero(known, axis=0)
+        )
+        places: list[int] = np.flatnonzero(dominates).tolist()
+        if len(places) < self.samples:
+            return
+        first, last = places[0], places[-1]
+        since = int(added.steps[first])
+        often = holds[:, dominates].mean(axis=1)
+        spots: list[Spot] = []
+        for i in np.flatnonzero(often >= min(0.5, often.max())).tolist():
+            ratio = min(float(np.nanmedian(added.ratio[i, dominates])), _MOST)  # of a gradient of zero
+            spots.append(Spot(name=added.names[i], since_step=since, value=ratio))
+        spots.sort(key=lambda spot: -spot.value)
+        place = added.names.index(spots[0].name)
+        evidence = {
+            "optimizer": added.optimizer, "decay": float(added.decays[place]), "worst": spots[0].name,
+            "ratio": spots[0].value, "size": float(np.nanmedian(added.size[place, dominates])), "layers": len(spots),
+        }  # fmt: skip
+        lasts = bool(dominates[len(dominates) // 2 :].mean() >= 0.5)
+        yield self.finding(
+            "warning" if lasts else "info", spots, evidence, until_step=int(added.steps[last]), collection="weights"
+        )
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return whose decay it is, where, and since when."""
+        name, decay = context.text("optimizer"), context.number("decay")
+        return Phrase(
+            what=f"the weight decay of {decay:g} that {name} adds to the gradients has rivalled them in "
+            f"{context.place} {context.since}",
+            effect=f"and {context.layer} has shrunk to {percent(context.number('size'))}",
+            remedy="use AdamW, or a far smaller decay",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,6 +436,75 @@ class SchedulePastEnd(Rule):
         return Phrase(
             what=f"the rate of {context.text('optimizer')} had come to its end and rises again {context.since}",
             remedy="give the schedule the length of the whole training",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleMisread(Rule):
+    """A schedule that lowers the rate while its metric improves, or multiplies the rate by itself."""
+
+    id = "schedule-misread"
+    says = "a schedule lowers the rate while its metric improves, or multiplies the rate by the rate itself"
+    meaning = "The learning rate is far smaller than it is meant to be."
+    advice = "Look at what the schedule is given, and what its function returns."
+    figure = "loss_and_scale"
+    items = {
+        "first": EvidenceItem("First metric"),
+        "now": EvidenceItem("Mean of the last metrics"),
+        "base": EvidenceItem("Rate that was given"),
+        "highest": EvidenceItem("Highest rate"),
+    }
+
+    metrics: float = threshold(4, "calls; none of their metrics is better than the first by the schedule's mode")
+    away: float = threshold(0.1, "of the first metric, in the mean of the last `patience` (at least 3): less is noise")
+    steps: float = threshold(20, "of the optimizer, after which the rate has come down from its highest")
+    base: float = threshold(0.1, "rates from here on may be meant as a part of the function's, as 1 is")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding for each schedule."""
+        for event in facts(view, "plateau misread"):
+            first, now = (float(str(event.details.get(name, "nan"))) for name in ("first", "now"))
+            count, falls = int(str(event.details.get("metrics", 0))), event.details.get("mode") == "min"
+            if count < self.metrics or not abs(now - first) >= self.away * abs(first) or _has_risen(view, event.step):
+                continue
+            way, right, better = ("rises", "max", "higher") if falls else ("falls", "min", "lower")
+            evidence = {**_names_in(event), "mode": str(event.details["mode"]), "first": first, "now": now}
+            yield self.finding(
+                "warning", (), evidence, since_step=event.step, until_step=max(view.last_step, event.step),
+                meaning=f"ReduceLROnPlateau has lowered the rate while its metric {way}, which is no improvement for "
+                f"mode='{evidence['mode']}'. A metric that gets worse from the first evaluation on looks the same.",
+                advice=f"If {better} is better, pass mode='{right}'. If not, the schedule is right: the model is at "
+                "its best at the first evaluation, and overfits from there on.",
+            )  # fmt: skip
+        for event in facts(view, "rate squared"):
+            numbers = {name: float(str(event.details.get(name, "nan"))) for name in ("base", "highest")}
+            if int(str(event.details.get("steps", 0))) >= self.steps and numbers["base"] < self.base:
+                yield self.finding(
+                    "warning", (), {**_names_in(event), **numbers}, since_step=0,
+                    until_step=max(view.last_step, event.step),
+                    meaning="The highest rate is the square of the rate that the optimizer was given: LambdaLR "
+                    "multiplies that rate by what its function returns, and it returns the rate once more.",
+                    advice="Let the function return a factor, 1 for the full rate; or give the optimizer lr=1.",
+                )  # fmt: skip
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return what the schedule does with the rate."""
+        name = context.text("optimizer")
+        if "mode" not in context.finding.evidence:
+            highest, base = number(context.number("highest")), number(context.number("base"))
+            return Phrase(
+                what=f"the schedule multiplies the rate of {name} by the rate itself: the highest has been {highest}, "
+                f"the square of {base}",
+                remedy="let the function of LambdaLR return a factor",
+            )
+        falls = context.text("mode") == "min"
+        waits, moved = ("fall", "risen") if falls else ("rise", "fallen")
+        first, now = number(context.number("first")), number(context.number("now"))
+        return Phrase(
+            what=f"the schedule of {name} waits for the metric to {waits}, and it has {moved} since the first call "
+            f"({first} to {now})",
+            effect=f"and the rate has been lowered {context.at}",
+            remedy=f"if {'higher' if falls else 'lower'} is better, pass mode='{'max' if falls else 'min'}'",
         )
 
 
@@ -484,7 +622,7 @@ class KeptNarrow(Rule):
             )  # fmt: skip
 
         spots = [] if cells is None else [
-            Spot(name=first, since_step=0, value=share) for first, share in _without_a_zero(view, cells).values()
+            Spot(name=first, since_step=0, value=share) for first, share in without_a_zero(view, cells).values()
         ]  # fmt: skip
         if spots:
             yield self.finding(
@@ -511,7 +649,7 @@ class KeptNarrow(Rule):
         lost = np.full(cells.shape, np.nan)
         for name, i in place.items():
             parameter, _, state = name.rpartition(":")
-            first = place.get(f"{parameter}:{_SECOND.get(state, '')}")
+            first = place.get(f"{parameter}:{SECOND_MOMENTS.get(state, '')}")
             if first is not None:
                 with np.errstate(all="ignore"):
                     lost[first] = np.where(
@@ -637,59 +775,16 @@ def _digits(cells: Cells) -> Floats:
     return np.nan_to_num(cells.highest(bits[cells.format]))
 
 
-def _recorded_epsilon(view: View) -> float | None:
-    """Return the smallest recorded epsilon of the run's optimizers, or None."""
-    known = [each.get("eps") for each in optimizer_settings(view)]
-    return min((float(each) for each in known if isinstance(each, int | float) and 0 < each < 1e100), default=None)
+# A training that diverges has metrics that get worse too, and its schedule is right to lower the rate.
+def _has_risen(view: View, step: int) -> bool:
+    """Return whether the loss at a step is above that at the start of the run."""
+    steps, loss = view.scalar("loss")
+    loss = loss[np.isfinite(loss) & (steps <= step)]
+    return len(loss) > 2 * _SOME and bool(np.median(loss[-_SOME:]) > np.median(loss[:_SOME]))
 
 
-def _spared(view: View, cells: Cells) -> NDArray[np.bool_]:
-    """Of each parameter and step, whether a weight that stays where it was is no loss."""
-    compensated = _kept_in_state(view)
-    spared = np.zeros(cells.shape, dtype=bool)
-    for event in sorted((e for e in view.events if e.kind == "update"), key=lambda e: e.step):
-        listed = event.details.get("parameters")
-        named = set(cast("list[str]", listed)) if isinstance(listed, list) else set[str]()
-        way = event.details.get("update")
-        if way in (_INEXACT, _BIASED):
-            compensated -= named
-        if way == _INEXACT:
-            continue
-        here = np.array([name in named for name in cells.names], dtype=bool)
-        spared[np.ix_(here, cells.steps >= event.step)] = way in _LOSSLESS
-    for names, first, last in with_rate_of_zero(view):  # nothing was to be added
-        here = np.array([name in names for name in cells.names], dtype=bool)
-        spared[np.ix_(here, (cells.steps >= first) & (cells.steps <= last))] = True
-    return spared | np.array([name in compensated for name in cells.names], dtype=bool)[:, None]
-
-
-def _kept_in_state(view: View) -> set[str]:
-    """The parameters whose optimizer state keeps what their format cuts off."""
-    names = view.run.tensors.get("optimizer", ())
-    split = (name.rpartition(":") for name in names)
-    return {parameter for parameter, _, state in split if state.rpartition(".")[2] in _EXACT}
-
-
-# After the first step both moments are zero where the gradient is: one of the two that is not has been rounded.
-def _without_a_zero(view: View, cells: Cells) -> dict[str, tuple[str, float]]:
-    """Return second moments that hold zeros at the first step while their first moments hold none.
-
-    Each comes with the first moments' name, and the share of zeros.
-    """
-    gradients = view.cells("gradients")
-    if gradients is None or cells.steps[0] != 0 or gradients.steps[0] != 0:
-        return {}
-    zeros, count = cells.total_of("zeros")[:, 0], cells.total_of("count")[:, 0]
-    zero_gradients = dict(zip(gradients.names, gradients.total_of("zeros")[:, 0].tolist(), strict=True))
-    found: dict[str, tuple[str, float]] = {}
-    for second, name in enumerate(cells.names):
-        parameter, _, state = name.rpartition(":")
-        first = f"{parameter}:{_SECOND.get(state, '')}"
-        if first in cells.names and parameter in zero_gradients:
-            none, known = zeros[cells.names.index(first)] == 0, 0 < zero_gradients[parameter] == zeros[second]
-            if none and known and zeros[second] < count[second]:
-                found[name] = first, float(zeros[second] / count[second])
-    return found
+def _names_in(event: Event) -> dict[str, float | int | str]:
+    return {"optimizer": str(event.details.get("optimizer", ""))}
 
 
 def _format(event: Event) -> str:

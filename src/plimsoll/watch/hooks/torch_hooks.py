@@ -7,6 +7,7 @@ They are installed with the first listener and removed with the last:
 - `scale`, `step` and `update` of `torch.amp.GradScaler`, of the classes given to `add_scaler_class`, and of the class
   of any other scaler that a watch was given;
 - the norm of gradients that `torch.nn.utils.clip_grad_norm_` takes;
+- `step` of `torch.optim.lr_scheduler.ReduceLROnPlateau`: the metric, and whether a rate was lowered;
 - `replay` of `torch.cuda.CUDAGraph`: what was captured with taps in it runs again;
 - `skip_nnmodule_hook_guards` of torch's compiler is off: with it, a model with taps would run a graph that was
   compiled for another of its class without;
@@ -18,6 +19,7 @@ They are installed with the first listener and removed with the last:
 import contextlib
 import functools
 import importlib
+import math
 import os
 import signal
 import sys
@@ -28,6 +30,7 @@ from types import FrameType, TracebackType
 from typing import Any, cast
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from plimsoll.runs.writing import signal_deferral
@@ -70,6 +73,9 @@ class TrainingEvents:
 
     def scaler_update_ends(self, scaler: Any) -> None:
         """A scaler has changed its scale."""
+
+    def plateau_steps(self, scheduler: Any, metric: Any, lowered: bool) -> None:
+        """A `ReduceLROnPlateau` has taken a metric, and may have lowered a rate."""
 
     def gradients_divided(self, stage: Any, microbatches: int) -> None:
         """A pipeline's stage has divided its gradients by the number of microbatches."""
@@ -171,6 +177,7 @@ def _install() -> None:
     _undo.append(register_optimizer_step_post_hook(_optimizer_ends).remove)
     _patch_backward()
     _patch_norm()
+    _wrap(ReduceLROnPlateau, "step", _taking_metric(ReduceLROnPlateau.step), _undo)
     _patch_excepthook()
     _patch_compiler()
     if torch.cuda.is_available():
@@ -247,6 +254,30 @@ def _patch_norm() -> None:
         return norm
 
     _put(owner, "_get_total_norm", get_total_norm, original, _undo)
+
+
+def _taking_metric(original: Any) -> Any:
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _rates_of(self)
+        result = original(self, *args, **kwargs)
+        lowered = any(now < was for was, now in zip(before, _rates_of(self), strict=False))
+        _notify("plateau_steps", self, args[0] if args else kwargs.get("metrics"), lowered)
+        return result
+
+    return step
+
+
+def _rates_of(scheduler: Any) -> list[float]:
+    """Return the rates of the schedule's optimizer, NaN for those on another device, which would be waited for."""
+    groups: list[dict[str, Any]] = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
+    rates: list[Any] = [group.get("lr") for group in groups]
+    return [float(rate) if _is_near(rate) else math.nan for rate in rates]
+
+
+def _is_near(rate: Any) -> bool:
+    is_number = isinstance(rate, torch.Tensor) and rate.device.type == "cpu" and rate.numel() == 1
+    return is_number or isinstance(rate, int | float)
 
 
 def _patch_compiler() -> None:

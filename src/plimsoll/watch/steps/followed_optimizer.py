@@ -9,9 +9,8 @@ from torch import Tensor
 from plimsoll.kernels.device_value import DeviceValue, number
 from plimsoll.watch.steps.kept_narrow import Moments, Roundings
 from plimsoll.watch.steps.model_facts import Clipping, Overwrites, Sums
+from plimsoll.watch.steps.schedules import Rates
 
-_ENDED, _AGAIN = 0.01, 0.25  # of a rate's peak: a schedule has come to its end, and rises again
-_RESTART = 0.5  # of it, in one step: a schedule that begins again, as it should
 _FOLLOWED = 3  # parameters of each optimizer
 _FIRST_STEPS, _PERIOD, _LOOK = 64, 64, 8  # in which they are followed: the first ones, then the first of each period
 
@@ -134,26 +133,6 @@ class MicroBatches:
         return [-1 if p is None or p.is_inference() else p._version for p in weights]  # noqa: SLF001
 
 
-class RateCourse:
-    """The course of a learning rate: its peak, and its lowest since."""
-
-    def __init__(self) -> None:
-        self.peak = self.before = self.lowest = 0.0
-        self.lowest_at = 0
-
-    def rises_again(self, rate: float, step: int) -> bool:
-        """Take the rate of a step; return True if it has come to its end before, and has risen since, little by little.
-
-        A cosine does that past its length.
-        """
-        begins = rate >= self.peak or rate - self.before > _RESTART * self.peak
-        self.peak = rate if begins else self.peak
-        if begins or rate < self.lowest:
-            self.lowest, self.lowest_at = rate, step
-        self.before = rate
-        return self.lowest < _ENDED * self.peak and rate > _AGAIN * self.peak
-
-
 class FollowedOptimizer:
     """State of one optimizer that has parameters of the model."""
 
@@ -180,9 +159,7 @@ class FollowedOptimizer:
         self.micro = MicroBatches(self.followed)
         self.unclipped = 0  # steps on end at which the norm for clipping was of no gradient
         self.rounded = 0  # steps at which it was looked whether micro-batches are rounded away
-        self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
-        self.rate = RateCourse()  # of the first group
-        self.highest: list[float] = []  # the highest rate of each
+        self.rates = Rates()
 
     def step_ends(self) -> None:
         """Prepare for the next step."""

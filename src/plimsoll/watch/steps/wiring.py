@@ -22,7 +22,7 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - a log softmax over the rows of a batch, outputs that are paired with all targets, and the classes of a cross entropy;
 - a loss of log probabilities that gets others, and targets that the function before the loss cannot reach;
 - targets of one class a batch, or that are the model's own input (`targets`);
-- a rate that has come to its end and rises again;
+- schedules that lower a rate while it is needed, or raise it past their end, and added weight decay (`schedules`);
 - casts of weights that autocast keeps from before the last step;
 - the state of an optimizer that is cleared, or begun again, every few steps;
 - averages of weights that rounding keeps where they are (`averages`).
@@ -63,6 +63,7 @@ from plimsoll.watch.steps.model_facts import (
     norms_of_last_batch,
     norms_of_one_value,
 )
+from plimsoll.watch.steps.schedules import Schedules
 from plimsoll.watch.steps.targets import Targets
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
@@ -70,14 +71,11 @@ _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no g
 _PATIENCE = 200  # backwards, or steps of others, after which an optimizer that has not stepped is named
 _FEWEST = 3  # backwards or steps by which a watch that closes may be judged
 _REPEATS = 3  # steps on end in which gradients were carried over, or not unscaled
-_TINY = 2.0**-17  # of the highest rate that a group has had: less moves nothing in a training's usual number of steps
 _INDICES = 32  # that a 16-bit format may hold or not
 _LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
 _PAIR = 2  # values of which a norm leaves 1 and -1, whatever they are
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 _FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
-# Less than this of a weight is lost at any weight.
-_HALF_ULP = {dtype: 2.0 ** -(FORMATS[dtype].mantissa_bits + 2) for dtype in SIXTEEN_BIT}
 
 
 class Wiring(torch_hooks.TrainingEvents):
@@ -114,6 +112,7 @@ class Wiring(torch_hooks.TrainingEvents):
         self._mode = EvaluationMode(core)
         self._targets = Targets(core, self._say, self._later)
         self._frozen_norms = FrozenNorms()
+        self._schedules = Schedules(core, self._say, self._names)
         known = list(optimizers)
         if known and not [o for o in known if self._meet(o) is not None]:
             names = ", ".join(type(optimizer).__name__ for optimizer in known)
@@ -298,7 +297,7 @@ class Wiring(torch_hooks.TrainingEvents):
         if self._divided and self._divided == self._since_step:
             message = f"the loss is divided by {self._divided} twice, the number of micro-batches of a step"
             self._say("divided twice", message, by=self._divided)
-        self._look_at_groups(optimizer, known)
+        self._schedules.step_begins(optimizer, known.name, known.rates)
         if self.core.sample is not None:
             self._look_for_frozen(optimizer, known)
             if norms := self._frozen_norms.look(self.core.model()):
@@ -468,6 +467,13 @@ class Wiring(torch_hooks.TrainingEvents):
             known.steps += not known.steps  # a step that a scaler skips is one
             self._steps = max(self._steps, known.steps)
 
+    @contained
+    def plateau_steps(self, scheduler: Any, metric: Any, lowered: bool) -> None:
+        """A `ReduceLROnPlateau` has taken a metric."""
+        known = None if self._idle() else self._meet(innermost(scheduler.optimizer))
+        if known is not None:
+            self._schedules.plateau_steps(scheduler, metric, known.name, lowered=lowered)
+
     # -- what is said
 
     def _judge(self, *, warn: bool) -> None:
@@ -529,45 +535,6 @@ class Wiring(torch_hooks.TrainingEvents):
         if late:
             self.core.say("wiring", f"gradients have come to {_listed(late)}", fact="gradient came", parameters=late)
         self._graded.update(with_gradient)
-
-    def _look_at_groups(self, optimizer: Any, known: FollowedOptimizer) -> None:
-        """Record start and end of bad rates (0, tiny, NaN, Inf) and underflowing decay."""
-        known.highest += [0.0] * (len(optimizer.param_groups) - len(known.highest))
-        for place, group in enumerate(optimizer.param_groups):
-            if isinstance(rate := group.get("lr"), float) and known.highest[place] < rate < math.inf:
-                known.highest[place] = rate
-        groups_now: list[dict[str, Any]] = optimizer.param_groups
-        first = groups_now[0].get("lr") if groups_now else None
-        if isinstance(first, float) and math.isfinite(first) and known.rate.rises_again(first, self.core.step):
-            at = known.rate.lowest_at
-            self._say(
-                "rate rises again", f"the rate of {known.name} had come to its end at step {at:,} and rises again",
-                key=f"rate rises again: {known.name}", optimizer=known.name, lowest_at=at, rate=first,
-                lowest=known.rate.lowest, peak=known.rate.peak,
-            )  # fmt: skip
-        now = [
-            (_rate_of(group, highest), _decay_of(group, optimizer))
-            for group, highest in zip(optimizer.param_groups, known.highest, strict=False)
-        ]
-        before, known.groups = known.groups, now
-        if now == before or (not before and not any(rate or decay for rate, decay in now)):
-            return
-        names = self._names()
-        groups = [
-            {"rate": rate, "decay": decay, "parameters": [n for p in group["params"] if (n := names.get(id(p)))]}
-            for (rate, decay), group in zip(now, optimizer.param_groups, strict=True)
-            if rate or decay
-        ]
-        rates = ", ".join(sorted({f"rate {rate}" for rate, _ in now if rate}))
-        rates += (", " if rates else "") + ("decay lost to rounding" if any(decay for _, decay in now) else "")
-        self.core.say(
-            "wiring",
-            f"{known.name}: {rates or 'as usual'}",
-            fact="groups",
-            optimizer=known.name,
-            groups=groups,
-            of=len(now),
-        )
 
     def _look_for_frozen(self, optimizer: Any, known: FollowedOptimizer) -> None:
         """Record the parameters that are frozen and have gradients still, so that they are stepped on."""
@@ -728,33 +695,6 @@ class Wiring(torch_hooks.TrainingEvents):
     def _names(self) -> Mapping[int, str]:
         model = self.core.model()
         return {} if model is None else {id(p): clean(name) for name, p in model.named_parameters()}
-
-
-def _rate_of(group: Mapping[str, Any], highest: float) -> str:
-    """Return the fault of the group's rate, or ""; waits for no device."""
-    rate = group.get("lr")
-    if isinstance(rate, Tensor):
-        rate = rate.item() if rate.device.type == "cpu" and rate.numel() == 1 else None
-    if not isinstance(rate, int | float):
-        return ""
-    if math.isnan(rate):
-        return "nan"
-    if rate == 0 or not math.isfinite(rate):
-        return "inf" if rate else "zero"
-    return "tiny" if rate < _TINY * highest else ""
-
-
-def _decay_of(group: Mapping[str, Any], optimizer: Any) -> float:
-    """Return the share of weights that decoupled decay takes but 16 bits lose, or 0."""
-    rate, decay = group.get("lr"), group.get("weight_decay")
-    if not isinstance(rate, float) or not isinstance(decay, int | float) or kind_of(optimizer) != OWN:
-        return 0.0
-    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-    params: list[Tensor] = group["params"]
-    if not decoupled or not params or not 0 < rate * decay < math.inf:
-        return 0.0
-    bound = _HALF_ULP.get(params[0].dtype)
-    return 2.0 ** round(math.log2(rate * decay)) if bound is not None and rate * decay < bound else 0.0
 
 
 def _listed(names: list[str]) -> str:

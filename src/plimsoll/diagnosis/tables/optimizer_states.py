@@ -1,0 +1,121 @@
+"""States and updates of optimizers as rules read them, and the weight decay that is added to gradients."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.tables.wiring_facts import facts, groups_of, optimizer_settings, with_rate_of_zero
+from plimsoll.diagnosis.view import View
+
+SECOND_MOMENTS = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
+# States that are named as those that hold what a narrow weight cannot, unless the weights show otherwise.
+_EXACT = ("master", "master_param", "compensation", "kahan_comp")
+TOWARD_ZERO = "toward zero"  # an update that the watch has found from changes of the weights
+# Updates that lose nothing, or nothing on average; those toward zero have a finding of their own.
+_LOSSLESS = ("masters", "stochastic", "kahan", "lossless on average", "lossless over steps", TOWARD_ZERO)
+# Weights that the watch has followed went elsewhere than exact updates lead, as if rounded at random, or fall short.
+_INEXACT, _BIASED = "inexact", "biased"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedDecay:
+    """Weights whose decay is added to their gradients, at the steps at which both were recorded.
+
+    Attributes:
+        optimizer: The name of the optimizer.
+        names: The weights, matrices only.
+        decays: The decay of each.
+        steps: The steps, ascending.
+        ratio: By weight and step, the size of what is added over that of the gradient. NaN where one is not known.
+        size: By weight and step, the size of the weight over that at the first step.
+    """
+
+    optimizer: str
+    names: tuple[str, ...]
+    decays: Floats
+    steps: Ints
+    ratio: Floats
+    size: Floats
+
+
+def added_decay(view: View) -> AddedDecay | None:
+    """Return the weights of which the first such optimizer adds much decay to the gradients. None without any."""
+    weights, gradients = view.cells("weights"), view.cells("gradients")
+    events = facts(view, "decay added")
+    if weights is None or gradients is None or not events:
+        return None
+    decays = {
+        str(name): float(group.get("decay") or 0.0)
+        for group in groups_of(events[0])
+        for name in group.get("parameters", ())
+    }
+    names = tuple(name for name in weights.names if name in decays and name in gradients.names)
+    steps, mine, theirs = np.intersect1d(weights.steps, gradients.steps, return_indices=True)
+    if not names or not len(steps):
+        return None
+    decay = np.array([decays[name] for name in names])
+    sizes = weights.norm[[weights.names.index(name) for name in names]]
+    given = gradients.norm[[gradients.names.index(name) for name in names]]
+    with np.errstate(all="ignore"):
+        ratio = decay[:, None] * sizes[:, mine] / given[:, theirs]
+        size = sizes[:, mine] / sizes[:, :1]
+    optimizer = str(events[0].details.get("optimizer", ""))
+    return AddedDecay(optimizer=optimizer, names=names, decays=decay, steps=steps, ratio=ratio, size=size)
+
+
+def recorded_epsilon(view: View) -> float | None:
+    """Return the smallest recorded epsilon of the run's optimizers, or None."""
+    known = [each.get("eps") for each in optimizer_settings(view)]
+    return min((float(each) for each in known if isinstance(each, int | float) and 0 < each < 1e100), default=None)
+
+
+def spared_updates(view: View, cells: Cells) -> NDArray[np.bool_]:
+    """Of each parameter and step, whether a weight that stays where it was is no loss."""
+    compensated = _kept_in_state(view)
+    spared = np.zeros(cells.shape, dtype=bool)
+    for event in sorted((e for e in view.events if e.kind == "update"), key=lambda e: e.step):
+        listed = event.details.get("parameters")
+        named = set(cast("list[str]", listed)) if isinstance(listed, list) else set[str]()
+        way = event.details.get("update")
+        if way in (_INEXACT, _BIASED):
+            compensated -= named
+        if way == _INEXACT:
+            continue
+        here = np.array([name in named for name in cells.names], dtype=bool)
+        spared[np.ix_(here, cells.steps >= event.step)] = way in _LOSSLESS
+    for names, first, last in with_rate_of_zero(view):  # nothing was to be added
+        here = np.array([name in names for name in cells.names], dtype=bool)
+        spared[np.ix_(here, (cells.steps >= first) & (cells.steps <= last))] = True
+    return spared | np.array([name in compensated for name in cells.names], dtype=bool)[:, None]
+
+
+def _kept_in_state(view: View) -> set[str]:
+    """The parameters whose optimizer state keeps what their format cuts off."""
+    names = view.run.tensors.get("optimizer", ())
+    split = (name.rpartition(":") for name in names)
+    return {parameter for parameter, _, state in split if state.rpartition(".")[2] in _EXACT}
+
+
+# After the first step both moments are zero where the gradient is: one of the two that is not has been rounded.
+def without_a_zero(view: View, cells: Cells) -> dict[str, tuple[str, float]]:
+    """Return second moments that hold zeros at the first step while their first moments hold none.
+
+    Each comes with the first moments' name, and the share of zeros.
+    """
+    gradients = view.cells("gradients")
+    if gradients is None or cells.steps[0] != 0 or gradients.steps[0] != 0:
+        return {}
+    zeros, count = cells.total_of("zeros")[:, 0], cells.total_of("count")[:, 0]
+    zero_gradients = dict(zip(gradients.names, gradients.total_of("zeros")[:, 0].tolist(), strict=True))
+    found: dict[str, tuple[str, float]] = {}
+    for second, name in enumerate(cells.names):
+        parameter, _, state = name.rpartition(":")
+        first = f"{parameter}:{SECOND_MOMENTS.get(state, '')}"
+        if first in cells.names and parameter in zero_gradients:
+            none, known = zeros[cells.names.index(first)] == 0, 0 < zero_gradients[parameter] == zeros[second]
+            if none and known and zeros[second] < count[second]:
+                found[name] = first, float(zeros[second] / count[second])
+    return found
