@@ -489,7 +489,8 @@ WORDS: Mapping[str, str] = {
     r"|divided by the number of micro-batches twice|scaled in part|clipped before all micro-batches"
     r"|cleared before each micro-batch|not clipped: the norm for it is of no gradient)",
     "kept-narrow": r"(second moments|weights|gradients|indices|loss) .*(BF16|FP16|E4M3)\)?, seen",
-    "evaluation-mode": r"trained in evaluation mode|normalise nothing|frozen batch norms .* have followed the data since",
+    "evaluation-mode": r"trained in evaluation mode|normalise nothing"
+    r"|frozen batch norms .* have followed the data since",
     "decay-lost": r"rounding has undone the weight decay of",
     "casts-stale": r"autocast keeps its old casts of .*, and no forward sees an update",
     "state-cleared": r"the state of .* is cleared every 4 steps or so",
