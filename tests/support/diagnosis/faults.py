@@ -472,7 +472,7 @@ WORDS: Mapping[str, str] = {
     "loss-unbounded": r"the loss falls without bound, from .* to -",
     "loss-wrong-axis": r"a softmax over the 32 rows of a batch|32 outputs with 32 targets of another shape",
     "targets-out-of-reach": r"targets out of reach of a (ReLU|tanh) before it",
-    "targets-repeat-inputs": r"the model's own input tokens, at the same places|93\.8 % of the targets are token 31",
+    "targets-repeat-inputs": r"the model's own input tokens, at the same places|94 % of the targets are token 31",
     "batches-of-one-class": r"8 of 10 sampled batches had targets of one class",
     "loss-at-chance": r"has stayed at 2\.3\d*, which guessing costs|was 60 at step 0, where guessing costs 2\.3",
     "spike-forerunner": r"an update of .* was \d+ times its usual size",
@@ -487,7 +487,7 @@ WORDS: Mapping[str, str] = {
     "optimizer-idle": r"of AdamW, its learning rate (is NaN|has fallen to nearly 0)|its updates are undone",
     "gradients-mishandled": r"gradients are (never (set to zero|unscaled)|unscaled before all of a step|rounded away"
     r"|divided by the number of micro-batches twice|scaled in part|clipped before all micro-batches"
-    r"|cleared before each micro-batch|not clipped: the norm for it is of no gradient)",
+    r"|cleared before each micro-batch|not clipped: the norm is of no gradient)",
     "kept-narrow": r"(second moments|weights|gradients|indices|loss) .*(BF16|FP16|E4M3)\)?, seen",
     "evaluation-mode": r"trained in evaluation mode|normalise nothing"
     r"|frozen batch norms .* have followed the data since",
