@@ -229,7 +229,7 @@ def test_a_schedule_that_returns_the_rate_is_named(name: str, tmp_path: Path) ->
     (found,) = with_rates(tmp_path / name, schedule, **arguments)
     assert (found.severity, found.since_step) == ("warning", 0)
     assert found.evidence["highest"] == pytest.approx(float(found.evidence["base"]) ** 2)
-    assert "multiplies the rate of" in phrase(tmp_path / name, found) and "return a factor" in found.advice
+    assert "has multiplied the rate of" in phrase(tmp_path / name, found) and "return a factor" in found.advice
 
 
 def test_a_second_group_is_judged_too(tmp_path: Path) -> None:

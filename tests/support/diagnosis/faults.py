@@ -496,7 +496,7 @@ WORDS: Mapping[str, str] = {
     "state-cleared": r"the state of .* is cleared every 4 steps or so",
     "decay-dominates": r"the weight decay of 0\.1 that AdamW adds to the gradients has rivalled them in",
     "schedule-misread": r"the schedule of AdamW waits for the metric to fall, and it has risen .*\(0\.31 to 0\.82\)"
-    r"|the schedule multiplies the rate of AdamW by the rate itself: the highest has been 9",
+    r"|the schedule has multiplied the rate of AdamW by itself since step 0: it was 9",
     "schedule-past-end": r"the rate of AdamW had come to its end and rises again since step 60",
     "average-stuck": r"rounding to BF16 (keeps the average .* where it was|has stopped the count in)",
     "symmetric-weights": r"the units of .* are copies of each other",

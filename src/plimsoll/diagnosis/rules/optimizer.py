@@ -493,8 +493,8 @@ class ScheduleMisread(Rule):
         if "mode" not in context.finding.evidence:
             highest, base = number(context.number("highest")), number(context.number("base"))
             return Phrase(
-                what=f"the schedule multiplies the rate of {name} by the rate itself: the highest has been {highest}, "
-                f"the square of {base}",
+                what=f"the schedule has multiplied the rate of {name} by itself {context.since}: it was {highest} at "
+                f"most, the square of {base}",
                 remedy="let the function of LambdaLR return a factor",
             )
         falls = context.text("mode") == "min"
