@@ -48,14 +48,16 @@ def sorted_labels(kind: str) -> Iterator[Tensor]:
         }[kind]
 
 
-def batches_of(kind: str, path: Path) -> list[Finding]:
+def batches_of(
+    kind: str, path: Path, loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy
+) -> list[Finding]:
     model, labels = seeded_mlp(), sorted_labels(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step(_: int) -> None:
         y = next(labels)
         optimizer.zero_grad()
-        functional.cross_entropy(model(torch.randn(len(y), 8)), y).backward()
+        loss(model(torch.randn(len(y), 8)), y).backward()
         optimizer.step()
 
     return [finding for finding in watched(path, model, optimizer, step, 40) if finding.rule == "batches-of-one-class"]
@@ -78,6 +80,17 @@ def test_batches_that_are_sorted_by_class(kind: str, is_found: bool, tmp_path: P
     found = batches_of(kind, tmp_path / kind)
     assert bool(found) is is_found
     assert all(f.evidence["classes"] >= 2 and f.severity == "warning" for f in found)
+
+
+def test_actions_and_the_classes_of_several_losses_are_no_sorted_data(tmp_path: Path) -> None:
+    def of_actions(scores: Tensor, y: Tensor) -> Tensor:
+        return (functional.cross_entropy(scores, y, reduction="none") * torch.randn(len(y))).mean()
+
+    def of_two(scores: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(scores, y) + functional.cross_entropy(-scores, torch.zeros_like(y))
+
+    assert batches_of("sorted", tmp_path / "actions", of_actions) == []
+    assert batches_of("one class alone", tmp_path / "two", lambda s, y: of_two(s, y + 1)) == []
 
 
 # -- targets that are the inputs
@@ -130,6 +143,15 @@ def test_targets_that_are_not_shifted(how: str, tmp_path: Path) -> None:
     (found,) = language(tmp_path / how, how, torch.Tensor.clone)
     assert found.evidence["cause"] == "not shifted" and found.since_step == 0
     assert language(tmp_path / f"{how}, shifted", how, shifted) == []
+
+
+def test_padding_does_not_hide_targets_that_are_not_shifted(tmp_path: Path) -> None:
+    def padded_inputs(x: Tensor) -> Tensor:
+        x[:, -12:] = 8
+        return x.clone()
+
+    (found,) = language(tmp_path / "run", "causal", padded_inputs)
+    assert found.evidence["cause"] == "not shifted"
 
 
 def test_an_autoencoder_puts_out_what_it_is_given(tmp_path: Path) -> None:

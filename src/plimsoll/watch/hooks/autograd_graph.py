@@ -205,12 +205,16 @@ def given_for_logarithms(root: Tensor) -> Iterator[Tensor]:
 
 
 def targets_of(root: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield the targets of NLL losses of N x C scores, and the class that each of these losses leaves out."""
+    """Yield the targets of NLL losses of N x C scores, and the class that each of these losses leaves out.
+
+    Losses that are not summed up may be weighted, as an agent's actions are.
+    """
     for node in itertools.islice(_nodes([root]), _NEAREST):
         if type(node).__name__ == _NLL[0]:
             with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
                 loss = cast("Any", node)
-                yield loss._saved_target.detach(), _signed(loss._saved_ignore_index)  # noqa: SLF001  (likewise)
+                if loss._saved_reduction:  # noqa: SLF001  (likewise)
+                    yield loss._saved_target.detach(), _signed(loss._saved_ignore_index)  # noqa: SLF001  (likewise)
 
 
 def attends_to_the_past(root: Tensor) -> Tensor | None:

@@ -49,22 +49,26 @@ class Targets:
         self._found: set[str] = set()  # facts that the background thread has recorded
 
     # Drawn at random, batches are not nearly all of one class and then of another. Where one class is frequent, it is
-    # always that one. Nothing here waits for a device: the background thread reads and counts.
+    # always that one; but two losses may each have their own. Nothing here waits for a device: the background thread
+    # reads and counts.
     def look_at_classes(self, loss: Tensor) -> None:
         """Look whether the targets of this batch are of one class, and those of other batches of another."""
-        for targets, left_out in autograd_graph.targets_of(loss):
-            some = targets[:: 1 + len(targets) // _SOME]
-            if len(some) < _FEWEST or _ONE_CLASS in self._found:
-                continue
-            middle = some[len(some) // 2]
-            counts = DeviceValue(torch.stack([middle, (some == middle).sum(), (some != left_out).sum()]))
-            step = self.core.step
+        found = list(autograd_graph.targets_of(loss))
+        if len(found) != 1 or _ONE_CLASS in self._found:
+            return
+        targets, left_out = found[0]
+        some = targets[:: 1 + len(targets) // _SOME]
+        if len(some) < _FEWEST:
+            return
+        middle = some[len(some) // 2]
+        counts = DeviceValue(torch.stack([middle, (some == middle).sum(), (some != left_out).sum()]))
+        step = self.core.step
 
-            def produce(counts: DeviceValue = counts, left_out: int = left_out, step: int = step) -> list[Record]:
-                label, same, counted = cast("list[int]", counts.tensor().tolist())
-                return self._count(label, same / counted, step) if counted >= _FEWEST and label != left_out else []
+        def produce() -> list[Record]:
+            label, same, counted = cast("list[int]", counts.tensor().tolist())
+            return self._count(label, same / counted, step) if counted >= _FEWEST and label != left_out else []
 
-            self.core.writer.submit(produce, 200)
+        self.core.writer.submit(produce, 200)
 
     def _count(self, label: int, share: float, step: int) -> list[Record]:
         """Count a sample; return the fact once it is clear."""
@@ -148,20 +152,20 @@ class Targets:
                     self._compare(targets, tokens, left_out, autograd_graph.attends_to_the_past(loss))
 
     def _compare(self, targets: Tensor, tokens: Tensor, left_out: int, causal: Tensor | None) -> None:
-        counted, same = targets != left_out, targets == tokens
-        often = targets.mode().values
-        padded = (same & (targets == often) & counted).sum()
-        known = torch.zeros_like(padded) if causal is None else causal.to(padded)
-        numbers = DeviceValue(torch.stack([counted.sum(), (same & counted).sum(), padded, often, known]))
+        counted, same, ends = targets != left_out, targets == tokens, targets[:: len(targets) - 1]
+        padded = (same & counted & (targets == ends[:, None])).sum(1)  # padding is at either end
+        known = torch.zeros_like(ends[0]) if causal is None else causal.to(ends)
+        numbers = DeviceValue(torch.stack([counted.sum(), (same & counted).sum(), *padded, *ends, known]))
         step = self.core.step
 
         def produce() -> list[Record]:
-            of, alike, padding, token, is_causal = cast("list[int]", numbers.tensor().tolist())
+            of, alike, *rest, is_causal = cast("list[int]", numbers.tensor().tolist())
+            padding, token = max(zip(rest[:2], rest[2:], strict=True))
             if of < _TOKENS:
                 return []
-            if alike == of and padding < _HALF * of and is_causal:
+            if alike == of and of - padding >= _FEWEST and is_causal:
                 fact, message = "not shifted", "the targets are the tokens that the model is given, at the same places"
-            elif alike < of and padding >= _HALF * of:
+            elif _HALF * of <= padding < of:
                 fact, message = "padding counted", f"most targets are token {token}, where the model is given it, too"
             else:
                 return []
