@@ -322,6 +322,70 @@ def test_weights_that_are_kept_as_codes_of_8_bits(tmp_path: Path) -> None:
     assert coded(tmp_path / "halved", lambda p: p * 0.5) == []
 
 
+def cast(path: Path, change: Callable[[Tensor], Tensor]) -> list[Finding]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    with torch.no_grad():
+        model[0].weight.copy_(change(0.01 * model[0].weight))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=1e-3)
+
+    def step(_: int) -> None:
+        x = torch.randn(16, 32)
+        optimizer.zero_grad()
+        (model(x) - x[:, :4]).square().mean().backward()
+        optimizer.step()
+
+    return [f for f in watched(path, model, optimizer, step, 6) if f.rule == "cast-flushes"]
+
+
+def in_fp8(x: Tensor, scale: float = 1.0) -> Tensor:
+    return (x * scale).to(torch.float8_e4m3fn).float() / scale
+
+
+def test_weights_that_a_cast_has_made_zero(tmp_path: Path) -> None:
+    (found,) = cast(tmp_path / "cast", in_fp8)
+    assert found.where == ("0.weight",) and found.evidence["format"] == "e4m3"
+    assert float(found.evidence["flushed"]) > 0.5 and "power of two" in found.advice
+    for name, change in (
+        ("scaled", lambda x: in_fp8(x, 2.0**15)),
+        ("pruned", lambda x: x * (x.abs() > 0.001)),
+        ("as they are", torch.Tensor.clone),
+    ):
+        assert cast(tmp_path / name, change) == [], name
+
+
+# -- a classifier that has hardly moved
+
+
+def at_chance(path: Path, rate: float, times: float = 1.0) -> list[Finding]:
+    torch.manual_seed(0)
+    model = seeded_mlp()
+    with torch.no_grad():
+        model[4].weight.mul_(0.01)
+        model[4].bias.zero_()
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+
+    def step(_: int) -> None:
+        optimizer.zero_grad()
+        (functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(4, (16,))) * times).backward()
+        optimizer.step()
+
+    with pl.watch(model, optimizer, run=path, every=20, quiet=True):
+        for at in range(225):
+            step(at)
+    return [finding for finding in diagnose(path) if finding.rule == "loss-at-chance"]
+
+
+def test_a_loss_at_chance_says_whether_weights_have_moved(tmp_path: Path) -> None:
+    for times in (1.0, 1024.0):
+        (found,) = at_chance(tmp_path / f"still {times}", 1e-7, times)
+        assert found.evidence["cause"] == "weights hardly move" and "learning rate" in found.advice
+        assert float(found.evidence["guessing"]) == pytest.approx(times * 1.386, rel=1e-3)
+    (found,) = at_chance(tmp_path / "moving", 1e-3)
+    assert "cause" not in found.evidence and "labels" in found.advice
+
+
 # -- a layer of zeros behind which the graph is cut
 
 

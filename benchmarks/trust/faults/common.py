@@ -146,7 +146,6 @@ class Frozen(nn.Module):
     named=either("base|weights?|frozen|parameters?", r"underflow|flush|\bzeros?\b|codes|subnormal|distinct|rounded")
     + r"|e4m3|\bfp8|float8|8[- ]bit",
     misleading=f"{SIDE}|learning rate|swallow|in no optimizer",
-    held_back=True,
 )
 def cast_base(run: Training, *, sound: bool = False) -> None:
     """A frozen base is cast to E4M3 without a scale: its weights, most of them below 0.001, become zero."""
@@ -246,7 +245,6 @@ def bright_is_dark(run: Training, *, sound: bool = False) -> None:
     r"|(weights?|parameters?)\b[^>]*\b(hardly|barely|scarcely)|scale-?invarian|invariant",
     misleading=f"{SIDE}|{TOO_FAST}|in no optimizer",
     precision="fp16",
-    held_back=True,
 )
 def adam_does_not_mind(run: Training, *, sound: bool = False) -> None:
     """A loss is scaled by 1,024 by hand and the rate divided by it: right for SGD, but Adam hardly moves then."""

@@ -28,13 +28,15 @@ from plimsoll.diagnosis.rules.base import (
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, module_ends
 from plimsoll.diagnosis.tables.wiring_facts import first_fact, listed_in
 from plimsoll.diagnosis.view import View
-from plimsoll.formats import Format
+from plimsoll.formats import E4M3, E5M2, FP16, Format, get_element
 from plimsoll.text import number, percent, power
 
 _SAMPLES = "not reported from a single sample"
 _SERVES = 0.01  # of a tensor's values that a scale which serves may flush, as in `whatif`
 _CONSTANT_SCALE = "a bound that stays"
 _ONE_SCALE = "a grid that is too coarse"
+_WEIGHTS = "weights cast without a scale"
+_CAST_TO = (E4M3, E5M2, FP16)
 _LARGEST = (7, 8, 15, 16, 31, 63, 127, 128, 255)  # the largest whole numbers that quantised values are
 _ON_GRID = 1e-3  # of a step of the grid: the smallest of a tensor's values is so near a whole number by chance in 500
 _Found = tuple[CastCells, int, int, int, float]  # cells, layer, first and last place, value
@@ -196,9 +198,40 @@ class CastFlushes(ShareRule):
     coarse: float = threshold(0.75, "of the values that a module rounds to INT8 or INT4; normal ones lose 2 % or 22 %")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding for each collection, and one of modules that round by hand."""
+        """Yield one finding for each collection, one of modules that round by hand, and one of weights cast so."""
         yield from self._of_shares(view, "flushed", lambda cast: cast.flushed)
         yield from self._by_hand(view)
+        yield from self._weights(view)
+
+    # A cast leaves the smallest number of its format as the smallest weight, and a largest one with its few digits.
+    # Training would move weights off both, so what is found has been cast and stays as it is, or is cast at each step.
+    def _weights(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of weights that are in a narrow format, or went through one, where many became zero."""
+        cells = view.cells("weights")
+        if cells is None:
+            return
+        most, least, zeros = cells.true_absmax, -cells.highest(-cells.columns["absmin"]), cells.zero_fraction
+        for fmt in _CAST_TO:
+            digits = np.ldexp(np.frexp(most)[0], fmt.mantissa_bits + 1)
+            with np.errstate(invalid="ignore"):
+                cut = (least == fmt.smallest_subnormal) & (digits == np.rint(digits)) & (zeros > self.grave)
+            first = cut[:, : int(self.samples)]
+            layers = [
+                i for i in np.flatnonzero(first.all(axis=1)).tolist() if _holds(cells.format_of(cells.names[i]), fmt)
+            ]
+            if layers and first.shape[1]:
+                since = int(cells.steps[0])
+                spots = [Spot(name=cells.names[i], since_step=since, value=float(zeros[i, 0])) for i in layers]
+                spots.sort(key=lambda spot: -spot.value)
+                evidence = {"cause": _WEIGHTS, "flushed": spots[0].value, "worst": spots[0].name, "format": fmt.name}
+                yield self.finding(
+                    "warning", spots, evidence, until_step=view.last_step, collection="weights", actions=(),
+                    meaning=f"These weights were cast to {fmt.name.upper()} without a scale: up to "
+                    f"{percent(spots[0].value)} of them are below half of its smallest number, and became zero.",
+                    advice="Multiply weights by a power of two before the cast, so that the largest comes near the "
+                    "format's, and divide by it afterwards. Or give each block a scale (MXFP8).",
+                )  # fmt: skip
+                return
 
     # Quantised values are whole numbers times a step, of which the largest value has 127 or so. Small values become
     # zero, and what is left sums up to nearly the same.
@@ -235,6 +268,12 @@ class CastFlushes(ShareRule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share below the smallest value."""
+        if context.text("cause") == _WEIGHTS:
+            return Phrase(
+                what=f"a cast to {context.format} has made {percent(context.number('flushed'))} of the weights of "
+                f"{context.place} zero, seen {context.since}",
+                remedy="scale them by a power of two before the cast",
+            )
         if context.text("cause") == _ONE_SCALE:
             return Phrase(
                 what=f"{context.place} has rounded {percent(context.number('flushed'))} of its inputs to zero "
@@ -393,3 +432,9 @@ def _beyond(cells: Cells, layer: int, places: Ints, bound: float) -> Floats:
     above = np.full(len(cells), ceil(log2(bound)), dtype=np.int64) + np.rint(np.log2(cells.scale)).astype(np.int64)
     counts = cells.total(cells.nonzero - cells.below_binade(above))[layer]
     return counts[places] / cells.finite[layer, places]
+
+
+def _holds(name: str, fmt: Format) -> bool:
+    """Return whether a format has the digits and the powers of two of another."""
+    own = get_element(name, "diagnose")
+    return own.mantissa_bits >= fmt.mantissa_bits and own.exponent_bits >= fmt.exponent_bits

@@ -24,6 +24,7 @@ from plimsoll.text import number, percent
 
 _FAR_OFF = "begins far off"  # a fact of the watch, and the cause in the evidence
 _ABOVE = "above guessing"
+_HARDLY = "weights hardly move"
 _EARLY = 50  # steps within which a blow-up belongs to the beginning
 _AT_ONCE = 3  # losses on end that no single bad batch explains
 _BLOWN_UP = 100.0  # times the unit of the loss: after five such losses on end nobody need wait for more
@@ -440,6 +441,7 @@ class LossAtChance(Rule):
     worse: float = threshold(2, "times the loss of guessing, after a loss below it: no sound training forgets so much")
     window: float = threshold(25, "losses whose mean is held against it")
     least: float = threshold(200, "losses from the first one on: hard tasks begin slowly")
+    way: float = threshold(0.05, "of a matrix's size, added up over the steps: less of any turns no answer")
 
     # The loss of guessing is the logarithm of the number of classes. The watch knows it where the loss is a mean cross
     # entropy and nothing else. A loss that has left its place since is a note.
@@ -450,8 +452,9 @@ class LossAtChance(Rule):
         size = int(self.window)
         if event is not None and len(loss) >= size:
             guessing = math.log(int(cast("int", event.details["classes"])))
+            guessing *= float(cast("float", event.details.get("times", 1.0)))
             means = loss[: len(loss) // size * size].reshape(-1, size).mean(axis=1)
-            yield from self._stays(steps, means, guessing)
+            yield from self._stays(view, steps, means, guessing)
             yield from self._above(steps, means, guessing)
         far = first_fact(view, _FAR_OFF)
         if far is not None:
@@ -465,19 +468,31 @@ class LossAtChance(Rule):
                 "normalise what comes into it.",
             )  # fmt: skip
 
-    def _stays(self, steps: Ints, means: Floats, guessing: float) -> Iterator[Finding]:
+    def _stays(self, view: View, steps: Ints, means: Floats, guessing: float) -> Iterator[Finding]:
         size = int(self.window)
         away = ~(np.abs(means - guessing) <= self.near * guessing)
         stays = int(away.argmax()) if away.any() else len(means)
-        if stays * size >= self.least:
+        if stays * size < self.least:
+            return
+        evidence: dict[str, float | int | str] = {"guessing": guessing, "loss": float(means[stays - 1])}
+        since, until = int(steps[0]), int(steps[stays * size - 1])
+        if away.any():
             yield self.finding(
-                "info" if away.any() else "warning", (), {"guessing": guessing, "loss": float(means[stays - 1])},
-                since_step=int(steps[0]), until_step=int(steps[stays * size - 1]),
-                meaning="The loss was that of guessing among the classes; it has left it since."
-                if away.any()
-                else None,
-                advice="No action is needed." if away.any() else None,
+                "info", (), evidence, since_step=since, until_step=until, advice="No action is needed.",
+                meaning="The loss was that of guessing among the classes; it has left it since.",
             )  # fmt: skip
+            return
+        way = _way(view)
+        if way >= self.way:
+            yield self.finding("warning", (), evidence, since_step=since, until_step=until)
+            return
+        yield self.finding(
+            "warning", (), {**evidence, "cause": _HARDLY, "way": way}, since_step=since, until_step=until,
+            meaning=f"The loss is that of guessing, and no weight matrix has gone further than {percent(way)} of its "
+            "size in all these steps: the model has hardly begun to learn.",
+            advice="Raise the learning rate, or look for what divides it. An Adam needs no smaller rate for a scaled "
+            "loss: it divides by the size of the gradients.",
+        )  # fmt: skip
 
     def _above(self, steps: Ints, means: Floats, guessing: float) -> Iterator[Finding]:
         size, learned = int(self.window), np.logical_or.accumulate(means <= guessing)
@@ -518,6 +533,12 @@ class LossAtChance(Rule):
             )
         if context.finding.severity == "info":
             return Phrase(what=f"the loss was {loss}, which guessing costs, {until}, and has left it since")
+        if context.text("cause") == _HARDLY:
+            return Phrase(
+                what=f"the loss has stayed at {loss}, which guessing costs, {context.since}",
+                effect=f"and weights have gone {percent(context.number('way'))} of their size at most",
+                remedy="raise the learning rate",
+            )
         return Phrase(
             what=f"the loss has stayed at {loss}, which guessing costs, {context.since}",
             effect="so nothing that helps is learned",
@@ -644,6 +665,19 @@ class SpikeForerunner(Rule):
             advice=None if harm else "No action is needed if the loss stays as it is.",
             actions=None if harm else (),
         )  # fmt: skip
+
+
+def _way(view: View) -> float:
+    """Return how far any weight matrix has gone in all steps, at most, by its size. Infinity: it was not recorded."""
+    updates = view.cells("updates")
+    if updates is None:
+        return math.inf
+    with np.errstate(all="ignore"):
+        ratio = updates.norm / np.sqrt(updates.total(updates.column("weight_norm") ** 2))
+    main = set(Modules.of(updates).main_layers(updates))
+    ratio = ratio[[name in main for name in updates.names]]
+    steps = view.last_step + 1
+    return float(np.nanmax(np.nanmean(ratio, axis=1)) * steps) if ratio.size else math.inf
 
 
 _MOVED_FAR = "These weights moved many times as far as they usually do, by a good part of their own size."

@@ -47,7 +47,8 @@ _NO_SCALE_HELPS = (
 )
 _OF_PLACE = {
     "input": "Look at the data: the batch of that step contains NaN or Inf already.",
-    "loss": "Look at the loss function and its targets: a mean over no element is NaN, and the log of 0 is -Inf.",
+    "loss": "Look at the loss function and its targets: a mean over no element is NaN, the log of 0 is -Inf, and in "
+    "FP16 exponentials and sums beyond 65,504 are Inf.",
     "buffers": "Keep these buffers in FP32: running statistics overflow in 16 bits.",
 }
 _SKIP = "Skip such batches if they are few."
