@@ -11,7 +11,9 @@ from typing import Literal
 from benchmarks.trust.contradictions import contradictions
 from benchmarks.trust.record import notes_of, place, unsound
 from benchmarks.trust.registry import Case, Fault, Kind
-from plimsoll.diagnosis import SEVERITIES, Finding, diagnose
+from plimsoll.diagnosis import SEVERITIES, Finding, View, diagnose
+from plimsoll.report.verdicts.run_summary import leading_first
+from plimsoll.runs import Run
 
 Outcome = Literal["named", "flagged", "missed", "misleading"]
 OUTCOMES: tuple[Outcome, ...] = ("named", "flagged", "missed", "misleading")
@@ -66,10 +68,12 @@ def judge(case: Case, path: Path) -> Verdict | None:
     findings: list[Finding] = []
     met: list[str] = []
     for folder in runs_below(path):
-        found = diagnose(folder)
+        view = View(Run(folder))
+        found = leading_first(diagnose(view), view.last_step)  # as `plimsoll check` lists them
         met += contradictions(found)
         findings += found
-    findings.sort(key=lambda f: (-SEVERITIES.index(f.severity), f.since_step))
+    if len(runs_below(path)) > 1:
+        findings.sort(key=lambda f: (-SEVERITIES.index(f.severity), f.since_step))
     why = None
     if isinstance(case.kind, Kind):
         in_fp32 = notes_of(path.with_name(f"{case.kind.name}-fp32-{case.seed}"))

@@ -114,7 +114,8 @@ def _faults(results: Results, faults: Sequence[Verdict]) -> None:
         }
         for v in faults
     ]
-    results.add("Faults, one by one", "The headline is the first finding.", rows)
+    note = "The headline is the finding that the verdict is about, which `plimsoll check` lists first."
+    results.add("Faults, one by one", note, rows)
 
 
 def print_lines(verdicts: Sequence[Verdict]) -> None:

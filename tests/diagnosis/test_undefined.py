@@ -90,6 +90,19 @@ def test_a_scale_that_falls_with_a_loss_of_nan_is_no_collapse(tmp_path: Path) ->
     assert "scale-collapse" not in {finding.rule for finding in found}
 
 
+def test_a_fall_that_came_back_and_lost_nothing_is_a_note(tmp_path: Path) -> None:
+    def fallen(path: Path, size: float) -> str:
+        story = told(
+            scale=lambda step: 2.0 ** (16 - max(0, min(step - 60, 6, 90 - step))), gradient_std=constant(size),
+            skipped=lambda step: float(60 <= step < 66), samples=100,
+        )  # fmt: skip
+        (found,) = diagnose(story.write(path), rules=["scale-collapse"])
+        return found.severity
+
+    assert fallen(tmp_path / "large", 2.0**-4) == "info"
+    assert fallen(tmp_path / "small", 2.0**-34) == "warning"
+
+
 # -- whether there are batches to skip to
 
 

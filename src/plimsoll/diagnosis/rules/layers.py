@@ -61,6 +61,10 @@ _BOTTOMLESS = (
     "The layer's values grow while the loss falls below zero and goes on falling: the training follows a term that has "
     "no lower bound."
 )
+_HIDDEN = (
+    "Nothing that these layers put out changes the loss. Look behind them for a mask that hides all of it, attention "
+    "over another dimension than the places (batch_first), or a product with zeros."
+)
 _OF_A_SIGN = (
     "Look at the loss for a term that is subtracted or has the wrong sign, or that the model can make as negative as "
     "it likes. Bound it, or turn its sign."
@@ -131,7 +135,8 @@ class DeadLayer(Rule):
                 "warning", silent.spots, evidence, until_step=silent.until, collection="gradients",
                 meaning="Their gradients have always been zero: either nothing reaches them, or all of it underflows."
                 if silent.unknown else _NO_GRADIENTS,
-                advice="Take a shadow step (shadow_every): it distinguishes the two." if silent.unknown else None,
+                advice="Take a shadow step (shadow_every): it distinguishes the two." if silent.unknown
+                else _HIDDEN if silent.never == len(silent.spots) else None,
             )  # fmt: skip
         yield from self._without_slope(view)
 
@@ -149,6 +154,12 @@ class DeadLayer(Rule):
                 remedy="pass gradients through the rounding of the weight",
             )
         of_outputs = context.finding.collection == "activations"
+        if not of_outputs and context.number("never_alive") == context.number("layers"):
+            return Phrase(
+                what=f"all {context.tensors} of {context.place} have been zero {context.since}, and this is no "
+                "underflow of their own format",
+                remedy="look for what hides its outputs from the loss",
+            )
         kind = "outputs" if of_outputs else context.tensors
         whose = "" if of_outputs else " of their own format"
         return Phrase(

@@ -668,7 +668,7 @@ class SpikeForerunner(Rule):
 
 
 def _way(view: View) -> float:
-    """Return how far any weight matrix has gone in all steps, at most, by its size. Infinity: it was not recorded."""
+    """Return how far any weight matrix has gone in all steps, at most, by its size. Infinity: it is not known."""
     updates = view.cells("updates")
     if updates is None:
         return math.inf
@@ -676,8 +676,9 @@ def _way(view: View) -> float:
         ratio = updates.norm / np.sqrt(updates.total(updates.column("weight_norm") ** 2))
     main = set(Modules.of(updates).main_layers(updates))
     ratio = ratio[[name in main for name in updates.names]]
+    known = np.isfinite(ratio).any(axis=1)  # a matrix of zeros has no size
     steps = view.last_step + 1
-    return float(np.nanmax(np.nanmean(ratio, axis=1)) * steps) if ratio.size else math.inf
+    return float(np.nanmean(ratio[known], axis=1).max() * steps) if known.any() else math.inf
 
 
 _MOVED_FAR = "These weights moved many times as far as they usually do, by a good part of their own size."

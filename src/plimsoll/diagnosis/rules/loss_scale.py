@@ -33,6 +33,7 @@ _LEAST_UNDERFLOW = 0.01  # of all values: less is not worth its words in a sente
 _SET_SO = "set or restored so"
 _SET = "The loss scale fell at one step, and no overflow is recorded there: it was set or restored so."
 _BEGUN_AGAIN = "begun again"
+_NOTHING_LOST = "Many steps in a row overflowed. The scale has come back, and hardly a gradient was lost until then."
 _CAME_BACK = "Many steps in a row overflowed. The scale has come back; until then small gradients were zero."
 
 
@@ -99,7 +100,7 @@ class NoSingleScale(ScaleRule):
             "largest_layer": spots[1].name,
             "bears_scale": f"2^{int(spots[1].value)} or less",
         }
-        severity = "alarm" if missing[worst] >= self.gap else "warning"
+        severity = "alarm" if missing[worst] >= self.gap else "info"
         yield self.finding(severity, spots, evidence, until_step=int(steps[at[-1]]), collection="gradients")
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -288,9 +289,12 @@ class ScaleCollapse(ScaleRule):
                 meaning=words if evidence.get("cause") else None,
             )  # fmt: skip
         back = int(steps[last + (int(low[-1]) + 1 if len(low) else 0)])
+        harmless = "cause" not in evidence and _is_wanted(view, since, back)
+        meaning = f"{_SET} It has come back since." if evidence.get("cause") else _CAME_BACK
         return self.finding(
-            "warning", (), {**evidence, "back_at_step": back}, since_step=since, until_step=until,
-            meaning=f"{_SET} It has come back since." if evidence.get("cause") else _CAME_BACK,
+            "info" if harmless else "warning", (), {**evidence, "back_at_step": back}, since_step=since,
+            until_step=until, meaning=_NOTHING_LOST if harmless else meaning,
+            advice="No action is needed if it is rare." if harmless else None, actions=() if harmless else None,
         )  # fmt: skip
 
 
@@ -397,9 +401,9 @@ def _settled(scale: Floats, samples: int) -> int | None:
     return spans[0][0] if spans else None
 
 
-def _is_wanted(view: View, since: int) -> bool:
-    """Return whether hardly a gradient underflows from a step on; False if that is not known."""
-    rates = [rate for name in WITH_LOSS_SCALE if (rate := underflow_rate(view, name, since)) is not None]
+def _is_wanted(view: View, since: int, until: int | None = None) -> bool:
+    """Return whether hardly a gradient underflows in a step range; False if that is not known."""
+    rates = [rate for name in WITH_LOSS_SCALE if (rate := underflow_rate(view, name, since, until)) is not None]
     return bool(rates) and max(rate.share for rate in rates) < _LEAST_UNDERFLOW
 
 
