@@ -102,7 +102,12 @@ _FIGURE = (
     "Two figures of 2,000 FP16 gradients and nothing else pass over their 2 million cells each time. The live page "
     "keeps answers."
 )
-_SHADOW = "The twin's forward and backward take one step, watching takes a fifth, and the rest compares the two."
+_SHADOW = (
+    "The twin's forward and backward take one step, watching takes a fifth, and the rest compares the two, in memory "
+    "that a plain step does not touch. Where products take less of a step it is more: 3.0 on an Intel Xeon with "
+    "AVX-512 on 2026-11-28, where watching takes a third. In three paired runs there, keeping activations without "
+    "copies and counting zeros in vectors took 3 % off a shadow step."
+)
 
 NUMBERS_TO_REACH: Sequence[Goal] = (
     _STEP("watch everything, every step: extra time, to one aminmax of each tensor", "at most", 1,
