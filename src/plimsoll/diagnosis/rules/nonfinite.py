@@ -149,7 +149,7 @@ class Nonfinite(Rule):
         for event in view.events:
             largest = event.details.get("largest_input")
             if event.kind == "origin" and event.step == since and isinstance(largest, int | float):
-                outside = largest >= self.outlier * usual
+                outside = 0 < self.outlier * usual <= largest
                 return {"largest_input": float(largest), "usual_input": usual} if outside else {}
         return {}
 
