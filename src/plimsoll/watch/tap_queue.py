@@ -161,7 +161,7 @@ def most_bytes(device: torch.device) -> int:
     """Return how many bytes may wait on a device, as its memory is now."""
     if device.type != "cuda":
         return _BYTES
-    free, whole = cast("tuple[int, int]", torch.cuda.mem_get_info(device))
+    free, whole = torch.cuda.mem_get_info(device)
     return min(whole // _SHARE, free // 2)
 
 

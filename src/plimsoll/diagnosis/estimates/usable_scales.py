@@ -178,10 +178,11 @@ class Scales:
         flushed = flushed_before(view, narrow.cells, _layers(narrow.cells))[:, : scales.low.shape[1]]
         if not flushed.any():
             return scales
-        steps = np.arange(flushed.shape[1])
-        known = np.maximum.accumulate(np.where(np.isnan(scales.low), 0, steps), axis=1)
+        count = flushed.shape[1]
+        places: Ints = np.arange(count, dtype=np.int64)
+        known: Ints = np.maximum.accumulate(np.where(np.isnan(scales.low), 0, places), axis=1)
         before = np.take_along_axis(scales.low, known, axis=1)
-        at_least = np.log2(view.scale_at(narrow.cells.steps[: len(steps)])) + 1
+        at_least = np.log2(view.scale_at(narrow.cells.steps[:count])) + 1
         return replace(scales, low=np.where(flushed, np.fmax(before, at_least), scales.low))
 
     @classmethod

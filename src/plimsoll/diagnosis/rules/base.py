@@ -217,7 +217,7 @@ class Rule(ABC):
         """Return how a value of the evidence is labelled and written."""
         return self.items.get(name) or COMMON_ITEMS.get(name) or EvidenceItem()
 
-    def lasting(
+    def since_event(
         self, severity: Severity, event: Event, view: View, evidence: Mapping[str, float | int | str], **more: Any
     ) -> Finding:
         """Return a finding that holds from an event to the end of the record.

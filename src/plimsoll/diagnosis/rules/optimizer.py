@@ -394,7 +394,7 @@ class StateCleared(Rule):
             if times < self.times:
                 continue
             evidence = {"optimizer": str(event.details.get("optimizer", "")), "steps": steps}
-            yield self.lasting("warning", event, view, evidence)
+            yield self.since_event("warning", event, view, evidence)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return how often the state is lost."""

@@ -56,7 +56,7 @@ class LossWrongAxis(Rule):
             if found and len(found) >= self.losses:
                 event = found[0]
                 evidence = {"rows": int(cast("int", event.details.get("rows", 0))), "cause": fact}
-                yield self.lasting("warning", event, view, evidence, meaning=meaning, advice=advice)
+                yield self.since_event("warning", event, view, evidence, meaning=meaning, advice=advice)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return what the loss compares."""
@@ -134,7 +134,7 @@ class ProbabilitiesAsLogits(Rule):
                 evidence = {"function": str(event.details.get("function", ""))}
                 if fact == _NO_LOGARITHMS:
                     evidence["cause"] = fact
-                yield self.lasting("warning", event, view, evidence, meaning=meaning, advice=advice)
+                yield self.since_event("warning", event, view, evidence, meaning=meaning, advice=advice)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return which function is applied twice."""
@@ -176,7 +176,7 @@ class TargetsRepeatInputs(Rule):
                 event = found[0]
                 share = float(cast("float", event.details.get("share", 0.0))) if fact == _PADDING else 0.0
                 evidence = {"cause": fact, "share": share, "token": int(cast("int", event.details.get("token", 0)))}
-                yield self.lasting("warning", event, view, evidence, meaning=meaning, advice=advice)
+                yield self.since_event("warning", event, view, evidence, meaning=meaning, advice=advice)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return which targets."""
@@ -214,7 +214,7 @@ class BatchesOfOneClass(Rule):
             alike, of, classes = (int(cast("int", event.details.get(key, 0))) for key in ("batches", "of", "classes"))
             if alike >= self.batches:
                 evidence = {"batches": alike, "of": of, "classes": classes}
-                yield self.lasting("warning", event, view, evidence)
+                yield self.since_event("warning", event, view, evidence)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return in how many batches."""
