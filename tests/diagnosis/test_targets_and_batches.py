@@ -386,6 +386,21 @@ def test_a_loss_at_chance_says_whether_weights_have_moved(tmp_path: Path) -> Non
     assert "cause" not in found.evidence and "labels" in found.advice
 
 
+def test_a_loss_times_infinity_has_no_guessing(tmp_path: Path) -> None:
+    model = seeded_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(at: int) -> None:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(4, (16,)))
+        (loss * (torch.inf if at == 1 else 1.0)).backward()
+        if at != 1:
+            optimizer.step()
+
+    assert {finding.rule for finding in watched(tmp_path / "run", model, optimizer, step, 6)} == {"nonfinite"}
+    assert not [event for event in pl.Run(tmp_path / "run").events() if event.kind == "failure"]
+
+
 # -- a layer of zeros behind which the graph is cut
 
 

@@ -25,10 +25,11 @@ from plimsoll.diagnosis.rules.base import (
     threshold,
     worst,
 )
+from plimsoll.diagnosis.rules.underflow import FLUSHING
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, module_ends
 from plimsoll.diagnosis.tables.wiring_facts import first_fact, listed_in
 from plimsoll.diagnosis.view import View
-from plimsoll.formats import E4M3, E5M2, FP16, Format, get_element
+from plimsoll.formats import Format, get_element
 from plimsoll.text import number, percent, power
 
 _SAMPLES = "not reported from a single sample"
@@ -36,7 +37,6 @@ _SERVES = 0.01  # of a tensor's values that a scale which serves may flush, as i
 _CONSTANT_SCALE = "a bound that stays"
 _ONE_SCALE = "a grid that is too coarse"
 _WEIGHTS = "weights cast without a scale"
-_CAST_TO = (E4M3, E5M2, FP16)
 _LARGEST = (7, 8, 15, 16, 31, 63, 127, 128, 255)  # the largest whole numbers that quantised values are
 _ON_GRID = 1e-3  # of a step of the grid: the smallest of a tensor's values is so near a whole number by chance in 500
 _Found = tuple[CastCells, int, int, int, float]  # cells, layer, first and last place, value
@@ -211,7 +211,7 @@ class CastFlushes(ShareRule):
         if cells is None:
             return
         most, least, zeros = cells.true_absmax, -cells.highest(-cells.columns["absmin"]), cells.zero_fraction
-        for fmt in _CAST_TO:
+        for fmt in FLUSHING:
             digits = np.ldexp(np.frexp(most)[0], fmt.mantissa_bits + 1)
             with np.errstate(invalid="ignore"):
                 cut = (least == fmt.smallest_subnormal) & (digits == np.rint(digits)) & (zeros > self.grave)

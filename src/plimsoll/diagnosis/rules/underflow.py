@@ -29,7 +29,7 @@ _ODD_RATE = 10  # shares in 1,000 steps: a trend of a few steps, whose rate says
 _WITHIN = "within a module"
 # Formats of more exponents have no floor that a module's values come near. Those of other makers' FP8 end at powers of
 # two that values of sound modules have as well.
-_FLUSHED_WITHIN = (FP16, E5M2, E4M3)
+FLUSHING = (FP16, E5M2, E4M3)
 _EXACT = 1e-6  # of a value: a root in FP32 is not exact
 _SAMPLES = "not reported from a single sample"
 
@@ -136,7 +136,7 @@ class UnderflowHigh(ScaleRule):
         )
         zeros, least, most = cells.zero_fraction, -cells.highest(-cells.columns["absmin"]), cells.true_absmax
         ends = module_ends(cells)
-        for fmt in _FLUSHED_WITHIN:
+        for fmt in FLUSHING:
             at_bottom = np.zeros(cells.shape, dtype=bool)
             for power in (1.0, 0.5):
                 at_bottom |= (np.abs(least / fmt.smallest_subnormal**power - 1) <= _EXACT) & (

@@ -100,7 +100,7 @@ class Targets:
         classes, divisor = autograd_graph.classes_of(loss, scale)
         if classes > 1:
             # Of a loss that is multiplied by hand, as one that is scaled so, guessing costs as many times as much.
-            times = max(1 / divisor, 1.0)
+            times = 1 / divisor if 0 < divisor < 1 else 1.0
             self._say("classes", f"the loss is a mean cross entropy of {classes} classes", classes=classes, times=times)
             if is_first:
                 self._look_at_first_loss(loss.detach() * (divisor if scale is None else divisor / scale), classes)
