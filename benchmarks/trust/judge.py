@@ -67,12 +67,13 @@ def judge(case: Case, path: Path) -> Verdict | None:
         return None
     findings: list[Finding] = []
     met: list[str] = []
-    for folder in runs_below(path):
+    folders = runs_below(path)
+    for folder in folders:
         view = View(Run(folder))
         found = leading_first(diagnose(view), view.last_step)  # as `plimsoll check` lists them
         met += contradictions(found)
         findings += found
-    if len(runs_below(path)) > 1:
+    if len(folders) > 1:
         findings.sort(key=lambda f: (-SEVERITIES.index(f.severity), f.since_step))
     why = None
     if isinstance(case.kind, Kind):

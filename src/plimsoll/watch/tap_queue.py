@@ -96,7 +96,7 @@ class TapQueue:
         return not x.is_inference() and not is_capturing(self._device)  # those of inference mode have no version
 
     def has_room(self, x: Tensor) -> bool:
-        """Return whether a tensor may wait beside those that do; if not these are to be measured first."""
+        """Return whether one more tensor may wait. If not, those that wait are to be measured first."""
         if self._waiting and current_stream(self._device) != self._stream:
             # The new stream may have waited for the old one already, and could write over what waits here.
             self.trials.one_stream = False

@@ -187,7 +187,7 @@ def share(lost: Floats, nonzero: Floats) -> Floats:
 
 # -- parameters by the module that they belong to ----------------------------------------------------------------------
 
-_MOST = 0.25  # of a module's values: a larger loss is never negligible
+MOST = 0.25  # of a module's or a tensor's values: a larger loss is never negligible
 # Times the smallest value of a format: FP32 does not add that to the root mean square of the rest.
 _NEGLIGIBLE = 2.0**24
 
@@ -241,7 +241,7 @@ class Modules:
         kept = self.total(cells.total(cells.nonzero))
         floor = np.array([fmt.smallest_subnormal for fmt in narrow.known])[cells.format]
         energy = self.total(cells.total(cells.column("sumsq") * (narrow.held / cells.scale / floor) ** 2))
-        return np.where((rate < _MOST) & (energy > _NEGLIGIBLE**2 * kept), 0.0, rate)
+        return np.where((rate < MOST) & (energy > _NEGLIGIBLE**2 * kept), 0.0, rate)
 
     def main_layers(self, cells: Cells, among: NDArray[np.bool_] | None = None) -> Sequence[str]:
         """Return for each module the name of its largest parameter, which stands for it.

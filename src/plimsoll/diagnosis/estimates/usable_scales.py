@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from plimsoll import exports
 from plimsoll.diagnosis.estimates.element_counts import Populations
-from plimsoll.diagnosis.estimates.format_losses import FormatLosses, Modules
+from plimsoll.diagnosis.estimates.format_losses import MOST, FormatLosses, Modules
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import FP16, Format
@@ -256,9 +256,6 @@ class Scales:
         return f"2^{int(self.need[last])} to 2^{int(self.room[last])}"
 
 
-_MOST = 0.25  # of an output's gradient values: so many lost are an alarm by themselves
-
-
 # Where the gradients of a module's output are flushed, those of its parameters are zero too, in any format: nothing of
 # them lies near a floor, and they are lost all the same.
 def flushed_before(view: View, cells: Cells, modules: Modules) -> NDArray[np.bool_]:
@@ -273,7 +270,7 @@ def flushed_before(view: View, cells: Cells, modules: Modules) -> NDArray[np.boo
     for module in np.flatnonzero(silent.any(axis=1)).tolist():
         output = place.get(modules.names[module])
         if output is not None:
-            flushed[module, mine] = silent[module, mine] & (outputs.fraction[output, theirs] > _MOST)
+            flushed[module, mine] = silent[module, mine] & (outputs.fraction[output, theirs] > MOST)
     return flushed
 
 

@@ -395,8 +395,7 @@ class GradientsVanish(Rule):
         if gradients is None or updates is None:
             return
         rms = np.where(gradients.total(gradients.nonzero) > 0, gradients.rms, np.nan)  # zeros are left to other rules
-        with np.errstate(all="ignore"):
-            ratio = updates.norm / np.sqrt(updates.total(updates.column("weight_norm") ** 2))
+        ratio = updates.relative_update
         place = {name: i for i, name in enumerate(updates.names)}
         common, mine, theirs = np.intersect1d(gradients.steps, updates.steps, return_indices=True)
         if len(common) < self.samples:

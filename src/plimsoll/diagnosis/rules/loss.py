@@ -581,8 +581,8 @@ class SpikeForerunner(Rule):
         rose = LossSpike().rose_at(view)
         updates = view.cells("updates")
         if updates is not None:
+            ratio = updates.relative_update
             with np.errstate(all="ignore"):
-                ratio = updates.norm / np.sqrt(updates.total(updates.column("weight_norm") ** 2))
                 usual = self._usual(ratio)
                 times = np.where(usual > 0, ratio / usual, np.nan)  # after a standstill nothing is usual
             main = set(Modules.of(updates).main_layers(updates))
@@ -672,10 +672,8 @@ def _way(view: View) -> float:
     updates = view.cells("updates")
     if updates is None:
         return math.inf
-    with np.errstate(all="ignore"):
-        ratio = updates.norm / np.sqrt(updates.total(updates.column("weight_norm") ** 2))
     main = set(Modules.of(updates).main_layers(updates))
-    ratio = ratio[[name in main for name in updates.names]]
+    ratio = updates.relative_update[[name in main for name in updates.names]]
     known = np.isfinite(ratio).any(axis=1)  # a matrix of zeros has no size
     steps = view.last_step + 1
     return float(np.nanmean(ratio[known], axis=1).max() * steps) if known.any() else math.inf

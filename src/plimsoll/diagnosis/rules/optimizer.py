@@ -469,8 +469,8 @@ class ScheduleMisread(Rule):
                 continue
             way, right, better = ("rises", "max", "higher") if falls else ("falls", "min", "lower")
             evidence = {**_names_in(event), "mode": str(event.details["mode"]), "first": first, "now": now}
-            yield self.finding(
-                "warning", (), evidence, since_step=event.step, until_step=max(view.last_step, event.step),
+            yield self.since_event(
+                "warning", event, view, evidence,
                 meaning=f"ReduceLROnPlateau has lowered the rate while its metric {way}, which is no improvement for "
                 f"mode='{evidence['mode']}'. A metric that gets worse from the first evaluation on looks the same.",
                 advice=f"If {better} is better, pass mode='{right}'. If not, the schedule is right: the model is at "
@@ -762,10 +762,7 @@ class KeptNarrow(Rule):
         }
         if "lost" in event.details:
             evidence["lost"] = _share(event)
-        return self.finding(
-            severity, (), evidence, since_step=event.step, until_step=max(view.last_step, event.step),
-            meaning=meaning, advice=advice,
-        )  # fmt: skip
+        return self.since_event(severity, event, view, evidence, meaning=meaning, advice=advice)
 
 
 def _digits(cells: Cells) -> Floats:

@@ -11,6 +11,7 @@ from plimsoll.diagnosis.finding import Finding
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
 from plimsoll.diagnosis.tables.wiring_facts import facts
 from plimsoll.diagnosis.view import View
+from plimsoll.runs import Event
 from plimsoll.text import percent
 
 # Facts of the watch, and causes in the evidence.
@@ -52,9 +53,8 @@ class LossWrongAxis(Rule):
                 "Give both one shape: targets.unsqueeze(1), or outputs.squeeze(1).",
             ),
         ):
-            found = facts(view, fact)
-            if found and len(found) >= self.losses:
-                event = found[0]
+            event = _first_of(view, fact, self.losses)
+            if event is not None:
                 evidence = {"rows": int(cast("int", event.details.get("rows", 0))), "cause": fact}
                 yield self.since_event("warning", event, view, evidence, meaning=meaning, advice=advice)
 
@@ -89,12 +89,10 @@ class TargetsOutOfReach(Rule):
 
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding."""
-        found = facts(view, "out of reach")
-        if found and len(found) >= self.batches:
-            event = found[0]
+        event = _first_of(view, "out of reach", self.batches)
+        if event is not None:
             evidence = {name: str(event.details.get(name, "")) for name in ("function", "low", "high")}
-            until = max(view.last_step, event.step)
-            yield self.finding("warning", (), evidence, since_step=event.step, until_step=until)
+            yield self.since_event("warning", event, view, evidence)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the last function and its bounds."""
@@ -128,9 +126,8 @@ class ProbabilitiesAsLogits(Rule):
             ("squashed twice", self.meaning, self.advice),
             (_NO_LOGARITHMS, _LOGARITHMS, _TAKE_LOGARITHMS),
         ):
-            found = facts(view, fact)
-            if found and len(found) >= self.losses:
-                event = found[0]
+            event = _first_of(view, fact, self.losses)
+            if event is not None:
                 evidence = {"function": str(event.details.get("function", ""))}
                 if fact == _NO_LOGARITHMS:
                     evidence["cause"] = fact
@@ -171,9 +168,8 @@ class TargetsRepeatInputs(Rule):
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding of targets that were not shifted, one of padding."""
         for fact, meaning, advice in ((_NOT_SHIFTED, None, None), (_PADDING, _OF_PADDING, _LEAVE_OUT)):
-            found = facts(view, fact)
-            if found and len(found) >= self.batches:
-                event = found[0]
+            event = _first_of(view, fact, self.batches)
+            if event is not None:
                 share = float(cast("float", event.details.get("share", 0.0))) if fact == _PADDING else 0.0
                 evidence = {"cause": fact, "share": share, "token": int(cast("int", event.details.get("token", 0)))}
                 yield self.since_event("warning", event, view, evidence, meaning=meaning, advice=advice)
@@ -225,3 +221,9 @@ class BatchesOfOneClass(Rule):
             effect="so each class is forgotten in the next",
             remedy="shuffle the data",
         )
+
+
+def _first_of(view: View, fact: str, least: float) -> Event | None:
+    """Return the first event of a fact that was recorded so often. None: it was not."""
+    found = facts(view, fact)
+    return found[0] if found and len(found) >= least else None

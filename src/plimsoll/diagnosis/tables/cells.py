@@ -198,6 +198,12 @@ class Cells:
             return np.sqrt(self.total(self.columns["sumsq"] / self.scale**2))
 
     @cached_property
+    def relative_update(self) -> Floats:
+        """Norm of each update over that of its weight. Of updates alone; Inf or NaN where the weight is zero."""
+        with np.errstate(all="ignore"):
+            return self.norm / np.sqrt(self.total(self.column("weight_norm") ** 2))
+
+    @cached_property
     def kurtosis(self) -> Floats:
         """Kurtosis as `Spectrum.kurtosis`. NaN where it is not known.
 

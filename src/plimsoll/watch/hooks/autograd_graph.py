@@ -207,7 +207,7 @@ def given_for_logarithms(root: Tensor) -> Iterator[Tensor]:
 def targets_of(root: Tensor) -> Iterator[tuple[Tensor, int]]:
     """Yield the targets of NLL losses of N x C scores, and the class that each of these losses leaves out.
 
-    Losses that are not summed up may be weighted, as an agent's actions are.
+    Losses of which a script gets one for each row are left out: it may weigh them, as an agent's actions are.
     """
     for node in itertools.islice(_nodes([root]), _NEAREST):
         if type(node).__name__ == _NLL[0]:

@@ -255,7 +255,7 @@ class Steps(torch_hooks.TrainingEvents):
         if is_capturing():
             return
         if self._takes(optimizer):
-            # Where torch.autograd.grad was called, nobody else has told.
+            # Of a call of torch.autograd.grad nothing else reports the end.
             if backward_running() == -1:
                 self.core.flush()
             self._shadow_follows()
