@@ -113,7 +113,11 @@ class Cells:
     @cached_property
     def nonzero(self) -> Ints:
         """Nonzero finite values of each row."""
-        return self.running[self.start[1:]] - self.running[self.start[:-1]]
+        # Not as a difference of `running`: weights and optimizer states need no other of its numbers.
+        result, some = np.zeros(len(self), dtype=np.int64), self.length > 0
+        if some.any():
+            result[some] = np.add.reduceat(self.flat, self.start[:-1][some])
+        return result
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a stored column by row: a count, an extreme, a sum, or an extra.
@@ -243,7 +247,7 @@ def read_each(
     chosen = [(each, matching(run.tensors[each], name)) for each in collections if each in run.tensors]
     contents = run._contents  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     steps = Steps(high=None if until is None else until + 1)
-    for collection, table in tables_of(contents, chosen, steps, blocks=False):
+    for collection, table in tables_of(contents, chosen, steps, blocks=False, moved=False):
         if len(table):
             yield collection, from_table(collection, table, run.tensors[collection])
 

@@ -105,11 +105,11 @@ def select(
 
 
 def by_collection(
-    folder: RunFolder, collections: Sequence[str], steps: Steps, *, blocks: bool
+    folder: RunFolder, collections: Sequence[str], steps: Steps, *, blocks: bool, moved: bool
 ) -> Iterator[tuple[str, Table]]:
     """Yield each collection and its rows, as `select` returns them.
 
-    Each part is read once for all collections.
+    Each part is read once for all collections. Rows of different series stay as they are stored unless `moved`.
     """
     tables = _loaded(folder, "spectra", {"collection": collections}, steps, None, blocks=blocks)
     pieces: dict[str, list[Table]] = {collection: [tables[0]] for collection in collections}
@@ -123,7 +123,7 @@ def by_collection(
     del tables
     for collection in collections:
         table = pa.concat_tables(pieces.pop(collection), promote_options="default")
-        yield collection, row_order.ordered(table, "spectra", last=("rank",))
+        yield collection, row_order.ordered(table, "spectra", last=("rank",), moved=moved)
 
 
 def _loaded(

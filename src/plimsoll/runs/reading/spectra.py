@@ -76,14 +76,22 @@ def table(contents: RunContents, chosen: Sequence[tuple[str, Sequence[str]]], st
 
 
 def tables_of(
-    contents: RunContents, chosen: Sequence[tuple[str, Sequence[str]]], steps: Steps, *, blocks: bool
+    contents: RunContents,
+    chosen: Sequence[tuple[str, Sequence[str]]],
+    steps: Steps,
+    *,
+    blocks: bool,
+    moved: bool = True,
 ) -> Iterator[tuple[str, Table]]:
-    """Yield each collection and its rows, as in `table`. Words may be dictionaries."""
+    """Yield each collection and its rows, as in `table`, or series among each other unless `moved`.
+
+    Words may be dictionaries.
+    """
     several = len(contents.folder.ranks) > 1
     # Collections that are wanted whole are read in one pass over the parts, without a search for names.
     known: Mapping[str, Sequence[str]] = {} if several or not contents.is_whole else contents.tensors()
     whole = [collection for collection, names in chosen if list(names) == list(known.get(collection, ()))]
-    together = by_collection(contents.folder, whole, steps, blocks=blocks)
+    together = by_collection(contents.folder, whole, steps, blocks=blocks, moved=moved)
     for collection, names in chosen:
         if collection in whole:
             tables = [next(together)[1].drop_columns(["rank"])]
