@@ -226,6 +226,24 @@ def test_a_narrow_window_shows_all_of_it(browser: Any, file: Path) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") == 400
 
 
+def test_the_buttons_of_a_figure_cover_none_of_its_words(browser: Any, run: Path, tmp_path: Path) -> None:
+    page_file = html(run, tmp_path / "narrow.html")
+    with open_page(browser, viewport={"width": 400, "height": 800}) as (page, _):
+        page.goto(address(page_file))
+        page.wait_for_selector(DRAWN)
+        page.evaluate("dispatchEvent(new Event('beforeprint')); dispatchEvent(new Event('afterprint'))")  # draws all
+        expect(page.locator(f"{DRAWN} .main-svg").last).to_be_attached()
+        covered = page.evaluate(
+            "[...document.querySelectorAll('.js-plotly-plot')].flatMap(plot => {"
+            " const bar = plot.querySelector('.modebar').getBoundingClientRect();"
+            " return [...plot.querySelectorAll('.annotation-text-g')].filter(words => {"
+            "  const at = words.getBoundingClientRect();"
+            "  return at.width && at.right > bar.left && at.top < bar.bottom && at.bottom > bar.top;"
+            " }).map(words => words.textContent); })"
+        )
+        assert page.locator(".annotation-text-g", has_text="since step").count() and covered == []
+
+
 def test_every_control_has_a_name_and_headings_are_in_order(shown: Any) -> None:
     shown.wait_for_selector(DRAWN)
     names = shown.evaluate(

@@ -199,7 +199,7 @@ export class Picture {
       width: printing() ? SHEET : undefined,
       height: undefined,
       autosize: !printing(),
-      margin: { ...layout.margin, t: 26 },
+      margin: { ...layout.margin, t: hasWordsAbove(layout) ? 50 : 34 },
       template: templates[theme()],
       uirevision: question,
     };
@@ -255,6 +255,11 @@ export class Picture {
     const place = event.clientX - this.plot.getBoundingClientRect().left - axis._offset;
     point(place >= 0 && place <= axis._length ? Math.round(axis.p2d(place)) : null);
   }
+}
+
+// Words above the axes, such as "since step 300", have a line of their own: Plotly's buttons have the one above them.
+function hasWordsAbove({ annotations = [] }) {
+  return annotations.some(({ y, yref, yanchor }) => y === 1 && yref === "paper" && yanchor === "bottom");
 }
 
 function plotHeight(height) {
