@@ -119,6 +119,17 @@ def test_there_is_one_remedy(name: str, recorded: Callable[[Story], Recorded]) -
     assert {f.advice for f in found if rule_of(f).needs_other_scale(f)} == {str(remedy)}
 
 
+def test_a_scale_to_raise_to_is_one_that_the_figure_shows_to_work_at_all_steps(
+    recorded: Callable[[Story], Recorded],
+) -> None:
+    told = recorded(next(fault for fault in FAULTS if fault.name == "one layer x 1e-4").story)
+    view = View(Run(told.path))
+    remedy = scale_remedy(view, told.found)
+    subtitle = plain(report.scale_window(view).layout.title.subtitle.text)
+    low, high = re.search(r"(2\^\S+) to (2\^\S+) work at all steps", subtitle).groups()
+    assert remedy is not None and remedy.action == f"raise the loss scale to between {low} and {high}"
+
+
 def test_severities_have_one_name() -> None:
     script = (Path(plimsoll.__file__).parent / "report" / "page" / "files" / "js" / "words.js").read_text("utf-8")
     for severity, word in summary_text.STATES.items():

@@ -54,7 +54,7 @@ def test_sentences_as_they_are(recorded: Callable[[Story], Recorded]) -> None:
     )
     assert said("one layer x 1e-4") == (
         f"Problem: up to 44 % of the parameter gradients of {A} have underflowed in FP16 since step 0; raise the loss "
-        "scale to between 2^16 and 2^22."
+        "scale to between 2^16 and 2^21."
     )
     assert said("layers part at 100") == (
         f"Problem: no single loss scale has worked for all layers since step 100, {A} needs 2^19 or more, {B} "

@@ -248,12 +248,14 @@ class Scales:
 
     @property
     def shown(self) -> str:
-        """The scales that work at the last step that has gradients."""
+        """The scales that work at all steps, else those of the last step that has gradients."""
+        if self.window is not None:
+            return scales(*self.window)
         there = np.flatnonzero(~np.isnan(self.need))
         if not len(there):
             return "any"
         last = int(there[-1])
-        return f"2^{int(self.need[last])} to 2^{int(self.room[last])}"
+        return scales(int(self.need[last]), int(self.room[last]))
 
 
 # Where the gradients of a module's output are flushed, those of its parameters are zero too, in any format: nothing of
