@@ -122,6 +122,15 @@ def test_logits_that_overflow_are_found_behind_the_cast_of_the_loss(dtype: torch
     (found,) = diagnose(tmp_path / "run", rules=["nonfinite"])
     assert (found.evidence["first_seen_in"], found.evidence["first_seen_at"]) == ("activations 2:output", 13)
     assert "loss function" not in found.advice
+    assert "activations of layer 2 contained NaN or Inf at step 13" in verdict(View(pl.Run(tmp_path / "run")), [found])
+
+
+def test_of_a_broken_batch_the_verdict_names_the_data_and_no_operation(tmp_path: Path) -> None:
+    found, _ = train(tmp_path / "run", batch)
+    assert verdict(View(pl.Run(tmp_path / "run")), found) == (
+        "Problem: the batch of step 13 contained NaN or Inf already (model:input); check the data of that step, and "
+        "restore the last checkpoint before it."
+    )
 
 
 def test_a_cast_to_fewer_values_may_overflow_itself() -> None:
@@ -223,8 +232,43 @@ def test_what_breaks_outside_of_modules_is_first_seen_in_the_next(
     assert (events[0].step, events[0].details["where"], events[0].details["names"]) == (
         3,
         "activations",
-        ["last:output"],
+        ["last:input"],
     )
+
+
+class BetweenModules(nn.Module):
+    """Two layers with a logarithm between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.shift = 9.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.first(x).sigmoid() + self.shift).log() + 1)
+
+
+@pytest.mark.parametrize(("broken", "named"), [("logarithm", "last:input"), ("first", "first:output")])
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_input_is_named_for_what_is_computed_between_modules(
+    broken: str, named: str, at: int, tmp_path: Path
+) -> None:
+    model = BetweenModules()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=10):
+        for step in range(4):
+            if step == at and broken == "logarithm":
+                model.shift = -9.0
+            elif step == at:
+                model.first.register_forward_hook(lambda module, args, output: output * math.nan)
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+    origin = next(event for event in pl.Run(tmp_path / "run").events() if event.kind == "origin")
+    assert (origin.step, origin.details["where"], origin.details["names"][0]) == (at, "activations", named)
+    (found,) = diagnose(tmp_path / "run", rules=["nonfinite"])
+    assert found.where == (named,)
 
 
 def test_modules_have_hooks_in_sampled_steps_only(tmp_path: Path) -> None:

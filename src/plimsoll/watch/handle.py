@@ -203,7 +203,7 @@ class Watch:
         self._steps.wiring = Wiring(core, optimizers)
         torch_hooks.subscribe(self._steps.wiring)
         self._steps.origin = origin = Origin(core, parameters, self._steps.losses, root)
-        taps.learn = origin.sees
+        taps.graph_names = origin.names
         torch_hooks.subscribe(origin)
 
     @property

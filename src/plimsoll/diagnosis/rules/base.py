@@ -111,7 +111,9 @@ class FindingContext:
         name = self.finding.where[0]
         if self.finding.collection == "optimizer":
             name = name.rpartition(":")[0] or name
-        return short(layer_name(name))
+        clean = short(layer_name(name))
+        # A sequence's modules are numbered: "activations of 0 contained NaN" reads as a count.
+        return f"layer {clean}" if clean.replace(".", "").isdigit() else clean
 
     @property
     def layers(self) -> str:

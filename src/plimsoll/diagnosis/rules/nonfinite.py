@@ -249,6 +249,12 @@ class Nonfinite(Rule):
                 remedy="check the data of that step, and restore the last checkpoint before it",
             )
         if finding.where:
+            if str(finding.evidence.get("first_seen_in")).startswith("input "):
+                restore = ", and restore the last checkpoint before it" if "weights_since" in finding.evidence else ""
+                return Phrase(
+                    what=f"the batch of step {finding.since_step:,} contained NaN or Inf already ({context.layer})",
+                    remedy=f"check the data of that step{restore}",
+                )
             weights = finding.collection == "weights"
             return Phrase(
                 what=f"{context.tensors} of {context.layer} contained NaN or Inf {context.at}",

@@ -9,7 +9,7 @@ which module's output each operation of the graph is, and the graph of a later s
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from plimsoll.watch.session import WatchSession, contained, nothing_recorded
 from plimsoll.watch.steps.losses import Loss, Losses
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
-_MOST_OUTPUTS = 10_000  # of a step whose graph is learned
+_MOST_ENTRIES = 10_000  # of a step whose graph is learned
 _MOST_GRAPHS = 8  # that are known at a time: models that alternate, inputs that some batches lack
 _MOST_EVENTS = 5  # a training that overflows now and then is looked through so often
 _NAMED = 20
@@ -120,9 +120,9 @@ class Origin(torch_hooks.TrainingEvents):
         core.at_close.append(self._held.clear)
 
     @property
-    def sees(self) -> Callable[[str, list[tuple[str, Tensor]]], None] | None:
-        """The function to call with modules' outputs in sampled steps, or None."""
-        return self._graphs.add if self.core.due.traced else None
+    def names(self) -> "GraphNames | None":
+        """The names to add modules' inputs and outputs to in sampled steps, or None."""
+        return self._graphs if self.core.due.traced else None
 
     @contained
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -232,7 +232,8 @@ class Origin(torch_hooks.TrainingEvents):
             return "loss", [], "all that is left is finite"
         first, comes_in = first
         names = self._graphs.of(operations) or self._by_parameters(model, operations)
-        # An operation belongs to the first module that returns after it, and of those at once to the inner one.
+        # An operation belongs to the first module that returns after it, and of those at once to the inner one. Where a
+        # module is given what no module has returned, the operations before belong to that input.
         module = next((name for place, name in names if place >= first), None)
         if module is not None:
             before = self._graphs.untracked_before(module) if comes_in else []
@@ -285,29 +286,43 @@ class Origin(torch_hooks.TrainingEvents):
 
 
 class GraphNames:
-    """Names of the modules' outputs in autograd graphs, by their operation's place.
+    """Names of the modules' inputs and outputs in autograd graphs, by their operation's place.
 
     Learned in sampled steps, whose modules have hooks. A graph is known again by its operations.
     """
 
     def __init__(self) -> None:
-        self._outputs: list[tuple[str, int]] = []  # of the forward that runs: name, and position of the operation
-        self._learned: dict[tuple[int, int], None] = {}  # forwards: number of outputs and of operations
+        self._entries: list[tuple[str, int]] = []  # of the forward that runs: name, and position of the operation
+        self._positions: set[int] = set()  # of these
+        self._learned: dict[tuple[int, int], None] = {}  # forwards: number of entries and of operations
         self._known: dict[int, list[tuple[int, str]]] = {}
         self.order: dict[str, int] = {}  # modules by when they return
         self._untracked: list[str] = []  # outputs that need no gradient, since the last one that does
-        self._before: dict[str, list[str]] = {}  # those, by the output that came next
+        self._before: dict[str, list[str]] = {}  # those, by the entries up to the next such output
 
-    def add(self, module: str, outputs: list[tuple[str, Tensor]]) -> None:
+    def add_inputs(self, module: str, inputs: list[tuple[str, Tensor]]) -> None:
+        """A module is called: what no module has returned was made between them."""
+        for path, x in inputs:
+            if x.grad_fn is not None and (at := position(x.grad_fn)) not in self._positions:
+                self._enter(f"{module}:input{path}", at)
+
+    def add_outputs(self, module: str, outputs: list[tuple[str, Tensor]]) -> None:
         """A module has returned."""
         for path, x in outputs:
             name = f"{module}:output{path}"
             if x.grad_fn is None:
                 self._untracked = [*self._untracked[1 - _NAMED :], name]
-            elif len(self._outputs) < _MOST_OUTPUTS:
-                self._outputs.append((name, position(x.grad_fn)))
-                if self._untracked:
-                    self._before[name], self._untracked = self._untracked, []
+            elif self._enter(name, position(x.grad_fn)):
+                self._untracked = []
+
+    def _enter(self, name: str, at: int) -> bool:
+        if len(self._entries) >= _MOST_ENTRIES:
+            return False
+        self._entries.append((name, at))
+        self._positions.add(at)
+        if self._untracked:
+            self._before[name] = self._untracked
+        return True
 
     def untracked_before(self, name: str) -> list[str]:
         """Return the outputs right before one that need no gradient, the last first."""
@@ -315,17 +330,18 @@ class GraphNames:
 
     def forget(self) -> None:
         """Another forward begins."""
-        self._outputs.clear()
+        self._entries.clear()
+        self._positions.clear()
         self._untracked = []
 
     @property
     def has_new(self) -> bool:
         """True if the forward differs from those that were learned."""
-        return bool(self._outputs) and self._forward not in self._learned
+        return bool(self._entries) and self._forward not in self._learned
 
     @property
     def _forward(self) -> tuple[int, int]:
-        return len(self._outputs), self._outputs[-1][1] - self._outputs[0][1]
+        return len(self._entries), self._entries[-1][1] - self._entries[0][1]
 
     def learn(self, loss: Tensor) -> None:
         """Learn the names in the graph behind a loss."""
@@ -335,8 +351,8 @@ class GraphNames:
         self._learned[self._forward] = None
         operations = operations_of(loss)
         places = {position(node): place for place, node in enumerate(operations)}
-        self._known[_signature(operations)] = [(places[at], name) for name, at in self._outputs if at in places]
-        self.order = {name.rpartition(":")[0]: place for place, (name, _) in enumerate(self._outputs)}
+        self._known[_signature(operations)] = [(places[at], name) for name, at in self._entries if at in places]
+        self.order = {name.rpartition(":")[0]: place for place, (name, _) in enumerate(self._entries)}
 
     def of(self, operations: list[Any]) -> list[tuple[int, str]] | None:
         """Return the names in a graph, with operations' places, in the modules' order."""
@@ -369,7 +385,7 @@ def _maker(node: Any, places: dict[Any, int], place: int, nan: bool) -> tuple[in
     The place is then that of the last operation that it passed.
     """
     while True:
-        before = [places[made] for made, _ in node.next_functions if made in places]
+        before = [places[made] for made, _ in node.next_functions if made in places and not _is_of_leaf(made)]
         if not before:
             return place, True
         place = max(before)
@@ -390,6 +406,12 @@ def _leaves(node: Any) -> Iterator[Any]:
                 for inner, _ in made.next_functions
                 if (variable := getattr(inner, "variable", None)) is not None
             )
+
+
+# A linear layer transposes its weight after its input was made. The weights were looked at before.
+def _is_of_leaf(node: Any) -> bool:
+    """Return whether an operation only rearranges a leaf."""
+    return _passes(node) and all(hasattr(made, "variable") for made, _ in node.next_functions)
 
 
 def _passes(node: Any, nan: bool = False) -> bool:

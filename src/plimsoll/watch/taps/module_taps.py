@@ -46,6 +46,18 @@ class _Sight:
         self.gradients: list[str] | None = None
 
 
+class NamesInGraphs(Protocol):
+    """Names of modules' inputs and outputs in autograd graphs, which taps add to."""
+
+    def add_inputs(self, module: str, inputs: list[tuple[str, Tensor]]) -> None:
+        """A module is called."""
+        ...
+
+    def add_outputs(self, module: str, outputs: list[tuple[str, Tensor]]) -> None:
+        """A module has returned."""
+        ...
+
+
 class Taps:
     """All taps of one watch."""
 
@@ -59,7 +71,7 @@ class Taps:
         self.core, self._begin, self._narrowed = core, begin, narrowed
         self.compiled = CompiledTaps(core, _devices(modules), len(modules))
         self.attached = True
-        self.learn: Callable[[str, list[tuple[str, Tensor]]], None] | None = None  # is called with modules' outputs
+        self.graph_names: NamesInGraphs | None = None
         self.saw_eval_forward = False
         self.takes_eval_forward = False
         self._sights: dict[int, _Sight] = {}
@@ -299,7 +311,10 @@ class _Before(_Tap):
         if torch.compiler.is_compiling():
             return self.taps.compiled.inputs(self.name, args, kwargs)
         self.taps.inside.append(self.name)
-        self.taps.see(self, tensors_among(args, kwargs))
+        tensors = tensors_among(args, kwargs)
+        self.taps.see(self, tensors)
+        if self.taps.graph_names is not None:
+            self.taps.graph_names.add_inputs(self.name, tensors)
         return None
 
 
@@ -316,8 +331,8 @@ class _After(_Tap):
         if inside and inside[-1] == self.name:
             inside.pop()
         self.taps.see(self, tensors)
-        if self.taps.learn is not None:
-            self.taps.learn(self.name, tensors)
+        if self.taps.graph_names is not None:
+            self.taps.graph_names.add_outputs(self.name, tensors)
         if tensors and (dtype := tensors[0][1].dtype) in SIXTEEN_BIT:
             self.taps.narrow(self.name, module, dtype)
         return None
