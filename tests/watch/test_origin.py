@@ -328,18 +328,18 @@ def test_a_norm_with_broken_statistics_is_named_and_not_what_it_is_given(tmp_pat
     assert (found.evidence["first_seen_in"], found.evidence["first_seen_at"]) == ("activations 1:output", 13)
 
 
-def with_input(path: Path, size: float) -> Finding:
-    """The alarm of a training whose 14th batch, which is not sampled, has one input of this size."""
+def with_input(path: Path, size: float, at: int = 13) -> Finding:
+    """The alarm of a training with one input of this size at a step; every tenth is sampled."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with pl.watch(model, optimizer, run=path, every=10, quiet=True):
         for step in range(20):
             x = torch.rand(16, 8)
-            if step == 13:
+            if step == at:
                 x[3, 5] = size
             loss = (model(x) - x[:, :4]).square().mean()
-            if step == 13 and size < 1e10:
+            if step == at and size < 1e10:
                 loss = loss / 0
             optimizer.zero_grad()
             loss.backward()
@@ -353,6 +353,9 @@ def test_an_input_far_above_the_others_is_named(tmp_path: Path) -> None:
     assert found.evidence["largest_input"] == pytest.approx(1e30) and float(found.evidence["usual_input"]) <= 1
     assert "an input of 1.00e30" in found.advice and "loss function" not in found.advice
     view = View(pl.Run(tmp_path / "outlier"))
-    assert "an input of 1.00e30 (at samples 1 at most) brought NaN or Inf at step 13" in verdict(view, diagnose(view))
+    assert "an input of 1.00e30 (at samples before 1 at most) brought NaN or Inf at step 13" in verdict(
+        view, diagnose(view)
+    )
+    assert float(with_input(tmp_path / "at a sample", 1e30, at=10).evidence["usual_input"]) <= 1
     other = with_input(tmp_path / "another cause", 30.0)
     assert "largest_input" not in other.evidence and "loss function" in other.advice

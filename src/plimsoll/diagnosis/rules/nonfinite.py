@@ -82,14 +82,16 @@ class Nonfinite(Rule):
         "weights_since": EvidenceItem("Seen in the weights at step"),
         "steps_before": EvidenceItem("Earlier steps, after which the run recovered"),
         "largest_input": EvidenceItem("Largest input of that step"),
-        "usual_input": EvidenceItem("Largest input at samples"),
+        "usual_input": EvidenceItem("Largest input at samples before"),
     }
 
     skips: float = threshold(25, "steps in a row: from 2^24 a scale halves 24 times down to 1")
     fixed: float = threshold(10, "steps in a row; a scale that is halved at each falls by 2^10 in them")
     recovered: float = threshold(10, "finite steps in a row: what comes after them is judged by itself")
 
-    outlier: float = threshold(2.0**16, "times the largest input of all samples: no batch of sound data is so far off")
+    outlier: float = threshold(
+        2.0**16, "times the largest input of all samples before: no batch of sound data is so far off"
+    )
 
     # Gradients that overflow under a loss scale are the scaler's way to find the scale: those steps are skipped, and
     # are no alarm unless they go on and on, or the scale stays where it is. Activations that hold -Inf and no NaN are
@@ -142,10 +144,10 @@ class Nonfinite(Rule):
             skipped = len(view.skips.intersection(steps.tolist()))
             yield self._of_scaler(len(steps), skipped, spots, evidence, since, until, collection)
 
-    # Of a step that was not sampled, the watch has noted the largest input where it looked for the origin of NaN.
+    # The watch has noted the largest input where it looked for the origin of NaN. The step may itself be a sample.
     def _outlier(self, view: View, since: int) -> dict[str, float]:
-        """Return the evidence of an input of the step that is far above those of all samples, if there is one."""
-        usual = largest_input(view)
+        """Return the evidence of an input of the step that is far above those of all samples before, if any."""
+        usual = largest_input(view, before=since)
         for event in view.events:
             largest = event.details.get("largest_input")
             if event.kind == "origin" and event.step == since and isinstance(largest, int | float):
@@ -245,15 +247,14 @@ class Nonfinite(Rule):
         if "largest_input" in finding.evidence:
             largest, usual = (number(context.number(name)) for name in ("largest_input", "usual_input"))
             return Phrase(
-                what=f"an input of {largest} (at samples {usual} at most) brought NaN or Inf {context.at}",
-                remedy="check the data of that step, and restore the last checkpoint before it",
+                what=f"an input of {largest} (at samples before {usual} at most) brought NaN or Inf {context.at}",
+                remedy=_check_data(context),
             )
         if finding.where:
             if str(finding.evidence.get("first_seen_in")).startswith("input "):
-                restore = ", and restore the last checkpoint before it" if "weights_since" in finding.evidence else ""
                 return Phrase(
                     what=f"the batch of step {finding.since_step:,} contained NaN or Inf already ({context.layer})",
-                    remedy=f"check the data of that step{restore}",
+                    remedy=_check_data(context),
                 )
             weights = finding.collection == "weights"
             return Phrase(
@@ -314,14 +315,18 @@ class Nonfinite(Rule):
         return spans[1:] if found and len(counts) > spans[0][1] + self.recovered else spans
 
 
+def _check_data(context: FindingContext) -> str:
+    """Return the remedy where the data is to blame; a step that a scaler skipped left the weights as they were."""
+    skipped = context.finding.since_step in context.view.skips
+    return "check the data of that step" + ("" if skipped else ", and restore the last checkpoint before it")
+
+
 def _of_outlier(evidence: Mapping[str, float | int | str]) -> str:
     """Return what to do about an input that is far above the others, "" if there is none."""
     if "largest_input" not in evidence:
         return ""
     largest, usual = (number(float(evidence[name])) for name in ("largest_input", "usual_input"))
-    return (
-        f"Look at the data: the batch of that step has an input of {largest}, and at the samples none is above {usual}."
-    )
+    return f"Look at the data: the batch of that step has an input of {largest}, and at the samples before none is above {usual}."
 
 
 def _counts(view: View) -> tuple[Ints, Floats]:

@@ -111,8 +111,16 @@ def frozen_weights(view: View, *, moving: bool = False) -> list[str]:
     return [name for name in names if name in sizes and len(set(sizes[name][~np.isnan(sizes[name])].tolist())) > 1]
 
 
-def largest_input(view: View) -> float:
-    """Return the largest magnitude that came into the whole model. Infinity: none was recorded."""
+def largest_input(view: View, before: int | None = None) -> float:
+    """Return the largest magnitude that came into the whole model. Infinity: none was recorded.
+
+    Args:
+        view: The run.
+        before: Only samples before this step. Default: all.
+    """
     cells, whole = view.cells("activations"), f"{view.run.manifest.get('root', 'model')}:input"
     inputs = [] if cells is None else [i for i, name in enumerate(cells.names) if name.startswith(whole)]
-    return float(np.nanmax(cells.true_absmax[inputs])) if cells is not None and inputs else np.inf
+    if cells is None or not inputs:
+        return np.inf
+    largest = cells.true_absmax[inputs][:, slice(None) if before is None else cells.steps < before]
+    return float(np.nanmax(largest)) if np.isfinite(largest).any() else np.inf
