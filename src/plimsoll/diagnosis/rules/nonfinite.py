@@ -326,7 +326,10 @@ def _of_outlier(evidence: Mapping[str, float | int | str]) -> str:
     if "largest_input" not in evidence:
         return ""
     largest, usual = (number(float(evidence[name])) for name in ("largest_input", "usual_input"))
-    return f"Look at the data: the batch of that step has an input of {largest}, and at the samples before none is above {usual}."
+    return (
+        f"Look at the data: the batch of that step has an input of {largest}, and at the samples before none is above "
+        f"{usual}."
+    )
 
 
 def _counts(view: View) -> tuple[Ints, Floats]:
