@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner, Result
 
+import plimsoll as pl
 from plimsoll import runs
 from plimsoll.cli import app
 from plimsoll.runs import Event, RunWriter, Scalars
@@ -157,3 +160,15 @@ def test_a_folder_without_a_run_exits_with_2(tmp_path: Path, monkeypatch: pytest
 def test_the_folder_may_be_a_run_itself(folder: Path) -> None:
     assert names(folder / "sound") == ["sound"]
     assert runs.Run.find(folder / "sound") == [folder / "sound"]
+
+
+def test_under_autocast_the_precision_is_that_of_the_products(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.LayerNorm(8) for _ in range(4)), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1, quiet=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+    (row,) = json.loads(run(tmp_path, "--json").stdout)
+    assert row["precision"] == "fp32/bf16"

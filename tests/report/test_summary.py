@@ -1,6 +1,7 @@
 """The verdict in one sentence, over the faults that rules are tested with; and the record that all pages tell from."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from plimsoll.diagnosis.rules.base import short
 from plimsoll.diagnosis.rules.registry import rule_of
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.report import markdown, summary
+from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import LONGEST, Summary, leading, verdict
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.support.diagnosis.faults import FAULTS, WORDS, A, B, Fault
@@ -69,6 +71,14 @@ def test_sentences_as_they_are(recorded: Callable[[Story], Recorded]) -> None:
 def test_every_rule_has_its_phrase() -> None:
     assert all(type(rule).phrase is not Rule.phrase for rule in RULES)
     assert set(WORDS) | {"structural-zeros", "records-lost"} == {rule.id for rule in RULES}
+
+
+def test_a_median_of_losses_that_are_not_finite_is_no_number(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run") as writer:
+        for step in range(5):
+            writer.write(Scalars(step=step, values={"loss": math.nan}))
+    facts = dict(summary_text.facts(summary(tmp_path / "run")))
+    assert (facts["Loss at step 4"], facts["Median loss of the last 60 steps"]) == ("nan", "NaN or Inf")
 
 
 # -- which finding leads

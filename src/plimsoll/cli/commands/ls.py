@@ -174,8 +174,19 @@ def _precision(run: "Run") -> str:
     level = run.manifest.get("precision")
     if isinstance(level, str):
         return level
-    formats = [formats_of(run, collection)[:1] for collection in ("weights", "activations")]
-    return "/".join(dict.fromkeys(fmt for found in formats for fmt in found))
+    # Under autocast most activations may be FP32 (norms, residuals): the narrowest is what products run in.
+    activations = sorted(formats_of(run, "activations"), key=_bits)
+    return "/".join(dict.fromkeys([*formats_of(run, "weights")[:1], *activations[:1]]))
+
+
+def _bits(fmt: str) -> int:
+    from plimsoll.errors import FormatError
+    from plimsoll.formats import get_element
+
+    try:
+        return get_element(fmt, "ls").bits
+    except FormatError:  # of a run that another version wrote
+        return 64
 
 
 def _size_and_time(path: Path) -> tuple[int, float]:

@@ -342,13 +342,17 @@ def _with_consequences(
             "in BF16 where it does not work. Allow layer_scales, or more."
         )
     unknown = [choice.module.name for choice in chosen if choice.module.name not in known]
-    more = (f"Not in the predicted loss, as their tensors or blocks were not recorded: {grouped(unknown)}.",)
+    more = (
+        f"Not in the predicted loss, as their tensors or blocks were not recorded: {grouped(unknown)}."
+        if known
+        else "The loss is not predicted, as no module's tensors or blocks of the chosen formats were recorded.",
+    )
     return replace(
         made,
         cost=cost,
         costs=table.name,
         budget=budget,
-        predicted_loss=predicted,
+        predicted_loss=predicted if known else None,
         increases={name: (c.forward / forecast.loss, c.updates / forecast.loss) for name, c in known.items()},
         remarks=made.remarks + (more if unknown else ()),
     )

@@ -110,7 +110,8 @@ def _not_recorded(collection: str, fmt: BlockFormat, lengths: Iterable[int]) -> 
     got = f"records of block={', '.join(map(str, others))}" if others else "none"
     return NotRecordedError(
         f"whatif: expected block records of {collection} for {fmt.name}, whose blocks have {fmt.block} values; got "
-        f"{got}. Watch with block={fmt.block}, or ask Spectrum.fit of pl.measure(x, block={fmt.block})."
+        f"{got}. Watch with block={fmt.block} (plimsoll run --block {fmt.block}), or ask Spectrum.fit of "
+        f"pl.measure(x, block={fmt.block})."
     )
 
 

@@ -185,7 +185,9 @@ def _at_the_end(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.loss is not None:
         yield f"Loss at step {summary.last_step:,}", number(summary.loss)
     if summary.median_loss is not None:
-        yield f"Median loss of the last {LOSS_STEPS} steps", number(summary.median_loss)
+        # NaN counts as Inf in the median: an Inf says that half of the losses or more are one of them.
+        median = number(summary.median_loss) if math.isfinite(summary.median_loss) else "NaN or Inf"
+        yield f"Median loss of the last {LOSS_STEPS} steps", median
 
 
 def record(summary: Summary) -> Iterator[tuple[str, str]]:
