@@ -187,6 +187,7 @@ def test_a_script_is_trained_until_its_cost_is_known(tmp_path: Path, steps: int)
     if steps == 20:
         assert (done.returncode, taken, rest) == (2, 20, [])
         assert "the cost was not measured: the script ended before enough of its steps were measured" in done.stderr
+        assert "let it take 54 of them" in done.stderr
         return
     assert done.returncode == 0, done.stderr
     report = json.loads(rest[-1])

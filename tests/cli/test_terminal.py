@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from plimsoll.cli import app, main
 from plimsoll.runs import Batch, Event, Run, RunWriter, Scalars
+from tests.support import processes
 from tests.support.runs import making
 
 FORGED = "FORGED: healthy"
@@ -116,3 +117,17 @@ def test_a_defect_keeps_its_traceback_and_obeys_nothing(
     assert ended.value.code == 1 and error.startswith("Traceback (most recent call last):\n")
     assert "RuntimeError: \\x1b[2J" in error
     checked(error)
+
+
+def test_output_that_finds_no_room_is_a_line_and_no_alarm(tmp_path: Path) -> None:
+    code = (
+        "import errno, sys; from plimsoll.cli import main\n"
+        "class Full:\n"
+        "    def __getattr__(self, name): return getattr(sys.__stdout__, name)\n"
+        "    def write(self, text): raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "sys.stdout, sys.argv = Full(), ['plimsoll', 'formats']\n"
+        "main()"
+    )
+    done = processes.python("-c", code, cwd=tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert done.stderr.startswith("plimsoll: expected room for the output; got No space left on device.")

@@ -1,8 +1,10 @@
 """Frame of the command line: commands, common options, help, form of errors."""
 
 import difflib
+import errno
 import gc
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -351,7 +353,12 @@ def main() -> None:
         app(prog_name="plimsoll")
     except RunAfterCli as handover:
         script = handover.script
-    except Exception:  # noqa: BLE001  (as Python does, with the error's text as a terminal can show it)
+    except Exception as error:  # noqa: BLE001  (as Python does, with the error's text as a terminal can show it)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+            # What is left in the buffer would fail once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            messages.error(f"expected room for the output; got {error.strerror}. Make room, or write it elsewhere.")
+            sys.exit(2)
         print(printable(traceback.format_exc()), file=sys.stderr, end="")  # noqa: T201
         sys.exit(1)
     if script is not None:

@@ -71,7 +71,7 @@ def doctor(
 def _measure_cost(script: str | None, arguments: Sequence[str], rounds: int, *, as_module: bool, as_json: bool) -> None:
     if script is not None and not as_module:
         runner.check(script, "doctor")
-    from plimsoll.cli.script.cost_session import CostSession, measure_example
+    from plimsoll.cli.script.cost_session import STEPS_OF_ROUND, CostSession, measure_example
 
     def show(report: "CostReport") -> None:
         if as_json:
@@ -82,7 +82,7 @@ def _measure_cost(script: str | None, arguments: Sequence[str], rounds: int, *, 
     if script is not None:
         session = CostSession(rounds, show, messages.error)
         raise runner.RunAfterCli(lambda: session.run(script, arguments, as_module=as_module))
-    messages.note(f"a small transformer is trained for {18 * (rounds + 1)} steps")
+    messages.note(f"a small transformer is trained for {STEPS_OF_ROUND * (rounds + 1)} steps")
     show(measure_example(rounds))
 
 

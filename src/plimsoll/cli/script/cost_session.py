@@ -58,6 +58,9 @@ def measure_example(rounds: int, layers: int = _LAYERS, width: int = _WIDTH) -> 
     return reports[0]
 
 
+STEPS_OF_ROUND = 18  # two of each kind; the round before the first warms up
+
+
 class CostSession:
     """The training of one script, which ends when the cost of watching it is known.
 
@@ -93,7 +96,10 @@ class CostSession:
         if os.getpid() != self._process:
             return
         if self._report is None:
-            why = self._finder.verdict() or "the script ended before enough of its steps were measured"
+            why = self._finder.verdict() or (
+                "the script ended before enough of its steps were measured; let it take "
+                f"{STEPS_OF_ROUND * (self._rounds + 1)} of them, or measure fewer --rounds"
+            )
             self._say(f"doctor: the cost was not measured: {why}")
             raise SystemExit(2)
         self._show(self._report)
