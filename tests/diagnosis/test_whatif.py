@@ -14,6 +14,7 @@ from plimsoll.diagnosis import Stretch, View, WhatIf, whatif
 from plimsoll.diagnosis.estimates.usable_scales import stretches_of
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError, RunError
 from plimsoll.formats import get
+from plimsoll.report import html
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.cases import each
 from tests.support.diagnosis.stories import LAYERS, constant, since, told
@@ -198,3 +199,16 @@ def test_block_formats_are_answered_by_a_spectrum_that_has_the_record(trained: t
             held = pl.cast(x, name)
             lost = ((x != 0) & (held == 0)).sum().item() / int((x != 0).sum())
             assert lost in fit.lost
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "fp16"])
+def test_nan_that_is_left_out_is_said(fmt: str, tmp_path: Path) -> None:
+    def broken(g: Tensor, layer: str, step: int) -> Tensor:
+        return torch.where(torch.arange(len(g)) < 7, torch.nan, g) if layer == LAYERS[0] and step >= 150 else g
+
+    story = told(change_gradient=broken, gradient_fmt=fmt, gradient_std=constant(2.0**-22))
+    sound, run = (story.write(tmp_path / name, until=until) for name, until in (("sound", 100), ("broken", 200)))
+    answer = whatif(run, "e5m2")
+    assert answer.nonfinite == 70 and "eaving out 70 NaN and infinite values: E5M2 " in answer.sentence
+    assert answer.censored == (fmt == "fp16") and "eaving out" not in whatif(sound, "e5m2").sentence
+    assert "eaving out 70 NaN and infinite values." in html(run, tmp_path / "run.html").read_text("utf-8")

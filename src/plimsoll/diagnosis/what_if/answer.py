@@ -68,6 +68,7 @@ def answer_of_blocks(view: View, collection: str, fmt: BlockFormat, shift: int |
         stretches=stretches_of(cells.steps, low, high),
         block=fmt.block,
         unrecorded=unrecorded,
+        nonfinite=int(np.nansum(cells.nonfinite)),
     )
 
 
@@ -283,6 +284,7 @@ class Predictor:
             low=low,
             high=high,
             stretches=stretches,
+            nonfinite=int(np.nansum(cells.nonfinite)),
         )
 
 

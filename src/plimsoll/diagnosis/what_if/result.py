@@ -15,7 +15,7 @@ from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.errors import NotRecordedError
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Fit, Interval
-from plimsoll.text import percent, steps
+from plimsoll.text import capital, percent, steps
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -135,6 +135,7 @@ class WhatIf(NotebookRepr):
         block: Block length of a block format, else 0. A block format works if no layer loses 1 %. Its values saturate
             by design.
         unrecorded: Number of cells without a block record. They are left out.
+        nonfinite: Number of NaN and infinite values. They are left out.
     """
 
     path: str
@@ -151,6 +152,7 @@ class WhatIf(NotebookRepr):
     stretches: list[Stretch]
     block: int = 0
     unrecorded: int = 0
+    nonfinite: int = 0
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -175,14 +177,16 @@ class WhatIf(NotebookRepr):
             needs = block_sentence(self.format, self.stretches)
             if self.unrecorded:
                 needs += f" Layers without a block record at a step ({self.unrecorded:,} times) are left out."
+        left_out = f"leaving out {self.nonfinite:,} NaN and infinite values" if self.nonfinite else ""
         if not self.censored:
-            return needs
+            return f"{capital(left_out)}: {needs}" if left_out else needs
         hidden, visible = np.nansum(self.prediction.hidden), np.nansum(self.prediction.nonzero)
         which = " and ".join(value_words(collection) for collection in self.collections)
         of = (
             f"{percent(hidden / (hidden + visible))} of all {which} at {steps(int(self.steps[0]), int(self.steps[-1]))}"
         )
-        return f"Based on the values that survived the run's own format ({of} were already zero): {needs}"
+        more = f", {left_out}" if left_out else ""
+        return f"Based on the values that survived the run's own format ({of} were already zero){more}: {needs}"
 
     def at(self, name: str, step: int) -> Fit:
         """Return the effect on one layer at one step."""
@@ -248,6 +252,7 @@ class WhatIf(NotebookRepr):
             low=low,
             high=high,
             unrecorded=self.unrecorded + other.unrecorded,
+            nonfinite=self.nonfinite + other.nonfinite,
             stretches=stretches_of(steps, low, high),
         )
 

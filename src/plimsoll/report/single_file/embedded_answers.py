@@ -66,9 +66,9 @@ class Offline:
 
     @property
     def censored(self) -> str:
-        """Note on the answers' method where the run's format may have lost values, or ""."""
-        whole = self.answer.sentence
-        return f"{whole.removesuffix(self.sentence).rstrip(': ')}." if self.answer.censored else ""
+        """Note on the values that the answers are based on, where the run's format or NaN has hidden some, or ""."""
+        note = self.answer.sentence.partition(self.sentence)[0].rstrip(": ")
+        return f"{note}." if note else ""
 
     def at_best(self, name: str) -> Interval:
         """Overall share that is lost, or overflows, at the best shift."""
