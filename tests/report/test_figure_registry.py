@@ -20,6 +20,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.report import FIGURES, figure_for, figures, html
 from plimsoll.report.figure_declaration import DECLARED, Case, figure
 from plimsoll.report.live.server.app import app
+from plimsoll.report.page.answers import offered
 from plimsoll.runs import Run
 from tests.support.diagnosis.stories import constant, told
 from tests.support.report.report_file import ReportFile
@@ -41,6 +42,13 @@ def declared() -> Iterator[str]:
         yield "layer_count"
     finally:
         DECLARED.pop("layer_count")
+
+
+def test_what_a_page_shows_until_a_figure_is_drawn_is_a_title(tmp_path: Path) -> None:
+    view = View(Run(told(samples=4).write(tmp_path / "run")))
+    labels = {str(each["figure"]): str(each["label"]) for each in offered(view)}
+    assert labels["loss_and_scale"] == FIGURES["loss_and_scale"](view, ()).layout.title.text == "Loss and loss scale"
+    assert not [label for label in labels.values() if "_" in label]
 
 
 def test_a_declared_figure_is_on_every_surface(declared: str, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from plimsoll.report.drawing.plotly_parts import (
     since_mark,
     wrapped,
 )
-from plimsoll.report.figure_declaration import figure
+from plimsoll.report.figure_declaration import Case, figure
 from plimsoll.runs import Event
 from plimsoll.text import counted
 
@@ -62,7 +62,15 @@ def _height(view: View, arguments: Mapping[str, Any]) -> int:
     return sum(heights) + _GAP * max(len(heights) - 1, 0) + _AROUND + legend
 
 
-@figure(runs=(1, 2), offered="scale", of_finding=_of_finding, height=_height)
+def _title(view: View) -> str:
+    return "Loss and loss scale" if len(view.scalar("scale")[0]) else "Loss"
+
+
+def _cases(view: View) -> list[Case]:
+    return [Case(label=_title(view), arguments={})]
+
+
+@figure(runs=(1, 2), offered="scale", cases=_cases, of_finding=_of_finding, height=_height)
 def loss_and_scale(
     run: Source,
     findings: Sequence[Finding] | None = None,
@@ -81,7 +89,7 @@ def loss_and_scale(
     other = None if beside is None else view_of(beside, None if isinstance(beside, View) else until, "loss_and_scale")
     shown = list(diagnose(view) if findings is None else findings)
     meta: Layout = {"figure": "loss_and_scale"}
-    title = "Loss and loss scale" if len(view.scalar("scale")[0]) else "Loss"
+    title = _title(view)
     strips = [*_found(shown), *_acts(view)]
     parts = _curves(view, "", safe(view.run.path.name) if other is not None else "")
     if other is not None:
