@@ -49,7 +49,7 @@ console.print(Text(f"        step 1{f'step {STEPS}':>{COLUMNS - 6}}\n", style="d
 
 console.print("[bold]2  What other formats would make of the same values; no second run is needed[/]\n")
 table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-for head in ("format", "lost", "subnormal", "SNR", "scales that serve", "lost at the best"):
+for head in ("format", "lost", "subnormal", "SNR", "scales that work", "lost at the best"):
     table.add_column(head, justify="left" if head == "format" else "right")
 for name in ("fp16", "bf16", "e5m2", "e4m3"):
     fit, window, best = total.fit(name), total.window(name, tolerance=0.001), total.best_shift(name)
@@ -69,7 +69,7 @@ predicted, before = by_step[-1].fit("fp16").lost, (pl.cast(nonzero, "fp16") == 0
 after = pl.cast(nonzero, "fp16", scale=2.0**shift)
 assert predicted.low <= before <= predicted.high
 assert after.isfinite().all()
-console.print(f"  cast to fp16:                 {before:.2%} become zero; {predicted.estimate:.2%} was foretold")
+console.print(f"  cast to fp16:                 {before:.2%} become zero; {predicted.estimate:.2%} was predicted")
 console.print(f"  cast to fp16 at scale 2^{shift}:   {(after == 0).double().mean().item():.2%} become zero")
 
 lost, left = total.fit("fp16").lost.estimate, total.fit("fp16", shift=shift).lost.estimate

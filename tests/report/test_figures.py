@@ -1,5 +1,6 @@
 """What each figure shows, against the numbers that the run was made from."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,8 @@ def test_the_window_is_that_of_the_layers_and_red_where_none_works(tmp_path: Pat
     assert len(shades) == 1 and shades[0].x0 == 100
     assert set(np.asarray(named(figure, "scale used").y)) == {10.0}
     assert f"{A} needs" in figure.layout.title.subtitle.text
+    lines = re.sub("</?sup>", "", figure.layout.title.subtitle.text).split("<br>")
+    assert all(len(line) <= 120 for line in lines)  # of a figure of 900 pixels
     assert np.asarray(named(figure, f"{A} needs").y)[[0, -1]].tolist() == [need.y[0], need.y[-1]]
 
 

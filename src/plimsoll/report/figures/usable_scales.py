@@ -304,14 +304,10 @@ def scale_window(
         "annotations": notes,
         "height": 420,
     }  # fmt: skip
-    subtitle = joined(
-        [
-            _window_said(scales.window, need, room, used, "sample" if columns.each == 1 else "column"),
-            _extremes(scales),
-            columns.said("min").replace("the lowest", "the worst"),
-        ]
-    )
-    return build_figure("scale_window", title, subtitle, traces, layout, meta)
+    said = _window_said(scales.window, need, room, used, "sample" if columns.each == 1 else "column")
+    bounds = joined([_extremes(scales), columns.said("min").replace("the lowest", "the worst")])
+    # Two lines: one of both would be cut at the figure's edge. A page writes them as one.
+    return build_figure("scale_window", title, f"{said} ·<br>{bounds}", traces, layout, meta)
 
 
 def _bounds(columns: Columns, need: Floats, room: Floats) -> list[Trace]:
