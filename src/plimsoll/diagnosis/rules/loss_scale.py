@@ -542,8 +542,8 @@ def by_scales(scales: Scales | None, low: Finding | None = None) -> tuple[str, R
     """
     if scales is not None and scales.one_serves:
         was = "" if low is None else f"{power(float(low.evidence['scale']))} is too low, and "
-        low, _, high = scales.shown.partition(" to ")
-        target = f"between {low} and {high}" if high else low
+        lowest, _, highest = scales.shown.partition(" to ")
+        target = f"between {lowest} and {highest}" if highest else lowest
         remedy = Remedy(action=f"raise the loss scale to {target}", reason=f"{was}that works for all layers")
         return "raise the scale", remedy, ("raise_scale",)
     if scales is not None and scales.each_serves:
