@@ -432,7 +432,7 @@ class Molecules(nn.Module):
 @fault(
     "node-without-a-neighbour",
     named=either("first|graph|forward|batch|degrees?|outputs?|node", rf"{NAN}|division|divid|zero") + rf"|{NAN}",
-    misleading=f"{NOTHING_ELSE}|raise the (learning )?rate|in no optimizer|loss scale",
+    misleading=f"{NOTHING_ELSE}|raise the (learning )?rate|in no optimizer|loss scale\b",
     held_back=True,
 )
 def lonely(run: Training, *, sound: bool = False) -> None:
@@ -468,7 +468,7 @@ class Speech(nn.Module):
 @fault(
     "text-longer-than-its-sound",
     named=either("loss(?! scal)|ctc|targets?|batch", rf"{NAN}|longer|length") + r"|zero_infinity|\bctc",
-    misleading=f"{NOTHING_ELSE}|raise the (learning )?rate|in no optimizer|loss scale",
+    misleading=f"{NOTHING_ELSE}|raise the (learning )?rate|in no optimizer|loss scale\b",
     held_back=True,
 )
 def too_long(run: Training, *, sound: bool = False) -> None:
@@ -491,7 +491,7 @@ def too_long(run: Training, *, sound: bool = False) -> None:
 @fault(
     "weight-norm-of-zeros",
     named=either("weight|head|parametri|normali[sz]|last|2", rf"{NAN}|zero") + rf"|{NAN}",
-    misleading=f"{NOTHING_ELSE}|raise the (learning )?rate|in no optimizer|loss scale",
+    misleading=f"{NOTHING_ELSE}|raise the (learning )?rate|in no optimizer|loss scale\b",
     held_back=True,
 )
 def no_direction(run: Training, *, sound: bool = False) -> None:
@@ -526,7 +526,7 @@ class Roots(nn.Module):
 @fault(
     "where-does-not-stop-a-gradient",
     named=either("gradients?|backward|where|slope", NAN) + r"|torch\.where",
-    misleading=f"{NOTHING_ELSE}|raise the (learning )?rate|in no optimizer|loss scale|check the (data|batch)",
+    misleading=f"{NOTHING_ELSE}|raise the (learning )?rate|in no optimizer|loss scale\b|check the (data|batch)",
     held_back=True,
 )
 def where(run: Training, *, sound: bool = False) -> None:
@@ -600,7 +600,7 @@ def constant_column(run: Training, *, sound: bool = False) -> None:
 @fault(
     "deviation-of-a-single-row",
     named=either("batch|loss(?! scal)|rows?|advantages?|deviation|std|targets?", rf"{NAN}|single|one row") + rf"|{NAN}",
-    misleading=f"{NOTHING_ELSE}|raise the (learning )?rate|in no optimizer|loss scale",
+    misleading=f"{NOTHING_ELSE}|raise the (learning )?rate|in no optimizer|loss scale\b",
     held_back=True,
 )
 def single_row(run: Training, *, sound: bool = False) -> None:
