@@ -25,6 +25,8 @@ from plimsoll.diagnosis.tables.optimizer_states import (
     SECOND_MOMENTS,
     TOWARD_ZERO,
     added_decay,
+    lost_first_moments,
+    lost_second_moments,
     recorded_epsilon,
     spared_updates,
     without_a_zero,
@@ -163,7 +165,7 @@ class SecondMomentLost(Rule):
         spans: list[tuple[int, int, int]] = []
         shares = np.empty((0, 0))
         if cells is not None:
-            shares = self._shares(cells)
+            shares = lost_second_moments(cells)
             shares[[cells.names.index(name) for name in without_a_zero(view, cells)]] = np.nan  # they are true zeros
             # Where epsilon is zero too, the division is by zero: one sample is proof. So it is where moments are NaN at
             # all later samples.
@@ -228,23 +230,6 @@ class SecondMomentLost(Rule):
             "alarm", spots, evidence, until_step=max(view.last_step, first.step), collection="optimizer",
             meaning="Adam divides by zero where the square of a gradient is zero in FP16, which gives Inf or NaN.",
         )  # fmt: skip
-
-    def _shares(self, cells: Cells) -> Floats:
-        """Return the share of second moments that are zero though the first are not.
-
-        NaN in other cells than those of second moments.
-        """
-        zeros, count = cells.total_of("zeros"), cells.total_of("count")
-        place = {name: i for i, name in enumerate(cells.names)}
-        result = np.full(cells.shape, np.nan)
-        for i, name in enumerate(cells.names):
-            parameter, _, state = name.rpartition(":")
-            first = place.get(f"{parameter}:{SECOND_MOMENTS.get(state, '')}")
-            if first is not None:
-                with np.errstate(all="ignore"):
-                    lost = np.maximum(zeros[i] - zeros[first], 0) / (count[i] - zeros[first])
-                result[i] = np.where(count[i] > zeros[first], lost, 0.0)
-        return np.where(cells.finite > 0, result, np.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -642,19 +627,7 @@ class KeptNarrow(Rule):
         cells = view.cells("optimizer")
         if cells is None:
             return [], 0
-        zeros, count = cells.total_of("zeros"), cells.total_of("count")
-        place = {name: i for i, name in enumerate(cells.names)}
-        narrow = np.array([get_element(name, "diagnose").bits <= 8 for name in cells.formats])
-        is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
-        lost = np.full(cells.shape, np.nan)
-        for name, i in place.items():
-            parameter, _, state = name.rpartition(":")
-            first = place.get(f"{parameter}:{SECOND_MOMENTS.get(state, '')}")
-            if first is not None:
-                with np.errstate(all="ignore"):
-                    lost[first] = np.where(
-                        is_narrow[first], (zeros[first] - zeros[i]) / (count[first] - zeros[i]), np.nan
-                    )
+        lost = lost_first_moments(cells)
         spans = spells(lost > self.lost, ~np.isnan(lost), self.samples)
         return (worst(cells, spans, lost), last_of(cells, spans)) if spans else ([], 0)
 

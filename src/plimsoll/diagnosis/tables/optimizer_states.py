@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.wiring_facts import facts, groups_of, optimizer_settings, with_rate_of_zero
 from plimsoll.diagnosis.view import View
+from plimsoll.formats import get_element
 
 SECOND_MOMENTS = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
 # States that are named as those that hold what a narrow weight cannot, unless the weights show otherwise.
@@ -97,6 +98,44 @@ def _kept_in_state(view: View) -> set[str]:
     names = view.run.tensors.get("optimizer", ())
     split = (name.rpartition(":") for name in names)
     return {parameter for parameter, _, state in split if state.rpartition(".")[2] in _EXACT}
+
+
+def lost_second_moments(cells: Cells) -> Floats:
+    """Return the share of second moments that are zero though the first are not.
+
+    NaN in other cells than those of second moments.
+    """
+    zeros, count = cells.total_of("zeros"), cells.total_of("count")
+    result = np.full(cells.shape, np.nan)
+    for first, second in _pairs(cells):
+        with np.errstate(all="ignore"):
+            lost = np.maximum(zeros[second] - zeros[first], 0) / (count[second] - zeros[first])
+        result[second] = np.where(count[second] > zeros[first], lost, 0.0)
+    return np.where(cells.finite > 0, result, np.nan)
+
+
+def lost_first_moments(cells: Cells) -> Floats:
+    """Return the share of first moments in 8 bits that are zero though the second are not.
+
+    NaN in other cells than those of such first moments.
+    """
+    zeros, count = cells.total_of("zeros"), cells.total_of("count")
+    narrow = np.array([get_element(name, "diagnose").bits <= 8 for name in cells.formats])
+    is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
+    result = np.full(cells.shape, np.nan)
+    for first, second in _pairs(cells):
+        with np.errstate(all="ignore"):
+            lost = (zeros[first] - zeros[second]) / (count[first] - zeros[second])
+        result[first] = np.where(is_narrow[first], lost, np.nan)
+    return result
+
+
+def _pairs(cells: Cells) -> list[tuple[int, int]]:
+    """Return the places of the first and the second moments of each parameter that has both."""
+    place = {name: i for i, name in enumerate(cells.names)}
+    split = [(name.rpartition(":"), i) for name, i in place.items()]
+    firsts = [(place.get(f"{parameter}:{SECOND_MOMENTS.get(state, '')}"), i) for (parameter, _, state), i in split]
+    return [(first, second) for first, second in firsts if first is not None]
 
 
 # After the first step both moments are zero where the gradient is: one of the two that is not has been rounded.
