@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
@@ -33,6 +42,10 @@ def one_step(model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
     loss_of(model).backward()
     optimizer.step()
+
+
+def momentum(parameters: Any, lr: float) -> Any:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
 def of_schedules(path: Path) -> list[Finding]:
@@ -186,6 +199,155 @@ def test_a_metric_on_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert math.isnan(course.moved_away(1e-4, relative=True)) and kept.count == 4
 
 
+UNDEFINED: dict[str, tuple[list[Any], dict[str, Any], int, int]] = {  # metrics, arguments, step, metrics of NaN or Inf
+    "an overflow": ([math.inf] * 5, {}, 2, 3),
+    "from some call on": ([2.0, 1.5, *[math.nan] * 4], {}, 4, 3),
+    "of the other mode": ([0.5, *[-math.inf] * 4], {"mode": "max"}, 3, 3),
+    "as tensors": ([torch.tensor(1.0), *[torch.tensor(math.nan)] * 4], {}, 3, 3),
+    "without patience": ([2.0, math.nan, 1.5], {"patience": 0}, 1, 1),
+}  # fmt: skip
+
+
+@each("name", list(UNDEFINED))
+def test_a_schedule_whose_metrics_are_no_numbers_is_named(name: str, tmp_path: Path) -> None:
+    metrics, arguments, step, count = UNDEFINED[name]
+    (found,) = with_plateau(tmp_path / name, metrics, **arguments)
+    assert (found.severity, found.since_step, found.evidence["metrics"]) == ("warning", step, count)
+    assert "has lowered the rate" in phrase(tmp_path / name, found) and "NaN or Inf" in found.meaning
+
+
+@each(
+    "metrics",
+    [
+        [2.0, math.nan, math.nan, 1.9, 1.8, 1.7],  # one that comes in time
+        [2.0, math.nan, 2.0, 2.0, 2.0, 2.0],  # one of the four without improvement
+        [1.0, math.inf, math.inf, 1.2, 1.0, 1.0],
+    ],
+)
+def test_a_schedule_with_a_few_such_metrics_is_not(metrics: list[float], tmp_path: Path) -> None:
+    assert with_plateau(Path(tempfile.mkdtemp(dir=tmp_path)), metrics) == []
+
+
+def test_metrics_of_a_loss_that_is_nan_are_no_schedules_fault(tmp_path: Path) -> None:
+    event = wired("plateau undefined", 60, metrics=3)
+    for name, loss, found in (("broken", lambda s: math.nan if s > 58 else 1.0, 0), ("sound", lambda s: 1.0, 1)):
+        assert len(of_schedules(told(events=(event,), loss=loss).write(tmp_path / name))) == found, name
+
+
+# -- a schedule that begins again
+
+
+def again(
+    path: Path, schedule: Callable[[Any], Any], made_at: tuple[int, ...], *, steps: int = 40, every: int = 1,
+    make: Callable[..., Any] = torch.optim.Adam, then: Callable[[Any, Any, Any], Any] = lambda o, old, new: None,
+    watched_from_the_start: bool = False,
+) -> list[Finding]:  # fmt: skip
+    """What is said of a schedule that is made again at these steps."""
+    model = seeded_mlp()
+    optimizer = make(model.parameters(), lr=1e-2)
+    base = optimizer.param_groups[0]["lr"]
+    scheduler = None if watched_from_the_start else schedule(optimizer)
+    with pl.watch(model, optimizer, run=path, every=5, quiet=True):
+        scheduler = scheduler or schedule(optimizer)
+        for step in range(steps):
+            if step in made_at:
+                optimizer.param_groups[0]["lr"] = base
+                old, scheduler = scheduler, schedule(optimizer)
+                then(optimizer, old, scheduler)
+            one_step(model, optimizer)
+            if step % every == every - 1:
+                scheduler.step()
+    return [f for f in of_schedules(path) if f.evidence.get("cause") == "begins again"]
+
+
+def cosine(length: int) -> Callable[[Any], Any]:
+    return lambda o: CosineAnnealingLR(o, length)
+
+
+def warm_up(optimizer: Any) -> Any:
+    return LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 200))
+
+
+AGAIN: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], dict[str, Any], int]] = {
+    "a cosine at a resume": (cosine(40), (30,), {}, 30),
+    "seen from its making on": (cosine(40), (30,), {"watched_from_the_start": True}, 30),
+    "once an epoch": (cosine(20), (20,), {"every": 2}, 20),
+    "a line": (lambda o: LinearLR(o, 1.0, 0.1, 30), (12,), {}, 12),
+    "of one cycle": (lambda o: OneCycleLR(o, 1e-2, 60), (20,), {}, 20),
+    "a warm-up in each epoch": (warm_up, (10, 20, 30), {}, 20),
+    "of SGD with momentum": (cosine(40), (30,), {"make": momentum}, 30),
+}
+
+
+@each("name", list(AGAIN))
+def test_a_schedule_that_begins_again_before_its_end_is_named(name: str, tmp_path: Path) -> None:
+    schedule, made_at, arguments, since = AGAIN[name]
+    (found,) = again(tmp_path / name, schedule, made_at, **arguments)
+    assert (found.severity, found.since_step) == ("warning", since)
+    assert "was made again and starts over" in phrase(tmp_path / name, found)
+    assert "load_state_dict" in found.advice
+
+
+def loads(optimizer: Any, old: Any, new: Any) -> None:
+    rate = optimizer.param_groups[0]["lr"]
+    new.load_state_dict(old.state_dict())
+    optimizer.param_groups[0]["lr"] = old.get_last_lr()[0] if new.last_epoch else rate
+
+
+def starts_over(optimizer: Any, old: Any, new: Any) -> None:
+    optimizer.state.clear()
+
+
+NOT_AGAIN: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], dict[str, Any]]] = {
+    "its state is loaded": (cosine(40), (30,), {"then": loads}),
+    "it has come to its end": (cosine(20), (20,), {}),
+    "cycles by hand": (cosine(10), (10, 20, 30), {}),
+    "with restarts of its own": (lambda o: CosineAnnealingWarmRestarts(o, 10), (), {}),
+    "a warm-up once more": (warm_up, (20,), {}),
+    "that has come to its top": (lambda o: LambdaLR(o, lambda n: min(1.0, n / 8, (20 - n) / 20)), (12, 24), {}),
+    "in steps": (lambda o: MultiStepLR(o, [5, 10, 15]), (12,), {}),
+    "constant": (lambda o: LambdaLR(o, lambda n: 1.0), (10, 20, 30), {}),
+    "the optimizer begins again too": (cosine(40), (30,), {"then": starts_over}),
+    "cut in its first steps": (cosine(40), (4,), {}),
+}
+
+
+@each("name", list(NOT_AGAIN))
+def test_a_schedule_that_goes_on_or_has_ended_is_not(name: str, tmp_path: Path) -> None:
+    schedule, made_at, arguments = NOT_AGAIN[name]
+    assert again(tmp_path / name, schedule, made_at, **arguments) == []
+
+
+def test_two_phases_are_no_schedule_that_begins_again(tmp_path: Path) -> None:
+    made = iter([cosine(40), cosine(30), lambda o: LinearLR(o, 0.1, 1.0, 20)])
+
+    def phase(optimizer: Any) -> Any:
+        return next(made)(optimizer)
+
+    assert again(tmp_path / "run", phase, (15, 30), steps=50) == []
+
+
+def test_a_part_of_a_sequence_is_not_made_again(tmp_path: Path) -> None:
+    def sequence(optimizer: Any) -> Any:
+        return SequentialLR(optimizer, [cosine(30)(optimizer), cosine(30)(optimizer)], [10])
+
+    assert again(tmp_path / "run", sequence, (), watched_from_the_start=True) == []
+
+
+def test_rates_that_begin_again_are_not_called_the_square_of_the_rate(tmp_path: Path) -> None:
+    """A warm-up that is cut off at a hundredth has the square of a rate of 0.01 as its highest."""
+    model = seeded_mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with pl.watch(model, optimizer, run=tmp_path / "run", quiet=True):
+        for _ in range(4):
+            scheduler = LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 2000))
+            for _ in range(20):
+                one_step(model, optimizer)
+                scheduler.step()
+    (found,) = of_schedules(tmp_path / "run")
+    assert found.evidence["cause"] == "begins again" and found.since_step == 40
+
+
 # -- a rate that is multiplied by itself
 
 
@@ -208,10 +370,6 @@ def with_rates(
     with pl.watch(model, optimizer, run=path, every=5, quiet=True):
         train(before, before + steps)
     return of_schedules(path)
-
-
-def momentum(parameters: Any, lr: float) -> Any:
-    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
 SQUARED: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {

@@ -335,6 +335,11 @@ FAULTS = [
           "schedule-misread", "warning", first=60),
     fault("a rate times itself",
           told(events=(wired("rate squared", 20, base=3e-3, highest=9e-6, steps=20),)), "schedule-misread", "warning"),
+    fault("a plateau of no numbers", told(events=(wired("plateau undefined", 60, metrics=4),)), "schedule-misread",
+          "warning", first=60),
+    fault("a schedule made in each epoch",
+          told(events=(wired("schedule again", 44, began_at=40, moves=20, before=1e-4, rate=5e-6, length=0),)),
+          "schedule-misread", "warning", first=40),
     fault("a decay of AdamW given to Adam",
           told(events=(wired("decay added", 0, groups=[{"decay": 0.1, "parameters": [f"{A}.weight"]}]),),
                weight_std=of_layer(A, lambda name, s: 2.0**-5 * (0.07 + 0.93 / (1 + s / 20)), constant(2.0**-5)),
@@ -496,7 +501,9 @@ WORDS: Mapping[str, str] = {
     "state-cleared": r"the state of .* is cleared every 4 steps or so",
     "decay-dominates": r"the weight decay of 0\.1 that AdamW adds to the gradients has rivalled them in",
     "schedule-misread": r"the schedule of AdamW waits for the metric to fall, and it has risen .*\(0\.31 to 0\.82\)"
-    r"|the schedule has multiplied the rate of AdamW by itself since step 0: it was 9",
+    r"|the schedule has multiplied the rate of AdamW by itself since step 0: it was 9"
+    r"|the schedule of AdamW has lowered the rate since step 60 after 4 metrics of NaN or Inf"
+    r"|the schedule of AdamW was made again and starts over since step 40: its rate goes from 0\.0001 back to 5",
     "schedule-past-end": r"the rate of AdamW had come to its end and rises again since step 60",
     "average-stuck": r"rounding to BF16 (keeps the average .* where it was|has stopped the count in)",
     "symmetric-weights": r"the units of .* are copies of each other",

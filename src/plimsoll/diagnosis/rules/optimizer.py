@@ -20,7 +20,6 @@ from plimsoll.diagnosis.rules.base import (
     threshold,
     worst,
 )
-from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
 from plimsoll.diagnosis.tables.optimizer_states import (
     SECOND_MOMENTS,
     TOWARD_ZERO,
@@ -31,6 +30,7 @@ from plimsoll.diagnosis.tables.optimizer_states import (
     spared_updates,
     without_a_zero,
 )
+from plimsoll.diagnosis.tables.rounded_numbers import rounded_whole_numbers, spacing, stalled_sums
 from plimsoll.diagnosis.tables.wiring_facts import (
     ROUNDED_GRADIENTS,
     facts,
@@ -57,6 +57,7 @@ _UNEVEN_CODES = (
     "Keep the second moments in FP32, or in codes that have an exponent. Evenly spaced ones hold no small values: the "
     "root of a value below half a step is zero, and the update explodes."
 )
+_AGAIN, _NO_METRIC = "begins again", "metric undefined"
 _NO_ZERO = "first moments without a zero"
 
 
@@ -426,11 +427,14 @@ class SchedulePastEnd(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleMisread(Rule):
-    """A schedule that lowers the rate while its metric improves, or multiplies the rate by itself."""
+    """A schedule that misreads its metric or has none, multiplies the rate by itself, or begins again too early."""
 
     id = "schedule-misread"
-    says = "a schedule lowers the rate while its metric improves, or multiplies the rate by the rate itself"
-    meaning = "The learning rate is far smaller than it is meant to be."
+    says = (
+        "a schedule lowers the rate while its metric improves or is no number, multiplies the rate by the rate itself, "
+        "or begins again before its end"
+    )
+    meaning = "The learning rate is far from what it is meant to be."
     advice = "Look at what the schedule is given, and what its function returns."
     figure = "loss_and_scale"
     items = {
@@ -438,15 +442,22 @@ class ScheduleMisread(Rule):
         "now": EvidenceItem("Mean of the last metrics"),
         "base": EvidenceItem("Rate that was given"),
         "highest": EvidenceItem("Highest rate"),
+        "metrics": EvidenceItem("Metrics of NaN or Inf"),
+        "moves": EvidenceItem("Rates before it began again"),
+        "before": EvidenceItem("Rate before"),
+        "rate": EvidenceItem("Rate after"),
     }
 
     metrics: float = threshold(4, "calls; none of their metrics is better than the first by the schedule's mode")
     away: float = threshold(0.1, "of the first metric, in the mean of the last `patience` (at least 3): less is noise")
     steps: float = threshold(20, "of the optimizer, after which the rate has come down from its highest")
     base: float = threshold(0.1, "rates from here on may be meant as a part of the function's, as 1 is")
+    moves: float = threshold(5, "rates on end that are those of the start, bit for bit: no other schedule has them")
 
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each schedule."""
+        yield from self._again(view)
+        yield from self._without_metric(view)
         for event in facts(view, "plateau misread"):
             first, now = (float(str(event.details.get(name, "nan"))) for name in ("first", "now"))
             count, falls = int(str(event.details.get("metrics", 0))), event.details.get("mode") == "min"
@@ -472,9 +483,53 @@ class ScheduleMisread(Rule):
                     advice="Let the function return a factor, 1 for the full rate; or give the optimizer lr=1.",
                 )  # fmt: skip
 
+    # NaN and Inf are no better than any metric before, so the schedule counts them as no improvement. Where the loss
+    # itself is broken, that is the finding.
+    def _without_metric(self, view: View) -> Iterator[Finding]:
+        """Yield one finding for each schedule that has lowered a rate since its metrics are no numbers."""
+        for event in facts(view, "plateau undefined"):
+            steps, loss = view.scalar("loss")
+            if not np.isfinite(loss[steps <= event.step][-_SOME:]).all():
+                continue
+            evidence = {**_names_in(event), "cause": _NO_METRIC, "metrics": int(str(event.details.get("metrics", 0)))}
+            yield self.since_event(
+                "warning", event, view, evidence,
+                meaning="ReduceLROnPlateau has lowered the rate because its metric is NaN or Inf, which never is an "
+                "improvement. The losses of the steps are finite.",
+                advice="Look at how the metric is computed: a sum in FP16 is Inf past 65,504, a mean of none NaN.",
+            )  # fmt: skip
+
+    def _again(self, view: View) -> Iterator[Finding]:
+        """Yield one finding for each optimizer whose schedule has begun again before its end."""
+        for event in facts(view, "schedule again"):
+            numbers = {name: float(str(event.details.get(name, "nan"))) for name in ("moves", "before", "rate")}
+            if numbers["moves"] >= self.moves:
+                yield self.finding(
+                    "warning", (), {**_names_in(event), "cause": _AGAIN, **numbers},
+                    since_step=int(str(event.details.get("began_at", event.step))),
+                    until_step=max(view.last_step, event.step),
+                    meaning="The schedule was made again before it had come to its end, and begins at its start, while "
+                    "the optimizer goes on.",
+                    advice="Make the schedule once, before the loop over epochs. At a resume, load its state as the "
+                    "optimizer's: scheduler.load_state_dict.",
+                )  # fmt: skip
+
     def phrase(self, context: FindingContext) -> Phrase:
         """Return what the schedule does with the rate."""
         name = context.text("optimizer")
+        if context.text("cause") == _AGAIN:
+            before, rate = number(context.number("before")), number(context.number("rate"))
+            return Phrase(
+                what=f"the schedule of {name} was made again and starts over {context.since}: its rate goes from "
+                f"{before} back to {rate}",
+                remedy="make it once, and load its state at a resume",
+            )
+        if context.text("cause") == _NO_METRIC:
+            return Phrase(
+                what=f"the schedule of {name} has lowered the rate {context.since} after "
+                f"{context.number('metrics'):,.0f} metrics of NaN or Inf",
+                remedy="look at how its metric is computed",
+            )
         if "mode" not in context.finding.evidence:
             highest, base = number(context.number("highest")), number(context.number("base"))
             return Phrase(
@@ -647,30 +702,16 @@ class KeptNarrow(Rule):
             advice="Leave integers out when a batch or a model's input is cast to a narrow format.",
         )  # fmt: skip
 
-    # Numbers that are added one by one are lost once they are less than half a unit in the last place of the sum. That
-    # unit doubles at each power of two, so there the sums stop: the least and the largest of them are powers of two at
-    # each sample. Sums of equal lengths may be too, and are exact.
     def _stalled_sums(self, view: View) -> Iterator[Finding]:
         """Yield one finding of the outputs that are sums over many values, stopped at powers of two."""
         cells = view.cells("activations")
         if cells is None:
             return
-        digits = _digits(cells)
-        with np.errstate(all="ignore"):
-            count, added = cells.total_of("count"), cells.total_of("abssum")
-            lowest, highest = -cells.highest(-cells.columns["absmin"]), cells.highest(cells.columns["absmax"])
-            powers = (np.frexp(lowest)[0] == 0.5) & (np.frexp(highest)[0] == 0.5)
         spans: list[tuple[int, int, int]] = []
-        for _, into, out in module_ends(cells):
-            with np.errstate(all="ignore"):
-                many = count[into] >= 2.0 ** digits[out] * count[out]
-                large = lowest[out] >= added[into] / count[into] * 2.0 ** digits[out]
-                kept = added[out] / added[into]
-            inexact = (np.abs(kept - 1) > 2.0 ** -(digits[out] + 2)) & (np.abs(kept - 1) < self.off)
-            there = powers[out] & many & large & inexact & (digits[out] > 0) & (count[out] >= self.values)
+        for out, there in stalled_sums(cells, values=self.values, off=self.off):
             spans += [(out, a, b) for _, a, b in spells(there[None], cells.recorded[[out]], self.samples)]
         if spans:
-            spots, until = worst(cells, spans, highest), last_of(cells, spans)
+            spots, until = worst(cells, spans, cells.highest(cells.columns["absmax"])), last_of(cells, spans)
             kind = cells.format_of(spots[0].name)
             evidence = {
                 "cause": "sums stop at powers of two",
@@ -685,36 +726,16 @@ class KeptNarrow(Rule):
                 advice="Add in FP32, or with one torch.sum, which adds in FP32 and rounds once.",
             )  # fmt: skip
 
-    # The sum and the sum of squares of whole numbers are whole. A tensor of the same number of values and nearly the
-    # same sums, in 16 bits, is what they were cast to.
     def _whole_numbers(self, view: View) -> Iterator[Finding]:
         """Yield one finding of whole numbers that a cast made the same as their neighbours."""
         cells = view.cells("activations")
         if cells is None:
             return
-        digits, top = _digits(cells), cells.highest(cells.columns["absmax"])
-        sums = [cells.total_of(name) for name in ("sum", "abssum", "sumsq")]
-        with np.errstate(all="ignore"):
-            whole = (digits == 0) & (cells.total_of("count") >= self.values) & (top == np.rint(top))
-            for each in sums:
-                whole &= each == np.rint(each)
         spans: list[tuple[int, int, int]] = []
-        for source in np.flatnonzero(np.count_nonzero(whole, axis=1) >= self.samples).tolist():
-            for place in np.flatnonzero((digits > 0).any(axis=1)).tolist():
-                with np.errstate(all="ignore"):
-                    lost = 2.0 ** -digits[place]
-                    same = (cells.total_of("count")[place] == cells.total_of("count")[source]) & (
-                        top[source] * lost >= 4.0  # every second number and more is lost there
-                    )
-                    for each in sums:
-                        same &= np.abs(each[place] - each[source]) <= lost * np.abs(each[source])
-                    rounded = sums[2][place] != sums[2][source]
-                holds = whole[source] & same & rounded
-                spans += [(place, a, b) for _, a, b in spells(holds[None], cells.recorded[[place]], self.samples)]
+        for place, holds in rounded_whole_numbers(cells, values=self.values, samples=int(self.samples)):
+            spans += [(place, a, b) for _, a, b in spells(holds[None], cells.recorded[[place]], self.samples)]
         if spans:
-            with np.errstate(all="ignore"):
-                apart = np.exp2(np.floor(np.log2(top)) - digits)
-            spots = sorted(worst(cells, spans, apart), key=lambda spot: cells.names.index(spot.name))
+            spots = sorted(worst(cells, spans, spacing(cells)), key=lambda spot: cells.names.index(spot.name))
             kind, most = cells.format_of(spots[0].name), max(spot.value for spot in spots)
             evidence = {"cause": "whole numbers rounded", "format": kind, "first": spots[0].name, "apart": most}
             yield self.finding(
@@ -736,13 +757,6 @@ class KeptNarrow(Rule):
         if "lost" in event.details:
             evidence["lost"] = _share(event)
         return self.since_event(severity, event, view, evidence, meaning=meaning, advice=advice)
-
-
-def _digits(cells: Cells) -> Floats:
-    """Return the mantissa bits of each cell's format. 0: wider than 16 bits, or not recorded."""
-    formats = [get_element(name, "diagnose") for name in cells.formats]
-    bits = np.array([fmt.mantissa_bits if fmt.bits <= 16 else 0 for fmt in formats], dtype=np.float64)
-    return np.nan_to_num(cells.highest(bits[cells.format]))
 
 
 # A training that diverges has metrics that get worse too, and its schedule is right to lower the rate.

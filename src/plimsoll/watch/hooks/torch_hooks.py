@@ -8,6 +8,7 @@ They are installed with the first listener and removed with the last:
   of any other scaler that a watch was given;
 - the norm of gradients that `torch.nn.utils.clip_grad_norm_` takes;
 - `step` of `torch.optim.lr_scheduler.ReduceLROnPlateau`: the metric, and whether a rate was lowered;
+- construction of any other `torch.optim.lr_scheduler.LRScheduler`;
 - `replay` of `torch.cuda.CUDAGraph`: what was captured with taps in it runs again;
 - `skip_nnmodule_hook_guards` of torch's compiler is off: with it, a model with taps would run a graph that was
   compiled for another of its class without;
@@ -30,7 +31,7 @@ from types import FrameType, TracebackType
 from typing import Any, cast
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from plimsoll.runs.writing import signal_deferral
@@ -76,6 +77,9 @@ class TrainingEvents:
 
     def plateau_steps(self, scheduler: Any, metric: Any, lowered: bool) -> None:
         """A `ReduceLROnPlateau` has taken a metric, and may have lowered a rate."""
+
+    def schedule_made(self, scheduler: Any) -> None:
+        """A schedule of learning rates was made, and has set the first rates."""
 
     def gradients_divided(self, stage: Any, microbatches: int) -> None:
         """A pipeline's stage has divided its gradients by the number of microbatches."""
@@ -178,6 +182,7 @@ def _install() -> None:
     _patch_backward()
     _patch_norm()
     _wrap(ReduceLROnPlateau, "step", _taking_metric(ReduceLROnPlateau.step), _undo)
+    _wrap(LRScheduler, "__init__", _being_made(LRScheduler.__init__), _undo)
     _patch_excepthook()
     _patch_compiler()
     if torch.cuda.is_available():
@@ -266,6 +271,15 @@ def _taking_metric(original: Any) -> Any:
         return result
 
     return step
+
+
+def _being_made(original: Any) -> Any:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  (the name of what it wraps)
+        original(self, *args, **kwargs)
+        _notify("schedule_made", self)
+
+    return __init__
 
 
 def _rates_of(scheduler: Any) -> list[float]:

@@ -4,11 +4,12 @@ Rates are read from the parameter groups before each step of an optimizer:
 
 - a rate that is 0, NaN, Inf or next to nothing, and weight decay that 16-bit weights lose;
 - a rate that has come to its end and rises again;
-- a rate whose highest value is the square of the one that the optimizer was given.
+- a rate whose highest value is the square of the one that the optimizer was given;
+- rates that begin again, as they were at first, with a schedule that was made again before the first one's end.
 
 `ReduceLROnPlateau` reports each of its calls. One that lowers a rate, and whose metric has moved only the other way
-since the first call, may wait for the wrong direction. Adams that add much weight decay to the gradients are recorded
-too.
+since the first call, may wait for the wrong direction. One whose last metrics were NaN or Inf waits for nothing. Adams
+that add much weight decay to the gradients are recorded too.
 """
 
 import copy
@@ -37,6 +38,9 @@ _AWAY = 0.1  # of the first metric, by which the last ones lie on the side that 
 _SETTLED_STEPS = 20  # after which a highest rate is judged
 _LARGEST_BASE = 0.1  # 0.1 and more, squared, may be a rate that is meant; so may a base of 1
 _SAME = 1e-6  # relative
+_ALIKE = 5  # different rates on end that are those of the start, bit for bit: no other schedule has them
+_LENGTHS = ("T_max", "total_steps", "total_iters")  # calls after which a schedule has come to its end
+_TIMES = 2  # that a schedule without a length has begun again in the middle of its rise
 _MUCH_DECAY = 0.01  # what is usual where it is taken from the weights; added to gradients, 1e-4 is
 # These add decay to the gradients unless they are asked to take it from the weights. AdamW is a class of its own.
 _ADAPTIVE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
@@ -62,10 +66,58 @@ class RateCourse:
         return self.lowest < _ENDED * self.peak and rate > _AGAIN * self.peak
 
 
+# Warm restarts have a schedule of their own, or one that comes to its end before it is made again.
+class Beginnings:
+    """The first rates of an optimizer's schedule, and those of one that is made for it later."""
+
+    def __init__(self) -> None:
+        self.first: list[float] = []  # the first rates of all that differ from the one before
+        self._present: list[float] | None = None  # those of the schedule that was made last
+        self._moves = 0  # of the rate, with the present schedule
+        self._rises = True
+        self._last = math.nan
+        self.cut = (0, 0, math.nan)  # the schedule before: its moves, its length, and its last rate
+        self.began_at = 0
+        self.times = 0  # that it has begun again before its end
+
+    def made(self, scheduler: Any, step: int) -> None:
+        """Note a schedule that was made at this step."""
+        length = next((n for name in _LENGTHS if isinstance(n := getattr(scheduler, name, None), int)), 0)
+        early = self._moves + 1 < length if length else self._rises and len(self.first) > 1
+        if self._moves:
+            self._present = list[float]() if early else None
+            self.cut, self.began_at = (self._moves, length, self._last), step
+            self._moves, self._rises, self._last = 0, True, math.nan
+
+    def begin_again(self, rate: float, *, is_new: bool) -> bool:
+        """Take the rate of a step; return True if it is now clear that the schedule has begun again, too early.
+
+        `is_new`: the optimizer has no state. It begins again too, as it should with its schedule.
+        """
+        if is_new and not self._moves:
+            self._present = None
+        if rate == self._last:
+            return False
+        self._rises &= not rate < self._last
+        self._last = rate
+        self._moves += 1
+        if self._present is None:
+            if len(self.first) < _ALIKE and not self.cut[0]:
+                self.first.append(rate)
+            return False
+        self._present.append(rate)
+        if len(self._present) < _ALIKE:
+            return False
+        alike, self._present = self._present == self.first, None
+        self.times += alike
+        return alike and self.times == (1 if self.cut[1] else _TIMES)
+
+
 class Rates:
     """Rates and decays of one optimizer, from step to step."""
 
     def __init__(self) -> None:
+        self.beginnings = Beginnings()
         self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
         self.first = RateCourse()  # of the first group
         self.highest: list[float] = []  # the highest rate of each
@@ -87,6 +139,7 @@ class MetricCourse:
         self.first = self.best = math.nan
         self.last: deque[float] = deque(maxlen=window)
         self.coming: deque[float | DeviceValue] = deque()  # not on the host yet
+        self.undefined = 0  # of the last metrics on end: NaN or Inf
         self.is_said = False
 
     def take(self, metric: object) -> None:
@@ -98,6 +151,7 @@ class MetricCourse:
 
     def _settle(self, metric: "float | DeviceValue") -> None:
         value = float(resolved(metric) or 0.0)
+        self.undefined = 0 if math.isfinite(value) else self.undefined + 1
         if math.isnan(self.first):
             self.first = self.best = value
             return
@@ -112,6 +166,11 @@ class MetricCourse:
         kept.last, kept.coming = self.last.copy(), self.coming.copy()
         return kept
 
+    def settle(self) -> None:
+        """Read the metrics that are still to come. May wait for a device."""
+        while self.coming:
+            self._settle(self.coming.popleft())
+
     def moved_away(self, threshold: float, *, relative: bool) -> float:
         """Return the mean of the last metrics if they lie on the other side of the first. May wait for a device.
 
@@ -121,8 +180,7 @@ class MetricCourse:
             threshold: The least change that counts for the schedule.
             relative: Whether that is a share of the first metric.
         """
-        while self.coming:
-            self._settle(self.coming.popleft())
+        self.settle()
         if len(self.last) < (self.last.maxlen or 0) or self.best != self.first:
             return math.nan
         mean, size = math.fsum(self.last) / len(self.last), abs(self.first)
@@ -164,7 +222,10 @@ class Schedules:
                 key=f"rate rises again: {name}", optimizer=name, lowest_at=at, rate=first,
                 lowest=rates.first.lowest, peak=rates.first.peak,
             )  # fmt: skip
-        self._look_for_squares(groups, name, rates)
+        if isinstance(first, float) and rates.beginnings.begin_again(first, is_new=not optimizer.state):
+            self._say_again(name, rates.beginnings)
+        if not rates.beginnings.cut[0]:  # else the rate may have come down by beginning again
+            self._look_for_squares(groups, name, rates)
         self._look_at_groups(optimizer, name, rates)
 
     def _look_at_groups(self, optimizer: Any, name: str, rates: Rates) -> None:
@@ -187,6 +248,19 @@ class Schedules:
         self._core.say(
             "wiring", f"{name}: {bad or 'as usual'}", fact="groups", optimizer=name, groups=groups, of=len(now)
         )
+
+    def made(self, scheduler: Any, rates: Rates) -> None:
+        """Note that a schedule was made for an optimizer."""
+        rates.beginnings.made(scheduler, self._core.step + bool(rates.steps))
+
+    def _say_again(self, name: str, beginnings: Beginnings) -> None:
+        moves, length, rate = beginnings.cut
+        of = f" of {length:,}" if length else ""
+        self._say(
+            "schedule again", f"the schedule of {name} was made again after {moves:,}{of} rates, and starts over",
+            key=f"schedule again: {name}", optimizer=name, began_at=beginnings.began_at, moves=moves, length=length,
+            before=rate, rate=beginnings.first[0],
+        )  # fmt: skip
 
     # LambdaLR multiplies `initial_lr` by what its function returns, which is to be a factor. If that is the rate, the
     # highest is `initial_lr` squared. A warm-up may begin there (from 1e-6 to 1e-3), so the rate has to have come down
@@ -222,7 +296,7 @@ class Schedules:
             self._say("decay added", message, key=f"decay added: {name}", optimizer=name, groups=listed)
 
     def plateau_steps(self, scheduler: Any, metric: object, name: str, *, lowered: bool) -> None:
-        """Take a call of `ReduceLROnPlateau`, and record one that waits for the wrong direction.
+        """Take a call of `ReduceLROnPlateau`; record one that waits for the wrong direction, or has no metric.
 
         Args:
             scheduler: The schedule, after the call.
@@ -245,7 +319,17 @@ class Schedules:
         snapshot = course.snapshot()
         threshold, is_relative = float(scheduler.threshold), scheduler.threshold_mode == "rel"
 
+        patience = int(scheduler.patience)
+
         def produce() -> list[Record]:
+            snapshot.settle()
+            if snapshot.undefined > patience and not course.is_said:
+                course.is_said = True
+                message = (
+                    f"ReduceLROnPlateau lowers the rate of {name} after {snapshot.undefined} metrics of NaN or Inf"
+                )
+                details = {"fact": "plateau undefined", "optimizer": name, "metrics": snapshot.undefined}
+                return [Event(step=step, kind="wiring", message=message, details=details)]
             mean = snapshot.moved_away(threshold, relative=is_relative)
             if math.isnan(mean) or course.is_said:
                 return []

@@ -22,7 +22,8 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - a log softmax over the rows of a batch, outputs that are paired with all targets, and the classes of a cross entropy;
 - a loss of log probabilities that gets others, and targets that the function before the loss cannot reach;
 - targets of one class a batch, or that are the model's own input (`targets`);
-- schedules that lower a rate while it is needed, or raise it past their end, and added weight decay (`schedules`);
+- schedules that lower a rate while it is needed, raise it past their end, or begin again too early, and added weight
+  decay (`schedules`);
 - casts of weights that autocast keeps from before the last step;
 - the state of an optimizer that is cleared, or begun again, every few steps;
 - averages of weights that rounding keeps where they are (`averages`).
@@ -473,6 +474,13 @@ class Wiring(torch_hooks.TrainingEvents):
         known = None if self._idle() else self._meet(innermost(scheduler.optimizer))
         if known is not None:
             self._schedules.plateau_steps(scheduler, metric, known.name, lowered=lowered)
+
+    @contained
+    def schedule_made(self, scheduler: Any) -> None:
+        """A schedule of learning rates was made."""
+        known = None if self._idle() else self._meet(innermost(scheduler.optimizer))
+        if known is not None:
+            self._schedules.made(scheduler, known.rates)
 
     # -- what is said
 
