@@ -158,6 +158,112 @@ def test_an_autoencoder_puts_out_what_it_is_given(tmp_path: Path) -> None:
     assert language(tmp_path / "all places", "all", torch.Tensor.clone) == []
 
 
+# -- an attention that sees the targets
+
+
+class Sees(nn.Module):
+    """Tokens in, scores of each place out, by an attention that is masked in some way."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.tokens, self.head = how, nn.Embedding(9, 16), nn.Linear(16, 9)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.1, batch_first=how != "places first")
+        self.gru, self.router = nn.GRU(16, 16, batch_first=True), nn.Linear(16, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x)
+        return self.head(self.mixed(h).reshape(*x.shape, 16))
+
+    def mixed(self, h: Tensor) -> Tensor:
+        q, above = h[:, None], torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).triu(1)
+        other = self.head.weight[:1, None].expand(len(h), 16, 16)
+        attention = functional.scaled_dot_product_attention
+        keys = torch.ones(1, 1, 1, 16, dtype=torch.bool)
+        ways: dict[str, Callable[[], Tensor]] = {
+            "layer": lambda: self.layer(h),
+            "places first": lambda: self.layer(h),
+            "layer, causal": lambda: self.layer(h, src_mask=above, is_causal=True),
+            "weights": lambda: self.attention(h, h, h, need_weights=True)[0],
+            "by hand": lambda: (q @ q.mT / 4).softmax(-1) @ q,
+            "by hand, almost masked": lambda: (q @ q.mT / 4).masked_fill(above, 1e-9).softmax(-1) @ q,
+            "by hand, causal": lambda: (q @ q.mT / 4 + above.float() * -1e9).softmax(-1) @ q,
+            "keys masked": lambda: attention(q, q, q, attn_mask=keys),
+            "mask with a wrong sign": lambda: attention(q, q, q, attn_mask=above.float() * 1e9),
+            "causal": lambda: attention(q, q, q, is_causal=True),
+            "one place back": lambda: attention(q, q, q, attn_mask=~above & torch.ones_like(above).triu(-1)),
+            "a router": lambda: self.gru(h)[0] * self.router(h).softmax(-1),
+            "an encoder of others": lambda: self.gru(h)[0] + attention(other, other, other),
+        }
+        return ways.get(self.how, lambda: attention(q, q, q))()
+
+
+def seen(path: Path, how: str, targets: Callable[[Tensor], Tensor], *, cut: bool = False) -> list[Finding]:
+    model = Sees(how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(_: int) -> None:
+        x = torch.randint(8, (4, 16))
+        y, scores = targets(x), model(x.T).transpose(0, 1) if how == "places first" else model(x)
+        scores, y = (scores[:, :-1], y[:, :-1]) if cut else (scores, y)
+        optimizer.zero_grad()
+        if how == "in another shape":
+            functional.cross_entropy(scores.transpose(1, 2), y).backward()
+        elif how == "places first":  # flat, as that model's tutorial has it
+            functional.cross_entropy(scores.transpose(0, 1).flatten(0, 1), y.T.flatten()).backward()
+        else:
+            functional.cross_entropy(scores.flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+
+    return [f for f in watched(path, model, optimizer, step, 6) if f.rule == "targets-repeat-inputs"]
+
+
+OPEN = [
+    "all", "layer", "places first", "weights", "by hand", "by hand, almost masked", "keys masked", "in another shape",
+    "mask with a wrong sign",
+]  # fmt: skip
+
+
+@each("how", OPEN)
+def test_an_attention_that_sees_the_targets_is_named(how: str, tmp_path: Path) -> None:
+    (found,) = seen(tmp_path / how, how, shifted)
+    assert (found.severity, found.evidence["cause"], found.since_step) == ("warning", "next seen", 0)
+    assert "is_causal=True" in found.advice
+
+
+def test_targets_without_the_last_place_are_seen_too(tmp_path: Path) -> None:
+    (found,) = seen(tmp_path / "run", "all", shifted, cut=True)
+    assert found.evidence["cause"] == "next seen"
+
+
+@each(
+    "how",
+    ["causal", "layer, causal", "by hand, causal", "one place back", "a router", "an encoder of others"],
+)
+def test_an_attention_that_does_not_see_the_targets_is_not(how: str, tmp_path: Path) -> None:
+    assert seen(tmp_path / how, how, shifted) == []
+
+
+def marked(x: Tensor) -> Tensor:
+    """Targets at a few places, as of masked tokens; the other places are left out."""
+    return torch.where(torch.rand(x.shape) < 0.3, x.roll(-3, dims=1), -100)
+
+
+@each(
+    ("kind", "targets"),
+    [
+        ("of other places", lambda x: x.roll(2, dims=1)),
+        ("masked tokens", marked),
+        ("classes of the tokens", lambda x: x % 3),
+        ("one token for all", lambda x: x.zero_().clone()),
+        ("nearly the next", lambda x: torch.where(torch.rand(x.shape) < 0.8, shifted(x), 8)),
+    ],
+)
+def test_other_targets_may_be_seen(kind: str, targets: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    assert [f for f in seen(tmp_path / kind, "all", targets) if f.evidence["cause"] == "next seen"] == []
+
+
 def padded(x: Tensor, places: int) -> Tensor:
     """The next tokens, and token 8 at the last places, where the model is given it too."""
     x[:, -places:] = 8

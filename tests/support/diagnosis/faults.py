@@ -264,6 +264,8 @@ FAULTS = [
           "targets-out-of-reach", "warning", first=2),
     fault("targets that are not shifted", told(events=(wired("not shifted", 0, share=0.04, token=1),)),
           "targets-repeat-inputs", "warning"),
+    fault("targets that attention sees", told(events=(wired("next seen", 0, share=0.0, token=0),)),
+          "targets-repeat-inputs", "warning"),
     fault("targets that are padding", told(events=(wired("padding counted", 0, share=0.9375, token=31),)),
           "targets-repeat-inputs", "warning"),
     fault("batches sorted by class", told(events=(wired("one class", 90, batches=8, of=10, classes=7),)),
@@ -477,7 +479,8 @@ WORDS: Mapping[str, str] = {
     "loss-unbounded": r"the loss falls without bound, from .* to -",
     "loss-wrong-axis": r"a softmax over the 32 rows of a batch|32 outputs with 32 targets of another shape",
     "targets-out-of-reach": r"targets out of reach of a (ReLU|tanh) before it",
-    "targets-repeat-inputs": r"the model's own input tokens, at the same places|94 % of the targets are token 31",
+    "targets-repeat-inputs": r"the model's own input tokens, at the same places|94 % of the targets are token 31"
+    r"|the targets are the tokens at the next places, and attention sees them",
     "batches-of-one-class": r"8 of 10 sampled batches had targets of one class",
     "loss-at-chance": r"has stayed at 2\.3\d*, which guessing costs|was 60 at step 0, where guessing costs 2\.3",
     "spike-forerunner": r"an update of .* was \d+ times its usual size",

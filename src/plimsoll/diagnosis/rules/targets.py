@@ -17,7 +17,12 @@ from plimsoll.text import percent
 # Facts of the watch, and causes in the evidence.
 _ROWS, _PAIRS = "softmax over rows", "pairs"
 _NO_LOGARITHMS = "no logarithms"
-_NOT_SHIFTED, _PADDING = "not shifted", "padding counted"
+_NOT_SHIFTED, _PADDING, _SEEN = "not shifted", "padding counted", "next seen"
+_OF_THE_NEXT = (
+    "The targets are the tokens at the next places, and attention has no causal mask: the model sees the token that it "
+    "is to predict, and learns to copy it. The loss says nothing of what it can predict."
+)
+_CAUSAL = "Let each place see those before it alone: is_causal=True, or a mask that is -inf above the diagonal."
 _OF_PADDING = (
     "Most of the targets that count in the loss are one token, at places where the model is given that token too: "
     "padding. The loss is mostly of places that mean nothing, and so are the gradients."
@@ -151,10 +156,13 @@ class ProbabilitiesAsLogits(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetsRepeatInputs(Rule):
-    """A cross entropy whose targets are the tokens that the model is given."""
+    """A cross entropy whose targets are tokens that the model is given, or sees."""
 
     id = "targets-repeat-inputs"
-    says = "the targets of a causal language model are its own inputs, or most of those that count are padding"
+    says = (
+        "the targets of a language model are its own inputs, or tokens that its attention sees, or most of those that "
+        "count are padding"
+    )
     meaning = (
         "The model is to put out the token that it is given at each place, and not the one after it: it learns to copy."
     )
@@ -166,8 +174,12 @@ class TargetsRepeatInputs(Rule):
 
     # Where attention looks at all places, targets may well be inputs: an autoencoder puts out what it is given.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of targets that were not shifted, one of padding."""
-        for fact, meaning, advice in ((_NOT_SHIFTED, None, None), (_PADDING, _OF_PADDING, _LEAVE_OUT)):
+        """Yield one finding of targets that were not shifted, one of those that are seen, one of padding."""
+        for fact, meaning, advice in (
+            (_NOT_SHIFTED, None, None),
+            (_SEEN, _OF_THE_NEXT, _CAUSAL),
+            (_PADDING, _OF_PADDING, _LEAVE_OUT),
+        ):
             event = _first_of(view, fact, self.batches)
             if event is not None:
                 share = float(cast("float", event.details.get("share", 0.0))) if fact == _PADDING else 0.0
@@ -182,6 +194,12 @@ class TargetsRepeatInputs(Rule):
                 what=f"{share} of the targets are token {token}, which is the input there too, seen {context.since}",
                 effect="so the loss is mostly of padding",
                 remedy="give the loss ignore_index",
+            )
+        if context.text("cause") == _SEEN:
+            return Phrase(
+                what=f"the targets are the tokens at the next places, and attention sees them, {context.since}",
+                effect="so the model copies what it is to predict",
+                remedy="give attention a causal mask",
             )
         return Phrase(
             what=f"the targets are the model's own input tokens, at the same places, seen {context.since}",

@@ -34,6 +34,14 @@ _BOUNDED = {
     "SoftmaxBackward0": ("softmax", 0.0, 1.0),
 }
 _SAME_ORDER = re.compile("(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|ToCopy|Clone)Backward\\d")
+_ATTENTION = re.compile(r"(ScaledDotProduct\w*|(Safe)?Softmax)Backward0")
+_OF_BATCHES = re.compile(r"(Bmm|Baddbmm)Backward0")  # products of two batches of matrices
+_OF_SCORES = re.compile(
+    "(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|Expand|ToCopy|Clone|Mul|Div|Add|Sub|MaskedFill|Where)"
+    r"Backward\d"
+)
+_ATTENTIONS = 2  # behind a loss whose weights or masks are read
+_MASKED = -1e3  # that is added to a score: what is less leaves no weight
 _PAIRS = re.compile("(Sub|Rsub|Mul|Div|Add|Expand)Backward\\d")  # operations that broadcast what they are given
 
 # The number of the backward that runs on this thread, -1 for none. torch has it nowhere in public.
@@ -234,6 +242,76 @@ def attends_to_the_past(root: Tensor) -> Tensor | None:
                 corners = mask.detach()[..., 0, -1] != mask.detach()[..., -1, 0]
                 return corners.all()
     return None
+
+
+# An attention between the loss and a lookup of tokens mixes what is at one place into what is put out at another. Its
+# weights, or its mask, say whether a place sees the one after it.
+def next_places_seen(root: Tensor) -> Iterator[tuple[Tensor, int, Tensor, Tensor]]:
+    """Yield targets, the class that is left out, the tokens that are looked up, and whether attention sees the next.
+
+    The tokens are rows by places. The last is the share of places at which it does, as a tensor.
+    """
+    for loss in itertools.islice(_nodes([root]), _NEAREST):
+        if type(loss).__name__ not in _NLL:
+            continue
+        behind = cast("list[Any]", list(_behind([loss])))
+        lookups = [node for node in behind if type(node).__name__ == "EmbeddingBackward0"]
+        attentions = [node for node in behind if _ATTENTION.fullmatch(type(node).__name__)][:_ATTENTIONS]
+        for attention in attentions if lookups else []:
+            before = set(_behind([attention]))
+            with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
+                left_out = _signed(cast("Any", loss)._saved_ignore_index)  # noqa: SLF001  (likewise)
+                targets: Tensor = cast("Any", loss)._saved_target.detach()  # noqa: SLF001  (likewise)
+                for lookup in lookups:
+                    tokens: Tensor = lookup._saved_indices.detach()  # noqa: SLF001  (likewise)
+                    if lookup not in before or tokens.dim() != 2:
+                        continue
+                    for rows in (tokens, tokens.T):  # either may be first
+                        share = _next_seen(attention, rows.shape[1])
+                        if share is not None:
+                            flat = targets.reshape(-1) if rows is tokens else _transposed(targets, tokens.shape[1])
+                            yield flat, left_out, rows, share
+
+
+def _transposed(targets: Tensor, rows: int) -> Tensor:
+    """Return flat targets of places by rows as rows by places, flat."""
+    return targets.reshape(-1, rows).T.reshape(-1) if targets.numel() % rows == 0 else targets.reshape(-1)
+
+
+def _next_seen(attention: Any, places: int) -> Tensor | None:
+    """Return the share of places that see the one after them; None for another number of places."""
+    if "Softmax" in type(attention).__name__:
+        if not _is_of_products(attention):
+            return None
+        seen = attention._saved_result.detach() > 0  # noqa: SLF001  (likewise)
+    else:
+        query, key = attention._saved_query, attention._saved_key  # noqa: SLF001  (likewise)
+        if query.shape[-2] != places or key.shape[-2] != places:
+            return None
+        if attention._saved_is_causal:  # noqa: SLF001  (likewise)
+            return None
+        mask = getattr(attention, "_saved_attn_mask", None)
+        mask = getattr(attention, "_saved_attn_bias", None) if mask is None else mask
+        if mask is None:
+            return torch.ones((), device=query.device)
+        seen = mask.detach() if mask.dtype == torch.bool else mask.detach() > _MASKED
+        if seen.dim() > 1 and seen.shape[-2] == 1:  # of keys alone
+            seen = seen.expand(*seen.shape[:-2], places, seen.shape[-1])
+    if seen.dim() < 2 or seen.shape[-1] != places or seen.shape[-2] != places or places < 2:
+        return None
+    return seen.diagonal(offset=1, dim1=-2, dim2=-1).float().mean()
+
+
+# A router's softmax, or a classifier's, is of the results of a layer: a product with weights, not one of batches.
+def _is_of_products(softmax: Any) -> bool:
+    """Return whether a softmax is of scores: products of queries and keys, scaled, masked, or with something added."""
+    wave = [softmax]
+    for _ in range(_LAST):
+        makers = [maker for node in wave for maker, _ in node.next_functions if maker is not None]
+        if any(_OF_BATCHES.fullmatch(type(maker).__name__) for maker in makers):
+            return True
+        wave = [maker for maker in makers if _OF_SCORES.fullmatch(type(maker).__name__)]
+    return False
 
 
 # torch computes kl_div as the mean or sum of a constant less targets times what it is given, with targets as

@@ -2,7 +2,7 @@
 
 - A softmax over the rows of a batch, outputs that meet all targets, the number of classes, a first loss far off.
 - Scores where logarithms are wanted, and targets that the function before the loss cannot put out.
-- Targets that are the model's own input tokens, or mostly padding.
+- Targets that are the model's own input tokens, that its attention sees at the next place, or that are mostly padding.
 - Batches whose targets are of one class, and those of other batches of another.
 """
 
@@ -29,6 +29,7 @@ _ALMOST_ALL = 0.9  # of a batch
 _SAMPLES = 10  # at least
 _HALF = 0.5
 _ONE_CLASS = "one class"
+_SEEN = "next seen"
 _OTHERS = 0.2  # of the samples of one class are of another class than most: the class changes
 
 
@@ -97,6 +98,7 @@ class Targets:
             self._say("pairs", message, rows=pairs)
         self._look_at_values(loss)
         self._look_at_tokens(loss)
+        self._look_at_next_tokens(loss)
         classes, divisor = autograd_graph.classes_of(loss, scale)
         if classes > 1:
             # Of a loss that is multiplied by hand, as one that is scaled so, guessing costs as many times as much.
@@ -152,6 +154,31 @@ class Targets:
             for tokens in looked_up:
                 if tokens.numel() == targets.numel() >= _TOKENS and tokens.device == targets.device:
                     self._compare(targets, tokens, left_out, autograd_graph.attends_to_the_past(loss))
+
+    def _look_at_next_tokens(self, loss: Tensor) -> None:
+        """Look whether the targets are the tokens at the next places, and attention sees those."""
+        for targets, left_out, tokens, share in autograd_graph.next_places_seen(loss):
+            rows, places = tokens.shape
+            if targets.device != tokens.device or targets.numel() not in (rows * places, rows * (places - 1)):
+                continue
+            wanted, following = targets.reshape(rows, -1)[:, : places - 1], tokens[:, 1:]
+            counted = wanted != left_out
+            alike, moved = counted & (wanted == following), counted & (wanted != tokens[:, :-1])
+            numbers = DeviceValue(
+                torch.stack([counted.sum(), alike.sum(), moved.sum(), (share > _HALF).to(alike).sum()])
+            )
+            step = self.core.step
+
+            def produce(numbers: DeviceValue = numbers, step: int = step) -> list[Record]:
+                of, same, apart, is_seen = cast("list[int]", numbers.tensor().tolist())
+                if of < _TOKENS or same != of or apart < _FEWEST or not is_seen or _SEEN in self._found:
+                    return []
+                self._found.add(_SEEN)
+                message = "the targets are the tokens at the next places, which attention sees"
+                details = {"fact": _SEEN, "share": 0.0, "token": 0}
+                return [Event(step=step, kind="wiring", message=message, details=details)]
+
+            self.core.writer.submit(produce, 200)
 
     def _compare(self, targets: Tensor, tokens: Tensor, left_out: int, causal: Tensor | None) -> None:
         counted, same, ends = targets != left_out, targets == tokens, targets[:: len(targets) - 1]
