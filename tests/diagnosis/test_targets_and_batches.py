@@ -194,6 +194,8 @@ class Sees(nn.Module):
             "causal": lambda: attention(q, q, q, is_causal=True),
             "one place back": lambda: attention(q, q, q, attn_mask=~above & torch.ones_like(above).triu(-1)),
             "a router": lambda: self.gru(h)[0] * self.router(h).softmax(-1),
+            "values of others": lambda: attention(q, q, other[:, None]),
+            "values of others, by hand": lambda: (q @ q.mT).softmax(-1) @ other[:, None],
             "an encoder of others": lambda: self.gru(h)[0] + attention(other, other, other),
         }
         return ways.get(self.how, lambda: attention(q, q, q))()
@@ -239,7 +241,16 @@ def test_targets_without_the_last_place_are_seen_too(tmp_path: Path) -> None:
 
 @each(
     "how",
-    ["causal", "layer, causal", "by hand, causal", "one place back", "a router", "an encoder of others"],
+    [
+        "causal",
+        "layer, causal",
+        "by hand, causal",
+        "one place back",
+        "a router",
+        "an encoder of others",
+        "values of others",
+        "values of others, by hand",
+    ],
 )
 def test_an_attention_that_does_not_see_the_targets_is_not(how: str, tmp_path: Path) -> None:
     assert seen(tmp_path / how, how, shifted) == []

@@ -40,6 +40,10 @@ _OF_SCORES = re.compile(
     "(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|Expand|ToCopy|Clone|Mul|Div|Add|Sub|MaskedFill|Where)"
     r"Backward\d"
 )
+_OF_WEIGHTS = re.compile(
+    "(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|Expand|ToCopy|Clone|Mul|Div|NativeDropout)"
+    r"Backward\d"
+)
 _ATTENTIONS = 2  # behind a loss whose weights or masks are read
 _MASKED = -1e3  # that is added to a score: what is less leaves no weight
 _PAIRS = re.compile("(Sub|Rsub|Mul|Div|Add|Expand)Backward\\d")  # operations that broadcast what they are given
@@ -244,8 +248,8 @@ def attends_to_the_past(root: Tensor) -> Tensor | None:
     return None
 
 
-# An attention between the loss and a lookup of tokens mixes what is at one place into what is put out at another. Its
-# weights, or its mask, say whether a place sees the one after it.
+# An attention between the loss and a lookup of tokens mixes values of one place into what is put out at another. Its
+# weights, or its mask, say whether a place sees the one after it. A decoder's attention to an encoder has other values.
 def next_places_seen(root: Tensor) -> Iterator[tuple[Tensor, int, Tensor, Tensor]]:
     """Yield targets, the class that is left out, the tokens that are looked up, and whether attention sees the next.
 
@@ -258,7 +262,8 @@ def next_places_seen(root: Tensor) -> Iterator[tuple[Tensor, int, Tensor, Tensor
         lookups = [node for node in behind if type(node).__name__ == "EmbeddingBackward0"]
         attentions = [node for node in behind if _ATTENTION.fullmatch(type(node).__name__)][:_ATTENTIONS]
         for attention in attentions if lookups else []:
-            before = set(_behind([attention]))
+            values = _values_of(attention, behind)
+            before = set[object]() if values is None else set(_behind([values]))
             with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
                 left_out = _signed(cast("Any", loss)._saved_ignore_index)  # noqa: SLF001  (likewise)
                 targets: Tensor = cast("Any", loss)._saved_target.detach()  # noqa: SLF001  (likewise)
@@ -271,6 +276,22 @@ def next_places_seen(root: Tensor) -> Iterator[tuple[Tensor, int, Tensor, Tensor
                         if share is not None:
                             flat = targets.reshape(-1) if rows is tokens else _transposed(targets, tokens.shape[1])
                             yield flat, left_out, rows, share
+
+
+def _values_of(attention: Any, behind: list[Any]) -> Any:
+    """Return the operation that made the values of an attention; None if it is not found."""
+    if "Softmax" not in type(attention).__name__:
+        return attention.next_functions[2][0]
+    for product in behind:
+        if _OF_BATCHES.fullmatch(type(product).__name__) and len(product.next_functions) == 2:
+            weights, values = (maker for maker, _ in product.next_functions)
+            for _ in range(_LAST):  # through views, and a dropout
+                if weights is attention:
+                    return values
+                if weights is None or not _OF_WEIGHTS.fullmatch(type(weights).__name__):
+                    break
+                weights = weights.next_functions[0][0]
+    return None
 
 
 def _transposed(targets: Tensor, rows: int) -> Tensor:
