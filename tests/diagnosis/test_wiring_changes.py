@@ -347,6 +347,34 @@ def test_a_loss_that_rises_far_above_guessing_is_named(
         assert ("has risen to" in phrase_of(finding, View(Run(path)), found).what) and finding.evidence["loss"] > 2.7
 
 
+@each(
+    ("loss", "update", "cause"),
+    [
+        (
+            lambda s: 1.38 - s / 3000,
+            1e-5,
+            "weights hardly move",
+        ),  # it has left the loss of guessing, by a tenth or less
+        (lambda s: 6.0 + 0.1 * (s % 3), 1e-5, "weights hardly move"),  # far above it
+        (lambda s: 1.38 - s / 3000, 1e-3, ""),  # weights have moved
+        (lambda s: 1.38 - s / 1000, 1e-5, ""),  # by more
+        (lambda s: 6.0 - s / 200, 1e-5, ""),  # it falls
+        (lambda s: 1.1, 1e-5, ""),  # a trained model
+        (lambda s: 6.0, 1e-3, ""),  # something else is wrong
+    ],
+)
+def test_weights_that_hardly_move_are_named_at_any_loss_of_no_use(
+    loss: Callable[[int], float], update: float, cause: str, tmp_path: Path
+) -> None:
+    path = Path(tempfile.mkdtemp(dir=tmp_path))
+    story = told(samples=60, events=(wired("classes", 0, classes=4),), loss=loss, update_ratio=lambda name, s: update)
+    warned = [f for f in diagnose(story.write(path), rules=["loss-at-chance"]) if f.severity == "warning"]
+    assert [f.evidence["cause"] for f in warned] == ([cause] if cause else [])
+    for finding in warned:
+        assert (finding.since_step, finding.until_step) == (0, 299) and "Raise the learning rate" in finding.advice
+        assert "has hardly moved" in phrase_of(finding, View(Run(path)), warned).what
+
+
 # -- schedules, and batch norms that keep the last batch
 
 

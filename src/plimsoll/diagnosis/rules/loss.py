@@ -442,6 +442,7 @@ class LossAtChance(Rule):
     window: float = threshold(25, "losses whose mean is held against it")
     least: float = threshold(200, "losses from the first one on: hard tasks begin slowly")
     way: float = threshold(0.05, "of a matrix's size, added up over the steps: less of any turns no answer")
+    little: float = threshold(0.1, "of the loss of guessing, and of the first loss, by which such a loss has fallen")
 
     # The loss of guessing is the logarithm of the number of classes. The watch knows it where the loss is a mean cross
     # entropy and nothing else. A loss that has left its place since is a note.
@@ -472,6 +473,21 @@ class LossAtChance(Rule):
         size = int(self.window)
         away = ~(np.abs(means - guessing) <= self.near * guessing)
         stays = int(away.argmax()) if away.any() else len(means)
+        way = math.inf
+        if len(means) * size >= self.least and (means >= (1 - self.little) * max(guessing, means[0])).all():
+            way = _way(view)
+        if way < self.way:
+            yield self.finding(
+                "warning", (),
+                {"guessing": guessing, "loss": float(means[-1]), "cause": _HARDLY, "way": way},
+                since_step=int(steps[0]), until_step=int(steps[len(means) * size - 1]),
+                meaning="The loss is no better than that of guessing, or hardly, and no weight matrix has gone further "
+                f"than {percent(way)} of its size in all these steps: the model has hardly begun to learn.",
+                advice="Raise the learning rate, or look for what makes it small: a schedule that belongs to another "
+                "optimizer, a rate that came with a loaded state, a division. An Adam needs no smaller rate for a "
+                "scaled loss: it divides by the size of the gradients.",
+            )  # fmt: skip
+            return
         if stays * size < self.least:
             return
         evidence: dict[str, float | int | str] = {"guessing": guessing, "loss": float(means[stays - 1])}
@@ -482,17 +498,7 @@ class LossAtChance(Rule):
                 meaning="The loss was that of guessing among the classes; it has left it since.",
             )  # fmt: skip
             return
-        way = _way(view)
-        if way >= self.way:
-            yield self.finding("warning", (), evidence, since_step=since, until_step=until)
-            return
-        yield self.finding(
-            "warning", (), {**evidence, "cause": _HARDLY, "way": way}, since_step=since, until_step=until,
-            meaning=f"The loss is that of guessing, and no weight matrix has gone further than {percent(way)} of its "
-            "size in all these steps: the model has hardly begun to learn.",
-            advice="Raise the learning rate, or look for what divides it. An Adam needs no smaller rate for a scaled "
-            "loss: it divides by the size of the gradients.",
-        )  # fmt: skip
+        yield self.finding("warning", (), evidence, since_step=since, until_step=until)
 
     def _above(self, steps: Ints, means: Floats, guessing: float) -> Iterator[Finding]:
         size, learned = int(self.window), np.logical_or.accumulate(means <= guessing)
@@ -535,8 +541,8 @@ class LossAtChance(Rule):
             return Phrase(what=f"the loss was {loss}, which guessing costs, {until}, and has left it since")
         if context.text("cause") == _HARDLY:
             return Phrase(
-                what=f"the loss has stayed at {loss}, which guessing costs, {context.since}",
-                effect=f"and weights have gone {percent(context.number('way'))} of their size at most",
+                what=f"the loss is {loss}, where guessing costs {guessing}, and has hardly moved {context.since}",
+                effect=f"as weights have gone {percent(context.number('way'))} of their size at most",
                 remedy="raise the learning rate",
             )
         return Phrase(
