@@ -215,6 +215,45 @@ class Functional(nn.Module):
         return self.last(torch.tanh(x))
 
 
+class Graph(nn.Module):
+    """A layer, and a product or quotient of what it puts out with numbers that need no gradient."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.way, self.degrees = nn.Linear(8, 8), way, torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, weights = self.inner(x), self.degrees.pow(-0.5)
+        edges = weights[:, None] * torch.ones(4, 4) * weights * (self.degrees > 0)
+        if self.way == "matrices":
+            return edges @ h
+        if self.way == "batches":
+            return edges.expand(2, 4, 4) @ h.expand(2, 4, 8)
+        if self.way == "the other way round":
+            return h.T @ edges
+        return h * edges[:, :1] if self.way == "numbers" else h / edges[:, 2:3]
+
+
+@pytest.mark.parametrize("way", ["matrices", "batches", "the other way round", "numbers", "quotients"])
+@pytest.mark.parametrize("every", [1000, 4])
+def test_a_broken_number_that_needs_no_gradient_is_not_of_the_layer_before(
+    way: str, every: int, tmp_path: Path
+) -> None:  # fmt: skip
+    model = nn.ModuleDict({"graph": Graph(way), "last": nn.Identity()})
+    model.forward = lambda x: model["last"](model["graph"](x))  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=every):
+        for step in range(6):
+            model["graph"].degrees[2] = 0.0 if step == 3 else 1.0  # type: ignore[index]
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+    first = next(event for event in pl.Run(tmp_path / "run").events() if event.kind == "origin")
+    assert (first.step, first.details["where"]) == (3, "activations")
+    assert first.details["names"] == ["graph:output"]
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("every", [1000, 4])
 def test_what_breaks_outside_of_modules_is_first_seen_in_the_next(

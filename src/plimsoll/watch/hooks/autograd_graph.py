@@ -34,6 +34,8 @@ _BOUNDED = {
     "SoftmaxBackward0": ("softmax", 0.0, 1.0),
 }
 _SAME_ORDER = re.compile("(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|ToCopy|Clone)Backward\\d")
+_OF_TWO = ("MulBackward0", "DivBackward0", "MmBackward0", "BmmBackward0")
+_OPERANDS = {"_saved_self": 0, "_saved_other": 1, "_saved_mat2": 1}  # of these, and the place of what has made each
 _ATTENTION = re.compile(r"(ScaledDotProduct\w*|(Safe)?Softmax)Backward0")
 _OF_BATCHES = re.compile(r"(Bmm|Baddbmm)Backward0")  # products of two batches of matrices
 _OF_SCORES = re.compile(
@@ -89,6 +91,17 @@ def kept_values(node: Any) -> Iterator[tuple[bool, Tensor]]:
         for x in cast("list[Any]", value) if isinstance(value, (list, tuple)) else [value]:
             if isinstance(x, Tensor):
                 yield name.startswith(_RESULTS), x
+
+
+def is_constant(node: Any, x: Tensor) -> bool:
+    """Return whether a value kept for a product or a quotient is an operand that no operation in the graph has made."""
+    if type(node).__name__ not in _OF_TWO:
+        return False
+    for name, place in _OPERANDS.items():
+        kept = getattr(node, name, None)
+        if isinstance(kept, Tensor) and kept.data_ptr() == x.data_ptr() and kept.shape == x.shape:
+            return node.next_functions[place][0] is None
+    return False
 
 
 def is_nan_before(loss: Tensor) -> bool:

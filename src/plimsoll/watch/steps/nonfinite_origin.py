@@ -19,7 +19,7 @@ from plimsoll import kernels
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.autograd_graph import is_nan_before, kept_values, operations_of, position, widens
+from plimsoll.watch.hooks.autograd_graph import is_constant, is_nan_before, kept_values, operations_of, position, widens
 from plimsoll.watch.names import clean, tensors_among
 from plimsoll.watch.parameters.optimizer_tensors import Parameters
 from plimsoll.watch.session import WatchSession, contained, nothing_recorded
@@ -375,6 +375,8 @@ def _first_broken(operations: list[Any]) -> tuple[int, bool] | None:
                 values = x.detach()
                 nan = bool(torch.isnan(values).any())
                 if nan or bool((values == math.inf).any()):
+                    if not made and is_constant(node, x):
+                        return place, True
                     return (place, False) if made and not _passes(node) else _maker(node, places, place, nan)
     return None
 
