@@ -362,7 +362,6 @@ def rate_squared(run: Training, *, sound: bool = False) -> None:
     named=r"schedule|scheduling|\bresum|restart"
     r"|(learning )?rate\b[^>]*(jump|\brose|risen|rises|back|higher|increase|increasing|\bup\b)",
     misleading=f"{SIDE}|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def from_the_top(run: Training, *, sound: bool = False) -> None:
     """At step 240 of 300 a run is resumed without its schedule, which begins at its top again and never comes down."""

@@ -41,7 +41,6 @@ def _measure(run: Training, step: int, of: Callable[[], Tensor], every: int = 10
     "schedule-of-an-optimizer-that-was-replaced",
     named=TOO_SLOW,
     misleading=NOTHING_ELSE,
-    held_back=True,
 )
 def wrong_optimizer(run: Training, *, sound: bool = False) -> None:
     """An optimizer is made again after its schedule: the new one keeps the first rate of the warm-up for ever."""
@@ -63,7 +62,6 @@ def wrong_optimizer(run: Training, *, sound: bool = False) -> None:
     "rate-of-the-last-run-comes-with-its-state",
     named=TOO_SLOW,
     misleading=f"{NOTHING_ELSE}|in no optimizer",
-    held_back=True,
 )
 def old_rate(run: Training, *, sound: bool = False) -> None:
     """A model is tuned with the optimizer's state of its last run, which brings that run's last rate: 1e-7."""
@@ -94,7 +92,6 @@ def old_rate(run: Training, *, sound: bool = False) -> None:
     "schedule-made-in-each-epoch",
     named=TOO_SLOW,
     misleading=f"{NOTHING_ELSE}|in no optimizer",
-    held_back=True,
 )
 def never_warm(run: Training, *, sound: bool = False) -> None:
     """The schedule is made inside the loop over epochs: each one of 20 steps begins the warm-up of 2,000 again."""
@@ -547,7 +544,6 @@ def where(run: Training, *, sound: bool = False) -> None:
     named=r"causal|look(s|ing)? ahead|future|later (tokens|places|positions)|leak|mask"
     r"|(loss|targets?)\b[^>]*(copied|copies|copy|in the inputs?|suspicious|too good|part of the inputs?)",
     misleading=f"{NOTHING_ELSE}|learning rate|in no optimizer",
-    held_back=True,
 )
 def sees_the_answer(run: Training, *, sound: bool = False) -> None:
     """A language model has no causal mask: it copies the next token, which it has to predict, from its inputs."""
