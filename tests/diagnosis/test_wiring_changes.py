@@ -224,13 +224,14 @@ def classified(
     steps: int = 4,
     classes: int = 4,
     scaler: Any = None,
+    rows: Callable[[], Tensor] = lambda: torch.randn(16, 8),
 ) -> list[Finding]:
     """What the rules of losses say of a training on random labels."""
     model = seeded_mlp() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with pl.watch(model, optimizer, run=path, every=2, quiet=True):
         for _ in range(steps):
-            loss = loss_of(model(torch.randn(16, 8)), torch.randint(classes, (16,)))
+            loss = loss_of(model(rows()), torch.randint(classes, (16,)))
             optimizer.zero_grad()
             (loss if scaler is None else scaler.scale(loss)).backward()
             optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
@@ -314,6 +315,30 @@ def test_a_loss_that_begins_far_above_guessing_is_named(scaled: bool, tmp_path: 
         lambda z, y: F.cross_entropy(z, y) * z.mean(),
     )):  # fmt: skip
         assert classified(tmp_path / str(n), loss_of, Far(300.0)) == []
+
+
+@each(
+    ("rows", "is_named"),
+    [
+        (lambda: torch.randint(256, (16, 8)).float(), True),
+        (lambda: torch.randint(256, (16, 8)).half().float(), True),
+        (lambda: torch.randint(256, (16, 8)) / 255, False),
+        (lambda: torch.randint(-128, 128, (16, 8)).float(), False),
+        (lambda: torch.randint(510, (16, 8)) / 2, False),
+        (lambda: torch.randint(1000, (16, 8)).float(), False),
+        (lambda: torch.randint(128, (16, 8)).float(), False),
+        (lambda: torch.full((16, 8), math.nan), False),
+    ],
+)
+def test_bytes_that_are_not_scaled_are_named_as_the_cause(
+    rows: Callable[[], Tensor], is_named: bool, tmp_path: Path
+) -> None:
+    path = Path(tempfile.mkdtemp(dir=tmp_path))
+    found = classified(path, F.cross_entropy, Far(300.0), rows=rows)
+    assert any(f.evidence.get("input") == "model:input" for f in found) is is_named
+    if is_named:
+        assert "divide pixels by 255" in found[0].advice
+        assert "whole numbers up to 255" in phrase_of(found[0], View(Run(path)), found).what
 
 
 def test_a_loss_that_stays_at_chance_is_named_and_one_that_leaves_it_is_a_note(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from plimsoll.text import number, percent
 _FAR_OFF = "begins far off"  # a fact of the watch, and the cause in the evidence
 _ABOVE = "above guessing"
 _HARDLY = "weights hardly move"
+_SIGNED, _BYTE = 127, 255  # the largest bytes, with and without a sign
+_MANY = 64  # values that are all whole: no chance
 _EARLY = 50  # steps within which a blow-up belongs to the beginning
 _AT_ONCE = 3  # losses on end that no single bad batch explains
 _BLOWN_UP = 100.0  # times the unit of the loss: after five such losses on end nobody need wait for more
@@ -461,12 +463,19 @@ class LossAtChance(Rule):
         if far is not None:
             loss_then = float(cast("float", far.details["loss"]))
             guessing = math.log(int(cast("int", far.details["classes"])))
+            evidence: dict[str, float | int | str] = {"guessing": guessing, "loss": loss_then, "cause": _FAR_OFF}
+            pixels = _inputs_of_bytes(view)
+            if pixels is not None:
+                evidence["input"] = pixels
             yield self.finding(
-                "warning", (), {"guessing": guessing, "loss": loss_then, "cause": _FAR_OFF}, since_step=far.step,
-                until_step=far.step,
-                meaning="The first scores are large and wrong: the first steps only take them back.",
+                "warning", (), evidence, since_step=far.step, until_step=far.step,
+                meaning="The first scores are large and wrong: the first steps only take them back."
+                + ("" if pixels is None else " The model is given whole numbers up to 255, as pixels are in files."),
                 advice="Initialise what makes the scores smaller (a table that is tied to the head: 0.02), or "
-                "normalise what comes into it.",
+                "normalise what comes into it."
+                if pixels is None
+                else "Scale what the model is given: divide pixels by 255, or normalise them by their mean and "
+                "deviation.",
             )  # fmt: skip
 
     def _stays(self, view: View, steps: Ints, means: Floats, guessing: float) -> Iterator[Finding]:
@@ -525,6 +534,12 @@ class LossAtChance(Rule):
         """Return the loss, and that of guessing."""
         loss, guessing = (number(context.number(name)) for name in ("loss", "guessing"))
         if context.text("cause") == _FAR_OFF:
+            if context.text("input"):
+                return Phrase(
+                    what=f"the loss was {loss} {context.at}, where guessing costs {guessing}: inputs are whole numbers "
+                    "up to 255",
+                    remedy="scale them",
+                )
             return Phrase(
                 what=f"the loss was {loss} {context.at}, where guessing costs {guessing}: initial scores are too large",
                 remedy="initialise the head or its tied table smaller",
@@ -671,6 +686,23 @@ class SpikeForerunner(Rule):
             advice=None if harm else "No action is needed if the loss stays as it is.",
             actions=None if harm else (),
         )  # fmt: skip
+
+
+def _inputs_of_bytes(view: View) -> str | None:
+    """Return the model's input that is of whole numbers from 0 to 255 at all samples, beyond 127 at some; or None."""
+    cells, root = view.cells("activations"), view.run.manifest.get("root")
+    if cells is None:
+        return None
+    top, (plain, size, square) = cells.true_absmax, (cells.total_of(name) for name in ("sum", "abssum", "sumsq"))
+    for place, name in enumerate(cells.names):
+        known = np.flatnonzero(cells.recorded[place])
+        if not name.startswith(f"{root}:input") or not len(known):
+            continue
+        sums = np.stack([each[place, known] for each in (top, plain, size, square)])
+        whole = bool((sums == np.rint(sums)).all() and (sums[1] == sums[2]).all())  # a NaN equals nothing
+        if whole and _SIGNED < float(sums[0].max()) <= _BYTE and int(cells.total_of("count")[place, known[0]]) >= _MANY:
+            return name
+    return None
 
 
 def _way(view: View) -> float:
