@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
 from plimsoll.diagnosis import diagnose
@@ -232,6 +233,32 @@ def test_an_attention_that_sees_the_targets_is_named(how: str, tmp_path: Path) -
     (found,) = seen(tmp_path / how, how, shifted)
     assert (found.severity, found.evidence["cause"], found.since_step) == ("warning", "next seen", 0)
     assert "is_causal=True" in found.advice
+
+
+@each("how", ["all", "by hand"])
+def test_what_a_checkpoint_has_not_kept_is_not_computed_again(how: str, tmp_path: Path) -> None:
+    class Checkpointed(Sees):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.tokens(x)
+            return self.head(checkpoint(self.counted, h, use_reentrant=False).reshape(*x.shape, 16))
+
+        def counted(self, h: Tensor) -> Tensor:
+            self.calls += 1
+            return self.mixed(h)
+
+    model = Checkpointed(how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(_: int) -> None:
+        x = torch.randint(8, (4, 16))
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x).flatten(0, 1), shifted(x).flatten()).backward()
+        optimizer.step()
+
+    assert [f for f in watched(tmp_path / how, model, optimizer, step, 6) if f.rule == "targets-repeat-inputs"] == []
+    assert model.calls == 12  # a forward of each step, and what its backward computes again
 
 
 def test_targets_without_the_last_place_are_seen_too(tmp_path: Path) -> None:

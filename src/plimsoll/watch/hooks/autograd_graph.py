@@ -279,10 +279,10 @@ def next_places_seen(root: Tensor) -> Iterator[tuple[Tensor, int, Tensor, Tensor
             before = set[object]() if values is None else set(_behind([values]))
             with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
                 left_out = _signed(cast("Any", loss)._saved_ignore_index)  # noqa: SLF001  (likewise)
-                targets: Tensor = cast("Any", loss)._saved_target.detach()  # noqa: SLF001  (likewise)
+                targets = _kept(loss, "_saved_target")
                 for lookup in lookups:
-                    tokens: Tensor = lookup._saved_indices.detach()  # noqa: SLF001  (likewise)
-                    if lookup not in before or tokens.dim() != 2:
+                    tokens = _kept(lookup, "_saved_indices")
+                    if targets is None or tokens is None or lookup not in before or tokens.dim() != 2:
                         continue
                     for rows in (tokens, tokens.T):  # either may be first
                         share = _next_seen(attention, rows.shape[1])
@@ -312,28 +312,37 @@ def _transposed(targets: Tensor, rows: int) -> Tensor:
     return targets.reshape(-1, rows).T.reshape(-1) if targets.numel() % rows == 0 else targets.reshape(-1)
 
 
+def _kept(node: Any, name: str) -> Tensor | None:
+    """Return what a node has kept; None where a checkpoint would have to compute it again."""
+    if getattr(getattr(node, f"_raw{name}", None), "unpack_hook", None) is not None:
+        return None
+    value: object = getattr(node, name, None)
+    return value.detach() if isinstance(value, Tensor) else None
+
+
+# The weights of all heads may be gigabytes: only those right above the diagonal are read.
 def _next_seen(attention: Any, places: int) -> Tensor | None:
     """Return the share of places that see the one after them; None for another number of places."""
     if "Softmax" in type(attention).__name__:
-        if not _is_of_products(attention):
+        scores, least = _kept(attention, "_saved_result"), 0.0
+        if scores is None or not _is_of_products(attention):
             return None
-        seen = attention._saved_result.detach() > 0  # noqa: SLF001  (likewise)
     else:
-        query, key = attention._saved_query, attention._saved_key  # noqa: SLF001  (likewise)
-        if query.shape[-2] != places or key.shape[-2] != places:
+        query, key = _kept(attention, "_saved_query"), _kept(attention, "_saved_key")
+        if query is None or key is None or query.shape[-2] != places or key.shape[-2] != places:
             return None
         if attention._saved_is_causal:  # noqa: SLF001  (likewise)
             return None
-        mask = getattr(attention, "_saved_attn_mask", None)
-        mask = getattr(attention, "_saved_attn_bias", None) if mask is None else mask
+        mask = _kept(attention, "_saved_attn_mask")
+        mask = _kept(attention, "_saved_attn_bias") if mask is None else mask
         if mask is None:
             return torch.ones((), device=query.device)
-        seen = mask.detach() if mask.dtype == torch.bool else mask.detach() > _MASKED
-        if seen.dim() > 1 and seen.shape[-2] == 1:  # of keys alone
-            seen = seen.expand(*seen.shape[:-2], places, seen.shape[-1])
-    if seen.dim() < 2 or seen.shape[-1] != places or seen.shape[-2] != places or places < 2:
+        scores, least = mask, 0.0 if mask.dtype == torch.bool else _MASKED
+        if scores.dim() > 1 and scores.shape[-2] == 1:  # of keys alone
+            scores = scores.expand(*scores.shape[:-2], places, scores.shape[-1])
+    if scores.dim() < 2 or scores.shape[-1] != places or scores.shape[-2] != places or places < 2:
         return None
-    return seen.diagonal(offset=1, dim1=-2, dim2=-1).float().mean()
+    return (scores.diagonal(offset=1, dim1=-2, dim2=-1) > least).float().mean()
 
 
 # A router's softmax, or a classifier's, is of the results of a layer: a product with weights, not one of batches.
