@@ -162,7 +162,10 @@ def test_a_run_without_the_records_says_what_is_missing(trained: dict[int, Train
     )
     with pytest.raises(NotRecordedError, match=message):
         whatif(thirty_two, "nvfp4")
-    with pytest.raises(NotRecordedError, match=r"for mxfp4, .*got records of block=16\. Watch with block=32 \(plimsoll run --block 32\), or ask"):
+    with pytest.raises(
+        NotRecordedError,
+        match=r"for mxfp4, .*got records of block=16\. Watch with block=32 \(plimsoll run --block 32\), or ask",
+    ):
         whatif(sixteen, "mxfp4")
     model = nn.Linear(8, 8)
     with pl.watch(model, run=tmp_path / "run", every=1, collect=("weights",)) as w:
