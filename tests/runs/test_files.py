@@ -1,5 +1,8 @@
 """Files that appear whole or not at all."""
 
+import os
+import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,32 @@ def test_a_file_takes_the_old_ones_place_when_it_is_whole(tmp_path: Path) -> Non
         assert path.read_bytes() == b"old"
         assert [p.suffix for p in tmp_path.iterdir() if p != path] == [".tmp"]  # no glob of *.parquet sees it
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot flush a folder")
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_is_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that stands between a loss of power and a file that is empty under its name."""
+    done: list[tuple[str, int, int]] = []
+    rename = atomic_files.rename
+    path = tmp_path / "a.parquet"
+
+    def flushed(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        done.append(("flushed", found.st_ino, 0 if stat.S_ISDIR(found.st_mode) else found.st_size))
+
+    def renamed(source: Path, target: Path) -> None:
+        assert target == path
+        done.append(("renamed", source.stat().st_ino, source.stat().st_size))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(atomic_files, "rename", renamed)
+    with atomic_files.replacing(path) as file:
+        file.write(b"new")
+    own, folder = path.stat().st_ino, tmp_path.stat().st_ino
+    assert done == [("flushed", own, 3), ("renamed", own, 3), ("flushed", folder, 0)]
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
