@@ -5,11 +5,25 @@ from benchmarks.trust.healthy import (
     generative,
     images,
     losses,
+    methods,
     near,
+    recipes,
     reinforcement,
     sequences,
     structures,
     vectors,
 )
 
-__all__ = ["assorted", "generative", "images", "losses", "near", "reinforcement", "sequences", "structures", "vectors"]
+__all__ = [
+    "assorted",
+    "generative",
+    "images",
+    "losses",
+    "methods",
+    "near",
+    "recipes",
+    "reinforcement",
+    "sequences",
+    "structures",
+    "vectors",
+]
