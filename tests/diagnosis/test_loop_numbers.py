@@ -193,6 +193,26 @@ def test_weights_that_hardly_move_are_not_put_back(tmp_path: Path) -> None:
     assert trained(tmp_path, put(52), rate=1e-6) == []
 
 
+@each("rate, notes", [(30.0, 1), (5e-3, 0)])
+def test_weights_that_are_put_back_after_the_loss_has_risen_are_a_note(tmp_path: Path, rate: float, notes: int) -> None:
+    """A search for the rate ends in a divergence; without one, what was learned is lost."""
+    model, path = mlp(8, 32, 32, 4), Path(tempfile.mkdtemp(dir=tmp_path)) / "run"
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    first = [p.detach().clone() for p in model.parameters()]
+    with pl.watch(model, optimizer, run=path, every=5):
+        for step in range(80):
+            optimizer.param_groups[0]["lr"] = rate if 46 <= step < 50 else 5e-3
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), x[:, :4].argmax(dim=1)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                put(49)(step, model, first)
+    found = [f for f in diagnose(path, rules=["optimizer-idle"]) if f.evidence["cause"] == "weights put back"]
+    assert [f.severity for f in found] == ["info" if notes else "warning"]
+    assert ("search for the rate" in found[0].meaning) == bool(notes)
+
+
 # -- betas
 
 

@@ -1,5 +1,6 @@
 """The loss: which courses are an alarm, which a warning, and which nothing but a note."""
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report.verdicts.run_summary import verdict
 from plimsoll.runs import Run, RunWriter, Scalars
 from plimsoll.text import number
+from tests.support.cases import each
 from tests.support.diagnosis.stories import LAYERS, told
 
 Loss = np.ndarray
@@ -235,3 +237,35 @@ def test_updates_that_jump_are_a_warning_where_the_loss_follows(tmp_path: Path) 
     before = told(**jump, loss=lambda s: 40.0 if 80 <= s < 88 else 2.0 + 0.01 * (s % 7))
     (unlike,) = diagnose(before.write(tmp_path / "before"), rules=forerunner)
     assert unlike.severity == "info"
+
+
+@each(
+    ("loss", "severity"),
+    [
+        (lambda s: 2.0 + 0.01 * (s % 7), "warning"),
+        (lambda s: 2.0 - 0.004 * s, "warning"),  # goes on falling, by less than half
+        (lambda s: 2.0 if s <= 125 else 0.5, "info"),  # as after a second optimizer has taken over
+        (lambda s: -1.0 if s <= 125 else -1.2, "warning"),
+        (lambda s: -1.0 if s <= 125 else -2.0, "info"),
+    ],
+)
+def test_updates_that_move_far_are_a_note_where_the_loss_is_much_better_since(
+    tmp_path: Path, loss: Callable[[int], float], severity: str
+) -> None:
+    far = {"update_ratio": lambda name, s: 2.0 ** (-4 if (name, s) == (LAYERS[9], 125) else -10)}
+    path = Path(tempfile.mkdtemp(dir=tmp_path)) / "run"
+    (found,) = diagnose(told(**far, loss=loss).write(path), rules=["spike-forerunner"])
+    assert found.severity == severity
+
+
+@each("size", [1, 64])
+def test_an_update_of_one_number_near_zero_is_no_jump(tmp_path: Path, size: int) -> None:
+    """A factor passes through zero at step 60; 64 values that are so small at once are a jump."""
+    factor = nn.ParameterDict({"w": nn.Parameter(torch.full((size,), 0.602))})
+    optimizer, path = torch.optim.SGD(factor.parameters(), lr=0.01), Path(tempfile.mkdtemp(dir=tmp_path)) / "run"
+    with pl.watch(factor, optimizer, run=path, every=1):
+        for _ in range(100):
+            optimizer.zero_grad()
+            factor["w"].sum().backward()
+            optimizer.step()
+    assert bool(diagnose(path, rules=["spike-forerunner"])) == (size > 1)

@@ -1,5 +1,6 @@
 """Sizes that move: a note where they have settled, a warning where they go on."""
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,24 @@ def test_a_size_that_has_settled_is_a_note_in_the_past_tense(tmp_path: Path) -> 
     view = View(Run(tmp_path / "over"))
     assert "still" not in phrase_of(over, view, [over]).what
     assert "and still grow" in phrase_of(still, view, [still]).what
+
+
+@each(
+    ("loss", "severity"),
+    [
+        (lambda step: 2.0 * 0.985**step, "info"),  # halves more than twice in the second half
+        (lambda step: 2.0 - 0.002 * step, "warning"),
+        (lambda step: 2.0 * 0.9**step + 0.5, "warning"),  # learned long before
+        (lambda step: 2.0 - 0.05 * step, "warning"),  # below zero
+    ],
+)
+def test_weights_that_move_while_the_loss_still_halves_are_a_note(
+    tmp_path: Path, loss: Callable[[int], float], severity: str
+) -> None:
+    path = Path(tempfile.mkdtemp(dir=tmp_path)) / "run"
+    moving = of_layer(LAYERS[4], lambda layer, s: 2.0 ** (0.05 * s), constant(1.0))
+    (found,) = diagnose(told(weight_std=moving, loss=loss).write(path), rules=["distribution-drift"])
+    assert (found.severity, "still do" in found.meaning) == (severity, severity == "info")
 
 
 @each(

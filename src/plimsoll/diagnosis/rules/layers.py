@@ -24,7 +24,7 @@ from plimsoll.diagnosis.rules.casts import CastFlushes
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
-from plimsoll.diagnosis.tables.trend import falls, goes_on, looks, trend
+from plimsoll.diagnosis.tables.trend import falls, goes_on, halves, looks, trend
 from plimsoll.diagnosis.tables.wiring_facts import (
     ROUNDED_GRADIENTS,
     facts,
@@ -666,7 +666,7 @@ class Drift(Rule):
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
     # Unit scaling rests on sizes that stay (U5); weights that grow without end lose the precision of their updates.
-    # Sizes that move while a model learns, as outputs and layers that begin at zero do, and then settle are a note.
+    # Sizes that move while a model learns, and then settle, are a note. So are weights while the loss still halves.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each of weights and activations."""
         for collection in FORWARD:
@@ -674,9 +674,11 @@ class Drift(Rule):
             if cells is None:
                 continue
             drifts = [each for i in self._candidates(cells) if (each := self._drift(cells, i)) is not None]
-            moving = [each for each in drifts if each[3]]
             if not drifts:
                 continue
+            learns = collection == "weights" and halves(view.scalar("loss")[1])
+            moving = [each for each in drifts if each[3] and not learns]
+            state = "still do" if learns and any(each[3] for each in drifts) else "have settled"
             shown = sorted(moving or drifts, key=lambda each: -abs(each[1]))
             evidence = {"worst": shown[0][0].name, "binades": shown[0][1], "layers": len(shown)}
             spots, until = [spot for spot, *_ in shown], max(until for _, _, until, _ in shown)
@@ -689,7 +691,7 @@ class Drift(Rule):
                 continue
             yield self.finding(
                 "info", spots, evidence, until_step=until, collection=collection,
-                meaning="The layer's values moved while the model learned, and have settled.",
+                meaning=f"The layer's values moved while the model learned, and {state}.",
                 advice="No action is needed.",
             )  # fmt: skip
 

@@ -590,29 +590,35 @@ class SpikeForerunner(Rule):
     least: float = threshold(5, "samples before there is a usual size")
     follows: float = threshold(20, "steps after it within which the loss must begin to rise")
     grave: float = threshold(32, "times the usual, and this part of the weights' norm moved: harm by itself")
+    values: float = threshold(16, "of a tensor: what one number moves by, relative to itself, has no bound near zero")
+    better: float = threshold(0.5, "of the loss before it is left: what was moved that far did no lasting harm")
     betas: float = threshold(1, "beta1^2 / beta2^(1/2), which must be less for Adam to converge (Kingma & Ba 2015, 4)")
     times: float = threshold(2, "times the learning rate in one update of such an Adam; usual ones stay near 1")
     samples: float = threshold(3, "not reported from a single sample")
 
     # After many small gradients the second moment is small, and the first large gradient is divided by its root: the
     # update is far above the usual, and the loss follows (T8). In most sound trainings updates jump without harm. So a
-    # jump is a note, and a warning where the loss did follow, or where it moved a good part of the weights at once.
+    # jump is a note, and a warning where the loss did follow, or where it moved a good part of the weights at once and
+    # the loss has not fallen well below what it was before: rates that are tried out, and a second optimizer, do that.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding of the updates, one of the gradients."""
         rose = LossSpike().rose_at(view)
         updates = view.cells("updates")
         if updates is not None:
-            ratio = updates.relative_update
+            ratio = np.where(updates.total_of("count") >= self.values, updates.relative_update, np.nan)
             with np.errstate(all="ignore"):
                 usual = self._usual(ratio)
                 times = np.where(usual > 0, ratio / usual, np.nan)  # after a standstill nothing is usual
             main = set(Modules.of(updates).main_layers(updates))
             weights = np.array([name in main for name in updates.names])[:, None]  # biases begin at zero
             far = weights & (times >= self.grave) & (ratio >= 1 / self.grave)
-            yield from self._jumps(updates, times, self.jump, "times_the_usual_update", rose, bool(far.any()))
+            at = updates.steps[far.any(axis=0)].tolist()
+            harm = not all(self._is_better(view, step) for step in at)
+            yield from self._jumps(updates, times, self.jump, "times_the_usual_update", rose, harm)
         gradients, optimizer = view.cells("gradients"), view.cells("optimizer")
         if gradients is not None and optimizer is not None:
             lags = _lags(gradients, optimizer)
+            lags[gradients.total_of("count") < self.values] = np.nan  # the square of one number is no mean
             yield from self._jumps(gradients, lags, self.lag, "squared_gradient_over_moment", rose, False)
         yield from self._of_betas(view)
 
@@ -652,6 +658,18 @@ class SpikeForerunner(Rule):
             what = f"an update of {context.layers} was {jump:,.0f} times its usual size {context.at}"
         effect = f"and the loss rose at step {rose:,.0f}" if math.isfinite(rose) else ""
         return Phrase(what=what, effect=effect, remedy="clip, and check the batches there")
+
+    def _is_better(self, view: View, step: int) -> bool:
+        """Return whether the loss has fallen well below what it was before a step."""
+        few = int(self.follows)
+        for steps, loss in view.losses.values():
+            before, after = (loss[side & np.isfinite(loss)][-few:] for side in (steps <= step, steps > step))
+            if min(len(before), len(after)) < self.least:
+                return False
+            level = float(np.median(before))
+            if float(np.median(after)) > level - (1 - self.better) * abs(level):
+                return False
+        return bool(view.losses)
 
     def _usual(self, ratio: Floats) -> Floats:
         """The median of the last samples before each; NaN where there are too few."""

@@ -13,6 +13,7 @@ import numpy as np
 from plimsoll.diagnosis.finding import Finding, Severity, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, stretches, threshold
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.tables.trend import exceeds_start
 from plimsoll.diagnosis.tables.wiring_facts import (
     FROZEN,
     facts,
@@ -57,6 +58,9 @@ _SINCE = (
 )
 _SUMS = ("sum", "abssum", "sumsq"), ("abssum", "abssum", "sumsq")  # of weights, and what they are compared with
 _PUT_BACK = "weights put back"
+_PUT_BACK_AFTER_A_RISE = (
+    "All weights are the first ones again, as after a search for the rate: the loss had risen far above its start."
+)
 _LEFT = "left on frozen weights, which move still"
 _OF_SCALE = "those of a loss that depends on the loss scale"
 _DIVIDED = "divided by the number of micro-batches twice"
@@ -221,6 +225,7 @@ class OptimizerIdle(Rule):
     moved: float = threshold(0.02, "of the weights' size, by which they had moved before they were put back")
     left: float = threshold(0.1, "of that way is left: several times what a few steps do")
     samples: float = threshold(3, "so many before it: weights that have hardly moved are near the first ones")
+    risen: float = threshold(2, "times the first loss, before that: no training is lost then")
     values: float = threshold(16, "of a weight, and two such weights: a few numbers may come back by chance")
 
     # A rate of 0 at the end of a schedule, or at the first step of a warm-up, lasts for fewer steps and is none.
@@ -286,14 +291,20 @@ class OptimizerIdle(Rule):
             moved = np.median(np.nan_to_num(away / size[:, :1], posinf=0.0), axis=0)
             left = np.median(np.nan_to_num(away[:, 1:] / away[:, :-1], nan=np.inf), axis=0)
         jumps = 1 + np.flatnonzero((moved[:-1] >= self.moved) & (left <= self.left))
-        for at in jumps[jumps >= self.samples][:1].tolist():
+        jumps = jumps[jumps >= self.samples]
+        steps, loss = view.scalar("loss")
+        lost = np.array(
+            [not exceeds_start(steps, loss, *cells.steps[at - 1 : at + 1], times=self.risen) for at in jumps]
+        )
+        for was_lost, at in sorted(zip(lost.tolist(), jumps.tolist(), strict=True), key=lambda each: not each[0])[:1]:
             evidence = {"cause": _PUT_BACK, "as_at_step": int(cells.steps[0]), "moved": float(moved[at - 1])}
             yield self.finding(
-                "warning", (), evidence, since_step=int(cells.steps[at]), until_step=view.last_step, actions=(),
+                "warning" if was_lost else "info", (), evidence, since_step=int(cells.steps[at]),
+                until_step=view.last_step, actions=(),
                 meaning=f"All weights are at once what they were at step {int(cells.steps[0])} again: something has "
-                "overwritten them, and what was learned until then is lost.",
+                "overwritten them, and what was learned until then is lost." if was_lost else _PUT_BACK_AFTER_A_RISE,
                 advice="If the run was resumed, copy the loaded model into the FP32 master weights, or load these too. "
-                "Else look for a load of old weights.",
+                "Else look for a load of old weights." if was_lost else "No action is needed if this was meant.",
             )  # fmt: skip
 
     def _never(self, view: View, event: Event) -> Iterator[Finding]:

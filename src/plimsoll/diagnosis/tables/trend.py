@@ -204,6 +204,18 @@ def beginning(loss: Floats) -> float:
     return float(min(loss[0], np.median(loss[:_FIRST])))
 
 
+# A search for the learning rate ends where the loss has risen far, and so does a run that is begun again after it
+# diverged. Weights that are overwritten by mistake cost at most what the first ones did.
+def exceeds_start(steps: Ints, loss: Floats, after: int, until: int, *, times: float) -> bool:
+    """Return whether a loss after one step and until another was far above that of the start."""
+    known = np.isfinite(loss)
+    between = loss[known & (steps > after) & (steps <= until)]
+    if not len(between):
+        return False
+    first = beginning(loss[known])
+    return bool(between.max() > first + (times - 1) * abs(first))
+
+
 # The usual level is the median of the losses before. Its noise reaches as far as the largest of three estimates says:
 # the median absolute deviation, the distance of the upper tenth, and the same as a ratio, since losses that fall by
 # orders of magnitude wobble by factors. So one-sided tails count as noise where they were there before.
@@ -267,6 +279,15 @@ def falls(loss: Floats) -> bool:
     """Return whether losses fall for certain."""
     line = trend(np.arange(len(loss)), loss)
     return line is not None and line.confidence >= _SURE and line.high < 0
+
+
+def halves(loss: Floats) -> bool:
+    """Return whether losses above zero have fallen by half or more in the second half of their steps."""
+    loss = loss[np.isfinite(loss)]
+    if len(loss) < 2 * _LEAST:
+        return False
+    pieces = np.array_split(loss, 8)
+    return bool((pieces[7] > 0).all()) and float(np.median(pieces[7])) <= 0.5 * float(np.median(pieces[4]))
 
 
 def comes_back(loss: Floats, rise: Rise) -> bool:
