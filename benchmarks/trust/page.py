@@ -20,7 +20,7 @@ A rule that warns of sound trainings is soon ignored, and one that misses faults
   scaler, with two seeds. A run counts only if it learned: its loss fell as it should, and as far as in FP32.
 - **Faults**: trainings with one planted fault each, and for each the words that name its cause.
 
-Two fifths of the faults and nearly half of the kinds are held back: no rule was changed for what they showed. Nine
+Two fifths of the faults and more than half of the kinds are held back: no rule was changed for what they showed. Ten
 groups are by authors who had not read the rules:
 
 - The newest 12 faults are common mistakes, most of them of low precision. At first six were named, one of these by an
@@ -50,6 +50,9 @@ groups are by authors who had not read the rules:
   were missed, and for three the headline named another cause. Rules were since mended for ten: these count as seen.
 - 22 faults are of low precision and of training loops, and 6 kinds of sound training come near them. At first four were
   named. Rules were since written or mended for 14 of them, with one kind as what must stay silent: these count as seen.
+- 26 kinds are recipes of optimizers and loops, methods and families of models. At first 13 of their 156 runs had a
+  warning, none an alarm: a search for the rate, LBFGS after Adam, and one run of a policy with a learned spread. Rules
+  were since mended for these three, and for what was noted of others: six count as seen.
 - 25 faults and 13 kinds are older. Ten of these faults count as seen.
 
 What counts as naming a fault was written down before it was judged. For two faults it was made stricter afterwards.

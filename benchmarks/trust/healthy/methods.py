@@ -140,7 +140,7 @@ def critic(run: Training) -> None:
                 )
 
 
-@healthy("proximal-policy", held_back=True, learns=0.6)
+@healthy("proximal-policy", learns=0.6)
 def proximal(run: Training) -> None:
     """A point is pushed to the middle: rollouts without gradients, then four epochs of clipped ratios on them."""
 
@@ -346,7 +346,7 @@ def lengths(run: Training) -> None:
     run.train(model, torch.optim.Adam(model.parameters(), lr=5e-3), loss, 320, clip=1.0)
 
 
-@healthy("sums-over-molecules", held_back=True, learns=0.3)
+@healthy("sums-over-molecules", learns=0.3)
 def molecules(run: Training) -> None:
     """Graphs of 3 to 20 nodes in one batch, messages added by index; an energy that grows with the nodes."""
 
@@ -384,7 +384,7 @@ def molecules(run: Training) -> None:
     run.train(model, torch.optim.AdamW(model.parameters(), lr=2e-3), loss, 200, clip=10.0)
 
 
-@healthy("state-space", held_back=True, learns=0.6)
+@healthy("state-space", learns=0.6)
 def state_space(run: Training) -> None:
     """Linear recurrences of 40 places with decays that are learned as logarithms, and gates."""
 
@@ -425,7 +425,7 @@ def state_space(run: Training) -> None:
     run.train(model, torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.01), loss, 160, clip=1.0)
 
 
-@healthy("standardised-weights", held_back=True)
+@healthy("standardised-weights")
 def standardised(run: Training) -> None:
     """Convolutions whose weights are standardised before use, group norms, and a head of bounded stretch."""
 

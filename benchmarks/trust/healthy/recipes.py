@@ -251,7 +251,7 @@ def _steps(
         run.step(loss, optimizer)
 
 
-@healthy("rate-finder", held_back=True)
+@healthy("rate-finder")
 def rate_finder(run: Training) -> None:
     """Rates are tried from 1e-4 up until the loss has grown fourfold; then the weights are put back and trained."""
     model, batch = mlp(16, 64, 64, 10), batches(*clusters())
@@ -342,7 +342,7 @@ def meta_learning(run: Training) -> None:
         run.step(total, optimizer, clip=5.0)
 
 
-@healthy("full-batches-by-lbfgs", held_back=True, learns=0.2)
+@healthy("full-batches-by-lbfgs", learns=0.2)
 def lbfgs(run: Training) -> None:
     """Adam finds the valley, then LBFGS with a line search runs down it on one batch; FP32 in that second part."""
     model, (x, y) = mlp(8, 32, 1, act=nn.Tanh), surface(count=256, noise=0.0)
