@@ -81,6 +81,9 @@ def test_structural_zeros_are_told_of_and_are_no_underflow(tmp_path: Path) -> No
     found = {(f.rule, f.collection): f for f in diagnose(story.write(tmp_path / "run"))}
     zeros = found["structural-zeros", "gradients"]
     assert zeros.severity == "info" and zeros.evidence["zeros"] == pytest.approx(1 - 20 / 512)
+    assert zeros.meaning.startswith(
+        "Most of these parameter gradients are zero"
+    )  # a layer's activations are named alike
     assert not any(rule.startswith("underflow") for rule, _ in found)
 
 

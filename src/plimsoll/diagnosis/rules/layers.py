@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis.estimates.format_losses import Modules
-from plimsoll.diagnosis.finding import Finding, Spot
+from plimsoll.diagnosis.finding import Finding, Spot, collection_words
 from plimsoll.diagnosis.rules.base import (
     EvidenceItem,
     FindingContext,
@@ -565,10 +565,7 @@ class StructuralZeros(Rule):
 
     id = "structural-zeros"
     says = "many values are zero in any format (ReLU, unused rows, masks): no underflow"
-    meaning = (
-        "Most of these values are zero, and none are near the smallest value of the format: they are zero in any "
-        "format."
-    )
+    meaning = "Most of these values are zero, and none are near the format's smallest: they are zero in any format."
     advice = "No action is needed. A shadow step (shadow_every) confirms it."
     figure = "zero_heatmap"
     items = {"zeros": EvidenceItem(unit="share", of_worst=" zero")}
@@ -598,7 +595,10 @@ class StructuralZeros(Rule):
             if spans:
                 spots = worst(cells, spans, zeros)
                 evidence = {"worst": spots[0].name, "zeros": spots[0].value, "layers": len(spots)}
-                yield self.finding("info", spots, evidence, until_step=last_of(cells, spans), collection=collection)
+                meaning = self.meaning.replace("values", collection_words(collection), 1)  # outputs are in both
+                yield self.finding(
+                    "info", spots, evidence, until_step=last_of(cells, spans), collection=collection, meaning=meaning
+                )
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where and since when."""

@@ -586,7 +586,7 @@ class Wiring(torch_hooks.TrainingEvents):
             self._say(
                 "never stepped",
                 f"{who}: not a step in {self._backwards:,} backward passes"
-                + (", in which others stepped." if some else ", so the weights do not change."),
+                + (", in which others stepped." if some else ", so no step moves the weights."),
                 optimizer=who,
                 backwards=self._backwards,
                 others=some,
