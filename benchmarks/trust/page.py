@@ -20,10 +20,14 @@ A rule that warns of sound trainings is soon ignored, and one that misses faults
   scaler, with two seeds. A run counts only if it learned: its loss fell as it should, and as far as in FP32.
 - **Faults**: trainings with one planted fault each, and for each the words that name its cause.
 
-Two fifths of the faults and more than half of the kinds are held back: no rule was changed for what they showed. Ten
+Two fifths of the faults and more than half of the kinds are held back: no rule was changed for what they showed. Eleven
 groups are by authors who had not read the rules:
 
-- The newest 12 faults are common mistakes, most of them of low precision. At first six were named, one of these by an
+- The newest 20 faults are pitfalls of schedules, data and losses. At first eight were named, two were flagged in other
+  words and six were missed. The headlines of four counted as another cause, by an error of their pattern: it took the
+  advice to skip such steps with a loss scaler for a word on the loss scale. Rules were since written or mended for four
+  of them: these count as seen.
+- 12 faults are common mistakes, most of them of low precision. At first six were named, one of these by an
   accident of its words, and six were missed. Of the same trainings without their faults none had a warning. Rules were
   since mended for two of them: these count as seen.
 - 16 faults are of every day, as public threads have them. At first nine were named and one was flagged in other words;
