@@ -375,11 +375,7 @@ def test_a_loss_that_rises_far_above_guessing_is_named(
 @each(
     ("loss", "update", "cause"),
     [
-        (
-            lambda s: 1.38 - s / 3000,
-            1e-5,
-            "weights hardly move",
-        ),  # it has left the loss of guessing, by a tenth or less
+        (lambda s: 1.38 - s / 3000, 1e-5, "weights hardly move"),  # it has left that of guessing, by a tenth or less
         (lambda s: 6.0 + 0.1 * (s % 3), 1e-5, "weights hardly move"),  # far above it
         (lambda s: 1.38 - s / 3000, 1e-3, ""),  # weights have moved
         (lambda s: 1.38 - s / 1000, 1e-5, ""),  # by more
@@ -398,6 +394,18 @@ def test_weights_that_hardly_move_are_named_at_any_loss_of_no_use(
     for finding in warned:
         assert (finding.since_step, finding.until_step) == (0, 299) and "Raise the learning rate" in finding.advice
         assert "has hardly moved" in phrase_of(finding, View(Run(path)), warned).what
+
+
+def test_weights_whose_updates_rounding_takes_are_not_asked_for_a_larger_rate(tmp_path: Path) -> None:
+    def judged(name: str, unmoved: float) -> list[Finding]:
+        story = told(
+            samples=60, events=(wired("classes", 0, classes=4),), loss=lambda s: 6.0, weight_fmt="bf16",
+            update_ratio=lambda layer, s: 1e-5, unmoved=lambda layer, s: unmoved,
+        )  # fmt: skip
+        return diagnose(story.write(tmp_path / name), rules=["loss-at-chance", "updates-swallowed"])
+
+    assert [f.rule for f in judged("rounded away", 0.97)] == ["updates-swallowed"]
+    assert [f.rule for f in judged("small", 0.01)] == ["loss-at-chance"]
 
 
 # -- schedules, and batch norms that keep the last batch

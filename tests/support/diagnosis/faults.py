@@ -506,7 +506,7 @@ WORDS: Mapping[str, str] = {
     "schedule-misread": r"the schedule of AdamW waits for the metric to fall, and it has risen .*\(0\.31 to 0\.82\)"
     r"|the schedule has multiplied the rate of AdamW by itself since step 0: it was 9"
     r"|the schedule of AdamW has lowered the rate since step 60 after 4 metrics of NaN or Inf"
-    r"|the schedule of AdamW was made again and starts over since step 40: its rate goes from 0\.0001 back to 5",
+    r"|the schedule of AdamW was made again and starts over since step 40: its rate goes from 1\.00e-4 back to 5",
     "schedule-past-end": r"the rate of AdamW had come to its end and rises again since step 60",
     "average-stuck": r"rounding to BF16 (keeps the average .* where it was|has stopped the count in)",
     "symmetric-weights": r"the units of .* are copies of each other",

@@ -16,6 +16,8 @@ from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.finding import SEVERITIES, Finding, Severity
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, last_of, spells, threshold, worst
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
+from plimsoll.diagnosis.rules.optimizer import UpdatesSwallowed
+from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.trend import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
 from plimsoll.diagnosis.tables.wiring_facts import first_fact, optimizer_settings
@@ -485,7 +487,7 @@ class LossAtChance(Rule):
         way = math.inf
         if len(means) * size >= self.least and (means >= (1 - self.little) * max(guessing, means[0])).all():
             way = _way(view)
-        if way < self.way:
+        if way < self.way and not _is_lost_to_rounding(view):
             yield self.finding(
                 "warning", (),
                 {"guessing": guessing, "loss": float(means[-1]), "cause": _HARDLY, "way": way},
@@ -733,6 +735,12 @@ def _way(view: View) -> float:
     known = np.isfinite(ratio).any(axis=1)  # a matrix of zeros has no size
     steps = view.last_step + 1
     return float(np.nanmean(ratio[known], axis=1).max() * steps) if known.any() else math.inf
+
+
+# A larger rate is no remedy there. The findings of these rules say what is.
+def _is_lost_to_rounding(view: View) -> bool:
+    """Return whether weights hardly move because their updates or gradients are rounded away."""
+    return any(f.severity != "info" for rule in (UpdatesSwallowed(), UnderflowHigh()) for f in rule.findings(view))
 
 
 _MOVED_FAR = "These weights moved many times as far as they usually do, by a good part of their own size."
