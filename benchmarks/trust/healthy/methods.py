@@ -17,7 +17,7 @@ from benchmarks.trust.training import Training
 
 @healthy("contrast-with-a-queue", held_back=True, learns=0.8)
 def queue(run: Training) -> None:
-    """A picture's view is told from 256 older ones at a temperature of 0.1; their encoder is a moving average."""
+    """A picture's view is known among 256 older ones at a temperature of 0.1; their encoder is a moving average."""
     encoder = mlp(144, 96, 32)
     slow = copy.deepcopy(encoder).requires_grad_(False)
     optimizer = torch.optim.SGD(encoder.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)

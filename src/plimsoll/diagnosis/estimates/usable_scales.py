@@ -247,15 +247,13 @@ class Scales:
         return bool(np.median(_known(gaps, 1.0)) <= 0)
 
     @property
-    def shown(self) -> str:
-        """The scales that work at all steps, else those of the last step that has gradients."""
-        if self.window is not None:
-            return scales(*self.window)
+    def advised(self) -> tuple[int, int] | None:
+        """The scales that work at all steps, else those of the last step that has gradients. None: no step has any."""
         there = np.flatnonzero(~np.isnan(self.need))
-        if not len(there):
-            return "any"
+        if self.window is not None or not len(there):
+            return self.window
         last = int(there[-1])
-        return scales(int(self.need[last]), int(self.room[last]))
+        return int(self.need[last]), int(self.room[last])
 
 
 # Where the gradients of a module's output are flushed, those of its parameters are zero too, in any format: nothing of

@@ -540,10 +540,10 @@ def by_scales(scales: Scales | None, low: Finding | None = None) -> tuple[str, R
         scales: Those of the run so far; None where gradients were not recorded.
         low: The finding `scale-low`, whose numbers give the reason.
     """
-    if scales is not None and scales.one_serves:
+    if scales is not None and scales.one_serves and scales.advised is not None:
         was = "" if low is None else f"{power(float(low.evidence['scale']))} is too low, and "
-        lowest, _, highest = scales.shown.partition(" to ")
-        target = f"between {lowest} and {highest}" if highest else lowest
+        lowest, highest = scales.advised
+        target = f"2^{lowest}" if lowest == highest else f"between 2^{lowest} and 2^{highest}"
         remedy = Remedy(action=f"raise the loss scale to {target}", reason=f"{was}that works for all layers")
         return "raise the scale", remedy, ("raise_scale",)
     if scales is not None and scales.each_serves:

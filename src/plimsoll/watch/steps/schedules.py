@@ -17,7 +17,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,14 @@ class RateCourse:
         return self.lowest < _ENDED * self.peak and rate > _AGAIN * self.peak
 
 
+class CutSchedule(NamedTuple):
+    """A schedule in whose place another one was made."""
+
+    moves: int  # of the rate
+    length: int  # 0: it has no end
+    rate: float  # the last
+
+
 # Warm restarts have a schedule of their own, or one that comes to its end before it is made again.
 class Beginnings:
     """The first rates of an optimizer's schedule, and those of one that is made for it later."""
@@ -76,7 +84,7 @@ class Beginnings:
         self._moves = 0  # of the rate, with the present schedule
         self._rises = True
         self._last = math.nan
-        self.cut = (0, 0, math.nan)  # the schedule before: its moves, its length, and its last rate
+        self.cut: CutSchedule | None = None  # the last one
         self.began_at = 0
         self.times = 0  # that it has begun again before its end
 
@@ -86,7 +94,7 @@ class Beginnings:
         early = self._moves + 1 < length if length else self._rises and len(self.first) > 1
         if self._moves:
             self._present = list[float]() if early else None
-            self.cut, self.began_at = (self._moves, length, self._last), step
+            self.cut, self.began_at = CutSchedule(self._moves, length, self._last), step
             self._moves, self._rises, self._last = 0, True, math.nan
 
     def begin_again(self, rate: float, *, is_new: bool) -> bool:
@@ -102,7 +110,7 @@ class Beginnings:
         self._last = rate
         self._moves += 1
         if self._present is None:
-            if len(self.first) < _ALIKE and not self.cut[0]:
+            if len(self.first) < _ALIKE and self.cut is None:
                 self.first.append(rate)
             return False
         self._present.append(rate)
@@ -110,7 +118,7 @@ class Beginnings:
             return False
         alike, self._present = self._present == self.first, None
         self.times += alike
-        return alike and self.times == (1 if self.cut[1] else _TIMES)
+        return alike and self.times == (1 if self.cut is not None and self.cut.length else _TIMES)
 
 
 class Rates:
@@ -222,9 +230,10 @@ class Schedules:
                 key=f"rate rises again: {name}", optimizer=name, lowest_at=at, rate=first,
                 lowest=rates.first.lowest, peak=rates.first.peak,
             )  # fmt: skip
-        if isinstance(first, float) and rates.beginnings.begin_again(first, is_new=not optimizer.state):
-            self._say_again(name, rates.beginnings)
-        if not rates.beginnings.cut[0]:  # else the rate may have come down by beginning again
+        beginnings = rates.beginnings
+        if isinstance(first, float) and beginnings.begin_again(first, is_new=not optimizer.state):
+            self._say_again(name, beginnings)
+        if beginnings.cut is None:  # else the rate may have come down by beginning again
             self._look_for_squares(groups, name, rates)
         self._look_at_groups(optimizer, name, rates)
 
@@ -254,6 +263,8 @@ class Schedules:
         rates.beginnings.made(scheduler, self._core.step + bool(rates.steps))
 
     def _say_again(self, name: str, beginnings: Beginnings) -> None:
+        if beginnings.cut is None:
+            return
         moves, length, rate = beginnings.cut
         of = f" of {length:,}" if length else ""
         self._say(
@@ -318,7 +329,6 @@ class Schedules:
         step, mode, count = self._core.step, str(scheduler.mode), course.count
         snapshot = course.snapshot()
         threshold, is_relative = float(scheduler.threshold), scheduler.threshold_mode == "rel"
-
         patience = int(scheduler.patience)
 
         def produce() -> list[Record]:

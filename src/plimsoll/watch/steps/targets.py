@@ -175,8 +175,7 @@ class Targets:
                     return []
                 self._found.add(_SEEN)
                 message = "the targets are the tokens at the next places, which attention sees"
-                details = {"fact": _SEEN, "share": 0.0, "token": 0}
-                return [Event(step=step, kind="wiring", message=message, details=details)]
+                return [Event(step=step, kind="wiring", message=message, details={"fact": _SEEN})]
 
             self.core.writer.submit(produce, 200)
 
