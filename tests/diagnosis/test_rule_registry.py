@@ -22,7 +22,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.report import FIGURES, figure_for, html, markdown, summary
 from plimsoll.report.live.server.app import app
 from plimsoll.report.verdicts import summary_text
-from tests.support.diagnosis.stories import SOUND, told
+from tests.support.diagnosis.stories import SOUND, make_story
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "plimsoll"
@@ -57,7 +57,7 @@ def test_a_rule_declares_all_members(rule: Rule) -> None:
 
 def test_what_the_words_of_a_rule_come_from_is_in_its_evidence(tmp_path: Path) -> None:
     """A declared item that no finding has is a spelling mistake: so its label would never be shown."""
-    source = {path: path.read_text("utf-8") for path in (SOURCE / "diagnosis" / "rules").glob("*.py")}
+    source = {path: path.read_text("utf-8") for path in (SOURCE / "diagnosis" / "rules").rglob("*.py")}
     for rule in RULES:
         text = source[Path(inspect.getfile(type(rule)))]
         assert all(text.count(f'"{name}"') > 1 for name in rule.items), rule.id
@@ -164,7 +164,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 def test_the_packaged_rule_of_the_docs_is_on_every_surface(install: Install, tmp_path: Path) -> None:
     source, entry = guide()
     install("plimsoll_loss", entry, source)
-    path = told(loss=lambda step: 4.0).write(tmp_path / "runs" / "run", until=40)
+    path = make_story(loss=lambda step: 4.0).write(tmp_path / "runs" / "run", until=40)
     found = diagnose(path)
     assert [f.rule for f in found] == ["loss-high"]
     assert diagnose(path, rules=["underflow-*"]) == diagnose(path, thresholds={"loss-high.level": 9.0}) == []

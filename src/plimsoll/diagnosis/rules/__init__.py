@@ -14,21 +14,31 @@ _ORDER = (
     "overflow",
     "casts",
     "nonfinite",
-    "optimizer",
-    "targets",
-    "loss",
+    "optimizer.updates",
+    "optimizer.schedules",
+    "optimizer.kept_narrow",
+    "loss.targets",
+    "loss.divergence",
+    "loss.chance",
+    "loss.forerunner",
     "errors",
-    "layers",
-    "wiring",
+    "layers.zeros",
+    "layers.vanishing",
+    "layers.drift",
+    "wiring.without_effect",
+    "wiring.gradients",
+    "wiring.model_state",
     "run",
 )
 
 
 def _position(name: str) -> tuple[int, str]:
-    return (_ORDER.index(name) if name in _ORDER else len(_ORDER), name)
+    own = name.removeprefix(f"{__name__}.")
+    return (_ORDER.index(own) if own in _ORDER else len(_ORDER), own)
 
 
-for _name in sorted((module.name for module in pkgutil.iter_modules(__path__)), key=_position):
-    registry.add_own(importlib.import_module(f"{__name__}.{_name}"))
+_modules = (module.name for module in pkgutil.walk_packages(__path__, f"{__name__}.") if not module.ispkg)
+for _name in sorted(_modules, key=_position):
+    registry.add_own(importlib.import_module(_name))
 
 RULES: tuple[Rule, ...] = tuple(registry.OWN.values())

@@ -283,7 +283,7 @@ def short(name: str) -> str:
     return clean if len(clean) <= _LONGEST_NAME else f"{clean[:half]}...{clean[-half:]}"
 
 
-def spells(holds: Mask, recorded: Mask, least: float) -> list[tuple[int, int, int]]:
+def layer_spans(holds: Mask, recorded: Mask, least: float) -> list[tuple[int, int, int]]:
     """Return the layers in which a condition holds for enough consecutive samples.
 
     Steps at which a layer was not recorded neither count nor interrupt.
@@ -299,13 +299,13 @@ def spells(holds: Mask, recorded: Mask, least: float) -> list[tuple[int, int, in
     result: list[tuple[int, int, int]] = []
     for layer in np.flatnonzero((holds & recorded).any(axis=1)).tolist():
         places = np.flatnonzero(recorded[layer])
-        spans = stretches(holds[layer][places], least)
+        spans = find_spans(holds[layer][places], least)
         if spans:
             result.append((layer, int(places[spans[0][0]]), int(places[spans[-1][1]])))
     return result
 
 
-def stretches(holds: Mask, least: float) -> list[tuple[int, int]]:
+def find_spans(holds: Mask, least: float) -> list[tuple[int, int]]:
     """Return first and last place of spans of at least `least` true values."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], holds, [False]]).astype(np.int8)))
     return [(int(a), int(b) - 1) for a, b in zip(edges[::2], edges[1::2], strict=True) if b - a >= least]

@@ -21,7 +21,7 @@ from plimsoll.diagnosis.rules.base import (
     Phrase,
     Rule,
     last_of,
-    spells,
+    layer_spans,
     threshold,
     worst,
 )
@@ -33,7 +33,7 @@ from plimsoll.formats import Format, get_element
 from plimsoll.text import number, percent, power
 
 _SAMPLES = "not reported from a single sample"
-_SERVES = 0.01  # of a tensor's values that a scale which serves may flush, as in `whatif`
+_WORKS = 0.01  # of a tensor's values that a scale that works may flush, as in `whatif`
 _CONSTANT_SCALE = "a bound that stays"
 _ONE_SCALE = "a grid that is too coarse"
 _WEIGHTS = "weights cast without a scale"
@@ -58,7 +58,7 @@ class CastRule(Rule):
         found = sorted(found, key=lambda each: (-abs(each[4]), each[2]))
         spots = [Spot(name=c.cells.names[i], since_step=int(c.cells.steps[a]), value=v) for c, i, a, _, v in found]
         cast, layer, first, last, value = found[0]
-        serving = cast.serving(layer, first, last, _SERVES)
+        serving = cast.serving(layer, first, last, _WORKS)
         return self.finding(
             severity,
             spots,
@@ -110,7 +110,7 @@ class ShareRule(CastRule):
 
 def _above(cast: CastCells, shares: Floats, least: float, samples: float) -> list[_Found]:
     """Return the layers whose share is above a bound long enough, with the highest."""
-    spans = spells(shares > least, ~np.isnan(shares), samples)
+    spans = layer_spans(shares > least, ~np.isnan(shares), samples)
     return [(cast, layer, a, b, float(np.nanmax(shares[layer, a : b + 1]))) for layer, a, b in spans]
 
 
@@ -154,7 +154,7 @@ class CastSaturates(ShareRule):
             bound = float(np.median(most[out, known[: int(self.samples)]]))
             if not _is_round(bound):
                 shares[out, known] = _beyond(cells, into, known, bound) * (most[out, known] == bound)
-        spans = spells(shares > self.cut, ~np.isnan(shares), self.samples)
+        spans = layer_spans(shares > self.cut, ~np.isnan(shares), self.samples)
         if spans:
             spots = worst(cells, spans, shares)
             bound = max(float(most[layer, last]) for layer, _, last in spans if cells.names[layer] == spots[0].name)
@@ -255,7 +255,7 @@ class CastFlushes(ShareRule):
             known = np.flatnonzero(~np.isnan(lost))
             if len(known) and on_grid[:, out, known[: int(self.samples)]].all(axis=1).any():
                 shares[out] = lost
-        spans = spells(shares > self.coarse, ~np.isnan(shares), self.samples)
+        spans = layer_spans(shares > self.coarse, ~np.isnan(shares), self.samples)
         if spans:
             spots = worst(cells, spans, shares)
             evidence = {"cause": _ONE_SCALE, "flushed": spots[0].value, "worst": spots[0].name}
@@ -379,7 +379,7 @@ class UnitDrift(CastRule):
         with np.errstate(invalid="ignore"):
             outside = np.abs(sizes) > bound
         drifted: list[_Found] = []
-        for layer, first, last in spells(outside, known, self.samples):
+        for layer, first, last in layer_spans(outside, known, self.samples):
             begun = np.flatnonzero(known[layer])[: int(self.samples)]
             if abs(float(np.median(sizes[layer, begun]))) <= bound:
                 span = sizes[layer, first : last + 1]

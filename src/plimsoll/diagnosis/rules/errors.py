@@ -14,9 +14,9 @@ from plimsoll.diagnosis.rules.base import (
     Mask,
     Phrase,
     Rule,
+    find_spans,
     last_of,
-    spells,
-    stretches,
+    layer_spans,
     threshold,
     worst,
 )
@@ -79,7 +79,7 @@ class ErrorAboveSignal(Rule):
             sizes = np.sqrt(sums["referencesq"])
             largest = np.fmax.reduce(sizes, axis=0, initial=0.0)
             looked = ~np.isnan(errors) & (sizes > self.least * largest) & ~view.solved(cells.steps)
-            found = spells(errors > self.ratio, looked, self.samples)
+            found = layer_spans(errors > self.ratio, looked, self.samples)
             if found:
                 yield self._above(view, cells, worst(cells, found, errors, names), last_of(cells, found))
             coming = [] if found else self._coming(cells.steps, errors, looked, names)
@@ -206,7 +206,7 @@ class BiasedRounding(Rule):
                 bias = biases[..., kind]
                 large = (np.abs(bias) >= self.least) & (bias * bias > self.part * whole * whole)
                 for sign, direction in zip((-1, 1), words, strict=True):
-                    found = _different(spells(large & (np.sign(bias) == sign), looked, self.samples), sums)
+                    found = _different(layer_spans(large & (np.sign(bias) == sign), looked, self.samples), sums)
                     if len(found) >= self.layers:
                         yield self._found(cells, names, found, np.abs(bias), whole, direction)
 
@@ -267,7 +267,7 @@ class ClusteredBlock(Rule):
         # A block of equal values is scaled to a number that its format holds.
         several = cells.highest(cells.column("absmax")) > -cells.highest(-cells.column("absmin"))
         shares = np.where(several, shares, 0.0 * shares)
-        found = spells(shares > self.share, ~np.isnan(shares), self.samples)
+        found = layer_spans(shares > self.share, ~np.isnan(shares), self.samples)
         if not found:
             return
         spots = worst(cells, found, shares)
@@ -317,7 +317,7 @@ class DecisionFlips(Rule):
         found: list[tuple[Spot, int]] = []
         for scalar in sorted(name for name in view.run.scalar_names if name.startswith(FLIPS)):
             steps, shares = view.scalar(scalar)
-            spans = stretches(shares > self.share, self.samples)
+            spans = find_spans(shares > self.share, self.samples)
             if spans:
                 (first, _), (_, last) = spans[0], spans[-1]
                 spot = Spot(

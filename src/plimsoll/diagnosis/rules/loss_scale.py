@@ -19,7 +19,7 @@ from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.estimates.underflow_rate import underflow_rate
 from plimsoll.diagnosis.estimates.usable_scales import Scales
 from plimsoll.diagnosis.finding import Action, Finding, Severity, Spot, first_of, layer_name, shown
-from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Mask, Phrase, Rule, stretches, threshold
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Mask, Phrase, Rule, find_spans, threshold
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.registry import rule_of
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
@@ -82,7 +82,7 @@ class NoSingleScale(ScaleRule):
             return
         steps, missing = scales.cells.steps, scales.need - scales.room
         known = np.flatnonzero(~np.isnan(missing))
-        spans = stretches(missing[known] > 0, self.samples)
+        spans = find_spans(missing[known] > 0, self.samples)
         if not spans:
             return
         at = known[spans[0][0] : spans[-1][1] + 1]
@@ -147,7 +147,7 @@ class ScaleLow(ScaleRule):
         free = self._free(view, cells)
         holds = (most > self.lost) & (free >= self.binades)
         known = np.flatnonzero(~np.isnan(most))
-        spans = stretches(holds[known], self.samples)
+        spans = find_spans(holds[known], self.samples)
         if not spans:
             return
         first, last = int(known[spans[0][0]]), int(known[spans[-1][1]])
@@ -397,7 +397,7 @@ def _known_scale(view: View) -> tuple[Ints, Floats]:
 
 def _settled(scale: Floats, samples: int) -> int | None:
     """Return the first of so many samples in which the scale first stays the same."""
-    spans = stretches(np.diff(scale) == 0, samples - 1) if len(scale) >= samples else []
+    spans = find_spans(np.diff(scale) == 0, samples - 1) if len(scale) >= samples else []
     return spans[0][0] if spans else None
 
 

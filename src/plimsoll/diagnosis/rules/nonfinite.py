@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Mask, Phrase, Rule, stretches, threshold
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Mask, Phrase, Rule, find_spans, threshold
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.episodes import Span, first_of_deciding, reaching
 from plimsoll.diagnosis.tables.wiring_facts import largest_input
@@ -161,7 +161,7 @@ class Nonfinite(Rule):
         Overflows that a scaler meets in gradients alone are no episode, unless they go on and on.
         """
         scaled, last, (steps, counts) = view.scaled, view.last_step, _counts(view)
-        on_and_on = self._on_and_on(counts) + (stretches(counts > 0, self.fixed)[-1:] if too_high else [])
+        on_and_on = self._on_and_on(counts) + (find_spans(counts > 0, self.fixed)[-1:] if too_high else [])
         spans: list[Span] = [(steps[[a]], steps[[b]]) for a, b in on_and_on]
         # What is undefined gave NaN at higher scales, too. The first steps on end are the search for the scale.
         later = steps[(counts > 0) & (np.cumsum(counts == 0) > 0)] if undefined else steps[:0]
@@ -298,7 +298,7 @@ class Nonfinite(Rule):
     def _too_high(self, view: View) -> float | None:
         """Return the loss scale that overflows to the end and hardly falls."""
         steps, values = _counts(view)
-        spans = stretches(values > 0, self.fixed)
+        spans = find_spans(values > 0, self.fixed)
         if not view.scaled or not spans or spans[-1][1] != len(steps) - 1:
             return None
         scales = view.scale_at(steps[-int(self.fixed) :])
@@ -310,7 +310,7 @@ class Nonfinite(Rule):
     # scale if finite steps follow those with which the run begins.
     def _on_and_on(self, counts: Floats) -> list[tuple[int, int]]:
         """Return the places of non-finite steps that go on for longer than a search for the scale."""
-        spans = stretches(counts > 0, self.skips)
+        spans = find_spans(counts > 0, self.skips)
         found = spans and spans[0][0] == 0 and not counts[spans[0][1] + 1 :][: int(self.recovered)].any()
         return spans[1:] if found and len(counts) > spans[0][1] + self.recovered else spans
 

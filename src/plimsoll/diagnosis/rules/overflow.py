@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 
 from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.base import (
+    EvidenceItem,
+    FindingContext,
+    Phrase,
+    Rule,
+    last_of,
+    layer_spans,
+    threshold,
+    worst,
+)
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.trend import Trend, looks, trend
@@ -52,7 +61,7 @@ class OverflowAhead(Rule):
             distance = _distance(cells)
             if np.isnan(distance).all():
                 continue
-            near = spells(distance < self.binades, ~np.isnan(distance), self.samples)
+            near = layer_spans(distance < self.binades, ~np.isnan(distance), self.samples)
             if near:
                 spots = worst(cells, near, -distance)
                 evidence = {"binades_left": -spots[0].value, "worst": spots[0].name}
@@ -362,7 +371,7 @@ class SaturatedFP8(Rule):
             if cells is None or not any(fmt.bits <= 8 for fmt in known):
                 continue
             shares = self._shares(cells)
-            spans = spells(shares > self.share, ~np.isnan(shares), self.samples)
+            spans = layer_spans(shares > self.share, ~np.isnan(shares), self.samples)
             if spans:
                 spots = worst(cells, spans, shares)
                 severity = "alarm" if spots[0].value > self.grave else "warning"

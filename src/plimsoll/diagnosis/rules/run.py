@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from plimsoll.diagnosis.finding import Finding, Spot, shown
-from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, stretches, threshold
+from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, find_spans, threshold
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.tables.wiring_facts import facts
 from plimsoll.diagnosis.view import View
@@ -179,7 +179,7 @@ class RankDiffers(Rule):
             lowest, highest = others.min(axis=0), others.max(axis=0)
             away = np.maximum(least(others), self.spread * (highest - lowest))
             for holds in (values[rank] - highest > away, lowest - values[rank] > away):
-                for a, b in stretches(holds, lasting)[:1]:
+                for a, b in find_spans(holds, lasting)[:1]:
                     there = slice(a, b + 1)
                     yield rank, a, b, float(np.median(values[rank, there])), float(np.median(others[:, there]))
 

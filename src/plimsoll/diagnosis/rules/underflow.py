@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.estimates.usable_scales import Scales, flushed_before
 from plimsoll.diagnosis.finding import Finding, Severity, Spot
-from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, last_of, layer_spans, threshold, worst
 from plimsoll.diagnosis.rules.loss_scale import ScaleRule, by_scales, remedy_words
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, module_ends
@@ -73,7 +73,7 @@ class UnderflowHigh(ScaleRule):
                 modules = Modules.of(cells)
                 lost = np.maximum(modules.harmful_underflow(narrow), flushed_before(view, cells, modules))
                 fractions = np.where(view.solved(cells.steps), np.nan, lost)
-                weights_are_sound = not spells(fractions > _SOUND, ~np.isnan(fractions), self.samples)
+                weights_are_sound = not layer_spans(fractions > _SOUND, ~np.isnan(fractions), self.samples)
                 yield from self._judged(cells, fractions, modules.main_layers(cells), collection, True)
             else:
                 backward = collection == "activation_gradients"
@@ -146,7 +146,7 @@ class UnderflowHigh(ScaleRule):
             for _, into, out in ends:
                 alive = wide[out] & (zeros[into] < zeros[out] - self.values)
                 lost[out] = np.where(at_bottom[out] & alive, zeros[out], np.where(most[out] > 0, 0.0, np.nan))
-            spans = spells(lost > self.values, ~np.isnan(lost), self.samples)
+            spans = layer_spans(lost > self.values, ~np.isnan(lost), self.samples)
             if not spans:
                 continue
             spots = worst(cells, spans, lost)
@@ -173,12 +173,12 @@ class UnderflowHigh(ScaleRule):
         alarms: bool,
         fmt: str | None = None,
     ) -> Iterator[Finding]:
-        spans = spells(fractions > self.values, ~np.isnan(fractions), self.samples)
+        spans = layer_spans(fractions > self.values, ~np.isnan(fractions), self.samples)
         if not spans:
             return
         spots = worst(cells, spans, fractions, names)
         many = len(spans) > self.layers * len(names)
-        grave = alarms and (many or spots[0].value > self.grave)
+        severe = alarms and (many or spots[0].value > self.grave)
         evidence = {
             "layers": len(spots),
             "of_layers": len(names),
@@ -187,7 +187,7 @@ class UnderflowHigh(ScaleRule):
             "format": fmt or cells.format_of(spots[0].name),
         }
         yield self.finding(
-            "alarm" if grave else "warning", spots, evidence, until_step=last_of(cells, spans), collection=collection
+            "alarm" if severe else "warning", spots, evidence, until_step=last_of(cells, spans), collection=collection
         )
 
 
@@ -215,7 +215,7 @@ class UnderflowRising(ScaleRule):
 
     # The share of lost values over time, of all parameters together and of each module, by Theil-Sen slope and Mann-
     # Kendall test. The outlook: below 1 %, stay; rising from 1 to 5 %, watch; rising above 5 %, change: raise the scale
-    # if one serves all layers, else scale layers apart if one serves each, else BF16.
+    # if one fits all layers, else scale layers apart if one fits each, else BF16.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the gradients of parameters."""
         narrow = view.narrow("gradients")

@@ -11,6 +11,7 @@ from plimsoll.runs import Event
 # Facts that several rules read.
 ROUNDED_GRADIENTS = "gradients rounded"  # something casts gradients before the step
 FROZEN = "frozen stepped"  # parameters that do not require gradients any more and have some
+ONE_VALUE_NORM = "norm of one value"  # norms over a single value, whose output is their bias
 
 
 def facts(view: View, fact: str) -> list[Event]:

@@ -1,0 +1,370 @@
+"""Rules of layers that put out zeros: dead ones, inputs that are too small, zeros that are no underflow."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plimsoll.diagnosis.estimates.format_losses import Modules
+from plimsoll.diagnosis.finding import Finding, Spot, collection_words
+from plimsoll.diagnosis.rules.base import (
+    EvidenceItem,
+    FindingContext,
+    Phrase,
+    Rule,
+    last_of,
+    layer_spans,
+    threshold,
+    worst,
+)
+from plimsoll.diagnosis.rules.casts import CastFlushes
+from plimsoll.diagnosis.rules.nonfinite import Nonfinite
+from plimsoll.diagnosis.rules.underflow import UnderflowHigh
+from plimsoll.diagnosis.tables.cells import module_ends
+from plimsoll.diagnosis.tables.wiring_facts import (
+    ONE_VALUE_NORM,
+    ROUNDED_GRADIENTS,
+    facts,
+    first_fact,
+    frozen_weights,
+    largest_input,
+    listed_in,
+    without_gradient,
+)
+from plimsoll.diagnosis.tables.zero_gradients import always_zero, erased_samples, where_gradients_stop
+from plimsoll.diagnosis.view import View
+from plimsoll.formats import get_element
+from plimsoll.tensor_collections import UNDERFLOW_ORDER
+from plimsoll.text import number, percent
+
+_AT_ZERO = "weights of zero without a gradient"
+_ZERO_ON_BOTH_SIDES = (
+    "Their weights are all zero and get no gradient, so they stay zero. Two layers in a row that both begin at zero do "
+    "that."
+)
+_AS_LORA = "Initialise the first of the two at random, as LoRA does."
+_INPUTS_SMALL = "inputs-small"
+_NO_SLOPE = "a weight without a slope"
+_NO_GRADIENTS = (
+    "Their gradients are all zero, and did not underflow: no gradient comes to these layers, or only zeros come into "
+    "them."
+)
+_DROPOUT = "dropout"
+_HIDDEN = (
+    "Nothing that these layers put out changes the loss. Look behind them for a mask that hides all of it, attention "
+    "over another dimension than the places (batch_first), or a product with zeros."
+)
+LEAVE_ZERO = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SilentGradients:
+    """Modules without a gradient: the earliest first, until when, and why.
+
+    `never` of them have never had one. `unknown`: their format may have flushed it. `stops`: the module that gradients
+    come to and do not leave, or the model's output.
+    """
+
+    spots: list[Spot]
+    until: int
+    never: int
+    unknown: bool
+    stops: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadLayer(Rule):
+    """Layers with outputs of zero or their bias alone, or with zero gradients."""
+
+    id = "dead-layer"
+    says = "a layer outputs only zeros or its bias, or its gradients are all zero, and it is not underflow"
+    meaning = "The layer no longer takes part in the training."
+    advice = (
+        "Check its input and its bias (a ReLU that no input activates). Re-initialise it, or lower the learning rate."
+    )
+    figure = "zero_heatmap"
+    explained_by = {
+        Nonfinite.id: "anywhere", CastFlushes.id: "same module", UnderflowHigh.id: "same module",
+        _INPUTS_SMALL: "anywhere",
+    }  # fmt: skip
+    items = {
+        "first": EvidenceItem(unit="location"),
+        "zeros": EvidenceItem(unit="share"),
+        "never_alive": EvidenceItem(hide_zero=True),
+    }
+
+    zeros: float = threshold(0.999, "of an output's values; ReLU, dropout and masks leave more than that")
+    samples: float = threshold(5, LEAVE_ZERO)
+
+    # Underflow is left to its own rules. A gradient in a narrow format that was never anything but zero cannot be
+    # distinguished from underflow without a shadow step, and the finding says so.
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield a finding on outputs, and one on gradients where outputs are alive."""
+        spots, until = self.dead_outputs(view)
+        at_zero = self.at_zero(view, spots)
+        if spots and (at_zero or not InputsSmall().are_small(view)):
+            evidence: dict[str, float | int | str] = {
+                "first": spots[0].name, "layers": len(spots), "zeros": spots[0].value,
+            }  # fmt: skip
+            evidence |= {"cause": _AT_ZERO, "at_zero": len(at_zero)} if at_zero else {}
+            meaning, advice = (_ZERO_ON_BOTH_SIDES, _AS_LORA) if at_zero else (None, None)
+            yield self.finding(
+                "warning", spots, evidence, until_step=until, collection="activations", meaning=meaning, advice=advice
+            )
+        silent = self.silent_gradients(view)
+        if silent is not None and silent.stops is None:  # else gradients-vanish says where they stop
+            evidence = {
+                "first": silent.spots[0].name, "layers": len(silent.spots), "never_alive": silent.never,
+            }  # fmt: skip
+            yield self.finding(
+                "warning", silent.spots, evidence, until_step=silent.until, collection="gradients",
+                meaning="Their gradients have always been zero: either nothing reaches them, or all of it underflows."
+                if silent.unknown else _NO_GRADIENTS,
+                advice="Take a shadow step (shadow_every): it distinguishes the two." if silent.unknown
+                else _HIDDEN if silent.never == len(silent.spots) else None,
+            )  # fmt: skip
+        yield from self._without_slope(view)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return where and since when."""
+        if context.text("cause") == _AT_ZERO:
+            return Phrase(
+                what=f"all weights of {context.number('at_zero'):.0f} layers are zero and get no gradient, seen "
+                f"{context.since}",
+                remedy="initialise one layer of each pair at random",
+            )
+        if context.text("cause") == _NO_SLOPE:
+            return Phrase(
+                what=f"all gradients of {context.place} have been zero {context.since}, and those of the bias not",
+                remedy="pass gradients through the rounding of the weight",
+            )
+        of_outputs = context.finding.collection == "activations"
+        if not of_outputs and context.number("never_alive") == context.number("layers"):
+            return Phrase(
+                what=f"all {context.tensors} of {context.place} have been zero {context.since}, and this is no "
+                "underflow of their own format",
+                remedy="look for what hides its outputs from the loss",
+            )
+        kind = "outputs" if of_outputs else context.tensors
+        whose = "" if of_outputs else " of their own format"
+        return Phrase(
+            what=f"all {kind} of {context.place} have been zero {context.since}, and this is no underflow{whose}",
+            remedy="check the layer's input and bias, or lower the learning rate",
+        )
+
+    def at_zero(self, view: View, spots: list[Spot]) -> set[str]:
+        """Return the modules of some outputs whose weights begin at zero and stay there."""
+        # Weights that begin at zero leave it, unless a zero on either side keeps their gradient at zero too.
+        still = always_zero(view.cells("weights")) & always_zero(view.cells("gradients"))
+        return _modules_of(spots) & {name.removesuffix(".weight") for name in still}
+
+    def dead_outputs(self, view: View) -> tuple[list[Spot], int]:
+        """Return the outputs that are zero, the earliest first, and until when."""
+        outputs = view.cells("activations")
+        if outputs is None:
+            return [], 0
+        # A layer that begins at zero stays there where no gradient reaches it: `untrained-parameters` says why.
+        cut, reached = without_gradient(view), view.run.tensors.get("gradients", ())
+        cut = {module for module in _and_parents(cut) if not any(name.startswith(f"{module}.") for name in reached)}
+        is_output = [":output" in name and name.partition(":")[0] not in cut for name in outputs.names]
+        fraction = np.where(np.array(is_output)[:, None], outputs.zero_fraction, np.nan)
+        spans = layer_spans(fraction >= self.zeros, ~np.isnan(fraction), self.samples)
+        if not spans:
+            return [], 0
+        return sorted(worst(outputs, spans, fraction), key=lambda spot: spot.since_step), last_of(outputs, spans)
+
+    def silent_gradients(self, view: View) -> _SilentGradients | None:
+        """Return the modules whose outputs are alive and whose gradients are zero; None if there are none."""
+        narrow = view.narrow("gradients")
+        if narrow is None or first_fact(view, ROUNDED_GRADIENTS) is not None:  # a cast flushed them
+            return None
+        cells, modules = narrow.cells, Modules.of(narrow.cells)
+        lost, nonzero = modules.total(narrow.lost_of_cell), modules.total(cells.total(cells.nonzero))
+        values = modules.total(cells.total_of("zeros"))
+        silent = (values > 0) & (nonzero == 0) & (lost == 0)
+        dead = _modules_of(self.dead_outputs(view)[0])
+        dead |= {name.rpartition(".")[0] or name for name in frozen_weights(view)}  # no gradient is meant to come there
+        alive = np.array([name not in dead for name in modules.names])[:, None]
+        # NaN is no zero. A loss of zero has no gradient, and gradients that the script erased say nothing of a layer.
+        elsewhere = view.solved(cells.steps) | erased_samples(view)
+        judged = ~np.isnan(nonzero) & (modules.total(cells.nonfinite) == 0) & ~elsewhere[None, :]
+        spans = layer_spans(silent & alive, judged, self.samples)
+        if not spans:
+            return None
+        spots = sorted(worst(cells, spans, values, modules.main_layers(cells)), key=lambda spot: spot.since_step)
+        never, until = sum(np.nanmax(nonzero[layer]) == 0 for layer, *_ in spans), last_of(cells, spans)
+        unknown = never > 0 and bool(narrow.censors.any())
+        stops = None if unknown else where_gradients_stop(view, spots[0].since_step, int(self.samples))
+        return _SilentGradients(
+            spots=spots, until=until, never=int(never), unknown=unknown,
+            stops=None if stops in dead else stops,
+        )  # fmt: skip
+
+    # A layer's weight and bias get their gradients from the same output. If only the weight's is zero, although
+    # its input is not, the forward computes with something of the weight that has no slope. Products that are too small
+    # for the gradient's format are left out. The first samples decide, for good.
+    def _without_slope(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of weights whose gradients are zero, although their biases' are not."""
+        cells, inputs = view.cells("gradients"), view.cells("activations")
+        if cells is None or inputs is None:
+            return
+        norms = {name for event in facts(view, ONE_VALUE_NORM) for name in listed_in(event, "modules")}
+        _, mine, theirs = np.intersect1d(cells.steps, inputs.steps, return_indices=True)
+        nonzero, size = cells.total(cells.nonzero), cells.highest(cells.columns["absmax"])
+        floors = np.array([get_element(name, "diagnose").smallest_normal for name in cells.formats])
+        floor = cells.highest(floors[cells.format])
+        biases = {name: place for place, name in enumerate(cells.names)}
+        entries = {name: place for place, name in enumerate(inputs.names)}
+        spots: list[Spot] = []
+        for place, name in enumerate(cells.names):
+            module, _, kind = name.rpartition(".")
+            bias, entry = biases.get(f"{module}.bias"), entries.get(f"{module}:input")
+            if kind != "weight" or module in norms or bias is None or entry is None:
+                continue
+            with np.errstate(all="ignore"):
+                clear = size[bias, mine] * inputs.true_absmax[entry, theirs] >= floor[place, mine]
+            seen = mine[clear][: int(self.samples)]
+            if len(seen) >= self.samples and (nonzero[place, seen] == 0).all():
+                spots.append(Spot(name=name, since_step=int(cells.steps[seen[0]]), value=1.0))
+        if spots:
+            evidence = {"first": spots[0].name, "layers": len(spots), "cause": _NO_SLOPE}
+            yield self.finding(
+                "warning", spots, evidence, until_step=view.last_step, collection="gradients",
+                meaning="The gradients of these weights are always zero, and those of their biases are not: "
+                "what the layer computes from the weight has no slope.",
+                advice="If the forward rounds the weight (round, sign, a cast to integers), pass the gradient through "
+                "the rounding: weight + (rounded - weight).detach(), a straight-through estimator.",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputsSmall(Rule):
+    """Inputs of a model so small that its layers put out zeros."""
+
+    id = _INPUTS_SMALL
+    says = "the model's inputs are so small that layers see hardly more than their biases, and put out zeros"
+    meaning = "Layers see hardly more than their biases, which moved until nothing came out."
+    advice = "Scale the inputs to a size of about 1. If they are scaled already, look whether it is done twice."
+    figure = "spectrogram"
+    explained_by = {Nonfinite.id: "anywhere", CastFlushes.id: "same module", UnderflowHigh.id: "same module"}
+    items = {"largest_input": EvidenceItem("Largest input of the model"), "zeros": EvidenceItem(unit="share")}
+
+    small: float = threshold(2.0**-6, "pixels divided by 255 twice are below 2^-7; inputs are made of size 1 or so")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the outputs that are zero."""
+        dead = DeadLayer()
+        spots, until = dead.dead_outputs(view)
+        if spots and self.are_small(view) and not dead.at_zero(view, spots):
+            largest = largest_input(view)
+            evidence = {"largest_input": largest, "layers": len(spots), "zeros": spots[0].value}
+            yield self.finding(
+                "warning", spots, evidence, until_step=until, collection="activations",
+                meaning=f"The model's inputs are at most {number(largest)}. {self.meaning}",
+            )  # fmt: skip
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return how small the inputs are, and what is zero."""
+        return Phrase(
+            what=f"the model's inputs are at most {number(context.number('largest_input'))}",
+            effect=f"and all outputs of {context.place} have been zero {context.since}",
+            remedy="scale the inputs to a size of about 1",
+        )
+
+    def are_small(self, view: View) -> bool:
+        """Return True if the model's inputs are."""
+        return largest_input(view) < self.small
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuralZeros(Rule):
+    """Zeros that are zero in any format: a note, to distinguish them from underflow."""
+
+    id = "structural-zeros"
+    says = "many values are zero in any format (ReLU, unused rows, masks): no underflow"
+    meaning = "Most of these values are zero, and none are near the format's smallest: they are zero in any format."
+    advice = "No action is needed. A shadow step (shadow_every) confirms it."
+    figure = "zero_heatmap"
+    items = {"zeros": EvidenceItem(unit="share", of_worst=" zero")}
+    location_item = EvidenceItem("Zeros", "share")
+    is_secondary = True
+
+    zeros: float = threshold(0.5, "half of a layer's values")
+    lost: float = threshold(0.01, "T6: below 1 % of the others is no underflow")
+    samples: float = threshold(3, "not reported from a single sample")
+    kept: float = threshold(0.1, "of the values that come into a dropout: 0.9 as the share to drop is too much of it")
+    tolerance: float = threshold(2, "times what a dropout makes of sums and of squares: the choice is random")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding for each collection in narrow formats, and one of dropouts."""
+        yield from self._dropped(view)
+        for collection in UNDERFLOW_ORDER:
+            narrow = view.narrow(collection)
+            if narrow is None or not narrow.censors.any():
+                continue
+            if collection == "gradients" and first_fact(view, ROUNDED_GRADIENTS) is not None:  # a cast made them zero
+                continue
+            cells = narrow.cells
+            zeros = np.where(cells.total(cells.nonzero) > 0, cells.zero_fraction, np.nan)
+            narrowed = cells.total(narrow.censors.astype(np.int64)) > 0
+            holds = narrowed & (zeros > self.zeros) & (narrow.fraction < self.lost)
+            spans = layer_spans(holds, ~np.isnan(zeros), self.samples)
+            if spans:
+                spots = worst(cells, spans, zeros)
+                evidence = {"worst": spots[0].name, "zeros": spots[0].value, "layers": len(spots)}
+                meaning = self.meaning.replace("values", collection_words(collection), 1)  # outputs are in both
+                yield self.finding(
+                    "info", spots, evidence, until_step=last_of(cells, spans), collection=collection, meaning=meaning
+                )
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return where and since when."""
+        if context.text("cause") == _DROPOUT:
+            return Phrase(
+                what=f"about {percent(context.number('zeros'))} of what comes into {context.place} has been set to "
+                f"zero {context.since}, as a dropout does",
+                remedy="give it the share to drop, not the one to keep",
+            )
+        return Phrase(what=f"many {context.tensors} of {context.place} are zero in any format {context.since}")
+
+    # A dropout divides what it keeps by the share that it keeps, so that the sum stays. ReLU, masks and top-k do not.
+    def _dropped(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the dropouts that keep next to nothing."""
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        nonzero = cells.total(cells.nonzero)
+        with np.errstate(all="ignore"):
+            sums = cells.total(cells.columns["abssum"] / cells.scale)
+            squares = cells.total(cells.columns["sumsq"] / cells.scale**2)
+            share = np.full(cells.shape, np.nan)
+            for _, into, out in module_ends(cells):
+                kept = nonzero[out] / nonzero[into]
+                alike = cells.total_of("count")[into] == cells.total_of("count")[out]
+                share[out] = np.where(alike & (nonzero[into] > 0), 1 - kept, np.nan)
+                of_sums, of_squares = sums[out] / sums[into], squares[out] / squares[into] * kept
+                few = np.flatnonzero((kept > 0) & (kept <= self.kept))[: int(self.samples)]  # judged once, for good
+                means = np.array([of_sums[few].mean(), of_squares[few].mean()]) if len(few) else np.zeros(2)
+                if (means < 1 / self.tolerance).any() or (means > self.tolerance).any():
+                    share[out] = np.nan
+        spans = layer_spans(share >= 1 - self.kept, ~np.isnan(share), self.samples)
+        if spans:
+            spots = sorted(worst(cells, spans, share), key=lambda spot: cells.names.index(spot.name))
+            typical = float(np.nanmedian(share[[layer for layer, *_ in spans]]))
+            evidence = {"cause": _DROPOUT, "zeros": typical, "layers": len(spots), "first": spots[0].name}
+            yield self.finding(
+                "warning", spots, evidence, until_step=last_of(cells, spans), collection="activations",
+                meaning=f"About {percent(typical)} of the values that come in are set to zero, and the others are "
+                f"multiplied by {1 / (1 - typical):.0f}, as a dropout with such a share does: hardly a value comes "
+                "through.",
+                advice="The argument of torch's dropout is the share to drop, not to keep. 0.1 to 0.5 is usual.",
+            )  # fmt: skip
+
+
+def _and_parents(names: set[str]) -> set[str]:
+    """Return the modules of parameters, and the modules that these are in."""
+    return {name[:place] for name in names for place, letter in enumerate(name) if letter == "."}
+
+
+def _modules_of(spots: Sequence[Spot]) -> set[str]:
+    return {spot.name.partition(":")[0] for spot in spots}

@@ -1,0 +1,1 @@
+"""Rules of optimizers, their state and their schedules."""

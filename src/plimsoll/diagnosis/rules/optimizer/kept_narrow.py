@@ -1,0 +1,249 @@
+"""Rule of FP32 values that something rounds to a narrow format."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from plimsoll.diagnosis.finding import Finding, Severity, Spot
+from plimsoll.diagnosis.rules.base import (
+    EvidenceItem,
+    FindingContext,
+    Phrase,
+    Rule,
+    last_of,
+    layer_spans,
+    short,
+    threshold,
+    worst,
+)
+from plimsoll.diagnosis.tables.optimizer_states import lost_first_moments, without_a_zero
+from plimsoll.diagnosis.tables.rounded_numbers import rounded_whole_numbers, spacing, stalled_sums
+from plimsoll.diagnosis.tables.wiring_facts import ROUNDED_GRADIENTS, facts, listed_in
+from plimsoll.diagnosis.view import View
+from plimsoll.runs import Event
+from plimsoll.text import percent
+
+_SAMPLES = "not reported from a single sample"
+_NO_ZERO = "first moments without a zero"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptNarrow(Rule):
+    """FP32 weights, gradients, moments, whole numbers or sums that something rounds.
+
+    It reads facts of `plimsoll.watch.steps.kept_narrow` and of the graph behind the loss, and numbers of modules.
+    """
+
+    id = "kept-narrow"
+    says = (
+        "weights, gradients, moments, whole numbers or sums are rounded to a narrow format, and what they need is lost"
+    )
+    meaning = "Something rounds FP32 values to a narrow format, and small changes or small values are lost."
+    advice = "Keep them in FP32, and cast a copy where a narrow format is needed."
+    figure = "loss_and_scale"
+    items = {
+        "lost": EvidenceItem("Lost", "share"),
+        "decay": EvidenceItem("Decay of the second moments"),
+        "terms": EvidenceItem("Numbers added"),
+    }
+
+    lost: float = threshold(0.25, "of the updates of weights: fewer are a note; and of the first moments")
+    samples: float = threshold(3, _SAMPLES)
+    values: float = threshold(16, "values of a tensor that are whole, or sums: fewer are chance")
+    off: float = threshold(0.75, "of the exact sum: what is further off is no sum of the module's input")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding for each fact."""
+        for event in facts(view, "weights rounded"):
+            fmt, lost = _format(event), _share(event)
+            yield self._finding(
+                view, event, "weights rounded after each step", "warning" if lost >= self.lost else "info",
+                meaning=f"FP32 weights are rounded to {fmt} after each step, so that {percent(lost)} of the updates "
+                "in the first steps were undone.",
+                advice=f"Keep the FP32 weights as they are, and write {fmt} into a copy of them. Or use an optimizer "
+                "that rounds such weights at random or compensates (MasterWeights, bf16-kahan).",
+            )  # fmt: skip
+        for event in facts(view, ROUNDED_GRADIENTS):
+            fmt, certain = _format(event), event.details.get("certain") is True
+            likewise = "" if certain else ", or to a format whose subnormal values have as few digits"
+            yield self._finding(
+                view, event, "gradients rounded before the step", "warning",
+                meaning=f"Between the backward pass and the optimizer's step gradients are rounded to {fmt}{likewise}, "
+                f"and {percent(_share(event))} of them become zero.",
+                advice=f"Multiply gradients by a power of two before they are cast to {fmt}, and divide by it "
+                "afterwards: their largest value should be near the format's. Or send them in BF16.",
+            )  # fmt: skip
+        yield from self._moments(view)
+        for event in facts(view, "loss added up")[:1]:
+            fmt, terms = _format(event), int(str(event.details.get("terms", 0)))
+            yield self._finding(
+                view, event, "loss added up one by one", "warning", terms=terms,
+                meaning=f"The loss is a sum of {terms:,} numbers, added one after another in {fmt}: numbers smaller "
+                "than half a unit in the last place of the sum so far are rounded away.",
+                advice="Add losses up in FP32: cast them before the sum, or use torch.sum, which adds in FP32.",
+            )  # fmt: skip
+        yield from self._indices(view)
+        yield from self._stalled_sums(view)
+        yield from self._whole_numbers(view)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return what is rounded, and the remedy."""
+        cause, fmt = context.text("cause"), context.text("format")
+        fmt = fmt if " " in fmt else fmt.upper()
+        if cause == _NO_ZERO:
+            return Phrase(
+                what=f"first moments of {context.place} are rounded to codes without a zero, seen {context.since}",
+                effect="so values without a gradient move",
+                remedy="give the codes an exact zero",
+            )
+        if context.finding.collection == "optimizer":
+            cause = f"first moments of {context.place} kept in 8 bits"
+        elif context.finding.collection == "activations":
+            cause = f"{cause} in {context.place}"
+        elif context.finding.where:  # of indices, the tables that they are for
+            cause = f"indices of {short(context.finding.where[0]) if context.is_single else context.place} rounded"
+        cause += "" if fmt in cause else f" ({fmt})"
+        remedy = "multiply them before the cast" if "gradients" in cause else "keep them in FP32"
+        what, effect = f"{cause}, seen {context.since}", ""
+        if "lost" in context.finding.evidence:
+            effect = f"and {percent(context.number('lost'))} are lost"
+        return Phrase(what=what, effect=effect, remedy=remedy)
+
+    def _moments(self, view: View) -> Iterator[Finding]:
+        for event in facts(view, "moments narrow")[:1]:
+            fmt, decay = _format(event), float(str(event.details.get("decay", 0)))
+            yield self._finding(
+                view, event, "second moments kept in 16 bits", "warning", decay=decay,
+                meaning=f"Second moments (exp_avg_sq) are kept in {fmt} and rounded to nearest. With a decay of "
+                f"{decay:g} they lose less than half a unit in the last place at a step: they rise and cannot "
+                "fall, and one large gradient slows its weight for good.",
+                advice="Keep second moments in FP32, or round them at random.",
+            )  # fmt: skip
+        for event in facts(view, "moments flushed")[:1]:
+            yield self._finding(
+                view, event, "second moments sent through FP16", "warning",
+                meaning=f"The optimizer's second moments were replaced by values of FP16 precision, and "
+                f"{percent(_share(event))} of them are zero: Adam then divides by its epsilon alone.",
+                advice="Save and load the optimizer's state in FP32 (or BF16): FP16 has no number below 2^-24.",
+            )  # fmt: skip
+
+        cells, (spots, until) = view.cells("optimizer"), self.first_moments_flushed(view)
+        if cells is not None and spots:
+            kind = cells.format_of(spots[0].name)
+            evidence = {
+                "cause": "first moments rounded", "format": kind, "lost": spots[0].value, "worst": spots[0].name,
+            }  # fmt: skip
+            yield self.finding(
+                "warning", spots, evidence, until_step=until, collection="optimizer",
+                meaning=f"First moments (exp_avg) are kept in {kind.upper()}, and up to {percent(spots[0].value)} of "
+                "them are zero although the second ones are not: these weights hardly move.",
+                advice=f"Keep first moments in FP32 or BF16, or in {kind.upper()} times a scale for each block.",
+            )  # fmt: skip
+
+        spots = [] if cells is None else [
+            Spot(name=first, since_step=0, value=share) for first, share in without_a_zero(view, cells).values()
+        ]  # fmt: skip
+        if spots:
+            yield self.finding(
+                "warning", sorted(spots, key=lambda spot: -spot.value), {"cause": _NO_ZERO},
+                until_step=view.last_step, collection="optimizer",
+                meaning="First moments (exp_avg) are rounded to codes of which none is zero: at the first step none of "
+                "them was zero, though gradients were. Values without a gradient move by a moment that is divided by "
+                "epsilon.",
+                advice="Give the codes one that is exactly zero: round the zero point to a whole number of steps.",
+            )  # fmt: skip
+
+    def first_moments_flushed(self, view: View) -> tuple[list[Spot], int]:
+        """Return first moments in 8 bits that are zero where the second ones are not, the worst first, and until when.
+
+        Wider formats are left out: first moments of rows that are seldom seen become zero in them too, without harm.
+        """
+        cells = view.cells("optimizer")
+        if cells is None:
+            return [], 0
+        lost = lost_first_moments(cells)
+        spans = layer_spans(lost > self.lost, ~np.isnan(lost), self.samples)
+        return (worst(cells, spans, lost), last_of(cells, spans)) if spans else ([], 0)
+
+    def _indices(self, view: View) -> Iterator[Finding]:
+        events = facts(view, "indices rounded")
+        by_name = {name: event for event in reversed(events) for name in listed_in(event, "parameters")}
+        if not by_name:
+            return
+        event = next(iter(by_name.values()))
+        spots = [Spot(name=name, since_step=event.step) for name, event in by_name.items()]
+        fmt = _format(event)
+        yield self.finding(
+            "warning", spots, {"cause": "indices rounded", "format": str(event.details.get("format", ""))},
+            until_step=max(view.last_step, event.step),
+            meaning=f"The ids that these tables are indexed with have been rounded to {fmt}: neighbouring ids are the "
+            "same row, and the rows between are never used.",
+            advice="Leave integers out when a batch or a model's input is cast to a narrow format.",
+        )  # fmt: skip
+
+    def _stalled_sums(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the outputs that are sums over many values, stopped at powers of two."""
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        spans: list[tuple[int, int, int]] = []
+        for out, there in stalled_sums(cells, values=self.values, off=self.off):
+            spans += [(out, a, b) for _, a, b in layer_spans(there[None], cells.recorded[[out]], self.samples)]
+        if spans:
+            spots, until = worst(cells, spans, cells.highest(cells.columns["absmax"])), last_of(cells, spans)
+            kind = cells.format_of(spots[0].name)
+            evidence = {
+                "cause": "sums stop at powers of two",
+                "format": kind,
+                "worst": spots[0].name,
+                "highest": spots[0].value,
+            }
+            yield self.finding(
+                "warning", spots, evidence, until_step=until, collection="activations",
+                meaning=f"Numbers are added one after another in {kind.upper()}, and the sums stop at powers of two: "
+                "from there on, what is added is less than half a unit in the last place, and is rounded away.",
+                advice="Add in FP32, or with one torch.sum, which adds in FP32 and rounds once.",
+            )  # fmt: skip
+
+    def _whole_numbers(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of whole numbers that a cast made the same as their neighbours."""
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        spans: list[tuple[int, int, int]] = []
+        for place, holds in rounded_whole_numbers(cells, values=self.values, samples=int(self.samples)):
+            spans += [(place, a, b) for _, a, b in layer_spans(holds[None], cells.recorded[[place]], self.samples)]
+        if spans:
+            spots = sorted(worst(cells, spans, spacing(cells)), key=lambda spot: cells.names.index(spot.name))
+            kind, most = cells.format_of(spots[0].name), max(spot.value for spot in spots)
+            evidence = {"cause": "whole numbers rounded", "format": kind, "first": spots[0].name, "apart": most}
+            yield self.finding(
+                "warning", spots, evidence, until_step=last_of(cells, spans), collection="activations",
+                meaning=f"Whole numbers are cast to {kind.upper()}, whose numbers lie up to {most:g} apart there: "
+                "neighbours become the same value.",
+                advice="Keep positions, times and counts in FP32 or as integers, and cast what is computed from them.",
+            )  # fmt: skip
+
+    def _finding(
+        self, view: View, event: Event, cause: str, severity: Severity, *, meaning: str, advice: str, **more: float
+    ) -> Finding:
+        evidence: dict[str, float | int | str] = {
+            "cause": cause,
+            "format": str(event.details.get("format", "")),
+            "of": str(event.details.get("optimizer", "")),
+            **more,
+        }
+        if "lost" in event.details:
+            evidence["lost"] = _share(event)
+        return self.since_event(severity, event, view, evidence, meaning=meaning, advice=advice)
+
+
+def _format(event: Event) -> str:
+    name = str(event.details.get("format", ""))
+    return name if " " in name else name.upper()  # "8-bit codes" is no format's name
+
+
+def _share(event: Event) -> float:
+    value = event.details.get("lost")
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,380 @@
+"""Rules of an optimizer's updates and state: what rounding takes, and what rules an update instead of gradients."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from plimsoll.diagnosis.estimates.element_counts import Populations
+from plimsoll.diagnosis.estimates.format_losses import Modules
+from plimsoll.diagnosis.finding import Finding, Spot
+from plimsoll.diagnosis.rules.base import (
+    EvidenceItem,
+    FindingContext,
+    Phrase,
+    Rule,
+    last_of,
+    layer_spans,
+    threshold,
+    worst,
+)
+from plimsoll.diagnosis.rules.optimizer.kept_narrow import KeptNarrow
+from plimsoll.diagnosis.tables.optimizer_states import (
+    SECOND_MOMENTS,
+    TOWARD_ZERO,
+    added_decay,
+    lost_second_moments,
+    recorded_epsilon,
+    spared_updates,
+    without_a_zero,
+)
+from plimsoll.diagnosis.tables.wiring_facts import facts, listed_in, weights_stay, with_epsilon_of_zero
+from plimsoll.diagnosis.view import View
+from plimsoll.formats import get_element
+from plimsoll.runs import Event
+from plimsoll.spectrum.fit.population import ordinal
+from plimsoll.text import percent
+
+_MOST = 1e6  # times the size of a gradient
+_DEFAULT = 1e-8  # epsilon of torch's Adam
+_UNMOVED = "These weights were the same after the step: their updates were zero, or smaller than their rounding."
+_NEVER_MOVED = "No weight has moved since the first step, although gradients and the learning rate are not zero."
+_NEAR_ZERO = "No action is needed if the learning rate is near zero."
+_LOOK = "Look at what the optimizer adds: a rate that is far too small, or a state that is zero in its format."
+_ROUNDED_STATE = "a state that is rounded"
+_UNEVEN_CODES = (
+    "Keep the second moments in FP32, or in codes that have an exponent. Evenly spaced ones hold no small values: the "
+    "root of a value below half a step is zero, and the update explodes."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatesSwallowed(Rule):
+    """Weights that were to move and are the same after the step."""
+
+    id = "updates-swallowed"
+    says = "weights do not change although their gradients are not zero"
+    meaning = "Updates are smaller than the rounding of the weights they are added to, so they are lost at each step."
+    advice = "Keep FP32 master weights (MasterWeights), round stochastically, or compensate (bf16-kahan)."
+    actions = ("stop",)
+    figure = "updates"
+    items = {"unmoved": EvidenceItem(unit="share", of_worst=" unmoved")}
+    location_item = EvidenceItem("Unmoved", "share")
+    # Of FP32 weights it is a note, and still the first thing to look at where a run does not learn.
+    is_noted = True
+
+    share: float = threshold(0.5, "N3: an update below 2^-12 of its weight is lost in FP16, below 2^-9 in BF16")
+    samples: float = threshold(3, "the first steps of a warm-up move little")
+
+    # An update below half the distance to a weight's neighbour is rounded away. Of weights in 16 bits that is an alarm,
+    # unless what is cut off is kept (masters, a compensation), or made up for by rounding at random. Weights in FP32
+    # are information: their updates vanish where the learning rate does. If none has ever moved, it is a warning.
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding for weights in 16 bits or fewer, one for others, one for rounding toward zero."""
+        cells = view.cells("updates")
+        if cells is None:
+            return
+        for event in [e for e in view.events if e.kind == "update" and e.details.get("update") == TOWARD_ZERO][:1]:
+            spots = [Spot(name=name, since_step=event.step) for name in listed_in(event, "parameters")]
+            yield self.finding(
+                "alarm", spots, {"cause": TOWARD_ZERO, "layers": len(spots)}, until_step=view.last_step,
+                collection="updates",
+                meaning="Each step rounds these weights toward zero, however small the update is: they shrink, and "
+                "updates away from zero are lost.",
+                advice="Round to nearest, or by chance: add random bits below the last place before they are cut off.",
+            )  # fmt: skip
+        moments, _ = KeptNarrow().first_moments_flushed(view)
+        flushed = {spot.name.rpartition(":")[0] for spot in moments}  # their cause is known
+        with np.errstate(all="ignore"):
+            shares = cells.total_of("unmoved") / cells.total_of("pushed")
+        narrow = np.array([fmt.bits <= 16 for fmt in (get_element(name, "diagnose") for name in cells.formats)])
+        is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
+        spared = spared_updates(view, cells) | (
+            cells.total_of("nans") > 0
+        )  # a NaN plus anything is that NaN: no rounding
+        spared |= np.array([name in flushed for name in cells.names])[:, None]
+        for narrowed in (True, False):
+            mine = ~np.isnan(shares) & (is_narrow == narrowed) & ~spared
+            spans = layer_spans(shares > self.share, mine, self.samples)
+            if spans:
+                spots = worst(cells, spans, shares)
+                evidence = {"worst": spots[0].name, "unmoved": spots[0].value, "layers": len(spots)}
+                severity, meaning, advice = ("alarm", None, None) if narrowed else ("info", _UNMOVED, _NEAR_ZERO)
+                if not narrowed and len(spots) == len(cells.names) and weights_stay(view):
+                    severity, meaning, advice = "warning", _NEVER_MOVED, _LOOK
+                yield self.finding(
+                    severity, spots, evidence, until_step=last_of(cells, spans), collection="updates",
+                    meaning=meaning, advice=advice, actions=None if narrowed else (),
+                )  # fmt: skip
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the largest share of weights that a step left as they were, where, and since when."""
+        if context.text("cause") == TOWARD_ZERO:
+            return Phrase(
+                what=f"each step rounds the weights of {context.place} toward zero {context.since}",
+                remedy="round to nearest or by chance",
+            )
+        if context.finding.severity == "warning":
+            what, remedy = f"no weight of {context.place} has moved {context.since}", "look at what the optimizer adds"
+            return Phrase(what=what, remedy=remedy)
+        return Phrase(
+            what=f"steps leave up to {percent(context.number('unmoved'))} of the weights of {context.place} unchanged "
+            f"{context.since}",
+            remedy="keep FP32 master weights or round stochastically",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondMomentLost(Rule):
+    """Second moments flushed to zero where the first moments are not (T8)."""
+
+    id = "second-moment-lost"
+    says = "Adam's second moments are zero where the first ones are not, or epsilon is zero in their format"
+    meaning = "The update divides by a root that is zero: the next small gradient makes it explode."
+    advice = (
+        "Keep the optimizer's state in FP32. A larger epsilon only hides the problem: Adam is then no longer adaptive."
+    )
+    actions = ("stop",)
+    figure = "spectrogram"
+    items = {"lost": EvidenceItem(unit="share")}
+    location_item = EvidenceItem("Lost", "share")
+
+    share: float = threshold(0.05, "of the values whose first moment is not zero")
+    epsilon: float = threshold(1e-8, "T8: the default of Adam")
+    samples: float = threshold(2, "the first step's moments may be of an empty gradient")
+    near: float = threshold(2.0**16, "times the format's smallest value: it cannot have lost what is so far above it")
+
+    # Adam divides by the root of second moments plus an epsilon, and 1e-8 is zero in FP16 too: the division is by zero,
+    # or by whatever was put in epsilon's place.
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, of the optimizer's state."""
+        cells = view.cells("optimizer")
+        certain = with_epsilon_of_zero(view)
+        spans: list[tuple[int, int, int]] = []
+        shares = np.empty((0, 0))
+        if cells is not None:
+            shares = lost_second_moments(cells)
+            shares[[cells.names.index(name) for name in without_a_zero(view, cells)]] = np.nan  # they are true zeros
+            # Where epsilon is zero too, the division is by zero: one sample is proof. So it is where moments are NaN at
+            # all later samples.
+            known = ~np.isnan(shares)
+            is_broken = np.flatnonzero(known.any(axis=0)).tolist() == [0] and len(cells.steps) > 1
+            enough = 1 if certain or is_broken else self.samples
+            spans = layer_spans(shares > self.share, known, enough)
+        if cells is None or not spans:
+            yield from self._certain(view, certain)
+            return
+        spots = worst(cells, spans, shares)
+        rows = np.isin(cells.layer, [layer for layer, *_ in spans])
+        places: list[int] = np.unique(cells.format[rows]).tolist()
+        formats = [cells.formats[i] for i in places]
+        lost = [name for name in formats if get_element(name, "diagnose").smallest_subnormal / 2 >= self.epsilon]
+        evidence = {
+            "worst": spots[0].name,
+            "lost": spots[0].value,
+            "format": ", ".join(formats),
+            "epsilon_is_zero": "yes" if lost or certain else "no",
+        }
+        # A format leaves values down to its smallest one. Where none is near it, something else rounds the state.
+        smallest = np.array([get_element(name, "diagnose").smallest_subnormal for name in cells.formats])[cells.format]
+        least = np.fmin.reduce((cells.columns["absmin"] / smallest)[rows], initial=np.inf)
+        if not certain and least > self.near:
+            evidence["cause"] = _ROUNDED_STATE
+        yield self.finding(
+            "alarm", spots, evidence, until_step=last_of(cells, spans), collection="optimizer",
+            advice=_UNEVEN_CODES if evidence.get("cause") == _ROUNDED_STATE else None,
+        )  # fmt: skip
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the share of lost moments, or that epsilon is zero."""
+        share = percent(context.number("lost"))
+        if context.text("cause") == _ROUNDED_STATE:
+            return Phrase(
+                what=f"up to {share} of Adam's second moments of {context.place} have been rounded to zero "
+                f"{context.since}",
+                remedy="keep them in FP32, or in codes that have an exponent",
+            )
+        what = f"{context.format} has lost up to {share} of Adam's second moments of"
+        if "lost" not in context.finding.evidence:
+            what = f"Adam's epsilon is zero in {context.format}, the format of its second moments, in"
+        return Phrase(what=f"{what} {context.place} {context.since}", remedy="keep the optimizer's state in FP32")
+
+    def is_fatal(self, finding: Finding, last_step: int) -> bool:  # noqa: ARG002  (every alarm is)
+        """Return True: the state's format loses them at every step."""
+        return True
+
+    def _certain(self, view: View, events: list[Event]) -> Iterator[Finding]:
+        """An epsilon that is zero, where no second moment has been seen to be zero so far."""
+        if not events:
+            return
+        first = events[0]
+        listed = cast("list[str]", first.details.get("parameters", []))
+        spots = [Spot(name=f"{name}:exp_avg_sq", since_step=first.step, value=0.0) for name in listed]
+        evidence = {
+            "format": "fp16", "epsilon": float(cast("float", first.details.get("epsilon", 0.0))),
+            "epsilon_is_zero": "yes", "parameters": len(listed),
+        }  # fmt: skip
+        yield self.finding(
+            "alarm", spots, evidence, until_step=max(view.last_step, first.step), collection="optimizer",
+            meaning="Adam divides by zero where the square of a gradient is zero in FP16, which gives Inf or NaN.",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpsilonDominates(Rule):
+    """Second moments whose root is below epsilon: the update is no longer adaptive."""
+
+    id = "epsilon-dominates"
+    says = "most square roots of Adam's second moments are below its epsilon"
+    meaning = (
+        "Adam divides by epsilon instead of by the size of the gradients: it acts as plain momentum at another rate."
+    )
+    advice = "Lower epsilon (1e-15 in FP32), or raise the gradients: check whether the loss is divided too often."
+    figure = "spectrogram"
+    items = {"below_epsilon": EvidenceItem(unit="share", of_worst=" below epsilon")}
+    location_item = EvidenceItem("Below epsilon", "share")
+    is_secondary = True
+
+    share: float = threshold(0.5, "of a module's nonzero second moments")
+    epsilon: float = threshold(_DEFAULT, "T8: the default of Adam; the run's own is used where it is recorded")
+    samples: float = threshold(5, "second moments need some steps to fill")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, of the optimizer's state."""
+        cells = view.cells("optimizer")
+        if cells is None:
+            return
+        epsilon = (recorded_epsilon(view) if self.epsilon == _DEFAULT else None) or self.epsilon
+        second = np.array([name.rpartition(":")[2] in SECOND_MOMENTS for name in cells.names])
+        populations = Populations(cells=cells)
+        points = populations.points(ordinal(epsilon**2), 0)
+        below = populations.below(points, inclusive=False).estimate
+        modules, mine = Modules.of(cells), second[:, None]
+        nonzero = modules.total(np.where(mine, cells.total(cells.nonzero), np.nan))
+        small = modules.total(np.where(mine, cells.total(below), np.nan))
+        with np.errstate(all="ignore"):
+            shares = np.where(nonzero > 0, small / nonzero, np.nan)
+        spans = layer_spans(shares > self.share, ~np.isnan(shares), self.samples)
+        if spans:
+            spots = worst(cells, spans, shares, modules.main_layers(cells, among=second))
+            evidence = {"worst": spots[0].name, "below_epsilon": spots[0].value, "epsilon": epsilon}
+            until = last_of(cells, spans)
+            yield self.finding("warning", spots, evidence, until_step=until, collection="optimizer")
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return where and since when."""
+        return Phrase(
+            what=f"Adam has divided by its epsilon in {context.place} {context.since}, not by the gradients' size",
+            remedy="lower epsilon or raise the gradients",
+        )
+
+    def figure_arguments(self, finding: Finding) -> Mapping[str, Any]:
+        """Mark the second moments whose root is epsilon."""
+        epsilon = finding.evidence.get("epsilon", 0.0)
+        if isinstance(epsilon, str) or not epsilon > 0:
+            return {}
+        return {"mark": (float(epsilon) ** 2, "roots below epsilon")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecayDominates(Rule):
+    """Weight decay that an Adam adds to the gradients, where it rivals them."""
+
+    id = "decay-dominates"
+    says = "the weight decay that Adam adds to the gradients rivals them, and weights have shrunk"
+    meaning = (
+        "Adam divides the sum of gradient and decay by its size. Where the decay is the larger part, weights shrink by "
+        "up to the learning rate at each step, until the loss's gradient is as large as the decay."
+    )
+    advice = (
+        "Use AdamW, which takes the decay from the weights: 0.01 to 0.1 is meant for it. With Adam a far smaller decay "
+        "is usual, such as 1e-4."
+    )
+    figure = "spectrogram"
+    items = {"ratio": EvidenceItem("Decay over gradient"), "size": EvidenceItem("Size since the first sample", "share")}
+    location_item = EvidenceItem("Decay over gradient")
+    is_secondary = True
+
+    decay: float = threshold(0.01, "usual in AdamW, a hundred times what is usual where it is added to gradients")
+    ratio: float = threshold(0.5, "of a gradient's size: where decay holds a weight, the rest is the noise of batches")
+    size: float = threshold(0.75, "of the first size: decay that balances the gradients of grown weights does no harm")
+    share: float = threshold(0.5, "of the matrices; rows of a table that are seldom seen shrink in sound trainings too")
+    samples: float = threshold(5, "that show it; a note unless half of those of the last half of the run do")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, of the first optimizer that adds decay to gradients."""
+        added = added_decay(view)
+        if added is None:
+            return
+        with np.errstate(invalid="ignore"):
+            holds = (added.ratio >= self.ratio) & (added.size <= self.size) & (added.decays >= self.decay)[:, None]
+        known = ~np.isnan(added.ratio) & ~np.isnan(added.size)
+        dominates = known.any(axis=0) & (
+            np.count_nonzero(holds, axis=0) >= self.share * np.count_nonzero(known, axis=0)
+        )
+        places: list[int] = np.flatnonzero(dominates).tolist()
+        if len(places) < self.samples:
+            return
+        first, last = places[0], places[-1]
+        since = int(added.steps[first])
+        often = holds[:, dominates].mean(axis=1)
+        spots: list[Spot] = []
+        for i in np.flatnonzero(often >= min(0.5, often.max())).tolist():
+            ratio = min(float(np.nanmedian(added.ratio[i, dominates])), _MOST)  # of a gradient of zero
+            spots.append(Spot(name=added.names[i], since_step=since, value=ratio))
+        spots.sort(key=lambda spot: -spot.value)
+        place = added.names.index(spots[0].name)
+        evidence = {
+            "optimizer": added.optimizer, "decay": float(added.decays[place]), "worst": spots[0].name,
+            "ratio": spots[0].value, "size": float(np.nanmedian(added.size[place, dominates])), "layers": len(spots),
+        }  # fmt: skip
+        lasts = bool(dominates[len(dominates) // 2 :].mean() >= 0.5)
+        yield self.finding(
+            "warning" if lasts else "info", spots, evidence, until_step=int(added.steps[last]), collection="weights"
+        )
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return whose decay it is, where, and since when."""
+        name, decay = context.text("optimizer"), context.number("decay")
+        return Phrase(
+            what=f"the weight decay of {decay:g} that {name} adds to the gradients has rivalled them in "
+            f"{context.place} {context.since}",
+            effect=f"and {context.layer} has shrunk to {percent(context.number('size'))}",
+            remedy="use AdamW, or a far smaller decay",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateCleared(Rule):
+    """An optimizer's state that is cleared, or begun again, every few steps."""
+
+    id = "state-cleared"
+    says = "the optimizer's state is cleared, or begun again by a new one, before its means are of enough steps"
+    meaning = (
+        "The optimizer's state is lost every few steps: Adam begins again each time, with updates of the size of the "
+        "learning rate, however small the gradients are."
+    )
+    advice = "Make the optimizer once, before the first epoch, and do not clear its state."
+    figure = "loss_and_scale"
+    items = {"steps": EvidenceItem("Steps between")}
+
+    times: float = threshold(3, "on end; methods that begin again on purpose leave thousands of steps between")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the first optimizer."""
+        for event in facts(view, "state cleared")[:1]:
+            steps, times = (int(str(event.details.get(name, 0))) for name in ("steps", "times"))
+            if times < self.times:
+                continue
+            evidence = {"optimizer": str(event.details.get("optimizer", "")), "steps": steps}
+            yield self.since_event("warning", event, view, evidence)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return how often the state is lost."""
+        return Phrase(
+            what=f"the state of {context.text('optimizer')} is cleared every {context.number('steps'):,.0f} steps or "
+            f"so, seen {context.since}",
+            effect="and its updates are as large as at the start each time",
+            remedy="make the optimizer once and keep its state",
+        )
