@@ -14,15 +14,17 @@ import torch
 
 from plimsoll.diagnosis import View, diagnose, whatif
 from plimsoll.diagnosis.tables.cells import Cells, before_step, joined, size_bytes
+from plimsoll.errors import RunError
 from plimsoll.report.live.live_runs import _COMPUTED, Live, LiveView
 from plimsoll.runs import Event, Run, RunWriter
 from plimsoll.runs.reading import row_selection
-from tests.support.diagnosis.stories import constant, told
+from plimsoll.runs.storage import manifest
+from tests.support.diagnosis.stories import constant, make_story
 from tests.support.patience import HANG_SECONDS
 from tests.support.report.served import write_steps
 from tests.support.runs import making
 
-LOW = told(samples=8, gradient_std=constant(2.0**-26))
+LOW = make_story(samples=8, gradient_std=constant(2.0**-26))
 NEVER = 10**6
 
 
@@ -234,6 +236,23 @@ def test_runs_that_nobody_asks_about_are_dropped_when_memory_is_short(tmp_path: 
 
 def _read(live: Live, name: str) -> None:
     live.answer(name, "cells", lambda view: bool(view.cells("gradients")))
+
+
+def test_only_where_files_changed_a_missing_name_is_their_fault(tmp_path: Path) -> None:
+    live, path = Live(tmp_path), LOW.write(tmp_path / "run")
+
+    def mistaken(view: LiveView) -> None:
+        raise KeyError(f"a mistake in the code that reads {view.run.path.name}")
+
+    def disturbed(view: LiveView) -> None:
+        (view.run.path / manifest.file_name(0)).touch()
+        mistaken(view)
+
+    with pytest.raises(KeyError, match="a mistake"):
+        live.answer("run", "first", mistaken)
+    with pytest.raises(RunError, match="files changed. Ask again"):
+        live.answer("run", "second", disturbed)
+    assert path.is_dir() and live.answer("run", "third", lambda view: view.run.path.name)[1] == "run"
 
 
 def test_memory_counts_what_what_if_keeps(tmp_path: Path) -> None:

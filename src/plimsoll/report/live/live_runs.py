@@ -253,8 +253,11 @@ class Live:
             if isinstance(error, PlimsollError) and not isinstance(error, RunError):
                 raise
             self.forget(listed)  # with what was read of it, and may be half of something
-            self.listed(run_id)  # which says so if it has gone
-            if isinstance(error, RunError) or not isinstance(error, OSError | LookupError):
+            now = self.listed(run_id)  # which says so if it has gone
+            # A name or a row that was there before is missing where files changed meanwhile. Where none did, it is a
+            # mistake in the program, and asking again would be of no use.
+            changed = isinstance(error, OSError) or (isinstance(error, LookupError) and now.token != listed.token)
+            if isinstance(error, RunError) or not changed:
                 raise
             raise RunError(
                 "serve: expected a run that stays as it is while it is read; got one whose files changed. Ask again."
