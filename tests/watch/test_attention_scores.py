@@ -157,7 +157,7 @@ def test_only_due_steps_and_once_with_checkpoints(tmp_path: Path) -> None:
     assert run.spectrum("activations", NAME, 0).count == 6
 
 
-def test_compiled_code_is_not_heard_and_not_broken(tmp_path: Path) -> None:
+def test_compiled_code_is_not_seen_and_not_broken(tmp_path: Path) -> None:
     model = Model(Plain())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     run = run_of(model, tmp_path / "run", call=compiled)
@@ -165,7 +165,7 @@ def test_compiled_code_is_not_heard_and_not_broken(tmp_path: Path) -> None:
     assert not [event for event in run.events() if event.kind == "error"]
 
 
-def test_attention_of_torch_is_heard(tmp_path: Path) -> None:
+def test_attention_of_torch_is_seen(tmp_path: Path) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()

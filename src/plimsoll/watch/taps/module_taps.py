@@ -173,7 +173,7 @@ class Taps:
             return
         recomputing = autograd_graph.backward_running() != -1
         if recomputing:
-            self._begin()  # of a checkpoint whose first forward was under no_grad nobody else has told
+            self._begin()  # a checkpoint whose first forward was under no_grad: nothing else has begun the step
         elif not core.live:
             if not self._is_training_forward():
                 return
@@ -351,10 +351,10 @@ def _devices(modules: Mapping[str, nn.Module]) -> set[torch.device]:
 
 # -- the largest attention score of each head, where fused attention hides its scores ----------------------------------
 
-# Every call of `scaled_dot_product_attention` in an eager forward is heard. Where activations are due, the scores of a
+# Every call of `scaled_dot_product_attention` in an eager forward is seen. Where activations are due, the scores of a
 # few rows are computed once more from queries and keys: Q K^T by the call's scale, masked as it is. What is recorded is
 # the largest score of each head and sample, as activations of the module that calls, under "MODULE:scores". The
-# attention itself stays the kernel that it is. Compiled code is not heard.
+# attention itself stays the kernel that it is. Calls in compiled code are not seen.
 
 _C = cast("Any", torch)._C  # noqa: SLF001  (it has DisableTorchFunction, which torch offers nowhere else)
 SCORES = "scores"  # of a module, as "input" and "output" are
@@ -362,7 +362,9 @@ _ROWS = 32  # queries of each head and sample that are looked at, evenly spread
 
 
 class Listener(Protocol):
-    """Taps that hear of attention."""
+    """Taps of attention; none of a step in which they are not `attached`."""
+
+    attached: bool
 
     def attends(self, query: Tensor, key: Tensor, rest: dict[str, Any]) -> None:
         """Attention is about to be computed."""
@@ -375,11 +377,11 @@ _NAMES = ("value", "attn_mask", "dropout_p", "is_causal")
 
 
 def listen_to_attention(listener: Listener) -> None:
-    """Tell a listener of every attention from now on."""
+    """Call a listener at every attention from now on."""
     with _lock:
         _listeners.add(listener)
         if not hasattr(functional.scaled_dot_product_attention, "plimsoll_original"):
-            functional.scaled_dot_product_attention = _heard(functional.scaled_dot_product_attention)
+            functional.scaled_dot_product_attention = _observed(functional.scaled_dot_product_attention)
 
 
 def end_listening(listener: Listener) -> None:
@@ -391,11 +393,12 @@ def end_listening(listener: Listener) -> None:
             functional.scaled_dot_product_attention = original
 
 
-def _heard(original: Callable[..., Tensor]) -> Any:
+def _observed(original: Callable[..., Tensor]) -> Any:
     @functools.wraps(original)
     def scaled_dot_product_attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            for listener in list(_listeners):
+            # Most steps are not due, and a step may call attention a hundred times.
+            for listener in [each for each in _listeners if each.attached]:
                 listener.attends(query, key, {**dict(zip(_NAMES, args, strict=False)), **kwargs})
         return original(query, key, *args, **kwargs)
 
