@@ -46,7 +46,7 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 # Public classes name their package as their module (plimsoll/exports.py). doctest would take them for imported ones, so
-# it is told that a class belongs to the file that defines it.
+# it must know that a class belongs to the file that defines it.
 _belongs = doctest.DocTestFinder._from_module  # noqa: SLF001  (there is no public way)
 
 

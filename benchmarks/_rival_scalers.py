@@ -1,6 +1,6 @@
 """The rules of four well-known loss scalers, from what their public sources say, without their libraries or a GPU.
 
-Each is told after every step whether gradients overflowed, and has a `scale`. Defaults are those that a user gets.
+Each is called after every step with whether gradients overflowed, and has a `scale`. Defaults are what a user gets.
 
 - torch: `torch.amp.GradScaler` itself.
 - DeepSpeed: ``deepspeed/runtime/fp16/loss_scaler.py``, class DynamicLossScaler, with the configuration's defaults

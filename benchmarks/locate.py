@@ -4,7 +4,7 @@
     python benchmarks/locate.py --quick             a smoke run
     python benchmarks/locate.py --device cuda       on a GPU, with a longer batch
 
-There is no goal: it is called when something has broken. The loss is finite, so nothing is told; where something is
+There is no goal: it is called when something has broken. The loss is finite, so nothing is reported; where something is
 found, the records of it come on top once.
 """
 

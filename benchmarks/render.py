@@ -50,7 +50,7 @@ _NAME = re.compile(r"(\d{4}-\d\d-\d\d)-(.+)-(cpu|cuda)\.json")
 _INTRODUCTION = """# Benchmarks
 
 *Written by `benchmarks/render.py` from the newest result of each benchmark in `benchmarks/results/`. `make bench` runs
-them all and writes this page anew.*
+them all and writes this page again.*
 
 Every contender of a table ran in one process and in turns, and a ratio is the median of the rounds' own ratios, so
 that a slow spell of the machine falls on all alike. *Spread* is half the distance between the quartiles, as a part of

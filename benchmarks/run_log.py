@@ -7,7 +7,7 @@ The goals: 2,000 series sampled 1,000 times in under 1 GB, opened and one tensor
 2 s; a step of 500 spectra merged and made columns in under 2 ms on the background thread.
 
 Spectra are those of normal values whose standard deviation drifts from step to step, of tensors of 4K to 16M values:
-25 to 40 occupied binades, counts drawn anew at each step, extremes as float32 holds them.
+25 to 40 occupied binades, counts drawn again at each step, extremes as float32 holds them.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _EDGES = np.ldexp(1.0, np.arange(row_layout.BINADES + 1) + row_layout.LOWEST_BIN
 class Tensors:
     """Imagined tensors whose standard deviations walk, and their rows of a bank at each step.
 
-    Drawn anew for each rank, of the same tensors: their values differ, their standard deviations do not.
+    Drawn again for each rank, of the same tensors: their values differ, their standard deviations do not.
     """
 
     def __init__(self, count: int) -> None:

@@ -5,7 +5,7 @@
     python benchmarks/scale.py --tensors 500 --samples 100 --ranks 4
 
 The run goes through a `RunWriter` for each rank, one part for each sample, as a training leaves it that takes a sample
-every few seconds. Its spectra are those of `run_log.py`: of normal values whose standard deviation drifts, drawn anew
+every few seconds. Its spectra are those of `run_log.py`: of normal values whose standard deviation drifts, drawn again
 for each rank, spread over six collections. One tensor in twenty is a replica that all ranks have the same of (as a
 norm's weight under tensor parallelism), which readers must find out; the others are shards, which they add up.
 

@@ -6,7 +6,7 @@
 
 A trace is replayed under each scaler: at every step the recorded gradients, of parameters and of activations, are
 multiplied by its scale and held against FP16. The step overflows if the largest of them would; of the others, those
-that are less than half of FP16's smallest number are lost. The scaler is told what it would see in training: whether a
+that are less than half of FP16's smallest number are lost. The scaler is given what it would see in training: whether a
 gradient overflowed, and, in the case of the spectral scaler, what is left of the *parameters'* gradients in FP16.
 Gradients are the same under every scaler: what a training would have become after a skipped step is not in a trace.
 

@@ -133,7 +133,7 @@ def _figures(names: dict[str, list[str]], rounds: int) -> dict[str, list[str]]:
 
 def seen(folder: Path, rounds: int, tensors: int) -> list[dict[str, object]]:
     """From a flush's end to the event, and to a figure with the new step; by the real polling, of a run that grows."""
-    source, told, drawn = Tensors(tensors), [], []
+    source, reported, drawn = Tensors(tensors), [], []
     with RunWriter(folder / "growing", flush_seconds=3600, queue_bytes=1 << 30) as writer:
         series = [writer.series("gradients", f"layer{i}.weight", format="fp16") for i in range(tensors)]
 
@@ -147,9 +147,9 @@ def seen(folder: Path, rounds: int, tensors: int) -> list[dict[str, object]]:
         with served(folder) as (made, client):
             ask(client, "/api/runs/growing/figure/heatmap?statistic=norm&collection=gradients")
             for step in range(1, rounds + 1):
-                told.append(asyncio.run(_until_told(made, sample, step)))
+                reported.append(asyncio.run(_until_told(made, sample, step)))
                 drawn.append(ask(client, "/api/runs/growing/figure/heatmap?statistic=norm&collection=gradients"))
-    return [_row("from written to told", told, 3.0), _row("from told to a heat map with it", drawn, 0.2)]
+    return [_row("from written to shown", reported, 3.0), _row("from shown to a heat map with it", drawn, 0.2)]
 
 
 async def _until_told(made: App, sample: Callable[[int], None], step: int) -> Taken:

@@ -1,4 +1,4 @@
-"""A learning rate found on a narrow model serves a wide one: unit-scaled modules and optimizers, beside torch's."""
+"""A learning rate found on a narrow model works for a wide one: unit-scaled modules and optimizers, beside torch's."""
 
 import random
 

@@ -93,9 +93,9 @@ def main(arguments: list[str]) -> int:
             variables = " ".join(f"{name}={value}" for name, value in SETTINGS[setting].items())
             print(f"== {setting}: {variables} python {' '.join(line)}", flush=True)
             with busy(BUSY if setting == "load" else 0):
-                told = environment(setting, Path(made) / "home")
+                finished = environment(setting, Path(made) / "home")
                 python = copy / ".venv/bin/python"
-                codes[setting] = subprocess.run([python, *line], cwd=copy, env=told, check=False).returncode
+                codes[setting] = subprocess.run([python, *line], cwd=copy, env=finished, check=False).returncode
     for setting, code in codes.items():
         print(f"{setting}: {'passed' if code == 0 else f'failed (exit code {code})'}")
     return int(any(codes.values()))

@@ -14,9 +14,9 @@ SOURCES = [house.SOURCE, house.LAB]
 
 @each("share", [0.0, 1e-9, 1e-4, 0.0099, 0.1, 0.58, 0.985, 0.9951, 0.99999, 1.0])
 def test_a_share_is_none_or_all_only_where_it_is(share: float) -> None:
-    told = percent(share)
-    assert told.endswith(" %")
-    assert (told == "0 %") == (share == 0) and (told == "100 %") == (share == 1)
+    reported = percent(share)
+    assert reported.endswith(" %")
+    assert (reported == "0 %") == (share == 0) and (reported == "100 %") == (share == 1)
 
 
 @each("value", [0.738, 12.34, 999.4, 1234.5, 65504.0, 7.17e-4, 2.0**-24, 3.4e38, -0.5, 1.7e308])

@@ -1,7 +1,7 @@
 """Pytest plugin: kinds of tests, tests that share one worker, random order, and one line on those that were skipped.
 
 The kind of a test is found from the code that it and its fixtures reach in `tests/`, so nobody marks tests by hand.
-`tests/slow.txt` adds those that are slow for another reason. To make it anew, run `make test` with
+`tests/slow.txt` adds those that are slow for another reason. To make it again, run `make test` with
 `PYTEST_ARGS="--costs=FILE"`, then `python -m tests.tiers FILE`.
 """
 

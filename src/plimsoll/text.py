@@ -205,7 +205,7 @@ def grouped(names: Sequence[str], most: int = 3) -> str:
     for name in names:
         for pattern, number in _patterns(name):
             found.setdefault(pattern, []).append((name, number))
-    told: list[tuple[str, int]] = []
+    parts: list[tuple[str, int]] = []
     left = dict.fromkeys(names)
     while left:
         name = next(iter(left))
@@ -214,14 +214,14 @@ def grouped(names: Sequence[str], most: int = 3) -> str:
         members = [(n, number) for n, number in best if n in left]
         if len(members) > 1:
             pattern = next(p for p, _ in _patterns(name) if found[p] is best)
-            told.append((shown(pattern.replace("\0", _ranges(int(number) for _, number in members))), len(members)))
+            parts.append((shown(pattern.replace("\0", _ranges(int(number) for _, number in members))), len(members)))
         else:
             members = [(name, "")]
-            told.append((shown(name), 1))
+            parts.append((shown(name), 1))
         for member, _ in members:
             del left[member]
-    rest = sum(count for _, count in told[most:])
-    return ", ".join(text for text, _ in told[:most]) + (f" and {rest} more" if rest else "")
+    rest = sum(count for _, count in parts[most:])
+    return ", ".join(text for text, _ in parts[:most]) + (f" and {rest} more" if rest else "")
 
 
 def shown(name: str) -> str:

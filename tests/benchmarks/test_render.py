@@ -20,7 +20,7 @@ def render(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_committed_page_is_what_the_script_writes(render: ModuleType) -> None:
     written = render.page(render.newest())
-    assert render.PAGE.read_text(encoding="utf-8") == written, "python benchmarks/render.py writes it anew"
+    assert render.PAGE.read_text(encoding="utf-8") == written, "python benchmarks/render.py writes it again"
 
 
 def test_every_benchmark_is_on_the_page(render: ModuleType) -> None:

@@ -14,7 +14,7 @@ from plimsoll.runs import RunWriter
 from plimsoll.runs.storage import location
 from tests.support.diagnosis import planned
 from tests.support.diagnosis.faults import falling
-from tests.support.diagnosis.stories import SOUND, constant, told
+from tests.support.diagnosis.stories import SOUND, constant, make_story
 from tests.support.runs import making
 
 
@@ -24,7 +24,7 @@ def run(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def ill(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    story = told(scale=falling(60, 14), gradient_std=constant(2.0**-19))
+    story = make_story(scale=falling(60, 14), gradient_std=constant(2.0**-19))
     return story.write(tmp_path_factory.mktemp("check") / "run")
 
 
@@ -181,7 +181,7 @@ def test_a_step_before_the_first_one_exits_with_2(tmp_path: Path) -> None:
 def gan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("script") / "gan"
     SOUND.write(folder / "G")
-    told(scale=falling(60, 14), gradient_std=constant(2.0**-19)).write(folder / "D")
+    make_story(scale=falling(60, 14), gradient_std=constant(2.0**-19)).write(folder / "D")
     location.write_script(folder, ["G", "D"])
     return folder
 
@@ -253,7 +253,7 @@ def test_a_script_whose_run_is_missing_cannot_be_judged(gan: Path, tmp_path: Pat
 def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("several") / "runs"
     SOUND.write(folder / "sound")
-    told(scale=falling(60, 14), gradient_std=constant(2.0**-19)).write(folder / "ill")
+    make_story(scale=falling(60, 14), gradient_std=constant(2.0**-19)).write(folder / "ill")
     (folder / "notes.txt").touch()
     return folder
 

@@ -49,10 +49,10 @@ def test_it_tells_versions_devices_backends_cache_and_extras() -> None:
 
 
 def test_json_says_the_same() -> None:
-    told = json.loads(doctor("--json").stdout)
-    assert told == json.loads(json.dumps(dataclasses.asdict(examine())))
-    assert told["devices"][0]["name"] == "cpu"
-    assert [backend["name"] for backend in told["backends"]] == ["torch", "numba", "triton"]
+    parsed = json.loads(doctor("--json").stdout)
+    assert parsed == json.loads(json.dumps(dataclasses.asdict(examine())))
+    assert parsed["devices"][0]["name"] == "cpu"
+    assert [backend["name"] for backend in parsed["backends"]] == ["torch", "numba", "triton"]
 
 
 def test_the_backend_it_names_is_the_one_that_runs() -> None:

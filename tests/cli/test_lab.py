@@ -97,10 +97,10 @@ def test_a_claim_that_does_not_hold_is_exit_code_1_and_said(toys: dict[str, Expe
 
 def test_json_is_the_result_alone(toys: dict[str, Experiment], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["lab", "toy", "--output", str(tmp_path / "out"), "--json", "--seed", "4"])
-    told = json.loads(result.stdout)
-    assert told == json.loads((tmp_path / "out" / "result.json").read_text("utf-8"))
-    assert told["holds"] is True and told["seed"] == 4 and told["settings"] == {"device": "cpu"}
-    assert told["trainings"][0]["series"] == [3.5, 1.0, "nan", 0.5]
+    parsed = json.loads(result.stdout)
+    assert parsed == json.loads((tmp_path / "out" / "result.json").read_text("utf-8"))
+    assert parsed["holds"] is True and parsed["seed"] == 4 and parsed["settings"] == {"device": "cpu"}
+    assert parsed["trainings"][0]["series"] == [3.5, 1.0, "nan", 0.5]
 
 
 def test_an_unknown_name_and_a_foreign_folder_are_exit_code_2(toys: dict[str, Experiment], tmp_path: Path) -> None:

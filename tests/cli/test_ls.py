@@ -16,7 +16,7 @@ from plimsoll.cli import app
 from plimsoll.runs import Event, RunWriter, Scalars
 from tests.support.cases import each
 from tests.support.diagnosis.faults import falling
-from tests.support.diagnosis.stories import SOUND, constant, told
+from tests.support.diagnosis.stories import SOUND, constant, make_story
 
 
 def run(*arguments: object, columns: int | None = 80) -> Result:
@@ -41,7 +41,7 @@ def restamp(path: Path, started: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ls") / "runs"
     SOUND.write(root / "sound")
-    told(scale=falling(60, 14), gradient_std=constant(2.0**-19)).write(root / "sweep" / "ill")
+    make_story(scale=falling(60, 14), gradient_std=constant(2.0**-19)).write(root / "sweep" / "ill")
     write(root / "old", "2001-02-03T04:05:06+00:00", 400, 0.5)
     write(root / "new", "2041-02-03T04:05:06+00:00", 2, float("nan"))
     return root

@@ -1,4 +1,4 @@
-"""``plimsoll plan``: a sentence, a table in 80 columns with many layers told together, reasons, the file, the check."""
+"""``plimsoll plan``: a sentence, a table in 80 columns with many layers in one row, reasons, the file, the check."""
 
 import json
 from pathlib import Path

@@ -187,11 +187,11 @@ def servers(folder: Path) -> Iterator[list[tuple["subprocess.Popen[str]", str]]]
         process = subprocess.Popen([*COMMAND, str(folder), "--port", "0"], stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, text=True, env=environment)  # fmt: skip
         found.append(process)
-    told = []
+    reported = []
     for process in found:
         lines = [process.stdout.readline() for _ in range(4)]
-        told.append((process, re.search(r"http://\S+", lines[1])[0]))
-    yield told
+        reported.append((process, re.search(r"http://\S+", lines[1])[0]))
+    yield reported
     for process in found:
         process.kill()
         process.wait()

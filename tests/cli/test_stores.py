@@ -15,7 +15,7 @@ from plimsoll.cli import app
 from plimsoll.cli.paths import label_of
 from plimsoll.runs.storage.location import without_secrets
 from tests.support.diagnosis.faults import falling
-from tests.support.diagnosis.stories import constant, told
+from tests.support.diagnosis.stories import constant, make_story
 
 
 def run(*arguments: object) -> Result:
@@ -24,7 +24,7 @@ def run(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    story = told(samples=20, scale=falling(60, 14), gradient_std=constant(2.0**-19))
+    story = make_story(samples=20, scale=falling(60, 14), gradient_std=constant(2.0**-19))
     return story.write(tmp_path_factory.mktemp("here") / "exp1")
 
 
@@ -58,10 +58,10 @@ def test_a_command_says_of_a_uri_what_it_says_of_the_folder(command: list[str], 
     assert here.exit_code in (0, 1) and here.stdout, here.stderr
 
     def neutral(result: Result) -> tuple[int, str]:
-        told = "".join(result.stdout.split())  # a table wraps names of other lengths elsewhere
+        make_story = "".join(result.stdout.split())  # a table wraps names of other lengths elsewhere
         for name in (store, local.as_uri(), str(local), "/bucket/exp1"):
-            told = told.replace("".join(name.split()), "RUN")
-        return result.exit_code, told
+            make_story = make_story.replace("".join(name.split()), "RUN")
+        return result.exit_code, make_story
 
     assert neutral(there) == neutral(here)
     assert neutral(by_file) == neutral(here)

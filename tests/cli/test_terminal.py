@@ -96,9 +96,9 @@ def test_no_command_prints_what_a_terminal_would_obey(
 
 
 def test_warnings_about_a_run_are_text(folder: Path) -> None:
-    with pytest.warns(RuntimeWarning) as told:
+    with pytest.warns(RuntimeWarning) as caught:
         Run(folder / "damaged").table("gradients")
-    for each in told:
+    for each in caught:
         checked(str(each.message))
         assert "\n" not in str(each.message)
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS
-from tests.support.diagnosis.stories import SOUND, told
+from tests.support.diagnosis.stories import SOUND, make_story
 
 # With formats at the limits of eXmY.
 FORMATS = (
@@ -66,7 +66,7 @@ def test_what_cannot_be_answered_exits_with_2(path: Path, arguments: list[str], 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return told(samples=2).write(tmp_path_factory.mktemp("formats") / "run")
+    return make_story(samples=2).write(tmp_path_factory.mktemp("formats") / "run")
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -10,30 +10,30 @@ from plimsoll.diagnosis import RULES, Finding, Spot, diagnose
 from plimsoll.diagnosis.run_rules import unexplained
 from tests.support.diagnosis.faults import FAULTS, INF, INNOCENT, NAN, A, B, put
 from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
-from tests.support.diagnosis.stories import Story, constant, told
+from tests.support.diagnosis.stories import Story, constant, make_story
 
 pytestmark = ONE_WORKER
 
 RULES_BY_ID = {rule.id: rule for rule in RULES}
 FROM_NAN = {rule.id for rule in RULES if "nonfinite" in rule.explained_by}
 TROUBLED = {
-    "gradients are NaN": told(
+    "gradients are NaN": make_story(
         scale=lambda s: None, gradient_fmt="fp32",
         change_gradient=lambda g, layer, s: torch.where(torch.arange(len(g)) == 0, NAN, 0.0) if s >= 50 else g,
     ),
-    "weights are NaN": told(
+    "weights are NaN": make_story(
         change_weight=put(NAN, A, 40), loss=lambda s: 2.0 if s < 40 else NAN,
         change_gradient=lambda g, layer, s: g if s < 60 else g * 0,
     ),
-    "every step is skipped for NaN": told(
+    "every step is skipped for NaN": make_story(
         scale=lambda s: 1024.0 * 2.0 ** -min(max(s - 30, 0), 30), skipped=lambda s: float(s >= 30),
         change_activation=put(NAN, A, 30), gradient_std=constant(2.0**-20),
     ),
-    "infinities in one layer, from which it drifts": told(
+    "infinities in one layer, from which it drifts": make_story(
         change_activation=put(INF, B, 30), activation_fmt="bf16",
         activation_std=lambda layer, s: 2.0 ** (0.06 * max(s - 30, 0)),
     ),
-    "solved": told(
+    "solved": make_story(
         loss=lambda s: 2.0 if s < 50 else 0.0, change_gradient=lambda g, layer, s: g * (s < 50), gradient_fmt="fp32"
     ),
 }  # fmt: skip

@@ -16,8 +16,7 @@ from plimsoll.diagnosis.tables.episodes import first_of_deciding, reaching
 from plimsoll.report.verdicts.run_summary import verdict
 from plimsoll.runs import Run
 from plimsoll.scaling import DynamicScaler, SpectralScaler
-from tests.support.diagnosis.faults import told
-from tests.support.diagnosis.stories import LAYERS, Story, constant
+from tests.support.diagnosis.stories import LAYERS, Story, constant, make_story
 
 NAN, LAYER = math.nan, LAYERS[4]
 
@@ -32,7 +31,7 @@ def broken(loss: Callable[[int], bool], skips: Callable[[int], bool] = lambda st
         return torch.full_like(x, NAN) if loss(step) else x * math.inf if here == LAYERS[-1] and skips(step) else x
 
     facts = {"change_activation": output, "change_gradient": gradient, **more}
-    return told(
+    return make_story(
         loss=lambda step: NAN if loss(step) else 1.0, skipped=lambda step: float(loss(step) or skips(step)), **facts
     )
 
@@ -124,7 +123,7 @@ def test_nan_that_stops_for_a_few_steps_is_one_episode(tmp_path: Path) -> None:
 @pytest.mark.parametrize("skipped", [True, False])
 def test_a_step_that_broke_the_weights_is_where_it_began_unless_it_was_skipped(skipped: bool, tmp_path: Path) -> None:
     """Weights are sampled at every twentieth step, and the loss does not see the broken ones."""
-    story = told(
+    story = make_story(
         scale=lambda step: 1024.0 if skipped else None,
         skipped=lambda step: float(step == 45),
         skips_recorded=skipped,
@@ -138,7 +137,7 @@ def test_a_step_that_broke_the_weights_is_where_it_began_unless_it_was_skipped(s
 
 
 def test_values_that_only_samples_show_are_one_episode(tmp_path: Path) -> None:
-    story = told(
+    story = make_story(
         change_activation=lambda x, here, step: x * NAN if here == LAYER and step >= 40 else x, every=20, samples=10
     )
     for until in (45, 75, 199):
@@ -152,7 +151,7 @@ def test_an_undefined_operation_did_not_begin_with_the_search_for_the_scale(tmp_
     def scale(step: int) -> float:
         return 2.0 ** (16 - sum(before < 4 or again(before) for before in range(step)))
 
-    story = told(
+    story = make_story(
         samples=100, scale=scale, skipped=lambda step: float(step < 4 or again(step)), gradient_std=constant(1.0)
     )
     finding = found(tmp_path / "run", story)

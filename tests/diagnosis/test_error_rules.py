@@ -17,7 +17,7 @@ from plimsoll.report.figure_declaration import DECLARED
 from plimsoll.runs import Run
 from tests.support.cases import each
 from tests.support.diagnosis.faults import INNOCENT, flips, outliers, since
-from tests.support.diagnosis.stories import LAYERS, Story, constant, of_layer, told
+from tests.support.diagnosis.stories import LAYERS, Story, constant, make_story, of_layer
 from tests.support.diagnosis.trainings import GPT, MODELS, mlp, text
 
 RULES = {
@@ -107,7 +107,7 @@ def test_a_repetition_that_took_another_course_is_a_note(tmp_path: Path) -> None
     assert [str(finding) for finding in found if finding.severity != "info"] == []
 
 
-CLUSTERED = told(last_bin=of_layer(LAYERS[4], constant(0.9), constant(0.02)))
+CLUSTERED = make_story(last_bin=of_layer(LAYERS[4], constant(0.9), constant(0.02)))
 
 
 def test_weights_in_one_bin_are_a_note(tmp_path: Path) -> None:
@@ -116,12 +116,12 @@ def test_weights_in_one_bin_are_a_note(tmp_path: Path) -> None:
 
 
 SETTLED = {
-    "attention-logits": told(score=lambda name, step: 8.0 * 2.0 ** min(step / 20, 5)),
-    "kurtosis-growth": told(
+    "attention-logits": make_story(score=lambda name, step: 8.0 * 2.0 ** min(step / 20, 5)),
+    "kurtosis-growth": make_story(
         activation_fmt="bf16",
         change_activation=outliers(LAYERS[4], lambda step: 2.0 ** min(step / 16, 6)),
     ),
-    "error-above-signal": told(error=lambda name, step: (0.0, 0.1 * 2.0 ** min(step / 45, 2.2))),
+    "error-above-signal": make_story(error=lambda name, step: (0.0, 0.1 * 2.0 ** min(step / 45, 2.2))),
 }
 
 
@@ -142,23 +142,25 @@ def test_flips_need_several_looks_in_a_row(tmp_path: Path) -> None:
     def share(step: int) -> float:
         return 0.3 if step % 20 else 0.0  # three looks of four
 
-    run = told(decisions=lambda step: {"flips:router": share(step)}).write(tmp_path / "run")
+    run = make_story(decisions=lambda step: {"flips:router": share(step)}).write(tmp_path / "run")
     assert mine(run) == []
-    steady = told(decisions=lambda step: {"flips:router": 0.3 if step >= 160 else 0.0}).write(tmp_path / "steady")
+    steady = make_story(decisions=lambda step: {"flips:router": 0.3 if step >= 160 else 0.0}).write(tmp_path / "steady")
     (finding,) = mine(steady)
     assert finding.since_step == 160 and finding.where == ("router",)
 
 
 def test_a_single_look_above_the_signal_is_no_finding(tmp_path: Path) -> None:
-    once = told(error=lambda name, step: (0.0, 2.0 if step in (50, 55) else 0.01)).write(tmp_path / "run")
+    once = make_story(error=lambda name, step: (0.0, 2.0 if step in (50, 55) else 0.01)).write(tmp_path / "run")
     assert mine(once) == []
     later = since(150, constant(2.0), constant(0.01))
-    assert mine(told(error=lambda name, step: (0.0, later(name, step))).write(tmp_path / "later"))
+    assert mine(make_story(error=lambda name, step: (0.0, later(name, step))).write(tmp_path / "later"))
 
 
 def test_pictures_of_errors(tmp_path: Path) -> None:
-    found = told(error=lambda name, step: (-0.03, 0.04), last_bin=constant(0.25), decisions=lambda step: flips(0.2))
-    run, plain = found.write(tmp_path / "run", until=40), told().write(tmp_path / "plain", until=40)
+    found = make_story(
+        error=lambda name, step: (-0.03, 0.04), last_bin=constant(0.25), decisions=lambda step: flips(0.2)
+    )
+    run, plain = found.write(tmp_path / "run", until=40), make_story().write(tmp_path / "plain", until=40)
     z = {
         name: heatmap(run, name, collection).data[0]
         for name, collection in (("error", "gradients"), ("bias", "gradients"), ("last_bin", "weights"))

@@ -91,9 +91,14 @@ def test_inputs_that_are_not_of_unit_scale_saturate(tmp_path: Path) -> None:
     run = trained(unit_scaled(), "fp8-unit", tmp_path / "run", lambda step, x: x * (300.0 if step >= 15 else 1.0))
     finding = diagnose(run, rules=["cast-saturates"])[0]
     assert finding.since_step == 15 and finding.where == ("up:input",) and finding.severity == "alarm"
-    told = finding.evidence
-    assert (told["module"], told["role"], told["format"], told["scale"]) == ("up", "activations", "e4m3", 1.0)
-    assert told["scale_that_serves"] == 2.0**-3  # absmax is about 1,200: 2^-2 fits, less a binade to spare
+    reported = finding.evidence
+    assert (reported["module"], reported["role"], reported["format"], reported["scale"]) == (
+        "up",
+        "activations",
+        "e4m3",
+        1.0,
+    )
+    assert reported["scale_that_serves"] == 2.0**-3  # absmax is about 1,200: 2^-2 fits, less a binade to spare
     assert finding.actions == ("to_bf16",) and finding.figure == "code_usage"
     drift = diagnose(run, rules=["unit-drift"])[0]
     assert drift.where == ("up:input",) and drift.since_step == 15 and drift.evidence["bound"] == 4

@@ -139,11 +139,11 @@ def test_a_dry_guard_changes_no_bit(kind: str, tmp_path: Path) -> None:
 
 
 def test_each_finding_is_told_once_and_again_when_it_is_graver(tmp_path: Path) -> None:
-    told: list[pl.Finding] = []
-    model, optimizer, scaler, watch, guard = low(tmp_path, on_finding=told.append, actions=[])
+    reported: list[pl.Finding] = []
+    model, optimizer, scaler, watch, guard = low(tmp_path, on_finding=reported.append, actions=[])
     train(model, optimizer, scaler, range(40), between=looking(guard))
     watch.close()
-    keys = [(f.rule, f.collection, f.severity) for f in told]
+    keys = [(f.rule, f.collection, f.severity) for f in reported]
     assert len(set(keys)) == len(keys) and ("scale-low", "gradients", "alarm") in keys
 
 

@@ -160,14 +160,14 @@ def test_activations_that_grow_past_the_format_are_clamped(tmp_path: Path) -> No
         looking(guard)(step)
         model.gain = min(model.gain * 1.5, 9e3)
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         losses = by_hand(model, optimizer, scaler, range(41), between=grow)
         assert guard.acts
         model.gain = 2.2e4
         losses += by_hand(model, optimizer, scaler, range(41, 70), between=looking(guard))
-    assert any("values that block returned lay beyond 65504" in str(warning.message) for warning in told)
-    assert any("plimsoll: clamp in block" in str(warning.message) for warning in told)
+    assert any("values that block returned lay beyond 65504" in str(warning.message) for warning in caught)
+    assert any("plimsoll: clamp in block" in str(warning.message) for warning in caught)
     watch.close()
     assert {act.action for act in guard.acts} == {"clamp"}
     assert ("block",) in [act.where for act in guard.acts]

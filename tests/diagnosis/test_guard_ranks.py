@@ -40,8 +40,8 @@ def test_the_step_is_the_one_at_which_they_meet(ranks: list[Any]) -> None:
 def test_rank_0_looks_and_tells_and_what_it_saw_is_found_later(scenario: str, ranks: list[Any]) -> None:
     first, second = (rank[scenario] for rank in ranks)
     assert first["looks"] and first["same"] == [True] * len(first["looks"])
-    assert "scale-low" in first["told"] and second["told"] == second["looks"] == []
-    assert first["events"] == [[0, first["acts"][0]["step"]]]  # told once, not by each rank
+    assert "scale-low" in first["reported"] and second["reported"] == second["looks"] == []
+    assert first["events"] == [[0, first["acts"][0]["step"]]]  # reported once, not by each rank
 
 
 def test_all_ranks_stop_at_the_same_step_and_one_reports(ranks: list[Any]) -> None:

@@ -15,7 +15,7 @@ from plimsoll.report.verdicts.run_summary import verdict
 from plimsoll.runs import Run, RunWriter, Scalars
 from plimsoll.text import number
 from tests.support.cases import each
-from tests.support.diagnosis.stories import LAYERS, told
+from tests.support.diagnosis.stories import LAYERS, make_story
 
 Loss = np.ndarray
 RANDOM = np.random.default_rng(14)
@@ -229,12 +229,12 @@ def test_nan_in_the_loss_of_another_optimizer_is_an_alarm(tmp_path: Path) -> Non
 def test_updates_that_jump_are_a_warning_where_the_loss_follows(tmp_path: Path) -> None:
     jump = {"update_ratio": lambda name, s: 2.0 ** (-6.5 if (name, s) == (LAYERS[9], 125) else -10)}
     forerunner = ["spike-forerunner"]
-    (alone,) = diagnose(told(**jump).write(tmp_path / "alone"), rules=forerunner)
+    (alone,) = diagnose(make_story(**jump).write(tmp_path / "alone"), rules=forerunner)
     assert alone.severity == "info" and alone.actions == ()
-    followed = told(**jump, loss=lambda s: 40.0 if 127 <= s < 135 else 2.0 + 0.01 * (s % 7))
+    followed = make_story(**jump, loss=lambda s: 40.0 if 127 <= s < 135 else 2.0 + 0.01 * (s % 7))
     (found,) = diagnose(followed.write(tmp_path / "followed"), rules=forerunner)
     assert found.severity == "warning" and found.evidence["loss_rose_at"] == 127
-    before = told(**jump, loss=lambda s: 40.0 if 80 <= s < 88 else 2.0 + 0.01 * (s % 7))
+    before = make_story(**jump, loss=lambda s: 40.0 if 80 <= s < 88 else 2.0 + 0.01 * (s % 7))
     (unlike,) = diagnose(before.write(tmp_path / "before"), rules=forerunner)
     assert unlike.severity == "info"
 
@@ -254,7 +254,7 @@ def test_updates_that_move_far_are_a_note_where_the_loss_is_much_better_since(
 ) -> None:
     far = {"update_ratio": lambda name, s: 2.0 ** (-4 if (name, s) == (LAYERS[9], 125) else -10)}
     path = Path(tempfile.mkdtemp(dir=tmp_path)) / "run"
-    (found,) = diagnose(told(**far, loss=loss).write(path), rules=["spike-forerunner"])
+    (found,) = diagnose(make_story(**far, loss=loss).write(path), rules=["spike-forerunner"])
     assert found.severity == severity
 
 

@@ -36,8 +36,8 @@ def found(
     for rank, loss in enumerate(losses):
         random = torch.Generator().manual_seed(rank)
         with RunWriter(path, rank=rank, world_size=len(losses), flush_seconds=600) as writer:
-            told = {"data_parallel": len(losses), "data_index": rank} if place is None else place
-            writer.write_manifest(ranks=told)
+            reported = {"data_parallel": len(losses), "data_index": rank} if place is None else place
+            writer.write_manifest(ranks=reported)
             for step in range(STEPS):
                 noise = float(torch.randn((), generator=random))
                 writer.write(Scalars(step=step, values={"loss": loss(step, noise)}))

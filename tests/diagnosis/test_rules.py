@@ -17,7 +17,7 @@ from plimsoll.errors import ArgumentError, RunError
 from plimsoll.report.verdicts.run_summary import verdict
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.support.diagnosis.faults import FAULTS, falling, put, zeroed
-from tests.support.diagnosis.stories import LAYERS, SOUND, constant, told
+from tests.support.diagnosis.stories import LAYERS, SOUND, constant, make_story
 from tests.support.runs import making
 
 STABLE = [f for f in FAULTS if f.name in {
@@ -56,28 +56,28 @@ def test_a_run_that_grows_while_it_is_read_is_judged_as_it_was(tmp_path: Path) -
 
 
 def test_a_scale_that_was_never_higher_has_not_collapsed(tmp_path: Path) -> None:
-    low = told(scale=lambda s: 2.0**-6).write(tmp_path / "low")
+    low = make_story(scale=lambda s: 2.0**-6).write(tmp_path / "low")
     assert "scale-collapse" not in {f.rule for f in diagnose(low)}
-    sinking = told(scale=lambda s: 2.0 ** -(s // 30)).write(tmp_path / "sinking")
+    sinking = make_story(scale=lambda s: 2.0 ** -(s // 30)).write(tmp_path / "sinking")
     (found,) = (f for f in diagnose(sinking) if f.rule == "scale-collapse")
     assert found.since_step < 60 and found.evidence["binades"] > 0
 
 
 def test_the_search_for_the_first_scale_is_no_part_of_the_fall_after_it(tmp_path: Path) -> None:
-    story = told(scale=lambda s: 2.0 ** (20 - min(s, 4)) if s < 100 else 2.0 ** (16 - min(s - 99, 8)))
+    story = make_story(scale=lambda s: 2.0 ** (20 - min(s, 4)) if s < 100 else 2.0 ** (16 - min(s - 99, 8)))
     (found,) = (f for f in diagnose(story.write(tmp_path / "run")) if f.rule == "scale-collapse")
     assert found.since_step == 100
     assert found.evidence == {"from": 2.0**16, "to": 2.0**8, "binades": 8.0}
 
 
 def test_a_scale_that_sinks_to_its_floor_at_once_has_collapsed(tmp_path: Path) -> None:
-    story = told(scale=lambda s: 2.0 ** max(16 - s, -14))  # it settles only at the bottom
+    story = make_story(scale=lambda s: 2.0 ** max(16 - s, -14))  # it settles only at the bottom
     (found,) = (f for f in diagnose(story.write(tmp_path / "run")) if f.rule == "scale-collapse")
     assert found.since_step <= 17 and found.evidence["to"] == 2.0**-14
 
 
 def test_structural_zeros_are_told_of_and_are_no_underflow(tmp_path: Path) -> None:
-    story = told(change_gradient=lambda g, name, step: g * (torch.arange(len(g)) < 20))
+    story = make_story(change_gradient=lambda g, name, step: g * (torch.arange(len(g)) < 20))
     found = {(f.rule, f.collection): f for f in diagnose(story.write(tmp_path / "run"))}
     zeros = found["structural-zeros", "gradients"]
     assert zeros.severity == "info" and zeros.evidence["zeros"] == pytest.approx(1 - 20 / 512)
@@ -88,20 +88,20 @@ def test_structural_zeros_are_told_of_and_are_no_underflow(tmp_path: Path) -> No
 
 
 def test_a_gradient_that_was_always_zero_asks_for_a_shadow_step(tmp_path: Path) -> None:
-    story = told(gradient_std=lambda name, step: 2.0**-60 if name == LAYERS[2] else 2.0**-8)
+    story = make_story(gradient_std=lambda name, step: 2.0**-60 if name == LAYERS[2] else 2.0**-8)
     finding = next(f for f in diagnose(story.write(tmp_path / "run")) if f.rule == "dead-layer")
     assert finding.where == (f"{LAYERS[2]}.weight",) and "shadow" in finding.advice
 
 
 def test_overflow_that_the_scaler_handles_is_information(tmp_path: Path) -> None:
-    story = told(skipped=lambda step: float(step in (30, 90)))
+    story = make_story(skipped=lambda step: float(step in (30, 90)))
     finding = next(f for f in diagnose(story.write(tmp_path / "run")) if f.rule == "nonfinite")
     assert finding.severity == "info" and finding.evidence["steps"] == 2 and finding.actions == ()
     assert finding.meaning.endswith("the scaler skipped them.")
 
 
 def test_a_step_counts_as_skipped_only_if_that_is_recorded(tmp_path: Path) -> None:
-    story = told(skipped=lambda step: float(step in (30, 90)), skips_recorded=False)
+    story = make_story(skipped=lambda step: float(step in (30, 90)), skips_recorded=False)
     path = story.write(tmp_path / "run")
     (finding,) = (f for f in diagnose(path) if f.rule == "nonfinite")
     assert finding.severity == "info" and finding.evidence["skipped"] == 0
@@ -111,7 +111,7 @@ def test_a_step_counts_as_skipped_only_if_that_is_recorded(tmp_path: Path) -> No
 
 def test_a_scale_that_falls_at_once_without_an_overflow_was_set(tmp_path: Path) -> None:
     def found(name: str, **changes: object) -> Finding:
-        return next(f for f in diagnose(told(**changes).write(tmp_path / name)) if f.rule == "scale-collapse")
+        return next(f for f in diagnose(make_story(**changes).write(tmp_path / name)) if f.rule == "scale-collapse")
 
     restored = found("restored", scale=lambda s: 2.0**16 if s < 100 else 1.0)
     assert (restored.severity, restored.since_step) == ("alarm", 100)
@@ -127,7 +127,7 @@ def test_a_scale_that_falls_at_once_without_an_overflow_was_set(tmp_path: Path) 
 def test_the_first_place_of_infinities_is_the_earliest_and_the_cause(tmp_path: Path) -> None:
     bad = put(float("nan"), LAYERS[4], 50)
     also = put(float("nan"), LAYERS[2], 50)
-    story = told(change_activation=bad, change_gradient=also)
+    story = make_story(change_activation=bad, change_gradient=also)
     finding = next(f for f in diagnose(story.write(tmp_path / "run")) if f.rule == "nonfinite")
     assert finding.evidence["first_seen_in"] == f"activations {LAYERS[4]}:output"
 
@@ -150,7 +150,7 @@ def test_lost_records_are_told_of(tmp_path: Path) -> None:
 
 
 def test_thresholds_are_a_users(tmp_path: Path) -> None:
-    path = told(change_activation=zeroed(LAYERS[0], 100)).write(tmp_path / "run")
+    path = make_story(change_activation=zeroed(LAYERS[0], 100)).write(tmp_path / "run")
     assert [f.rule for f in diagnose(path, rules=["dead-*"])] == ["dead-layer"]
     assert diagnose(path, rules=["dead-layer"], thresholds={"dead-layer.samples": 30}) == []
     assert diagnose(path, rules=["dead-layer"], thresholds={"scale-low.lost": 0.5}) != []
@@ -277,7 +277,7 @@ def test_a_growing_series_is_looked_at_at_the_same_places() -> None:
 
 def test_an_estimate_of_underflow_is_near_the_truth(tmp_path: Path) -> None:
     sizes = {layer: -24.0 - i for i, layer in enumerate(LAYERS)}
-    story = told(scale=lambda step: 1.0, gradient_std=lambda name, step: 2.0 ** sizes[name], samples=8)
+    story = make_story(scale=lambda step: 1.0, gradient_std=lambda name, step: 2.0 ** sizes[name], samples=8)
     narrow = View(Run(story.write(tmp_path / "run"))).narrow("gradients")
     assert narrow is not None
     for i, layer in enumerate(LAYERS[:2]):

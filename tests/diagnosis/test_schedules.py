@@ -28,7 +28,7 @@ from plimsoll.runs import Run
 from plimsoll.watch.steps import schedules
 from tests.support.cases import each
 from tests.support.diagnosis.faults import wired
-from tests.support.diagnosis.stories import LAYERS, constant, told
+from tests.support.diagnosis.stories import LAYERS, constant, make_story
 from tests.support.diagnosis.trainings import adamw, seeded_mlp
 
 DATA = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
@@ -142,7 +142,7 @@ def test_a_training_that_diverges_is_no_schedules_fault(tmp_path: Path) -> None:
         ("risen after it", lambda s: 2.0 if s <= 60 else 9.0, 1),
         ("fallen", lambda s: 2.0 - s / 500, 1),
     ):
-        assert len(of_schedules(told(events=(event,), loss=loss).write(tmp_path / name))) == found, name
+        assert len(of_schedules(make_story(events=(event,), loss=loss).write(tmp_path / name))) == found, name
 
 
 def test_a_schedule_of_another_model_is_not_meant(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_schedule_with_a_few_such_metrics_is_not(metrics: list[float], tmp_pat
 def test_metrics_of_a_loss_that_is_nan_are_no_schedules_fault(tmp_path: Path) -> None:
     event = wired("plateau undefined", 60, metrics=3)
     for name, loss, found in (("broken", lambda s: math.nan if s > 58 else 1.0, 0), ("sound", lambda s: 1.0, 1)):
-        assert len(of_schedules(told(events=(event,), loss=loss).write(tmp_path / name))) == found, name
+        assert len(of_schedules(make_story(events=(event,), loss=loss).write(tmp_path / name))) == found, name
 
 
 # -- a schedule that begins again
@@ -532,7 +532,7 @@ def shrinking(path: Path, **changes: Any) -> list[Finding]:
     """What is said of a story in which the decay of all layers is as large as their gradients."""
     decayed = changes.pop("decayed", LAYERS)
     groups = [{"decay": changes.pop("decay", 0.1), "parameters": [f"{layer}.weight" for layer in decayed]}]
-    story = told(**{
+    story = make_story(**{
         "events": (wired("decay added", 0, groups=groups),),
         "weight_std": lambda name, s: 2.0**-5 * (0.5 + 0.5 / (1 + s / 20)),
         "gradient_std": constant(2.0**-9),

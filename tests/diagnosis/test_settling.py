@@ -12,14 +12,14 @@ from plimsoll.diagnosis.tables.trend import goes_on
 from plimsoll.report.verdicts.run_summary import phrase_of
 from plimsoll.runs import Run
 from tests.support.cases import each
-from tests.support.diagnosis.stories import LAYERS, Size, constant, of_layer, told
+from tests.support.diagnosis.stories import LAYERS, Size, constant, make_story, of_layer
 
 RANDOM = np.random.default_rng(5)
 STEPS = np.arange(0, 400, 10)
 
 
 def of_rule(rule: str, path: Path, size: Size, fmt: str = "bf16", **more: Any) -> list[Finding]:
-    story = told(activation_fmt=fmt, activation_std=of_layer(LAYERS[4], size, constant(1.0)), **more)
+    story = make_story(activation_fmt=fmt, activation_std=of_layer(LAYERS[4], size, constant(1.0)), **more)
     return diagnose(story.write(path), rules=[rule])
 
 
@@ -66,7 +66,7 @@ def test_weights_that_move_while_the_loss_still_halves_are_a_note(
 ) -> None:
     path = Path(tempfile.mkdtemp(dir=tmp_path)) / "run"
     moving = of_layer(LAYERS[4], lambda layer, s: 2.0 ** (0.05 * s), constant(1.0))
-    (found,) = diagnose(told(weight_std=moving, loss=loss).write(path), rules=["distribution-drift"])
+    (found,) = diagnose(make_story(weight_std=moving, loss=loss).write(path), rules=["distribution-drift"])
     assert (found.severity, "still do" in found.meaning) == (severity, severity == "info")
 
 
@@ -116,6 +116,6 @@ def test_values_that_settled_below_the_top_are_a_note(tmp_path: Path) -> None:
 def test_gradients_that_underflow_because_the_loss_is_zero_are_no_fault(tmp_path: Path) -> None:
     sizes = {"gradient_std": lambda layer, s: 2.0**-8 if s < 80 else 2.0**-35}
     rules = ["underflow-*", "scale-low"]
-    solved = told(**sizes, loss=lambda s: 2.0 if s < 80 else 1e-9)
+    solved = make_story(**sizes, loss=lambda s: 2.0 if s < 80 else 1e-9)
     assert diagnose(solved.write(tmp_path / "solved"), rules=rules) == []
-    assert diagnose(told(**sizes).write(tmp_path / "not"), rules=rules) != []
+    assert diagnose(make_story(**sizes).write(tmp_path / "not"), rules=rules) != []

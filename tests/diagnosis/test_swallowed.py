@@ -66,7 +66,7 @@ def swallowed(run: pl.Run) -> list[Finding]:
     return [finding for finding in diagnose(run.path) if finding.rule == "updates-swallowed"]
 
 
-def told(run: pl.Run) -> list[tuple[int, str, str]]:
+def reported(run: pl.Run) -> list[tuple[int, str, str]]:
     events = [event for event in run.events() if event.kind == "update"]
     assert all(set(event.details["parameters"]) == set(run.tensors["weights"]) for event in events)
     return [(event.step, str(event.details["optimizer"]), str(event.details["update"])) for event in events]
@@ -83,7 +83,7 @@ def test_weights_that_stay_are_no_loss_where_nothing_is_lost(precision: str, tmp
     run = prepared(tmp_path / "run", precision)
     assert unmoved(run) > 0.75, "the rule would say something, if it did not know"
     assert swallowed(run) == []
-    assert told(run) == [(0, "AdamW", SPARED[precision])]
+    assert reported(run) == [(0, "AdamW", SPARED[precision])]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -91,11 +91,11 @@ def test_a_plain_16_bit_model_is_an_alarm(dtype: torch.dtype, tmp_path: Path) ->
     run = by_hand(tmp_path / "run", dtype)
     (found,) = swallowed(run)
     assert found.severity == "alarm" and found.since_step == 0
-    assert told(run) == [(0, "SGD", "own")]
+    assert reported(run) == [(0, "SGD", "own")]
 
 
 def test_fp32_weights_need_no_event(tmp_path: Path) -> None:
-    assert told(prepared(tmp_path / "run", "amp-bf16")) == []
+    assert reported(prepared(tmp_path / "run", "amp-bf16")) == []
 
 
 def test_an_optimizer_of_ones_own_tells_by_an_attribute(tmp_path: Path) -> None:
@@ -150,14 +150,14 @@ def in_16_bits(path: Path, way: str) -> pl.Run:
 @each("way", ["by chance", "from a copy"])
 def test_an_optimizer_that_declares_nothing_and_loses_nothing_is_known_by_its_weights(way: str, tmp_path: Path) -> None:
     run = in_16_bits(tmp_path / way, way)
-    assert told(run) == [(0, "Adam16", "own"), (0, "Adam16", "lossless on average")]
+    assert reported(run) == [(0, "Adam16", "own"), (0, "Adam16", "lossless on average")]
     assert unmoved(run) > 0.5 and swallowed(run) == []
 
 
 def test_rounding_to_nearest_is_an_alarm_and_shows_nothing_else(tmp_path: Path) -> None:
     run = in_16_bits(tmp_path / "run", "to nearest")
     (found,) = swallowed(run)
-    assert told(run) == [(0, "Adam16", "own")] and found.severity == "alarm"
+    assert reported(run) == [(0, "Adam16", "own")] and found.severity == "alarm"
 
 
 def test_rounding_toward_zero_is_named(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def compensated(
 def test_a_compensation_is_known_by_its_weights(size: int, tmp_path: Path) -> None:
     run = compensated(tmp_path / str(size), "sgd", size=size)
     assert swallowed(run) == [] and unmoved(run) > 0.5
-    assert (0, "Compensated", OVER_STEPS) in told(run)
+    assert (0, "Compensated", OVER_STEPS) in reported(run)
 
 
 BROKEN = [("sgd", -1, 128), ("sgd", -1, 32), ("adam", 0, 32)]
@@ -287,14 +287,14 @@ def test_a_compensation_that_brings_nothing_back_is_an_alarm_under_any_name(
     run = compensated(tmp_path / f"{kind}{size}{state}", kind, returns, size=size, state=state)
     (found,) = swallowed(run)
     assert (found.severity, found.since_step) == ("alarm", 0)
-    assert told(run)[1:] in ([(0, "Compensated", BIASED)], [(0, "Compensated", INEXACT)])
+    assert reported(run)[1:] in ([(0, "Compensated", BIASED)], [(0, "Compensated", INEXACT)])
 
 
 def test_weights_that_move_both_ways_but_elsewhere_are_an_alarm_still(tmp_path: Path) -> None:
     """A compensation of the wrong sign lets coarse weights move now and then, as rounding at random does."""
     run = compensated(tmp_path / "run", "sgd", -1, size=32, rate=5e-3, every=1)
     (found,) = swallowed(run)
-    assert found.severity == "alarm" and told(run)[-1][2] == BIASED
+    assert found.severity == "alarm" and reported(run)[-1][2] == BIASED
 
 
 def test_an_optimizer_of_torchao_says_it_by_its_argument(tmp_path: Path) -> None:
@@ -305,13 +305,13 @@ def test_an_optimizer_of_torchao_says_it_by_its_argument(tmp_path: Path) -> None
         x, y = batch(0)
         nn.functional.cross_entropy(model(x.bfloat16()).float(), y).backward()
         optimizer.step()
-    assert told(pl.Run(tmp_path / "run")) == [(0, "SGD", "stochastic")]
+    assert reported(pl.Run(tmp_path / "run")) == [(0, "SGD", "stochastic")]
 
 
 def test_what_changes_within_a_run_counts_from_there_on(tmp_path: Path) -> None:
     schedule = [(0, "bf16-stochastic"), (STEPS, "fp16-pure")]
     run = prepared(tmp_path / "run", schedule, sgd, steps=2 * STEPS)
-    assert told(run) == [(0, "SGD", "stochastic"), (STEPS, "SGD", "own")]
+    assert reported(run) == [(0, "SGD", "stochastic"), (STEPS, "SGD", "own")]
     (found,) = swallowed(run)
     assert found.severity == "alarm" and found.since_step == STEPS
 

@@ -12,8 +12,7 @@ import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report.verdicts.run_summary import verdict
 from plimsoll.runs import Event, Run
-from tests.support.diagnosis.faults import told
-from tests.support.diagnosis.stories import constant, since
+from tests.support.diagnosis.stories import constant, make_story, since
 
 
 def again(step: int) -> bool:
@@ -26,7 +25,7 @@ def falling(step: int) -> float:
 
 
 def skipping(path: Path, size: Callable[[str, int], float]) -> list[Finding]:
-    story = told(scale=falling, skipped=lambda step: float(again(step)), gradient_std=size, samples=50)
+    story = make_story(scale=falling, skipped=lambda step: float(again(step)), gradient_std=size, samples=50)
     return diagnose(story.write(path), rules=["nonfinite", "scale-collapse"])
 
 
@@ -46,7 +45,7 @@ def test_steps_skipped_among_values_near_the_top_are(tmp_path: Path) -> None:
 
 
 def test_two_far_steps_are_not_enough(tmp_path: Path) -> None:
-    story = told(skipped=lambda step: float(step in (51, 83)), gradient_std=constant(2.0**-30))
+    story = make_story(skipped=lambda step: float(step in (51, 83)), gradient_std=constant(2.0**-30))
     assert [f.severity for f in diagnose(story.write(tmp_path / "run"), rules=["nonfinite"])] == ["info"]
 
 
@@ -55,7 +54,7 @@ def test_two_far_steps_are_not_enough(tmp_path: Path) -> None:
 
 def searching(path: Path, size: float, lasts: int = 25) -> dict[str, str]:
     """Severities of a run whose scale falls from 2^16 for so many steps, and stays there."""
-    story = told(
+    story = make_story(
         scale=lambda step: 2.0 ** (16 - min(step, lasts)), skipped=lambda step: float(step < lasts),
         gradient_std=constant(size), samples=50,
     )  # fmt: skip
@@ -78,7 +77,7 @@ def test_a_scale_that_falls_with_a_loss_of_nan_is_no_collapse(tmp_path: Path) ->
     def nan(step: int) -> bool:
         return step >= 30 and step % 3 == 0 and not 60 <= step < 75
 
-    story = told(
+    story = make_story(
         loss=lambda step: math.nan if nan(step) else 1.0, skipped=lambda step: float(nan(step)),
         scale=lambda step: 2.0 ** (16 - sum(nan(before) for before in range(step))), gradient_std=constant(2.0**-12),
         samples=100,
@@ -92,7 +91,7 @@ def test_a_scale_that_falls_with_a_loss_of_nan_is_no_collapse(tmp_path: Path) ->
 
 def test_a_fall_that_came_back_and_lost_nothing_is_a_note(tmp_path: Path) -> None:
     def fallen(path: Path, size: float) -> str:
-        story = told(
+        story = make_story(
             scale=lambda step: 2.0 ** (16 - max(0, min(step - 60, 6, 90 - step))), gradient_std=constant(size),
             skipped=lambda step: float(60 <= step < 66), samples=100,
         )  # fmt: skip
@@ -109,7 +108,7 @@ def test_a_fall_that_came_back_and_lost_nothing_is_a_note(tmp_path: Path) -> Non
 @pytest.mark.parametrize("every", [1, 8])
 def test_batches_are_to_be_skipped_only_where_others_are_sound(every: int, tmp_path: Path) -> None:
     begun = Event(step=64, kind="origin", message="", details={"where": "activations", "names": ["net:output"]})
-    story = told(loss=lambda step: math.nan if step >= 64 and step % every == 0 else 1.0, events=(begun,))
+    story = make_story(loss=lambda step: math.nan if step >= 64 and step % every == 0 else 1.0, events=(begun,))
     (alarm,) = diagnose(story.write(tmp_path / "run"), rules=["nonfinite"])
     assert ("Skipping helps little" in alarm.advice) == (every == 1)
     assert ("Skip such batches" in alarm.advice) == (every == 8)

@@ -9,7 +9,8 @@ import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report.drawing.heatmap_statistics import underflow
 from plimsoll.runs import Run
-from tests.support.diagnosis.faults import A, told
+from tests.support.diagnosis.faults import A
+from tests.support.diagnosis.stories import make_story
 
 
 def evenly(low: float, high: float, count: int = 512) -> Tensor:
@@ -23,7 +24,7 @@ def found(path: Path, sizes: Tensor) -> list[Finding]:
     def change(g: Tensor, layer: str, step: int) -> Tensor:
         return g.sign() * sizes if layer == A else g
 
-    path = told(change_gradient=change).write(path, until=100)
+    path = make_story(change_gradient=change).write(path, until=100)
     return [f for f in diagnose(path, rules=["underflow-*", "scale-low"]) if f.severity != "info"]
 
 

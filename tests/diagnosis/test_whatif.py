@@ -17,7 +17,7 @@ from plimsoll.formats import get
 from plimsoll.report import html
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.cases import each
-from tests.support.diagnosis.stories import LAYERS, constant, since, told
+from tests.support.diagnosis.stories import LAYERS, constant, make_story, since
 
 STEPS = 3
 
@@ -83,7 +83,7 @@ def test_the_best_shift_is_found_and_no_other_loses_less(trained: tuple) -> None
     above = whatif(view, "fp16", best.shift + 2)
     assert above.overall.fit.overflow.low > 0
     assert best.overall.fit.lost.estimate <= whatif(view, "fp16", best.shift - 4).overall.fit.lost.estimate
-    narrow = whatif(view, "e2m1")  # which no shift serves
+    narrow = whatif(view, "e2m1")  # which no shift fits
     assert narrow.stretches[0].window is None
 
 
@@ -111,7 +111,7 @@ def test_windows_change_over_time(tmp_path: Path) -> None:
     def size(name: str, step: int) -> float:
         return 2.0**-36 if name == layer and step >= 100 else 2.0**4 if name == LAYERS[5] else 2.0**-8
 
-    story = told(gradient_fmt="fp32", gradient_std=size, scale=lambda step: None)
+    story = make_story(gradient_fmt="fp32", gradient_std=size, scale=lambda step: None)
     answer = whatif(story.write(tmp_path / "run"), "fp16")
     assert [(s.from_step, s.to_step) for s in answer.stretches] == [(0, 95), (100, 195)]
     assert answer.stretches[0].window is not None and answer.stretches[1].window is None
@@ -133,7 +133,7 @@ def test_a_stretch_is_as_long_as_one_shift_serves() -> None:
 
 
 def test_what_a_narrow_run_lost_counts_in_the_upper_bound(tmp_path: Path) -> None:
-    story = told(gradient_std=constant(2.0**-33), samples=3)
+    story = make_story(gradient_std=constant(2.0**-33), samples=3)
     answer = whatif(story.write(tmp_path / "run"), "fp16", 10)
     assert answer.censored
     lost = answer.overall.fit.lost
@@ -143,7 +143,7 @@ def test_what_a_narrow_run_lost_counts_in_the_upper_bound(tmp_path: Path) -> Non
 
 
 def test_inference_asks_about_weights_and_activations(tmp_path: Path) -> None:
-    story = told(activation_fmt="bf16", activation_std=since(50, constant(1e6), constant(1.0)))
+    story = make_story(activation_fmt="bf16", activation_std=since(50, constant(1e6), constant(1.0)))
     answer = whatif(story.write(tmp_path / "run"), "fp16", inference=True)
     assert answer.collections == ("weights", "activations") and answer.shift == 0
     assert answer.rows[0].name.startswith("activations ") and answer.rows[0].fit.overflow.estimate > 0.5
@@ -206,7 +206,7 @@ def test_nan_that_is_left_out_is_said(fmt: str, tmp_path: Path) -> None:
     def broken(g: Tensor, layer: str, step: int) -> Tensor:
         return torch.where(torch.arange(len(g)) < 7, torch.nan, g) if layer == LAYERS[0] and step >= 150 else g
 
-    story = told(change_gradient=broken, gradient_fmt=fmt, gradient_std=constant(2.0**-22))
+    story = make_story(change_gradient=broken, gradient_fmt=fmt, gradient_std=constant(2.0**-22))
     sound, run = (story.write(tmp_path / name, until=until) for name, until in (("sound", 100), ("broken", 200)))
     answer = whatif(run, "e5m2")
     assert answer.nonfinite == 70 and "eaving out 70 NaN and infinite values: E5M2 " in answer.sentence

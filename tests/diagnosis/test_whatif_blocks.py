@@ -225,8 +225,8 @@ def test_a_plan_is_made_from_the_records_and_from_a_bound_without(tmp_path: Path
     real = (pl.cast(weights(0), "mxfp4") == 0).double().mean().item()
     assert real == 0 and made.predicted["a"]["weights"][2] < 0.01
     for name in ("without", "other"):
-        told = plan(tmp_path / name, "mxfp4", include=["a"])
-        assert told.formats == {"a": "bf16"} and "block records are missing" in told.notes["a"]
+        reported = plan(tmp_path / name, "mxfp4", include=["a"])
+        assert reported.formats == {"a": "bf16"} and "block records are missing" in reported.notes["a"]
 
 
 def test_an_interval_of_blocks_is_shown_from_end_to_end_where_it_is_wide() -> None:

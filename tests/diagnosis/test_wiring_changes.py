@@ -19,7 +19,7 @@ from plimsoll.report.verdicts.run_summary import phrase_of
 from plimsoll.runs import Run
 from tests.support.cases import each
 from tests.support.diagnosis.faults import wired
-from tests.support.diagnosis.stories import told
+from tests.support.diagnosis.stories import make_story
 from tests.support.diagnosis.trainings import adamw, seeded_mlp
 
 # -- frozen weights that an optimizer steps on
@@ -345,7 +345,9 @@ def test_a_loss_that_stays_at_chance_is_named_and_one_that_leaves_it_is_a_note(t
     (found,) = classified(tmp_path / "random", F.cross_entropy, Far(0.1), steps=200)
     assert (found.severity, found.since_step, found.until_step) == ("warning", 0, 199)
     assert classified(tmp_path / "short", F.cross_entropy, Far(0.1), steps=190) == []
-    leaves = told(samples=60, events=(wired("classes", 0, classes=4),), loss=lambda s: math.log(4) / max(1, s / 220))
+    leaves = make_story(
+        samples=60, events=(wired("classes", 0, classes=4),), loss=lambda s: math.log(4) / max(1, s / 220)
+    )
     (left,) = diagnose(leaves.write(tmp_path / "leaves"), rules=["loss-at-chance"])
     assert left.severity == "info" and 200 <= left.until_step < 240
 
@@ -364,7 +366,7 @@ def test_a_loss_that_rises_far_above_guessing_is_named(
     loss: Callable[[int], float], severity: str, tmp_path: Path
 ) -> None:
     path = Path(tempfile.mkdtemp(dir=tmp_path))
-    story = told(samples=60, events=(wired("classes", 0, classes=4),), loss=loss)
+    story = make_story(samples=60, events=(wired("classes", 0, classes=4),), loss=loss)
     found = diagnose(story.write(path), rules=["loss-at-chance"])
     assert [f.severity for f in found] == ([severity] if severity else [])
     for finding in found:
@@ -388,7 +390,9 @@ def test_weights_that_hardly_move_are_named_at_any_loss_of_no_use(
     loss: Callable[[int], float], update: float, cause: str, tmp_path: Path
 ) -> None:
     path = Path(tempfile.mkdtemp(dir=tmp_path))
-    story = told(samples=60, events=(wired("classes", 0, classes=4),), loss=loss, update_ratio=lambda name, s: update)
+    story = make_story(
+        samples=60, events=(wired("classes", 0, classes=4),), loss=loss, update_ratio=lambda name, s: update
+    )
     warned = [f for f in diagnose(story.write(path), rules=["loss-at-chance"]) if f.severity == "warning"]
     assert [f.evidence["cause"] for f in warned] == ([cause] if cause else [])
     for finding in warned:
@@ -398,7 +402,7 @@ def test_weights_that_hardly_move_are_named_at_any_loss_of_no_use(
 
 def test_weights_whose_updates_rounding_takes_are_not_asked_for_a_larger_rate(tmp_path: Path) -> None:
     def judged(name: str, unmoved: float) -> list[Finding]:
-        story = told(
+        story = make_story(
             samples=60, events=(wired("classes", 0, classes=4),), loss=lambda s: 6.0, weight_fmt="bf16",
             update_ratio=lambda layer, s: 1e-5, unmoved=lambda layer, s: unmoved,
         )  # fmt: skip

@@ -85,7 +85,7 @@ def test_a_dtype_that_the_call_names_stands() -> None:
      lambda x, w: torch.einsum("ij,jk->ik", x, w), lambda x, w: x.__rmatmul__(w),
      lambda x, w: torch.stack([x.T @ w, w @ x])],
 )  # fmt: skip
-def test_every_way_of_calling_is_heard(call: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_every_way_of_calling_is_seen(call: Callable[[Tensor, Tensor], Tensor]) -> None:
     with Autocast():
         assert call(made(FP32, 4, 4), made(FP32, 4, 4)).dtype is FP16
 

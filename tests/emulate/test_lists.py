@@ -12,7 +12,7 @@ from plimsoll.errors import ArgumentError
 from tests.support.cases import each
 
 
-def test_every_default_name_has_an_overload_that_can_be_heard() -> None:
+def test_every_default_name_has_an_overload_that_can_be_seen() -> None:
     assert all(overloads(name) for name, _ in CUDA.rows())
     assert len(CUDA.rows()) == 113 and len({name for name, _ in CUDA.rows()}) == 113
 

@@ -143,12 +143,12 @@ def test_any_damage_is_answered(
         name = sorted(sound)[seed % len(sound)]
         folder = tmp_path / f"{seed}" / "run"
         shutil.copytree(sound[name], folder)
-        told, accident = folders.damage(folder, seed)
+        damage, accident = folders.damage(folder, seed)
         with guarded():
             try:
                 went_on += try_one(folder, sound[name], seed, answers[name] if accident else None)
             except BaseException as error:
-                error.add_note(f"seed {seed}: {told}, of {name}")
+                error.add_note(f"seed {seed}: {damage}, of {name}")
                 raise
         shutil.rmtree(folder.parent)
     assert went_on > len(seeds) / 2  # every one of these seeds; what is recorded could be checked

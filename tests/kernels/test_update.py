@@ -264,7 +264,7 @@ def test_update_on_threads(threads, dtype):
 
 @pytest.fixture
 def one_thread_of_torch():
-    """Torch's own threads, on which the reference runs, do not flush where the one that was told to does."""
+    """Torch's own threads, on which the reference runs, do not flush where the one that is set to does."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -220,7 +220,7 @@ def test_sizes_for_other_lengths() -> None:
 
 
 class Counted(Silent):
-    """What an experiment has told of."""
+    """What an experiment has reported."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
@@ -234,13 +234,13 @@ class Counted(Silent):
 
 
 def test_workers_train_to_the_same_numbers_and_tell_of_each_step(tmp_path: Path) -> None:
-    few, told, found = dataclasses.replace(SMALL, steps=12, hard_at=6, hard_batches=2), [Counted(), Counted()], []
+    few, reported, found = dataclasses.replace(SMALL, steps=12, hard_at=6, hard_batches=2), [Counted(), Counted()], []
     for workers in (1, 2):
-        place = dataclasses.replace(bench(tmp_path / str(workers)), progress=told[workers - 1])
+        place = dataclasses.replace(bench(tmp_path / str(workers)), progress=reported[workers - 1])
         train_all(DEMO_KINDS[:2], few, place, workers)
         found.append([Run(place.runs / kind.name).scalars("loss")[1].tolist() for kind in DEMO_KINDS[:2]])
     assert found[0] == found[1] and len(found[0][0]) == 12
-    assert [(each.begun, each.steps) for each in told] == 2 * [([("2 trainings", 24)], 24)]
+    assert [(each.begun, each.steps) for each in reported] == 2 * [([("2 trainings", 24)], 24)]
 
 
 def test_threads_are_afterwards_as_many_as_before() -> None:

@@ -183,12 +183,12 @@ def test_each_claim_can_fail(who: str, change: dict[str, float], breaks: str) ->
 
 def test_what_is_said_of_remedies_follows_from_the_numbers() -> None:
     burst, always, never, cost = said(SOUND)
-    assert "After ten hard batches this serves: 2^24 to begin with (1.00 of BF16's loss)" in burst
+    assert "After ten hard batches this works: 2^24 to begin with (1.00 of BF16's loss)" in burst
     assert "doubling every 100 steps (1.00, 60 % of gradients lost)" in burst.split("This does not: ")[1]
     assert always.endswith("This does not: 2^24 and doubling every 100 steps (2.43, 99 % of gradients lost).")
     assert "1.0 % of gradients at first and 25 % in the end" in never and "38 bytes" in cost
     fails = {name: {**SOUND[name], "loss_end": 9.0} for name in SOUND if name.startswith("fp16")}
-    assert "this serves: nothing but BF16." in said(SOUND | fails)[0]
+    assert "this works: nothing but BF16." in said(SOUND | fails)[0]
 
 
 def test_the_settings_are_of_the_whole_and_too_few_steps_are_refused(tmp_path: Path) -> None:

@@ -195,15 +195,15 @@ def truth_told(seen: Scenes, defaults: torch.Tensor) -> Found:
 def test_the_truth_scores_one_and_each_error_costs() -> None:
     seen = scenes(0, 0, 20)
     defaults = anchors(64)
-    told = truth_told(seen, defaults)
-    assert mean_average_precision(told, seen, defaults) == pytest.approx(1.0)
-    wrong = Found(told.scores.roll(1, dims=-1), told.offsets)
+    reported = truth_told(seen, defaults)
+    assert mean_average_precision(reported, seen, defaults) == pytest.approx(1.0)
+    wrong = Found(reported.scores.roll(1, dims=-1), reported.offsets)
     assert mean_average_precision(wrong, seen, defaults) < 0.05
-    shifted = Found(told.scores, told.offsets + torch.tensor([8.0, 0.0, 0.0, 0.0]))  # nearly a box's width
+    shifted = Found(reported.scores, reported.offsets + torch.tensor([8.0, 0.0, 0.0, 0.0]))  # nearly a box's width
     assert mean_average_precision(shifted, seen, defaults) < 0.2
-    blind = Found(told.scores * 0, told.offsets)
+    blind = Found(reported.scores * 0, reported.offsets)
     assert mean_average_precision(blind, seen, defaults) < 0.3
-    broken = Found(told.scores * math.nan, told.offsets)
+    broken = Found(reported.scores * math.nan, reported.offsets)
     assert mean_average_precision(broken, seen, defaults) == 0.0
 
 

@@ -25,8 +25,8 @@ def test_every_claim_holds_and_is_told_apart(result: Result) -> None:
     assert result.holds, [claim for claim in result.measured.claims if not claim.holds]
     ids = [claim.id for claim in result.measured.claims]
     assert len(set(ids)) == len(ids) == 2 * len(FACTS) + 3
-    told = json.loads((result.folder / "result.json").read_text("utf-8"))
-    assert told["holds"] is True and told["settings"]["random_patterns"] == 2**18
+    parsed = json.loads((result.folder / "result.json").read_text("utf-8"))
+    assert parsed["holds"] is True and parsed["settings"]["random_patterns"] == 2**18
     assert max(map(len, result.measured.said)) <= 79
 
 

@@ -227,8 +227,8 @@ def test_sizes() -> None:
 
 
 def test_a_result_says_how_it_was_made(folder: Path, measured: Measured) -> None:
-    told = GRADIENTS.settings(Bench(runs=folder, seed=0, device="cpu", steps=60, full=False, progress=Silent()))
-    assert told["steps"] == 60 and told["fp16"] == "emulated" and told["share"] == 2.0**-8
+    chosen = GRADIENTS.settings(Bench(runs=folder, seed=0, device="cpu", steps=60, full=False, progress=Silent()))
+    assert chosen["steps"] == 60 and chosen["fp16"] == "emulated" and chosen["share"] == 2.0**-8
     assert Kind(name="x", title="x") != KINDS[0] and Job(kind=KINDS[0], seed=0, run=folder).run == folder
 
 

@@ -113,7 +113,7 @@ def test_windows_are_of_the_whole_training_and_hold_what_fp16_then_does(measured
     assert len(spans.windows) == 18 and spans.common is not None
     low, high = spans.common
     assert numbers_of(measured)["fp32"]["window_low"] == low and high - low >= 4
-    assert BY_NAME["static-10"].scale < 2.0**low  # as `lost` shows: the scale is below what serves
+    assert BY_NAME["static-10"].scale < 2.0**low  # as `lost` shows: the scale is below what works
     assert numbers_of(measured)["static-10"]["lost"] > 0.01
 
 
@@ -158,12 +158,12 @@ def test_what_is_said_is_measured(measured: Measured) -> None:
     assert "Not shown to be: LayerScaler, published rule." in lines[-2] and "(2^0) ends 25 % behind" in lines[-2]
     assert "Of FP32 itself it is shown to within 1.2 %." in lines[-2]
     numbers["fp32"].pop("window_low")
-    assert said(numbers)[-1].startswith("No single scale serves all 18 tensors")
+    assert said(numbers)[-1].startswith("No single scale fits all 18 tensors")
 
 
 def test_sizes_and_settings(tmp_path: Path) -> None:
     assert setup_for(None, full=False).share == 2.0**-15
     with pytest.raises(ArgumentError, match=r"lab layerwise: expected 20 steps or more, .* got 5\. Use 150\."):
         setup_for(5, full=False)
-    told = LAYERWISE.settings(Bench(runs=tmp_path, seed=0, device="cpu", steps=None, full=True, progress=Silent()))
-    assert told["kinds"] == list(BY_NAME) and told["width"] == 32 and told["share"] == 2.0**-15
+    chosen = LAYERWISE.settings(Bench(runs=tmp_path, seed=0, device="cpu", steps=None, full=True, progress=Silent()))
+    assert chosen["kinds"] == list(BY_NAME) and chosen["width"] == 32 and chosen["share"] == 2.0**-15

@@ -176,8 +176,8 @@ def test_claims_of_accuracy_and_of_operations_can_fail() -> None:
         worse = found | {name: [0.95, 0.96, 0.95]}
         assert not by_id(claims(worse, numbers, ran))[f"{name}-as-fp32"].holds
     swapped = {"O1": ran["changed"], "changed": ran["O1"]}
-    told = by_id(claims(found, numbers, swapped))
-    assert not told["o1-by-the-lists"].holds and not told["lists-obeyed"].holds
+    checked = by_id(claims(found, numbers, swapped))
+    assert not checked["o1-by-the-lists"].holds and not checked["lists-obeyed"].holds
 
 
 def test_the_bound_of_a_difference_is_students() -> None:

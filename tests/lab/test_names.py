@@ -30,10 +30,10 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 
 def test_a_worker_loads_no_experiment() -> None:
     script = "import sys, plimsoll_lab.running.workers; print('plimsoll_lab.registry' in sys.modules)"
-    told = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_SECONDS
     )
-    assert told.stdout.split() == ["False"]
+    assert finished.stdout.split() == ["False"]
 
 
 def test_the_laboratory_needs_the_plimsoll_of_its_own_version() -> None:

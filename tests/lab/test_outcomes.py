@@ -50,9 +50,9 @@ def test_an_outcome_is_that_of_its_result_and_comes_back_from_the_folder(tmp_pat
     assert found == Outcome.of(result) and found.holds and found.state == "1 claim holds"
     assert found.date == result.date and found.versions["torch"]
     path = tmp_path / "tiny" / "result.json"
-    told = json.loads(path.read_text("utf-8"))
-    told["claims"][0]["measured"] = "nan"
-    path.write_text(json.dumps(told))
+    parsed = json.loads(path.read_text("utf-8"))
+    parsed["claims"][0]["measured"] = "nan"
+    path.write_text(json.dumps(parsed))
     broken = found_in(tmp_path)["tiny"]
     assert not broken.holds and broken.failed == ("the loss is low: nan of loss, expected at most 100",)
     assert broken.state == "1 of 1 claims do not hold"
@@ -72,8 +72,8 @@ def test_what_does_not_hold_counts_against_its_own_rows_alone(tmp_path: Path, mo
     assert states["N1"].to_dict()["failed"] == [str(bad)] and states["N4"].to_dict()["failed"] == []
     assert states["N4"].to_dict()["experiments"] == {"tiny": "2 claims hold"}
     save([outcome], tmp_path / "outcomes.json")
-    (told,) = json.loads((tmp_path / "outcomes.json").read_text("utf-8"))
-    assert Outcome.from_dict(told) == outcome
+    (parsed,) = json.loads((tmp_path / "outcomes.json").read_text("utf-8"))
+    assert Outcome.from_dict(parsed) == outcome
     none = dataclasses.replace(outcome, rows={"N1": (3, ())})  # of a row that no claim is of, nothing holds
     assert standing("N4", tiny=none).state == "holds in part" and none.of_row("N4").state == "0 claims hold"
     old = dataclasses.replace(outcome, rows={})  # a record of before claims had rows
@@ -83,8 +83,8 @@ def test_what_does_not_hold_counts_against_its_own_rows_alone(tmp_path: Path, mo
 def test_outcomes_are_saved_whole(tmp_path: Path) -> None:
     error = Outcome(experiment="bert", error="MissingExtraError: none", device="cuda")
     save([FAILED, error], tmp_path / "outcomes.json")
-    told = json.loads((tmp_path / "outcomes.json").read_text("utf-8"))
-    assert [Outcome.from_dict(each) for each in told] == [FAILED, error]
+    parsed = json.loads((tmp_path / "outcomes.json").read_text("utf-8"))
+    assert [Outcome.from_dict(each) for each in parsed] == [FAILED, error]
     assert error.state == "not carried out" and not error.holds
 
 

@@ -152,9 +152,9 @@ def test_each_claim_of_trainings_can_fail(who: int, change: dict[str, float], br
 def test_each_claim_of_places_and_outputs_can_fail(
     fault: dict[str, str], forward: dict[str, dict[str, float]], foretold: dict[str, int], breaks: set[str]
 ) -> None:
-    told = FAULT | fault if fault else {}
+    checked = FAULT | fault if fault else {}
     outputs = {name: each | forward.get(name, {}) for name, each in FORWARD.items()}
-    found = claims(SMALL, NUMBERS, told, outputs, foretold)
+    found = claims(SMALL, NUMBERS, checked, outputs, foretold)
     assert {claim.id for claim in found if not claim.holds} == breaks
 
 

@@ -106,9 +106,9 @@ def test_what_masters_keep_is_forgotten() -> None:
 def test_the_products_of_the_lstm_are_emulated(accumulate: str) -> None:
     model = Language(width=8, layers=1).half()
     characters = make_batch(standard_library(), 0, 0, pieces=2, length=5).inputs
-    with emulate("fp16", lists=None, accumulate=accumulate) as told:
+    with emulate("fp16", lists=None, accumulate=accumulate) as parsed:
         model(characters)
-    assert told.operations.emulated["linear"] == 1 + 5 + 1  # of all inputs, of each state, of the readout
+    assert parsed.operations.emulated["linear"] == 1 + 5 + 1  # of all inputs, of each state, of the readout
 
 
 # -- sums in FP16 ------------------------------------------------------------------------------------------------------
@@ -203,9 +203,9 @@ def test_sizes_for_other_lengths() -> None:
 
 def test_a_task_is_json_and_whole(tmp_path: Path) -> None:
     setup = dataclasses.replace(setup_for(70, full=True), low_rate=0.5)
-    told = json.loads(json.dumps(task_of(KINDS[1], setup, tmp_path, seed=3, device="cuda")))
-    assert Setup(**told["setup"]) == setup
-    assert (told["name"], told["run"], told["seed"], told["device"]) == ("no-masters", str(tmp_path), 3, "cuda")
+    parsed = json.loads(json.dumps(task_of(KINDS[1], setup, tmp_path, seed=3, device="cuda")))
+    assert Setup(**parsed["setup"]) == setup
+    assert (parsed["name"], parsed["run"], parsed["seed"], parsed["device"]) == ("no-masters", str(tmp_path), 3, "cuda")
 
 
 def test_every_claim_is_of_a_row_and_every_row_has_one(measured: Measured) -> None:

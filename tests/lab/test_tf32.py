@@ -47,9 +47,9 @@ def by_id(all_of_them: tuple[Claim, ...]) -> dict[str, Claim]:
 
 
 def test_the_claims_hold(found: Errors, losses: dict[str, list[float]]) -> None:
-    told = by_id(claims(found, losses, 2, None))
-    assert not {name: claim.measured for name, claim in told.items() if not claim.holds}
-    assert len(told) == 16 and not OF_DEVICE & set(told)
+    checked = by_id(claims(found, losses, 2, None))
+    assert not {name: claim.measured for name, claim in checked.items() if not claim.holds}
+    assert len(checked) == 16 and not OF_DEVICE & set(checked)
 
 
 def test_of_a_gpu_nothing_is_claimed_without_one(tmp_path: Path) -> None:
@@ -76,9 +76,9 @@ def test_what_is_claimed_of_a_gpu_can_fail(
     found: Errors, losses: dict[str, list[float]], rate: dict[str, float], own: float, breaks: str | None
 ) -> None:
     device = dataclasses.replace(found, device=own * found.error["tf32", 0])
-    told = by_id(claims(device, losses, 2, rate))
-    assert set(told) >= OF_DEVICE
-    assert {name for name, claim in told.items() if not claim.holds} == ({breaks} if breaks else set())
+    checked = by_id(claims(device, losses, 2, rate))
+    assert set(checked) >= OF_DEVICE
+    assert {name for name, claim in checked.items() if not claim.holds} == ({breaks} if breaks else set())
 
 
 @each(
@@ -136,11 +136,11 @@ def test_products_of_other_formats_are_found_out(
 
     emulate = tf32.emulate
     monkeypatch.setattr(tf32, "emulate", lambda forward: emulate(forward="e8m9" if forward == "tf32" else forward))
-    told = by_id(claims(errors(1, 64, 1, "cpu"), losses, 2, None))
-    assert not told["inputs-rounded"].holds and not told["digits-of-fp16"].holds
+    checked = by_id(claims(errors(1, 64, 1, "cpu"), losses, 2, None))
+    assert not checked["inputs-rounded"].holds and not checked["digits-of-fp16"].holds
 
 
 def test_every_claim_is_of_a_row_and_every_row_has_one(found: Errors, losses: dict[str, list[float]]) -> None:
-    told = claims(found, losses, 2, None)
-    assert {row for claim in told for row in claim.rows} == set(rows_of(TF32.source))
-    assert all(claim.rows for claim in told)
+    checked = claims(found, losses, 2, None)
+    assert {row for claim in checked for row in claim.rows} == set(rows_of(TF32.source))
+    assert all(claim.rows for claim in checked)

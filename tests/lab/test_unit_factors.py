@@ -66,9 +66,9 @@ def test_too_few_runs_are_refused(tmp_path: Path) -> None:
 
 def test_the_command_prints_the_table(tmp_path: Path) -> None:
     state = torch.random.get_rng_state()
-    told = CliRunner().invoke(app, ["lab", "unit-factors", "--steps", "64", "--output", str(tmp_path / "out")])
-    assert told.exit_code == 0, told.output
-    assert "All 17 claims hold." in told.output and "rms m f'(mx)" in told.output
-    assert max(map(len, told.output.splitlines()[:-1])) <= 79
-    assert "training" not in told.output and (tmp_path / "out" / "result.json").exists()
+    finished = CliRunner().invoke(app, ["lab", "unit-factors", "--steps", "64", "--output", str(tmp_path / "out")])
+    assert finished.exit_code == 0, finished.output
+    assert "All 17 claims hold." in finished.output and "rms m f'(mx)" in finished.output
+    assert max(map(len, finished.output.splitlines()[:-1])) <= 79
+    assert "training" not in finished.output and (tmp_path / "out" / "result.json").exists()
     assert torch.equal(state, torch.random.get_rng_state())

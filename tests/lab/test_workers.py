@@ -1,4 +1,4 @@
-"""Tasks for workers: every answer at its place, failures told with what was said, and nobody left behind."""
+"""Tasks for workers: every answer at its place, failures reported with what was said, and nobody left behind."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product, "subprocess", subprocess)
 
 
-class Told:
+class CountedProgress:
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
         self.advanced = 0
@@ -37,11 +37,11 @@ class Told:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_answers_are_in_the_tasks_order_and_each_is_told_once(workers: int) -> None:
     tasks: list[Task] = [{"a": [number]} for number in range(7)]
-    told, came = Told(), dict[int, Any]()
-    answers = carry_out("json:dumps", tasks, workers=workers, progress=told, title="dumps", done=came.__setitem__)
+    reported, came = CountedProgress(), dict[int, Any]()
+    answers = carry_out("json:dumps", tasks, workers=workers, progress=reported, title="dumps", done=came.__setitem__)
     assert answers == [f'{{"a": [{number}]}}' for number in range(7)]
     assert came == dict(enumerate(answers))
-    assert told.begun == [("dumps", 7)] and told.advanced == 7
+    assert reported.begun == [("dumps", 7)] and reported.advanced == 7
 
 
 def test_ctrl_c_is_left_to_the_program_that_ends_its_workers() -> None:

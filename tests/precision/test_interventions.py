@@ -1,4 +1,4 @@
-"""What others may do to a loop between steps: hear of them, leave one out, change the level."""
+"""What others may do to a loop between steps: be notified, leave one out, change the level."""
 
 from typing import Any
 
@@ -14,16 +14,16 @@ from tests.support.precision.training import HERE, adamw, batches, contents, los
 def test_each_step_is_told_at_its_end_and_not_each_micro_batch() -> None:
     model = net()
     loop = prepare(model, adamw(model), "fp32", accumulate=2)
-    heard: list[tuple[int, bool]] = []
+    events: list[tuple[int, bool]] = []
     take_back = loop.after_each_step(
-        lambda: heard.append((loop.step_index, all(p.grad is None for p in model.parameters())))
+        lambda: events.append((loop.step_index, all(p.grad is None for p in model.parameters())))
     )
     run(loop, batches(5))
-    assert heard == [(1, True), (2, True)]
+    assert events == [(1, True), (2, True)]
     take_back()
     take_back()
     run(loop, batches(1))
-    assert len(heard) == 2
+    assert len(events) == 2
     loop.close()
 
 

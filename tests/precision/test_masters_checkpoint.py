@@ -113,13 +113,13 @@ def test_state_dicts_that_do_not_fit_are_refused() -> None:
 
 
 def test_hooks_of_state_dicts() -> None:
-    model, heard = network(), []
+    model, events = network(), []
     masters = MasterWeights(adamw(model))
-    masters.register_state_dict_pre_hook(lambda _: heard.append("before"))
+    masters.register_state_dict_pre_hook(lambda _: events.append("before"))
     masters.register_state_dict_post_hook(lambda _, state: state | {"note": 1})
     masters.register_load_state_dict_pre_hook(lambda _, state: {k: v for k, v in state.items() if k != "note"})
-    masters.register_load_state_dict_post_hook(lambda _: heard.append("loaded"))
+    masters.register_load_state_dict_post_hook(lambda _: events.append("loaded"))
     state = masters.state_dict()
     assert state["note"] == 1
     masters.load_state_dict(state)
-    assert heard == ["before", "loaded"]
+    assert events == ["before", "loaded"]

@@ -351,15 +351,15 @@ def test_lbfgs(line_search: str | None) -> None:
 
 @formats
 def test_hooks_run_once_a_step(dtype: torch.dtype, compact: bool) -> None:
-    model, heard = network(dtype), []
+    model, events = network(dtype), []
     inner = adamw(model)
-    inner.register_step_pre_hook(lambda *_: heard.append("inner begins"))
-    inner.register_step_post_hook(lambda *_: heard.append("inner ends"))
+    inner.register_step_pre_hook(lambda *_: events.append("inner begins"))
+    inner.register_step_post_hook(lambda *_: events.append("inner ends"))
     masters = MasterWeights(inner, compact=compact, chunk_bytes=1)
-    masters.register_step_pre_hook(lambda *_: heard.append("begins"))
-    masters.register_step_post_hook(lambda *_: heard.append("ends"))
+    masters.register_step_pre_hook(lambda *_: events.append("begins"))
+    masters.register_step_post_hook(lambda *_: events.append("ends"))
     train(model, masters, range(1))
-    assert heard == ["begins", "inner begins", "inner ends", "ends"]
+    assert events == ["begins", "inner begins", "inner ends", "ends"]
 
 
 def test_it_can_be_copied_and_pickled() -> None:

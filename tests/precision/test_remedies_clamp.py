@@ -73,11 +73,11 @@ def test_the_gradient_of_a_clamped_value(gradient: str, expected: list[float]) -
 
 def test_it_is_told_once_a_module() -> None:
     model, x = stream(3), torch.tensor([40_000.0])
-    with warnings.catch_warnings(record=True) as told, clamp_residuals(model, ["0", "1"]) as clamp:
+    with warnings.catch_warnings(record=True) as caught, clamp_residuals(model, ["0", "1"]) as clamp:
         warnings.simplefilter("always")
         for _ in range(3):
             model(x)
-    assert [str(w.message).split(" values that ")[1][0] for w in told] == ["0", "1"]
+    assert [str(w.message).split(" values that ")[1][0] for w in caught] == ["0", "1"]
     assert clamp.counts()["0"] == Clamped(values=3, clamped=3, infinite=0)
 
 

@@ -40,10 +40,10 @@ def test_the_page_offers_what_the_run_can_answer(tmp_path: Path, block: int, off
     assert [name for name in formats if name.startswith(("mx", "nv"))] == offered
     assert "e4m3" in formats
     for name in offered:
-        told = json.loads(answers.whatif("run", {"format": name}))
+        parsed = json.loads(answers.whatif("run", {"format": name}))
         expected = whatif(tmp_path / "runs" / "run", name)
-        assert told["overall"] == expected.overall.to_dict() and told["block"] == block
-        assert (told["shift"], told["best_shift"]) == (0, 0)
+        assert parsed["overall"] == expected.overall.to_dict() and parsed["block"] == block
+        assert (parsed["shift"], parsed["best_shift"]) == (0, 0)
         assert json.loads(answers.whatif("run", {"format": name, "shift": "3"}))["best_shift"] == 0
     if not block:
         with pytest.raises(NotRecordedError, match="whatif: expected block records of gradients for mxfp4"):
@@ -56,12 +56,12 @@ def test_the_report_answers_without_python(tmp_path: Path, block: int, offered: 
     found = {each.answer.format: each for each in offline(view, "gradients")}
     assert list(found) == ["fp16", "bf16", "e4m3", "e5m2", *offered]
     for name in offered:
-        expected, told = whatif(view, name), found[name]
-        assert told.sentence == expected.sentence and told.best == 0
-        assert told.overall["lost"] == pytest.approx([expected.overall.fit.lost.estimate] * len(SHIFTS))
-        assert told.overall["lost_high"] == pytest.approx([expected.overall.fit.lost.high] * len(SHIFTS))
+        expected, parsed = whatif(view, name), found[name]
+        assert parsed.sentence == expected.sentence and parsed.best == 0
+        assert parsed.overall["lost"] == pytest.approx([expected.overall.fit.lost.estimate] * len(SHIFTS))
+        assert parsed.overall["lost_high"] == pytest.approx([expected.overall.fit.lost.high] * len(SHIFTS))
         rows = {row.name: row for row in expected.rows}
-        for i, layer in enumerate(told.names):
-            assert told.lost[i] == pytest.approx([rows[layer].fit.lost.estimate] * len(SHIFTS))
-            assert (told.windows[i] is None) == (rows[layer].window is None)
-        json.dumps(told.to_dict(), allow_nan=False)
+        for i, layer in enumerate(parsed.names):
+            assert parsed.lost[i] == pytest.approx([rows[layer].fit.lost.estimate] * len(SHIFTS))
+            assert (parsed.windows[i] is None) == (rows[layer].window is None)
+        json.dumps(parsed.to_dict(), allow_nan=False)

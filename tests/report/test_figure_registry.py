@@ -22,7 +22,7 @@ from plimsoll.report.figure_declaration import DECLARED, Case, figure
 from plimsoll.report.live.server.app import app
 from plimsoll.report.page.answers import offered
 from plimsoll.runs import Run
-from tests.support.diagnosis.stories import constant, told
+from tests.support.diagnosis.stories import constant, make_story
 from tests.support.report.report_file import ReportFile
 
 
@@ -45,14 +45,14 @@ def declared() -> Iterator[str]:
 
 
 def test_what_a_page_shows_until_a_figure_is_drawn_is_a_title(tmp_path: Path) -> None:
-    view = View(Run(told(samples=4).write(tmp_path / "run")))
+    view = View(Run(make_story(samples=4).write(tmp_path / "run")))
     labels = {str(each["figure"]): str(each["label"]) for each in offered(view)}
     assert labels["loss_and_scale"] == FIGURES["loss_and_scale"](view, ()).layout.title.text == "Loss and loss scale"
     assert not [label for label in labels.values() if "_" in label]
 
 
 def test_a_declared_figure_is_on_every_surface(declared: str, tmp_path: Path) -> None:
-    path = told(samples=4, gradient_std=constant(2.0**-34)).write(tmp_path / "run")
+    path = make_story(samples=4, gradient_std=constant(2.0**-34)).write(tmp_path / "run")
     view = View(Run(path))
     count = len(view.run.tensors["gradients"])
     assert declared in FIGURES and list(FIGURES) == sorted(FIGURES)

@@ -15,7 +15,7 @@ from plimsoll.report.drawing.plotly_parts import log_share_ticks, share_ticks
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.support.cases import each
 from tests.support.diagnosis.faults import A, B, falling, put
-from tests.support.diagnosis.stories import LAYERS, SOUND, constant, of_layer, since, told
+from tests.support.diagnosis.stories import LAYERS, SOUND, constant, make_story, of_layer, since
 from tests.support.report.large_run import name_of, written
 
 NAN = float("nan")
@@ -56,10 +56,10 @@ def cell(figure: Any, row: str, step: int, which: int = 0) -> float:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_until_is_a_run_that_has_come_so_far(name: str, tmp_path: Path) -> None:
-    story = told(gradient_std=of_layer(A, since(100, constant(2.0**-36), constant(2.0**-8)), constant(2.0**-8)))
+    story = make_story(gradient_std=of_layer(A, since(100, constant(2.0**-36), constant(2.0**-8)), constant(2.0**-8)))
     whole, part = story.write(tmp_path / "whole"), story.write(tmp_path / "part", until=60)
     text, wanted = (FIGURES[name](path, **more).to_json() for path, more in ((whole, {"until": 60}), (part, {})))
-    if name == "before_after":  # its legend bears the run's folder
+    if name == "before_after":  # its legend has the run's folder
         text = text.replace("whole", "part")
     if name != "record":  # says how the run was closed, and samples of the whole
         assert text == wanted
@@ -129,7 +129,7 @@ def test_many_steps_are_added_up(tmp_path: Path) -> None:
 
 
 def test_infinities_and_nan_have_rows_of_their_own(tmp_path: Path) -> None:
-    path = told(change_activation=put(NAN, A, 10)).write(tmp_path / "run", until=20)
+    path = make_story(change_activation=put(NAN, A, 10)).write(tmp_path / "run", until=20)
     figure = report.spectrogram(path, "activations", f"{A}:output")
     texts = figure.layout.yaxis.ticktext
     assert texts[-1] == "NaN" and "infinite" not in texts
@@ -143,7 +143,7 @@ def heights(figure: Any, words: str) -> np.ndarray:
 
 
 def test_values_are_the_true_ones(tmp_path: Path) -> None:
-    path = told(gradient_fmt="fp32").write(tmp_path / "run", until=20)
+    path = make_story(gradient_fmt="fp32").write(tmp_path / "run", until=20)
     scaled = report.spectrogram(path, "activation_gradients", f"{A}:output", formats=[])  # recorded times 2^10
     plain = report.spectrogram(path, "gradients", f"{A}.weight", formats=[])
     assert np.array_equal(scaled.data[0].customdata, plain.data[0].customdata, equal_nan=True)
@@ -162,7 +162,7 @@ def test_load_lines_stand_at_the_formats_limits(sound: Path) -> None:
 
 @pytest.mark.parametrize("collection", ["gradients", "activation_gradients"])
 def test_load_lines_follow_the_recorded_scale(collection: str, tmp_path: Path) -> None:
-    path = told(scale=falling(100, 10)).write(tmp_path / "run")
+    path = make_story(scale=falling(100, 10)).write(tmp_path / "run")
     name = f"{A}.weight" if collection == "gradients" else f"{A}:output"
     line = named(report.spectrogram(path, collection, name), "fp16: zero")
     held = dict(zip(np.asarray(line.x).tolist(), np.asarray(line.y) + 0.5, strict=True))
@@ -212,7 +212,7 @@ def test_the_steps_of_a_heat_map_end_with_the_run_wherever_its_mark_is(tmp_path:
 
 
 def test_the_worst_sample_of_a_column_is_the_one_that_counts(tmp_path: Path) -> None:
-    story = told(samples=450, every=1, gradient_std=lambda name, s: 2.0 ** (-36 if (name, s) == (A, 350) else -8))
+    story = make_story(samples=450, every=1, gradient_std=lambda name, s: 2.0 ** (-36 if (name, s) == (A, 350) else -8))
     figure = report.heatmap(story.write(tmp_path / "run"))
     trace = figure.data[0]
     row = np.asarray(trace.customdata)[list(trace.y).index(A)]
@@ -222,7 +222,7 @@ def test_the_worst_sample_of_a_column_is_the_one_that_counts(tmp_path: Path) -> 
 
 
 def test_underflow_of_gradients_is_told_by_module_and_blank_where_nothing_is_left(tmp_path: Path) -> None:
-    story = told(gradient_std=of_layer(A, constant(2.0**-60), constant(2.0**-8)))
+    story = make_story(gradient_std=of_layer(A, constant(2.0**-60), constant(2.0**-8)))
     figure = report.heatmap(story.write(tmp_path / "run", until=20))
     assert list(figure.data[0].y) == list(LAYERS)
     assert np.isnan(cell(figure, A, 10)) and cell(figure, B, 10) == 0
@@ -238,7 +238,7 @@ def test_another_statistic_is_refused(sound: Path) -> None:
 
 
 def test_zeros_are_split_into_those_a_format_made_and_the_others(tmp_path: Path) -> None:
-    story = told(
+    story = make_story(
         gradient_std=of_layer(A, constant(2.0**-35), constant(2.0**-8)),
         change_gradient=lambda g, name, s: g * (name != B or s < 10),
     )
@@ -271,14 +271,14 @@ def test_the_cost_of_scales_is_that_of_the_whole_population(sound: Path) -> None
 
 
 def test_values_that_the_runs_own_format_lost_count(tmp_path: Path) -> None:
-    path = told(scale=lambda s: 1.0, gradient_std=constant(2.0**-25)).write(tmp_path / "run", until=60)
+    path = make_story(scale=lambda s: 1.0, gradient_std=constant(2.0**-25)).write(tmp_path / "run", until=60)
     lost = named(report.scale_curve(path), "lost")
     at = dict(zip(np.asarray(lost.x).tolist(), np.asarray(lost.y).tolist(), strict=True))
     assert at[0] > 0.3 and at[8] < 0.05  # half of such normal values are below 2^-25
 
 
 def test_the_window_is_that_of_the_layers_and_red_where_none_works(tmp_path: Path) -> None:
-    story = told(
+    story = make_story(
         gradient_std=of_layer(A, since(100, constant(2.0**-36), constant(2.0**-8)), constant(2.0**3)),
         gradient_fmt="bf16",
     )
@@ -295,7 +295,7 @@ def test_the_window_is_that_of_the_layers_and_red_where_none_works(tmp_path: Pat
 
 
 def test_loss_scale_and_what_happened_stand_on_one_axis(tmp_path: Path) -> None:
-    path = told(scale=falling(100, 10), skipped=lambda s: float(100 <= s < 110)).write(tmp_path / "run")
+    path = make_story(scale=falling(100, 10), skipped=lambda s: float(100 <= s < 110)).write(tmp_path / "run")
     with RunWriter(path) as writer:
         writer.write(Event(step=120, kind="guard", message="raise_scale: to 2^10", details={"dry_run": True}))
     figure = report.loss_and_scale(path)
@@ -310,7 +310,7 @@ def test_loss_scale_and_what_happened_stand_on_one_axis(tmp_path: Path) -> None:
 
 
 def test_two_runs_stand_beside_each_other(tmp_path: Path, sound: Path) -> None:
-    other = told(loss=lambda s: 1.0).write(tmp_path / "other", until=60)
+    other = make_story(loss=lambda s: 1.0).write(tmp_path / "other", until=60)
     figure = report.loss_and_scale(sound, (), beside=other)
     assert named(figure, "other loss").line.dash == "dash" and set(named(figure, "other loss").y) == {1.0}
 
@@ -330,7 +330,7 @@ def test_many_losses_keep_their_extremes(tmp_path: Path) -> None:
 
 
 def test_underflow_over_time_tells_the_rules_outlook(tmp_path: Path) -> None:
-    story = told(gradient_std=lambda name, s: 2.0 ** (-27 - 0.04 * s))
+    story = make_story(gradient_std=lambda name, s: 2.0 ** (-27 - 0.04 * s))
     path = story.write(tmp_path / "run")
     figure = report.underflow_over_time(path)
     assert "outlook: raise the scale" in figure.layout.title.subtitle.text
@@ -345,7 +345,7 @@ def test_underflow_over_time_tells_the_rules_outlook(tmp_path: Path) -> None:
 
 
 def test_updates_are_held_against_their_weights(tmp_path: Path) -> None:
-    story = told(weight_fmt="bf16", unmoved=of_layer(A, constant(0.97), constant(0.1)))
+    story = make_story(weight_fmt="bf16", unmoved=of_layer(A, constant(0.97), constant(0.1)))
     figure = report.updates(story.write(tmp_path / "run", until=30))
     median = [t for t in figure.data if t.name == "median layer"]
     assert np.asarray(median[0].y) == pytest.approx(-10, abs=0.1)
@@ -355,7 +355,7 @@ def test_updates_are_held_against_their_weights(tmp_path: Path) -> None:
 
 
 def test_codes_are_counted_by_binade(tmp_path: Path) -> None:
-    story = told(activation_fmt="e4m3", activation_std=of_layer(B, constant(2000.0), constant(9.0)))
+    story = make_story(activation_fmt="e4m3", activation_std=of_layer(B, constant(2000.0), constant(9.0)))
     path = story.write(tmp_path / "run", until=30)
     figure = report.code_usage(path, "activations", f"{B}:output")
     bars = figure.data[0]
@@ -374,7 +374,7 @@ def test_tensors_that_no_8_bit_format_held_are_scaled_to_fit(sound: Path) -> Non
 
 
 def test_before_and_after_are_those_of_each_layer(tmp_path: Path, sound: Path) -> None:
-    bad = told(gradient_std=of_layer(A, constant(2.0**-34), constant(2.0**-8))).write(tmp_path / "bad", until=60)
+    bad = make_story(gradient_std=of_layer(A, constant(2.0**-34), constant(2.0**-8))).write(tmp_path / "bad", until=60)
     figure = report.before_after(bad, sound)
     before, after = named(figure, "bad"), named(figure, "run")
     assert before.y[0] == A and before.x[0] > 0.2 and after.x[0] == 0
@@ -388,7 +388,7 @@ def test_before_and_after_are_those_of_each_layer(tmp_path: Path, sound: Path) -
 
 
 def test_sizes_before_and_after_are_medians(tmp_path: Path, sound: Path) -> None:
-    other = told(weight_std=constant(2.0**-3)).write(tmp_path / "other", until=60)
+    other = make_story(weight_std=constant(2.0**-3)).write(tmp_path / "other", until=60)
     figure = report.before_after(sound, other, "weights", "rms")
     assert np.asarray(named(figure, "run").x) == pytest.approx(-5, abs=0.2)
     assert np.asarray(named(figure, "other").x) == pytest.approx(-3, abs=0.2)

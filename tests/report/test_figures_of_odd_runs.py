@@ -18,7 +18,7 @@ from plimsoll.report import figure_for
 from plimsoll.report.drawing.plotly_parts import safe
 from plimsoll.runs import Batch, Run, RunWriter, Scalars
 from tests.support.cases import each
-from tests.support.diagnosis.stories import SOUND, told
+from tests.support.diagnosis.stories import SOUND, make_story
 from tests.support.report import hostile_run as hostile
 from tests.support.report.large_run import name_of, rows_of, written
 
@@ -68,7 +68,7 @@ def test_a_run_of_scalars_lacks_collections(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_all_nan_is_no_exception(name: str, tmp_path: Path) -> None:
-    story = told(change_gradient=lambda g, layer, step: g * NAN, scale=lambda s: NAN, loss=lambda s: NAN)
+    story = make_story(change_gradient=lambda g, layer, step: g * NAN, scale=lambda s: NAN, loss=lambda s: NAN)
     assert is_said(FIGURES[name](story.write(tmp_path / "run", until=20)))
 
 
@@ -178,6 +178,6 @@ def test_names_that_look_alike_keep_rows_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss", [NAN, 2.5])
 def test_a_loss_that_never_was_a_number_has_no_scale_of_numbers(loss: float, tmp_path: Path) -> None:
-    figure = report.loss_and_scale(told(loss=lambda step: loss, scale=lambda step: None).write(tmp_path / "run"))
+    figure = report.loss_and_scale(make_story(loss=lambda step: loss, scale=lambda step: None).write(tmp_path / "run"))
     assert figure.layout.yaxis.title.text == "loss"
     assert (figure.layout.yaxis.showticklabels is False) == math.isnan(loss)

@@ -29,7 +29,7 @@ from plimsoll.report.single_file.embedded_answers import (
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS
-from tests.support.diagnosis.stories import SOUND, constant, of_layer, told
+from tests.support.diagnosis.stories import SOUND, constant, make_story, of_layer
 from tests.support.report import hostile_run as hostile
 from tests.support.report.report_file import ReportFile
 
@@ -259,7 +259,7 @@ def test_answers_are_those_of_the_live_page(run: Path, page: ReportFile) -> None
 
 # -- what-if without Python
 
-WIDE = told(
+WIDE = make_story(
     scale=lambda step: 1024.0 if step < 100 else 3000.0,
     gradient_std=of_layer("blocks.2.attn", constant(2.0**-35), constant(2.0**-1)),
 )

@@ -70,8 +70,8 @@ def many(number: int, name: str) -> list[Finding]:
 def test_it_fits_into_a_comment_and_says_what_it_leaves_out(run: Path, name: str) -> None:
     text = markdown(run, findings=many(300, name))
     assert len(text.encode()) <= LONGEST_BYTES
-    told = int(re.search(r"And (\d+) more: `plimsoll check` lists them\.", text)[1])
-    assert text.count("| ⛔ alarm |") == 300 - told and text.count("<details>") == text.count("</details>")
+    reported = int(re.search(r"And (\d+) more: `plimsoll check` lists them\.", text)[1])
+    assert text.count("| ⛔ alarm |") == 300 - reported and text.count("<details>") == text.count("</details>")
 
 
 def test_few_findings_are_all_told(run: Path) -> None:

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(folder: Path) -> Summary:
+def summary_shown(folder: Path) -> Summary:
     return summary(folder / "fp16")
 
 
@@ -73,15 +73,15 @@ def surfaces(folder: Path) -> dict[str, str]:
     return {name: plain(text) for name, text in found.items()}
 
 
-def test_all_surfaces_say_the_same_verdict(surfaces: dict[str, str], told: Summary, folder: Path) -> None:
+def test_all_surfaces_say_the_same_verdict(surfaces: dict[str, str], summary_shown: Summary, folder: Path) -> None:
     for name, text in surfaces.items():
-        assert told.verdict in text, name
+        assert summary_shown.verdict in text, name
     data = json.loads(CliRunner().invoke(app, ["check", str(folder / "fp16"), "--json"]).stdout)
-    assert (data["verdict"], data["state"]) == (told.verdict, told.state)
+    assert (data["verdict"], data["state"]) == (summary_shown.verdict, summary_shown.state)
 
 
-def test_all_surfaces_say_the_same_of_each_finding(surfaces: dict[str, str], told: Summary) -> None:
-    for finding in told.findings:
+def test_all_surfaces_say_the_same_of_each_finding(surfaces: dict[str, str], summary_shown: Summary) -> None:
+    for finding in summary_shown.findings:
         for name in ("check", "markdown", "html", "api"):
             text = surfaces[name]
             when = capital(summary_text.when(finding)) if name == "html" else summary_text.when(finding)
@@ -93,16 +93,16 @@ def test_all_surfaces_say_the_same_of_each_finding(surfaces: dict[str, str], tol
             assert value is None or value in text, (name, finding.rule)
 
 
-def test_the_shares_of_the_verdict_are_the_underflow_rates(told: Summary, folder: Path) -> None:
+def test_the_shares_of_the_verdict_are_the_underflow_rates(summary_shown: Summary, folder: Path) -> None:
     view = View(Run(folder / "fp16"))
-    since = next(f.since_step for f in told.findings if f.rule == "scale-collapse")
+    since = next(f.since_step for f in summary_shown.findings if f.rule == "scale-collapse")
     for collection in ("gradients", "activation_gradients"):
         rate = underflow_rate(view, collection, since)
-        assert rate is not None and rate.words.split(" %")[0] + " %" in told.verdict
+        assert rate is not None and rate.words.split(" %")[0] + " %" in summary_shown.verdict
         at, by_step = underflow_by_step(view, collection)
         later = by_step[at >= since]
         assert later.min() <= rate.share <= later.max() and rate.first_step == at[at >= since][0]
-        assert f"{rate.first_step} to {rate.last_step}" in told.verdict
+        assert f"{rate.first_step} to {rate.last_step}" in summary_shown.verdict
         narrow = view.narrow(collection)
         assert narrow is not None
         lost, kept = np.nansum(narrow.lost_of_cell), np.nansum(narrow.cells.total(narrow.cells.nonzero))
@@ -112,8 +112,8 @@ def test_the_shares_of_the_verdict_are_the_underflow_rates(told: Summary, folder
 
 @pytest.mark.parametrize("name", ["scale frozen low after hard batches", "one layer x 1e-4", "layers part at 100"])
 def test_there_is_one_remedy(name: str, recorded: Callable[[Story], Recorded]) -> None:
-    told = recorded(next(fault for fault in FAULTS if fault.name == name).story)
-    view, found = View(Run(told.path)), told.found
+    summary_shown = recorded(next(fault for fault in FAULTS if fault.name == name).story)
+    view, found = View(Run(summary_shown.path)), summary_shown.found
     remedy = scale_remedy(view, found)
     assert remedy is not None and remedy.action in summary(view).verdict
     assert {f.advice for f in found if rule_of(f).needs_other_scale(f)} == {str(remedy)}
@@ -122,9 +122,9 @@ def test_there_is_one_remedy(name: str, recorded: Callable[[Story], Recorded]) -
 def test_a_scale_to_raise_to_is_one_that_the_figure_shows_to_work_at_all_steps(
     recorded: Callable[[Story], Recorded],
 ) -> None:
-    told = recorded(next(fault for fault in FAULTS if fault.name == "one layer x 1e-4").story)
-    view = View(Run(told.path))
-    remedy = scale_remedy(view, told.found)
+    summary_shown = recorded(next(fault for fault in FAULTS if fault.name == "one layer x 1e-4").story)
+    view = View(Run(summary_shown.path))
+    remedy = scale_remedy(view, summary_shown.found)
     subtitle = plain(report.scale_window(view).layout.title.subtitle.text)
     low, high = re.search(r"(2\^\S+) to (2\^\S+) work at all steps", subtitle).groups()
     assert remedy is not None and remedy.action == f"raise the loss scale to between {low} and {high}"
@@ -217,9 +217,9 @@ def test_tensors_of_a_what_if_stand_in_one_order(surfaces: dict[str, str], folde
 # -- facts, events, findings
 
 
-def test_facts_have_one_name_and_one_value(surfaces: dict[str, str], told: Summary, answers: Api) -> None:
+def test_facts_have_one_name_and_one_value(surfaces: dict[str, str], summary_shown: Summary, answers: Api) -> None:
     asked = json.loads(answers.run("fp16"))["shown"]
-    facts = [list(fact) for fact in summary_text.facts(told)]
+    facts = [list(fact) for fact in summary_text.facts(summary_shown)]
     assert asked["facts"] == facts and {"Steps", "Samples", "Started", "Record"} <= {name for name, _ in facts}
     for name, value in facts:
         assert (
@@ -264,18 +264,18 @@ def test_the_verdict_is_about_the_finding_that_stands_first(recorded: Callable[[
         assert [each["rule"] for each in checked] == [finding.rule for finding in listed], fault.name
 
 
-def test_the_report_draws_no_figure_twice(told: Summary, folder: Path, tmp_path: Path) -> None:
+def test_the_report_draws_no_figure_twice(summary_shown: Summary, folder: Path, tmp_path: Path) -> None:
     answers = ReportFile(html(folder / "fp16", tmp_path / "page.html")).answers
     bodies = [json.dumps(body) for body in answers["bodies"]]
     titles = [body["layout"]["title"]["text"] for body in answers["bodies"]]
     assert len(bodies) == len(set(bodies)) and titles.count("Loss and loss scale") == 1
-    losses = [i for i, finding in enumerate(told.findings) if finding.figure == "loss_and_scale"]
+    losses = [i for i, finding in enumerate(summary_shown.findings) if finding.figure == "loss_and_scale"]
     assert {answers["run"]["same_figure"][i] for i in losses} == {losses[0]}
 
 
-def test_findings_name_layers_as_the_heat_maps_do(told: Summary, folder: Path) -> None:
+def test_findings_name_layers_as_the_heat_maps_do(summary_shown: Summary, folder: Path) -> None:
     view = View(Run(folder / "fp16"))
-    of_gradients = [finding for finding in told.findings if finding.collection == "gradients"]
+    of_gradients = [finding for finding in summary_shown.findings if finding.collection == "gradients"]
     assert of_gradients
     for finding in of_gradients:
         rows = set(report.heatmap(view, "underflow", "gradients").data[0].y)
@@ -283,9 +283,9 @@ def test_findings_name_layers_as_the_heat_maps_do(told: Summary, folder: Path) -
         assert isinstance(shown, list) and {re.sub("<[^>]*>", "", row) for row in rows} >= set(shown)
 
 
-def test_verdict_means_one_thing_in_json(told: Summary, folder: Path) -> None:
+def test_verdict_means_one_thing_in_json(summary_shown: Summary, folder: Path) -> None:
     training = Training(
-        name="a", title="A", run=folder, numbers={}, outcome="trains on", good=True, verdict=told.verdict
+        name="a", title="A", run=folder, numbers={}, outcome="trains on", good=True, verdict=summary_shown.verdict
     )
     data = training.to_dict()
-    assert (data["verdict"], data["outcome"]) == (told.to_dict()["verdict"], "trains on")
+    assert (data["verdict"], data["outcome"]) == (summary_shown.to_dict()["verdict"], "trains on")

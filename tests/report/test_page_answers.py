@@ -18,7 +18,7 @@ from tests.support.report.served import LAYER, Served, at, drawn, expect, hash_o
 pytestmark = needs_browser
 
 
-def told(interval: Interval) -> str:
+def spelled(interval: Interval) -> str:
     """An interval's estimate, as the page and the terminal write it."""
     about = "about " if interval.estimate == 0 < interval.high else ""
     return about + percent(interval.estimate).replace(" %", "\u00a0%")
@@ -54,13 +54,13 @@ def test_the_slider_by_keys_gives_the_librarys_numbers(page: Any, site: Served, 
     found = whatif(runs_folder / "low", "fp16", 2)
     for kind in ("lost", "subnormal", "overflow"):
         interval = getattr(found.overall.fit, kind)
-        expect(overall(page, kind)).to_contain_text(told(interval))
+        expect(overall(page, kind)).to_contain_text(spelled(interval))
     rows = page.locator(".layers tbody tr")
     expect(rows).to_have_count(len(found.rows))
     worst = found.rows[0]
     assert worst.name == LAYER
     expect(rows.first.locator("th")).to_have_text(LAYER)
-    expect(rows.first.locator("[data-kind=lost]")).to_have_text(told(worst.fit.lost))
+    expect(rows.first.locator("[data-kind=lost]")).to_have_text(spelled(worst.fit.lost))
     low, high = worst.window
     expect(rows.first.locator(".window-words")).to_have_text(f"2^{low} to 2^{high}")
     expect(rows.first.locator(".window .line")).to_have_class("line outside")

@@ -200,9 +200,9 @@ def test_every_key_is_in_the_documentation() -> None:
     from plimsoll import report
 
     page = Path(report.__file__).with_name("page") / "files"
-    told = {
+    reported = {
         what for path in page.rglob("*.js") for what in re.findall(r'says: "([^"]+)"', path.read_text(encoding="utf-8"))
     }
     text = (Path(__file__).parents[2] / "docs" / "how-to" / "serve.md").read_text(encoding="utf-8")
-    assert len(told) > 15
-    assert [what for what in sorted(told) if what not in text] == []
+    assert len(reported) > 15
+    assert [what for what in sorted(reported) if what not in text] == []

@@ -18,7 +18,7 @@ from plimsoll.errors import RunError
 from plimsoll.report.live.security import ANY_ADDRESS, HEADERS, cookie_of
 from plimsoll.report.live.server.app import App, app
 from plimsoll.runs import RunWriter, Scalars
-from tests.support.diagnosis.stories import told
+from tests.support.diagnosis.stories import make_story
 
 HOSTS = ("localhost:8642", "127.0.0.1:8642", "[::1]:8642")
 TOKEN = "a token that is long enough"
@@ -29,9 +29,9 @@ PAGES = ("/", "/api/runs", "/api/runs/a", "/api/stream", "/assets/plotly.min.js"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A served folder with two runs, a secret run beside it, and links that lead to it."""
     root = tmp_path_factory.mktemp("security")
-    told(samples=2).write(root / "served" / "a")
-    told(samples=2).write(root / "served" / "deep" / "b c")
-    told(samples=2).write(root / "secret")
+    make_story(samples=2).write(root / "served" / "a")
+    make_story(samples=2).write(root / "served" / "deep" / "b c")
+    make_story(samples=2).write(root / "secret")
     (root / "served" / "link").symlink_to(root / "secret")
     _a_run(root / "served" / "linked-manifest")
     (root / "served" / "linked-manifest" / "run.json").unlink()

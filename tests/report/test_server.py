@@ -28,12 +28,12 @@ from plimsoll.report.page.assets import FILES
 from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.cases import each
-from tests.support.diagnosis.stories import LAYERS, constant, told
+from tests.support.diagnosis.stories import LAYERS, constant, make_story
 from tests.support.patience import HANG_SECONDS
 from tests.support.report import hostile_run as hostile
 
-LOW = told(samples=6, gradient_std=constant(2.0**-34))
-SOUND = told(samples=6)
+LOW = make_story(samples=6, gradient_std=constant(2.0**-34))
+SOUND = make_story(samples=6)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LOW.write(root / "sweeps" / "low 1")
     hostile.write(root / "hostile", steps=10)
     RunWriter(root / "empty").close()
-    told(samples=1).write(root / "one step")
-    told(samples=1).write(root / "formats")
+    make_story(samples=1).write(root / "one step")
+    make_story(samples=1).write(root / "formats")
     with RunWriter(root / "scalars only") as writer:
         writer.write(Scalars(step=3, values={"loss": float("nan"), "scale": float("inf")}))
     shutil.copytree(root / "sound", root / "damaged part")

@@ -24,7 +24,7 @@ from plimsoll.report.live.server import answers, uvicorn_loop
 from plimsoll.report.live.server.app import app
 from plimsoll.report.live.waiting_browsers import MOST_STREAMS, BusyError, Turns
 from tests.report.test_server_list import Judged, listed
-from tests.support.diagnosis.stories import told
+from tests.support.diagnosis.stories import make_story
 from tests.support.patience import HANG_SECONDS, wait_until
 from tests.support.report.served import Served, served
 
@@ -32,8 +32,8 @@ from tests.support.report.served import Served, served
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("limits")
-    told(samples=2).write(root / "good")
-    told(samples=2).write(root / "bad")
+    make_story(samples=2).write(root / "good")
+    make_story(samples=2).write(root / "bad")
     return root
 
 

@@ -18,7 +18,7 @@ from plimsoll.report.live.server import launch
 from plimsoll.report.live.server.answers import Verdict, Verdicts
 from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
-from tests.support.diagnosis.stories import told
+from tests.support.diagnosis.stories import make_story
 from tests.support.patience import HANG_SECONDS, wait_until
 from tests.support.runs import making
 
@@ -26,7 +26,7 @@ LATER = 1e12  # of a clock that is far ahead: what was written is not being writ
 
 
 class Clock:
-    """A clock that goes when it is told to."""
+    """A clock that goes when it is moved."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -187,7 +187,7 @@ def listed(
 
 
 class Judged:
-    """Runs that are listed, a judge that takes as long as it is told, and the verdicts."""
+    """Runs that are listed, a judge that takes as long as it is set to, and the verdicts."""
 
     def __init__(self, *runs: Listed) -> None:
         self.runs, self.asked, self.clock, self.takes = list(runs), [], Clock(1000.0), 0.0
@@ -278,7 +278,7 @@ def test_a_run_put_in_the_place_of_another_has_no_verdict_of_that() -> None:
 
 def test_an_older_row_of_the_list_makes_no_verdict_after_that_of_the_page(tmp_path: Path) -> None:
     """Else the page of a run would say that there is news, and there is none."""
-    whole = summary(Run(told(samples=1).write(tmp_path / "run")))
+    whole = summary(Run(make_story(samples=1).write(tmp_path / "run")))
     older, newer = listed("a", "1"), listed("a", "2")
     pages = list[Verdict]()
 
@@ -297,7 +297,7 @@ def test_an_older_row_of_the_list_makes_no_verdict_after_that_of_the_page(tmp_pa
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("plimsoll.report.live.server.answers._KEPT", 3)
     monkeypatch.setattr("plimsoll.report.live.server.answers._SUMMARIES", 1)
-    whole = summary(Run(told(samples=1).write(tmp_path / "run")))
+    whole = summary(Run(make_story(samples=1).write(tmp_path / "run")))
     runs = [listed(name) for name in "abcd"]
     verdicts = Verdicts(lambda: runs, lambda _: whole)
     for _ in runs:

@@ -24,7 +24,7 @@ URI = "memory://bucket/runs"
 
 
 class Clock:
-    """A clock that goes when it is told to."""
+    """A clock that goes when it is moved."""
 
     def __init__(self, now: float = 1e12) -> None:  # far ahead: what was written is not being written any more
         self.now = now
@@ -207,7 +207,7 @@ def test_storage_that_stops_answering_keeps_what_was_found(tmp_path: Path, store
     answers.verdicts.close()
     found = answers.live.list
     (before,) = found.runs()
-    told = answers.look("a")
+    parsed = answers.look("a")
     asked.deaf = True
     clock.now += 11
     for _ in range(2):  # until the next listing it is not asked again
@@ -215,7 +215,7 @@ def test_storage_that_stops_answering_keeps_what_was_found(tmp_path: Path, store
             answers.runs()
     assert len(asked.listed) == 3
     assert found.known() == [before] and found.run("a") == before
-    assert answers.look("a") == told and answers.look("")["version"] == found.version
+    assert answers.look("a") == parsed and answers.look("")["version"] == found.version
     assert answers.look("none") is None
     asked.deaf = False
     clock.now += 11
@@ -283,11 +283,11 @@ def test_answers_are_those_of_a_folder_here(runs_folder: Path, stored: str) -> N
         answers.verdicts.looked_at("low")
         answers.verdicts.close()  # no thread: the questions find their verdicts
     for question in QUESTIONS:
-        told = [json.loads(question(answers)) for answers in (here, there)]
-        for each in told:
+        parsed = [json.loads(question(answers)) for answers in (here, there)]
+        for each in parsed:
             each.pop("token", None)
-        assert told[0] == told[1]
-        assert str(runs_folder) not in json.dumps(told[0])  # where it lies is nobody's business
+        assert parsed[0] == parsed[1]
+        assert str(runs_folder) not in json.dumps(parsed[0])  # where it lies is nobody's business
     with pytest.raises(NotRecordedError, match="expected the id of a run in the served folder"):
         there.run("../runs/low")
 

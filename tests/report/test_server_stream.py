@@ -1,4 +1,4 @@
-"""Server-sent events: what is told when, to browsers that leave, stay away, are slow, or are too many."""
+"""Server-sent events: what is sent when, to browsers that leave, stay away, are slow, or are too many."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ class Browser:
 
     def __init__(self) -> None:
         self.messages: list[Mapping[str, Any]] = []
-        self.heard, self.left = asyncio.Event(), asyncio.Event()
+        self.received, self.left = asyncio.Event(), asyncio.Event()
         self.ready = asyncio.Event()  # takes what it is sent
         self.ready.set()
         self.task: asyncio.Task[None] | None = None
@@ -43,7 +43,7 @@ class Browser:
     async def _send(self, message: Any) -> None:
         await self.ready.wait()
         self.messages.append(message)
-        self.heard.set()
+        self.received.set()
 
     @property
     def text(self) -> str:
@@ -57,8 +57,8 @@ class Browser:
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(HANG_SECONDS):
             while not holds():
-                self.heard.clear()
-                await self.heard.wait()
+                self.received.clear()
+                await self.received.wait()
 
     async def leave(self) -> None:
         self.left.set()

@@ -18,7 +18,7 @@ from plimsoll.report.verdicts.run_summary import LONGEST, Summary, leading, verd
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.support.diagnosis.faults import FAULTS, WORDS, A, B, Fault
 from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
-from tests.support.diagnosis.stories import SOUND, Story, constant, told
+from tests.support.diagnosis.stories import SOUND, Story, constant, make_story
 
 pytestmark = ONE_WORKER
 
@@ -127,7 +127,7 @@ def test_no_verdict_is_longer_however_long_the_names(rule: str, tmp_path: Path) 
 
 
 def test_health_says_how_far_and_how_much_is_lost(tmp_path: Path) -> None:
-    small = told(scale=lambda step: 1.0, gradient_std=constant(2.0**-17)).write(tmp_path / "small")
+    small = make_story(scale=lambda step: 1.0, gradient_std=constant(2.0**-17)).write(tmp_path / "small")
     share = r"at most ([\d.]+) % of any layer's parameter gradients lost to underflow"
     found = re.fullmatch(rf"Healthy through step 199: {share}\.", summary(small).verdict)
     assert found and 0.1 < float(found[1]) < 1
@@ -137,7 +137,7 @@ def test_health_says_how_far_and_how_much_is_lost(tmp_path: Path) -> None:
 
 
 def test_weights_at_rest_are_noted(tmp_path: Path) -> None:
-    still = told(unmoved=constant(1.0)).write(tmp_path / "run")
+    still = make_story(unmoved=constant(1.0)).write(tmp_path / "run")
     assert summary(still).verdict == (
         "Healthy through step 199, but note: steps leave up to 100 % of the weights of 12 tensors unchanged since step "
         "0."

@@ -1,4 +1,4 @@
-"""The two themes: the same figure in both, readable on both papers, told apart without red and green."""
+"""The two themes: the same figure in both, readable on both papers, distinguished without red and green."""
 
 import json
 from itertools import pairwise

@@ -165,7 +165,7 @@ def test_a_removed_folder_is_made_anew_and_said(tmp_path: Path) -> None:
     making.write_steps(writer, [2])
     assert writer.flush()
     with pytest.raises(ArgumentError, match="expected no other writer"):
-        RunWriter(writer.path)  # it is locked anew
+        RunWriter(writer.path)  # it is locked again
     writer.close()
     run = Run(writer.path)
     assert run.steps == [2] and run.settings == {"lr": 1} and run.problems == []

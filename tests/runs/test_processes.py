@@ -35,7 +35,7 @@ while True:
 
 
 def killed(path: Path, first: int, after: float) -> int:
-    """Writes in another process from step `first` on, and kills it; the last step that it had been told is on disk."""
+    """Writes in another process from step `first` on, and kills it; the last step that was reported as on disk."""
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path), str(first)], stdout=subprocess.PIPE, text=True
     ) as process:

@@ -19,7 +19,7 @@ from plimsoll.watch import watch
 
 
 class Fickle(MemoryFileSystem):
-    """Keeps listings until it is told to forget them, as stores over the network do; some folders it cannot list."""
+    """Keeps listings until it is to forget them, as stores over the network do; some folders it cannot list."""
 
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]

@@ -18,7 +18,7 @@ def report(*tensors: torch.Tensor, scale: float = 1.0, fmt: Format = FP16, toler
     return scale_report(bank.numpy(), [f"t{i}" for i in range(len(tensors))], scale, fmt, tolerance)
 
 
-def serves(gradient: torch.Tensor, exponent: int, tolerance: float) -> bool:
+def fits(gradient: torch.Tensor, exponent: int, tolerance: float) -> bool:
     held = (gradient.double() * 2.0**exponent).to(torch.float16)
     lost = int(((held == 0) & (gradient != 0)).sum()) / max(int((gradient != 0).sum()), 1)
     return bool(held.isfinite().all()) and lost < tolerance
@@ -31,10 +31,10 @@ def test_the_window_is_what_scaling_the_gradient_shows(seed: int, tolerance: flo
     spread = torch.randn(5000, generator=random) * (1 + 2 * seed)
     gradient = torch.randn(5000, generator=random) * torch.exp2(spread - 10)
     (window,) = report(gradient, tolerance=tolerance).tensors
-    assert serves(gradient, window.high, 1.1) and not serves(gradient, window.high + 1, 1.1)
+    assert fits(gradient, window.high, 1.1) and not fits(gradient, window.high + 1, 1.1)
     if window.low <= window.high:
-        assert all(serves(gradient, k, tolerance) for k in range(window.low, window.high + 1))
-    assert not serves(gradient, window.low - 2, tolerance), "at most one binade of caution"
+        assert all(fits(gradient, k, tolerance) for k in range(window.low, window.high + 1))
+    assert not fits(gradient, window.low - 2, tolerance), "at most one binade of caution"
 
 
 def test_the_scale_in_the_gradients_is_undone() -> None:

@@ -465,8 +465,8 @@ def test_without_cuda_the_default_device_disables_and_says_so() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")], ids=str)
 def test_a_constant_scale_that_is_not_used_is_said(device: str) -> None:
-    with pytest.warns(UserWarning, match="^StaticScaler: CUDA is not available") as told:
+    with pytest.warns(UserWarning, match="^StaticScaler: CUDA is not available") as caught:
         scaler = StaticScaler(1024.0, device=device)
-    (one,) = told
+    (one,) = caught
     assert "the scale is 1, not 2^10. Use device='cpu'" in str(one.message) and one.filename == __file__
     assert scaler.get_scale() == 1.0

@@ -1,4 +1,4 @@
-"""That a watch hears of our scalers as of torch's, once each, without being handed them."""
+"""That a watch sees our scalers as it does torch's, once each, without being handed them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,13 +41,13 @@ def test_a_watched_run_is_the_same_as_with_gradscaler(fused: bool, tmp_path: Pat
     assert "('skip', 2)" in own and "('skip', 4)" in own
 
 
-def test_each_call_is_heard_once_and_the_class_is_as_it_was_afterwards(tmp_path: Path) -> None:
+def test_each_call_is_seen_once_and_the_class_is_as_it_was_afterwards(tmp_path: Path) -> None:
     class Listener:
         def __init__(self) -> None:
-            self.heard: list[str] = []
+            self.events: list[str] = []
 
         def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *_: self.heard.append(name)
+            return lambda *_: self.events.append(name)
 
     before = [LossScaler.__dict__[name] for name in ("scale", "step", "update")]
     listener, parameter = Listener(), torch.nn.Parameter(torch.ones(2))
@@ -59,7 +59,7 @@ def test_each_call_is_heard_once_and_the_class_is_as_it_was_afterwards(tmp_path:
         scaler.update()
     finally:
         torch_hooks.unsubscribe(listener)  # type: ignore[arg-type]
-    own = [name for name in listener.heard if name.startswith(("loss_scaled", "scaler_", "optimizer_"))]
+    own = [name for name in listener.events if name.startswith(("loss_scaled", "scaler_", "optimizer_"))]
     assert own == [
         "loss_scaled", "optimizer_begins", "optimizer_ends", "scaler_step_ends", "scaler_update_begins",
         "scaler_update_ends",
@@ -82,7 +82,7 @@ with pl.watch(model, optimizer, run=sys.argv[1], every=1) as watch:
 """
 
 
-def test_scalers_that_are_imported_while_a_watch_is_open_are_heard(tmp_path: Path) -> None:
+def test_scalers_that_are_imported_while_a_watch_is_open_are_seen(tmp_path: Path) -> None:
     done = processes.python("-c", LATE, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path / "run")

@@ -32,7 +32,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 
 def test_formulas_alone_load_no_graph() -> None:
     script = "import sys, plimsoll.unit.formulas; print('networkx' in sys.modules, 'torch.export' in sys.modules)"
-    told = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_SECONDS
     )
-    assert told.stdout.split() == ["False", "False"]
+    assert finished.stdout.split() == ["False", "False"]

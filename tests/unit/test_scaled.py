@@ -110,7 +110,7 @@ def test_other_kinds_of_tensors_are_refused(dtype: torch.dtype) -> None:
 
 
 @each(
-    ("factors", "told"),
+    ("factors", "reported"),
     [
         ((float("nan"), 1.0), "scaled: expected alpha to be finite; got nan"),
         ((1.0, float("inf")), "scaled: expected beta to be finite; got inf"),
@@ -124,8 +124,8 @@ def test_other_kinds_of_tensors_are_refused(dtype: torch.dtype) -> None:
         ((torch.tensor(1), 1.0), "scaled: expected alpha to be a number, or a 0-d tensor"),
     ],
 )
-def test_other_factors_are_refused(factors: tuple[object, object], told: str) -> None:
+def test_other_factors_are_refused(factors: tuple[object, object], reported: str) -> None:
     import re
 
-    with pytest.raises(ArgumentError, match=re.escape(told)):
+    with pytest.raises(ArgumentError, match=re.escape(reported)):
         scaled(torch.ones(1), *factors)

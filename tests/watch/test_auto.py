@@ -19,14 +19,14 @@ CALL = nn.Module.__call__
 
 
 class Session:
-    """A finder that optimizers made in the test are told to, and what it said."""
+    """A finder that receives optimizers made in the test, and what it said."""
 
     def __init__(self, folder: Path, **arguments: object) -> None:
         self.folder = folder
         self.found: list[Found] = []
         self.said: list[str] = []
         arguments.setdefault("every", 1)
-        self.finder = Finder(lambda: folder, arguments, tell=self.found.append, say=self.said.append)
+        self.finder = Finder(lambda: folder, arguments, on_found=self.found.append, say=self.said.append)
 
     def noted(self, optimizer: Optimizer) -> Optimizer:
         self.finder.note(optimizer)
@@ -292,7 +292,7 @@ def test_a_folder_that_cannot_be_chosen_is_said(tmp_path: Path) -> None:
     def folder() -> Path:
         raise OSError("nowhere to write")
 
-    finder = Finder(folder, {}, tell=print, say=said.append)
+    finder = Finder(folder, {}, on_found=print, say=said.append)
     model = mlp(4, 2)
     optimizer = sgd(model)
     finder.note(optimizer)

@@ -1,4 +1,4 @@
-"""What goes along with a watch: what it is told, and that it ends first."""
+"""What goes along with a watch: what it receives, and that it ends first."""
 
 from pathlib import Path
 
@@ -50,10 +50,10 @@ def test_what_was_handed_over_and_flushed_can_be_read(tmp_path: Path) -> None:
 
 def test_it_hears_first_that_the_watch_ends(tmp_path: Path) -> None:
     watch = pl.watch(model := mlp(), run=tmp_path / "run")
-    heard: list[str] = []
-    take_back = watch.beside.at_close(lambda: heard.append("never"))
-    watch.beside.at_close(lambda: heard.append("open" if model[0]._forward_hooks else "closed"))
+    events: list[str] = []
+    take_back = watch.beside.at_close(lambda: events.append("never"))
+    watch.beside.at_close(lambda: events.append("open" if model[0]._forward_hooks else "closed"))
     take_back()
     watch.close()
     watch.close()
-    assert heard == ["open"]
+    assert events == ["open"]

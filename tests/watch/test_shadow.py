@@ -1,4 +1,4 @@
-"""The shadow step: underflow told from structural zeros, exactly."""
+"""The shadow step: underflow distinguished from structural zeros, exactly."""
 
 import copy
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.watch.recording import batches, mlp
 from tests.support.watch.shadow import (
     HalfLinear,
+    counted_steps,
     counts,
     found,
     gradients_of,
@@ -20,7 +21,6 @@ from tests.support.watch.shadow import (
     shadowed,
     spread,
     tapped,
-    told,
     wide,
 )
 
@@ -229,7 +229,7 @@ def test_recurrent_tied_and_checkpointed_parts(tmp_path: Path) -> None:
     shadow = gradients_of(wide(model), [lambda m: spread(m(x))])
     run = shadowed(model, tmp_path / "run", lambda m: spread(m(x)))
     assert not messages(run)
-    assert set(told(run, "gradients")) == set(real)
+    assert set(counted_steps(run, "gradients")) == set(real)
     for name in real:
         assert found(run, "gradients", name) == counts(real[name], shadow[name])
 

@@ -14,6 +14,7 @@ from tests.support.watch.recording import batches, mlp, only_run, train
 from tests.support.watch.shadow import (
     SMALL,
     HalfLinear,
+    counted_steps,
     counts,
     found,
     gradients_of,
@@ -21,7 +22,6 @@ from tests.support.watch.shadow import (
     messages,
     shadowed,
     spread,
-    told,
     wide,
 )
 
@@ -72,7 +72,7 @@ def test_training_is_the_same_to_the_bit(accumulate: int, tmp_path: Path) -> Non
     torch.testing.assert_close(bare[1], shadow[1], rtol=0, atol=0)
     run = only_run(tmp_path / "run")
     assert not messages(run)
-    assert told(run, "gradients") == {name: [0, 5, 10, 15] for name in run.tensors["gradients"]}
+    assert counted_steps(run, "gradients") == {name: [0, 5, 10, 15] for name in run.tensors["gradients"]}
     # Dropout's mask is the same again: what it drops is structural.
     dropped = found(run, "activations", "layers.1:output", 5)
     assert dropped[0] == 0 and dropped[1] > 100
@@ -80,20 +80,20 @@ def test_training_is_the_same_to_the_bit(accumulate: int, tmp_path: Path) -> Non
 
 def test_the_gradients_are_left_alone(tmp_path: Path) -> None:
     model, (x,) = halves(), batches(1, 8, 8)
-    heard: list[str] = []
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: heard.append("parameter"))
-    model[2].register_full_backward_hook(lambda *_: heard.append("module"))
-    model[4].weight.register_hook(lambda g: heard.append("hook") or g)
+    events: list[str] = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: events.append("parameter"))
+    model[2].register_full_backward_hook(lambda *_: events.append("module"))
+    model[4].weight.register_hook(lambda g: events.append("hook") or g)
     twin = gradients_of(copy.deepcopy(model), [lambda m: spread(m(x))])
-    heard.clear()
+    events.clear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pl.watch(model, optimizer, run=tmp_path / "run", shadow_every=1):
         spread(model(x)).backward()
         assert all(torch.equal(p.grad, twin[name]) for name, p in model.named_parameters() if p.grad is not None)
         optimizer.step()
-    assert sorted(heard) == ["hook", "module", "parameter"]
+    assert sorted(events) == ["hook", "module", "parameter"]
     run = only_run(tmp_path / "run")
-    assert set(told(run, "gradients")) == {"0.weight", "2.weight"}
+    assert set(counted_steps(run, "gradients")) == {"0.weight", "2.weight"}
     assert messages(run) == ["the gradient of 4.weight is not compared: it has hooks of its own"]
 
 
@@ -107,7 +107,7 @@ def test_a_leaf_that_is_fed_in_keeps_no_hook(tmp_path: Path) -> None:
         model(x)
         assert x._backward_hooks
     assert not x._backward_hooks
-    assert told(only_run(tmp_path / "run"), "activation_gradients")["model:input"] == [0, 1]
+    assert counted_steps(only_run(tmp_path / "run"), "activation_gradients")["model:input"] == [0, 1]
 
 
 def test_two_watches_on_one_model(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_two_watches_on_one_model(tmp_path: Path) -> None:
     for run in (a, b):
         assert [run.spectrum("activations", "1:output", step).count for step in (0, 1, 2)] == [64, 64, 64]
         assert [run.spectrum("activation_gradients", "1:output", step).count for step in (0, 1, 2)] == [64, 64, 64]
-    assert told(a, "gradients")["0.weight"] == [0, 2] and not told(b, "gradients")
+    assert counted_steps(a, "gradients")["0.weight"] == [0, 2] and not counted_steps(b, "gradients")
 
 
 def test_hooks_that_change_arguments_and_outputs_run_once_more_not_twice(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_an_input_that_is_changed_in_place(where: str, tmp_path: Path) -> None:
     assert messages(run) == [
         "shadow step not taken: an input of the model was changed in place, in its forward or after it"
     ]
-    assert not told(run, "gradients") and not told(run, "activations")
+    assert not counted_steps(run, "gradients") and not counted_steps(run, "activations")
 
 
 def test_a_model_that_is_put_to_evaluation_before_its_backward(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_forward_that_fails_in_the_shadow_is_contained(tmp_path: Path) -> None
     run = only_run(tmp_path / "run")
     assert messages(run)[0] == "the shadow step failed and was left out (RuntimeError: FP16 only)"
     assert messages(run).count("shadow step not taken: it raised RuntimeError") == 3
-    assert not told(run, "gradients") and run.spectrum("gradients", "1.weight", 2).count == 64
+    assert not counted_steps(run, "gradients") and run.spectrum("gradients", "1.weight", 2).count == 64
 
 
 def test_copies_that_take_too_much_memory_are_left_out(tmp_path: Path) -> None:
@@ -244,12 +244,12 @@ def test_copies_that_take_too_much_memory_are_left_out(tmp_path: Path) -> None:
     small, large = (
         shadowed(halves(), tmp_path / str(len(x)), lambda m, x=x: spread(m(x)), max_bytes=400_000) for x in data
     )
-    assert told(small, "activations")["4:output"] == [0]
+    assert counted_steps(small, "activations")["4:output"] == [0]
     assert any(
         "a shadow step's activations take more than max_bytes=400,000" in event.message for event in large.events()
     )
-    assert "4:output" not in told(large, "activations") and "0:output" in told(large, "activations")
-    assert "0.weight" in told(large, "gradients")
+    assert "4:output" not in counted_steps(large, "activations") and "0:output" in counted_steps(large, "activations")
+    assert "0.weight" in counted_steps(large, "gradients")
 
 
 def test_what_cannot_be_asked_for(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import plimsoll as pl
 from tests.support.watch.recording import batches, only_run, train
 from tests.support.watch.shadow import (
+    counted_steps,
     counts,
     found,
     gradients_of,
@@ -19,7 +20,6 @@ from tests.support.watch.shadow import (
     shadowed,
     spread,
     tapped,
-    told,
     wide,
 )
 
@@ -52,7 +52,7 @@ def test_two_forwards_of_one_backward_and_two_backwards_of_one_forward(tmp_path:
     run = shadowed(copy.deepcopy(model), tmp_path / "a", both)
     for name in real:
         assert found(run, "gradients", name) == counts(real[name], shadow[name])
-    assert told(run, "activations")["1:output"] == [0]
+    assert counted_steps(run, "activations")["1:output"] == [0]
 
     def twice(m: nn.Module) -> Tensor:
         out = m(x)
@@ -108,7 +108,7 @@ def test_an_optimizer_with_a_closure(tmp_path: Path) -> None:
     shadow = gradients_of(wide(start), [lambda m: spread(m(x))])
     for name in real:
         assert found(run, "gradients", name) == counts(real[name], shadow[name])
-    assert told(run, "gradients") == {name: [0, 2] for name in real}
+    assert counted_steps(run, "gradients") == {name: [0, 2] for name in real}
 
 
 def test_a_closure_that_is_called_twice_counts_for_its_last_time(tmp_path: Path) -> None:
@@ -145,9 +145,9 @@ def test_a_series_that_was_compared_in_part_only_is_left_out(tmp_path: Path) -> 
 
     real, shadow = gradients_of(copy.deepcopy(model), [loss]), gradients_of(wide(model), [loss])
     run = shadowed(model, tmp_path / "run", loss)
-    assert not messages(run) and not told(run, "activations")
+    assert not messages(run) and not counted_steps(run, "activations")
     assert found(run, "gradients", "0.weight") == counts(real["0.weight"], shadow["0.weight"])
-    assert told(run, "activation_gradients")["1:output"] == [0]
+    assert counted_steps(run, "activation_gradients")["1:output"] == [0]
 
 
 def test_torch_autograd_grad_in_the_loop(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_the_schedule_and_what_is_due(tmp_path: Path) -> None:
     run = only_run(tmp_path / "run")
     steps = {c: sorted({step for step, *_ in run.spectra(c)}) for c in collect}
     assert steps == {"gradients": [0, 2, 3, 4, 6], "activations": [0, 3, 6], "weights": [0]}
-    assert told(run, "gradients")["0.weight"] == told(run, "activations")["1:output"] == [0, 3, 6]
+    assert counted_steps(run, "gradients")["0.weight"] == counted_steps(run, "activations")["1:output"] == [0, 3, 6]
     assert "activation_gradients" not in run.tensors
 
 

@@ -53,7 +53,7 @@ class Pair:
 
 
 class Structured(nn.Module):
-    """Gives whatever it is told to."""
+    """Gives whatever it is set to."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

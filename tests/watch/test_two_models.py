@@ -30,7 +30,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Failing(torch.autograd.Function):
-    """The identity, whose backward raises where it is told to."""
+    """The identity, whose backward raises where it is to."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:

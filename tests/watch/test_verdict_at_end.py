@@ -1,4 +1,4 @@
-"""A watch that ends prints the verdict on its run and the next command, unless it is told not to."""
+"""A watch that ends prints the verdict on its run and the next command, unless it is not to."""
 
 import contextlib
 import os

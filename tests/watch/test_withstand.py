@@ -1,4 +1,4 @@
-"""P2: whatever fails, training goes on, nothing hangs, and what was lost is told."""
+"""P2: whatever fails, training goes on, nothing hangs, and what was lost is reported."""
 
 import gc
 import math

@@ -293,7 +293,7 @@ def still_moving(run: Training, *, sound: bool = False) -> None:
 
 @fault(
     "state-cleared-in-each-epoch",
-    named=r"\b(states?|moments?|optimizer)\b[^>]*(reset|clear|lost|anew|restart|forg[eo]t|empt|re-?creat|begins? again)"
+    named=r"\b(states?|moments?|optimizer)\b[^>]*(reset|clear|lost|restart|forg[eo]t|empt|re-?creat|begins? again)"
     r"|(reset|clear|restart|re-?creat)[^>]*\b(states?|moments?|optimizer)\b|bias correction"
     r"|updates? [^>]*((same|equal|one|constant) (size|value|magnitude)|(size of|equal to) the (learning )?rate)"
     r"|steps? count",

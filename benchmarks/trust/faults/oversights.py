@@ -449,7 +449,7 @@ def unclipped(run: Training, *, sound: bool = False) -> None:
 
 @fault(
     "scaler-made-in-each-epoch",
-    named=r"scaler?s?\b[^>]*(reset|anew|made again|new scaler|jump|back (to|at)|start(s|ed)? (again|over)|begins? again"
+    named=r"scaler?s?\b[^>]*(reset|made again|new scaler|jump|back (to|at)|start(s|ed)? (again|over)|begins? again"
     r"|never (falls?|comes?|settles?|adapts?)|too (high|large))",
     misleading=f"{SIDE}|learning rate|in no optimizer",
     precision="fp16",

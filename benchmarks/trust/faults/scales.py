@@ -151,7 +151,7 @@ def oscillation(run: Training) -> None:
 
 @fault("no-single-scale", named=r"no-single-scale|LayerScaler", precision="fp16")
 def no_single_scale(run: Training) -> None:
-    """Two branches whose gradients lie 2^44 apart: no loss scale serves both."""
+    """Two branches whose gradients lie 2^44 apart: no loss scale fits both."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:

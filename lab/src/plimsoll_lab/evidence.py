@@ -204,9 +204,9 @@ class Outcome:
         )  # fmt: skip
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> "Outcome":
+    def from_dict(cls, record: Mapping[str, Any]) -> "Outcome":
         """Return the outcome that `asdict` gave, from JSON."""
-        given = dict(told)
+        given = dict(record)
         rows = {row: (claims, tuple(failed)) for row, (claims, failed) in given.pop("rows", {}).items()}
         return cls(failed=tuple(given.pop("failed")), rows=rows, **given)
 
@@ -214,7 +214,7 @@ class Outcome:
 def recorded() -> dict[str, Outcome]:
     """Return the packaged outcomes of the maintainers' machine, by experiment."""
     text = (resources.files("plimsoll_lab") / RECORD).read_text(encoding="utf-8")
-    return _by_name(Outcome.from_dict(told) for told in json.loads(text))
+    return _by_name(Outcome.from_dict(record) for record in json.loads(text))
 
 
 def found_in(folder: Path) -> dict[str, Outcome]:
@@ -237,12 +237,12 @@ def save(outcomes: Iterable[Outcome], path: Path) -> None:
 
 def _read(path: Path) -> Outcome:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        claims = [_claim(each) for each in told["claims"]]
+        record = json.loads(path.read_text(encoding="utf-8"))
+        claims = [_claim(each) for each in record["claims"]]
         return Outcome(
-            experiment=told["experiment"], claims=len(claims), failed=tuple(str(c) for c in claims if not c.holds),
-            seconds=round(told["seconds"], 1), date=told["date"], device=told["device"], versions=told["versions"],
-            rows=_by_row(told["source"], claims),
+            experiment=record["experiment"], claims=len(claims), failed=tuple(str(c) for c in claims if not c.holds),
+            seconds=round(record["seconds"], 1), date=record["date"], device=record["device"],
+            versions=record["versions"], rows=_by_row(record["source"], claims),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
@@ -251,10 +251,10 @@ def _read(path: Path) -> Outcome:
         ) from error
 
 
-def _claim(told: Mapping[str, Any]) -> Claim:
+def _claim(record: Mapping[str, Any]) -> Claim:
     names = ("id", "says", "at_least", "at_most", "unit")
-    rows = tuple(told.get("rows", ()))  # of a result of before claims had any: all of the experiment's
-    return Claim(measured=float(told["measured"]), rows=rows, **{name: told[name] for name in names})
+    rows = tuple(record.get("rows", ()))  # of a result of before claims had any: all of the experiment's
+    return Claim(measured=float(record["measured"]), rows=rows, **{name: record[name] for name in names})
 
 
 def _by_row(source: str, claims: Sequence[Claim]) -> dict[str, tuple[int, tuple[str, ...]]]:

@@ -101,7 +101,7 @@ def compare(root: nn.Module, calls: Calls, enter: Callable[[], Context]) -> Comp
 def _forward(root: nn.Module, args: Any, kwargs: Any, context: Context) -> _Forward:
     found = _Forward()
     torch.manual_seed(0)
-    with torch.no_grad(), _heard(root, found), context, found.decisions:
+    with torch.no_grad(), _recorded(root, found), context, found.decisions:
         output = root(*args, **kwargs)
     logits = getattr(output, "logits", None)  # of transformers
     found.outputs = [(path, x, x is logits) for path, x in tensors_in(output)]
@@ -109,7 +109,7 @@ def _forward(root: nn.Module, args: Any, kwargs: Any, context: Context) -> _Forw
 
 
 @contextlib.contextmanager
-def _heard(root: nn.Module, found: _Forward) -> Generator[None]:
+def _recorded(root: nn.Module, found: _Forward) -> Generator[None]:
     """Context in which a forward notes its decisions and its broken values."""
 
     def begins(name: str, module: nn.Module, args: Any) -> None:

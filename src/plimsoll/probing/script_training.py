@@ -50,7 +50,7 @@ class ScriptTraining:
             "every": 1, "collect": COLLECT, "recorder": (), "block": question.block, "quiet": True,
             "max_bytes": 1 << 62,
         }  # fmt: skip
-        self._finder = Finder(lambda: self._folder / "run", settings, tell=self._begin, say=self._remarks.append)
+        self._finder = Finder(lambda: self._folder / "run", settings, on_found=self._begin, say=self._remarks.append)
         self._root: nn.Module | None = None  # kept when the script's own variables are gone
         self._watch: Steps | None = None
         self._calls: Calls | None = None

@@ -85,7 +85,7 @@ class ScriptStep(torch_hooks.TrainingEvents):
         self._training.backward_begins(tensors)
 
     def note_backward(self, tensors: Any) -> bool:
-        """Note the first backward; later ones are heard by torch's own hooks."""
+        """Note the first backward; later ones call torch's own hooks."""
         self.backward_begins(tensors)
         return True
 

@@ -59,8 +59,8 @@ class Arithmetic(Protocol):
         """
         ...
 
-    def on_refusal(self, hear: Callable[[str], None]) -> None:
-        """Calls `hear` with one line if that holds no more."""
+    def on_refusal(self, report: Callable[[str], None]) -> None:
+        """Calls `report` with one line if that no longer holds."""
         ...
 
 
@@ -69,8 +69,9 @@ class Finder:
 
     - `folder`: the run's folder, asked for when the first model is found. One model's run is the folder itself; runs of
       several are in folders below it, but the first is the folder itself where it was taken for the only one.
-    - `arguments`: those of `plimsoll.watch`. `tell`: hears of each model found. `say`: why one is not watched.
-    - `arithmetic`: hears of each model before its call goes on, watched or not.
+    - `arguments`: those of `plimsoll.watch`.
+    - `on_found`: called with each model found. `say`: called with the reason why one is not watched.
+    - `arithmetic`: its `begin` is called with each model before the call goes on, watched or not.
     - `free`: makes another folder of one that is taken, which holds a run that this training does not continue.
       `resume`: continues it in any case.
     """
@@ -80,14 +81,14 @@ class Finder:
         folder: Callable[[], Path],
         arguments: Mapping[str, Any],
         *,
-        tell: Callable[[Found], None],
+        on_found: Callable[[Found], None],
         say: Callable[[str], None],
         arithmetic: Arithmetic | None = None,
         free: Callable[[Path, bool], Path] = lambda folder, _: folder,
         resume: bool = False,
     ) -> None:
         self._free, self._resume = free, resume
-        self._choose, self._arguments, self._tell, self._say = folder, arguments, tell, say
+        self._choose, self._arguments, self._on_found, self._say = folder, arguments, on_found, say
         self._arithmetic = arithmetic
         self._complained = False
         self._place: Path | None = None  # the folder of the script
@@ -123,7 +124,7 @@ class Finder:
         """True if a model was found."""
         return bool(self._watches)
 
-    # A script that makes no optimizer is heard of by its backwards: where the weights that one reached have moved by
+    # A script that makes no optimizer is found by its backwards: where the weights that one reached have moved by
     # the next one, the smallest module that has them is the model, watched from that backward on.
     def note_backward(self, roots: Sequence[torch.Tensor]) -> bool:
         """Note a backward of a script without optimizers; return True if it is enough."""
@@ -234,7 +235,7 @@ class Finder:
                 core = self._watches[-1][0].core
                 core.writer.write_manifest(precision=precision)
                 self._arithmetic.on_refusal(functools.partial(_note_refusal, core))
-            self._tell(replace(result, precision=precision))
+            self._on_found(replace(result, precision=precision))
         self._settled.update(done)
         for optimizer in done if called is not None else ():  # not inside the hook itself
             self._hooks.pop(optimizer).remove()

@@ -14,17 +14,17 @@ class ActiveCasts(threading.local):
         reference: The dtype of the reference that runs, None where none does. In a reference nothing is rounded.
         kept: The casts that act: "weights", "activations" and "gradients" (operands of products), "sums" (a product's
             accumulator) and "results" (of operations). None: all.
-        heard: Takes each cast that would act, and its format. None: nobody asks.
+        acted: Takes each cast that would act, and its format. None: nobody asks.
     """
 
     reference: torch.dtype | None = None
     kept: frozenset[str] | None = None
-    heard: set[tuple[str, str]] | None = None
+    acted: set[tuple[str, str]] | None = None
 
     def acts(self, cast: str, fmt: str) -> bool:
         """Return True if a cast to a format acts now."""
-        if self.heard is not None:
-            self.heard.add((cast, fmt))
+        if self.acted is not None:
+            self.acted.add((cast, fmt))
         return self.kept is None or cast in self.kept
 
 

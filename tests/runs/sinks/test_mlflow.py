@@ -18,7 +18,7 @@ from tests.support.runs.sinks import TAG, record, spectrum
 
 @pytest.fixture
 def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    # MLflow 3 asks for a database unless told so; this store needs nothing but MLflow.
+    # MLflow 3 asks for a database unless set otherwise; this store needs nothing but MLflow.
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     pytest.importorskip("mlflow.tracking", reason="the extra mlflow is not installed")

@@ -70,9 +70,9 @@ def test_a_slow_sink_loses_the_oldest_and_training_never_waits(start: Start) -> 
     runner = start(sink, queue_steps=3)
     runner.put(record(0))
     assert sink.inside.wait(HANG_SECONDS)
-    with pytest.warns(RuntimeWarning, match="Recorder: slower than training.* Training continues.") as told:
+    with pytest.warns(RuntimeWarning, match="Recorder: slower than training.* Training continues.") as caught:
         put_all(runner, range(1, 9))
-    assert len(told) == 1
+    assert len(caught) == 1
     assert runner.dropped == 5
     sink.go_on.set()
     runner.close(HANG_SECONDS)
@@ -82,10 +82,12 @@ def test_a_slow_sink_loses_the_oldest_and_training_never_waits(start: Start) -> 
 def test_a_sink_that_raises_is_said_once_and_gets_the_next_records() -> None:
     sink = Failing("put", OSError("no space"), only=range(2, 5))
     runner = SinkRunner(sink)
-    with pytest.warns(RuntimeWarning) as told:
+    with pytest.warns(RuntimeWarning) as caught:
         run_through(runner, *range(7))
     assert sink.steps == [0, 1, 5, 6]
-    assert [str(warning.message) for warning in told] == ["Failing: put failed: OSError: no space. Training continues."]
+    assert [str(warning.message) for warning in caught] == [
+        "Failing: put failed: OSError: no space. Training continues."
+    ]
     assert (runner.failed, runner.dropped) == (3, 0)
     assert runner.failure == "Failing: put failed: OSError: no space"
 
@@ -138,11 +140,11 @@ def test_a_success_between_failures_keeps_it_on(start: Start) -> None:
 def test_a_sink_that_cannot_be_opened_is_switched_off_and_said_once() -> None:
     sink = Failing("open", ConnectionError("no server"))
     runner = SinkRunner(sink)
-    with pytest.warns(RuntimeWarning) as told:
+    with pytest.warns(RuntimeWarning) as caught:
         run_through(runner, 1, flush=True)
     runner.put(record(2))
     message = "Failing: open failed: ConnectionError: no server; it is switched off for this run"
-    assert [str(warning.message) for warning in told] == [f"{message}. Training continues."]
+    assert [str(warning.message) for warning in caught] == [f"{message}. Training continues."]
     assert runner.failure == message
     assert runner.dropped == 2
     assert len(sink.calls) == 1

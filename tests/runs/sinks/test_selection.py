@@ -90,9 +90,9 @@ def test_more_histograms_than_the_cap_are_said_once() -> None:
     spectra = {("weights", name): spectrum(1.0) for name in "dcab"}
     many = StepRecord(step=1, spectra=lambda: spectra)
     chosen = selection(max_histograms=2)
-    with pytest.warns(RuntimeWarning, match="Test: a step has 4 histograms; the first 2 are written") as told:
+    with pytest.warns(RuntimeWarning, match="Test: a step has 4 histograms; the first 2 are written") as caught:
         assert [list(chosen.of(many).histograms) for _ in range(2)] == [["weights/a", "weights/b"]] * 2
-    assert len(told) == 1
+    assert len(caught) == 1
     assert len(chosen.of(many).scalars) == 4
     assert selection(max_histograms=0).of(many).histograms == {}
 

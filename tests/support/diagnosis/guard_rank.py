@@ -22,9 +22,9 @@ def train(folder: Path, ranks: str, *, by_look: bool) -> dict[str, Any]:
     model = DistributedDataParallel(net())
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), scaler_at(1.0)
     watch = pl.watch(model, optimizer, run=folder / f"{ranks}-{by_look}", every=2, ranks=ranks)
-    told: list[str] = []
+    stated: list[str] = []
     options: dict[str, Any] = {"every": 10**6 if by_look else 5, "cpu_share": 1.0, "dry_run": False}
-    guard = Guard(watch, ["raise_scale"], lambda f: told.append(f.rule), scaler=scaler, **options)
+    guard = Guard(watch, ["raise_scale"], lambda f: stated.append(f.rule), scaler=scaler, **options)
     scales = []
 
     def between(step: int) -> None:
@@ -36,7 +36,7 @@ def train(folder: Path, ranks: str, *, by_look: bool) -> dict[str, Any]:
 
     by_hand(model, optimizer, scaler, range(18), factor=1e-6, between=between)
     found = {
-        "scales": scales, "acts": [act.to_dict() for act in guard.acts], "told": told,
+        "scales": scales, "acts": [act.to_dict() for act in guard.acts], "reported": stated,
         "looks": [look.step for look in guard.looks],
         "weights": [p.detach().flatten().tolist() for p in model.parameters()],
     }  # fmt: skip

@@ -234,5 +234,5 @@ def held_in(x: Tensor, fmt: str) -> Tensor:
 SOUND = Story()
 
 
-def told(**changes: object) -> Story:
+def make_story(**changes: object) -> Story:
     return replace(SOUND, **changes)

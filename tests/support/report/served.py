@@ -16,14 +16,14 @@ import pytest
 
 from plimsoll.runs import RunWriter, Scalars
 from tests.support.diagnosis.faults import QUIET, A, falling
-from tests.support.diagnosis.stories import Story, constant, of_layer, told
+from tests.support.diagnosis.stories import Story, constant, make_story, of_layer
 from tests.support.patience import HANG_SECONDS
 
 # One layer's gradients are flushed to zero; the loss scale collapses; nothing is wrong.
-LOW = told(samples=20, gradient_std=of_layer(A, constant(2.0**-34), QUIET))
-COLLAPSED = told(samples=20, scale=falling(50, 8))
-HEALTHY = told(samples=20)
-WIDE = told(samples=6, scale=lambda step: None, gradient_fmt="fp32", activation_fmt="fp32")
+LOW = make_story(samples=20, gradient_std=of_layer(A, constant(2.0**-34), QUIET))
+COLLAPSED = make_story(samples=20, scale=falling(50, 8))
+HEALTHY = make_story(samples=20)
+WIDE = make_story(samples=6, scale=lambda step: None, gradient_fmt="fp32", activation_fmt="fp32")
 LAYER = f"{A}.weight"  # the one that LOW flushes
 
 

@@ -1,4 +1,4 @@
-"""Models of every kind of graph, for the tests of layer scales: each is made anew, with the same weights every time."""
+"""Models of every kind of graph, for the tests of layer scales: each is made with the same weights every time."""
 
 from collections.abc import Callable
 from typing import Any

@@ -89,7 +89,7 @@ class Carried(fx.Interpreter):
 def drawn(
     captured: Captured, changes: Mapping[str, ParameterChange], dtype: torch.dtype, seed: int
 ) -> dict[str, Tensor]:
-    """Every tensor of the model's state by name, parameters drawn anew; names of one parameter share one tensor."""
+    """Every tensor of the model's state by name, parameters drawn again; names of one parameter share one tensor."""
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}
     first = {name: group[0] for group in captured.ties for name in group}

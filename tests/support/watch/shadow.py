@@ -66,7 +66,7 @@ def found(run: Run, collection: str, name: str, step: int = 0) -> tuple[int, int
     return pair[0], pair[1]
 
 
-def told(run: Run, collection: str) -> dict[str, list[int]]:
+def counted_steps(run: Run, collection: str) -> dict[str, list[int]]:
     """At which steps each tensor has counts."""
     steps = {name: list(run.series(collection, name, "underflowed")[0]) for name in run.tensors[collection]}
     return {name: at for name, at in steps.items() if at}

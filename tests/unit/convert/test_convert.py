@@ -181,7 +181,7 @@ def test_compiles_whole_and_not_for_every_batch() -> None:
         tokens = torch.zeros(batch, 16, dtype=torch.long)
         torch.testing.assert_close(compiled(tokens, tokens)[1], model(tokens, tokens)[1])
         counts.append(counter.frame_count)
-    # With dynamic=True torch begins the first compilation anew: dropout's probability, a float, may be no symbol.
+    # With dynamic=True torch begins the first compilation again: dropout's probability, a float, may be no symbol.
     assert counts == [2] * 5
     compiled(**EXAMPLE)[0].backward()
     assert model.get_submodule("blocks.0.up").weight.grad is not None  # type: ignore[union-attr]
@@ -205,7 +205,7 @@ def test_depth_is_the_number_of_branches_that_join_one_path() -> None:
     assert {name: trait.depth for name, trait in traits.items()} == {
         name: 4 if name.startswith("blocks.") else 1 for name in traits
     }
-    norms_behind = MODELS["post_norm"]()  # each norm begins a path anew
+    norms_behind = MODELS["post_norm"]()  # each norm begins a path again
     made = pl.unit.convert(norms_behind.model, norms_behind.example, seed=0)
     assert {trait.depth for trait in traits_of(made).values()} == {1}
 

@@ -391,9 +391,9 @@ def test_what_is_no_number_is_not_added(other: object) -> None:
         U.add(X, other)  # type: ignore[arg-type]
 
 
-@each(("call", "told"), REFUSED)
-def test_arguments_that_are_refused(call: Callable[[], object], told: str) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(told)):
+@each(("call", "reported"), REFUSED)
+def test_arguments_that_are_refused(call: Callable[[], object], reported: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(reported)):
         call()
 
 

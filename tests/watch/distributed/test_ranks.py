@@ -165,16 +165,18 @@ def test_errors_of_four_ranks_are_those_of_one_process(scenario: str, four: Path
 
 
 def test_shadows_that_some_ranks_cannot_take_are_not_taken(two: Path) -> None:
-    told = {}
+    reported = {}
     for scenario in ("shadow_tensor_parallel", "shadow_on_one_rank", "shadow_on_one_rank/failing"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # a rank has no run
             run = Run(two / scenario)
         assert not list(run.errors())
-        told[scenario] = {event.message for event in run.events() if event.kind == "shadow"}
-    (way,) = told["shadow_tensor_parallel"]
+        reported[scenario] = {event.message for event in run.events() if event.kind == "shadow"}
+    (way,) = reported["shadow_tensor_parallel"]
     assert "not DistributedDataParallel's or fully_shard's" in way
-    (absent,) = told["shadow_on_one_rank"]
+    (absent,) = reported["shadow_on_one_rank"]
     assert "not all ranks take it" in absent
-    assert any("another rank could not repeat its part" in message for message in told["shadow_on_one_rank/failing"])
-    assert any("it raised ValueError" in message for message in told["shadow_on_one_rank/failing"])
+    assert any(
+        "another rank could not repeat its part" in message for message in reported["shadow_on_one_rank/failing"]
+    )
+    assert any("it raised ValueError" in message for message in reported["shadow_on_one_rank/failing"])

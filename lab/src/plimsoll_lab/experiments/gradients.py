@@ -336,8 +336,8 @@ def said(numbers: Numbers, larger: int | None) -> tuple[str, ...]:
         f"32K; {percent(fp32['band'], 1)} lie in [2^-27, 2^-24). {FIGURE} shows it."
     )
     words = {"fp16": "with no loss scale", "fp16-8": "at 8", "fp16-32k": "at 32K"}
-    told = ", ".join(f"{scale} {_ended(numbers[name])}" for name, scale in words.items())
-    trained = f"Held-out loss in FP16, in units of FP32's (mAP {fp32['held_out_map']:.3f}): {told}."
+    text = ", ".join(f"{scale} {_ended(numbers[name])}" for name, scale in words.items())
+    trained = f"Held-out loss in FP16, in units of FP32's (mAP {fp32['held_out_map']:.3f}): {text}."
     made = percent(eight["zeros_by_fp16"], 0)
     zeros = f"Of the zeros in FP16 at 8, {made} were made by FP16; the others are zero in FP32 too."
     wide = f"{percent(fp32['wide'], 1)} of all lie in 2^-32 to 2^-20"

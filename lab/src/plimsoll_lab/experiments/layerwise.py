@@ -211,18 +211,18 @@ def _serves(numbers: Numbers) -> str:
     good = [_title(name) for name in _ADAPTIVE if numbers[name]["of_best_high"] <= _AS_GOOD]
     bad = [_title(name) for name in _ADAPTIVE if numbers[name]["of_best_high"] > _AS_GOOD]
     best, worst = best_static(numbers), _worst_static(numbers)
-    told = f"As good as the best static scale ({_title(best).removeprefix('static ')}): {', '.join(good) or 'none'}."
-    told += f" Not shown to be: {', '.join(bad)}." if bad else ""
-    told += f" Of FP32 itself it is shown to within {percent(numbers['fp32']['of_best_high'] - 1, 1)}."
+    text = f"As good as the best static scale ({_title(best).removeprefix('static ')}): {', '.join(good) or 'none'}."
+    text += f" Not shown to be: {', '.join(bad)}." if bad else ""
+    text += f" Of FP32 itself it is shown to within {percent(numbers['fp32']['of_best_high'] - 1, 1)}."
     behind = numbers[worst]["of_best"] - 1
-    return f"{told} The worst static scale ({_title(worst).removeprefix('static ')}) ends {percent(behind, 0)} behind."
+    return f"{text} The worst static scale ({_title(worst).removeprefix('static ')}) ends {percent(behind, 0)} behind."
 
 
 def _windows(fp32: Mapping[str, float]) -> str:
     """Return what the spectra show of one scale for all layers."""
     if "window_low" not in fp32:
         return (
-            f"No single scale serves all {fp32['tensors']:.0f} tensors: {fp32['no_scale_serves']:.0f} have none at all."
+            f"No single scale fits all {fp32['tensors']:.0f} tensors: {fp32['no_scale_serves']:.0f} have none at all."
         )
     return (
         f"The tensors' largest gradients lie {fp32['tops_apart']:.0f} binades apart. Scales of "

@@ -98,7 +98,7 @@ Dtypes = Mapping[str, frozenset[torch.dtype]]
 _MOVING = frozenset(("_to_copy", "detach", "expand", "permute", "t", "transpose", "view"))  # none computes anything
 
 
-class _Heard(TorchDispatchMode):
+class _ResultDtypes(TorchDispatchMode):
     """Mode that notes each operation's dtype: its first floating tensor's."""
 
     def __init__(self) -> None:
@@ -118,12 +118,12 @@ def operations_at(level: str, policy: Policy | None = None) -> Dtypes:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pixels = torch.empty(4, 3, 32, 32, device="meta")
     classes = torch.zeros(4, dtype=torch.long, device="meta")
-    with prepare(model, optimizer, level, policy=policy) as loop, _Heard() as heard, loop.forward():
+    with prepare(model, optimizer, level, policy=policy) as loop, _ResultDtypes() as results, loop.forward():
         loss_of(model(pixels), classes)
-    return {name: frozenset(dtypes) for name, dtypes in sorted(heard.dtypes.items())}
+    return {name: frozenset(dtypes) for name, dtypes in sorted(results.dtypes.items())}
 
 
-def told(dtypes: Dtypes) -> str:
+def in_words(dtypes: Dtypes) -> str:
     """The operations by dtype, in words."""
     by_dtype: dict[str, list[str]] = {}
     for name, found in dtypes.items():
@@ -446,7 +446,7 @@ def _of_scales(numbers: Numbers) -> tuple[Claim, ...]:
         dynamic-saves | dynamic.lost_after | at most {_FEW} of gradients
             | the dynamic scale finds its place: it loses few
         static-as-dynamic | static_as_dynamic | at most {_TRAILS} of the pictures behind it
-            | a scale of 2^15 serves as well as the dynamic one
+            | a scale of 2^15 works as well as the dynamic one
         """,
         by_scale=by_scale,
         dynamic=dynamic,
@@ -496,8 +496,8 @@ def _said(found: Accuracies, numbers: Numbers, ran: Mapping[str, Dtypes]) -> tup
         f"Of the pictures held out are classified right: {levels}.",
         o3,
         scales,
-        f"At O1 there ran in {told(ran['O1'])}.",
-        f"With conv2d and relu moved to the list high there ran in {told(ran['changed'])}.",
+        f"At O1 there ran in {in_words(ran['O1'])}.",
+        f"With conv2d and relu moved to the list high there ran in {in_words(ran['changed'])}.",
     )
 
 

@@ -330,11 +330,11 @@ def measured(run: Run, view: View, setup: Setup, findings: tuple[Finding, ...]) 
     steps, loss = run.scalars("loss")
     broken = steps[~np.isfinite(loss)]
     overflow_at = float(broken[0]) if len(broken) else math.inf
-    told = [finding.since_step for finding in findings if finding.rule == _RULE]
+    reported = [finding.since_step for finding in findings if finding.rule == _RULE]
     skips = [event.step for event in view.events if event.kind == "skip" and event.step >= overflow_at]
     return {
         "overflow_at": overflow_at,
-        "told_at": float(min(told) + _CONFIRMED) if told else math.inf,
+        "told_at": float(min(reported) + _CONFIRMED) if reported else math.inf,
         "skipped_since": len(set(skips)) / (int(steps[-1]) + 1 - overflow_at) if len(broken) else 0.0,
         "loss_end": float(loss[-1]),
         "largest_first": _largest(run, setup, 0),

@@ -125,8 +125,8 @@ def changed_tokens(one: LoopOf, other: LoopOf) -> int:
 def changed_lines(one: LoopOf, other: LoopOf, *, indents: bool = True) -> tuple[int, int]:
     """Return how many lines a body adds and lacks; `indents`: those count too."""
     here, there = ([line if indents else line.strip() for line in _body(loop)] for loop in (one, other))
-    told = list(difflib.ndiff(here, there))
-    return sum(line.startswith("+ ") for line in told), sum(line.startswith("- ") for line in told)
+    lines = list(difflib.ndiff(here, there))
+    return sum(line.startswith("+ ") for line in lines), sum(line.startswith("- ") for line in lines)
 
 
 @contextlib.contextmanager
@@ -279,8 +279,8 @@ def measure(bench: Bench) -> Measured:
     bench.progress.advance()
     rate = rates(RATE_SIZE) if bench.device == "cuda" else None
     bench.progress.advance()
-    told = claims(found, losses, settings, rate)
-    return Measured(trainings=(), claims=told, said=_said(found, losses, rate))
+    checked = claims(found, losses, settings, rate)
+    return Measured(trainings=(), claims=checked, said=_said(found, losses, rate))
 
 
 def trained(seed: int, device: str) -> tuple[Mapping[str, list[float]], int]:

@@ -4,7 +4,7 @@ A small CLIP and a small one-stage detector, each in FP16 with the stock scaler 
 batches, without hard batches: nothing goes wrong, and the scale stays high. What a layer, its underflow and the rate
 are is stated in `analysis`.
 
-Why the CLIP's rate rises is no fault of a scaler. A contrastive loss sharpens: as pictures and captions are told apart,
+Why the CLIP's rate rises is no fault of a scaler. A contrastive loss sharpens: as pictures and captions are matched,
 most pairs become certain, and an entry's gradient is how uncertain it is; so gradients shrink in time. A detector's
 loss is of few boxes, always the hardest, and stays. What this needs is stated: gradients that are near FP16's floor to
 begin with, by what a large CLIP has and a small one must be given (a mean over 32,768 pairs, and loud activations:
@@ -124,8 +124,8 @@ class Job:
 
     def to_task(self, setup: Setup, device: str) -> Task:
         """As JSON-able data, for a worker."""
-        told = {"kind": self.kind.name, "seed": self.seed, "run": str(self.run)}
-        return {"name": self.run.name, **told, "setup": asdict(setup), "device": device}
+        fields = {"kind": self.kind.name, "seed": self.seed, "run": str(self.run)}
+        return {"name": self.run.name, **fields, "setup": asdict(setup), "device": device}
 
 
 TRAINED = f"{__name__}:trained"
@@ -428,7 +428,7 @@ def _of_verdicts(found: Found, sound: Sequence[str]) -> tuple[Claim, ...]:
         verdicts-come-true | verdicts_come_true | at least 1.0 of trainings
             | the rate at the end is what the early verdict said
         stay-is-safe | stay_is_safe | at most {_AS_GOOD} of BF16's loss
-            | detector, told to stay in FP16: its loss ends where BF16's does
+            | detector, forced to stay in FP16: its loss ends where BF16's does
         """,
         clip_fp16_told_early=_share(found["clip-fp16"], "told_change"),
         clip_fp16_rises_early=_least(found["clip-fp16"], "rise_early"),

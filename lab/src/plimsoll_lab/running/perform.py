@@ -42,7 +42,7 @@ def perform(
     - `folder`: new, empty, or one that the same experiment has made before; its former results there are replaced.
     - `seed`: of everything that is random. `device`: "cpu", where FP16 is emulated, or "cuda".
     - `steps`: how long each training is; None for as long as the experiment needs. `full`: larger models, for longer.
-    - `progress`: is told of parts and steps.
+    - `progress`: called with parts and steps.
 
     torch's random generator, and all of its settings, are afterwards what they were.
 
@@ -120,7 +120,7 @@ def perform_all(
     After each, all outcomes so far go to the folder's ``outcomes.json``. One that raises (what it needs is not
     installed, its folder holds other things) has that as its outcome's `error`, and the next is begun.
 
-    - `done`: is told of each outcome.
+    - `done`: called with each outcome.
 
     Raises, before anything is begun, `ArgumentError` for a seed or a device that none can have, and `RunError` for a
     folder that cannot be written.
@@ -149,5 +149,5 @@ def _outcome(
 ) -> Outcome:
     try:
         return Outcome.of(perform(experiment, folder, seed=seed, device=device, full=full, progress=progress))
-    except Exception as error:  # noqa: BLE001  (whatever it is, it is told, and the other experiments can go on)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is reported, and the other experiments can go on)
         return Outcome(experiment=experiment.name, error=f"{type(error).__name__}: {error}", device=device)

@@ -60,12 +60,12 @@ def carry_out(
     """Return the tasks' answers in order; `workers` run at a time, one in-process.
 
     - `function`: "module:function", which is called with one task.
-    - `done`: is told of each answer as it comes, with the task's number, in this thread.
+    - `done`: called with each answer as it comes, with the task's number, in this thread.
 
     Raises `PlimsollError` with what a worker said where a task failed, and then ends the others.
     """
-    told = progress or Silent()
-    told.begin(title, len(tasks))
+    bar = progress or Silent()
+    bar.begin(title, len(tasks))
     answers: list[Any] = [None] * len(tasks)
     pairs = _here(function, tasks) if workers == 1 else _elsewhere(function, tasks, workers)
     with contextlib.closing(pairs):
@@ -73,7 +73,7 @@ def carry_out(
             answers[number] = answer
             if done is not None:
                 done(number, answer)
-            told.advance()
+            bar.advance()
     return answers
 
 
@@ -100,9 +100,9 @@ def work() -> None:
     torch.set_num_threads(1)
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
-        told = json.loads(line)
+        request = json.loads(line)
         try:
-            said = {"answer": named(told["function"])(told["task"])}
+            said = {"answer": named(request["function"])(request["task"])}
         except Exception:  # noqa: BLE001  (whatever it is, the process that waits has to know)
             said = {"failed": traceback.format_exc()}
         print(json.dumps(said), file=answers, flush=True)

@@ -117,7 +117,7 @@ def run(
         resume=resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
     )
     atexit.register(session.end)
-    runner.hear(session.note, session.note_backward)
+    runner.listen(session.note, session.note_backward)
     kernels_ahead.compile_when_torch_is_there()
     raise runner.RunAfterCli(lambda: runner.execute(script, arguments or [], as_module=as_module))
 
@@ -181,12 +181,12 @@ class _Session:
 
                 self._arithmetic = ScriptPrecision(self._precision, _report_once)
             self._finder = Finder(
-                self._folder, self._settings, tell=self._tell, say=_report, arithmetic=self._arithmetic,
+                self._folder, self._settings, on_found=self._on_found, say=_report, arithmetic=self._arithmetic,
                 free=self._free, resume=self._resume,
             )  # fmt: skip
         return self._finder
 
-    def _tell(self, found: "Found") -> None:
+    def _on_found(self, found: "Found") -> None:
         """A model is watched from now on."""
         often = self._settings["collect"]
         if isinstance(often, list):

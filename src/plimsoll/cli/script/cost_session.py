@@ -73,13 +73,13 @@ class CostSession:
     def __init__(self, rounds: int, show: Callable[[CostReport], None], say: Callable[[str], None]) -> None:
         self._rounds, self._show, self._say = rounds, show, say
         folder = tempfile.mkdtemp()
-        # At exit, when finalizers run, the watch has closed: `runner.hear` keeps this object until then.
+        # At exit, when finalizers run, the watch has closed: `runner.listen` keeps this object until then.
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._probe: CostProbe | None = None
         self._report: CostReport | None = None
         self._process = os.getpid()
         settings = {"every": NEVER, "quiet": True}
-        self._finder = Finder(lambda: Path(folder) / "run", settings, tell=self._begin, say=say)
+        self._finder = Finder(lambda: Path(folder) / "run", settings, on_found=self._begin, say=say)
 
     def run(self, script: str, arguments: Sequence[str], *, as_module: bool) -> None:
         """Run the script until the cost is known, and report it.
@@ -87,7 +87,7 @@ class CostSession:
         Raises:
             SystemExit: 2, if too few steps were seen.
         """
-        runner.hear(self._note)
+        runner.listen(self._note)
         try:
             runner.execute(script, arguments, as_module=as_module)
         except SystemExit:  # the probe's, or the script's own

@@ -22,34 +22,34 @@ _HOME = "torch.optim.optimizer"
 _METHODS = ("__init__", "__setstate__")  # made, and unpickled or copied
 
 
-def hear(tell: Callable[[Any], None], heed: Callable[[Any], bool] | None = None) -> None:
-    """Call `tell` with each optimizer once `torch.optim.Optimizer` is initialized.
+def listen(on_optimizer: Callable[[Any], None], on_backward: Callable[[Any], bool] | None = None) -> None:
+    """Call `on_optimizer` with each optimizer once `torch.optim.Optimizer` is initialized.
 
-    It must not raise. `heed` is called with what each backward begins from, until it says that it need not hear of
+    It must not raise. `on_backward` is called with what each backward begins from, until it returns True: it needs no
     more.
     """
 
     def patch(module: ModuleType) -> None:
-        _patch(module, tell)
-        if heed is not None:
-            _patch_backward(sys.modules["torch.autograd"], heed)
+        _patch(module, on_optimizer)
+        if on_backward is not None:
+            _patch_backward(sys.modules["torch.autograd"], on_backward)
 
     when_imported(_HOME, patch)
 
 
-def _patch(module: ModuleType, tell: Callable[[Any], None]) -> None:
+def _patch(module: ModuleType, on_optimizer: Callable[[Any], None]) -> None:
     for name in _METHODS:
-        setattr(module.Optimizer, name, _telling(getattr(module.Optimizer, name), tell))
+        setattr(module.Optimizer, name, _reporting(getattr(module.Optimizer, name), on_optimizer))
 
 
-def _patch_backward(autograd: Any, heed: Callable[[Any], bool]) -> None:
+def _patch_backward(autograd: Any, on_backward: Callable[[Any], bool]) -> None:
     original = autograd.backward
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if autograd.backward is backward:
             autograd.backward = original  # so that a watch which begins now sees this backward too
-            if not heed(tensors) and autograd.backward is original:
+            if not on_backward(tensors) and autograd.backward is original:
                 autograd.backward = backward
                 return original(tensors, *args, **kwargs)
             return autograd.backward(tensors, *args, **kwargs)
@@ -58,11 +58,11 @@ def _patch_backward(autograd: Any, heed: Callable[[Any], bool]) -> None:
     autograd.backward = backward
 
 
-def _telling(original: Callable[..., Any], tell: Callable[[Any], None]) -> Callable[..., Any]:
+def _reporting(original: Callable[..., Any], on_optimizer: Callable[[Any], None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        tell(self)
+        on_optimizer(self)
         return result
 
     return method
@@ -255,7 +255,7 @@ class AnswerSession:
     def run(self, script: str, arguments: Sequence[str], *, as_module: bool) -> None:
         """Run the script, report, and end the process with the answer's exit code."""
         os._exit = self._exit_at_once
-        hear(self._note_optimizer, self._note_backward)
+        listen(self._note_optimizer, self._note_backward)
         self._divert_output()
         try:
             execute(script, arguments, as_module=as_module)

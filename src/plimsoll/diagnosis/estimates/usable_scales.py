@@ -217,8 +217,9 @@ class Scales:
     def bounding(self) -> tuple[tuple[str, int], tuple[str, int]]:
         """The layers that bound the scale from below and above, with their bounds."""
         lowest, highest = np.nan_to_num(self.low, nan=-np.inf), np.nan_to_num(self.high, nan=np.inf)
-        needs, bears = int(lowest.max(axis=1).argmax()), int(highest.min(axis=1).argmin())
-        return (self.names[needs], int(lowest[needs].max())), (self.names[bears], int(highest[bears].min()))
+        lowest_of, highest_of = int(lowest.max(axis=1).argmax()), int(highest.min(axis=1).argmin())
+        low, high = int(lowest[lowest_of].max()), int(highest[highest_of].min())
+        return (self.names[lowest_of], low), (self.names[highest_of], high)
 
     @property
     def need(self) -> Floats:

@@ -33,7 +33,7 @@ class BackgroundChecker:
     """Looks at one run.
 
     - `gather`: called on the looking thread before each look, with its step; says whether all is on disk.
-    - `failed`: hears what a look raised.
+    - `failed`: called with what a check raised.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class ActionChooser:
         self._begin, self._dry_run = begin, dry_run
         self._tracks: dict[tuple[str, str | None], _Track] = {}
         self._before: dict[str, int] = {}  # the newest step of each collection at the look before
-        self._effective = begin  # the first step that the last act was in force for
+        self._effective = begin  # the first step that the last action was active for
         self._totals: Counter[Action] = Counter()
         self._last: dict[tuple[str, str], int] = {}  # when a kind of action was last taken on a target
 

@@ -48,7 +48,7 @@ class HookedBoundary(torch_hooks.TrainingEvents):
         torch_hooks.subscribe(self)
 
     def remove(self) -> None:
-        """Hears no more."""
+        """Stop receiving events."""
         torch_hooks.unsubscribe(self)
 
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:  # noqa: ARG002
@@ -141,7 +141,7 @@ class ManyRanks:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         missing = set(range(1, self._world))
         while missing and time.monotonic() < deadline and not closing.is_set():
-            missing = {rank for rank in missing if int(self._link.told(f"flushed/{rank}") or -1) < step}
+            missing = {rank for rank in missing if int(self._link.read(f"flushed/{rank}") or -1) < step}
             if missing:
                 closing.wait(_POLL_SECONDS)
         return not missing

@@ -94,7 +94,7 @@ class CallRecord:
         parameters: Own parameters by owner and name: the parameter, and the gradient of this call's use.
         buffers: Own buffers by owner and name, copied before the call.
         children: Calls within it, in order.
-        heard: Casts that acted within it, apart from those in its children, each with its format.
+        acted: Casts that acted within it, apart from those in its children, each with its format.
     """
 
     key: Key
@@ -115,7 +115,7 @@ class CallRecord:
     buffers: dict[tuple[int, str], Tensor] = field(default_factory=dict[tuple[int, str], Tensor])
     after: RandomState | None = None
     children: "list[CallRecord]" = field(default_factory=list["CallRecord"])
-    heard: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    acted: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     parts: dict[str, Any] = field(default_factory=dict[str, Any])  # by cast: the call again, with this cast alone
 
 
@@ -142,7 +142,7 @@ class Recorder:
         )
         self._stack.append(top)
         self.calls.append(top)
-        with _hearing(top), intercepted(self._names, self):
+        with _collecting_casts(top), intercepted(self._names, self):
             loss = closure()
         top.outputs, top.output_spec = pytree.tree_flatten(loss.detach().clone())
         top.given_gradient, top.output_gradients = {0}, {0: torch.ones_like(loss.detach())}
@@ -166,7 +166,7 @@ class Recorder:
         given = [self._tapped(x, i, record) for i, x in enumerate(leaves)]
         self._stack.append(record)
         try:
-            with self._own_tapped(module, record), _hearing(record):
+            with self._own_tapped(module, record), _collecting_casts(record):
                 args, kwargs = pytree.tree_unflatten(given, spec)
                 found = call(*args, **kwargs)
         finally:
@@ -240,12 +240,12 @@ def _with_parts(module: nn.Module, called: Collection[int]) -> Generator[nn.Modu
 
 
 @contextmanager
-def _hearing(record: CallRecord) -> Generator[None]:
-    before, active_casts.heard = active_casts.heard, record.heard
+def _collecting_casts(record: CallRecord) -> Generator[None]:
+    before, active_casts.acted = active_casts.acted, record.acted
     try:
         yield
     finally:
-        active_casts.heard = before
+        active_casts.acted = before
 
 
 def _again(call: Call, spec: Any, leaves: list[Any]) -> Any:

@@ -71,9 +71,9 @@ class Step:
                 return self.reference.with_values(listed)
             return self.reference.with_gradients(listed)
 
-    def heard(self, module: str) -> dict[str, str]:
+    def casts_of(self, module: str) -> dict[str, str]:
         """Return the casts of a module, each with its format."""
-        return {cast: fmt for call in self.calls if call.key[0] == module for cast, fmt in sorted(call.heard)}
+        return {cast: fmt for call in self.calls if call.key[0] == module for cast, fmt in sorted(call.acted)}
 
     def arithmetic(self, module: str) -> str:
         """Return a name for a module's operations, by the 16-bit dtypes of their results."""
@@ -91,18 +91,18 @@ class Step:
 
     def _make_parts(self, record: CallRecord) -> None:
         """Compute a call again without its casts, and with each cast alone."""
-        if record.key[0] not in self._split or not record.heard:
+        if record.key[0] not in self._split or not record.acted:
             return
-        before = active_casts.kept, active_casts.heard
+        before = active_casts.kept, active_casts.acted
         # A checkpoint around the call is not to keep what this saves.
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):
             try:
-                active_casts.heard = None
-                for cast in (ARITHMETIC, *sorted({cast for cast, _ in record.heard})):
+                active_casts.acted = None
+                for cast in (ARITHMETIC, *sorted({cast for cast, _ in record.acted})):
                     active_casts.kept = frozenset((cast,))
                     record.parts[cast] = self._player.again(record, wide=False)
             finally:
-                active_casts.kept, active_casts.heard = before
+                active_casts.kept, active_casts.acted = before
                 if record.after is not None:
                     record.after.restore()
 
@@ -271,11 +271,11 @@ class _Search:
         """The rows with those of modules that cast taken apart by cast."""
         shares: dict[str, float] = {}
         for part, row in rows:
-            if len(part.modules) == 1 and self._step.heard(part.modules[0]):
+            if len(part.modules) == 1 and self._step.casts_of(part.modules[0]):
                 shares[part.modules[0]] = shares.get(part.modules[0], 0.0) + abs(row.share)
         by_share = sorted(shares, key=lambda name: -shares[name])
         chosen = [name for name in by_share if shares[name] >= _ENOUGH][:_MOST_SPLIT]
-        costs = {name: (len(self._step.heard(name)) + 1) * (1 + _BACKWARD) for name in chosen}
+        costs = {name: (len(self._step.casts_of(name)) + 1) * (1 + _BACKWARD) for name in chosen}
         while chosen and PASSES + sum(costs[name] for name in chosen) > self._left(1.0):
             chosen.pop()
         if not chosen:
@@ -416,12 +416,12 @@ class _Search:
         if len(part.modules) != 1:
             return "casts and operations"
         (name,) = part.modules
-        heard = self._step.heard(name)
+        casts = self._step.casts_of(name)
         if part.cast:
             of = "accumulator" if part.cast == "sums" else f"of {part.cast}"
-            return f"{heard.get(part.cast, '')} {of}".strip()
-        if part.cast is None and heard:
-            return f"casts to {'/'.join(sorted(set(heard.values())))}"
+            return f"{casts.get(part.cast, '')} {of}".strip()
+        if part.cast is None and casts:
+            return f"casts to {'/'.join(sorted(set(casts.values())))}"
         return self._step.arithmetic(name)
 
 

@@ -258,13 +258,9 @@ def _said(findings: Sequence[Finding], parts: dict[str, list[Trace]]) -> str:
         for panel, words in (("loss", "no loss was recorded"), ("scale", "no loss scale was recorded"))
         if panel not in parts
     ]
-    grave = [f for f in findings if f.severity == "alarm"]
-    alarms = (
-        f"{len(grave)} alarm{'' if len(grave) == 1 else 's'}, the first since step {min(f.since_step for f in grave):,}"
-        if grave
-        else ""
-    )
-    return joined([alarms, *missing])
+    alarms = sorted(f.since_step for f in findings if f.severity == "alarm")
+    count = f"{counted(len(alarms), 'alarm')}, the first since step {alarms[0]:,}" if alarms else ""
+    return joined([count, *missing])
 
 
 # -- `record`: the run's contents and losses: samples, drops, unreadable parts -----------------------------------------

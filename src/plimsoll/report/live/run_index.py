@@ -399,7 +399,7 @@ class RunsList:
             self._trouble = ""
 
     def _renew(self, paths: Mapping[str, Path]) -> None:
-        """Reads those runs anew that have changed, and forgets those that have gone."""
+        """Reads those runs again that have changed, and forgets those that have gone."""
         now, changed = self._clock(), list[tuple[str, Path, Stamp]]()
         for run_id, path in paths.items():
             stamp = self.source.stamp(path)

@@ -529,14 +529,14 @@ class Run:
             poll_seconds: Time between two looks at the folder.
             timeout: Seconds without new steps after which to end. A killed writer closes nothing. Default: no limit.
         """
-        new, heard = self.steps, time.monotonic()
+        new, last_news = self.steps, time.monotonic()
         while True:
             if new:
                 yield new
-                heard = time.monotonic()
+                last_news = time.monotonic()
             closed = self.closed  # asked for first: what came before the end is then seen
             new = self._look()
-            if not new and (closed or (timeout is not None and time.monotonic() - heard >= timeout)):
+            if not new and (closed or (timeout is not None and time.monotonic() - last_news >= timeout)):
                 return
             if not new:
                 time.sleep(poll_seconds)

@@ -121,10 +121,10 @@ def _create(path: Path, folder: Path) -> None:
     """Create the exclusive file, after removing that of a dead holder."""
     if _is_stale(path):
         # Renamed before it is removed: of two that find it stale, one renames it, and the other meets no file.
-        grave = folder / f"{path.name}.stale-{os.getpid()}"
+        moved_away = folder / f"{path.name}.stale-{os.getpid()}"
         with contextlib.suppress(OSError):
-            path.rename(grave)
-            grave.unlink()
+            path.rename(moved_away)
+            moved_away.unlink()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:

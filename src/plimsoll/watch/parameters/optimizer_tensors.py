@@ -438,7 +438,7 @@ class Parameters:
         return {name: p for name, p in named if name is not None}
 
     def _meet(self, params: list[Tensor]) -> None:
-        """Learns the names anew if there is a parameter among these that is not known."""
+        """Learns the names again if there is a parameter among these that is not known."""
         if all(id(p) in self._names and self._names[id(p)][0]() is p for p in params):
             return
         strangers = {id(p) for p in params} - self._names.keys()

@@ -47,7 +47,7 @@ def reducing_writer(path: str | os.PathLike[str], *, rank: int, world_size: int,
     if rank == 0:
         return Collector(path, link, world_size=world_size, **options)
     opened = time.monotonic()
-    while link.told("opened") is None:
+    while link.read("opened") is None:
         if time.monotonic() - opened > _HELLO_SECONDS:
             return RunWriter(path, rank=rank, world_size=world_size, **options)
         time.sleep(_POLL_SECONDS / 4)

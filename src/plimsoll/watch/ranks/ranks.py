@@ -5,7 +5,7 @@ Nothing here communicates. Ranks write what they have; the run's reader adds sha
 - DTensors say it themselves: shards are added up, and of replicas one rank alone has values; so, too, along those
   dimensions of the model's device mesh that a parameter is not on.
 - Under DistributedDataParallel all ranks hold the same parameters, gradients and optimizer state: the first rank of the
-  group records them, the others do not look. Parameters that it was told to ignore are each rank's own.
+  group records them, the others do not look. Parameters that it is to ignore are each rank's own.
 - Ranks that work on different parts of a batch have different activations, always added up. Their number and this
   rank's place among them, `data_parallel` and `data_index`, are in the manifest.
 - Any other plain tensor (activations of tensor-parallel ranks; parameters of tensor or expert parallel ranks that use

@@ -49,7 +49,7 @@ class StoreChannel:
         """Sets a key."""
         _asked(lambda: self._store.set(key, value))
 
-    def told(self, key: str) -> bytes | None:
+    def read(self, key: str) -> bytes | None:
         """Return the value of a key; None if it is not set."""
         return _asked(lambda: self._store.get(key) if self._store.check([key]) else None)
 
@@ -68,7 +68,7 @@ class StoreChannel:
 
     def take(self, rank: int, number: int) -> bytes | None:
         """Take a message, now the caller's; None if there is none or another took it."""
-        message = self.told(f"{rank}/{number}")
+        message = self.read(f"{rank}/{number}")
         return message if message is not None and self.claim(rank, number) else None
 
     # The store is a server (or a file) that all ranks reach. No rank waits for another, so a rank that dies or lags
@@ -118,7 +118,7 @@ class Sender(RunWriter):
         queue_bytes: int = 64 << 20,
     ) -> None:
         self._path, self._losses, self._registry = Path(path).absolute(), DroppedRecords(), SeriesRegistry([])
-        self._next_step = int(link.told("opened") or 0)
+        self._next_step = int(link.read("opened") or 0)
         self.before_read = None
 
         def own_log() -> RankFolder:
@@ -148,7 +148,7 @@ class Outbox:
         self.last_step: int | None = None
         self._underway: dict[int, tuple[Kind | None, Table, int]] = {}
         self._next = 0
-        self._sign, self._heard = b"", time.monotonic()
+        self._sign, self._last_sign = b"", time.monotonic()
 
     def renew(self) -> bool:
         """Looks what rank 0 has taken, and whether it is there."""
@@ -159,14 +159,14 @@ class Outbox:
                 if self._link.is_there(self._link.rank, number):
                     break
                 del self._underway[number]
-            closed, sign = self._link.told("closed"), self._link.told("alive") or b""
+            closed, sign = self._link.read("closed"), self._link.read("alive") or b""
         except OSError as error:
             # Whether rank 0 has what is under way cannot be known: counted twice it would be wrong, so it is lost.
             self._take_over(f"the store is gone ({error})", [])
             return False
         if sign != self._sign:
-            self._sign, self._heard = sign, time.monotonic()
-        if closed is not None or time.monotonic() - self._heard > PATIENCE_SECONDS:
+            self._sign, self._last_sign = sign, time.monotonic()
+        if closed is not None or time.monotonic() - self._last_sign > PATIENCE_SECONDS:
             back = [message for n, message in self._underway.items() if self._link.claim(self._link.rank, n)]
             self._take_over("rank 0 has closed the run" if closed else "rank 0 gives no sign of life", back)
         return False

@@ -112,9 +112,9 @@ class CapturedCall:
         known = self._sites.get(site)
         return known if known is not None and known.gradient is None else None
 
-    def hook(self, x: Tensor, hear: Callable[[Tensor], None]) -> None:
+    def hook(self, x: Tensor, call: Callable[[Tensor], None]) -> None:
         """Report the tensor's gradient to the shadow step."""
-        handle = cast("Any", x).register_hook(hear)
+        handle = cast("Any", x).register_hook(call)
         if x.is_leaf:  # a leaf outlives the step, and would keep the hook
             self._handles.append(handle)
 

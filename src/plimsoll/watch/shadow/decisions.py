@@ -1,8 +1,8 @@
 """Decisions that rounding may change: which of several scores are the largest.
 
-Calls of `topk` and `argmax` in a forward are heard, as routers of experts make them. The forward runs as it was and in
-the reference, and the n-th decision of one is compared with the n-th of the other. The output of a classifier is such a
-decision too, of which class is the most likely.
+Calls of `topk` and `argmax` in a forward are recorded, as routers of experts make them. The forward runs as it was and
+in the reference, and the n-th decision of one is compared with the n-th of the other. The output of a classifier is
+such a decision too, of which class is the most likely.
 
 A row of scores is *flipped* if other scores are chosen than in the reference. It is *tied* if rounding has made the
 last score that is chosen and the first one that is not equal. The *margin* is the distance between these two scores in
@@ -46,7 +46,7 @@ class Compared:
 
 
 class Decisions(TorchFunctionMode):
-    """The decisions of a forward, heard inside the context, in their order."""
+    """The decisions of a forward, recorded inside the context, in their order."""
 
     def __init__(self) -> None:
         super().__init__()

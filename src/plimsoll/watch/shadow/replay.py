@@ -208,7 +208,7 @@ def _lend(module: nn.Module, leaves: Mapping[int, Tensor], buffers: Mapping[str,
             inside._parameters[name] = leaves.get(id(p), p)  # noqa: SLF001
     for name, b in buffers.items():
         inside._buffers[name] = widened(b, wide) if leaves else b.clone()  # noqa: SLF001
-    # Hooks on backwards, of the user's: they would hear of one that is none of the training's.
+    # Hooks on backwards, of the user's: they would be called for one that is none of the training's.
     module.__dict__.update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
 
 

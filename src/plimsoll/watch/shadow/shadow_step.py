@@ -372,7 +372,7 @@ class Shadow:
         if self._comparisons.add(seen.gradient_series, expected, g, divisor=divisor, carries_scale=True):
             seen.gradient = None
 
-    # -- what is told --------------------------------------------------------------------------------------------------
+    # -- what is reported ----------------------------------------------------------------------------------------------
 
     @contained
     def compare_gradients(self, grads: Mapping[str, Tensor], narrowed: Mapping[str, torch.dtype]) -> None:

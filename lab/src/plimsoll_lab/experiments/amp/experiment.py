@@ -407,7 +407,7 @@ def measure(bench: Bench) -> Measured:
 def measure_with(
     bench: Bench, setup: Setup, *, counted: tuple[Network, ...], timed: tuple[Network, ...], workers: int
 ) -> Measured:
-    """Likewise, with networks of one's own to be counted and timed."""
+    """Likewise, with the caller's networks to be counted and timed."""
     memory = _counted(counted, bench)
     times = {
         network.name: time_steps(

@@ -318,15 +318,15 @@ def trained(task: Task) -> None:
 
 def to_task(job: Job, setup: Setup, device: str) -> Task:
     """A job as JSON-able data."""
-    told = {"kind": job.kind.name, "seed": job.seed, "folder": str(job.folder)}
-    return {"name": job.folder.name, "job": told, "setup": asdict(setup), "device": device}
+    fields = {"kind": job.kind.name, "seed": job.seed, "folder": str(job.folder)}
+    return {"name": job.folder.name, "job": fields, "setup": asdict(setup), "device": device}
 
 
 def from_task(task: Task) -> tuple[Job, Setup, str]:
     """Return the arguments that `to_task` was given."""
-    told = task["job"]
-    kind = next(kind for kind in KINDS if kind.name == told["kind"])
-    return Job(kind=kind, seed=told["seed"], folder=Path(told["folder"])), Setup(**task["setup"]), task["device"]
+    job = task["job"]
+    kind = next(kind for kind in KINDS if kind.name == job["kind"])
+    return Job(kind=kind, seed=job["seed"], folder=Path(job["folder"])), Setup(**task["setup"]), task["device"]
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:

@@ -218,7 +218,7 @@ def _of_remedies(fp16: Numbers, bf16: Numbers, spectral: Numbers, layer: Numbers
             | LayerScaler: nearly no gradient is lost
         layer-as-bf16 | layer.loss_end / bf16.loss_end | at most 1.1 of BF16's loss
             | LayerScaler: it ends where BF16 does
-        layer-no-alarm | layer.alarms | at most 0 alarms | LayerScaler: nothing grave is found
+        layer-no-alarm | layer.alarms | at most 0 alarms | LayerScaler: nothing severe is found
         """,
         bf16=bf16,
         fp16=fp16,
@@ -237,7 +237,7 @@ def legend(setup: Setup) -> str:
 
 def said(fp16: Training, bf16: Training, spectral: Training, layer: Training) -> tuple[str, ...]:
     """Return the findings, and the advice that the measurement gives."""
-    serves, wholly = spectral.good, layer.good and layer.numbers["lost_for_steps"] == 0
+    works, wholly = spectral.good, layer.good and layer.numbers["lost_for_steps"] == 0
     found = (
         f"In FP16 the scale falls from 2^{fp16.numbers['scale_before']:.0f} to 2^{fp16.numbers['scale_end']:.0f}, and "
         f"{percent(fp16.numbers['lost_after'])} of the activation gradient values underflow from then on. No error, no "
@@ -249,7 +249,7 @@ def said(fp16: Training, bf16: Training, spectral: Training, layer: Training) ->
         (True, False): "SpectralScaler gets FP16 out; LayerScaler did not here. Or train in BF16.",
         (False, True): "LayerScaler keeps FP16 going; SpectralScaler did not here. Or train in BF16.",
         (False, False): "Neither scaler kept FP16 going here: train in BF16.",
-    }[serves, wholly]
+    }[works, wholly]
     return (found, advice) if bf16.good else (found,)
 
 

@@ -37,7 +37,7 @@ def judged_never(kind: Kind, setup: Setup, run: Run) -> Training:
     (_, loss), (_, scale), (_, norms) = view.scalar("loss"), view.scalar("scale"), view.scalar("grad_norm")
     total = setup.steps_of(kind)
     early = (steps >= setup.warmup) & (steps < total // 6)
-    told = [f.since_step for f in findings if f.rule.startswith("underflow") and f.severity != "info"]
+    reported = [f.since_step for f in findings if f.rule.startswith("underflow") and f.severity != "info"]
     numbers = {
         "lost_before": mean(lost[early]),
         "lost_after": share_lost(view, total * 3 // 4),
@@ -45,7 +45,7 @@ def judged_never(kind: Kind, setup: Setup, run: Run) -> Training:
         "scale_before": float(np.log2(scale[0])),
         "scale_end": float(np.log2(scale[-1])),
         "gradient_fell_binades": math.log2(median(norms[setup.warmup : total // 6]) / median(norms[total * 3 // 4 :])),
-        "underflow_since": float(min(told)) if told else math.nan,
+        "underflow_since": float(min(reported)) if reported else math.nan,
     }
     good = numbers["lost_after"] <= LOST
     return Training(
@@ -290,7 +290,7 @@ def _serving(where: str, names: Mapping[str, str], numbers: Numbers, bf16: str) 
         for name in order
         if name not in whole
     )
-    return f"{where} this serves: {serve or 'nothing but BF16'}." + (f" This does not: {rest}." if rest else "")
+    return f"{where} this works: {serve or 'nothing but BF16'}." + (f" This does not: {rest}." if rest else "")
 
 
 _JUDGES = {"burst": judged, "never": judged_never, "always": judged_always}

@@ -304,10 +304,10 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
     return replace(whole, steps=steps, hard_at=min(whole.hard_at, steps * 2 // 3 // 10 * 10))
 
 
-def train(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str, told: Callable[[], object]) -> None:
+def train(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str, on_step: Callable[[], object]) -> None:
     """Train from the weights and batches of the seed, and leave the run.
 
-    `told` is called after each step.
+    `on_step` is called after each step.
     """
     torch.manual_seed(seed)
     model = Clip(width=setup.width, layers=setup.layers, heads=setup.heads, gain=setup.gain).to(device)
@@ -335,7 +335,7 @@ def train(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str, told: 
             _step(loop, _loss_of(model, make_batch(seed, step, setup.batch, black=black), device), kind)
             if isinstance(scaler, ParameterScaler):
                 seen.log(sat_out=scaler.sat_out, scale_bytes=scaler.state_bytes)
-            told()
+            on_step()
     if isinstance(scaler, LayerScaler | ParameterScaler):
         scaler.close()
 
@@ -373,7 +373,7 @@ def trained(task: Task) -> None:
     with Path(task["ticks"]).open("wb", buffering=0) as ticks:
         train(
             ALL_KINDS[task["name"]], Setup(**task["setup"]), Path(task["run"]), seed=task["seed"],
-            device=task["device"], told=lambda: ticks.write(b"."),
+            device=task["device"], on_step=lambda: ticks.write(b"."),
         )  # fmt: skip
 
 

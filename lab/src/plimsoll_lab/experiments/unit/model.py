@@ -170,10 +170,10 @@ class Setup:
         return found | {"plain_rates": list(self.plain_rates), "unit_rates": list(self.unit_rates)}
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> "Setup":
+    def from_dict(cls, record: Mapping[str, Any]) -> "Setup":
         """Return the setup that `to_dict` gave."""
-        given = dict(told)
-        given["plain_rates"], given["unit_rates"] = tuple(told["plain_rates"]), tuple(told["unit_rates"])
+        given = dict(record)
+        given["plain_rates"], given["unit_rates"] = tuple(record["plain_rates"]), tuple(record["unit_rates"])
         return cls(**given)
 
 
@@ -333,8 +333,8 @@ def trained(task: Task) -> None:
 
 def to_task(job: Job, setup: Setup, device: str) -> Task:
     """A job as JSON-able data."""
-    told = {"kind": job.kind.name, "rate": job.rate, "seed": job.seed, "run": str(job.run), "watched": job.watched}
-    return {"name": job.run.name, "job": told, "setup": setup.to_dict(), "device": device}
+    fields = {"kind": job.kind.name, "rate": job.rate, "seed": job.seed, "run": str(job.run), "watched": job.watched}
+    return {"name": job.run.name, "job": fields, "setup": setup.to_dict(), "device": device}
 
 
 def from_task(task: Task) -> tuple[Job, Setup, str]:

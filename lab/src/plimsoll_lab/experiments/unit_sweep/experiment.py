@@ -274,7 +274,7 @@ def _of_fp16(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
             | FP16 with no loss scale: so it does in most designs
         fp16-underflow | fp16_underflow | at least 0.5 of gradients
             | FP16 with no loss scale: most gradients of activations are zero
-        fp16-told | fp16_told | at least 1 alarms | FP16 with no loss scale: an alarm tells of the underflow
+        fp16-told | fp16_told | at least 1 alarms | FP16 with no loss scale: an alarm reports the underflow
         """,
         fp16_fails=mean(pairs).low,
         fp16_fails_widely=share(pairs, at_least=TRAILS),
@@ -336,7 +336,7 @@ def measure(bench: Bench) -> Measured:
 
 
 def measure_with(bench: Bench, setup: Setup, grid: Sequence[Configuration]) -> Measured:
-    """Likewise, with sizes and a grid of one's own."""
+    """Likewise, with sizes and a grid of the caller."""
     with one_thread(unless=bench.full):
         found = scores(grid, swept(bench, setup, grid))
         trainings = tuple(_watched(bench, setup, grid, found))
@@ -445,10 +445,10 @@ def _said(found: Scores, count: int) -> tuple[str, ...]:
 def _settings(bench: Bench) -> Mapping[str, object]:
     """Return the settings; refuse a folder of another setup before any change."""
     setup, grid = setup_for(bench.steps, full=bench.full), grid_for(bench.full)
-    told = identity(bench, setup)
-    results(ledger_of(bench), told, {configuration.name for configuration in grid})
+    setting = identity(bench, setup)
+    results(ledger_of(bench), setting, {configuration.name for configuration in grid})
     fp16 = "emulated" if bench.device == "cpu" else "the device's own"
-    return {**told, "fp16": fp16, "configurations": len(grid)}
+    return {**setting, "fp16": fp16, "configurations": len(grid)}
 
 
 UNIT_SWEEP = Experiment(

@@ -236,10 +236,10 @@ def _read(path: Path, number: int, line: str) -> dict[str, Any]:
         raise _damaged(path, number, "one that is no JSON") from None
     if not isinstance(record, dict):
         raise _damaged(path, number, "one that is no record")
-    told = cast("dict[str, Any]", record)
-    if told.pop("crc32", None) != _checksum(told):
+    entry = cast("dict[str, Any]", record)
+    if entry.pop("crc32", None) != _checksum(entry):
         raise _damaged(path, number, "one whose checksum is wrong")
-    return told
+    return entry
 
 
 def _result(path: Path, number: int, record: Mapping[str, Any]) -> tuple[str, dict[str, float]]:

@@ -80,9 +80,9 @@ def _unit_sum(x: Tensor, y: Tensor) -> Tensor:
     return U.add(x, y, constraint="to_output_scale")
 
 
-def _unit_attention(q: Tensor, k: Tensor, v: Tensor, **told: Any) -> Tensor:
+def _unit_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """The output's own factor: a branch must be as loud as its share says."""
-    return U.scaled_dot_product_attention(q, k, v, constraint="to_output_scale", **told)
+    return U.scaled_dot_product_attention(q, k, v, constraint="to_output_scale", **options)
 
 
 PLAIN = Parts(
@@ -396,10 +396,10 @@ def trained(task: Task) -> dict[str, float]:
             "lab unit-sweep: expected Python's standard library to be the same text on every machine of the sweep; got "
             f"{here[:12]} here and {task['text_sha256'][:12]} where it began. Install the same Python everywhere."
         )
-    told = dict(task["configuration"])
-    rate = told.pop("rate")
-    way = Way(precision=told.pop("precision"), scaling=told.pop("scaling"))
-    configuration = Configuration(design=Design(**told), way=way, rate=rate)
+    fields = dict(task["configuration"])
+    rate = fields.pop("rate")
+    way = Way(precision=fields.pop("precision"), scaling=fields.pop("scaling"))
+    configuration = Configuration(design=Design(**fields), way=way, rate=rate)
     return train(configuration, Setup(**task["setup"]), seed=task["seed"], device=task["device"])
 
 

@@ -249,9 +249,9 @@ def lost(view: View) -> dict[str, float]:
     count, zeros = (float(cells.column(name)[rows].sum()) for name in ("count", "zeros"))
     found = {"zero": zeros / count if count else math.nan}
     gone = cells.column("underflowed")[rows]
-    told = ~np.isnan(gone)
-    if told.any():
-        underflowed, there = float(gone[told].sum()), float(cells.nonzero[rows][told].sum())
+    known = ~np.isnan(gone)
+    if known.any():
+        underflowed, there = float(gone[known].sum()), float(cells.nonzero[rows][known].sum())
         found |= {"lost": underflowed / (underflowed + there), "zeros_by_fp16": underflowed / float(zeros)}
     return found
 

@@ -218,7 +218,7 @@ class ToBF16(GuardAction):
         self._done |= set(order.where)
 
     def handled(self, finding: Finding) -> bool:
-        """Of two layers that no one scale serves, one that is in BF16 needs none."""
+        """Of two layers that no single scale fits, one that is in BF16 needs none."""
         return finding.rule == NoSingleScale.id and any(map(self._is_done, self.training.modules_of(finding)))
 
     def undo(self) -> None:

@@ -159,10 +159,10 @@ class MemoryProvenance:
         origins = [self._of[memory] for memory in memory_of(x) if memory in self._of]
         return frozenset[Origin]().union(*origins)
 
-    def mark(self, x: Tensor, origins: Iterable[Origin], *, anew: bool) -> None:
-        """Mark a tensor as not finite by these origins; `anew`: drops its memory's own."""
+    def mark(self, x: Tensor, origins: Iterable[Origin], *, fresh: bool) -> None:
+        """Mark a tensor as not finite by these origins; `fresh`: drops its memory's own."""
         for memory in memory_of(x):
-            before = frozenset[Origin]() if anew else self._of.get(memory, frozenset[Origin]())
+            before = frozenset[Origin]() if fresh else self._of.get(memory, frozenset[Origin]())
             self._of[memory] = before | frozenset(origins)
             self._keep(memory, x)
 

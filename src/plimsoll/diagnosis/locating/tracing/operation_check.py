@@ -259,8 +259,8 @@ class OperationCheck:
             if self.forward is not None and not self.backward and not origin.deliberate:
                 self.forward.origin = self.forward.origin or origin
         for name, x in bad:
-            anew = name not in self.facts.written or name in self.facts.discarded
-            self.trail.mark(x, origins, anew=anew and not x._is_view())  # noqa: SLF001
+            fresh = name not in self.facts.written or name in self.facts.discarded
+            self.trail.mark(x, origins, fresh=fresh and not x._is_view())  # noqa: SLF001
 
     def _came_with(
         self, name: str, x: Tensor, s: Spectrum, inputs: Named, spectra: Mapping[str, Spectrum | None]
@@ -285,7 +285,7 @@ class OperationCheck:
         origin.count, origin.total, origin.first_index = s.nonfinite, s.count, first_bad(x)
         origin.value = math.nan if s.nans else math.inf if s.pos_infs else -math.inf
         self.trail.origins.append(origin)
-        self.trail.mark(self._real(name, x), [origin], anew=False)
+        self.trail.mark(self._real(name, x), [origin], fresh=False)
         return frozenset([origin])
 
     # An operation is new to blame if its result is not finite and all that it read was; if it works value by value,
@@ -334,7 +334,7 @@ class OperationCheck:
         origin = self._origin([("result", x)], [], {"result": spectrum})
         origin.deliberate = True
         self.trail.origins.append(origin)
-        self.trail.mark(x, [origin], anew=False)
+        self.trail.mark(x, [origin], fresh=False)
 
     # -- flushes -------------------------------------------------------------------------------------------------------
 

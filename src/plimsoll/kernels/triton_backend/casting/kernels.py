@@ -16,7 +16,7 @@ from plimsoll.kernels.triton_backend import input_bits
 
 # -- rounding, and stochastic noise ------------------------------------------------------------------------------------
 
-# The same code serves two widths: int32 bits of float32 where input and format fit there, else int64 bits of float64.
+# The same code is for two widths: int32 bits of float32 where input and format fit there, else int64 bits of float64.
 # It follows the reference (`torch_backend`) step by step, but for one thing: the value that a code stands for is not
 # decoded from it. Rounding acts on the magnitude's own bits in place, where a carry into the exponent is right
 # as it is.
@@ -407,7 +407,7 @@ def _cast_blocks(
     poisoned = largest >= 0x7FF0000000000000
     scale_codes = tl.where(poisoned, SCALE[5], scale_codes)
     values = bits.to(tl.float64, bitcast=True)
-    if tensor_scale is None:  # a power of two: so is its inverse, and one division serves the block
+    if tensor_scale is None:  # a power of two: so is its inverse, and one division is enough for the block
         scaled = values * (1.0 / divisor)[:, None]
     else:
         # A block so small beside the tensor's maximum that its scale is zero holds only zeros.

@@ -204,7 +204,7 @@ class Verdicts:
 MOST_COLUMNS = 16  # settings that a list shows at a time
 _MOST_SETTINGS = 200  # names that are offered
 _LIST_SECONDS = 0.5  # how old the list may be
-_FOLLOWED_SECONDS = 1.5  # the same for who only waits to hear of a change
+_FOLLOWED_SECONDS = 1.5  # the same for a client that only waits for a change
 
 
 class Api:

@@ -4,7 +4,7 @@ const RUN_PARTS = new Set(["finding", "pictures", "scalars", "tensor", "whatif",
 // What can be chosen in a part of a run's page, by the names of an address.
 const STATE = { overview: ["layers"], tensor: ["find", "pin", "formats"], scalars: ["find", "x", "smooth", "log"], whatif: ["sort"] };
 const PART_OF = { finding: "overview", pictures: "overview" };
-export const MOST_COMPARED = 12; // runs in one comparison: more lines cannot be told apart
+export const MOST_COMPARED = 12; // runs in one comparison: more lines cannot be distinguished
 
 function encoded(text) {
   const known = String(text);

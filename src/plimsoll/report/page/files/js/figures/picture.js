@@ -210,8 +210,8 @@ export class Picture {
     this.onlyLines = overSteps && data.every(({ type }) => type === "scatter");
     if (this.onlyLines) Object.assign(shown, { hovermode: "x", hoversubplots: "axis" }); // the values of all lines at a step
     const done = Plotly.react(this.plot, data, shown, (this.config ??= this.#config(Plotly))); // Plotly begins from nothing for another config
-    if (!this.hears) { // before the drawing is done: the figure can be zoomed from its first moment on
-      this.hears = true;
+    if (!this.listens) { // before the drawing is done: the figure can be zoomed from its first moment on
+      this.listens = true;
       this.plot.on("plotly_relayout", (changes) => this.#zoomedHere(changes));
       this.plot.on("plotly_hover", ({ points: [{ x }] }) => this.onlyLines && point(x)); // the step whose values are shown
       if (this.onPick) this.plot.on("plotly_click", ({ points: [{ pointIndex }] }) => this.onPick({ pointIndex, meta: this.#drawn.layout.meta }));

@@ -8,7 +8,7 @@ import { counted, whole } from "../words.js";
 import { plain } from "./markup.js";
 import { Picture } from "./picture.js";
 
-// As plimsoll/report/drawing/plotly_parts.py has them. Twelve lines are told apart by six colours and two dashes.
+// As plimsoll/report/drawing/plotly_parts.py has them. Twelve lines are distinguished by six colours and two dashes.
 const COLOURS = ["#2f83cc", "#c9781a", "#1f9d78", "#a26fd0", "#dc5340", "#7d8791"];
 const DASHES = ["solid", "dash"];
 const MOST = 24; // figures that are offered at once

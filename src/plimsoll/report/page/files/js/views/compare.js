@@ -25,7 +25,7 @@ export class ComparePage {
     this.leaveKeys = take([{ keys: ["x"], says: "Swap the first two", act: () => visit(to.compare([ids[1], ids[0], ...ids.slice(2)])) }]);
     this.tokens = {};
     this.stream = new Stream(address(["stream"], { run: ids }), {
-      run: (news) => this.#hear(news), again: () => this.load(), state: (state) => { this.lost = state === "lost"; this.#sign(); },
+      run: (news) => this.#onNews(news), again: () => this.load(), state: (state) => { this.lost = state === "lost"; this.#sign(); },
     });
     this.load();
   }
@@ -43,7 +43,7 @@ export class ComparePage {
     clearTimeout(this.timer);
   }
 
-  #hear({ id, token }) {
+  #onNews({ id, token }) {
     if (this.tokens[id] === token) return;
     const first = this.tokens[id] === undefined;
     this.tokens[id] = token;

@@ -63,8 +63,8 @@ export class RunPage {
     this.frame.pause.hidden = false;
     this.frame.pause.onclick = () => this.pause(!this.paused);
     this.stream = new Stream(address(["stream"], { run: this.id }), {
-      run: (news) => this.#hear(news),
-      again: () => this.#hear({ id: this.id, token: null }),
+      run: (news) => this.#onNews(news),
+      again: () => this.#onNews({ id: this.id, token: null }),
       state: (state) => { this.lost = state === "lost"; this.#sign(); },
     });
     this.pause(false);
@@ -103,7 +103,7 @@ export class RunPage {
     if (!paused && this.due) { this.due = false; this.load(); }
   }
 
-  #hear({ id, token }) {
+  #onNews({ id, token }) {
     if (id !== this.id || token === (this.run?.token ?? token)) return; // the first reading is under way, or nothing is new
     if (this.paused) { this.due = true; this.#sign(); } else this.load();
   }
