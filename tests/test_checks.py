@@ -11,7 +11,7 @@ from tests.support.cases import each
 REMEDY = "Use another."
 
 
-@pytest.mark.parametrize("value", [1, 3, np.int64(2)])
+@each("value", [1, 3, np.int64(2)])
 def test_whole_numbers_within_the_bounds_come_back_as_int(value: object) -> None:
     result = checks.integer("watch", "every", value, low=1, high=3, remedy=REMEDY)
     assert type(result) is int
@@ -26,7 +26,7 @@ def test_what_is_no_whole_number_within_the_bounds_is_refused(value: object) -> 
     assert str(error.value) == f"{rule}every={value!r}. {REMEDY}"
 
 
-@pytest.mark.parametrize("value", [1, 0.5, np.float32(0.25), np.int8(1)])
+@each("value", [1, 0.5, np.float32(0.25), np.int8(1)])
 def test_numbers_within_the_bounds_come_back_as_float(value: object) -> None:
     result = checks.number("prepare", "share", value, above=0, at_most=1, remedy=REMEDY)
     assert type(result) is float
@@ -48,9 +48,7 @@ def test_bounds_are_in_or_out_as_they_say() -> None:
         checks.number("f", "x", float("inf"), remedy=REMEDY)
 
 
-@pytest.mark.parametrize(
-    ("value", "near"), [("Reduced", "Did you mean 'reduce'"), (7, "Use 'all'"), (None, "Use 'all'")]
-)
+@each(("value", "near"), [("Reduced", "Did you mean 'reduce'"), (7, "Use 'all'"), (None, "Use 'all'")])
 def test_a_choice_that_is_not_there_names_the_nearest(value: object, near: str) -> None:
     with pytest.raises(ArgumentError, match=f"expected ranks to be 'all' or 'reduce'; got ranks=.*{near}"):
         checks.one_of("watch", "ranks", value, ("all", "reduce"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import plimsoll.spectrum
+from tests.support.cases import each
 from tests.support.diagnosis.stories import SOUND
 
 _HEAVY = {"torch", "numba", "triton", "pyarrow", "scipy", "typer", "rich", "plotly", "fastapi", "pandas"}
@@ -37,7 +38,7 @@ for code in {[*codes]!r}:
     return [_HEAVY & set(loaded.split()) for loaded in result.stdout.split("\0")[1::2]]
 
 
-@pytest.mark.parametrize(
+@each(
     "code",
     [
         "import plimsoll",

@@ -119,7 +119,7 @@ def test_nothing_is_above_or_below_nan() -> None:
     assert not wide < nothing and not wide > nothing and not wide <= torch.tensor(nothing)
 
 
-@pytest.mark.parametrize("other", ["0.1", None, 1j, [0.1], torch.tensor([0.1])])
+@each("other", ["0.1", None, 1j, [0.1], torch.tensor([0.1])])
 def test_what_is_no_number_is_not_compared(other: object) -> None:
     with pytest.raises(TypeError, match="not supported between instances"):
         wide < other  # type: ignore[operator]  # noqa: B015  (raises)

@@ -11,6 +11,7 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.unit.changes import SkippedOperation
 from plimsoll.unit.conversion.converted_modules import RemainingFactor
+from tests.support.cases import each
 
 FOLDER = Path(__file__).parent / "support" / "version_01"
 
@@ -56,7 +57,7 @@ def test_an_audit_and_a_comparison_print_and_rank() -> None:
     assert len(load("comparison").pairs) == len(audit.rows)
 
 
-@pytest.mark.parametrize(("name", "scale"), [("dynamic", 2.0**16), ("static", 4.0), ("spectral", 2.0**14)])
+@each(("name", "scale"), [("dynamic", 2.0**16), ("static", 4.0), ("spectral", 2.0**14)])
 def test_a_scaler_goes_on(name: str, scale: float) -> None:
     scaler = load(name)
     assert scaler.get_scale() == scale

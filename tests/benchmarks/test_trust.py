@@ -44,7 +44,7 @@ def test_tuned_and_held_back_runs_lie_apart(tmp_path: Path) -> None:
         assert place(case, **folders).is_relative_to(tmp_path / ("b" if case.kind.held_back else "a"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("findings", "outcome"),
     [
         ([], "missed"),

@@ -28,7 +28,7 @@ def conforms(function, fmt, **arguments) -> pl.Certificate:
     return found
 
 
-@pytest.mark.parametrize("fmt", [fmt for fmt in ELEMENTS if fmt.bits <= 8], ids=lambda fmt: fmt.name)
+@each("fmt", [fmt for fmt in ELEMENTS if fmt.bits <= 8], ids=lambda fmt: fmt.name)
 def test_our_casts(fmt: Format) -> None:
     for backend in BACKENDS if fmt.name in ("e4m3", "e2m1", "e8m0") else BACKENDS[:1]:
         with kernels.use(backend):
@@ -56,7 +56,7 @@ def test_our_stochastic_rounding(backend: str, fmt: str) -> None:
         assert found.inferred.rounding == "stochastic"
 
 
-@pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.name)
+@each("fmt", BLOCKS, ids=lambda fmt: fmt.name)
 def test_our_blocks(fmt: pl.BlockFormat) -> None:
     for backend in BACKENDS if fmt.name in ("mxfp4", "nvfp4") else BACKENDS[:1]:
         with kernels.use(backend):
@@ -95,7 +95,7 @@ TORCH = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", TORCH, ids=str)
+@each("dtype", TORCH, ids=str)
 def test_torch(dtype: torch.dtype) -> None:
     found = conforms(dtype, TORCH[dtype])
     assert found.function == str(dtype) and found.inferred.rounding == "nearest_even"
@@ -108,7 +108,7 @@ ML_DTYPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ML_DTYPES)
+@each("name", ML_DTYPES)
 def test_ml_dtypes(name: str) -> None:
     found = conforms(getattr(ml_dtypes, name), ML_DTYPES[name])
     assert found.function == f"ml_dtypes.{name}" and found.versions["ml_dtypes"] == ml_dtypes.__version__

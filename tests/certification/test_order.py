@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import pytest
 import torch
 
 from plimsoll.certification.probing.caller import Caller
@@ -54,7 +53,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("words", ORDERS)
+@each("words", ORDERS)
 def test_an_order_is_found(words: str) -> None:
     found = reduction(Summation(order=ORDERS[words]))
     assert found.order.words == words

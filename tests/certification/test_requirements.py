@@ -52,7 +52,7 @@ def test_every_format_has_a_specification() -> None:
     assert {governing(fmt) for fmt in (*ELEMENTS, *BLOCKS)} <= {*SPECIFICATIONS}
 
 
-@pytest.mark.parametrize("kind", ["cast", "pack", "unpack", "matmul", "sum"])
+@each("kind", ["cast", "pack", "unpack", "matmul", "sum"])
 def test_rows_are_those_of_the_registry_in_its_order(kind: str) -> None:
     function = {"cast": torch.float8_e5m2, "pack": torch.float8_e5m2, "unpack": pl.unpack, "matmul": torch.matmul}
     found = pl.certify(function.get(kind, torch.sum), "e5m2", kind=kind)

@@ -130,7 +130,7 @@ def test_quiet_leaves_json_errors_and_the_exit_code() -> None:
     assert CliRunner().invoke(app, ["formats", "fp16"]).stdout  # of one command only
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@each("shell", ["bash", "zsh", "fish"])
 def test_completion_is_a_script_of_the_shell(shell: str) -> None:
     # As `--show-completion` prints it, without the search for the shell that started this process.
     shown = CliRunner().invoke(app, [], prog_name="plimsoll", env={"_PLIMSOLL_COMPLETE": f"source_{shell}"})
@@ -150,7 +150,7 @@ def completed(*words: str) -> list[str]:
     return result.stdout.split()
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "found"),
     [
         (("plimsoll", "wh"), ["whatif"]),
@@ -167,7 +167,7 @@ def test_words_are_completed(words: tuple[str, ...], found: list[str]) -> None:
     assert sorted(completed(*words)) == sorted(found)
 
 
-@pytest.mark.parametrize("command", [["formats"], ["formats", "nvfp4"], ["--help"], ["formats", "--json"]])
+@each("command", [["formats"], ["formats", "nvfp4"], ["--help"], ["formats", "--json"]])
 def test_commands_about_formats_start_without_torch(command: list[str]) -> None:
     code = (
         "import sys; from plimsoll.cli import app; app(sys.argv[1:], standalone_mode=False); "

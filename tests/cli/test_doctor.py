@@ -29,7 +29,7 @@ def doctor(*arguments: str, width: int = 80, **environment: str) -> Result:
     return CliRunner(env={"COLUMNS": str(width), **environment}).invoke(app, ["doctor", *arguments])
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
+@each("width", [60, 80, 200])
 def test_nothing_is_wider_than_the_terminal(width: int) -> None:
     result = doctor(width=width)
     assert result.exit_code == 0, result.output
@@ -94,7 +94,7 @@ def test_formats_in_hardware_follow_the_compute_capability(
     assert cuda_formats(capability) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("cpuinfo", "expected"),
     [
         ("", ()),

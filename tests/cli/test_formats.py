@@ -172,9 +172,7 @@ def test_every_alias_is_told() -> None:
         assert alias in json.loads(formats(fmt.name, "--json").stdout)["aliases"]
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("e4m3x", "Nearest: e4m3"), ("bfloat", "bfloat16"), ("e0m7", "at least one exponent bit")]
-)
+@each(("name", "said"), [("e4m3x", "Nearest: e4m3"), ("bfloat", "bfloat16"), ("e0m7", "at least one exponent bit")])
 def test_a_wrong_name_is_a_message_and_exit_code_2(name: str, said: str) -> None:
     result = formats(name)
     assert result.exit_code == 2

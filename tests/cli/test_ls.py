@@ -62,7 +62,7 @@ def test_a_row_has_what_one_asks_for_first(folder: Path) -> None:
     assert rows["new"]["loss"] == "nan"
 
 
-@pytest.mark.parametrize(
+@each(
     ("order", "first", "last"),
     [
         ("started", "new", "old"), ("name", "new", "sweep/ill"), ("severity", "new", "sound"),

@@ -9,6 +9,7 @@ from typer.testing import CliRunner, Result
 from plimsoll.cli import app
 from plimsoll.diagnosis import plan
 from plimsoll.formats import Plan
+from tests.support.cases import each
 from tests.support.diagnosis.planned import layers, written
 
 SIZES = {f"blocks.{i}.{part}": 2.0**-i for i in range(10) for part in ("qkv", "out", "up", "down")}
@@ -82,7 +83,7 @@ def test_hostile_names_reach_no_terminal(tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ([], "plan: expected either --target, to make a plan, or --check, to check one against RUN; got neither"),

@@ -25,6 +25,7 @@ from plimsoll.precision.scripts.script_precision import UNCHANGED, ScriptPrecisi
 from plimsoll.runs import Run
 from tests.cli.test_run import ENVIRONMENT, SCRIPTS, said, watched
 from tests.support import processes
+from tests.support.cases import each
 
 Start = Callable[..., ScriptPrecision]
 
@@ -139,8 +140,8 @@ def test_small_gradients_survive_that_fp16_alone_would_lose(start: Start) -> Non
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
     start("amp-fp16", model, torch.optim.SGD(model.parameters(), lr=0.1))
     true = copy.deepcopy(model)
-    for each in (model, true):
-        (each(torch.ones(1, 4)).sum() * 2.0**-28).backward()
+    for network in (model, true):
+        (network(torch.ones(1, 4)).sum() * 2.0**-28).backward()
     assert torch.allclose(model[0].weight.grad, true[0].weight.grad, rtol=1e-2, atol=0)
     model.zero_grad()
     inputs = torch.ones(1, 4, requires_grad=True)
@@ -261,7 +262,7 @@ def test_the_names_it_takes_are_the_levels_that_leave_the_loop() -> None:
     assert level_for_scripts("O1") is LEVELS["amp-fp16"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "why"),
     [
         ("O2", "which casts weights and wraps the optimizer.* Use plimsoll.prepare"),

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from plimsoll.cli import app
 from plimsoll.cli.paths import label_of
 from plimsoll.runs.storage.location import without_secrets
+from tests.support.cases import each
 from tests.support.diagnosis.faults import falling
 from tests.support.diagnosis.stories import constant, make_story
 
@@ -184,7 +185,7 @@ def test_nothing_is_written_to_a_uri(
     assert list(tmp_path.iterdir()) == [script]
 
 
-@pytest.mark.parametrize(
+@each(
     ("uri", "shown"),
     [
         ("s3://AKIA:secret@bucket/exp1?endpoint_override=box:9000&token=t", "s3://bucket/exp1"),

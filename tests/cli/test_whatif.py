@@ -8,6 +8,7 @@ from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS
+from tests.support.cases import each
 from tests.support.diagnosis.stories import SOUND, make_story
 
 # With formats at the limits of eXmY.
@@ -51,7 +52,7 @@ def test_a_shift_and_a_collection_are_taken(path: Path) -> None:
     assert data["collections"] == ["weights", "activations"] and data["shift"] == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         (["--format", "fp17"], "Nearest: fp16"),
@@ -69,7 +70,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_story(samples=2).write(tmp_path_factory.mktemp("formats") / "run")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_every_command_answers_or_refuses_every_format(short: Path, name: str) -> None:
     commands = (
         ["whatif", str(short), "--format", name],

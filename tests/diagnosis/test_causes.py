@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable, Sequence
 
-import pytest
 import torch
 
 from plimsoll.diagnosis import RULES, Finding, Spot, diagnose
 from plimsoll.diagnosis.run_rules import unexplained
+from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS, INF, INNOCENT, NAN, A, B, put
 from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
 from tests.support.diagnosis.stories import Story, constant, make_story
@@ -63,7 +63,7 @@ def contradictions(found: list[Finding]) -> list[tuple[str, str]]:
     return pairs + [("scale-low", f.rule) for r in rising for f in lowering if f.since_step <= r.since_step]
 
 
-@pytest.mark.parametrize("name", [*TROUBLED, *(f.name for f in FAULTS), *INNOCENT])
+@each("name", [*TROUBLED, *(f.name for f in FAULTS), *INNOCENT])
 def test_no_two_findings_contradict_each_other(name: str, recorded: Callable[[Story], Recorded]) -> None:
     stories: dict[str, Story] = TROUBLED | {f.name: f.story for f in FAULTS} | INNOCENT
     found = recorded(stories[name]).found
@@ -96,7 +96,7 @@ def test_layers_that_a_cause_names_are_left_out_and_others_stay() -> None:
     assert alone.rule == "cast-flushes"
 
 
-@pytest.mark.parametrize(
+@each(
     "cause",
     [
         finding("nonfinite", severity="info"),

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-import pytest
-
 from plimsoll.diagnosis import RULES, SEVERITIES
+from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS, INNOCENT, Fault
 from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
 from tests.support.diagnosis.stories import Story
@@ -12,7 +11,7 @@ from tests.support.diagnosis.stories import Story
 pytestmark = ONE_WORKER
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@each("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_named(fault: Fault, recorded: Callable[[Story], Recorded]) -> None:
     findings = recorded(fault.story).found
     mine = [f for f in findings if f.rule == fault.rule]
@@ -24,7 +23,7 @@ def test_a_fault_is_named(fault: Fault, recorded: Callable[[Story], Recorded]) -
     assert fault.first <= finding.since_step <= max(fault.last, fault.first), finding
 
 
-@pytest.mark.parametrize("name", INNOCENT)
+@each("name", INNOCENT)
 def test_what_is_sound_is_no_alarm(name: str, recorded: Callable[[Story], Recorded]) -> None:
     alarms = [str(f) for f in recorded(INNOCENT[name]).found if f.severity == "alarm"]
     assert not alarms

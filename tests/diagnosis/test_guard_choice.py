@@ -7,6 +7,7 @@ from plimsoll.diagnosis.finding import Action
 from plimsoll.diagnosis.guard.decisions import ActionChooser, chain
 from plimsoll.diagnosis.guard.records import ACTIONS, Act, Order
 from plimsoll.errors import ArgumentError
+from tests.support.cases import each
 
 UNDERFLOW = ("raise_scale", "layer_scale", "to_bf16")
 
@@ -57,10 +58,10 @@ def chooser(
 def taken(chooser: ActionChooser, looks: list[Look], propose: Proposer | None = None) -> list[tuple[int, str]]:
     """The steps after which something was done, and what."""
     found = []
-    for each in looks:
-        order, _ = chooser.choose(each, each.step + 1, propose or Proposer())
+    for look in looks:
+        order, _ = chooser.choose(look, look.step + 1, propose or Proposer())
         if order is not None:
-            found.append((each.step + 1, order.action))
+            found.append((look.step + 1, order.action))
     return found
 
 
@@ -195,7 +196,7 @@ def test_the_chain_of_an_alarm_ends_with_stop() -> None:
     assert chain(finding("dead", until=1, actions=())) == ("stop",)
 
 
-@pytest.mark.parametrize("bad", [{"steps": 0}, {"total": -1}, {"tries": 1.5}, {"steps": True}])
+@each("bad", [{"steps": 0}, {"total": -1}, {"tries": 1.5}, {"steps": True}])
 def test_limits_are_whole_numbers(bad: dict[str, object]) -> None:
     name, value = next(iter(bad.items()))
     with pytest.raises(ArgumentError, match=f"Limits: expected {name} as a whole number of 1 or more; got {value}"):

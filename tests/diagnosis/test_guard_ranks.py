@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support import processes
+from tests.support.cases import each
 
 RANK = processes.SUPPORT / "diagnosis" / "guard_rank.py"
 WORLD = 2
@@ -36,7 +37,7 @@ def test_the_step_is_the_one_at_which_they_meet(ranks: list[Any]) -> None:
     assert ranks[0]["background"]["acts"][0]["step"] == 11  # looked up to step 5, met at 11
 
 
-@pytest.mark.parametrize("scenario", ["each", "background", "reduce"])
+@each("scenario", ["each", "background", "reduce"])
 def test_rank_0_looks_and_tells_and_what_it_saw_is_found_later(scenario: str, ranks: list[Any]) -> None:
     first, second = (rank[scenario] for rank in ranks)
     assert first["looks"] and first["same"] == [True] * len(first["looks"])

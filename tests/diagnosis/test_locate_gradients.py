@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from plimsoll.diagnosis import locate
+from tests.support.cases import each
 
 Training = tuple[nn.Linear, torch.optim.SGD, Tensor]
 ADVICE = "Clear gradients before the backward (optimizer.zero_grad()); locate the step that left this one."
@@ -52,7 +52,7 @@ def update_alone(given: Training) -> Callable[[], object]:
     return given[1].step
 
 
-@pytest.mark.parametrize("make", [forward_alone, whole_step, with_the_gradient_at_hand, update_alone])
+@each("make", [forward_alone, whole_step, with_the_gradient_at_hand, update_alone])
 def test_a_stale_gradient_is_no_input(make: Callable[[Training], Callable[[], object]]) -> None:
     given = training()
     fault = locate(make(given), model=given[0])

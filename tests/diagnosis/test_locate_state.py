@@ -167,7 +167,7 @@ def test_moments_that_a_first_step_makes_are_gone_again():
     assert model.weight.grad is None
 
 
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, DynamicScaler, SpectralScaler])
+@each("kind", [torch.amp.GradScaler, DynamicScaler, SpectralScaler])
 def test_scalers_are_put_back(kind: Any):
     torch.manual_seed(0)
     model, scaler = nn.Linear(4, 4), kind("cpu", init_scale=2.0**20)
@@ -233,7 +233,7 @@ def test_a_compiled_model_runs_eagerly():
     assert fault.sentence.startswith("1.bias held 2 NaN before any operation")
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"closure": 3}, r"locate: expected a closure that runs forward; got int\. Write"),
@@ -303,7 +303,7 @@ def test_an_optimizer_with_a_setting_that_is_not_finite_is_named(
     assert "made.step()" in str(fault) and fault.to_dict()["reached"] == "the parameter 2.weight"
 
 
-@pytest.mark.parametrize(("name", "value"), [("lr", 0.0), ("max_norm", INF), ("initial_lr", NAN)])
+@each(("name", "value"), [("lr", 0.0), ("max_norm", INF), ("initial_lr", NAN)])
 def test_settings_that_harm_no_weight_are_no_fault(name: str, value: float) -> None:
     assert stepped(torch.optim.SGD, name, value) is None
 

@@ -44,7 +44,7 @@ def test_the_modules_that_multiply_are_planned_for_and_no_others(trained: tuple)
     assert made.remarks == ("9 modules: 9 in E4M3/E5M2; 8 bits a value on average, against 16 in BF16.",)
 
 
-@pytest.mark.parametrize("target", ["fp8", "fp16", "mxfp8"])
+@each("target", ["fp8", "fp16", "mxfp8"])
 def test_training_by_the_plan_ends_where_fp32_ends(trained: tuple, target: str) -> None:
     path, losses = trained
     made = plan(path, target)

@@ -11,6 +11,7 @@ import plimsoll as pl
 from plimsoll.diagnosis import PlanCheck, check_plan, plan
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Plan
+from tests.support.cases import each
 from tests.support.diagnosis.planned import layers, written
 
 SIZES = {"a": 1.0, "b": 2.0**-6}
@@ -29,7 +30,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("other") / "run", steps)
 
 
-@pytest.mark.parametrize("target", ["fp8", "fp16", "bf16", "mxfp8", "cheapest"])
+@each("target", ["fp8", "fp16", "bf16", "mxfp8", "cheapest"])
 def test_a_plan_holds_on_the_run_that_it_was_made_of(path: Path, target: str) -> None:
     made = plan(path, target)
     found = check_plan(made, path)

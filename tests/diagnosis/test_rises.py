@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from plimsoll.diagnosis.tables.trend import Rise, beginning, comes_back, gradual_rise, levels, rises
+from tests.support.cases import each
 
 ONES = np.ones(60)
 
@@ -13,7 +14,7 @@ def test_a_run_begins_at_its_first_loss_or_below() -> None:
     assert beginning(np.array([1.0, 2.0, 3.0, 4.0, 5.0])) == 1.0
 
 
-@pytest.mark.parametrize(
+@each(
     ("loss", "level"),
     [
         (np.ones(30), 1.5),  # without noise so much of the median
@@ -35,7 +36,7 @@ def test_a_rise_that_lasts_is_one_rise() -> None:
     assert (found.first, found.last, found.lasts, found.open) == (60, 89, True, False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("loss", "height", "back"),
     [
         (np.linspace(10, 6, 40), 6.0, False),  # less than half of it is gone

@@ -22,6 +22,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.report import FIGURES, figure_for, html, markdown, summary
 from plimsoll.report.live.server.app import app
 from plimsoll.report.verdicts import summary_text
+from tests.support.cases import each
 from tests.support.diagnosis.stories import SOUND, make_story
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def a_finding(rule: Rule, severity: str = "alarm", **more: object) -> Finding:
 # -- what a class declares
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+@each("rule", RULES, ids=lambda rule: rule.id)
 def test_a_rule_declares_all_members(rule: Rule) -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.id)
     assert type(rule).__doc__ and rule.says and not rule.says.endswith(".")

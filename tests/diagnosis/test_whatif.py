@@ -189,7 +189,7 @@ def test_what_cannot_be_asked_is_refused(trained: tuple, tmp_path: Path) -> None
         whatif(tmp_path / "scalars", "fp16", inference=True)
 
 
-@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "nvfp4"])
+@each("name", ["mxfp8_e4m3", "mxfp8_e5m2", "nvfp4"])
 def test_block_formats_are_answered_by_a_spectrum_that_has_the_record(trained: tuple, name: str) -> None:
     _, tensors = trained
     fmt = get(name)

@@ -164,8 +164,8 @@ def test_a_backward_in_the_context_is_not_cast() -> None:
     assert seen == [FP32]
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
+@each("reentrant", [True, False])
+@each("inside", [True, False])
 def test_checkpoints_recompute_under_the_lists(reentrant: bool, inside: bool) -> None:
     net, x = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True)
     dtypes: list[torch.dtype] = []

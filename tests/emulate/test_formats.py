@@ -136,8 +136,8 @@ def test_bilinear_rounds_the_operands_of_its_two_products() -> None:
     torch.testing.assert_close(y, torch.einsum("boj,bj->bo", q(half), q(b)) + bias)
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "nvfp4"])
-@pytest.mark.parametrize("transposed", [False, True])
+@each("fmt", ["mxfp8_e4m3", "nvfp4"])
+@each("transposed", [False, True])
 def test_a_convolution_in_blocks_rounds_along_the_channels_of_each_group(fmt: str, transposed: bool) -> None:
     convolve = F.conv_transpose1d if transposed else F.conv1d
     x, w = leaf(3, 80, 9), leaf(*((80, 24, 3) if transposed else (48, 40, 3)))
@@ -166,7 +166,7 @@ def test_a_convolution_in_blocks_rounds_along_the_channels_of_each_group(fmt: st
     assert torch.equal(dw, native(along(x, 0, False), w, along(dy, 0, False))[1])
 
 
-@pytest.mark.parametrize("mask", [None, "bool", "added", "causal", "nothing"])
+@each("mask", [None, "bool", "added", "causal", "nothing"])
 def test_attention_rounds_the_operands_of_both_products(mask: str | None) -> None:
     x, k, v = leaf(2, 4, 5, 8), leaf(2, 2, 6, 8), leaf(2, 2, 6, 3)
     where = torch.rand(5, 6) > 0.3
@@ -235,7 +235,7 @@ def test_the_inner_context_decides() -> None:
     assert torch.equal(plain, x @ x.T) and torch.equal(outer, q(x) @ q(x).T)
 
 
-@pytest.mark.parametrize(
+@each(
     "arguments", [{"rounding": "toward_zero"}, {"scale": 16.0}, {"saturate": False}, {"rounding": "up", "scale": 0.25}]
 )
 def test_arguments_of_the_cast_are_passed_on(arguments: dict[str, Any]) -> None:

@@ -94,7 +94,7 @@ def test_it_holds_for_the_thread_that_opened_it() -> None:
     assert torch.equal(found[0], plain)
 
 
-@pytest.mark.parametrize("kind", ["conv", "addmm", "matmul"])
+@each("kind", ["conv", "addmm", "matmul"])
 def test_weights_and_activations_have_their_own_scales_in_every_product(kind: str) -> None:
     class Product(nn.Module):
         def __init__(self) -> None:

@@ -416,7 +416,7 @@ def test_torch_func_works() -> None:
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (pl.emulate, r"emulate: expected a precision, a format or an accumulator; got none. Write emulate\('fp16'\)"),

@@ -89,7 +89,7 @@ def test_torch_dtypes_are_names(dtype, name):
     assert fmt.epsilon == info.eps or name == "e5m2fnuz"
 
 
-@pytest.mark.parametrize("name", ["float16", "float32", "float64"])
+@each("name", ["float16", "float32", "float64"])
 def test_numpys_own_formats_agree(name):
     fmt, info = get_element(name, "test"), np.finfo(name)
     assert (fmt.max, fmt.smallest_normal, fmt.epsilon) == (info.max, info.smallest_normal, info.eps)
@@ -226,7 +226,7 @@ def test_a_format_may_reach_the_ends_of_float64_and_no_further():
             fmt(bias)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "reason"),
     [
         ({"block": 0}, "a block of at least one value"),

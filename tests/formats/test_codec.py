@@ -98,7 +98,7 @@ def test_the_noise_itself_is_the_threshold(fmt, start):
     assert (leaves == start + 1).all()
 
 
-@pytest.mark.parametrize("value", [1.03, 0.9 * E4M3.smallest_subnormal, 2.7 * E4M3.smallest_subnormal])
+@each("value", [1.03, 0.9 * E4M3.smallest_subnormal, 2.7 * E4M3.smallest_subnormal])
 def test_stochastic_rounding_is_unbiased(value):
     count = 1 << 16
     held = E4M3.decode(E4M3.encode(np.full(count, value), rounding="stochastic", generator=1))
@@ -132,7 +132,7 @@ def test_encode_takes_what_numpy_takes_as_numbers(values, shape):
     assert E4M3.decode(codes).shape == shape
 
 
-@pytest.mark.parametrize("codes", [0x38, [0x38], np.uint16(0x38), np.array([[0x38]], np.int8), np.array(0x38)])
+@each("codes", [0x38, [0x38], np.uint16(0x38), np.array([[0x38]], np.int8), np.array(0x38)])
 def test_decode_takes_any_integers(codes):
     decoded = E4M3.decode(codes)
     assert isinstance(decoded, np.ndarray)
@@ -203,9 +203,7 @@ def test_a_format_without_sign_and_nan_refuses_negative_values():
     assert fmt.decode(fmt.encode([0.0, 3.5, 1e9])).tolist() == [2.0**-7, 4.0, 2.0**8]
 
 
-@pytest.mark.parametrize(
-    ("fmt", "remedy"), [(TF32, r"plimsoll\.cast"), (FP32, r"numpy\.float32 and \.view"), (FP64, r"numpy\.float64")]
-)
+@each(("fmt", "remedy"), [(TF32, r"plimsoll\.cast"), (FP32, r"numpy\.float32 and \.view"), (FP64, r"numpy\.float64")])
 def test_wide_formats_say_what_to_use_in_their_place(fmt, remedy):
     for operation, call in (("encode", lambda: fmt.encode(1.0)), ("decode", lambda: fmt.decode(1))):
         with pytest.raises(

@@ -13,6 +13,7 @@ from plimsoll.formats import ALIASES, BLOCKS, E4M3, E5M2, ELEMENTS, FP16, Format
 from plimsoll.formats.catalogue import CHEAPEST, NATIVE, TARGETS, WIDE
 from plimsoll.kernels import dtypes
 from tests.support import processes
+from tests.support.cases import each
 
 SOURCE = Path(plimsoll.__file__).parent
 GUIDE = Path(__file__).parents[2] / "docs" / "contributing" / "add-a-format.md"
@@ -55,7 +56,7 @@ def test_no_list_of_formats_is_written_elsewhere() -> None:
     assert not found, "derive them from plimsoll.formats.catalogue or plimsoll.kernels.dtypes"
 
 
-@pytest.mark.parametrize("name", ALLOWED)
+@each("name", ALLOWED)
 def test_each_exception_is_needed(name: str) -> None:
     path = SOURCE / name
     assert any(list(_lists(file.read_text("utf-8"))) for file in (path.rglob("*.py") if path.is_dir() else [path]))

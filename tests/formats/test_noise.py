@@ -1,7 +1,6 @@
 """Philox against its authors' test vectors, and numpy's form against the kernels' torch form."""
 
 import numpy as np
-import pytest
 import torch
 
 from plimsoll.formats import codec
@@ -21,7 +20,7 @@ KNOWN_ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+@each(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_philox_gives_the_published_answers(counter, key, expected):
     words = codec.philox(tuple(np.array([word], np.uint64) for word in counter), key[0] | key[1] << 32)
     assert tuple(int(word[0]) for word in words) == expected

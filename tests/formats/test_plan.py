@@ -244,7 +244,7 @@ def test_unknown_formats_are_named_with_their_place(fields):
         Plan(target="fp8", **fields)
 
 
-@pytest.mark.parametrize(
+@each(
     "fields",
     [
         {"target": "\ud800"},

@@ -8,6 +8,7 @@ import pytest
 
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BLOCKS, E2M1, E4M3, E5M2, ELEMENTS, FP16, Format, get
+from tests.support.cases import each
 
 RECORDS = [*ELEMENTS, *BLOCKS, get("e5m7")]
 each_record = pytest.mark.parametrize("fmt", RECORDS, ids=lambda fmt: fmt.name)
@@ -35,7 +36,7 @@ def test_all_records_differ():
     assert len(set(RECORDS)) == len(RECORDS)
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [{"name": "x"}, {"exponent_bits": 5}, {"mantissa_bits": 2}, {"bias": 8}, {"specials": "fnuz"}],
 )

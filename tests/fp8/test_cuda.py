@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from plimsoll import fp8, kernels
 from plimsoll.kernels import fp8_cast
+from tests.support.cases import each
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: FP8 units are nowhere else")
 
@@ -19,8 +20,8 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@each("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_codes_and_counts(source: torch.dtype, dtype: torch.dtype) -> None:
     if source == torch.float32:
         x = torch.randn(300, 257) * torch.exp2(torch.randint(-30, 20, (300, 257)).float())
@@ -52,14 +53,14 @@ def train(kind: dict[str, Any], device: str, compiled: bool = False) -> list[Ten
     return [t.detach().float().cpu() for t in (y, x.grad, layer.weight.grad, layer.bias.grad)]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@each("compiled", [False, True], ids=["eager", "compiled"])
+@each("kind", KINDS, ids=str)
 def test_a_layer_is_near_the_reference(kind: dict[str, Any], compiled: bool) -> None:
     for found, expected in zip(train(kind, "cuda", compiled), train(kind, "cpu"), strict=True):
         assert float((found - expected).norm() / expected.norm()) < 5e-3, "bfloat16's rounding, and sums in fewer bits"
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@each("kind", KINDS, ids=str)
 def test_a_step_never_waits_for_the_device(kind: dict[str, Any]) -> None:
     layer = fp8.Linear(256, 256, **kind).cuda()
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -64,7 +64,7 @@ def test_unit_scaling_bit_for_bit(dtype: torch.dtype) -> None:
 OWN = Factors(output=0.0625, inputs=(0.25,), moment=1.75)  # as behind a ReLU, whose mean is not 0
 
 
-@pytest.mark.parametrize("factors", [None, OWN, Factors(output=0.5, inputs=(2.0,), weight=0.125)])
+@each("factors", [None, OWN, Factors(output=0.5, inputs=(2.0,), weight=0.125)])
 def test_unit_scaling_is_that_of_the_unit_functions(factors: Factors | None) -> None:
     torch.manual_seed(0)
     layer = fp8.Linear(64, 48, factors=factors)
@@ -124,7 +124,7 @@ def test_any_shape(kind: dict[str, Any], shape: tuple[int, ...]) -> None:
     assert "padded to 64 by 32" in repr(layer)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@each("kind", KINDS, ids=str)
 def test_layouts_in_memory_do_not_matter(kind: dict[str, Any]) -> None:
     x, gradient = torch.randn(64, 32), torch.randn(48, 32)
     results = []
@@ -167,7 +167,7 @@ def test_frozen_parts_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(E4, "rows"), (E4, "rows")] and layer.bias.grad is not None
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@each("kind", KINDS, ids=str)
 def test_nan_is_seen_and_inf_saturates(kind: dict[str, Any]) -> None:
     layer = drawn(**kind)
     x = torch.randn(16, 64)
@@ -234,7 +234,7 @@ def test_what_count_into_refuses() -> None:
         layer.count_into(bank, None, {"gradients": 0})
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@each("kind", KINDS, ids=str)
 def test_checkpointing_changes_no_bit(kind: dict[str, Any]) -> None:
     results = []
     for wrapped in (False, True):
@@ -250,7 +250,7 @@ def test_checkpointing_changes_no_bit(kind: dict[str, Any]) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@each("kind", KINDS, ids=str)
 def test_a_layer_used_twice_before_the_backward(kind: dict[str, Any]) -> None:
     layer, x = drawn(**kind), torch.randn(16, 64)
     (layer(2 * x) + layer(x)).square().mean().backward()
@@ -262,7 +262,7 @@ def test_a_layer_used_twice_before_the_backward(kind: dict[str, Any]) -> None:
     assert distance(layer.weight.grad, plain.weight.grad) < 0.1
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@each("kind", KINDS, ids=str)
 def test_copies_and_states(kind: dict[str, Any]) -> None:
     layer, x = drawn(**kind), torch.randn(16, 64)
     for step in range(3):

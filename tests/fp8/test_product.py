@@ -32,7 +32,7 @@ def test_one_rounding_after_sums_in_float32(pair: tuple[torch.dtype, torch.dtype
     assert ((found.double() - exact).abs() <= size * (64 * 2.0**-24 + torch.finfo(out).eps)).all()
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@each("pair", PAIRS, ids=str)
 def test_torchs_own_product_for_cpus_is_near(pair: tuple[torch.dtype, torch.dtype]) -> None:
     a, b = codes(16, 64, pair[0]), codes(32, 64, pair[1], 1)
     one, scale = torch.ones(()), torch.tensor(0.37)
@@ -54,8 +54,8 @@ def test_empty_products() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [E4, E5], ids=str)
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [E4, E5], ids=str)
+@each("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_formula_is_the_operator(source: torch.dtype, dtype: torch.dtype) -> None:
     if source == torch.float32:
         x = torch.randn(60, 100) * torch.exp2(torch.randint(-25, 20, (60, 100)).float())

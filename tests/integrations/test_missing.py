@@ -1,8 +1,7 @@
 """A trainer that is not installed is named with its install line; the package itself needs none."""
 
-import pytest
-
 from tests.support import processes
+from tests.support.cases import each
 
 _SCRIPT = """
 import sys
@@ -20,7 +19,7 @@ except plimsoll.MissingExtraError as error:
 """
 
 
-@pytest.mark.parametrize(
+@each(
     ("module", "package", "line"),
     [
         ("lightning", "lightning.pytorch", "pip install 'lightning>=2.3'\n"),

@@ -39,7 +39,7 @@ def test_measuring(dtype: torch.dtype, block: int) -> None:
     assert_same_rows(bank.cpu(), expected, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_updates_and_nonfinite_counts(dtype: torch.dtype) -> None:
     new = [values(dtype, count) for count in (5, 1000, 70_001)]
     old = [torch.where(torch.arange(len(x)) % 3 == 0, x, (x.double() * 1.01).to(dtype)) for x in new]

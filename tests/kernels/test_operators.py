@@ -52,7 +52,7 @@ def test_every_operator_is_called_here():
     assert names == {operator.__name__ for operator, _ in calls().values()}
 
 
-@pytest.mark.parametrize("name", calls())
+@each("name", calls())
 def test_schema_fake_and_autograd(name):
     operator, arguments = calls()[name]
     torch.library.opcheck(operator, arguments)  # raises where a check fails

@@ -117,7 +117,7 @@ def test_measure_list_with_repeated_rows(block: int) -> None:
     check_measure(tensors[:9], rows[:9], block, accumulate=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@each("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_measure_moves_its_window_from_tile_to_tile(dtype: torch.dtype) -> None:
     # Tiles of one program whose values lie in other binades each: near, far, wide (over 31 and over 63 binades), zero.
     generator = torch.Generator().manual_seed(6)
@@ -140,14 +140,14 @@ def test_measure_at_the_edges_of_a_window(span: int) -> None:
         check_measure([torch.cat([first, *steps])[None].expand(4, -1)], [0], 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_measure_tiles_of_subnormals(dtype: torch.dtype) -> None:
     bits = torch.arange(1, 120).to(INTEGERS[dtype.itemsize])
     check_measure([bits.view(dtype), (bits + (1 << 7)).view(dtype)], [0, 1], 0)
 
 
-@pytest.mark.parametrize("block", [0, 32])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e5m2], ids=str)
+@each("block", [0, 32])
+@each("dtype", [torch.float32, torch.float16, torch.float8_e5m2], ids=str)
 def test_measure_unaligned_and_not_contiguous(dtype: torch.dtype, block: int) -> None:
     values = torch.randn(4500, generator=torch.Generator().manual_seed(7)).to(dtype)
     matrix = torch.randn(40, 35, generator=torch.Generator().manual_seed(7)).to(dtype)
@@ -252,7 +252,7 @@ def test_cast_each_bfloat16_pattern_to_e4m3() -> None:
     check_cast(x, CastSpec.of(get_element("e4m3", "test"), NEAREST_EVEN, True))
 
 
-@pytest.mark.parametrize("dtype", BYTE_DTYPES, ids=str)
+@each("dtype", BYTE_DTYPES, ids=str)
 def test_cast_from_and_to_bytes(dtype: torch.dtype) -> None:
     spec = CastSpec.of(get_element("e3m2", "test"), NEAREST_EVEN, True)
     check_cast(edge_values(dtype), spec, torch.float32)
@@ -367,7 +367,7 @@ def test_blocks_stochastic_scaled_any_dtype(fmt: BlockFormat, dtype: torch.dtype
         check_blocks(x, spec, scale=3.7, out_dtype=torch.float16)
 
 
-@pytest.mark.parametrize("whole", [1e6, 0.0, float("nan"), float("inf")])
+@each("whole", [1e6, 0.0, float("nan"), float("inf")])
 def test_blocks_beside_any_tensor_scale(whole: float) -> None:
     check_blocks(blocks_to_try(3, 64, torch.float32), BlockSpec.of(NVFP4, NEAREST_EVEN, 0), whole=whole)
 

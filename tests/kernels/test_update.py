@@ -337,8 +337,8 @@ def test_measuring_into_a_part_of_a_bank():
     assert whole[:, row_layout.COUNT].tolist() == [0, 0, 3, 3, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["numba", "torch"])
-@pytest.mark.parametrize("count", [0, 1, 40])
+@each("name", ["numba", "torch"])
+@each("count", [0, 1, 40])
 def test_merged_rows_are_the_row_of_all(name, count):
     tensors = [some_values(50, torch.float32) for _ in range(count)]
     groups = np.array([i * 7 % 5 for i in range(count)], np.int64)

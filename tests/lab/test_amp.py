@@ -162,7 +162,7 @@ class Dropped(nn.Module):
 WEIGHTS = 2 * 16 * 16
 
 
-@pytest.mark.parametrize(
+@each(
     ("level", "dropout", "expected"),
     [
         # Kept: both layers' inputs, 16 values each; the mask of dropout, a byte for a value; 16-bit copies of weights.

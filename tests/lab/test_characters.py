@@ -24,6 +24,7 @@ from plimsoll_lab.source_text import (
     spelled,
     standard_library,
 )
+from tests.support.cases import each
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
@@ -92,7 +93,7 @@ def test_batches_reach_every_place_of_the_text() -> None:
     assert set(found.tolist()) == {0, 1, 2, 3, 4} and starts <= {0, 1}  # 4 + 4 + 1 is the whole text
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 7])
+@each("pieces", [1, 2, 7])
 def test_what_is_held_out_is_spread_from_its_beginning_to_its_end(text: Text, pieces: int) -> None:
     batch = held_out_batch(text, pieces=pieces, length=64)
     assert batch.inputs.shape == (pieces, 64)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from plimsoll.emulate import emulate
 from plimsoll.errors import ArgumentError
 from plimsoll_lab.experiments.clip.training import Each, ParameterScaler, Scales
+from tests.support.cases import each
 
 
 def model_of(seed: int = 0) -> nn.Sequential:
@@ -37,8 +38,8 @@ def gradients(model: nn.Module, x: Tensor, scale: float, *, fp16: bool = True) -
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("fp16", [True, False])
-@pytest.mark.parametrize("each", ["tensor", "element"])
+@each("fp16", [True, False])
+@each("each", ["tensor", "element"])
 def test_where_fp16_holds_all_the_gradients_are_those_without_it(each: Each, fp16: bool) -> None:
     model, x = model_of(), torch.randn(5, 3, 8, requires_grad=True)
     plain = gradients(model, x, 2.0**10, fp16=fp16)

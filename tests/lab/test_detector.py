@@ -25,6 +25,7 @@ from plimsoll_lab.models.detector.model import (
     overlaps,
     scenes,
 )
+from tests.support.cases import each
 
 # -- scenes ------------------------------------------------------------------------------------------------------------
 
@@ -70,7 +71,7 @@ def test_a_picture_shows_its_things_where_their_boxes_are() -> None:
     assert seen.pictures.shape == (60, 3, size, size) and seen.pictures.min() >= 0 and seen.pictures.max() <= 1
 
 
-@pytest.mark.parametrize("size", [0, 16, 40])
+@each("size", [0, 16, 40])
 def test_a_side_that_the_feature_maps_do_not_divide_is_refused(size: int) -> None:
     with pytest.raises(
         ArgumentError, match=f"expected a size that is a multiple of 16, and 32 or more; got size={size}"

@@ -56,7 +56,7 @@ def test_another_format_in_its_place_does_not_keep_the_figure(fact: Fact) -> Non
     assert wrong
 
 
-@pytest.mark.parametrize(
+@each(
     ("published", "bounds"),
     [
         ("5.96e-8", (5.955e-8, 5.965e-8)),

@@ -4,13 +4,13 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 import plimsoll as pl
 from plimsoll.runs import RunWriter, Scalars
 from plimsoll_lab.experiments.unit.experiment import headroom
 from plimsoll_lab.statistics import columns, largest, median, ratio
+from tests.support.cases import each
 
 ONES = np.ones(3)
 
@@ -33,7 +33,7 @@ def test_a_loss_that_is_mostly_no_number_has_no_good_median() -> None:
     assert math.isnan(median(np.array([])))
 
 
-@pytest.mark.parametrize("count", [1, 20, 21, 22, 23, 100])
+@each("count", [1, 20, 21, 22, 23, 100])
 def test_a_curve_of_any_length_is_at_most_22_means(count: int) -> None:
     loss = np.arange(count, dtype=np.float64)
     found = columns(np.arange(count), loss)

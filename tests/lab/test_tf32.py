@@ -62,7 +62,7 @@ def test_of_a_gpu_nothing_is_claimed_without_one(tmp_path: Path) -> None:
     assert TF32.settings(device)["rates"] == "measured" and TF32.settings(device)["size"] == 2048
 
 
-@pytest.mark.parametrize(
+@each(
     ("rate", "own", "breaks"),
     [
         (RATE, 1.5, None),

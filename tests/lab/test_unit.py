@@ -159,7 +159,7 @@ def test_fp16_is_told_of_and_the_unit_scaled_trainings_are_clean(measured: Measu
     assert not any(rules for title, rules in alarms.items() if title.startswith("unit-scaled"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "change", "breaks"),
     [
         ("fp16", {"lost_after": 0.4}, "fp16-underflow"),

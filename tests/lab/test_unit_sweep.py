@@ -99,7 +99,7 @@ def test_the_whole_grid_has_as_many_as_were_published_or_more() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each(
     ("design", "way", "why"),
     [
         (DESIGN, Way(precision="fp32", scaling="static"), "FP32 needs no loss scale"),
@@ -138,8 +138,8 @@ def test_a_default_run_has_each_value_of_each_axis_and_every_pair_it_compares() 
 # -- the models --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sequence", SEQUENCES)
-@pytest.mark.parametrize("parts", [PLAIN, UNIT])
+@each("sequence", SEQUENCES)
+@each("parts", [PLAIN, UNIT])
 def test_no_character_is_seen_before_its_time(sequence: str, parts: object) -> None:
     torch.manual_seed(0)
     design = dataclasses.replace(DESIGN, sequence=sequence)

@@ -9,6 +9,7 @@ from plimsoll.precision.weights.master_weights import (
     model_and_master_parameters,
     model_gradients_to_masters,
 )
+from tests.support.cases import each
 
 both = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
@@ -92,7 +93,7 @@ def test_a_gradient_that_is_shared_is_divided_once() -> None:
     assert p.grad.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+@each("scale", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_bad_scale_is_refused(scale: float) -> None:
     model, masters = model_and_master_parameters([nn.Parameter(torch.ones(2).half())])
     with pytest.raises(ArgumentError, match="model_gradients_to_masters: expected scale to be finite and above zero"):

@@ -64,7 +64,7 @@ def test_low_bits_of_another_weight_never_change_what_the_weight_is(low: int) ->
     assert torch.equal(join(again, kept)[~nan], value[~nan])
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7, 5)])
+@each("shape", [(), (0,), (1,), (7, 5)])
 def test_any_shape(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape)
     weight, low = taken_apart(values)

@@ -350,7 +350,7 @@ def test_a_loss_scale_given_for_scales_that_follow_the_data_is_used() -> None:
         assert loop.scaler is scaler and scaler.get_scale() == 2.0**10
 
 
-@pytest.mark.parametrize("bad", [{"fp8_history": -1}, {"fp8_margin": True}, {"fp8_margin": 99}])
+@each("bad", [{"fp8_history": -1}, {"fp8_margin": True}, {"fp8_margin": 99}])
 def test_options_that_are_none_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(pl.ArgumentError, match="Policy: expected"):
         pl.Policy(**bad)

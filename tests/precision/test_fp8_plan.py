@@ -11,6 +11,7 @@ import plimsoll as pl
 from plimsoll import fp8
 from plimsoll.formats import Plan
 from plimsoll.precision import Policy, prepare
+from tests.support.cases import each
 from tests.support.precision.training import contents
 
 MULTIPLIED, EMULATED = Policy(fp8_plans="multiplied"), Policy(fp8_plans="emulated")
@@ -42,7 +43,7 @@ def trained(given: Plan, policy: Policy, steps: int = 4) -> tuple[list[float], A
     return losses, contents(net.state_dict()), layers
 
 
-@pytest.mark.parametrize(
+@each(
     "given",
     [
         plan(),

@@ -87,7 +87,7 @@ def test_masters_begin_as_the_weights_were_and_close_gives_them_back(name: str) 
     assert all(p.equal(b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("name", CAST)
+@each("name", CAST)
 def test_closing_leaves_no_hook_and_an_optimizer_that_goes_on(name: str) -> None:
     model = net()
     shift, optimizer = model.shift.clone(), adamw(model, name)
@@ -106,7 +106,7 @@ def test_closing_leaves_no_hook_and_an_optimizer_that_goes_on(name: str) -> None
     prepare(model, optimizer, "fp32").close()
 
 
-@pytest.mark.parametrize("name", ["fp16-master", "bf16-master", "bf16-kahan"])
+@each("name", ["fp16-master", "bf16-master", "bf16-kahan"])
 def test_small_updates_are_not_swallowed(name: str) -> None:
     model = nn.Linear(4, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -130,9 +130,7 @@ def test_pure_fp16_swallows_them() -> None:
     assert model.weight.eq(1).all()
 
 
-@pytest.mark.parametrize(
-    ("alias", "name"), [("O0", "fp32"), ("o1", "amp-fp16"), ("O2", "fp16-master"), ("O3", "fp16-pure")]
-)
+@each(("alias", "name"), [("O0", "fp32"), ("o1", "amp-fp16"), ("O2", "fp16-master"), ("O3", "fp16-pure")])
 def test_apex_names_are_aliases(alias: str, name: str) -> None:
     model = net()
     loop = prepare(model, adamw(model, name), alias)
@@ -189,9 +187,7 @@ def test_weights_beyond_fp16_are_refused_before_anything_changes() -> None:
     prepare(model, optimizer, "bf16-master")
 
 
-@pytest.mark.parametrize(
-    ("given", "name"), [(HALF, "bf16-master"), (BF, "amp-bf16"), (HALF, "fp32"), (torch.float64, "fp16-master")]
-)
+@each(("given", "name"), [(HALF, "bf16-master"), (BF, "amp-bf16"), (HALF, "fp32"), (torch.float64, "fp16-master")])
 def test_weights_in_another_dtype_are_refused(given: torch.dtype, name: str) -> None:
     model = net().to(given)
     with pytest.raises(pl.UnsupportedTensorError, match="expected parameters in float32.*got embed.weight in"):

@@ -1,6 +1,5 @@
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -96,7 +95,7 @@ def test_training_is_bit_for_bit_that_of_float32_masters(name: str, fmt: str) ->
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), network(dtype).parameters(), strict=True))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@each("fmt", FORMATS)
 def test_many_updates_each_too_small_for_16_bits_add_up(fmt: str) -> None:
     dtype, compact = FORMATS[fmt]
     weight = nn.Parameter(torch.ones(4, dtype=dtype))

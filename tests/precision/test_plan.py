@@ -89,7 +89,7 @@ def test_a_loss_scale_begins_where_the_plan_says() -> None:
         assert loop.scaler is given and given.get_scale() == 2.0**5
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "nvfp4", "bf16", "fp32"])
+@each("fmt", ["mxfp8_e4m3", "nvfp4", "bf16", "fp32"])
 def test_formats_of_full_range_need_no_loss_scale(fmt: str) -> None:
     net = model()
     with prepare(net, sgd(net), plan(formats={"0": fmt})) as loop:

@@ -62,7 +62,7 @@ def test_policies_do_not_change() -> None:
     assert second.modules == (("head", "fp32"),)
 
 
-@pytest.mark.parametrize(("place", "dtype"), [("low", HALF), ("high", FULL), (None, FULL), ("promote", FULL)])
+@each(("place", "dtype"), [("low", HALF), ("high", FULL), (None, FULL), ("promote", FULL)])
 def test_an_operation_runs_where_the_policy_says(place: Any, dtype: torch.dtype) -> None:
     model = nn.Linear(8, 8)
     loop = prepare(model, adamw(model), "amp-fp16", policy=Policy().with_operation("gelu", place))
@@ -79,7 +79,7 @@ def test_a_banned_operation_is_refused_inside_the_forward_only() -> None:
     assert torch.tanh(torch.zeros(2)).eq(0).all()
 
 
-@pytest.mark.parametrize("name", ["amp-fp16", "amp-bf16", "fp16-master", "bf16-master", "bf16-kahan", "fp16-pure"])
+@each("name", ["amp-fp16", "amp-bf16", "fp16-master", "bf16-master", "bf16-kahan", "fp16-pure"])
 def test_cross_entropy_of_probabilities_is_refused_in_low_precision(name: str) -> None:
     model = net()
     loop = prepare(model, adamw(model, name), name)
@@ -152,7 +152,7 @@ def test_tied_weights_in_two_formats_are_refused() -> None:
     assert model.head.weight.dtype == FULL
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "message"),
     [
         (lambda: Policy().with_operation("sofmax", "low"), "got 'sofmax'. Did you mean softmax"),

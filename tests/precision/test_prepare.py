@@ -120,8 +120,8 @@ def test_a_scaler_that_overflows_skips_and_says_so() -> None:
     assert all(p.equal(b) and p.grad is None for p, b in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("name", ["amp-fp16", "fp16-master"])
-@pytest.mark.parametrize("bound", [None, 1.0])
+@each("name", ["amp-fp16", "fp16-master"])
+@each("bound", [None, 1.0])
 def test_the_stock_scaler_serves_where_gradients_are_fp32(name: str, bound: float | None) -> None:
     model, twin = net(), net()
     loop = prepare(model, adamw(model), name, scaler=torch.amp.GradScaler("cpu"), clip_norm=bound)
@@ -193,7 +193,7 @@ def test_an_evaluation_leaves_no_trace(name: str) -> None:
     assert loop.step_index == 2
 
 
-@pytest.mark.parametrize("name", ["fp16-master", "bf16-master", "amp-fp16", "fp16-pure"])
+@each("name", ["fp16-master", "bf16-master", "amp-fp16", "fp16-pure"])
 def test_a_transformer_trains_and_evaluates(name: str) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)

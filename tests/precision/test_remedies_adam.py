@@ -82,8 +82,8 @@ def test_no_update_is_ever_larger_than_the_bound(foreach: bool, amsgrad: bool, d
         assert (change.abs() <= RATIO * lr * 1.02 + weight.detach().double().abs() * 2.0**-10).all()
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@each("maximize", [False, True])
+@each("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_sound_moments_are_not_touched(kind: type[torch.optim.Adam], maximize: bool) -> None:
     torch.manual_seed(2)
     gradients = [torch.randn(200) * 8 for _ in range(100)]  # squares that float16 holds
@@ -99,7 +99,7 @@ def test_sound_moments_are_not_touched(kind: type[torch.optim.Adam], maximize: b
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"fused": True}, {"capturable": False, "foreach": True}])
+@each("options", [{}, {"amsgrad": True}, {"fused": True}, {"capturable": False, "foreach": True}])
 def test_the_state_that_the_guard_begins_is_adams_own(options: dict[str, bool]) -> None:
     found = []
     for guarded in (False, True):
@@ -168,7 +168,7 @@ def test_a_closure_is_refused() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "options", "message"),
     [
         (lambda: torch.optim.SGD([half([1.0])], lr=0.1), {}, "expected torch.optim.Adam or AdamW; got SGD"),

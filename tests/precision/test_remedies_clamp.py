@@ -28,7 +28,7 @@ def stream(layers: int = 4, add: float = 30_000.0) -> nn.Sequential:
     return nn.Sequential(*[Block(add) for _ in range(layers)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+@each("dtype", [torch.float16, torch.float32, torch.bfloat16])
 def test_what_adds_up_past_the_largest_value_is_brought_back(dtype: torch.dtype) -> None:
     model, x = stream(), torch.tensor([1.0, -90_000.0], dtype=torch.float32).clamp(-60_000, None).to(dtype)
     largest = 65280.0 if dtype is torch.bfloat16 else FP16_MAX  # bfloat16 has no 65504, and must not pass it
@@ -132,7 +132,7 @@ def test_under_compile() -> None:
         clamp.remove()
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "options", "message"),
     [
         (

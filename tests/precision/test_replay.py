@@ -15,6 +15,7 @@ import plimsoll as pl
 from plimsoll.precision import prepare
 from plimsoll.precision.training.batch_replay import variables_of
 from plimsoll.scaling.dynamic import DynamicScaler
+from tests.support.cases import each
 from tests.support.precision.training import (
     SCALED,
     adamw,
@@ -49,8 +50,8 @@ def trained(name: str, scale: float, accumulate: int, retries: int) -> tuple[Any
     return loop, model, outcomes[accumulate - 1 :: accumulate]
 
 
-@pytest.mark.parametrize("name", SCALED)
-@pytest.mark.parametrize("accumulate", [1, 3])
+@each("name", SCALED)
+@each("accumulate", [1, 3])
 def test_a_repeated_batch_is_as_if_it_had_run_once_at_the_lower_scale(name: str, accumulate: int) -> None:
     high, low = 2.0**20, 2.0**4
     loop, model, outcomes = trained(name, high, accumulate, 30)
@@ -210,7 +211,7 @@ def test_an_iteration_after_an_exception_starts_anew() -> None:
 def test_retries_do_not_change_a_run_that_never_overflows() -> None:
     model, data = net(0.2), batches(4)
     twin = copy.deepcopy(model)
-    for each, retries in ((model, 4), (twin, 0)):
+    for network, retries in ((model, 4), (twin, 0)):
         torch.manual_seed(1)
-        run_closures(prepare(each, adamw(each), "fp16-master", scaler=scaler_at(8.0), max_retries=retries), data)
+        run_closures(prepare(network, adamw(network), "fp16-master", scaler=scaler_at(8.0), max_retries=retries), data)
     assert contents(model.state_dict()) == contents(twin.state_dict())

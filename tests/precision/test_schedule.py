@@ -71,7 +71,7 @@ def test_the_scaler_waits_while_nothing_is_scaled() -> None:
     assert loop.scaler.get_scale() == kept < 65536.0
 
 
-@pytest.mark.parametrize("stop", [2, 3, 4, 6])
+@each("stop", [2, 3, 4, 6])
 def test_resumed_equals_uninterrupted_across_changes(stop: int) -> None:
     schedule = [(0, "bf16-master"), (3, "fp16-master"), (6, "bf16-kahan")]
     data = batches(9)
@@ -104,18 +104,14 @@ def test_the_users_scheduler_reaches_the_optimizer_at_every_level() -> None:
     assert found == [1e-2 * 0.5**i for i in range(6)]
 
 
-@pytest.mark.parametrize(
-    "given", [[], [(1, "fp32")], [(0, "fp32"), (0, "tf32")], [(0, "fp32"), (5, "tf32"), (3, "fp32")]]
-)
+@each("given", [[], [(1, "fp32")], [(0, "fp32"), (0, "tf32")], [(0, "fp32"), (5, "tf32"), (3, "fp32")]])
 def test_steps_must_rise_from_0(given: Any) -> None:
     model = net()
     with pytest.raises(pl.ArgumentError, match="expected a (schedule|level)"):
         prepare(model, adamw(model), given)
 
 
-@pytest.mark.parametrize(
-    "given", [[(0.0, "fp32")], [("fp32", 0)], ["fp32"], [(0, "fp32", 1)], [(True, "fp32")], {0: "fp32"}]
-)
+@each("given", [[(0.0, "fp32")], [("fp32", 0)], ["fp32"], [(0, "fp32", 1)], [(True, "fp32")], {0: "fp32"}])
 def test_what_is_no_schedule_is_refused(given: Any) -> None:
     model = net()
     with pytest.raises(pl.ArgumentError, match="a plan file or a schedule of"):

@@ -1,10 +1,10 @@
 """Many steps in few columns and many layers in few rows: nothing is left out."""
 
 import numpy as np
-import pytest
 from hypothesis import given, strategies as st
 
 from plimsoll.report.drawing.aggregation import MOST_CELLS, MOST_COLUMNS, MOST_ROWS, Columns, Rows, few
+from tests.support.cases import each
 
 REFERENCE = {"max": np.nanmax, "min": np.nanmin, "sum": np.nansum, "mean": np.nanmean}
 
@@ -54,7 +54,7 @@ def test_names_without_structure_are_merged_with_their_neighbours() -> None:
     assert len(rows.names) == 10 and rows.names[0] == "layer{0-9}"
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (5, 100_000), (2000, 10_000), (2000, 3), (150, 150)])
+@each("shape", [(1, 1), (5, 100_000), (2000, 10_000), (2000, 3), (150, 150)])
 def test_cells_are_few_whatever_the_run(shape: tuple[int, int]) -> None:
     names = [f"blocks.{i // 12}.part{i % 12}.weight" for i in range(shape[0])]
     rows, columns = few(names, np.arange(shape[1]))

@@ -12,6 +12,7 @@ from plimsoll.diagnosis import RULES, Finding, View, diagnose
 from plimsoll.errors import ArgumentError
 from plimsoll.report import FIGURES, figure_for
 from plimsoll.runs import Event, Run, RunWriter
+from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS, INNOCENT
 from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
 from tests.support.diagnosis.stories import SOUND, Story
@@ -36,7 +37,7 @@ def marked_steps(figure: Any) -> set[int]:
     return {int(at) for at in lines}
 
 
-@pytest.mark.parametrize(("rule", "name"), CASES)
+@each(("rule", "name"), CASES)
 def test_a_findings_figure_shows_it(rule: str, name: str, recorded: Callable[[Story], Recorded]) -> None:
     view = View(Run(recorded(_STORIES[name]).path))
     finding = diagnose(view, rules=[rule])[0]

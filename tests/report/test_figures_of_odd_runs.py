@@ -160,7 +160,7 @@ def test_names_are_never_markup_in_a_findings_figure(hostile_run: Path) -> None:
         check(figure_for(view, finding))
 
 
-@pytest.mark.parametrize("name", ["$x$", "<i>x</i>", "a &amp; b", "\u202ex", "y\x1b[2J", "z" * 10_000])
+@each("name", ["$x$", "<i>x</i>", "a &amp; b", "\u202ex", "y\x1b[2J", "z" * 10_000])
 def test_a_name_made_safe_is_text(name: str) -> None:
     text = safe(name)
     assert not set(text) & set("<>$\x1b\u202e") and not re.search("&(?!lt;|gt;|amp;|#36;)", text)

@@ -66,7 +66,7 @@ def many(number: int, name: str) -> list[Finding]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["x" * 10_000, "|`" * 5_000, "\U0001f600" * 3_000, "<" * 9_000])
+@each("name", ["x" * 10_000, "|`" * 5_000, "\U0001f600" * 3_000, "<" * 9_000])
 def test_it_fits_into_a_comment_and_says_what_it_leaves_out(run: Path, name: str) -> None:
     text = markdown(run, findings=many(300, name))
     assert len(text.encode()) <= LONGEST_BYTES
@@ -88,7 +88,7 @@ def test_a_name_is_one_code_span_in_one_cell(name: str) -> None:
     assert code(name).endswith(fence) and not re.search(rf"(?<!`){fence}(?!`)", inside)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "there"),
     [
         ("<img src=x onerror=alert(1)>", "\\<img src=x onerror=alert(1)\\>"),

@@ -26,6 +26,7 @@ from plimsoll.report.verdicts.run_summary import Summary, leading
 from plimsoll.runs import Event, Run, RunWriter
 from plimsoll.text import capital
 from plimsoll_lab.result import Training
+from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS, Fault
 from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
 from tests.support.diagnosis.stories import Story
@@ -110,7 +111,7 @@ def test_the_shares_of_the_verdict_are_the_underflow_rates(summary_shown: Summar
         assert whole is not None and whole.share == pytest.approx(lost / (lost + kept), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["scale frozen low after hard batches", "one layer x 1e-4", "layers part at 100"])
+@each("name", ["scale frozen low after hard batches", "one layer x 1e-4", "layers part at 100"])
 def test_there_is_one_remedy(name: str, recorded: Callable[[Story], Recorded]) -> None:
     summary_shown = recorded(next(fault for fault in FAULTS if fault.name == name).story)
     view, found = View(Run(summary_shown.path)), summary_shown.found
@@ -136,7 +137,7 @@ def test_severities_have_one_name() -> None:
         assert re.search(rf'\b{severity}: \["[^"]*", "{word}"\]', script), severity
 
 
-@pytest.mark.parametrize("fault", FAULTS[::7], ids=lambda fault: fault.name)
+@each("fault", FAULTS[::7], ids=lambda fault: fault.name)
 def test_numbers_of_every_rule_are_spelled_alike(fault: Fault, recorded: Callable[[Story], Recorded]) -> None:
     path = recorded(fault.story).path
     text = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["check", str(path)]).stdout
@@ -159,7 +160,7 @@ def answers(folder: Path) -> Iterator[Api]:
     found.close()
 
 
-@pytest.mark.parametrize("fmt", ["fp16", "bf16", "e4m3"])
+@each("fmt", ["fp16", "bf16", "e4m3"])
 def test_there_is_one_window_of_scales(folder: Path, answers: Api, fmt: str) -> None:
     view = View(Run(folder / "fp16"))
     found = whatif(view, fmt)

@@ -9,6 +9,7 @@ import torch
 import plimsoll as pl
 from plimsoll import report
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
+from tests.support.cases import each
 from tests.support.diagnosis.stories import SOUND
 
 
@@ -56,7 +57,7 @@ def test_the_format_that_the_values_passed_through_is_drawn() -> None:
     assert all(words.startswith("e5m2: ") for words in lines(spectrum.plot()))
 
 
-@pytest.mark.parametrize("x", [torch.zeros(5), torch.empty(0), torch.full((3,), float("inf"))])
+@each("x", [torch.zeros(5), torch.empty(0), torch.full((3,), float("inf"))])
 def test_a_spectrum_without_magnitudes_says_so(x: torch.Tensor) -> None:
     figure = pl.measure(x).plot()
     assert "No finite value but zero among" in figure.to_json()

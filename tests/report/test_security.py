@@ -18,6 +18,7 @@ from plimsoll.errors import RunError
 from plimsoll.report.live.security import ANY_ADDRESS, HEADERS, cookie_of
 from plimsoll.report.live.server.app import App, app
 from plimsoll.runs import RunWriter, Scalars
+from tests.support.cases import each
 from tests.support.diagnosis.stories import make_story
 
 HOSTS = ("localhost:8642", "127.0.0.1:8642", "[::1]:8642")
@@ -48,7 +49,7 @@ def _a_run(path: Path) -> None:
         writer.write(Scalars(step=0, values={"loss": 1.0}))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def page(folder: Path) -> Iterator[App]:
     made = app(folder, hosts=HOSTS)
     yield made
@@ -62,17 +63,17 @@ def client(made: App, base: str = "http://localhost:8642", **more: Any) -> TestC
 # -- whom the page answers
 
 
-@pytest.mark.parametrize("host", [*HOSTS, "LOCALHOST:8642"])
+@each("host", [*HOSTS, "LOCALHOST:8642"])
 def test_the_page_goes_by_its_own_names(page: App, host: str) -> None:
     assert client(page).get("/api/runs", headers={"host": host}).status_code == 200
 
 
-@pytest.mark.parametrize(
+@each(
     "host",
     ["evil.example", "evil.example:8642", "localhost", "localhost:9999", "localhost.evil.example:8642", "", ":8642",
      "127.0.0.1.evil.example:8642", "localhost:8642@evil.example", "10.0.0.1:8642", "[::1]", "127.0.0.2:8642"],
 )  # fmt: skip
-@pytest.mark.parametrize("path", ["/", "/api/runs"])
+@each("path", ["/", "/api/runs"])
 def test_a_foreign_name_is_refused(page: App, host: str, path: str) -> None:
     answer = client(page).get(path, headers={"host": host})
     assert answer.status_code == 403
@@ -91,13 +92,13 @@ def test_any_address_is_no_name(folder: Path) -> None:
         assert asked.get("/api/runs", headers={"host": host}).status_code == status
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+@each("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
 def test_only_reading_is_allowed(page: App, method: str) -> None:
     answer = client(page).request(method, "/api/runs")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
 
 
-@pytest.mark.parametrize("path", PAGES)
+@each("path", PAGES)
 def test_head_has_the_headers_and_no_body(page: App, path: str) -> None:
     answer = client(page).head(path)
     assert (answer.status_code, answer.content) == (200, b"")
@@ -174,7 +175,7 @@ def test_tokens_are_compared_in_constant_time(guarded: App, monkeypatch: pytest.
 # -- what answers carry
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "headers", "status"),
     [("/", {}, 200), ("/api/runs", {}, 200), ("/nothing", {}, 404), ("/api/runs/none", {}, 404),
      ("/", {"host": "evil.example"}, 403), ("/api/runs/a/whatif", {}, 422)],
@@ -216,7 +217,7 @@ def test_a_defect_tells_nothing_of_itself(page: App, monkeypatch: pytest.MonkeyP
 # -- ids
 
 
-@pytest.mark.parametrize(
+@each(
     "quoted",
     ["..", "..%2Fsecret", "%2e%2e%2fsecret", "..%5csecret", "a%2F..%2F..%2Fsecret", "%2Ftmp", "%2Fetc%2Fpasswd",
      "a%00", "%00", "link", "deep", "deep%252Fb%20c", "a%2F%2F", "%2Fa", ".%2Fa", "a%2Fspectra", "", "%FF%FE",
@@ -231,7 +232,7 @@ def test_no_id_leads_anywhere_else(page: App, quoted: str, folder: Path) -> None
         assert str(folder.parent) not in answer.text
 
 
-@pytest.mark.parametrize("raw", ["/api/runs/../../secret", "/api/runs/a/../../secret", "//etc/passwd", "/assets/../x"])
+@each("raw", ["/api/runs/../../secret", "/api/runs/a/../../secret", "//etc/passwd", "/assets/../x"])
 def test_paths_that_no_browser_sends_lead_nowhere(page: App, raw: str) -> None:
     assert _start(page, [(b"host", b"localhost:8642")], raw)["status"] == 404
 

@@ -104,7 +104,7 @@ def _no_number(constant: str) -> None:
     raise AssertionError(f"the answer holds {constant}, which is no JSON")
 
 
-@pytest.mark.parametrize("name", [*(fmt.name for fmt in (*ELEMENTS, *BLOCKS)), *ALIASES, "e11m0", "e10m52", "e12m3"])
+@each("name", [*(fmt.name for fmt in (*ELEMENTS, *BLOCKS)), *ALIASES, "e11m0", "e10m52", "e12m3"])
 def test_every_format_is_answered_or_refused(asked: TestClient, name: str) -> None:
     queries = [f"whatif?format={name}", f"whatif?format={name}&shift=2200", f"whatif?format={name}&collection=weights"]
     queries += [f"figure/{figure}?{word}={name}" for figure in figures_of(1) for word in ("format", "formats")]
@@ -484,8 +484,6 @@ def test_files_and_large_answers_are_compressed_for_those_who_ask(served: App, a
     assert "content-encoding" not in small.headers
 
 
-@pytest.mark.parametrize(
-    "path", ["", "none.js", "../_server.py", "%2e%2e/_server.py", "..%2F_server.py", "/etc/passwd"]
-)
+@each("path", ["", "none.js", "../_server.py", "%2e%2e/_server.py", "..%2F_server.py", "/etc/passwd"])
 def test_nothing_else_is_an_asset(served: App, path: str) -> None:
     assert TestClient(served, base_url="http://localhost:8642").get(f"/assets/{path}").status_code == 404

@@ -16,6 +16,7 @@ from plimsoll.report import markdown, summary
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import LONGEST, Summary, leading, verdict
 from plimsoll.runs import Event, Run, RunWriter, Scalars
+from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS, WORDS, A, B, Fault
 from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
 from tests.support.diagnosis.stories import SOUND, Story, constant, make_story
@@ -25,7 +26,7 @@ pytestmark = ONE_WORKER
 BEGINS = {"alarm": "Problem: ", "warning": "Warning: ", "info": "Healthy through step 199, but note: "}
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@each("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_verdict_names_what_and_since_when(fault: Fault, recorded: Callable[[Story], Recorded]) -> None:
     view, found = View(Run(recorded(fault.story).path)), recorded(fault.story).found
     gravest = max((f.severity for f in found), key=SEVERITIES.index)

@@ -263,7 +263,7 @@ BAD_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_TENSORS)
+@each("name", BAD_TENSORS)
 def test_other_tensors_are_refused_with_a_remedy(name):
     make, message = BAD_TENSORS[name]
     with pytest.raises(UnsupportedTensorError, match="cast: expected a .*" + message):

@@ -38,7 +38,7 @@ def test_the_gradient_passes_where_the_value_saturates():
     assert y.tolist() == [448.0, -448.0] and gradient.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("forward", "backward"), PAIRS)
+@each(("forward", "backward"), PAIRS)
 def test_compiled_equals_eager(forward, backward):
     x, upstream = torch.randn(6, 40), torch.randn(6, 40)
     compiled = torch.compile(lambda x: fake_quantize(x, forward, backward), fullgraph=True)
@@ -49,7 +49,7 @@ def test_compiled_equals_eager(forward, backward):
     assert torch.equal(y, expected) and torch.equal(leaf.grad, gradient)
 
 
-@pytest.mark.parametrize(("forward", "backward"), PAIRS)
+@each(("forward", "backward"), PAIRS)
 def test_gradients_of_each_example_under_vmap(forward, backward):
     batch, weight = torch.randn(3, 4, 40), torch.randn(4, 40)
 

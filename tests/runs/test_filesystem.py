@@ -12,6 +12,7 @@ from pyarrow import fs
 from plimsoll.diagnosis import diagnose
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs import Run, RunWriter, Scalars
+from tests.support.cases import each
 from tests.support.runs import making
 
 STEPS = [0, 10, 20]
@@ -168,7 +169,7 @@ def test_a_listing_that_fails_is_no_empty_run(local: Path) -> None:
         Run(str(local), filesystem=fs.PyFileSystem(Flaky(fs.LocalFileSystem(), deaf=True)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "filesystem", "error", "said"),
     [
         ("nothing/here", fsspec.filesystem("memory"), RunError, r"got nothing/here \(py::fsspec.*which holds no run"),

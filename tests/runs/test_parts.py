@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from hypothesis import given, strategies as st
 
 from plimsoll.runs.storage import parts as _parts
 from plimsoll.runs.storage.location import Folder
 from plimsoll.runs.storage.parts import FAN_IN, Part
+from tests.support.cases import each
 
 
 def part(first: int, last: int, generation: int = 0, **fields: object) -> Part:
@@ -35,7 +35,7 @@ def test_a_name_says_all(kind: str, rank: int, flushes: list[int], generation: i
     assert _parts.parse(kind, name) == made
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "r0-1-2-g0-s0_1.parquet.damaged", ".writing-1-r0-1-2-g0-s0_1.parquet"])
+@each("name", ["a.parquet", "r0-1-2-g0-s0_1.parquet.damaged", ".writing-1-r0-1-2-g0-s0_1.parquet"])
 def test_other_names_are_no_parts(name: str) -> None:
     assert _parts.parse("spectra", name) is None
 
@@ -90,7 +90,7 @@ def test_ten_days_of_flushes_leave_few_parts_and_rewrite_each_row_a_few_times() 
     assert rewritten <= tiers * 170_000
 
 
-@pytest.mark.parametrize("above", [2, 3, 8, 17])
+@each("above", [2, 3, 8, 17])
 def test_other_bounds_are_kept_too(above: int) -> None:
     fan_in = max(2, above // 4)
     parts, most, _ = flushed(3000, above)

@@ -211,7 +211,7 @@ def test_two_models_two_optimizers_two_losses(make: Any, enabled: bool) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("bad", range(-1, 4))
+@each("bad", range(-1, 4))
 def test_gradients_of_any_dtype_and_layout_are_unscaled_and_checked(bad: int) -> None:
     g = torch.full((20, 20), 4.0)
     gradients = [g.clone(), g.clone()[:, :5], g.half(), g.bfloat16().t()]
@@ -229,8 +229,8 @@ def test_gradients_of_any_dtype_and_layout_are_unscaled_and_checked(bad: int) ->
         assert all(torch.equal(x, torch.ones_like(x)) for x in gradients)
 
 
-@pytest.mark.parametrize("values", [[16.0, 32.0, 64.0], [16.0, 32.0, torch.inf], [16.0, 32.0, torch.nan]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@each("values", [[16.0, 32.0, 64.0], [16.0, 32.0, torch.inf], [16.0, 32.0, torch.nan]])
+@each("dtype", [torch.float32, torch.float16])
 def test_sparse_gradients(dtype: torch.dtype, values: list[float]) -> None:
     at = torch.tensor([[0, 1, 1], [2, 0, 2]])
     gradient = torch.sparse_coo_tensor(at, torch.tensor(values), (2, 3), dtype=dtype, check_invariants=True)
@@ -301,7 +301,7 @@ def test_a_scale_near_the_largest_float32_does_not_grow_to_inf() -> None:
     assert scaler._scale.isfinite()
 
 
-@pytest.mark.parametrize("flags", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+@each("flags", [{"foreach": False}, {"foreach": True}, {"fused": True}])
 def test_gradients_that_are_broken_after_unscale_are_the_users(flags: dict[str, bool]) -> None:
     parameter = weight()
     optimizer, scaler = torch.optim.Adam([parameter], **flags), DynamicScaler("cpu", 128.0)

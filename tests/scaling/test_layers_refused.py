@@ -13,6 +13,7 @@ from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
 from plimsoll.scaling import LayerScaler
 from plimsoll.scaling.layerwise import scaled_modules
 from tests.scaling.test_layers_exact import assert_equal, gradients, inputs, loss_of, with_exponents
+from tests.support.cases import each
 from tests.support.scaling.layer_models import Gated, Written, linears, made, needs_wide_gradients, parts
 
 APPLY = torch.autograd.Function.__dict__["apply"]
@@ -44,7 +45,7 @@ def compiled_in_place(model: nn.Module) -> Any:
     return model
 
 
-@pytest.mark.parametrize("compiled", [compiled_whole, compiled_whole_graph, compiled_in_place])
+@each("compiled", [compiled_whole, compiled_whole_graph, compiled_in_place])
 def test_a_model_that_is_compiled_afterwards(compiled: Any) -> None:
     torch._dynamo.reset()
     model = made("sequential")

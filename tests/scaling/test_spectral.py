@@ -436,13 +436,13 @@ def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
         SpectralScaler("cpu", **arguments)
 
 
-@pytest.mark.parametrize("given", ["mxfp8_e4m3", "nonsense", "e8m0"])
+@each("given", ["mxfp8_e4m3", "nonsense", "e8m0"])
 def test_formats_that_hold_no_gradients_are_refused(given: str) -> None:
     with pytest.raises((FormatError, ArgumentError)):
         SpectralScaler("cpu", format=given)
 
 
-@pytest.mark.parametrize("setter", ["set_growth_factor", "set_backoff_factor", "set_growth_interval"])
+@each("setter", ["set_growth_factor", "set_backoff_factor", "set_growth_interval"])
 def test_it_has_no_growth_rule_to_set(setter: str) -> None:
     with pytest.raises(ArgumentError, match=f"{setter}: expected a scaler with a growth rule; got 2 for a Spectral"):
         getattr(SpectralScaler("cpu"), setter)(2)

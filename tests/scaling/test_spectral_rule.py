@@ -22,6 +22,7 @@ from plimsoll.scaling.spectral.rule import (
     Memory,
     SpectralRule,
 )
+from tests.support.cases import each
 
 LINE = math.log2(FP16.overflow_threshold)
 RULE = SpectralRule(line=LINE, margin=0.5, lowest=-14, highest=32)
@@ -62,13 +63,13 @@ def test_the_second_step_has_the_right_scale() -> None:
         assert life.exponent == min(math.floor(LINE - level - 0.5), 32)
 
 
-@pytest.mark.parametrize("margin", [0.0, 1.0, 3.0])
+@each("margin", [0.0, 1.0, 3.0])
 def test_the_margin_is_kept_in_whole_binades(margin: float) -> None:
     life = Life(SpectralRule(line=LINE, margin=margin, lowest=-14, highest=32)).live([-3.5] * 100)
     assert LINE - (-3.5 + life.exponent) == pytest.approx(margin, abs=1.0) and LINE + 3.5 - life.exponent >= margin
 
 
-@pytest.mark.parametrize("slope", [-0.02, 0.01, 0.05, 0.2])
+@each("slope", [-0.02, 0.01, 0.05, 0.2])
 def test_a_ramp_never_overflows_nor_lags(slope: float) -> None:
     steps = int(24 / abs(slope))
     levels = (0.0 if slope < 0 else -24.0) + slope * np.arange(steps) + noise(steps, 0.2)
@@ -248,7 +249,7 @@ def committed(name: str) -> Path:
     return FOLDER / f"{name}.npz"
 
 
-@pytest.mark.parametrize("name", ["bursty", "constant", "drifting", "heavy", "shrinking"])
+@each("name", ["bursty", "constant", "drifting", "heavy", "shrinking"])
 def test_committed_traces_are_whole_and_need_no_pickle(name: str) -> None:
     trace = Trace.load(committed(name))
     assert len(trace) == 4000 and trace.name == name and trace.about
@@ -270,7 +271,7 @@ def halving(levels: np.ndarray) -> int:
     return skipped
 
 
-@pytest.mark.parametrize(("name", "most"), [("bursty", 11), ("constant", 2), ("drifting", 9), ("shrinking", 3)])
+@each(("name", "most"), [("bursty", 11), ("constant", 2), ("drifting", 9), ("shrinking", 3)])
 def test_recorded_gradients_overflow_less_often_than_with_the_classic_rule(name: str, most: int) -> None:
     trace = Trace.load(committed(name))
     weights, hidden = np.log2(trace.weights.absmax), np.log2(trace.hidden.absmax)

@@ -10,6 +10,7 @@ from hypothesis import given
 from scipy import stats
 
 from plimsoll.scaling.spectral.rule import ERRORS, FEW, UNKNOWN, VALUES, Trend
+from tests.support.cases import each
 
 FINITE = st.floats(-200, 200, allow_subnormal=False)
 
@@ -35,7 +36,7 @@ def test_nothing_and_one_value() -> None:
     assert filled([0.0, 9.0, 2.0, 3.0]).latest == 3.0
 
 
-@pytest.mark.parametrize("slope", [0.0, 0.125, 0.5])
+@each("slope", [0.0, 0.125, 0.5])
 def test_a_quarter_of_the_values_may_be_anything(slope: float) -> None:
     line = [slope * step for step in range(VALUES)]
     spoilt = [1e6 if step % 4 == 1 else value for step, value in enumerate(line)]

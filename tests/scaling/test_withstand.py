@@ -8,6 +8,7 @@ from torch import nn
 
 from plimsoll.errors import StateError
 from plimsoll.scaling import DynamicScaler, LossScaler, StaticScaler
+from tests.support.cases import each
 from tests.support.scaling.steps import mlp, outcomes, take, weight
 
 SCALERS = [
@@ -19,7 +20,7 @@ SCALERS = [
 ]
 
 
-@pytest.mark.parametrize("make", SCALERS)
+@each("make", SCALERS)
 def test_a_thousand_non_finite_steps_and_then_finite_ones(make: type[LossScaler]) -> None:
     parameter = weight(1.0, 2.0)
     optimizer = torch.optim.Adam([parameter], lr=0.1, fused=True)

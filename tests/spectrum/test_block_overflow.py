@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -60,7 +59,7 @@ def test_the_estimate_of_overflow_is_near_the_truth(name: str, shape: str) -> No
     assert 0.6 < np.median(ratios) < 1.5
 
 
-@pytest.mark.parametrize("name", POINTS)
+@each("name", POINTS)
 def test_bounds_hold_where_the_tail_ends_at_once(name: str) -> None:
     g = torch.Generator().manual_seed(8)
     for _ in range(TENSORS):
@@ -88,7 +87,7 @@ def test_no_value_overflows_below_the_largest_that_there_is() -> None:
     assert measure(coarse.to(torch.float8_e5m2), block=32).fit("mxfp8_e4m3").overflow.high == 0
 
 
-@pytest.mark.parametrize("x", [torch.tensor([[1.9] + [0.0] * 31]), torch.full((1, 32), 1.9), torch.tensor(2.0)])
+@each("x", [torch.tensor([[1.9] + [0.0] * 31]), torch.full((1, 32), 1.9), torch.tensor(2.0)])
 def test_one_block_gives_an_estimate_in_its_interval(x: Tensor) -> None:
     found = measure(x, block=32).fit("mxfp4").overflow
     assert 0 <= found.low <= found.estimate <= found.high <= 1

@@ -224,7 +224,7 @@ def test_sources_for_one_or_for_each() -> None:
     assert measure(x.half(), source=Source("fp32")).source == Source("fp16")
 
 
-@pytest.mark.parametrize(
+@each(
     ("x", "source", "message"),
     [
         ([0, 0], [None], "expected one source for each of 2 tensors; got 1 sources. Pass None where"),

@@ -23,7 +23,7 @@ def test_any_name_of_a_format_is_the_format() -> None:
     assert pickle.loads(pickle.dumps(Source("fp16", 8.0))) == Source("fp16", 8.0)
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+@each("scale", [0.0, -1.0, math.inf, math.nan])
 def test_a_scale_is_positive_and_finite(scale: float) -> None:
     with pytest.raises(ArgumentError, match=r"Source: expected a positive, finite scale; got scale="):
         Source("fp16", scale)

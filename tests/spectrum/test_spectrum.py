@@ -280,7 +280,7 @@ def test_block_records_merge_only_with_their_like() -> None:
     assert repr(with_32.blocks) == "BlockRecord(block=32, blocks=2, zero_blocks=0, nonfinite_blocks=0, poisoned=0)"
 
 
-@pytest.mark.parametrize("shift", [-10, 0, 3, 120])
+@each("shift", [-10, 0, 3, 120])
 def test_scaled_is_measuring_the_scaled_tensor(shift: int) -> None:
     x = torch.tensor([0.0, 1.5, -3.0, 2.0**-24, math.nan], dtype=torch.float16)
     s = measure(x, block=16).scaled(shift)
@@ -302,7 +302,7 @@ def test_scaled_fills_the_end_binades_and_does_not_come_back() -> None:
         s.scaled(1023)
 
 
-@pytest.mark.parametrize(
+@each(
     ("x", "expected"),
     [
         ([], "<Spectrum: 0 values, from fp32>"),

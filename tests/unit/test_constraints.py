@@ -4,9 +4,10 @@ import pytest
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit.formulas import constrained
+from tests.support.cases import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("constraint", "shared"),
     [("gmean", 2.0), ("hmean", 12 / 7), ("amean", 7 / 3), ("to_output_scale", 1.0), ("to_grad_input_scale", 4.0)],
 )
@@ -18,12 +19,12 @@ def test_none_leaves_them() -> None:
     assert constrained(None, 1.0, 4.0, 2.0) == (1.0, 4.0, 2.0)
 
 
-@pytest.mark.parametrize("constraint", [None, "gmean", "to_grad_input_scale"])
+@each("constraint", [None, "gmean", "to_grad_input_scale"])
 def test_an_output_alone_stays(constraint: str | None) -> None:
     assert constrained(constraint, 3.0) == (3.0,)
 
 
-@pytest.mark.parametrize("constraint", ["mean", "GMEAN", "", 1])
+@each("constraint", ["mean", "GMEAN", "", 1])
 def test_other_names_are_refused(constraint: object) -> None:
     with pytest.raises(
         ArgumentError, match=r"constrained: expected constraint to be None, 'gmean', 'hmean', 'amean', .*got"

@@ -127,7 +127,7 @@ def test_moments_of_many_are_those_of_a_lognormal() -> None:
     assert found.slope * 2**20 == pytest.approx(math.e, rel=1e-4)
 
 
-@pytest.mark.parametrize(("mult", "error"), [(0.1, 5e-5), (1.0, 2e-4), (3.0, 3e-3), (8.0, 5e-2)])
+@each(("mult", "error"), [(0.1, 5e-5), (1.0, 2e-4), (3.0, 3e-3), (8.0, 5e-2)])
 def test_curves_keep_to_the_integrals_at_lengths_between_those_fitted(mult: float, error: float) -> None:
     spread, slope, variance = softmax_curves(mult)
     for length in (2, 3, 4, 5, 6, 9, 13, 50, 333, 1500, 7777, 50_000, 700_000):

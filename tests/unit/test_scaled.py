@@ -37,7 +37,7 @@ def test_with_both_constants_one_it_is_the_tensor_itself() -> None:
     assert y is not x and y.data_ptr() == x.data_ptr()  # a view: nothing is copied
 
 
-@pytest.mark.parametrize(
+@each(
     ("x", "why"),
     [
         (torch.tensor([float("nan"), float("inf"), -float("inf")]), "NaN passes"),
@@ -101,7 +101,7 @@ def test_factors_may_be_tensors() -> None:
     assert y.dtype == torch.bfloat16 and y.tolist() == [0.5, 0.5] and x.grad.tolist() == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+@each("dtype", [torch.int64, torch.bool, torch.complex64])
 def test_other_kinds_of_tensors_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(
         UnsupportedTensorError, match=rf"scaled: expected a floating-point tensor; got x=a tensor \({dtype}"

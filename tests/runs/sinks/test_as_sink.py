@@ -77,7 +77,7 @@ def test_methods_but_put_may_be_missing() -> None:
 
 
 @needs_trackers
-@pytest.mark.parametrize(("name", "sink"), TRACKERS.items())
+@each(("name", "sink"), TRACKERS.items())
 def test_names_of_our_own(name: str, sink: type) -> None:
     assert type(as_sink(name)) is sink
 

@@ -9,6 +9,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs.records import StepRecord
 from plimsoll.runs.sinks.tracker import DEFAULT_STATISTICS, STATISTICS, Selection, histogram
 from plimsoll.spectrum import Spectrum, measure
+from tests.support.cases import each
 from tests.support.runs.sinks import TAG, record, spectrum
 
 
@@ -59,7 +60,7 @@ def test_histograms_against_numpy_over_the_whole_range() -> None:
     assert lowest.edges.tolist() == [-149, -148]
 
 
-@pytest.mark.parametrize(
+@each(
     ("steps", "taken"),
     [((0, 5, 10, 15, 20), [0, 10, 20]), ((1, 11, 21), [1, 11, 21]), ((0, 10, 3, 8, 13), [0, 10, 3, 13])],
     ids=["every second", "another offset", "taken back to a checkpoint"],
@@ -97,7 +98,7 @@ def test_more_histograms_than_the_cap_are_said_once() -> None:
     assert selection(max_histograms=0).of(many).histograms == {}
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         (

@@ -2,16 +2,15 @@
 
 from typing import Any
 
-import pytest
-
 from tests.scaling.distributed.conftest import WORLD
+from tests.support.cases import each
 
 
 def facts(rank: dict[str, Any], scenario: str) -> list[Any]:
     return [[stepped, scale] for stepped, scale, _ in rank[scenario]["seen"]]
 
 
-@pytest.mark.parametrize("scenario", ["whole", "fused", "idle", "sharded"])
+@each("scenario", ["whole", "fused", "idle", "sharded"])
 def test_one_rank_of_four_overflows_and_all_skip_at_one_scale(ranks: list[Any], scenario: str) -> None:
     expected = facts(ranks[0], scenario)
     assert all(facts(rank, scenario) == expected for rank in ranks)

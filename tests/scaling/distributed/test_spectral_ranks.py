@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.scaling.distributed.conftest import WORLD
+from tests.support.cases import each
 from tests.support.scaling.ranks.spectral import BROKEN, BURST, IDLE, STEPS, levels
 
 SCENARIOS = ["whole", "idle", "leaves", "half", "half loss", "late"]
@@ -38,7 +39,7 @@ def test_four_ranks_have_one_scale_and_one_decision_at_every_step(ranks: list[An
     assert skipped == [BROKEN, *BURST]
 
 
-@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name != "late"])
+@each("scenario", [name for name in SCENARIOS if name != "late"])
 def test_ranks_remember_the_same(ranks: list[Any], scenario: str) -> None:
     assert all(rank[scenario]["memory"] == ranks[0][scenario]["memory"] for rank in ranks)
 

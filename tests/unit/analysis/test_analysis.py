@@ -89,7 +89,7 @@ def test_a_product_of_activations_counts_what_each_sums_over() -> None:
     assert factor.value * 6.0**factor.power == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("constraint", ["gmean", "hmean", "amean", "to_output_scale", "to_grad_input_scale"])
+@each("constraint", ["gmean", "hmean", "amean", "to_output_scale", "to_grad_input_scale"])
 def test_an_edge_with_a_way_around_it_shares_one_factor(constraint: Any) -> None:
     model = Of(lambda m, x: (h := x @ m.w) + F.gelu(h @ m.u) @ m.d, w=(8, 8), u=(8, 32), d=(32, 8))
     analysis = of(model, torch.randn(4, 8), constraint=constraint)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.unit.capture.captured_program import capture
 from plimsoll.unit.capture.gradient_graph import flow, operation_of
+from tests.support.cases import each
 from tests.support.unit.models import MODELS, DataDependent
 
 
@@ -16,7 +17,7 @@ def operations(model: nn.Module, example: object, **arguments: object) -> list[s
     return [operation_of(node) for node in graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize("example", [torch.randn(4, 8), (torch.randn(4, 8),), {"input": torch.randn(4, 8)}])
+@each("example", [torch.randn(4, 8), (torch.randn(4, 8),), {"input": torch.randn(4, 8)}])
 def test_an_example_is_a_tensor_a_tuple_or_a_mapping(example: object) -> None:
     assert operations(nn.Linear(8, 3), example) == ["linear"]
 
@@ -107,7 +108,7 @@ def test_a_fixed_batch_is_refused() -> None:
         capture(Fixed(), torch.randn(4, 8))
 
 
-@pytest.mark.parametrize(
+@each(
     ("example", "message"),
     [
         (torch.randn(1, 8), r"a batch of at least 2; got shape \(1, 8\)"),

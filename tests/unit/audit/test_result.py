@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import plimsoll as pl
 from plimsoll.errors import ArgumentError
 from plimsoll.unit import Audit, Row, audit, functional
+from tests.support.cases import each
 
 UNIT = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
 
@@ -103,7 +104,7 @@ def test_a_table_has_eighty_columns_and_says_what_is_left_out() -> None:
         found.table(most=0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [({"by": "fp4"}, "Audit.ranked: expected by to be 'scale', 'fp16', 'e4m3' or 'e5m2'; got by='fp4'. Did you mean"),
      ({"kind": "view"}, "Audit.ranked: expected kind to be 'operation', 'parameter' or 'input'; got kind='view'"),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.unit import audit
+from tests.support.cases import each
 
 
 class Busy(nn.Module):
@@ -54,8 +55,8 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("gradients", [True, False])
+@each("training", [True, False])
+@each("gradients", [True, False])
 def test_nothing_of_the_model_changes(training: bool, gradients: bool) -> None:
     torch.manual_seed(0)
     model, x = Busy().train(training), torch.randn(16, 8)

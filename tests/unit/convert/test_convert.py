@@ -16,6 +16,7 @@ from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
 from plimsoll.unit.capture.captured_program import capture
 from plimsoll.unit.optim.parameter_kinds import traits_of
 from tests.support import processes
+from tests.support.cases import each
 from tests.support.unit.models import GPT, MODELS, DataDependent, MatmulMLP
 
 TOKENS = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(0))
@@ -119,7 +120,7 @@ def test_running_statistics_are_updated_in_training_only() -> None:
     assert not torch.equal(model.norm.running_mean, before) and model.norm.num_batches_tracked == 1
 
 
-@pytest.mark.parametrize("batch", [0, 1, 3, 9])
+@each("batch", [0, 1, 3, 9])
 def test_any_batch(gpt: nn.Module, batch: int) -> None:
     tokens = torch.zeros(batch, 5, dtype=torch.long)
     assert gpt(tokens, tokens)[1].shape == (batch, 5, 64)
@@ -151,7 +152,7 @@ def test_copies_and_state_round_trip(gpt: nn.Module, tmp_path: Path) -> None:
     gpt.train()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@each("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(gpt: nn.Module, dtype: torch.dtype) -> None:
     loss, logits = copy.deepcopy(gpt).to(dtype)(**EXAMPLE)
     loss.backward()
@@ -355,7 +356,7 @@ class Nothing(nn.Module):
         self.linear(x)
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "example", "message"),
     [
         (nn.ReLU, torch.ones(2, 8), r"expected a model with parameters; got ReLU"),

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plimsoll.unit.conversion.convert_model import built
+from tests.support.cases import each
 from tests.support.unit.interpreter import analysed, captured, in_float64, run
 from tests.support.unit.models import CAPTURED, MODELS
 
@@ -18,7 +18,7 @@ def _tensors(nest: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_outputs_and_gradients_are_the_interpreters(name: str) -> None:
     case, graph, analysis = in_float64(name), captured(name), analysed(name)
     args, kwargs = case.call

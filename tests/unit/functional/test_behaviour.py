@@ -109,7 +109,7 @@ def test_batches_of_none_and_of_one(name: str, batch: int) -> None:
     assert all(g.abs().sum() > 0 or batch == 0 for g in found if g.numel() and name != "relu")
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@each("name", LOSSES)
 def test_losses_of_no_rows_are_torchs_nan(name: str) -> None:
     (x,) = tensors(name, batch=0)
     loss = LOSSES[name][0](x)
@@ -175,13 +175,13 @@ def test_a_residual_branch_has_an_exact_gradient_and_unit_gradients_inside() -> 
     assert seen[0].eq(1).all() and torch.allclose(x.grad, torch.full_like(x, 0.01**0.5 * 0.01**0 * 1.0 + 0.99**0.5))
 
 
-@pytest.mark.parametrize("name", ["gelu", "softmax", "add", "silu_glu"])
+@each("name", ["gelu", "softmax", "add", "silu_glu"])
 def test_twice_differentiable(name: str) -> None:
     function, given = SHARED[name][0], tensors(name, torch.float64, batch=2)
     assert gradgradcheck(lambda *x: function(*x, constraint="gmean"), given)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@each("name", FUNCTIONS)
 def test_compiled_without_a_break_and_once_for_all_batches(name: str) -> None:
     torch._dynamo.reset()
     count = CompileCounterWithBackend("aot_eager")
@@ -195,7 +195,7 @@ def test_compiled_without_a_break_and_once_for_all_batches(name: str) -> None:
     assert count.frame_count == 1
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@each("name", LOSSES)
 def test_losses_compile(name: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(LOSSES[name][0], fullgraph=True, backend="aot_eager")
@@ -214,7 +214,7 @@ def test_vmap(name: str) -> None:
     torch.testing.assert_close(mapped, torch.stack([function(x, *given[1:]) for x in several]))
 
 
-@pytest.mark.parametrize("name", ["linear", "attention", "residual"])
+@each("name", ["linear", "attention", "residual"])
 def test_checkpoint(name: str) -> None:
     function, given = ALL[name][0], tensors(name)
     again = gradients(lambda *x: checkpoint(function, *x, use_reentrant=False), given)
@@ -356,7 +356,7 @@ def test_a_refused_inplace_leaves_the_input_alone() -> None:
     assert torch.equal(x, torch.ones(100))
 
 
-@pytest.mark.parametrize("shift", [3.0, 3, torch.tensor(3.0, dtype=torch.float64)], ids=["float", "int", "0-d tensor"])
+@each("shift", [3.0, 3, torch.tensor(3.0, dtype=torch.float64)], ids=["float", "int", "0-d tensor"])
 def test_an_operand_of_one_value_moves_a_sum_and_does_not_spread_it(shift: float | Tensor) -> None:
     x, y = (torch.randn(64, 32, dtype=torch.float64) for _ in range(2))
     for constraint in (None, "gmean", "to_output_scale"):
@@ -385,7 +385,7 @@ def test_operands_of_one_value_alone_are_terms() -> None:
     torch.testing.assert_close(U.add(a, 5.0), torch.tensor(8.0))
 
 
-@pytest.mark.parametrize("other", [True, "1", 1j])
+@each("other", [True, "1", 1j])
 def test_what_is_no_number_is_not_added(other: object) -> None:
     with pytest.raises(UnsupportedTensorError, match="add: expected a floating-point tensor; got operand 1="):
         U.add(X, other)  # type: ignore[arg-type]

@@ -221,7 +221,7 @@ def test_a_loss_of_unit_logits_has_the_gradient_that_integration_says(
     assert_unit(found.inputs[0], ((1 - 2 / classes + squares) / (1 - 1 / classes)) ** 0.5)
 
 
-@pytest.mark.parametrize("classes", [2, 10, 1000])
+@each("classes", [2, 10, 1000])
 def test_the_gradient_of_equal_logits_is_exactly_at_unit_scale(classes: int) -> None:
     logits = torch.zeros(100, classes, dtype=torch.float64, requires_grad=True)
     U.cross_entropy(logits, torch.zeros(100, dtype=torch.long)).backward()

@@ -178,7 +178,7 @@ def test_frozen_parameters_stay_and_let_gradients_through(name):
     assert leaf.grad is not None and all(p.grad is None for p in module.parameters())
 
 
-@pytest.mark.parametrize("name", ["Linear", "Conv2d", "MLP", "LayerNorm", "GELU"])
+@each("name", ["Linear", "Conv2d", "MLP", "LayerNorm", "GELU"])
 def test_a_checkpoint_recomputes_the_same(name):
     module, x = made(name)
     gradients = []

@@ -70,8 +70,8 @@ def test_attention_is_torchs_times_a_factor(mask, same, weights):
         assert my_weights is None
 
 
-@pytest.mark.parametrize("keywords", [{}, {"batch_first": True}, {"kdim": 8, "vdim": 12}], ids=str)
-@pytest.mark.parametrize("single", [True, False])
+@each("keywords", [{}, {"batch_first": True}, {"kdim": 8, "vdim": 12}], ids=str)
+@each("single", [True, False])
 def test_attention_takes_torchs_layouts_and_widths(keywords, single):
     ours, theirs = pair(**keywords)
     shapes = [(LENGTH,), (5,), (5,)] if single else [(LENGTH, 5), (5, 5), (5, 5)]
@@ -125,7 +125,7 @@ def numeric(loss, x, direction, step=1e-5):
         return ((loss(x + step * direction) - loss(x - step * direction)) / (2 * step)).item()
 
 
-@pytest.mark.parametrize(("kind", "made", "first"), list(layers()))
+@each(("kind", "made", "first"), list(layers()))
 def test_gradients_are_true_up_to_one_factor(kind, made, first):
     torch.manual_seed(0)
     layer = made(WIDTH, HEADS, **LAYER, norm_first=first).double()
@@ -146,7 +146,7 @@ def test_gradients_are_true_up_to_one_factor(kind, made, first):
         assert i or ratios[0] == pytest.approx(1.0, rel=1e-4)  # along the stream there is no factor left at all
 
 
-@pytest.mark.parametrize(("kind", "made", "first"), list(layers()))
+@each(("kind", "made", "first"), list(layers()))
 def test_layers_have_torchs_state_and_survive_copies(kind, made, first):
     ours = made(WIDTH, HEADS, **LAYER, norm_first=first)
     theirs = getattr(nn, made.__name__)(WIDTH, HEADS, **LAYER, norm_first=first)

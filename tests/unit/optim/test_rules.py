@@ -8,6 +8,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.unit import nn as unn
 from plimsoll.unit.optim import SGD, Adam, AdamW, lr_factor
 from plimsoll.unit.optim.parameter_kinds import Trait, kinds_of, tag, tag_depth, tag_fan_in, traits_of
+from tests.support.cases import each
 
 
 def model(width=64, hidden=256):
@@ -21,7 +22,7 @@ def factors(optimizer):
     return {n: g["lr_factor"] for g in optimizer.param_groups for n in g["param_names"]}
 
 
-@pytest.mark.parametrize("optimizer", [SGD, Adam, AdamW])
+@each("optimizer", [SGD, Adam, AdamW])
 def test_every_kind_has_its_rule(optimizer):
     assert factors(optimizer(model(), lr=1.0)) == {
         "0.weight": 1.0, "1.weight": 1.0, "1.bias": 1.0, "2.weight": 64**-0.5, "2.bias": 1.0,
@@ -96,7 +97,7 @@ def test_uses_that_disagree_are_an_error():
     assert kinds_of(two) == {"0.weight": "weight"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda m: tag(m, weight="matrix"), r"tag: expected a kind of weight, readout, .* got weight='matrix'"),

@@ -137,7 +137,7 @@ def test_any_scheduler_writes_the_plain_rate_and_the_factors_stay(optimizer, sch
     torch.testing.assert_close(next(network.parameters()).detach() - before[0], half * 2, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each("optimizer", OPTIMIZERS)
 def test_state_and_copies_go_on_as_before(optimizer):
     network = model()
     first = optimizer(network, lr=0.5, weight_decay=0.01)
@@ -243,7 +243,7 @@ def test_independent_decay_needs_a_rate_to_be_relative_to():
     assert Adam(model(), lr=0.0, weight_decay=0.1).param_groups
 
 
-@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "bf16-master", "fp16-master", "bf16-kahan"])
+@each("precision", ["fp32", "amp-bf16", "bf16-master", "fp16-master", "bf16-kahan"])
 def test_under_prepare(precision):
     network = model()
     start = weights(network)

@@ -13,6 +13,7 @@ import plimsoll as pl
 from plimsoll.runs.columns.arrow import pa
 from plimsoll.watch.ranks.ranks import Ranks
 from plimsoll.watch.ranks.store_channel import StoreChannel, decoded, encoded
+from tests.support.cases import each
 from tests.support.watch.ranks.models import Net
 
 
@@ -59,7 +60,7 @@ def test_reducing_needs_a_process_group(tmp_path: Path, monkeypatch: pytest.Monk
         pl.watch(Net(), run=tmp_path / "run", ranks="reduce")
 
 
-@pytest.mark.parametrize(
+@each(
     ("ranks", "microbatches", "factor", "divisor"),
     [(1, 1, 1, 1), (4, 8, 4, 1), (3, 1, 1, 3), (2, 6, 2, 6), (6, 3, 1, 18)],
 )

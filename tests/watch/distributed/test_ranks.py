@@ -10,6 +10,7 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.runs import Run
+from tests.support.cases import each
 from tests.support.versions import is_older, only_from
 from tests.support.watch.ranks.launch import assert_same, torchrun
 from tests.support.watch.ranks.models import Experts, Net, Rounded, data, sgd, train
@@ -151,7 +152,7 @@ def assert_same_errors(run: Run, reference: Run) -> None:
                 assert (steps.tolist(), values.tolist()) == (wanted[0].tolist(), wanted[1].tolist()), (name, statistic)
 
 
-@pytest.mark.parametrize("scenario", SHADOWS)
+@each("scenario", SHADOWS)
 def test_errors_of_two_ranks_are_those_of_one_process(scenario: str, two: Path, references: dict[str, Run]) -> None:
     run = only_run(two / scenario)
     assert not [event for event in run.events() if event.kind in {"shadow", "failure"}]
