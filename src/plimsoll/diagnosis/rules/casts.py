@@ -18,6 +18,7 @@ from plimsoll.diagnosis.finding import Finding, Severity, Spot
 from plimsoll.diagnosis.rules.base import (
     EvidenceItem,
     FindingContext,
+    Mask,
     Phrase,
     Rule,
     last_of,
@@ -29,7 +30,7 @@ from plimsoll.diagnosis.rules.underflow import FLUSHING
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, module_ends
 from plimsoll.diagnosis.tables.wiring_facts import first_fact, listed_in
 from plimsoll.diagnosis.view import View
-from plimsoll.formats import Format, get_element
+from plimsoll.formats import FP16, Format, get_element
 from plimsoll.text import number, percent, power
 
 _SAMPLES = "not reported from a single sample"
@@ -37,6 +38,9 @@ _WORKS = 0.01  # of a tensor's values that a scale that works may flush, as in `
 _CONSTANT_SCALE = "a bound that stays"
 _ONE_SCALE = "a grid that is too coarse"
 _WEIGHTS = "weights cast without a scale"
+_FEW_DIGITS = "blocks of unlike values"
+_GRADIENTS = "gradients through a narrow cast"
+_QUANTA = 8  # times FP16's smallest number: what a few additions make of it
 _LARGEST = (7, 8, 15, 16, 31, 63, 127, 128, 255)  # the largest whole numbers that quantised values are
 _ON_GRID = 1e-3  # of a step of the grid: the smallest of a tensor's values is so near a whole number by chance in 500
 _Found = tuple[CastCells, int, int, int, float]  # cells, layer, first and last place, value
@@ -196,12 +200,43 @@ class CastFlushes(ShareRule):
     grave: float = threshold(0.25, "a quarter of one tensor")
     samples: float = threshold(3, _SAMPLES)
     coarse: float = threshold(0.75, "of the values that a module rounds to INT8 or INT4; normal ones lose 2 % or 22 %")
+    blocks: float = threshold(0.4, "of the values that it rounds to few digits; normal ones lose 9 % in MXFP4")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding for each collection, one of modules that round by hand, and one of weights cast so."""
+        """Yield one finding for each collection, and of casts by hand: of what modules take, weights, and gradients."""
         yield from self._of_shares(view, "flushed", lambda cast: cast.flushed)
         yield from self._by_hand(view)
         yield from self._weights(view)
+        yield from self._gradients(view)
+
+    # The smallest values of an FP32 gradient are whole multiples of FP16's smallest number, which is chance in some
+    # millions. Gradients elsewhere are smaller, so they were not zero before. Where the loss is scaled, the rules of
+    # underflow judge what FP16 loses.
+    def _gradients(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the FP32 gradients that came through FP16, where most became zero."""
+        cells = view.cells("activation_gradients")
+        if cells is None or view.scaled:
+            return
+        least = -cells.highest(-cells.columns["absmin"])
+        quanta, nonzero = least / FP16.smallest_subnormal, cells.total(cells.nonzero) > 0
+        wide = np.array([cells.format_of(name) == "fp32" for name in cells.names])[:, None]
+        smaller = (nonzero & (least < FP16.smallest_subnormal / 4)).any(axis=0)
+        with np.errstate(invalid="ignore"):
+            cut = wide & nonzero & smaller & (quanta == np.rint(quanta)) & (quanta <= _QUANTA)
+        zeros = cells.zero_fraction
+        spans = layer_spans(cut & (zeros > self.grave), ~np.isnan(zeros), self.samples)
+        if spans:
+            spots = sorted(worst(cells, spans, zeros), key=lambda spot: (-spot.value, cells.names.index(spot.name)))
+            evidence = {"cause": _GRADIENTS, "flushed": spots[0].value, "worst": spots[0].name, "format": "fp16"}
+            yield self.finding(
+                "warning", spots, evidence, until_step=last_of(cells, spans), collection="activation_gradients",
+                actions=(),
+                meaning=f"These FP32 gradients are whole multiples of FP16's smallest number, and up to "
+                f"{percent(spots[0].value)} of them are zero: a cast to FP16 in the forward takes its gradient through "
+                "FP16 on the way back.",
+                advice="Cast to BF16, or multiply the loss by a loss scale (GradScaler) and divide the gradients by "
+                "it, or leave that part in FP32.",
+            )  # fmt: skip
 
     # A cast leaves the smallest number of its format as the smallest weight, and a largest one with its few digits.
     # Training would move weights off both, so what is found has been cast and stays as it is, or is cast at each step.
@@ -246,15 +281,20 @@ class CastFlushes(ShareRule):
         with np.errstate(all="ignore"):
             steps = np.multiply.outer(np.array(_LARGEST), least / most)
             on_grid = np.abs(steps - np.rint(steps)) <= _ON_GRID
+        in_blocks = shares.copy()
+        short = _has_digits(least, 2) & _has_digits(most, 4) & (least < most)
         for _, into, out in module_ends(cells):
             with np.errstate(all="ignore"):
                 same = (cells.finite[into] == cells.finite[out]) & (nonzero[out] > 0)
-                same &= np.abs(most[out] / most[into] - 1) <= 1 / min(_LARGEST)
                 same &= np.abs(sums[out] / sums[into] - 1) <= self.grave
+                beside = np.abs(most[out] / most[into] - 1)
                 lost = np.where(same, 1 - nonzero[out] / nonzero[into], np.nan)
-            known = np.flatnonzero(~np.isnan(lost))
-            if len(known) and on_grid[:, out, known[: int(self.samples)]].all(axis=1).any():
-                shares[out] = lost
+            known = np.flatnonzero(~np.isnan(lost))[: int(self.samples)]
+            if len(known) and (beside[known] <= self.grave).all() and short[out, known].all():
+                in_blocks[out] = np.where(short[into], np.nan, lost)
+            elif len(known) and on_grid[:, out, known].all(axis=1).any():
+                shares[out] = np.where(beside <= 1 / min(_LARGEST), lost, np.nan)
+        yield from self._rounded_in_blocks(cells, in_blocks)
         spans = layer_spans(shares > self.coarse, ~np.isnan(shares), self.samples)
         if spans:
             spots = worst(cells, spans, shares)
@@ -266,8 +306,36 @@ class CastFlushes(ShareRule):
                 advice="Use a scale for each channel or block, or treat the channel with the large values apart.",
             )  # fmt: skip
 
+    def _rounded_in_blocks(self, cells: Cells, shares: Floats) -> Iterator[Finding]:
+        """Yield one finding of the modules whose outputs have few digits and many zeros."""
+        spans = layer_spans(shares > self.blocks, ~np.isnan(shares), self.samples)
+        if spans:
+            spots = worst(cells, spans, shares)
+            evidence = {"cause": _FEW_DIGITS, "flushed": spots[0].value, "worst": spots[0].name}
+            yield self.finding(
+                "warning", spots, evidence, until_step=last_of(cells, spans), collection="activations", actions=(),
+                meaning=f"The module rounds to a format of few digits with powers of two as scales, and "
+                f"{percent(spots[0].value)} of its inputs become zero: the largest value of a block sets its scale, "
+                "and the others are far smaller.",
+                advice="Let blocks run along the dimension that a product sums over, the last one, where values are "
+                "of like size. Or use smaller blocks, or a format with more range (MXFP8).",
+            )  # fmt: skip
+
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share below the smallest value."""
+        if context.text("cause") == _GRADIENTS:
+            return Phrase(
+                what=f"a cast to FP16 has made {percent(context.number('flushed'))} of the gradients at "
+                f"{context.place} zero {context.since}",
+                remedy="scale the loss, or cast to BF16",
+            )
+        if context.text("cause") == _FEW_DIGITS:
+            return Phrase(
+                what=f"{context.place} has rounded {percent(context.number('flushed'))} of its inputs to zero "
+                f"{context.since}",
+                effect="since its blocks hold values of unlike sizes",
+                remedy="look at the dimension along which blocks run",
+            )
         if context.text("cause") == _WEIGHTS:
             return Phrase(
                 what=f"a cast to {context.format} has made {percent(context.number('flushed'))} of the weights of "
@@ -438,3 +506,9 @@ def _holds(name: str, fmt: Format) -> bool:
     """Return whether a format has the digits and the powers of two of another."""
     own = get_element(name, "diagnose")
     return own.mantissa_bits >= fmt.mantissa_bits and own.exponent_bits >= fmt.exponent_bits
+
+
+def _has_digits(values: Floats, digits: int) -> Mask:
+    """Return where values have at most so many binary digits."""
+    scaled = np.ldexp(np.frexp(values)[0], digits)
+    return np.isfinite(values) & (values > 0) & (scaled == np.rint(scaled))

@@ -46,6 +46,31 @@ def always_zero(cells: Cells | None) -> set[str]:
     return {cells.names[layer] for layer in np.flatnonzero(silent).tolist()}
 
 
+# Only clear products count, as of the format's normal numbers: sums of others may underflow.
+def lost_after_backward(view: View, modules: set[str], since: int, samples: int) -> set[str]:
+    """Return those of some modules whose output gradients are not zero, at the first samples from a step on.
+
+    Their parameters' gradients are: so these became zero between the backward and the step.
+    """
+    passed, inputs = view.cells("activation_gradients"), view.cells("activations")
+    if passed is None or inputs is None:
+        return set()
+    steps, mine, theirs = np.intersect1d(passed.steps, inputs.steps, return_indices=True)
+    span = np.flatnonzero(steps >= since)[:samples]  # judged once, for good
+    entries = {name: place for place, name in enumerate(inputs.names)}
+    result = set[str]()
+    for place, name in enumerate(passed.names):
+        module, _, kind = name.rpartition(":")
+        if module not in modules or kind != "output" or len(span) < samples:
+            continue
+        size = passed.highest(passed.columns["absmax"])[place, mine[span]]
+        if (entry := entries.get(f"{module}:input")) is not None:  # a table of an embedding has none
+            size = size * inputs.true_absmax[entry, theirs[span]]
+        if (size >= FP16.smallest_normal).all():
+            result.add(module)
+    return result
+
+
 def where_gradients_stop(view: View, since: int, samples: int) -> str | None:
     """Return the module that gradients come to and do not leave, at the first samples from a step on.
 

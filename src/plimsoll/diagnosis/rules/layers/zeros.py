@@ -31,7 +31,12 @@ from plimsoll.diagnosis.tables.wiring_facts import (
     listed_in,
     without_gradient,
 )
-from plimsoll.diagnosis.tables.zero_gradients import always_zero, erased_samples, where_gradients_stop
+from plimsoll.diagnosis.tables.zero_gradients import (
+    always_zero,
+    erased_samples,
+    lost_after_backward,
+    where_gradients_stop,
+)
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
 from plimsoll.tensor_collections import UNDERFLOW_ORDER
@@ -49,6 +54,7 @@ _NO_GRADIENTS = (
     "Their gradients are all zero, and did not underflow: no gradient comes to these layers, or only zeros come into "
     "them."
 )
+_AFTER_BACKWARD = "lost after the backward"
 _DROPOUT = "dropout"
 _HIDDEN = (
     "Nothing that these layers put out changes the loss. Look behind them for a mask that hides all of it, attention "
@@ -62,7 +68,7 @@ class _SilentGradients:
     """Modules without a gradient: the earliest first, until when, and why.
 
     `never` of them have never had one. `unknown`: their format may have flushed it. `stops`: the module that gradients
-    come to and do not leave, or the model's output.
+    come to and do not leave, or the model's output. `is_over`: all of them have gradients again.
     """
 
     spots: list[Spot]
@@ -70,6 +76,7 @@ class _SilentGradients:
     never: int
     unknown: bool
     stops: str | None
+    is_over: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +87,8 @@ class DeadLayer(Rule):
     says = "a layer outputs only zeros or its bias, or its gradients are all zero, and it is not underflow"
     meaning = "The layer no longer takes part in the training."
     advice = (
-        "Check its input and its bias (a ReLU that no input activates). Re-initialise it, or lower the learning rate."
+        "Check its input and its bias (a ReLU that no input activates), and whether anything is routed to it. "
+        "Re-initialise it, or lower the learning rate."
     )
     figure = "zero_heatmap"
     explained_by = {
@@ -113,17 +121,43 @@ class DeadLayer(Rule):
             )
         silent = self.silent_gradients(view)
         if silent is not None and silent.stops is None:  # else gradients-vanish says where they stop
-            evidence = {
-                "first": silent.spots[0].name, "layers": len(silent.spots), "never_alive": silent.never,
+            yield from self._without_gradients(view, silent)
+        yield from self._without_slope(view)
+
+    def _without_gradients(self, view: View, silent: _SilentGradients) -> Iterator[Finding]:
+        """Yield one finding of layers whose gradients are zero, one of those that had some in the backward."""
+        modules = {spot.name.rpartition(".")[0] for spot in silent.spots}
+        had = lost_after_backward(view, modules, silent.spots[0].since_step, int(self.samples))
+        lost = [spot for spot in silent.spots if spot.name.rpartition(".")[0] in had]
+        spots = [spot for spot in silent.spots if spot not in lost]
+        if lost:
+            evidence: dict[str, float | int | str] = {
+                "first": lost[0].name, "layers": len(lost), "cause": _AFTER_BACKWARD,
             }  # fmt: skip
             yield self.finding(
-                "warning", silent.spots, evidence, until_step=silent.until, collection="gradients",
+                "warning", lost, evidence, until_step=silent.until, collection="gradients",
+                meaning="Gradients come to the outputs of these layers, and those of their parameters are all zero "
+                "when the optimizer steps: something between the backward and the step sets or rounds them to zero.",
+                advice="Look at what is done to gradients there: a quantisation or cast with one scale for all of "
+                "them, whose step a few large gradients set, a mask, or a hook that sends them to other processes.",
+            )  # fmt: skip
+        if spots and silent.is_over:
+            yield self.finding(
+                "info", spots, {"first": spots[0].name, "layers": len(spots)}, until_step=silent.until,
+                collection="gradients", advice="No action is needed.",
+                meaning="Their gradients were all zero for a while, and are not any more.",
+            )  # fmt: skip
+        elif spots:
+            evidence = {
+                "first": spots[0].name, "layers": len(spots), "never_alive": min(silent.never, len(spots)),
+            }  # fmt: skip
+            yield self.finding(
+                "warning", spots, evidence, until_step=silent.until, collection="gradients",
                 meaning="Their gradients have always been zero: either nothing reaches them, or all of it underflows."
                 if silent.unknown else _NO_GRADIENTS,
                 advice="Take a shadow step (shadow_every): it distinguishes the two." if silent.unknown
                 else _HIDDEN if silent.never == len(silent.spots) else None,
             )  # fmt: skip
-        yield from self._without_slope(view)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where and since when."""
@@ -138,6 +172,15 @@ class DeadLayer(Rule):
                 what=f"all gradients of {context.place} have been zero {context.since}, and those of the bias not",
                 remedy="pass gradients through the rounding of the weight",
             )
+        if context.text("cause") == _AFTER_BACKWARD:
+            return Phrase(
+                what=f"all {context.tensors} of {context.place} are zero at the step and not in the backward "
+                f"{context.since}",
+                remedy="look at what quantises, casts or masks gradients in between",
+            )
+        if context.finding.severity == "info":
+            until = f"until step {context.finding.until_step:,}"
+            return Phrase(what=f"all {context.tensors} of {context.place} were zero {until}, and are not any more")
         of_outputs = context.finding.collection == "activations"
         if not of_outputs and context.number("never_alive") == context.number("layers"):
             return Phrase(
@@ -191,13 +234,18 @@ class DeadLayer(Rule):
         spans = layer_spans(silent & alive, judged, self.samples)
         if not spans:
             return None
+        # Experts and heads may be idle at first. What has had a gradient at each of the last samples is not dead.
+        few = int(self.samples)
+        alive_now = [bool((nonzero[layer, np.flatnonzero(judged[layer])[-few:]] > 0).all()) for layer, *_ in spans]
+        is_over = all(alive_now)
+        spans = spans if is_over else [span for span, now in zip(spans, alive_now, strict=True) if not now]
         spots = sorted(worst(cells, spans, values, modules.main_layers(cells)), key=lambda spot: spot.since_step)
         never, until = sum(np.nanmax(nonzero[layer]) == 0 for layer, *_ in spans), last_of(cells, spans)
         unknown = never > 0 and bool(narrow.censors.any())
         stops = None if unknown else where_gradients_stop(view, spots[0].since_step, int(self.samples))
         return _SilentGradients(
             spots=spots, until=until, never=int(never), unknown=unknown,
-            stops=None if stops in dead else stops,
+            stops=None if stops in dead or is_over else stops, is_over=is_over,
         )  # fmt: skip
 
     # A layer's weight and bias get their gradients from the same output. If only the weight's is zero, although

@@ -72,9 +72,19 @@ class UntrainedParameters(Rule):
                 advice="Look between these modules and the loss for detach(), no_grad(), .item() or .data, or for "
                 "values turned into integers.",
             )  # fmt: skip
+        trained = {name.rpartition(".")[0] for name in view.run.tensors.get("gradients", ())}
+        halves = [n for n in names if n in ran and n not in cut and n.rpartition(".")[0] in trained]
+        if halves:
+            yield self._finding(
+                view, "warning", halves, event, cause="no gradient",
+                meaning="These modules compute, and others of their parameters have gradients: what is computed from "
+                "these parameters has no graph.",
+                advice="Look for what the forward uses in their place: a copy or a cast that was made under no_grad "
+                "or kept from an earlier call, detach(), or .data.",
+            )  # fmt: skip
         for some, meaning in (
             (
-                [n for n in names if n in ran and n not in cut],
+                [n for n in names if n in ran and n not in cut and n not in halves],
                 "These parameters compute, and no gradient reaches them.",
             ),
             ([n for n in names if n not in ran], "These parameters take no part in the training."),
