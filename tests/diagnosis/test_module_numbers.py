@@ -229,9 +229,40 @@ def test_a_grid_that_is_too_coarse_for_most_values_is_named(tmp_path: Path, larg
     assert finding.evidence["flushed"] > 0.75  # type: ignore[operator]
 
 
+def in_blocks(dim: int) -> Callable[[Tensor], Tensor]:
+    """E2M1 with a power of two for each block of 32 values along a dimension, as in MXFP4."""
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+    def rounded(x: Tensor) -> Tensor:
+        blocks = x.unflatten(dim, (-1, 32))
+        scale = torch.exp2(torch.floor(torch.log2(blocks.abs().amax(dim=dim + 1, keepdim=True))) - 2)
+        nearest = (blocks.abs() / scale).clamp(max=6.0)[..., None].sub(grid).abs().argmin(dim=-1)
+        return (grid[nearest] * scale * blocks.sign()).flatten(dim, dim + 1)
+
+    return rounded
+
+
+def rows_of_sizes(step: int) -> Tensor:
+    """Rows whose sizes are from 1/16 to 2,048."""
+    return torch.randn(64, 32) * torch.exp2(torch.randint(-4, 12, (64, 1)).float())
+
+
+def test_blocks_of_unlike_values_are_named(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, in_blocks(0), rows_of_sizes)
+    assert (finding.rule, finding.severity, finding.evidence["cause"]) == (
+        "cast-flushes", "warning", "blocks of unlike values",
+    )  # fmt: skip
+    assert finding.evidence["flushed"] > 0.4  # type: ignore[operator]
+
+
 @each(
     "module, batch",
     [
+        (Apply(in_blocks(1)), rows_of_sizes),
+        (Apply(in_blocks(0)), normal()),
+        (Apply(lambda x: nn.functional.hardshrink(x, 8.0)), rows_of_sizes),
+        (Apply(lambda x: x.bfloat16().float().relu()), rows_of_sizes),
+        (Apply(lambda x: torch.sign(x) * (x.abs() > 1)), normal()),
         (Quantised(127, 0), with_outlier(500.0)),
         (Quantised(127), with_outlier(20.0)),
         (Quantised(7), normal()),

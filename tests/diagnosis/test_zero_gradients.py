@@ -45,6 +45,34 @@ class Straight(Rounded):
     straight = True
 
 
+class WithoutGraph(nn.Linear):
+    """A layer that computes with a cast of its weight, made under no_grad."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        with torch.no_grad():
+            weight = self.weight.bfloat16().float()
+        return F.linear(input, weight, self.bias)
+
+
+class Halved(nn.Module):
+    """One cast to FP16 on the way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.half().float()
+
+
+class Late(nn.Module):
+    """A second path, which nothing takes in the first `idle` steps."""
+
+    def __init__(self, idle: int) -> None:
+        super().__init__()
+        self.own, self.idle, self.calls = nn.Linear(32, 32), idle, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.own(x) * (self.calls > self.idle)
+
+
 class Steps(nn.Module):
     """Values in steps of a tenth: nothing has a slope."""
 
@@ -127,6 +155,12 @@ def rounded_to(dtype: torch.dtype) -> Callable[[nn.Module], None]:
     return run
 
 
+def in_steps_of_the_largest(model: nn.Module) -> None:
+    """One step for all gradients, as of INT8 codes beside a gradient of 1,000 elsewhere."""
+    for p in model[0].parameters():  # type: ignore[index]
+        p.grad = (p.grad / 8).round() * 8
+
+
 def train(
     path: Path,
     model: nn.Module,
@@ -165,6 +199,15 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         {"model": layers(nn.Linear), "before": rounded_to(torch.float16), "size": 1e-6},
         ("kept-narrow", "gradients rounded before the step"),
     ),
+    "one scale for all gradients": (
+        {"model": layers(nn.Linear), "before": in_steps_of_the_largest},
+        ("gradients-mishandled", "zero when the optimizer steps, and not in the backward"),
+    ),
+    "a cast without a graph": ({"model": layers(WithoutGraph)}, ("untrained-parameters", "no gradient")),
+    "one cast to FP16": (
+        {"model": nn.Sequential(nn.Linear(8, 32), Halved(), nn.Linear(32, 4)), "size": 2e-5},
+        ("cast-flushes", "gradients through a narrow cast"),
+    ),
 }  # fmt: skip
 RIGHT: dict[str, dict[str, Any]] = {
     "one factor zero": {"model": layers(lambda i, o: Adapted(i, o, drawn=True))},
@@ -174,6 +217,8 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "a part that hardly moves": {"model": layers(nn.Linear), "optimizer": lambda m: in_each_group(m, 1e-12, 0.1)},
     "gradients in FP16 that fit": {"model": layers(nn.Linear), "before": rounded_to(torch.float16)},
+    "one cast to FP16 that fits": {"model": nn.Sequential(nn.Linear(8, 32), Halved(), nn.Linear(32, 4))},
+    "a path that is taken late": {"model": nn.Sequential(nn.Linear(8, 32), Late(6), nn.Linear(32, 4))},
 }  # fmt: skip
 
 
@@ -186,6 +231,15 @@ def test_the_cause_of_zeros_is_named_alone(name: str, tmp_path: Path) -> None:
 @each("name", RIGHT)
 def test_a_sound_training_is_silent(name: str, tmp_path: Path) -> None:
     assert train(tmp_path / name, **RIGHT[name]) == []
+
+
+def test_a_path_that_nothing_takes_is_named_until_it_is_taken(tmp_path: Path) -> None:
+    for idle, severity in ((6, "info"), (100, "warning")):
+        model = nn.Sequential(nn.Linear(8, 32), Late(idle), nn.Linear(32, 4))
+        train(tmp_path / severity, model)
+        (finding,) = diagnose(tmp_path / severity, rules=["dead-layer"])
+        assert (finding.severity, finding.where) == (severity, ("1.own.weight",))
+        assert "are not any more" in finding.meaning if severity == "info" else "nothing" in finding.advice.lower()
 
 
 def test_where_gradients_stop_is_named(tmp_path: Path) -> None:

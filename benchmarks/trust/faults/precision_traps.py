@@ -1,4 +1,4 @@
-"""Traps of low precision that public threads and trackers tell of, by an author who had not read the rules.
+"""Traps of low precision that public threads and trackers report, by an author who had not read the rules.
 
 With `sound` they are left out. Behind each fault: what was measured with it and without it.
 """
@@ -134,7 +134,6 @@ class Wide(nn.Module):
     named=either(r"gradients?|grad|tokens|table|embedding", rf"{FLUSHED}|quanti|int8|distinct")
     + rf"|tokens[^>]*({NO_GRADIENT})",
     misleading=rf"{SIDE}|loss scale|lower the (learning )?rate",
-    held_back=True,
 )
 def bucket(run: Training, *, sound: bool = False) -> None:
     """All gradients are sent as INT8 in one bucket with one scale, that of an input of size 30: the others are zero."""
@@ -280,7 +279,6 @@ class Guessing(nn.Module):
     named=NO_GRADIENT,
     misleading=rf"{SIDE}|swallow|loss scale|learning rate",
     precision="bf16",
-    held_back=True,
 )
 def no_graph(run: Training, *, sound: bool = False) -> None:
     """BF16 casts are kept for a step; a first guess under `no_grad` makes them, and no gradient reaches a weight."""
@@ -518,7 +516,6 @@ class Narrow(nn.Module):
     named=either(r"0:output|1:input|layer 0|first layer|inputs?|outputs?|activations?", rf"{FLUSHED}|quanti")
     + r"|mxfp4|\bblocks?\b|one scale|per-row",
     misleading=rf"{SIDE}|swallow|loss scale|learning rate",
-    held_back=True,
 )
 def across(run: Training, *, sound: bool = False) -> None:
     """MXFP4 blocks run over the rows of a batch instead of along each: a loud row makes zeros of the quiet ones."""
@@ -754,7 +751,6 @@ class Halved(nn.Module):
     named=either(r"gradients?|grad|trunk|widen|backward", FLUSHED)
     + rf"|(trunk|layers?|weights?)\b[^>]*({NO_GRADIENT})|loss scal|fp16|float16",
     misleading=rf"{SIDE}|swallow|lower the (learning )?rate",
-    held_back=True,
 )
 def one_cast(run: Training, *, sound: bool = False) -> None:
     """An FP32 network has one operation in FP16, so gradients pass a cast too: unscaled, most of them become zero."""

@@ -283,6 +283,7 @@ class CastFlushes(ShareRule):
             on_grid = np.abs(steps - np.rint(steps)) <= _ON_GRID
         in_blocks = shares.copy()
         short = _has_digits(least, 2) & _has_digits(most, 4) & (least < most)
+        short &= ~np.isin(least, [fmt.smallest_subnormal for fmt in FLUSHING])  # no block, but a format without a scale
         for _, into, out in module_ends(cells):
             with np.errstate(all="ignore"):
                 same = (cells.finite[into] == cells.finite[out]) & (nonzero[out] > 0)

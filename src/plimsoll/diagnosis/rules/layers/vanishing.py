@@ -277,6 +277,7 @@ class OutputsAlike(Rule):
         judged = [":output" in name and name.rpartition(":")[0] not in norms for name in cells.names]
         holds = (one_number | (spread <= self.spread)) & (count >= self.values) & (top > 0) & (cells.nonfinite == 0)
         holds &= np.array(judged)[:, None]
+        holds[self._ratios(cells, one_number & (top == 1.0))] = False
         spans = [
             (layer, first, last)
             for layer, first, last in layer_spans(holds, cells.recorded, self.samples)
@@ -294,6 +295,14 @@ class OutputsAlike(Rule):
                 "spacing": float(_spacing(cells, top)[layer, first]) * undone,
             }  # fmt: skip
             yield self.finding("warning", spots, evidence, until_step=last_of(cells, spans), collection="activations")
+
+    # A policy's ratio to itself is 1 in the first pass after each draw, and a watch that records every tenth step may
+    # see these alone. In 16 bits it may be rounding.
+    def _ratios(self, cells: Cells, is_one: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return the FP32 outputs that are exactly 1 at all samples, of which there is none at most steps."""
+        wide = np.array([cells.format_of(name) == "fp32" for name in cells.names], dtype=bool)
+        seldom = len(cells.steps) > 1 and bool((np.diff(cells.steps) > 1).all())
+        return wide & (is_one | ~cells.recorded).all(axis=1) & seldom
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the outputs, their value, and what the format holds there."""

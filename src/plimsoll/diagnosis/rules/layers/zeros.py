@@ -54,7 +54,6 @@ _NO_GRADIENTS = (
     "Their gradients are all zero, and did not underflow: no gradient comes to these layers, or only zeros come into "
     "them."
 )
-_AFTER_BACKWARD = "lost after the backward"
 _DROPOUT = "dropout"
 _HIDDEN = (
     "Nothing that these layers put out changes the loss. Look behind them for a mask that hides all of it, attention "
@@ -125,22 +124,9 @@ class DeadLayer(Rule):
         yield from self._without_slope(view)
 
     def _without_gradients(self, view: View, silent: _SilentGradients) -> Iterator[Finding]:
-        """Yield one finding of layers whose gradients are zero, one of those that had some in the backward."""
-        modules = {spot.name.rpartition(".")[0] for spot in silent.spots}
-        had = lost_after_backward(view, modules, silent.spots[0].since_step, int(self.samples))
-        lost = [spot for spot in silent.spots if spot.name.rpartition(".")[0] in had]
+        """Yield one finding of layers whose gradients are zero in the backward too."""
+        lost = self._lost(view, silent)
         spots = [spot for spot in silent.spots if spot not in lost]
-        if lost:
-            evidence: dict[str, float | int | str] = {
-                "first": lost[0].name, "layers": len(lost), "cause": _AFTER_BACKWARD,
-            }  # fmt: skip
-            yield self.finding(
-                "warning", lost, evidence, until_step=silent.until, collection="gradients",
-                meaning="Gradients come to the outputs of these layers, and those of their parameters are all zero "
-                "when the optimizer steps: something between the backward and the step sets or rounds them to zero.",
-                advice="Look at what is done to gradients there: a quantisation or cast with one scale for all of "
-                "them, whose step a few large gradients set, a mask, or a hook that sends them to other processes.",
-            )  # fmt: skip
         if spots and silent.is_over:
             yield self.finding(
                 "info", spots, {"first": spots[0].name, "layers": len(spots)}, until_step=silent.until,
@@ -148,7 +134,7 @@ class DeadLayer(Rule):
                 meaning="Their gradients were all zero for a while, and are not any more.",
             )  # fmt: skip
         elif spots:
-            evidence = {
+            evidence: dict[str, float | int | str] = {
                 "first": spots[0].name, "layers": len(spots), "never_alive": min(silent.never, len(spots)),
             }  # fmt: skip
             yield self.finding(
@@ -172,12 +158,6 @@ class DeadLayer(Rule):
                 what=f"all gradients of {context.place} have been zero {context.since}, and those of the bias not",
                 remedy="pass gradients through the rounding of the weight",
             )
-        if context.text("cause") == _AFTER_BACKWARD:
-            return Phrase(
-                what=f"all {context.tensors} of {context.place} are zero at the step and not in the backward "
-                f"{context.since}",
-                remedy="look at what quantises, casts or masks gradients in between",
-            )
         if context.finding.severity == "info":
             until = f"until step {context.finding.until_step:,}"
             return Phrase(what=f"all {context.tensors} of {context.place} were zero {until}, and are not any more")
@@ -194,6 +174,16 @@ class DeadLayer(Rule):
             what=f"all {kind} of {context.place} have been zero {context.since}, and this is no underflow{whose}",
             remedy="check the layer's input and bias, or lower the learning rate",
         )
+
+    def lost_after_backward(self, view: View) -> tuple[list[Spot], int]:
+        """Return parameters whose gradients are zero at the step and were not in the backward, and until when."""
+        silent = self.silent_gradients(view)
+        return ([], 0) if silent is None else (self._lost(view, silent), silent.until)
+
+    def _lost(self, view: View, silent: _SilentGradients) -> list[Spot]:
+        modules = {spot.name.rpartition(".")[0] for spot in silent.spots}
+        had = lost_after_backward(view, modules, silent.spots[0].since_step, int(self.samples))
+        return [spot for spot in silent.spots if spot.name.rpartition(".")[0] in had]
 
     def at_zero(self, view: View, spots: list[Spot]) -> set[str]:
         """Return the modules of some outputs whose weights begin at zero and stay there."""

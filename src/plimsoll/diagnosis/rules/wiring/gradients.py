@@ -8,6 +8,7 @@ import numpy as np
 
 from plimsoll.diagnosis.finding import Finding, Severity
 from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, find_spans, threshold
+from plimsoll.diagnosis.rules.layers.zeros import DeadLayer
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.wiring_facts import FROZEN, first_fact, frozen_weights, listed_in
 from plimsoll.diagnosis.tables.zero_gradients import erased_samples
@@ -15,6 +16,7 @@ from plimsoll.diagnosis.view import View
 from plimsoll.runs import Event
 
 _ERASED = "all zero when the optimizer steps, and not after the backward"
+_OF_LAYERS = "zero when the optimizer steps, and not in the backward"
 _TOO_EARLY = "unscaled before all of a step are added up"
 _TWICE = "divided by the loss scale twice"
 _ROUNDED = "rounded away as they are added up"
@@ -38,6 +40,7 @@ _REMEDIES = {
     "never set to zero": "call zero_grad() once a step",
     "never unscaled": "call scaler.step(optimizer)",
     _TOO_EARLY: "call scaler.unscale_(optimizer) after the last backward",
+    _OF_LAYERS: "look at what quantises, casts or masks them in between",
     _ERASED: "compute the norm for clipping in FP32, and look for a misplaced zero_grad()",
 }
 
@@ -149,6 +152,15 @@ class GradientsMishandled(Rule):
                 advice="Look between backward() and step(). Clipping by a norm that is infinite multiplies gradients "
                 "by 0: compute the norm in FP32. So does zero_grad() in the wrong place.",
             )  # fmt: skip
+        lost, until = DeadLayer().lost_after_backward(view)
+        if lost:
+            yield self.finding(
+                "warning", lost, {"cause": _OF_LAYERS, "layers": len(lost)}, until_step=until, collection="gradients",
+                meaning="Gradients come to the outputs of these layers, and those of their parameters are all zero "
+                "when the optimizer steps: something in between sets or rounds them to zero.",
+                advice="Look between the backward and the step: a quantisation or cast with one scale for all "
+                "gradients, whose step a few large ones set, a mask, or a hook that sends them to other processes.",
+            )  # fmt: skip
         clipped = self._clipped(view)
         if clipped is not None:
             since, what, bound = clipped
@@ -171,6 +183,9 @@ class GradientsMishandled(Rule):
         cause = context.text("cause")
         if cause == _OF_SCALE:
             return Phrase(what=f"the loss depends on the loss scale, seen {context.since}", remedy=_REMEDIES[cause])
+        if cause == _OF_LAYERS:
+            what = f"all {context.tensors} of {context.place} are {cause}, seen {context.since}"
+            return Phrase(what=what, remedy=_REMEDIES[cause])
         remedy = _REMEDIES.get(cause, "call scaler.unscale_(optimizer) before clipping")
         return Phrase(what=f"gradients are {cause}, seen {context.since}", remedy=remedy)
 
