@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report.verdicts.run_summary import verdict
+from plimsoll.runs import Run
 from tests.support.cases import each
 
 
@@ -240,6 +241,23 @@ def test_a_path_that_nothing_takes_is_named_until_it_is_taken(tmp_path: Path) ->
         (finding,) = diagnose(tmp_path / severity, rules=["dead-layer"])
         assert (finding.severity, finding.where) == (severity, ("1.own.weight",))
         assert "are not any more" in finding.meaning if severity == "info" else "nothing" in finding.advice.lower()
+
+
+def test_gradients_that_have_always_been_zero_in_fp16_may_underflow(tmp_path: Path) -> None:
+    model = layers(nn.Linear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1, shadow_every=4, quiet=True):
+        for _ in range(8):
+            with torch.autocast("cpu", torch.float16):
+                loss = 1e-6 * F.cross_entropy(model(torch.randn(32, 8)), torch.zeros(32, dtype=torch.long))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (finding,) = [f for f in diagnose(tmp_path / "run") if f.severity != "info"]
+    assert (finding.rule, finding.evidence["cause"]) == ("dead-layer", "underflow, or no gradient")
+    assert "the model's output is zero already, in FP16" in finding.meaning and "shadow" not in finding.advice
+    said = verdict(View(Run(tmp_path / "run")), [finding])
+    assert "no underflow" not in said and said.endswith("scale the loss.")
 
 
 def test_where_gradients_stop_is_named(tmp_path: Path) -> None:

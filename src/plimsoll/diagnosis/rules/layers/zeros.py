@@ -50,6 +50,7 @@ _ZERO_ON_BOTH_SIDES = (
 _AS_LORA = "Initialise the first of the two at random, as LoRA does."
 _INPUTS_SMALL = "inputs-small"
 _NO_SLOPE = "a weight without a slope"
+_NOTHING_LEFT = "underflow, or no gradient"
 _NO_GRADIENTS = (
     "Their gradients are all zero, and did not underflow: no gradient comes to these layers, or only zeros come into "
     "them."
@@ -133,17 +134,44 @@ class DeadLayer(Rule):
                 collection="gradients", advice="No action is needed.",
                 meaning="Their gradients were all zero for a while, and are not any more.",
             )  # fmt: skip
+        elif spots and silent.unknown:
+            yield self._perhaps_underflow(view, silent, spots)
         elif spots:
             evidence: dict[str, float | int | str] = {
                 "first": spots[0].name, "layers": len(spots), "never_alive": min(silent.never, len(spots)),
             }  # fmt: skip
             yield self.finding(
-                "warning", spots, evidence, until_step=silent.until, collection="gradients",
-                meaning="Their gradients have always been zero: either nothing reaches them, or all of it underflows."
-                if silent.unknown else _NO_GRADIENTS,
-                advice="Take a shadow step (shadow_every): it distinguishes the two." if silent.unknown
-                else _HIDDEN if silent.never == len(silent.spots) else None,
+                "warning", spots, evidence, until_step=silent.until, collection="gradients", meaning=_NO_GRADIENTS,
+                advice=_HIDDEN if silent.never == len(silent.spots) else None,
             )  # fmt: skip
+
+    # A shadow step begins with the gradient that the loss gives the model's output, as it is. If that is zero, so is
+    # all that follows from it, in any format.
+    def _perhaps_underflow(self, view: View, silent: _SilentGradients, spots: list[Spot]) -> Finding:
+        """Return the finding of gradients in a narrow format that have never been anything but zero."""
+        passed, root = view.cells("activation_gradients"), f"{view.run.manifest.get('root')}:output"
+        at_output = root if root in always_zero(passed) else ""
+        narrow = passed.format_of(root) if passed is not None and at_output else ""
+        evidence: dict[str, float | int | str] = {
+            "first": spots[0].name, "layers": len(spots), "never_alive": len(spots), "cause": _NOTHING_LEFT,
+        }  # fmt: skip
+        scale = "Raise the loss scale" if view.scaled else "Scale the loss (GradScaler)"
+        cells = view.cells("gradients")
+        shadowed = cells is not None and not np.isnan(cells.total_of("underflowed")).all()
+        if at_output:
+            meaning = (
+                f"The gradient that the loss gives the model's output is zero already, in {narrow.upper()}: it is too "
+                "small for that format, or the loss does not depend on the output."
+            )
+            advice = f"{scale}, or compute the loss from the output in FP32."
+        else:
+            meaning = "Their gradients have always been zero: either nothing reaches them, or all of it underflows."
+            advice = f"{scale}, and see if they stay zero." + (
+                "" if shadowed else " A shadow step (shadow_every) distinguishes the two."
+            )
+        return self.finding(
+            "warning", spots, evidence, until_step=silent.until, collection="gradients", meaning=meaning, advice=advice
+        )
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where and since when."""
@@ -157,6 +185,12 @@ class DeadLayer(Rule):
             return Phrase(
                 what=f"all gradients of {context.place} have been zero {context.since}, and those of the bias not",
                 remedy="pass gradients through the rounding of the weight",
+            )
+        if context.text("cause") == _NOTHING_LEFT:
+            return Phrase(
+                what=f"all {context.tensors} of {context.place} have been zero {context.since}: they underflow, or "
+                "nothing reaches them",
+                remedy="scale the loss",
             )
         if context.finding.severity == "info":
             until = f"until step {context.finding.until_step:,}"
