@@ -353,6 +353,29 @@ def test_what_blocks_were_not_recorded_is_not_predicted(chain: Path) -> None:
     assert set(plan(chain, "mxfp8", budget=1.0).formats.values()) == {"bf16"}
 
 
+def test_modules_that_stay_in_bf16_say_nothing_of_the_others(tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 4)
+            self.mix = torch.nn.MultiheadAttention(16, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.head(self.mix(x, x, x, need_weights=False)[0])
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1, quiet=True):
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 32, 16)).square().mean().backward()
+            optimizer.step()
+    made = plan(tmp_path / "run", "mxfp8")  # whose blocks are not recorded
+    assert made.formats["mix"] == "bf16" and made.formats["head"] == "mxfp8_e4m3" and made.predicted_loss is None
+    assert plan(tmp_path / "run", "fp8").predicted_loss is not None
+
+
 def test_recorded_errors_calibrate_the_prediction(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])

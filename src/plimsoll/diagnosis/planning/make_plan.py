@@ -342,6 +342,9 @@ def _with_consequences(
             "in BF16 where it does not work. Allow layer_scales, or more."
         )
     unknown = [choice.module.name for choice in chosen if choice.module.name not in known]
+    # What stays in the wide format costs next to nothing. Where all that is known stays in it, nothing is predicted.
+    if unknown and all(choice.why_not for choice in chosen if choice.module.name in known):
+        known = {}
     more = (
         f"Not in the predicted loss, as their tensors or blocks were not recorded: {grouped(unknown)}."
         if known
