@@ -566,3 +566,60 @@ def test_a_layer_that_gets_no_gradient_is_not_called_dead(tmp_path: Path) -> Non
     assert [finding.rule for finding in watched(tmp_path / "run", model, optimizer, step, 20)] == [
         "untrained-parameters"
     ]
+
+
+# -- errors that are maximised
+
+
+def signed(path: Path, loss: Callable[[Tensor, Tensor], Tensor]) -> list[Finding]:
+    """A training on a loss of scores and labels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(_: int) -> None:
+        x = torch.randn(32, 8)
+        optimizer.zero_grad()
+        loss(model(x), x[:, :4].argmax(dim=1)).backward()
+        optimizer.step()
+
+    return [finding for finding in watched(path, model, optimizer, step) if finding.rule == "loss-unbounded"]
+
+
+def likelihood(scores: Tensor, labels: Tensor) -> Tensor:
+    return scores.log_softmax(dim=1).gather(1, labels[:, None]).mean()
+
+
+@each(
+    "loss, is_found",
+    [
+        (lambda scores, labels: -functional.cross_entropy(scores, labels), True),
+        (lambda scores, labels: -functional.cross_entropy(scores, labels) / 4, True),
+        (lambda scores, labels: -functional.mse_loss(scores, torch.ones_like(scores)), True),
+        (lambda scores, labels: functional.cross_entropy(scores, labels).neg().neg(), False),
+        (lambda scores, labels: -likelihood(scores, labels), False),
+        (lambda scores, labels: functional.mse_loss(scores[:, 0], labels / 4) - 10.0, False),
+        (lambda scores, labels: scores.square().mean() - functional.cross_entropy(scores, labels), False),
+    ],
+)
+def test_an_error_that_is_maximised_is_named(
+    loss: Callable[[Tensor, Tensor], Tensor], is_found: bool, tmp_path: Path
+) -> None:
+    found = signed(tmp_path / str(len(list(tmp_path.iterdir()))), loss)
+    assert [finding.evidence["cause"] for finding in found] == ["an error with a minus sign"] * is_found
+
+
+def test_an_adversarial_backward_maximises_and_trains_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(_: int) -> None:
+        x = torch.randn(32, 8, requires_grad=True)
+        labels = x[:, :4].argmax(dim=1)
+        (-functional.cross_entropy(model(x), labels)).backward()
+        optimizer.zero_grad()
+        functional.cross_entropy(model((x - 0.1 * x.grad.sign()).detach()), labels).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+    assert "loss-unbounded" not in {finding.rule for finding in watched(tmp_path / "run", model, optimizer, step)}

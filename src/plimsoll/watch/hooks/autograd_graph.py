@@ -218,6 +218,24 @@ def classes_of(root: Tensor, scale: Tensor | None) -> tuple[int, float]:
     return 0, 1.0
 
 
+def maximised_error(root: Tensor) -> str:
+    """Return the error of which a loss is the negative and nothing else: "" for other losses.
+
+    The negative of a binary cross entropy is left out: the generator of a GAN may minimise it.
+    """
+    node, sign = cast("Any", root.grad_fn), 1
+    while node is not None and (type(node).__name__ == "NegBackward0" or _divisor(node) is not None):
+        sign = -sign if type(node).__name__ == "NegBackward0" else sign
+        node = node.next_functions[0][0]
+    kind = type(node).__name__
+    if sign > 0 or kind not in (*_NLL, *_REGRESSIONS):
+        return ""
+    if kind in _REGRESSIONS:
+        return "an error of a regression"
+    before, _ = _through_views(node.next_functions[0][0])
+    return "a cross entropy" if type(before).__name__ == "LogSoftmaxBackward0" else ""
+
+
 def given_for_logarithms(root: Tensor) -> Iterator[Tensor]:
     """Yield what NLL losses were given, unless a log softmax has made it."""
     for node in itertools.islice(_nodes([root]), _NEAREST):

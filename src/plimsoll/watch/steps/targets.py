@@ -96,6 +96,8 @@ class Targets:
         if pairs := autograd_graph.spread_outputs(loss):
             message = f"the loss takes {pairs} outputs and {pairs} targets as {pairs} x {pairs} pairs: shapes differ"
             self._say("pairs", message, rows=pairs)
+        if error := autograd_graph.maximised_error(loss):
+            self._say("maximised", f"the loss is the negative of {error}", error=error)
         self._look_at_values(loss)
         self._look_at_tokens(loss)
         self._look_at_next_tokens(loss)

@@ -15,6 +15,7 @@ from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, 
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.trend import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
+from plimsoll.diagnosis.tables.wiring_facts import first_fact
 from plimsoll.diagnosis.view import View
 from plimsoll.text import number, percent
 
@@ -34,6 +35,7 @@ _MEANINGS = {
     "came back": "The loss rose far above its usual level and came back by itself.",
     "in part": "The loss rose far above its usual level. It is below that again, and still above where it began.",
 }
+_MAXIMISED = "an error with a minus sign"
 _TOO_HIGH = "Start again from new weights, with a much lower learning rate or a warm-up."
 _COMPARE = "Train a few hundred steps in FP32 as well, and compare (plimsoll parity): does the loss fall there?"
 _ADVICE: dict[Severity, str] = {
@@ -375,7 +377,7 @@ class LossUnbounded(Rule):
     """A loss that falls below zero by orders of magnitude, faster and faster."""
 
     id = "loss-unbounded"
-    says = "the loss falls below zero without bound, faster and faster"
+    says = "the loss falls below zero without bound, faster and faster, or is the negative of an error"
     meaning = "Nothing bounds the loss from below, and the weights grow with it: the training does not learn its task."
     advice = "Check the sign of the loss: an error that is maximised falls like this. Otherwise bound it from below."
     figure = "loss_and_scale"
@@ -386,7 +388,13 @@ class LossUnbounded(Rule):
 
     times: float = threshold(_UNLEARNED, "times the first loss below zero (times 1, if that is less): no usual reward")
     least: float = threshold(40, "losses: ten in each quarter")
+    losses: float = threshold(
+        10, "the first ones, all below zero: the fact is exact, and they say that it is trained on"
+    )
 
+    # The negative of an error is a fact of the graph behind the loss. A backward that no optimizer steps on, as for an
+    # adversarial input, has no part in the recorded loss, which then is not below zero.
+    #
     # Losses that are learned fall ever slower, those below zero too (likelihoods, rewards). Where an error is
     # maximised, the loss falls as the error grows. Four parts of the record are compared, so the first losses do not
     # matter.
@@ -394,6 +402,16 @@ class LossUnbounded(Rule):
         """Yield one finding, of the recorded loss."""
         steps, loss = view.scalar("loss")
         steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
+        event = first_fact(view, "maximised")
+        if event is not None and len(loss) >= self.losses and bool((loss[: int(self.losses)] < 0).all()):
+            error = str(event.details.get("error", "an error"))
+            evidence = {"began_at": float(loss[0]), "now": float(np.median(loss[-_FIVE:])), "cause": _MAXIMISED}
+            yield self.finding(
+                "warning", (), evidence, since_step=int(steps[0]), until_step=int(steps[-1]),
+                meaning=f"The loss is the negative of {error}: each step makes the right answers less likely.",
+                advice="Take the minus sign out. If the model is to unlearn these answers, no action is needed.",
+            )  # fmt: skip
+            return
         if len(loss) < self.least:
             return
         began = float(np.median(loss[:_FIVE]))
@@ -409,6 +427,12 @@ class LossUnbounded(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the first and the last loss."""
         began, now = number(context.number("began_at")), number(context.number("now"))
+        if context.text("cause") == _MAXIMISED:
+            return Phrase(
+                what=f"the training maximises an error: the loss is its negative, {began} at first and {now} at the "
+                "end",
+                remedy="take the minus sign out",
+            )
         return Phrase(
             what=f"the loss falls without bound, from {began} to {now}, faster and faster {context.since}",
             remedy="check its sign, or bound it from below",
