@@ -228,7 +228,7 @@ def maximised_error(root: Tensor) -> str:
         sign = -sign if type(node).__name__ == "NegBackward0" else sign
         node = node.next_functions[0][0]
     kind = type(node).__name__
-    if sign > 0 or kind not in (*_NLL, *_REGRESSIONS):
+    if node is None or sign > 0 or kind not in (*_NLL, *_REGRESSIONS):
         return ""
     if kind in _REGRESSIONS:
         return "an error of a regression"
