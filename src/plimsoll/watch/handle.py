@@ -22,6 +22,7 @@ from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch import lifecycle
 from plimsoll.watch.companion import WatchAccess
 from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.hooks.transforms import is_transformed
 from plimsoll.watch.lifecycle import Closing, finish
 from plimsoll.watch.names import Selection, class_of, clean, module_names, unwrapped
 from plimsoll.watch.parameters.optimizer_tensors import Parameters, innermost
@@ -191,7 +192,9 @@ class Watch:
         begins = _RootBegins(self._steps)
         closing.handles.append(root.register_forward_pre_hook(begins, with_kwargs=True, prepend=True))
         tapped: Mapping[str, nn.Module] = modules if _wants_activations(core.settings) else {}
-        self._steps.taps = taps = Taps(core, self._steps.begin, tapped, parameters.narrowed)
+        self._steps.taps = taps = Taps(
+            core, self._steps.begin, self._steps.begin_transformed, tapped, parameters.narrowed
+        )
         taps.follow(tapped)
         self._steps.structure = Structure(core, parameters, selection, taps, tapped=bool(tapped))
         closing.handles.append(root.register_forward_hook(_RootEnds(self._steps), always_call=True))
@@ -337,6 +340,8 @@ class _RootBegins(ModuleHook):
             taps = self.steps.taps
             late = taps is not None and not taps.attached
             self.steps.forward_begins(module)
+            if is_transformed():
+                return
             if late and taps is not None and taps.attached:  # torch has listed the root's hooks before it called this
                 taps.begin_root(module, args, kwargs)
             if (origin := self.steps.origin) is not None and torch.is_grad_enabled():
@@ -350,7 +355,7 @@ class _RootEnds(ModuleHook):
         self.steps = steps
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not is_transformed():
             self.steps.forward_ends()
             if (shadow := self.steps.core.shadow) is not None:
                 shadow.forward_ends(output)

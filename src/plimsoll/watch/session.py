@@ -44,6 +44,10 @@ class ShadowStep(Protocol):
         """A forward of the root module has returned."""
         ...
 
+    def begin_transformed(self) -> None:
+        """The model is called inside a `torch.func` transform, and not in a forward of its own."""
+        ...
+
     def backward_begins(self) -> None:
         """A backward begins."""
         ...
@@ -239,7 +243,7 @@ class WatchSession:
 
         Args:
             collection: Name of the collection.
-            named: Tensors by name. Those that are not floating are left out.
+            named: Tensors by name. Those that are not floating are left out; of complex ones it is said.
             narrowed: Narrower dtypes that values came through, by name.
         """
         known = self._plain_series[collection]
@@ -254,7 +258,9 @@ class WatchSession:
                 entry is None or entry[0] is not x.dtype or entry[1] != x.device or type(x) not in _PLAIN
                 or x.layout is not torch.strided or x.is_neg() or name in narrowed
             ):  # fmt: skip
-                plain = self.readable(x, collection, name) if x.is_floating_point() else None
+                # Whole numbers are counts of steps and the like. Complex values are a part of the model: it is said
+                # that they are left out.
+                plain = self.readable(x, collection, name) if x.is_floating_point() or x.is_complex() else None
                 if plain is None:
                     continue
                 number = self.series_of(collection, name, x, narrowed.get(name))
@@ -274,7 +280,7 @@ class WatchSession:
 
     def readable(self, x: Tensor, what: str, name: str = "") -> Tensor | None:
         """Return the plain tensor to measure, not detached; None, said once, without one."""
-        if type(x) in _PLAIN and x.layout == torch.strided and not x.is_meta and not x.is_neg():
+        if type(x) in _PLAIN and x.layout == torch.strided and not (x.is_meta or x.is_neg() or x.is_complex()):
             return x
         try:
             return plain(x, "")
@@ -307,7 +313,7 @@ class WatchSession:
         try:
             self.sample.flush()
         except Exception as error:  # noqa: BLE001  (P2: a launch that fails must not stop training)
-            self.failed("measure", error)
+            self.failed("measure", error, loses=OF_MODULES)
         for collection, name in self.pool.trials.take_lost():
             what = f"{collection} {name}"
             message = f"{what}: expected values that stay until the forward or the backward ends; they were changed"
@@ -343,14 +349,35 @@ class WatchSession:
         if warn:
             warn_user(f"plimsoll: {message}")
 
+    def say_transformed(self) -> None:
+        """Record once that calls of the model inside transforms are left out."""
+        self.say(
+            "not measured",
+            "calls of the model inside a torch.func transform (vmap, grad, jacrev) are not measured: their tensors "
+            "have no values of their own. All other calls are",
+            once="transforms",
+        )
+
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Records numbers of a step."""
         self.writer.write(Scalars(step=step, values=values))
 
-    def failed(self, where: str, error: Exception) -> None:
-        """Contain a failure of the watch itself, so that training continues."""
+    def failed(self, where: str, error: Exception, *, loses: Sequence[str] = ()) -> None:
+        """Contain a failure of the watch itself, so that training continues.
+
+        Args:
+            where: What has failed.
+            error: How.
+            loses: Collections that are not recorded, or not whole, if it fails in a step in which they are due.
+        """
         message = f"{where} failed and was left out ({type(error).__name__}: {error})"
-        self.say("failure", message, once=f"{where}: {type(error).__name__}", warn=True)
+        lost = [name for name in loses if getattr(self.due, name)]
+        once = f"{where}: {type(error).__name__}"
+        first = once not in self._said
+        self._said.add(once)
+        # The user is warned once. The run has one more event if what fails fails in a sampled step later.
+        details = {"collections": lost} if lost else {}
+        self.say("failure", message, once=f"{once} {lost}", warn=first, **details)
 
 
 _cores: "weakref.WeakSet[WatchSession]" = weakref.WeakSet()
@@ -394,13 +421,23 @@ def watches_muted() -> Generator[None]:
 
 def contained(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
     """Contain the exceptions of a method of an object with a `core`: record each once."""
+    return contained_reader()(method)
 
-    @functools.wraps(method)
-    def harmless(self: Any, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001  (P2: whatever fails in watching must not stop training)
-            self.core.failed(method.__qualname__.removeprefix("_"), error)
-            return None
 
-    return harmless
+def contained_reader(
+    *collections: str,
+) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R | None]]:
+    """Contain a method that reads these collections, as `contained` does: its failure names them as lost."""
+
+    def contains(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
+        @functools.wraps(method)
+        def harmless(self: Any, *args: P.args, **kwargs: P.kwargs) -> R | None:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001  (P2: whatever fails in watching must not stop training)
+                self.core.failed(method.__qualname__.removeprefix("_"), error, loses=collections)
+                return None
+
+        return harmless
+
+    return contains

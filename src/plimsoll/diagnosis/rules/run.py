@@ -14,6 +14,7 @@ from plimsoll.diagnosis.tables.wiring_facts import facts
 from plimsoll.diagnosis.view import View
 from plimsoll.runs.reading import by_rank
 from plimsoll.runs.reading.by_rank import ByRank
+from plimsoll.tensor_collections import LABELS
 from plimsoll.text import counted
 
 _MEANING = {
@@ -265,7 +266,9 @@ class RecordsLost(Rule):
 
     records: float = threshold(1, "no record may be lost silently")
 
-    # All other findings are judged by the rest. Nothing is wrong with the training by this.
+    # All other findings are judged by the rest. Nothing is wrong with the training by this. A few tensors that are left
+    # out are a note. If the watch has failed to record a collection at all, rules that would have found a fault in it
+    # were silent, and their silence is no sign of health.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding, of the whole run."""
         dropped, problems = view.run.dropped, view.run.problems
@@ -279,12 +282,29 @@ class RecordsLost(Rule):
             evidence |= {"events": len(events), "first_event": events[0].message}
         steps = [event.step for event in events]
         since, until = (min(steps), max(steps)) if steps else (0, max(view.last_step, 0))
+        if lost := _lost_collections(view):
+            causes = list(dict.fromkeys(lost.values()))
+            evidence |= {"not_recorded": ", ".join(LABELS[name] for name in lost), "failure": causes[0]}
+            yield self.finding(
+                "warning", (), evidence, since_step=since, until_step=until,
+                meaning=f"The watch itself failed, and nothing was recorded of: {evidence['not_recorded']}. No rule "
+                f"has judged them. {causes[0]}.",
+                advice="Report the failure with the messages of the run's events. A run that records them may show "
+                "faults that this one cannot.",
+            )  # fmt: skip
+            return
         severity = "warning" if dropped or problems else "info"
         yield self.finding(severity, (), evidence, since_step=since, until_step=until)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the number of dropped records, and the first problem."""
         evidence = context.finding.evidence
+        if "not_recorded" in evidence:
+            return Phrase(
+                what=f"the watch failed to record {context.text('not_recorded')}, so this is judged by the rest",
+                effect=shown(context.text("failure").replace(" failed and was left out", "")),
+                remedy="report the failure",
+            )
         counts = [n for name, n in evidence.items() if name.startswith("dropped") and isinstance(n, int)]
         lost = "parts of the run are missing or were not measured"
         if sum(counts):
@@ -294,3 +314,18 @@ class RecordsLost(Rule):
             what=f"{lost} {context.since}, so this is judged by the rest",
             effect=shown(str(problem)) if problem else "",
         )
+
+
+def _lost_collections(view: View) -> dict[str, str]:
+    """Return the collections of which nothing was recorded because the watch failed, each with the failure."""
+    collected = view.run.settings.get("collect")
+    wanted = set(cast("Mapping[str, object]", collected)) if isinstance(collected, Mapping) else set[str]()
+    failures: dict[str, str] = {}
+    for event in view.events:
+        # A sample is written after its step. So at the last step of a run that goes on, nobody knows what it lacks.
+        if event.kind == "failure" and (view.run.closed or event.step < view.last_step):
+            of = event.details.get("collections")
+            for name in cast("list[object]", of) if isinstance(of, list) else []:
+                if name in wanted and isinstance(name, str):
+                    failures.setdefault(name, event.message)
+    return {name: failures[name] for name in LABELS if name in failures and view.cells(name) is None}

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from plimsoll.errors import StateError, UnsupportedTensorError
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.scaling.layerwise.scaled_modules import Layers
+from plimsoll.watch.hooks.transforms import is_transformed
 
 # -- tag on a tensor, and the function that changes its exponent -------------------------------------------------------
 
@@ -158,7 +159,6 @@ _OF_THE_TENSOR = frozenset(
     """.split()
 )
 _DERIVATIVES: frozenset[Any] = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
-_functorch: Any = torch._C._functorch  # noqa: SLF001  # type: ignore[attr-defined]
 _LEAF = ScaleTag(0, OUTSIDE, derived=True, version=0)
 
 
@@ -363,7 +363,7 @@ def _marking(result: Any, written: Tensor | None, tag: ScaleTag) -> Any:
 
 
 def _check_kind(x: Tensor) -> None:
-    if _functorch.peek_interpreter_stack() is not None:
+    if is_transformed():
         raise StateError(
             "LayerScaler: expected a forward without torch.func transforms (vmap, grad, vjp) around its modules; got "
             "one. Run it under `with scaler.suspended():`, which uses the loss scale alone."

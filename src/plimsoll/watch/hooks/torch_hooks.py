@@ -35,6 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from plimsoll.runs.writing import signal_deferral
+from plimsoll.watch.hooks.transforms import is_transformed
 
 _SIGNAL_SECONDS = 5.0  # what the recorder may take of a dying process's time
 
@@ -223,6 +224,8 @@ def _optimizer_ends(optimizer: Any, *_: Any) -> None:
 
 
 def _notify(event: str, *facts: object) -> None:
+    if is_transformed():  # what runs there is a function's own, and its tensors have no data
+        return
     for ref in tuple(_listeners):
         listener = ref()
         if listener is not None:

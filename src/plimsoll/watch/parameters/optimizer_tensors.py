@@ -19,7 +19,7 @@ from plimsoll.watch.hooks.autograd_graph import leaves_of
 from plimsoll.watch.names import ROOT, Selection, clean
 from plimsoll.watch.parameters.updates import UpdateKinds, Updates, kind_of
 from plimsoll.watch.sample import in_last_bin
-from plimsoll.watch.session import WatchSession, contained
+from plimsoll.watch.session import WatchSession, contained, contained_reader
 
 _FEW = 3  # modules that a name lists
 _PROBED_TENSORS, _PROBED_VALUES = 8, 4096  # gradients that every step looks at, and the most values of one
@@ -95,7 +95,7 @@ class Parameters:
         """The optimizers that are alive."""
         return list(self._optimizers)
 
-    @contained
+    @contained_reader("weights", "updates")
     def enter(self, optimizer: Any) -> None:
         """The optimizer is about to step."""
         key = id(optimizer)
@@ -113,7 +113,7 @@ class Parameters:
         if self.backwards and key not in self._graded:
             self.read_gradients(optimizer)
 
-    @contained
+    @contained_reader("updates", "optimizer")
     def leave(self, optimizer: Any, *, stepped: bool = True) -> None:
         """The optimizer has stepped, or a scaler has kept it from stepping."""
         key, due = id(optimizer), self.core.due
@@ -129,7 +129,7 @@ class Parameters:
         if due.optimizer:
             self._read_state(optimizer, self._known(optimizer).named)
 
-    @contained
+    @contained_reader("gradients")
     def read_gradients(self, optimizer: Any) -> None:
         """Reads the gradients that an optimizer is given, and those that no optimizer has."""
         self._graded.add(id(optimizer))
@@ -151,7 +151,8 @@ class Parameters:
         if self.suspect:
             return False
         grads = [_inner(g) for p in known.probed if (g := p.grad) is not None]
-        return not kernels.count_nonfinite([g for g in grads if type(g) is Tensor and g.layout is torch.strided])
+        plain = [_as_real(g) for g in grads if type(g) is Tensor and g.layout is torch.strided]
+        return not kernels.count_nonfinite(plain)
 
     @contained
     def judge(self, optimizer: Any, *, finite: bool) -> None:
@@ -164,7 +165,7 @@ class Parameters:
 
     # -- without an optimizer ------------------------------------------------------------------------------------------
 
-    @contained
+    @contained_reader("weights", "gradients", "updates")
     def read_early(self) -> None:
         """Read weights and gradients as a backward ends, since no optimizer may step."""
         self._drop_early()
@@ -185,13 +186,13 @@ class Parameters:
         self._brought_up.clear()
         self.nonfinite.clear()
 
-    @contained
+    @contained_reader("updates")
     def leave_early(self) -> None:
         """The weights were changed by the script itself."""
         if self.core.due.updates:
             self._updates.read(self._all())
 
-    @contained
+    @contained_reader("weights", "gradients")
     def finish_step(self) -> None:
         """Read frozen weights, and gradients that no optimizer's step consumed."""
         due = self.core.due
@@ -492,7 +493,7 @@ def _listed(grads: Iterable[Tensor], core: WatchSession) -> dict[torch.device, l
         if not core.ranks.counts_plain and not hasattr(g, "placements"):
             continue
         if type(g) is Tensor and g.layout == torch.strided:
-            plain = g
+            plain = _as_real(g)
         else:
             plain = core.readable(g.coalesce().values() if g.is_sparse else g, "gradients")
         if plain is not None:
@@ -509,6 +510,11 @@ def _state_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(state, (list, tuple)):
         for index, value in enumerate(cast("list[Any]", state)):
             yield from _state_tensors(value, f"{path}.{index}" if path else str(index))
+
+
+def _as_real(g: Tensor) -> Tensor:
+    """Return the real and imaginary parts of a complex gradient: NaN and Inf in either count."""
+    return torch.view_as_real(g.detach().resolve_conj()) if g.is_complex() else g
 
 
 def _inner(g: Any) -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Scalars
 from plimsoll.watch.hooks.autograd_graph import backward_running
+from plimsoll.watch.hooks.transforms import is_transformed
 from plimsoll.watch.names import clean, tensors_in
 from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.settings import SHADOWED, Settings
@@ -39,6 +40,7 @@ OTHER_DRAWS = (
     "compiled code draws other random numbers (for dropout) than eager code: set "
     "torch._inductor.config.fallback_random = True before it is compiled"
 )
+_TRANSFORMED = "the model was called inside a torch.func transform too, which the repetition does not do"
 _NO_GRADIENT = "no gradient came back to a tensor that the model returned"
 
 
@@ -88,6 +90,7 @@ class Shadow:
         self._left_out: set[int] = set()  # series
         self._kept_bytes = 0
         self._reason: str | None = None
+        self._transformed = False  # the model was called inside a transform
         self._taken = False
         self._ranks: DataParallel | None = None
 
@@ -145,7 +148,7 @@ class Shadow:
         """
         root = self.core.model()
         trains = root is not None and torch.is_grad_enabled() and (root.training or self.evaluates)
-        if root is None or WatchSession.repeating or not trains:
+        if root is None or WatchSession.repeating or not trains or is_transformed():
             return call(*args, **kwargs)
         self._begin()
         self.forward_begins(root, args, kwargs)
@@ -234,6 +237,12 @@ class Shadow:
         )  # fmt: skip
         return x.new_empty(0)
 
+    # The loss may be one of what the transform returns: a penalty on derivatives, say. Its gradients are not those of
+    # the outputs alone then.
+    def begin_transformed(self) -> None:
+        """The model is called inside a `torch.func` transform."""
+        self._transformed = self._transformed or self.due
+
     # -- the repetition ------------------------------------------------------------------------------------------------
 
     @contained
@@ -254,7 +263,8 @@ class Shadow:
                 call.gradients.clear()
             return
         spoiled = next(filter(None, (call.spoiled(root) for call in calls)), None)
-        self._reason = self._reason or spoiled or replay.missing_memory(root.parameters())
+        transformed = _TRANSFORMED if self._transformed else None
+        self._reason = self._reason or spoiled or transformed or replay.missing_memory(root.parameters())
         if self._all_able():
             for call in calls:
                 self._try(call)
@@ -384,7 +394,7 @@ class Shadow:
             if expected is None or self._reason is not None:
                 continue
             values = g.coalesce().values() if g.is_sparse else g
-            plain = self.core.readable(values, name)
+            plain = self.core.readable(values, "gradients", name)
             if plain is None:
                 continue
             absent = g.numel() - values.numel()

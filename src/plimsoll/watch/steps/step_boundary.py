@@ -16,10 +16,12 @@ from plimsoll.errors import ArgumentError
 from plimsoll.kernels.device_value import DeviceValue, number
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.hooks.autograd_graph import backward_running, is_scaled_by
+from plimsoll.watch.hooks.transforms import is_transformed, outside_transforms
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.parameters.optimizer_tensors import Parameters, innermost
 from plimsoll.watch.parameters.updates import Probe
-from plimsoll.watch.session import WatchSession, contained
+from plimsoll.watch.session import WatchSession, contained, contained_reader
+from plimsoll.watch.settings import COLLECTIONS
 from plimsoll.watch.steps.flight_recorder import Recorder, StepScalars
 from plimsoll.watch.steps.losses import MAIN, Losses, total
 from plimsoll.watch.steps.model_structure import Structure
@@ -89,6 +91,9 @@ class Steps(torch_hooks.TrainingEvents):
         if not (model.training or taps.takes_eval_forward or self._trains_in_eval_mode(taps)):
             taps.saw_eval_forward = True
             return
+        if is_transformed():
+            self.begin_transformed()
+            return
         if not self._has_stepped:
             self._thread = threading.get_ident()
         self.core.flush()  # what a backward that raised has left
@@ -102,6 +107,19 @@ class Steps(torch_hooks.TrainingEvents):
         if self.structure is not None:
             self.structure.follow()
         self._look_for_emulation()
+
+    @contained
+    def begin_transformed(self) -> None:
+        """The model, or a part of it, is called inside a `torch.func` transform: a step begins, unmeasured."""
+        self.core.say_transformed()
+        # Inside the model's own forward the step has begun, and a repetition of that forward runs the transform too.
+        if self.core.live or backward_running() != -1:
+            return
+        with outside_transforms():
+            self._end_unled()
+            self.begin()
+        if self.core.shadow is not None:
+            self.core.shadow.begin_transformed()
 
     def _look_for_emulation(self) -> None:
         """Record the formats in which the forward is emulated, since its tensors are FP32."""
@@ -406,7 +424,7 @@ class Steps(torch_hooks.TrainingEvents):
         if self._sealed:  # the next forward may be compiled, and looks at once
             self._plan_forward()
 
-    @contained
+    @contained_reader(*COLLECTIONS)
     def _hand_over(self) -> None:
         core, taps = self.core, self.taps
         sample = core.sample

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from plimsoll import kernels, row_layout
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.kernels.operators.definitions import without_autograd
+from plimsoll.watch.hooks.transforms import is_transformed
 from plimsoll.watch.names import tensors_among, tensors_in
 from plimsoll.watch.sample import Rows
 from plimsoll.watch.session import WatchSession
@@ -109,14 +110,14 @@ class CompiledTaps:
 
     def inputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Counts a module's inputs; traced by the compiler."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not _passes(self.number):
             for path, x in tensors_among(args, kwargs):
                 if not self._also(f"{name}:input{path}", x, tapped=False):
                     self._remember(x, self._count(f"{name}:input{path}", x, tapped=False))
 
     def outputs(self, name: str, output: Any) -> Any:
         """Count a module's outputs; return them with gradients tapped, or None; traced."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _passes(self.number):
             return None
         tapped = [self._tapped(f"{name}:output{path}", x) for path, x in tensors_in(output)]
         if isinstance(output, Tensor):
@@ -210,6 +211,17 @@ def new_site(taps: CompiledTaps, name: str, device: str, dtype: torch.dtype, tap
 def _keeps_casts() -> bool:
     config: Any = sys.modules.get("torch._inductor.config")
     return config is None or bool(getattr(config, "emulate_precision_casts", True))
+
+
+# The compiler enters a transform that it traces. Measuring there would end the training: the operators that count have
+# no rule for batches, nor for the derivatives of a transform.
+@torch.compiler.assume_constant_result
+def _passes(taps: int) -> bool:
+    """Return whether what is traced is inside a `torch.func` transform, and say that it is not measured."""
+    if not is_transformed():
+        return False
+    _known[taps].core.say_transformed()
+    return True
 
 
 @torch.compiler.assume_constant_result

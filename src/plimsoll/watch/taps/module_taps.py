@@ -25,9 +25,10 @@ from torch.utils import _python_dispatch as dispatch
 from plimsoll import row_layout
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.watch.hooks import autograd_graph, torch_hooks
+from plimsoll.watch.hooks.transforms import is_transformed
 from plimsoll.watch.names import tensors_among, tensors_in
 from plimsoll.watch.sample import Rows, Sample
-from plimsoll.watch.session import WatchSession, contained
+from plimsoll.watch.session import WatchSession, contained, contained_reader
 from plimsoll.watch.taps.compiled_taps import CompiledTaps, inlined_only, is_capturing
 from plimsoll.watch.thread_casts import without_rounding
 
@@ -65,10 +66,12 @@ class Taps:
         self,
         core: WatchSession,
         begin: Callable[[], None],
+        begin_transformed: Callable[[], None],
         modules: Mapping[str, nn.Module],
         narrowed: dict[str, torch.dtype],
     ) -> None:
         self.core, self._begin, self._narrowed = core, begin, narrowed
+        self._begin_transformed = begin_transformed
         self.compiled = CompiledTaps(core, _devices(modules), len(modules))
         self.attached = True
         self.graph_names: NamesInGraphs | None = None
@@ -161,10 +164,13 @@ class Taps:
         """The modules whose forward runs on this thread, innermost last."""
         return self._inside[threading.get_ident()]
 
-    @contained
+    @contained_reader("activations", "activation_gradients")
     def see(self, tap: "_Tap", found: list[tuple[str, Tensor]]) -> None:
         """Records the tensors that a module takes or gives."""
         core = self.core
+        if is_transformed():
+            self._pass()
+            return
         if WatchSession.repeating:
             if core.shadow is not None:
                 core.shadow.meet(tap.name, tap.role, found)
@@ -182,6 +188,12 @@ class Taps:
             for path, x in found:
                 self._see_one(tap.prefix + path, x, recomputing)
 
+    def _pass(self) -> None:
+        """A module is called inside a `torch.func` transform: its tensors have no values that could be read."""
+        core = self.core
+        if not (WatchSession.repeating or core.muted) and (core.live or self._is_training_forward()):
+            self._begin_transformed()
+
     @contained
     def attends(self, query: Tensor, key: Tensor, rest: dict[str, Any]) -> None:
         """Records the largest scores of an attention within the module that runs."""
@@ -189,6 +201,8 @@ class Taps:
         if WatchSession.repeating or core.muted or not core.due.activations or not self.inside or not core.live:
             return
         if autograd_graph.backward_running() != -1 or not all(type(x) in _PLAIN for x in (query, key)):
+            return
+        if is_transformed():
             return
         scores = largest_scores(query, key, rest)
         if scores is not None and core.has_room():
@@ -262,7 +276,7 @@ class Taps:
         if x.is_leaf:  # a leaf outlives the step, and would keep the hook
             self._leaf_handles.append(handle)
 
-    @contained
+    @contained_reader("activation_gradients")
     def gradient(self, sample: Sample, names: list[str], factor: float, g: Tensor) -> None:
         """Records an activation gradient under all the names of its tensor."""
         core = self.core
@@ -313,7 +327,7 @@ class _Before(_Tap):
         self.taps.inside.append(self.name)
         tensors = tensors_among(args, kwargs)
         self.taps.see(self, tensors)
-        if self.taps.graph_names is not None:
+        if self.taps.graph_names is not None and not is_transformed():
             self.taps.graph_names.add_inputs(self.name, tensors)
         return None
 
@@ -331,7 +345,7 @@ class _After(_Tap):
         if inside and inside[-1] == self.name:
             inside.pop()
         self.taps.see(self, tensors)
-        if self.taps.graph_names is not None:
+        if self.taps.graph_names is not None and not is_transformed():
             self.taps.graph_names.add_outputs(self.name, tensors)
         if tensors and (dtype := tensors[0][1].dtype) in SIXTEEN_BIT:
             self.taps.narrow(self.name, module, dtype)
