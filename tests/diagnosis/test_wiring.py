@@ -13,9 +13,11 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
-from plimsoll.report.verdicts.run_summary import verdict
+from plimsoll.precision import KahanWeights, MasterWeights
+from plimsoll.report.verdicts.run_summary import phrase_of, verdict
 from plimsoll.runs import Run
 from plimsoll.scaling import StaticScaler
+from tests.support.cases import each
 from tests.support.diagnosis.trainings import adamw, seeded_mlp
 
 RULES = ["untrained-parameters", "optimizer-idle", "gradients-mishandled", "decay-lost", "updates-swallowed"]
@@ -31,8 +33,8 @@ def nothing(*_: object) -> None:
 
 def train(
     path: Path,
-    model: nn.Module | None = None,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    optimizer: Callable[[nn.Module], Any] = adamw,
     *,
     steps: int = 24,
     every: int = 2,
@@ -44,7 +46,7 @@ def train(
     schedule: Callable[[int], float] | None = None,
 ) -> list[Finding]:
     """A watched training, and the findings on how it is wired."""
-    model = seeded_mlp() if model is None else model
+    model = seeded_mlp() if model is None else model if isinstance(model, nn.Module) else model()
     made, scaling = optimizer(model), None if scaler is None else scaler()
     with pl.watch(model, made, run=path, every=every):
         for i in range(steps):
@@ -134,6 +136,12 @@ RIGHT: dict[str, dict[str, Any]] = {
     "warm-up from 0": {"schedule": lambda i: 1e-4 * min(i, 10)},
     "decay to 0": {"schedule": lambda i: 1e-3 * max(1 - i / 20, 0)},
     "cosine to 0": {"steps": 60, "schedule": lambda i: 5e-4 * (1 + math.cos(math.pi * i / 60))},
+    "masters": {"model": lambda: seeded_mlp().bfloat16(), "optimizer": lambda m: MasterWeights(adamw(m))},
+    "masters, clipped": {
+        "model": lambda: seeded_mlp().bfloat16(), "optimizer": lambda m: MasterWeights(adamw(m)),
+        "between": lambda m, o, s: clip_grad_norm_(m.parameters(), 0.1),
+    },
+    "compensated": {"model": lambda: seeded_mlp().bfloat16(), "optimizer": lambda m: KahanWeights(adamw(m))},
     "SGD": {"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1)},
 }  # fmt: skip
 
@@ -214,6 +222,11 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
         {"between": lambda m, o, s: o.zero_grad(set_to_none=False)},
         ("gradients-mishandled", "alarm", "all zero when the optimizer steps, and not after the backward"),
     ),
+    "zeroed before the step of masters": (
+        {"model": lambda: seeded_mlp().bfloat16(), "optimizer": lambda m: KahanWeights(adamw(m)),
+         "between": lambda m, o, s: o.zero_grad()},
+        ("optimizer-idle", "alarm", "its parameters have no gradients"),
+    ),
     "never stepped": ({"step": nothing}, ("optimizer-idle", "alarm", "it has never stepped")),
     "parameters of a copy": (
         {"optimizer": lambda m: adamw(seeded_mlp())}, ("optimizer-idle", "alarm", "its parameters are not the model's"),
@@ -243,6 +256,54 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
 def test_a_wrong_training_is_named(name: str, tmp_path: Path) -> None:
     arguments, wanted = WRONG[name]
     assert by_hand(tmp_path / "run", **arguments) == wanted
+
+
+def sentences(path: Path, rules: tuple[str, ...] = ("optimizer-idle",)) -> list[str]:
+    view = View(Run(path))
+    found = diagnose(path, rules=rules)
+    return [f"{(said := phrase_of(f, view, found)).what}; {said.remedy}" for f in found]
+
+
+IDLE = {
+    "zeroed before the step": (
+        "AdamW steps, and its parameters have no gradients, since step 2; call zero_grad() before the backward"
+    ),
+    "never stepped": "AdamW never stepped; call optimizer.step() after each backward",
+    "parameters of a copy": "the parameters of AdamW are not the model's; make it from model.parameters()",
+    "rate 0": "the learning rate of AdamW is 0 since step 0; set a rate, or look at the schedule",
+    "rate 0 too early": "the learning rate of AdamW is 0 since step 3; set a rate, or look at the schedule",
+    "rate that ran down": "the learning rate of AdamW has fallen to nearly 0 since step 18; look at the schedule",
+    "rate NaN": "the learning rate of AdamW was NaN at step 20; look at the schedule",
+    "rate Inf": "the learning rate of AdamW was Inf at step 20; look at the schedule",
+}
+
+
+@each("name", IDLE)
+def test_each_way_to_be_idle_has_a_sentence_and_a_remedy_of_its_own(name: str, tmp_path: Path) -> None:
+    train(tmp_path / name, **WRONG[name][0])
+    assert sentences(tmp_path / name) == [IDLE[name]]
+
+
+def test_a_rate_that_is_another_again_is_one_of_the_past(tmp_path: Path) -> None:
+    train(tmp_path / "all", steps=60, schedule=lambda i: 1e-3 * (not 10 <= i < 40))
+    assert sentences(tmp_path / "all") == [
+        "the learning rate of AdamW was 0 from step 10 to step 39; set a rate, or look at the schedule"
+    ]
+    two = lambda m: torch.optim.AdamW([{"params": m[0].parameters(), "lr": 0.0}, {"params": m[2:].parameters()}])  # noqa: E731
+    train(tmp_path / "some", optimizer=two)
+    assert sentences(tmp_path / "some") == [
+        "a learning rate of AdamW is 0 since step 0; set a rate, or look at the schedule"
+    ]
+
+
+def test_a_backward_without_an_optimizer_has_a_sentence(tmp_path: Path) -> None:
+    model = seeded_mlp()
+    with pl.watch(model, run=tmp_path / "run", every=2):
+        for _ in range(8):
+            model(torch.randn(16, 8)).square().mean().backward()
+    assert sentences(tmp_path / "run") == [
+        "no optimizer with the model's parameters stepped; call optimizer.step() after each backward"
+    ]
 
 
 def test_an_exponential_schedule_may_end_near_zero(tmp_path: Path) -> None:
@@ -339,6 +400,8 @@ def test_steps_that_a_script_leaves_out_for_its_own_factor_are_named(tmp_path: P
     (found,) = (f for f in diagnose(tmp_path / "run") if f.severity == "alarm")
     assert found.evidence["cause"] == "it has never stepped, and its gradients hold NaN or Inf"
     assert "lower it by powers of two" in found.advice
+    said = "SGD never stepped, and the gradients hold NaN or Inf; lower the loss scale, or call locate()"
+    assert sentences(tmp_path / "run") == [said]
 
 
 # -- Adam whose state is FP16
@@ -501,6 +564,11 @@ def test_an_average_that_stays_in_the_model_is_named(name: str, tmp_path: Path) 
     found = train(tmp_path / "run", model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), step=step)
     causes = [(f.rule, f.severity, f.evidence.get("cause")) for f in found if f.severity != "info"]
     assert causes == [("optimizer-idle", "warning", "its updates are undone after each step")] * wrong
+    said = (
+        "the updates of SGD are undone after each step since step N; look for what writes the weights, such as an "
+        "average of them"
+    )
+    assert [re.sub(r"\d+", "N", each) for each in sentences(tmp_path / "run")] == [said] * wrong
 
 
 def test_an_inner_loop_that_is_put_back_undoes_nothing(tmp_path: Path) -> None:

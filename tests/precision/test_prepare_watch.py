@@ -10,6 +10,7 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.precision import prepare
 from plimsoll.scaling.dynamic import DynamicScaler
+from tests.support.cases import each
 from tests.support.precision.training import HERE, adamw, batches, contents, loss_of, net, overflowing, run
 
 
@@ -54,6 +55,22 @@ def test_skips_and_repetitions_are_told(tmp_path: Path) -> None:
     assert outcome.retries > 0
     assert [event.kind for event in recorded.events()].count("skip") == outcome.retries
     assert list(recorded.scalars("retries")[1]) == [outcome.retries, 0]
+
+
+# No norm among these layers, whose weights stay FP32 and would have a gradient of their own.
+@each("clip_norm", [None, 1.0])
+@each("name", HERE)
+def test_the_gradients_of_a_sound_training_are_found(name: str, clip_norm: float | None, tmp_path: Path) -> None:
+    model, folder = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4)), tmp_path / f"{name}-{clip_norm}"
+    loop = prepare(model, adamw(model, name), name, clip_norm=clip_norm, watch=folder)
+    for x in torch.randn(12, 16, 8):
+        with loop.forward():
+            loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1))
+        loop.step(loss)
+    loop.close()
+    facts = [str(event.details.get("fact")) for event in pl.Run(folder).events() if event.kind == "wiring"]
+    assert "no gradients" not in facts and "clipped nothing" not in facts
+    assert [str(f) for f in pl.diagnose(folder) if f.rule in ("optimizer-idle", "gradients-mishandled")] == []
 
 
 @pytest.mark.parametrize("name", ["fp32", "amp-fp16", "bf16-master"])

@@ -522,7 +522,8 @@ WORDS: Mapping[str, str] = {
     "gradients-vanish": r"gradients vanish in .*: .* against .*",
     "distribution-drift": r"have (grown|shrunk) (\d+ times \(2\^\d+\)|2\^\d+ times)",
     "untrained-parameters": r"parameters of .* are in no optimizer",
-    "optimizer-idle": r"of AdamW, its learning rate (is NaN|has fallen to nearly 0)|its updates are undone",
+    "optimizer-idle": r"the learning rate of AdamW (is NaN since step 100|has fallen to nearly 0 since step 90)"
+    r"|the updates of AdamW are undone after each step since step 7",
     "gradients-mishandled": r"gradients are (never (set to zero|unscaled)|unscaled before all of a step|rounded away"
     r"|divided by the number of micro-batches twice|scaled in part|clipped before all micro-batches"
     r"|cleared before each micro-batch|not clipped: the norm is of no gradient)",

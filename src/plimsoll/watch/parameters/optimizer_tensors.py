@@ -463,8 +463,10 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 
 def has_gradients(optimizer: Any) -> bool:
-    """Return True if a parameter of the optimizer has a gradient."""
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    """Return True if a parameter of the optimizer, or a weight of which it has the master, has a gradient."""
+    # FP32 masters have theirs inside the step only, or from unscaling on, when the weights have none any more.
+    own = (p for group in optimizer.param_groups for p in group["params"])
+    return any(p.grad is not None for p in itertools.chain(own, parameters_of(optimizer)))
 
 
 def masters_of(optimizer: Any) -> list[tuple[Tensor, Tensor]]:

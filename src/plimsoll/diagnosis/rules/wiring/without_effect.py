@@ -28,6 +28,13 @@ _HIDDEN = (
 )
 _REGISTER = "Keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList."
 _SUMS = ("sum", "abssum", "sumsq"), ("abssum", "abssum", "sumsq")  # of weights, and what they are compared with
+_FOREIGN = "its parameters are not the model's"
+_NEVER = "it has never stepped"
+_NEVER_NONFINITE = "it has never stepped, and its gradients hold NaN or Inf"
+_EMPTY = "its parameters have no gradients"
+_UNDONE = "its updates are undone after each step"
+_STILL = "its learning rate is 0"
+_RAN_DOWN = "its learning rate has fallen to nearly 0"
 _PUT_BACK = "weights put back"
 _PUT_BACK_AFTER_A_RISE = (
     "All weights are the first ones again, as after a search for the rate: the loss had risen far above its start."
@@ -142,7 +149,7 @@ class OptimizerIdle(Rule):
         foreign = first_fact(view, "foreign optimizer")
         if foreign is not None and weights_stay(view) is not False:
             yield self._finding(
-                view, "alarm", foreign, "its parameters are not the model's",
+                view, "alarm", foreign, _FOREIGN,
                 "Make the optimizer from model.parameters() after the model was moved, copied or wrapped.",
             )  # fmt: skip
         never = first_fact(view, "never stepped")
@@ -151,14 +158,14 @@ class OptimizerIdle(Rule):
         empty = first_fact(view, "no gradients")
         if empty is not None:
             yield self._finding(
-                view, "alarm" if weights_stay(view) else "warning", empty, "its parameters have no gradients",
+                view, "alarm" if weights_stay(view) else "warning", empty, _EMPTY,
                 "Call zero_grad() before the backward and not between it and the step, and look whether the loss "
                 "depends on the parameters.",
             )  # fmt: skip
         undone = first_fact(view, "updates undone")
         if undone is not None:
             yield self._finding(
-                view, "warning", undone, "its updates are undone after each step",
+                view, "warning", undone, _UNDONE,
                 "Look for a copy into the model's weights after step(): averaged weights (EMA) that evaluation has put "
                 "there must be taken out again.",
                 meaning="The weights are overwritten after each step with almost what they were before it.",
@@ -175,12 +182,31 @@ class OptimizerIdle(Rule):
                 f"{context.since}",
                 remedy="look for older weights that were written over them, such as FP32 masters",
             )
-        remedy = "look at the schedule" if "rate" in cause else "step it"
-        if "undone" in cause:
-            remedy = "look for what writes the weights, such as an average of them"
-        if "NaN or Inf" in cause:
-            remedy = "lower the loss scale, or call locate()"
-        return Phrase(what=f"of {context.text('optimizer')}, {cause} {context.since}", remedy=remedy)
+        who = context.text("optimizer")
+        never = f"{who} stepped" if who.startswith("no optimizer") else f"{who} never stepped"
+        # A rate that is another again is one of the past.
+        until, is_over = context.finding.until_step, context.finding.until_step < context.view.last_step
+        span = context.at if until == context.finding.since_step else f"from {context.at[3:]} to step {until:,}"
+        rate = f"the learning rate of {who}" if context.finding.severity != "info" else f"a learning rate of {who}"
+        rate += f" {'was' if is_over else 'is'} {cause.rpartition(' ')[2]} {span if is_over else context.since}"
+        what, remedy = {
+            _FOREIGN: (f"the parameters of {who} are not the model's", "make it from model.parameters()"),
+            _NEVER: (never, "call optimizer.step() after each backward"),
+            _NEVER_NONFINITE: (
+                f"{never}, and the gradients hold NaN or Inf", "lower the loss scale, or call locate()",
+            ),
+            _EMPTY: (
+                f"{who} steps, and its parameters have no gradients, {context.since}",
+                "call zero_grad() before the backward",
+            ),
+            _UNDONE: (
+                f"the updates of {who} are undone after each step {context.since}",
+                "look for what writes the weights, such as an average of them",
+            ),
+            _STILL: (rate, "set a rate, or look at the schedule"),
+            _RAN_DOWN: (f"the learning rate of {who} has fallen to nearly 0 {context.since}", "look at the schedule"),
+        }.get(cause, (rate, "look at the schedule"))  # fmt: skip
+        return Phrase(what=what, remedy=remedy)
 
     # Sums of weights that were drawn again would be others, by as much as they have moved.
     def _put_back(self, view: View) -> Iterator[Finding]:
@@ -217,16 +243,16 @@ class OptimizerIdle(Rule):
         stay = weights_stay(view)
         if event.details.get("nonfinite"):
             yield self._finding(
-                view, "alarm", event, "it has never stepped, and its gradients hold NaN or Inf",
+                view, "alarm", event, _NEVER_NONFINITE,
                 "If the loss is multiplied by a factor (a loss scale by hand), lower it by powers of two until the "
                 "gradients are finite, or use a DynamicScaler. Else plimsoll.locate finds the operation.",
                 meaning="A script that skips steps with non-finite gradients skips all of them.",
             )  # fmt: skip
         elif event.details.get("others"):
             advice = "Call its step(), or leave it out of the watch."
-            yield self._finding(view, "warning", event, "it has never stepped", advice)
+            yield self._finding(view, "warning", event, _NEVER, advice)
         elif stay or (stay is None and view.last_step < 0):
-            yield self._finding(view, "alarm", event, "it has never stepped", self.advice)
+            yield self._finding(view, "alarm", event, _NEVER, self.advice)
 
     def _rates(self, view: View) -> Iterator[Finding]:
         for event, until in group_states(view):
@@ -244,7 +270,7 @@ class OptimizerIdle(Rule):
                 whole = len(still) == event.details.get("of")
                 yield self._finding(
                     view, ("alarm" if event.step == 0 else "warning") if whole else "info", event,
-                    "its learning rate is 0", "Set a rate, or look at the schedule: it may have run out of steps.",
+                    _STILL, "Set a rate, or look at the schedule: it may have run out of steps.",
                     until, still,
                 )  # fmt: skip
 
@@ -263,7 +289,7 @@ class OptimizerIdle(Rule):
             if optimizer not in named and until - first.step + 1 >= max(self.steps, self.tail * first.step):
                 named.add(optimizer)
                 yield self._finding(
-                    view, "warning", first, "its learning rate has fallen to nearly 0",
+                    view, "warning", first, _RAN_DOWN,
                     "Look at the schedule: one that is meant to step once an epoch and steps once a batch runs down "
                     "that soon. So does one with too small a factor.", until, tiny,
                     meaning="The learning rate fell below 2^-17 of its highest value before half of the training was "
