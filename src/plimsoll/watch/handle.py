@@ -400,7 +400,7 @@ def _optimizers(given: Any) -> list[Any]:
                 "For anything else leave it out and call Watch.step() where a step ends."
             )
         optimizers.append(inner)
-    return optimizers
+    return list(dict.fromkeys(optimizers))  # given with what is around it, an optimizer is one
 
 
 def _facts(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, object]:

@@ -26,6 +26,7 @@ from plimsoll.watch.handle import watch
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.hooks.autograd_graph import backward_running, leaves_of
 from plimsoll.watch.names import class_of, unwrapped
+from plimsoll.watch.parameters.optimizer_tensors import innermost, parameters_of
 from plimsoll.watch.parameters.updates import Probe
 from plimsoll.watch.ranks.ranks import Ranks
 from plimsoll.watch.session import WatchSession
@@ -248,19 +249,20 @@ class Finder:
             self._watches.append((own[0], own[0].core.step))
             self._complain(f"the script watches {type(root).__name__} itself: it is left to that")
             return None
+        stepping = list(dict.fromkeys(map(innermost, mine)))  # master weights and the optimizer inside are one
         result = Found(
             model=class_of(root).__name__,
             parameters=sum(p.numel() for p in root.parameters()),
-            optimizers=tuple(dict.fromkeys(type(optimizer).__name__ for optimizer in mine)),
+            optimizers=tuple(dict.fromkeys(type(optimizer).__name__ for optimizer in stepping)),
             path=self._path(model, self._name(model, root), mine, shared=shared),
             missed_steps=max((self._steps[optimizer] for optimizer in mine), default=1),
             recompiled=bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)),
         )
-        handle = watch(model, mine, run=result.path, resume=self._resume or None, **self._arguments)
+        handle = watch(model, stepping, run=result.path, resume=self._resume or None, **self._arguments)
         steps: Steps = cast("Any", handle)._steps  # noqa: SLF001  (this room's own)
         self._watches.append((steps, handle.step_index))
         self._list(steps.core.ranks.rank)
-        for optimizer in mine if calling else ():
+        for optimizer in stepping if calling else ():
             if _is_stepping(optimizer):  # the forward runs in its closure
                 steps.optimizer_begins(optimizer)
         return result
@@ -341,8 +343,10 @@ def _note_refusal(core: WatchSession, line: str) -> None:
         core.writer.write_manifest(precision="the script's own precision")
 
 
+# An optimizer that `prepare` or `MasterWeights` was given has the masters in its groups, and modules have the weights.
 def _ids(optimizer: Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+    """The parameters of modules that an optimizer steps, itself or through masters."""
+    return {id(p) for p in parameters_of(innermost(optimizer))}
 
 
 def _ids_of(module: nn.Module) -> set[int]:
