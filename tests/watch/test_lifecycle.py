@@ -1,6 +1,7 @@
 """A folder that holds a run already: continued by the same training, refused to another, kept aside in a notebook."""
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,13 +40,33 @@ def test_a_second_training_is_refused_with_the_ways_out(tmp_path: Path) -> None:
         r"watch: expected a folder without a run, .*; got run=.*run, which holds a run of 5 steps, while this "
         r"optimizer has not stepped yet\. Give this training a folder of its own, or continue that run with resume=True"
     )
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message) as refused:
         trained(tmp_path / "run")
+    assert "\n" not in str(refused.value)
     assert pl.Run(tmp_path / "run").steps == [0, 1, 2, 3, 4]
+    trained(tmp_path / "run-2")
+    assert pl.Run(tmp_path / "run-2").steps == [0, 1, 2, 3, 4]
     trained(tmp_path / "run", resume=True)
     assert pl.Run(tmp_path / "run").steps == list(range(10))
     trained(tmp_path / "run", start_step=0)
     assert pl.Run(tmp_path / "run").steps == [0, 1, 2, 3, 4]
+
+
+def test_a_script_that_is_started_again_stops_before_it_trains_and_goes_on_by_either_way(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    (script,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "pl.watch" in code)
+    script = "\n".join(line for line in script.splitlines() if "pl.diagnose" not in line)
+    script = script.replace('"runs/second"', f"{str(tmp_path / 'second')!r}")
+    exec(script, {})
+    again: dict[str, object] = {}
+    with pytest.raises(ArgumentError, match="holds a run of 50 steps"):
+        exec(script, again)
+    assert "optimizer" in again and "step" not in again  # the loop has not begun
+    assert pl.Run(tmp_path / "second").steps[-1] == 40
+    exec(script.replace("every=10", "every=10, resume=True"), {})
+    assert pl.Run(tmp_path / "second").steps[-1] == 90
+    exec(script.replace("second", "second-2"), {})
+    assert pl.Run(tmp_path / "second-2").steps[-1] == 40
 
 
 def test_a_checkpoint_of_the_same_model_goes_on_at_its_own_step(tmp_path: Path) -> None:
