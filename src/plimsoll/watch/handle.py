@@ -205,7 +205,7 @@ class Watch:
         torch_hooks.subscribe(self._steps, scaler)
         self._steps.wiring = Wiring(core, optimizers)
         torch_hooks.subscribe(self._steps.wiring)
-        self._steps.origin = origin = Origin(core, parameters, self._steps.losses, root)
+        self._steps.origin = origin = Origin(core, parameters, self._steps, root)
         taps.graph_names = origin.names
         torch_hooks.subscribe(origin)
 
@@ -357,6 +357,8 @@ class _RootEnds(ModuleHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and not is_transformed():
             self.steps.forward_ends()
+            if (origin := self.steps.origin) is not None and torch.is_grad_enabled():
+                origin.forward_ends(output)
             if (shadow := self.steps.core.shadow) is not None:
                 shadow.forward_ends(output)
 

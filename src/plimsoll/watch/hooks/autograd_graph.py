@@ -6,13 +6,14 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 # Attributes of results, and of running statistics, which come from no other operation; others have arguments.
-_RESULTS = ("_saved_result", "_saved_out", "_saved_logsumexp", "_saved_running_")
+_RESULTS = ("_saved_result", "_saved_out", "_saved_logsumexp", "_saved_running_", "_saved_total_weight")
 _LAST = 12  # nodes behind a loss that keep what the loss function was given
 _NEAREST = 64  # nodes behind a loss among which its loss scale, or a softmax of it, is looked for
 # Losses that apply a softmax or a sigmoid themselves, and the operation that has made probabilities of logits before.
@@ -34,8 +35,7 @@ _BOUNDED = {
     "SoftmaxBackward0": ("softmax", 0.0, 1.0),
 }
 _SAME_ORDER = re.compile("(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|ToCopy|Clone)Backward\\d")
-_OF_TWO = ("MulBackward0", "DivBackward0", "MmBackward0", "BmmBackward0")
-_OPERANDS = {"_saved_self": 0, "_saved_other": 1, "_saved_mat2": 1}  # of these, and the place of what has made each
+_OF_FUNCTION = "saved_tensors"  # of an autograd.Function: what it was given, and what it has computed
 _ATTENTION = re.compile(r"(ScaledDotProduct\w*|(Safe)?Softmax)Backward0")
 _OF_BATCHES = re.compile(r"(Bmm|Baddbmm)Backward0")  # products of two batches of matrices
 _OF_SCORES = re.compile(
@@ -78,36 +78,66 @@ def widens(node: Any) -> bool:
     return torch.promote_types(before, after) == after
 
 
-def kept_values(node: Any) -> Iterator[tuple[bool, Tensor]]:
-    """Yield the tensors kept for a node's backward, and whether it made them.
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor that is kept for a node's backward.
 
-    Each comes with True if the operation has made it. Those that were freed, or changed in place since, are left out.
+    Attributes:
+        name: The node's attribute, `_saved_target` for one.
+        made: True if the operation has made it.
+        maker: The operation in the graph that has made it, if another has; None for a leaf or a constant.
+    """
+
+    name: str
+    value: Tensor
+    made: bool
+    maker: Any
+
+    @property
+    def is_given(self) -> bool:
+        """True if no operation in the graph has made it, and no gradient goes to it: data, a mask, a weight."""
+        return not (self.made or self.of_function or self.value.requires_grad)
+
+    @property
+    def of_function(self) -> bool:
+        """True if an `autograd.Function` was given it as a constant or has computed it inside: both look alike."""
+        return self.name == _OF_FUNCTION and not (self.made or self.value.requires_grad)
+
+
+def kept_values(node: Any, *, packed: bool = True) -> Iterator[Kept]:
+    """Yield the tensors kept for a node's backward; not those that were freed, or changed in place since.
+
+    Without `packed`, what hooks would have to unpack is left out: a checkpoint computes it again.
     """
     for name in _kept_names(cast("type[object]", type(node))):
         try:
+            if not packed and _is_packed(getattr(node, f"_raw{name if name[0] == '_' else f'_{name}'}", None)):
+                continue
             value: Any = getattr(node, name)
         except RuntimeError:
             continue
         for x in cast("list[Any]", value) if isinstance(value, (list, tuple)) else [value]:
             if isinstance(x, Tensor):
-                yield name.startswith(_RESULTS), x
+                maker = x.grad_fn  # torch gives it back to what it has kept
+                made = name.startswith(_RESULTS) or maker is node
+                yield Kept(name, x, made, None if made else maker)
 
 
-def is_constant(node: Any, x: Tensor) -> bool:
-    """Return whether a value kept for a product or a quotient is an operand that no operation in the graph has made."""
-    if type(node).__name__ not in _OF_TWO:
-        return False
-    for name, place in _OPERANDS.items():
-        kept = getattr(node, name, None)
-        if isinstance(kept, Tensor) and kept.data_ptr() == x.data_ptr() and kept.shape == x.shape:
-            return node.next_functions[place][0] is None
-    return False
+def _is_packed(raw: Any) -> bool:
+    """Return whether a hook has packed a kept tensor, or one of several."""
+    listed = cast("list[Any]", raw) if isinstance(raw, (list, tuple)) else [raw]
+    return any(getattr(each, "unpack_hook", None) is not None for each in listed)
+
+
+def is_compiled(node: Any) -> bool:
+    """Return whether a node is the one operation that a compiled graph is."""
+    return type(node).__name__ == "CompiledFunctionBackward"
 
 
 def is_nan_before(loss: Tensor) -> bool:
     """Return whether a value kept for the loss's last operations is NaN; on a CPU."""
     nodes = itertools.islice(_nodes([loss]), _LAST)
-    kept = (x.detach() for node in nodes for _, x in kept_values(node))
+    kept = (kept.value.detach() for node in nodes for kept in kept_values(node))
     return any(x.is_floating_point() and x.device.type == "cpu" and bool(torch.isnan(x).any()) for x in kept)
 
 

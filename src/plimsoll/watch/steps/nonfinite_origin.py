@@ -9,8 +9,9 @@ which module's output each operation of the graph is, and the graph of a later s
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,16 @@ from plimsoll import kernels
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.autograd_graph import is_constant, is_nan_before, kept_values, operations_of, position, widens
-from plimsoll.watch.names import clean, tensors_among
+from plimsoll.watch.hooks.autograd_graph import (
+    Kept,
+    is_compiled,
+    is_nan_before,
+    kept_values,
+    operations_of,
+    position,
+    widens,
+)
+from plimsoll.watch.names import clean, tensors_among, tensors_in
 from plimsoll.watch.parameters.optimizer_tensors import Parameters
 from plimsoll.watch.session import WatchSession, contained, nothing_recorded
 from plimsoll.watch.steps.losses import Loss, Losses
@@ -45,9 +54,60 @@ _PASSING = tuple(
 )  # fmt: skip
 _LARGEST_BUFFER = 1 << 20  # values; running statistics are far smaller
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_ADDING = ("AddBackward0", "SubBackward0")
+_OF_LOSS = {  # constants of losses by the name under which an operation keeps them, and how they are called
+    "_saved_target": "targets",
+    "_saved_weight": "weights",
+    "_saved_pos_weight": "weights",
+}
+_LOSSES = ("Loss", "BinaryCrossEntropy")  # parts of the names of operations that have such constants
 
 
-_Place = tuple[str, list[str], str]
+class Boundary(Protocol):
+    """The boundary between steps (`step_boundary.Steps`)."""
+
+    losses: Losses
+
+    @property
+    def step_of_backward(self) -> int:
+        """The number of the step that a backward which begins now belongs to."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a step's first NaN or Inf is: a kind, names, a remark, and what a loss was given that broke it."""
+
+    where: str
+    names: list[str]
+    more: str = ""
+    given: str = ""
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """An output of the model, its version, and the position of the operation that made it with the output's number."""
+
+    x: Tensor
+    version: int
+    at: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """The first operation of a graph that gave NaN or Inf.
+
+    Attributes:
+        place: Its place among the operations.
+        comes_in: True if it was given that by no operation in the graph.
+        kept: The constant that it was given, if it has kept it.
+    """
+
+    place: int
+    comes_in: bool
+    kept: Kept | None = None
 
 
 class Buffers:
@@ -101,11 +161,13 @@ class Buffers:
 class Origin(torch_hooks.TrainingEvents):
     """Listener of forwards, backwards and steps that finds where NaN and Inf began."""
 
-    def __init__(self, core: WatchSession, parameters: Parameters, losses: Losses, model: nn.Module) -> None:
-        self.core, self._parameters, self._losses = core, parameters, losses
+    def __init__(self, core: WatchSession, parameters: Parameters, boundary: Boundary, model: nn.Module) -> None:
+        self.core, self._parameters, self._boundary = core, parameters, boundary
         self._graphs = GraphNames()
         self._inputs: list[tuple[str, weakref.ref[Tensor]]] = []
         self._held: list[Tensor] = []  # inputs that the backward may not keep
+        self._outputs: list[_Output] = []  # of the model
+        self._room = 0  # bytes of both that may be kept alive
         self._broken = False  # the last loss was not finite
         self._found: tuple[Loss | None, _Place] | None = None  # of a loss that another model may step on
         self._events = 0
@@ -117,7 +179,7 @@ class Origin(torch_hooks.TrainingEvents):
         core.due.traced = devices <= {"cpu"}
         self._buffers = Buffers(core)
         self._buffers.look()
-        core.at_close.append(self._held.clear)
+        core.at_close.append(self._release)
 
     @property
     def names(self) -> "GraphNames | None":
@@ -128,38 +190,54 @@ class Origin(torch_hooks.TrainingEvents):
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The root module is called: the forward before is of no use any more."""
         self._graphs.forget()
-        self._held.clear()
+        self._release()
         self._inputs.clear()
         if not self.core.due.traced:
             return
-        room = _HELD_BYTES
+        self._room = _HELD_BYTES
         for path, x in tensors_among(args, kwargs):
             self._inputs.append((path, weakref.ref(x)))
-            room -= x.numel() * x.element_size()
-            if room >= 0:
+            if self._has_room(x):
                 self._held.append(x)
+
+    @contained
+    def forward_ends(self, output: Any) -> None:
+        """The root module has returned: where that is finite, only the loss can have broken."""
+        if self.core.due.traced:
+            for x in tensors_in(output):
+                if x.grad_fn is not None and _is_read(x) and self._has_room(x):
+                    # Without the graph, which a script may have dropped.
+                    self._outputs.append(_Output(x.detach(), x._version, position(x.grad_fn), x.output_nr))  # noqa: SLF001
+
+    def _has_room(self, x: Tensor) -> bool:
+        self._room -= x.numel() * x.element_size()
+        return self._room >= 0
+
+    def _release(self) -> None:
+        self._held.clear()
+        self._outputs.clear()
 
     @contained
     def backward_begins(self, tensors: Any) -> None:
         """A backward begins: a loss that is not finite, and was before, is traced back."""
         if self._idle() or not isinstance(tensors, Tensor) or tensors.numel() != 1 or tensors.device.type != "cpu":
-            self._held.clear()
+            self._release()
             return
         broken = not math.isfinite(float(tensors.detach()))
         if self._graphs.has_new:
             self._graphs.learn(tensors)
         whose = self._parameters.reach([tensors]) if broken or self._broken else "ours"  # a walk of the graph
         if whose == "both":
-            self._found = (self._losses.running, place) if broken and (place := self._place(tensors)) else None
+            self._found = (self._boundary.losses.running, place) if broken and (place := self._place(tensors)) else None
         elif whose != "others":
             if broken and not self._broken and (place := self._place(tensors)):
-                self._say(*place)
+                self._say(place)
             self._broken = broken
             self._before_skip = None
             if self._looks and not broken:
                 self._looks -= 1
                 self._before_skip = self._place(tensors) if is_nan_before(tensors) else None
-        self._held.clear()
+        self._release()
 
     @contained
     def optimizer_begins(self, optimizer: Any) -> None:
@@ -180,7 +258,7 @@ class Origin(torch_hooks.TrainingEvents):
             ran = self._graphs.order
             last = max(broken, key=lambda name: ran.get(name.rpartition(".")[0], -1))
             first = [last, *(name for name in reversed(broken) if name != last)] if ran else broken[::-1]
-            self._say("gradients", first, "the loss was finite")
+            self._say(_Place("gradients", first, "the loss was finite", step=self.core.step))
         self._broken = True
 
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -197,7 +275,7 @@ class Origin(torch_hooks.TrainingEvents):
         skipped, self._stepped = not self._stepped, False
         self._settle()
         if skipped and self._before_skip is not None:
-            self._say(*self._before_skip)
+            self._say(self._before_skip)
             self._looks = 0
         elif skipped and self._events < _MOST_EVENTS:
             self._looks = _AFTER_A_SKIP
@@ -209,57 +287,86 @@ class Origin(torch_hooks.TrainingEvents):
         if self._found is not None and known is not None and known.taken:
             place, self._found = self._found[1], None
             if not self._broken:
-                self._say(*place)
+                self._say(place)
             self._broken = True
 
     # -- the search
 
     def _place(self, loss: Tensor) -> "_Place | None":
-        """Return the first non-finite value's location: its kind, names and a remark."""
+        """Return the first non-finite value's location."""
         model = self.core.model()
-        if model is None:
-            return None
+        place = None if model is None else self._look(model, loss)
+        return None if place is None else replace(place, step=self._boundary.step_of_backward)
+
+    def _look(self, model: nn.Module, loss: Tensor) -> _Place:
         inputs = [(f"{self.core.name}:input{path}", x) for path, ref in self._inputs if (x := ref()) is not None]
         weights = ((clean(name), p) for name, p in model.named_parameters())
         for where, named in (("weights", weights), ("input", inputs)):
             broken = [name for name, _ in self._broken_among(named, masked=where != "weights")]
             if broken:
-                return where, broken, ""
+                return _Place(where, broken)
         with nothing_recorded():  # what a checkpoint has not kept is computed again
             operations = operations_of(loss)
-            first = _first_broken(operations)
-        if first is None:
-            return "loss", [], "all that is left is finite"
-        first, comes_in = first
-        names = self._graphs.of(operations) or self._by_parameters(model, operations)
+            finite = _largest_finite(operations, self._outputs)
+            first = _first_broken(operations, finite)
+            if first is None:
+                return _Place("loss", [], "all that is left is finite")
+            names = self._graphs.of(operations) or self._by_parameters(model, operations)
+            node, is_named = operations[first.place], any(place == first.place for place, _ in names)
+            if is_compiled(node) and not is_named:
+                return self._compiled(model, node)
+        constant = _constant_of_loss(node, first, finite)
+        if constant == "targets":
+            return _Place("targets", [], given=constant)
         # An operation belongs to the first module that returns after it, and of those at once to the inner one. Where a
         # module is given what no module has returned, the operations before belong to that input.
-        module = next((name for place, name in names if place >= first), None)
-        if module is not None:
-            before = self._graphs.untracked_before(module) if comes_in else []
-            return "activations", before or [module], "needs no gradient" if before else ""
-        last = names[-1][1] if names else ""
-        return "loss", [last] if last and last != f"{self.core.name}:output" else [], "the outputs are finite"
+        module = next((name for place, name in names if place >= first.place), None)
+        if module is not None and constant != "weights":
+            before = self._graphs.untracked_before(module) if first.comes_in else []
+            return _Place("activations", before or [module], "needs no gradient" if before else "")
+        last = names[-1][1] if names and not constant else ""
+        named = [last] if last and last != f"{self.core.name}:output" else []
+        more = f"in {_CONSTANTS[constant]}" if constant else "the outputs are finite"
+        return _Place("loss", named, more, constant)
+
+    # Of compiled code the graph keeps first what it was given, then what it has computed: a value before a weight that
+    # was given is an input. Others may be either.
+    def _compiled(self, model: nn.Module, node: Any) -> _Place:
+        """Return the place of NaN or Inf that compiled code was given, or that is somewhere inside it."""
+        kept = list(kept_values(node))
+        weights = [at for at, each in enumerate(kept) if each.value.is_leaf and each.value.requires_grad]
+        buffers = {x.data_ptr(): clean(name) for name, x in model.named_buffers()}
+        for at, each in enumerate(kept):
+            if each.of_function and _is_broken(each.value):
+                if (buffer := buffers.get(each.value.data_ptr())) is not None:
+                    return _Place("buffers", [buffer])
+                if weights and at < weights[-1]:
+                    return _Place("input", [f"{self.core.name}:input"])
+        modules = {id(p): clean(name).rpartition(".")[0] or self.core.name for name, p in model.named_parameters()}
+        inside = {id(leaf) for leaf in _leaves(node)}
+        return _Place("compiled", list(dict.fromkeys(name for key, name in modules.items() if key in inside)))
 
     def _by_parameters(self, model: nn.Module, operations: list[Any]) -> list[tuple[int, str]]:
         """Return names in an unlearned graph: inputs and outputs of parameters' modules."""
         modules = {id(p): clean(name).rpartition(".")[0] or self.core.name for name, p in model.named_parameters()}
         names: list[tuple[int, str]] = []
         for place, node in enumerate(operations):
+            if is_compiled(node):  # of several modules
+                continue
             module = next((name for p in _leaves(node) if (name := modules.get(id(p))) is not None), None)
             if module is not None and not _passes(node):
                 names += [(place - 1, f"{module}:input"), (place, f"{module}:output")]
         return names
 
-    def _say(self, where: str, names: list[str], more: str) -> None:
+    def _say(self, place: _Place) -> None:
         self._events += 1
-        step = self.core.step
-        place = f" {', '.join(names[:3])}" if names else ""
-        message = f"NaN or Inf began at step {step} in {where}{place}" + (f" ({more})" if more else "")
-        details: dict[str, object] = {"where": where, "names": names[:_NAMED], "of": len(names)}
+        details: dict[str, object] = {"where": place.where, "names": place.names[:_NAMED], "of": len(place.names)}
+        if place.given:
+            details["given"] = place.given
         if (largest := self._largest_input()) is not None:
             details["largest_input"] = largest
-        self.core.writer.write(Event(step=step, kind="origin", message=message, details=details))
+        message = f"NaN or Inf began at step {place.step} in {_in_words(place)}"
+        self.core.writer.write(Event(step=place.step, kind="origin", message=message, details=details))
 
     def _largest_input(self) -> float | None:
         """Return the largest finite magnitude that the model was given; None where no input is left."""
@@ -363,37 +470,103 @@ def _signature(operations: list[Any]) -> int:
     return hash(tuple(type(node).__name__ for node in operations))
 
 
-def _first_broken(operations: list[Any]) -> tuple[int, bool] | None:
-    """Return the first operation that made NaN or Inf, but not -Inf, and whether it was given that.
+def _in_words(place: _Place) -> str:
+    """Return a place as text."""
+    if place.where == "targets":
+        return "the targets of the loss"
+    if place.where == "compiled":
+        return "compiled code" + (f" (layers {place.names[0]} to {place.names[-1]})" if place.names else "")
+    named = f" {', '.join(place.names[:3])}" if place.names else ""
+    return f"{place.where}{named}" + (f" ({place.more})" if place.more else "")
 
-    What is given comes from no operation in the graph.
+
+_Finite = Mapping[tuple[Any, int], float]
+
+
+def _largest_finite(operations: list[Any], outputs: "list[_Output]") -> _Finite:
+    """Return the largest magnitudes of operations' outputs that are seen to be finite.
+
+    They are seen where a later operation keeps them, or as outputs of the model. The keys are an operation and a number
+    of its output.
     """
+    finite: dict[tuple[Any, int], float] = {}
+    numbered = {position(node): node for node in operations} if outputs else {}
+    kept = (each.value for node in operations for each in kept_values(node, packed=False) if not each.made)
+    seen = itertools.chain(
+        ((x.grad_fn, x.output_nr, x) for x in kept if x.grad_fn is not None and _is_read(x)),
+        ((numbered.get(out.at), out.number, out.x) for out in outputs if out.x._version == out.version),  # noqa: SLF001
+    )
+    for node, number, x in seen:
+        largest = float(x.detach().abs().amax()) if x.numel() else 0.0
+        if math.isfinite(largest):
+            finite[node, number] = largest
+    return finite
+
+
+def _first_broken(operations: list[Any], finite: _Finite) -> _Cause | None:
+    """Return the first operation that made NaN or Inf, but not -Inf, or was given that."""
     places = {node: place for place, node in enumerate(operations)}
     for place, node in enumerate(operations):
-        for made, x in kept_values(node):
-            if x.is_floating_point() and x.device.type == "cpu" and x.layout == torch.strided:
-                values = x.detach()
-                nan = bool(torch.isnan(values).any())
-                if nan or bool((values == math.inf).any()):
-                    if not made and is_constant(node, x):
-                        return place, True
-                    return (place, False) if made and not _passes(node) else _maker(node, places, place, nan)
+        broken = [kept for kept in kept_values(node) if _is_broken(kept.value)]
+        alone = len(node._input_metadata) == 1  # noqa: SLF001  (public in all but name)
+        if not broken or (alone and (node, 0) in finite):  # what it was given did no harm
+            continue
+        # What is given comes before what is made of it.
+        first = min(broken, key=lambda kept: (kept.maker not in places, kept.made, not kept.is_given))
+        nan = bool(torch.isnan(first.value.detach()).any())
+        if first.maker in places:
+            maker = first.maker
+            return _Cause(places[maker], False) if not _passes(maker, nan) else _maker(maker, places, finite, nan)
+        if first.is_given:
+            return _Cause(place, True, first)
+        if is_compiled(node) or (first.made and not _passes(node)):
+            return _Cause(place, False)
+        return _maker(node, places, finite, nan)
     return None
 
 
-def _maker(node: Any, places: dict[Any, int], place: int, nan: bool) -> tuple[int, bool]:
-    """Return the place of the operation behind a node, past those that make no NaN; True if there is none.
+def _maker(node: Any, places: Mapping[Any, int], finite: _Finite, nan: bool) -> _Cause:
+    """Return the operation behind a node, past those that make no NaN; comes in if there is none.
 
-    The place is then that of the last operation that it passed.
+    The place is then that of the last operation that it passed. Operations whose outputs are finite are left out.
     """
     while True:
-        before = [places[made] for made, _ in node.next_functions if made in places and not _is_of_leaf(made)]
+        made = {places[made]: made for made, at in node.next_functions if made in places and (made, at) not in finite}
+        before = [place for place, made in made.items() if not _is_of_leaf(made)]
         if not before:
-            return place, True
-        place = max(before)
-        node = next(made for made, _ in node.next_functions if places.get(made) == place)
+            return _Cause(places[node], True)
+        node = made[max(before)]
         if not _passes(node, nan):
-            return place, False
+            return _Cause(places[node], False)
+
+
+_CONSTANTS = {"weights": "the weights of the loss", "constant": "a constant of the loss: targets, weights or a mask"}
+
+
+def _constant_of_loss(node: Any, cause: _Cause, finite: _Finite) -> str:
+    """Return which constant of a loss was broken: "targets", "weights", "constant" or "" for none."""
+    if cause.kept is not None:
+        is_loss = any(part in type(node).__name__ for part in _LOSSES)
+        return _OF_LOSS.get(cause.kept.name if is_loss else "", "constant")
+    if type(node).__name__ not in _ADDING or [made for made, _ in node.next_functions].count(None) != 1:
+        return ""
+    # Of a finite value and a constant the sum is NaN or Inf if the constant is, unless both are huge.
+    (other,) = (each for each in node.next_functions if each[0] is not None)
+    dtype = node._input_metadata[0].dtype  # noqa: SLF001  (likewise)
+    largest = finite.get(other)
+    small = largest is not None and dtype.is_floating_point and largest < torch.finfo(dtype).max * 2.0**-32
+    return "constant" if small else ""
+
+
+def _is_read(x: Tensor) -> bool:
+    """Return whether a tensor's values may be looked at without waiting for a device."""
+    return x.is_floating_point() and x.device.type == "cpu" and x.layout == torch.strided and type(x) in _PLAIN
+
+
+def _is_broken(x: Tensor) -> bool:
+    """Return whether there is NaN or Inf in a tensor; -Inf is none, since it may be a mask."""
+    values = x.detach()
+    return _is_read(x) and bool((torch.isnan(values) | (values == math.inf)).any())
 
 
 def _leaves(node: Any) -> Iterator[Any]:

@@ -379,6 +379,12 @@ class Steps(torch_hooks.TrainingEvents):
         """The number of the first step that has not ended."""
         return self.core.step + (self._ended and not self._inside)
 
+    # No hook has seen the forward of a compiled model, so that the step before may not be settled yet.
+    @property
+    def step_of_backward(self) -> int:
+        """The number of the step that a backward which begins now belongs to."""
+        return self.core.step + self._ended
+
     def _candidate(self) -> None:
         """The step may have ended here."""
         self._ended = True
