@@ -236,3 +236,53 @@ def test_a_copy_into_a_narrower_tensor():
     fault = found(lambda: narrow.copy_(x).float().sum())
     assert (fault.operation, fault.expected) == ("aten.copy_", 7e4)
     assert "the cast of 70,000 to fp16 exceeds fp16's 65,504" in fault.sentence
+
+
+# -- constants that a closure makes itself
+
+
+def filled(value: float) -> Tensor:
+    y = torch.zeros(6, 2)
+    y[3, 1] = value
+    return y
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("target", "operation"),
+    [
+        (filled, "lift_fresh"),
+        (lambda value: torch.full((6, 2), value), "full"),
+        (lambda value: torch.zeros(6, 2).fill_(value), "fill_"),
+        (lambda value: torch.tensor([value, 0.0]).expand(6, 2), "lift_fresh"),
+    ],
+)
+def test_a_constant_that_the_loss_is_lost_by_was_not_meant(
+    value: float, target: Callable[[float], Tensor], operation: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(6, 3)
+    fault = found(lambda: nn.functional.mse_loss(model(x), target(value)), model=model)
+    assert (fault.operation, fault.phase, fault.reached) == (f"aten.{operation}", "forward", "the loss")
+    said = {math.inf: "Inf", -math.inf: "-Inf"}.get(value, "NaN")
+    assert fault.source is not None and fault.source.file.endswith("test_locate_fault.py")
+    assert fault.sentence == (
+        f"a constant was made with {said} in it at test_locate_fault.py:{fault.source.line}; it reached the loss."
+    )
+
+
+def test_a_number_that_is_filled_in_is_called_a_constant():
+    x = torch.ones(4, requires_grad=True)
+    fault = found(lambda: x.masked_fill(torch.arange(4) == 2, math.inf).mean())
+    assert fault.operation == "aten.masked_fill" and fault.source is not None
+    assert fault.sentence == (
+        f"masked_fill wrote the constant Inf at test_locate_fault.py:{fault.source.line}; it reached the loss."
+    )
+
+
+def test_a_mask_that_the_loss_leaves_out_is_no_cause_of_what_breaks_a_gradient():
+    """A row that is masked is left out of the loss, but 0 times Inf comes back through the root."""
+    x = torch.zeros(4, requires_grad=True)
+    mask = torch.tensor([True, False, False, False])
+    fault = found(lambda: torch.where(mask, x.sqrt().masked_fill(~mask, -math.inf), 1.0).sum())
+    assert "constant" not in fault.sentence and fault.reached == "the gradient of x"

@@ -114,6 +114,58 @@ def test_batches_are_to_be_skipped_only_where_others_are_sound(every: int, tmp_p
     assert ("Skip such batches" in alarm.advice) == (every == 8)
 
 
+# -- where the watch has traced NaN to, and what the record of the same step shows
+
+
+def traced(path: Path, where: str, names: list[str], *, broken: str = "", given: str = "") -> Finding:
+    """The alarm of a run with such an event at step 60, which is sampled; `broken`: a layer with NaN there."""
+    story = make_story(
+        loss=lambda step: math.nan if step == 60 else 1.0, scale=lambda step: None,
+        change_activation=lambda x, layer, step: x * math.nan if (f"{layer}:output", step) == (broken, 60) else x,
+        events=(Event(step=60, kind="origin", message="", details={"where": where, "names": names, "given": given}),),
+    )  # fmt: skip
+    (found,) = diagnose(story.write(path), rules=["nonfinite"])
+    return found
+
+
+def test_a_layer_that_is_recorded_as_finite_is_not_named(tmp_path: Path) -> None:
+    layer, other = "blocks.2.mlp:output", "blocks.1.attn:output"
+    found = traced(tmp_path / "finite", "activations", [layer])
+    assert not found.where and found.evidence["first_seen_in"] == "the loss, of outputs that were finite"
+    assert traced(tmp_path / "broken", "activations", [layer], broken=layer).where == (layer,)
+    assert traced(tmp_path / "other", "activations", [layer], broken=other).where == (other,)
+    assert traced(tmp_path / "unknown", "activations", ["head:output"]).where == ("head:output",)
+
+
+def test_of_compiled_code_the_record_names_the_layer(tmp_path: Path) -> None:
+    names = ["blocks.0.attn", "blocks.5.mlp"]
+    assert traced(tmp_path / "broken", "compiled", names, broken="blocks.1.attn:output").where == (
+        "blocks.1.attn:output",
+    )
+    view = View(Run(tmp_path / "broken"))
+    assert "activations of blocks.1.attn contained NaN or Inf at step 60" in verdict(view, diagnose(view))
+
+
+@pytest.mark.parametrize(
+    ("where", "given", "said"),
+    [
+        ("targets", "targets", "the targets of the loss contained NaN or Inf at step 60"),
+        ("loss", "weights", "the weights of the loss contained NaN or Inf at step 60"),
+        (
+            "loss", "constant",
+            "the constants of the loss (targets, weights, masks, factors) contained NaN or Inf at step 60",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_loss_was_given_is_named_with_the_data_as_remedy(
+    where: str, given: str, said: str, tmp_path: Path
+) -> None:
+    found = traced(tmp_path / "run", where, [], given=given)
+    assert not found.where and found.collection is None
+    assert "Look at the data" in found.advice and "No layer made this" in found.advice
+    assert verdict(View(Run(tmp_path / "run")), [found]).startswith(f"Problem: {said}; check the data of that step")
+
+
 # -- a real training
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -407,3 +408,179 @@ def test_an_input_far_above_the_others_is_named(tmp_path: Path) -> None:
     assert float(with_input(tmp_path / "at a sample", 1e30, at=10).evidence["usual_input"]) <= 1
     other = with_input(tmp_path / "another cause", 30.0)
     assert "largest_input" not in other.evidence and "loss function" in other.advice
+
+
+# -- what a loss is given
+
+
+class Saving(torch.autograd.Function):
+    """A squared error of one's own that keeps what it was given, or only the difference."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, y: Tensor, both: bool) -> Tensor:
+        ctx.both = both
+        ctx.save_for_backward(*((out, y) if both else (out - y,)))
+        return (out - y).square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        kept = ctx.saved_tensors
+        return 2 * (kept[0] - kept[1] if ctx.both else kept[0]) * gradients[0], None, None
+
+
+F = nn.functional
+GIVEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "mse": (F.mse_loss, "the targets of the loss"),
+    "huber": (F.huber_loss, "the targets of the loss"),
+    "smooth l1": (F.smooth_l1_loss, "the targets of the loss"),
+    "logits": (F.binary_cross_entropy_with_logits, "the targets of the loss"),
+    "positives": (
+        lambda out, y: F.binary_cross_entropy_with_logits(out, torch.ones(16, 4), pos_weight=y[3]),
+        "the weights of the loss",
+    ),
+    "classes": (lambda out, y: F.cross_entropy(out, torch.arange(16) % 4, weight=y[3]), "the weights of the loss"),
+    "weighted": (lambda out, y: (out.square() * y).mean(), "the constants of the loss"),
+    "divided": (lambda out, y: (out.square() / y).mean(), "the constants of the loss"),
+    "divergence": (lambda out, y: F.kl_div(out.log_softmax(1), y, reduction="batchmean"), "the constants of the loss"),
+    "soft": (F.cross_entropy, "the constants of the loss"),
+    "cosine": (lambda out, y: F.cosine_embedding_loss(out, y, torch.ones(16)), "the constants of the loss"),
+    "by hand": (lambda out, y: (out - y).square().mean(), "the constants of the loss"),
+    "absolute": (F.l1_loss, "the constants of the loss"),
+    "triplet": (lambda out, y: F.triplet_margin_loss(out, y, y + 1), "the loss, of outputs that were finite"),
+    "filled": (
+        lambda out, y: out.masked_fill(out > 9, float(y.sum())).masked_fill(y.isnan(), math.nan).square().mean(),
+        "the loss, of outputs that were finite",
+    ),
+    "chosen": (lambda out, y: torch.where(y.isnan(), y, out).square().mean(), "the loss, of outputs that were finite"),
+    "function": (lambda out, y: Saving.apply(out, y, True), "the loss, of outputs that were finite"),
+    "function that keeps a difference": (
+        lambda out, y: Saving.apply(out, y, False), "the loss, of outputs that were finite",
+    ),
+}  # fmt: skip
+
+
+def with_targets(path: Path, loss: Callable[[Tensor, Tensor], Tensor], every: int, bad: float = math.nan) -> Finding:
+    """The alarm of a training with one bad target at step 13."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pl.watch(model, optimizer, run=path, every=every, quiet=True):
+        for step in range(16):
+            x = torch.randn(16, 8)
+            y = x[:, :4].softmax(dim=1)
+            if step == 13:
+                y[3, 1] = bad
+            out = model(x)
+            assert step > 13 or bool(out.isfinite().all())
+            optimizer.zero_grad()
+            loss(out, y).backward()
+            optimizer.step()
+    (found,) = diagnose(path, rules=["nonfinite"])
+    return found
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_a_loss_is_given_is_no_fault_of_the_last_layer(name: str, tmp_path: Path) -> None:
+    loss, place = GIVEN[name]
+    for every in (10, 1):
+        found = with_targets(tmp_path / f"run-{every}", loss, every)
+        assert found.evidence["first_seen_at"] == 13 and not found.where
+        assert str(found.evidence["first_seen_in"]).startswith(place)
+
+
+def test_an_infinite_target_is_named_in_the_verdict(tmp_path: Path) -> None:
+    found = with_targets(tmp_path / "run", F.mse_loss, 10, math.inf)
+    assert "Look at the data, and at what computes the targets of the loss" in found.advice
+    assert verdict(View(pl.Run(tmp_path / "run")), [found]) == (
+        "Problem: the targets of the loss contained NaN or Inf at step 13; check the data of that step, and restore "
+        "the last checkpoint before it."
+    )
+
+
+def test_a_constant_that_does_no_harm_is_not_named(tmp_path: Path) -> None:
+    """A bound of Inf comes before the logarithm that gives NaN."""
+    top = torch.full((4,), math.inf)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        bounded = torch.minimum(out, top).square()
+        return (bounded + (0 if y.isfinite().all() else -1e9)).log().square().mean()
+
+    found = with_targets(tmp_path / "run", loss, 10)
+    assert "constant" not in str(found.evidence["first_seen_in"]) and not found.where
+
+
+def test_an_output_that_is_finite_is_looked_at_without_its_graph(tmp_path: Path) -> None:
+    model = Net()
+    with pl.watch(model, run=tmp_path / "run", every=10) as watch:
+        origin = watch._steps.origin
+        assert origin is not None
+        model(torch.randn(4, 8))
+        (kept,) = origin._outputs
+        assert kept.x.grad_fn is None and not kept.x.requires_grad
+        model(torch.randn(4, 8)).sum().backward()
+        assert origin._outputs == []
+
+
+# -- compiled models
+
+
+class Unit(nn.Module):
+    """Rows of length 1; 0 / 0 where all is 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("at", [10, 13])
+@pytest.mark.parametrize(
+    ("breaks", "seen_in"),
+    [
+        ("zero", "the compiled code (layers 0 to 2)"),
+        ("batch", "input model:input"),
+        ("target", "the targets of the loss"),
+        ("buffer", "buffers 3.mask"),
+    ],
+)
+def test_of_a_compiled_model_the_step_is_right_and_no_layer_is_guessed(
+    breaks: str, seen_in: str, at: int, tmp_path: Path
+) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), Unit(), nn.Linear(16, 4), Masked())
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=10, quiet=True):
+        for step in range(16):
+            x = torch.randn(16, 8)
+            y = torch.randn(16, 4)
+            if step == at:
+                {"zero": x, "batch": x, "target": y, "buffer": model[3].mask[None]}[breaks][0] = (
+                    0.0 if breaks == "zero" else math.nan
+                )
+            optimizer.zero_grad()
+            F.mse_loss(compiled(x), y).backward()
+            optimizer.step()
+    (found,) = diagnose(tmp_path / "run", rules=["nonfinite"])
+    first = next(event for event in pl.Run(tmp_path / "run").events() if event.kind == "origin")
+    assert (first.step, found.evidence["first_seen_at"], found.since_step) == (at, at, at)
+    if at == 10 and breaks == "zero":  # of a sampled step the record knows the layer
+        seen_in = "activations 1:output"
+    assert found.evidence["first_seen_in"] == seen_in
+    shown = dict(summary_text.evidence(found))["First seen in"]
+    assert shown == (seen_in if seen_in.startswith("the ") else seen_in.replace(" ", " of ", 1))
+    if seen_in.startswith("the compiled"):
+        assert not found.where and "runs compiled models eagerly" in found.advice
+        assert f"NaN or Inf began in {seen_in} at step 13" in verdict(View(pl.Run(tmp_path / "run")), [found])
+
+
+class Masked(nn.Module):
+    """A product with a buffer."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask

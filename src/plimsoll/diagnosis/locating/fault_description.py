@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 from plimsoll.diagnosis.finding import shown
 from plimsoll.diagnosis.locating.fault import Fault, Operand, Source, number
@@ -13,6 +14,8 @@ from plimsoll.tracing.call_site import Place
 from plimsoll.tracing.tensors import Names
 
 _STEEP = ("exp", "exp2", "expm1", "sinh", "cosh")  # finite for all finite numbers
+_CONSTANTS = ("lift_fresh", "full", "full_like", "new_full", "scalar_tensor", "fill")  # of numbers in Python
+_FILLING = ("masked_fill", "index_fill")
 _CAST = ("_to_copy", "copy", "to", "type_as", "_copy_from")
 
 
@@ -144,6 +147,10 @@ def _flush(origin: Origin) -> str:
 
 def _made(origin: Origin) -> str:
     """Describe how an operation gave NaN or Inf."""
+    if origin.deliberate and origin.facts.base in _CONSTANTS:
+        return f"a constant was made with {_what(origin)} in it{_line(origin)}"
+    if origin.deliberate and origin.facts.base in _FILLING:
+        return f"{_base(origin)} wrote the constant {_what(origin)}{_line(origin)}"
     special = _SPECIAL.get(origin.facts.base)
     said = special(origin) if special is not None else None
     if said is not None:
@@ -154,6 +161,12 @@ def _made(origin: Origin) -> str:
     if origin.at:
         return f"{_base(origin)} of {_values(origin)} is {_what(origin)}"
     return f"{_base(origin)} gave {_what(origin)} from {_from(origin)}"
+
+
+def _line(origin: Origin) -> str:
+    """Return the line of the script that an operation was called from."""
+    place = origin.place
+    return "" if place.file is None else f" at {Path(place.file).name}:{place.line}"
 
 
 def _is_overflow(origin: Origin) -> bool:

@@ -302,7 +302,10 @@ class _Search(torch_hooks.TrainingEvents):
     def _first(self, raised: bool) -> tuple[Origin | None, NonfiniteResult | None]:
         """The origin that is to blame, and what it reached."""
         reached = self._ends.reached
-        origin = first_cause({origin for end in reached for origin in end.origins})
+        # A loss that nothing but such constants broke was not meant to be lost: they are no masks.
+        losses = [end.origins for end in reached if end.rank == _LOSS]
+        meant = {origin for origins in losses if all(o.deliberate for o in origins) for origin in origins}
+        origin = first_cause({origin for end in reached for origin in end.origins}, to_blame=meant)
         if origin is None and raised:
             origin = first_cause(o for o in self._witness.trail.origins if not o.deliberate)
         if origin is None:

@@ -50,7 +50,14 @@ _OF_PLACE = {
     "loss": "Look at the loss function and its targets: a mean over no element is NaN, the log of 0 is -Inf, and in "
     "FP16 exponentials and sums beyond 65,504 are Inf.",
     "buffers": "Keep these buffers in FP32: running statistics overflow in 16 bits.",
+    "compiled": "plimsoll.locate runs compiled models eagerly, and finds the operation.",
 }
+_OF_GIVEN = {
+    "targets": "the targets of the loss",
+    "weights": "the weights of the loss",
+    "constant": "the constants of the loss (targets, weights, masks, factors)",
+}  # that the watch has found broken where the graph makes them of nothing
+_LOOK_AT_GIVEN = "Look at the data, and at what computes {} from it. No layer made this NaN or Inf."
 _SKIP = "Skip such batches if they are few."
 _RESTORE = "Restore the last checkpoint if the weights contain any."
 _BETWEEN_SAMPLES = (
@@ -58,6 +65,9 @@ _BETWEEN_SAMPLES = (
     "plimsoll.watch (plimsoll run --recorder), which measures these at every step."
 )
 
+
+_WITHOUT_LAYER = ("loss", "targets", "compiled")  # places that are no one layer's
+_NO_COLLECTION = dict.fromkeys(_WITHOUT_LAYER)
 
 _Place = tuple[int, str, list[str]]  # a step, a collection or another word for where, and names
 
@@ -116,11 +126,13 @@ class Nonfinite(Rule):
         collection = advice = None
         if places:
             first, where, names = places[0]
-            place = f"{where} {names[0]}" if where != "loss" else _of_loss(names)
+            given, place = _in_words(view, places[0])
             evidence |= {"first_seen_in": place, "first_seen_at": first, **self._outlier(view, int(steps[0]))}
-            spots = [Spot(name=name, since_step=first) for name in names if where != "loss"]
-            collection = {"input": "activations", "loss": None, "buffers": None}.get(where, where)
-            advice = _of_outlier(evidence) or _OF_PLACE.get(where)
+            spots = [Spot(name=name, since_step=first) for name in names if where not in _WITHOUT_LAYER]
+            collection = {"input": "activations", "buffers": None, **_NO_COLLECTION}.get(where, where)
+            advice = _of_outlier(evidence) or (
+                _LOOK_AT_GIVEN.format(_OF_GIVEN[given]) if given else _OF_PLACE.get(where)
+            )
         if not excused and (not places or (places[0][0] > steps[0] and room is None)):
             evidence["place"] = "not recorded: it began between samples"
             advice = _BETWEEN_SAMPLES
@@ -261,6 +273,14 @@ class Nonfinite(Rule):
                 what=f"{context.tensors} of {context.layer} contained NaN or Inf {context.at}",
                 remedy="restore the last checkpoint" if weights else "locate() finds the operation",
             )
+        seen = str(finding.evidence.get("first_seen_in", ""))
+        if seen.startswith("the compiled code"):
+            return Phrase(
+                what=f"NaN or Inf began in {seen} {context.at}",
+                remedy="locate() runs it eagerly and finds the operation",
+            )
+        if seen in _OF_GIVEN.values():
+            return Phrase(what=f"{seen} contained NaN or Inf {context.at}", remedy=_check_data(context))
         if context.number("steps_with_loss") > 0:
             lasts = finding.until_step >= context.view.last_step
             return Phrase(
@@ -385,7 +405,8 @@ class _Broken:
         every = ((name, cells) for name in _ORDER if (cells := view.cells(name)) is not None)
         samples = [_Samples(name, cells, _nonfinite(cells)) for name, cells in every]
         samples = [each for each in samples if each.bad.any()]
-        return cls(losses=losses, gradients=gradients, traced=_traced(view), samples=samples)
+        traced = [settled for place in _traced(view) if (settled := _settled(place, view)) is not None]
+        return cls(losses=losses, gradients=gradients, traced=traced, samples=samples)
 
     @property
     def steps(self) -> Ints:
@@ -477,6 +498,19 @@ def _overflow_first(view: View, since: int) -> bool:
     return bool(seen)
 
 
+def _in_words(view: View, place: _Place) -> tuple[str, str]:
+    """Return which constant of the loss was broken, "" for none, and a place as text."""
+    step, where, names = place
+    events = [event for event in view.events if event.kind == "origin" and event.step == step]
+    given = next((str(name) for e in events if (name := e.details.get("given")) in _OF_GIVEN), "")
+    if given and where in ("targets", "loss"):
+        return given, _OF_GIVEN[given]
+    if where == "compiled":
+        layers = f" (layer {names[0]})" if len(names) == 1 else f" (layers {names[0]} to {names[-1]})" if names else ""
+        return "", f"the compiled code{layers}"
+    return "", _of_loss(names) if where == "loss" else " ".join([where, *names[:1]])
+
+
 def _of_loss(names: list[str]) -> str:
     """Return where a loss broke although all outputs that were seen are finite.
 
@@ -493,6 +527,23 @@ def _traced(view: View) -> list[_Place]:
         if event.kind == "origin" and isinstance(names, list):
             traced.append((event.step, str(event.details.get("where")), [str(n) for n in cast("list[object]", names)]))
     return traced
+
+
+# The watch infers the place from what the graph has kept. Where the step was sampled, the record knows better.
+def _settled(place: _Place, view: View) -> _Place | None:
+    """Return a traced place; the loss if its layer is recorded as finite; None if another layer is not."""
+    step, where, names = place
+    cells = view.cells("activations") if where in ("activations", "compiled") else None
+    if cells is None or step not in cells.steps:
+        return place
+    at = int(np.searchsorted(cells.steps, step))
+    recorded, broken = cells.recorded[:, at], _nonfinite(cells)[:, at]
+    known = [cells.names.index(name) for name in names if name in cells.names]
+    if where == "activations" and (not known or broken[known].any() or not recorded[known].any()):
+        return place
+    if broken.any():
+        return None
+    return (step, "loss", []) if where == "activations" or recorded.any() else place
 
 
 def _nonfinite(cells: Cells) -> Mask:

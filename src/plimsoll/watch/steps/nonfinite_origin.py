@@ -204,7 +204,7 @@ class Origin(torch_hooks.TrainingEvents):
     def forward_ends(self, output: Any) -> None:
         """The root module has returned: where that is finite, only the loss can have broken."""
         if self.core.due.traced:
-            for x in tensors_in(output):
+            for _, x in tensors_in(output):
                 if x.grad_fn is not None and _is_read(x) and self._has_room(x):
                     # Without the graph, which a script may have dropped.
                     self._outputs.append(_Output(x.detach(), x._version, position(x.grad_fn), x.output_nr))  # noqa: SLF001
@@ -475,7 +475,9 @@ def _in_words(place: _Place) -> str:
     if place.where == "targets":
         return "the targets of the loss"
     if place.where == "compiled":
-        return "compiled code" + (f" (layers {place.names[0]} to {place.names[-1]})" if place.names else "")
+        first, *more = place.names or [""]
+        layers = f" (layers {first} to {more[-1]})" if more else f" (layer {first})" if first else ""
+        return f"the compiled code{layers}"
     named = f" {', '.join(place.names[:3])}" if place.names else ""
     return f"{place.where}{named}" + (f" ({place.more})" if place.more else "")
 
@@ -540,7 +542,7 @@ def _maker(node: Any, places: Mapping[Any, int], finite: _Finite, nan: bool) -> 
             return _Cause(places[node], False)
 
 
-_CONSTANTS = {"weights": "the weights of the loss", "constant": "a constant of the loss: targets, weights or a mask"}
+_CONSTANTS = {"weights": "its weights", "constant": "its constants: targets, weights, masks, factors"}
 
 
 def _constant_of_loss(node: Any, cause: _Cause, finite: _Finite) -> str:

@@ -5,7 +5,7 @@ the closure began. Whatever reads such memory and is not finite itself inherits 
 gradients, in the end, name theirs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -184,9 +184,9 @@ class MemoryProvenance:
 # An Inf that was asked for (a mask filled with -Inf) is an origin too, a *deliberate* one: it is blamed only where
 # nothing else can be. A NaN that an operation makes of deliberate Infs (the softmax of a row that is all -Inf) is an
 # origin of its own.
-def first_cause(candidates: Iterable[Origin]) -> Origin | None:
-    """Return the first origin that reached something; deliberate ones come last."""
-    ordered = sorted(candidates, key=lambda origin: (origin.deliberate, origin.index))
+def first_cause(candidates: Iterable[Origin], *, to_blame: Collection[Origin] = ()) -> Origin | None:
+    """Return the first origin that reached something; deliberate ones come last, but for those `to_blame`."""
+    ordered = sorted(candidates, key=lambda origin: (origin.deliberate and origin not in to_blame, origin.index))
     return ordered[0] if ordered else None
 
 
