@@ -414,7 +414,7 @@ def test_an_input_far_above_the_others_is_named(tmp_path: Path) -> None:
 
 
 class Saving(torch.autograd.Function):
-    """A squared error of one's own that keeps what it was given, or only the difference."""
+    """A squared error that keeps what it was given, or only the difference."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, y: Tensor, both: bool) -> Tensor:
@@ -519,6 +519,22 @@ def test_an_output_that_is_finite_is_looked_at_without_its_graph(tmp_path: Path)
         assert kept.x.grad_fn is None and not kept.x.requires_grad
         model(torch.randn(4, 8)).sum().backward()
         assert origin._outputs == []
+
+
+@pytest.mark.parametrize("at", [10, 13])
+def test_the_step_is_right_where_the_root_is_not_called(at: int, tmp_path: Path) -> None:
+    """No hook has seen the forward begin."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=10, quiet=True):
+        for step in range(16):
+            x = torch.randn(16, 8)
+            optimizer.zero_grad()
+            F.mse_loss(model[2](model[1](model[0](x))), x[:, :4] * (math.nan if step == at else 1.0)).backward()
+            optimizer.step()
+    (found,) = diagnose(tmp_path / "run", rules=["nonfinite"])
+    assert (found.since_step, found.evidence["first_seen_at"]) == (at, at)
+    assert found.evidence["first_seen_in"] == "the targets of the loss"
 
 
 # -- compiled models
