@@ -73,6 +73,51 @@ def test_the_gradients_of_a_sound_training_are_found(name: str, clip_norm: float
     assert [str(f) for f in pl.diagnose(folder) if f.rule in ("optimizer-idle", "gradients-mishandled")] == []
 
 
+def overflowing_at(folder: Path, max_retries: int, at: int = 12, steps: int = 24) -> list[Any]:
+    """Train at level fp16-master, whose scale one batch overflows; return the outcomes."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    outcomes = []
+    with pl.watch(model, optimizer, run=folder, every=1, quiet=True) as watch:
+        loop = prepare(model, optimizer, "fp16-master", max_retries=max_retries, watch=watch)
+        for step, x in enumerate(torch.randn(steps, 16, 8)):
+            times = 1000 if step >= at and (step == at or not max_retries) else 1
+            y = x[:, :4].argmax(dim=1)
+            outcomes.append(loop.step(lambda x=x, y=y, t=times: t * nn.functional.cross_entropy(model(x).float(), y)))
+    return outcomes
+
+
+def test_each_try_of_a_batch_is_a_step_and_the_scalar_finds_the_loops_steps(tmp_path: Path) -> None:
+    outcomes = overflowing_at(tmp_path / "run", 20)
+    many, recorded = outcomes[12].retries, pl.Run(tmp_path / "run")
+    assert many > 1 and [o.retries for o in outcomes] == [0] * 12 + [many] + [0] * 11
+    steps, retries = recorded.scalars("retries")
+    assert retries.tolist() == [o.retries for o in outcomes]
+    assert steps.tolist() == [*range(12), *range(12 + many, 24 + many)]  # of each step its last try
+    assert list(recorded.steps) == list(range(24 + many))  # nothing of a try is lost
+    scales = recorded.scalars("scale")[1]
+    assert scales[12 : 13 + many].tolist() == [2.0 ** (16 - n) for n in range(many + 1)]
+    broken = [recorded.spectrum("gradients", "2.weight", step) for step in range(12, 12 + many)]
+    assert all(spectrum.nans + spectrum.pos_infs + spectrum.neg_infs > 0 for spectrum in broken)
+    assert [event.step for event in recorded.events() if event.kind == "skip"] == list(range(12, 12 + many))
+
+
+def test_who_repeats_batches_already_is_not_advised_to(tmp_path: Path) -> None:
+    for name, retries in (("repeated", 20), ("lost", 0)):
+        overflowing_at(tmp_path / name, retries)
+        (advice,) = (f.advice for f in pl.diagnose(tmp_path / name) if f.rule == "nonfinite")
+        assert ("A closure passed to step() retries such batches." in advice) == (name == "lost")
+        assert ("The loop repeats such batches already, and each try is a step" in advice) == (name == "repeated")
+
+
+def test_the_remedy_of_a_collapse_names_no_closure_to_who_passes_one(tmp_path: Path) -> None:
+    for name, retries in (("repeated", 20), ("lost", 0)):
+        overflowing_at(tmp_path / name, retries, at=26, steps=36)
+        (found,) = (f for f in pl.diagnose(tmp_path / name) if f.rule == "scale-collapse")
+        assert found.severity == "alarm" and "it raises the scale again within few steps" in found.advice
+        assert ("a closure passed to step() retries the skipped batches" in found.advice) == (name == "lost")
+
+
 @pytest.mark.parametrize("name", ["fp32", "amp-fp16", "bf16-master"])
 def test_watching_changes_nothing(name: str, tmp_path: Path) -> None:
     found: list[Any] = []

@@ -156,6 +156,11 @@ class View:
         return frozenset(e.step for e in self.events if e.kind == "skip")
 
     @cached_property
+    def repeats_batches(self) -> bool:
+        """True if the loop repeats batches that overflow (`max_retries` of `prepare`): each try is a step."""
+        return len(self.scalar("retries")[0]) > 0
+
+    @cached_property
     def casts(self) -> Sequence[Cast]:
         """Casts of modules that had started by the view's end."""
         return [c for c in self.run.casts() if self.until is None or c.since_step <= self.until]

@@ -186,7 +186,8 @@ def prepare(
         max_retries: Number of times that a batch with an overflow is repeated at a lower scale. Above 0, `step` takes
             closures. Default: 0.
         policy: Operation lists and formats of modules other than the level's.
-        watch: A `Watch` that records norms and repetitions too, or a folder to watch the model into.
+        watch: A `Watch` that records norms and repetitions too, or a folder to watch the model into. Each try of a
+            batch is a step of the run; the scalar `retries` has a value at the last try of each step of the loop.
 
     Raises:
         ArgumentError: Arguments contradict each other. Nothing has changed then.

@@ -510,10 +510,9 @@ def _against_collapse(view: View, collapse: Finding) -> Remedy:
             reason=f"only {first_of([layer_name(name) for name in few], 1)} overflowed, and all others keep their "
             "scales",
         )
-    return Remedy(
-        action="use a SpectralScaler or BF16",
-        reason="it raises the scale again within few steps, and a closure passed to step() retries the skipped batches",
-    )
+    soon = "it raises the scale again within few steps"
+    retry = "" if view.repeats_batches else ", and a closure passed to step() retries the skipped batches"
+    return Remedy(action="use a SpectralScaler or BF16", reason=f"{soon}{retry}")
 
 
 def _overflowed_in(view: View, collapse: Finding) -> list[str]:

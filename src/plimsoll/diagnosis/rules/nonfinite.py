@@ -154,7 +154,7 @@ class Nonfinite(Rule):
             )  # fmt: skip
         else:
             skipped = len(view.skips.intersection(steps.tolist()))
-            yield self._of_scaler(len(steps), skipped, spots, evidence, since, until, collection)
+            yield self._of_scaler(view, len(steps), skipped, spots, evidence, since, until, collection)
 
     # The watch has noted the largest input where it looked for the origin of NaN. The step may itself be a sample.
     def _outlier(self, view: View, since: int) -> dict[str, float]:
@@ -222,10 +222,12 @@ class Nonfinite(Rule):
         )  # fmt: skip
 
     def _of_scaler(
-        self, count: int, skipped: int, spots: list[Spot], evidence: dict[str, float | int | str], since: int,
-        until: int, collection: str | None,
+        self, view: View, count: int, skipped: int, spots: list[Spot], evidence: dict[str, float | int | str],
+        since: int, until: int, collection: str | None,
     ) -> Finding:  # fmt: skip
         """Return the note on overflows by which a scaler finds its scale."""
+        retry = "The loop repeats such batches already, and each try is a step of the record."
+        retry = retry if view.repeats_batches else "A closure passed to step() retries such batches."
         who = "them" if skipped == count else f"{skipped:,} of them"
         return self.finding(
             "info", spots, {**evidence, "skipped": skipped}, since_step=since, until_step=until, collection=collection,
@@ -233,7 +235,7 @@ class Nonfinite(Rule):
             meaning=f"The loss scale was too high at these steps; the scaler skipped {who}."
             if skipped
             else "Gradients overflowed under the loss scale at these steps, and no skipped step is recorded.",
-            advice="No action is needed if it is rare. A closure passed to step() retries such batches."
+            advice=f"No action is needed if it is rare. {retry}"
             if skipped
             else "Look whether the script replaces such values (nan_to_num) or skips such steps by itself: a scaler "
             "that finds none does not lower its scale.",
