@@ -44,7 +44,7 @@ def watched(*arguments: object, cwd: Path, **environment: str) -> subprocess.Com
 
 
 # The lines at the end: the verdicts, and the command for the details.
-ENDING = re.compile(r"plimsoll: (.*: )?(Healthy|Warning|Problem)\b|; for details: plimsoll check")
+ENDING = re.compile(r"plimsoll: (.*: )?(Healthy|Warning|Problem)\b|; (for details:|several ranks: ask) plimsoll check")
 
 
 def said(result: subprocess.CompletedProcess[str]) -> list[str]:
@@ -344,6 +344,10 @@ def test_ranks_under_torchrun_write_one_run(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert said(result) == [f"plimsoll: watching Sequential (195 parameters, SGD), every step, into runs/{folder.name}"]
+    name = f"runs/{folder.name}"
+    assert [line for line in result.stderr.splitlines() if ENDING.search(line)] == [
+        f"plimsoll: recorded into {name}; several ranks: ask plimsoll check {name}"
+    ]
     run = Run(folder)
     assert run.closed and run.problems == [] and run.ranks == [0, 1] and run.steps == [0, 1, 2]
     assert run.spectrum("activations", "0:input", 0).count == 2 * 4 * 8

@@ -246,7 +246,16 @@ def verdict_lines(place: Path) -> list[str]:
     answers, label = verdicts(place), _from_here(place)
     several = len(answers) > 1
     lines = [f"{a['run']}: {a['verdict']}" if several else str(a["verdict"]) for a in answers if a["verdict"]]
-    return [*lines, f"recorded into {label}; for details: plimsoll check {shlex.quote(label)}"]
+    # A run of several ranks is not judged while others may still be writing.
+    what = "several ranks: ask" if any(_has_several_ranks(Path(str(a["run"]))) for a in answers) else "for details:"
+    return [*lines, f"recorded into {label}; {what} plimsoll check {shlex.quote(label)}"]
+
+
+def _has_several_ranks(folder: Path) -> bool:
+    try:
+        return int(_manifest.read(folder / _manifest.file_name(0)).get("world_size", 1)) > 1
+    except (OSError, ValueError, TypeError):  # a damaged manifest, of which reading the run says more
+        return False
 
 
 def _from_here(path: Path) -> str:
