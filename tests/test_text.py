@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from plimsoll.text import number, percent, power, steps
+from plimsoll.text import clause, number, percent, power, steps
 from tests import house
 from tests.support.cases import each
 
@@ -43,3 +43,13 @@ def test_no_other_module_spells_shares() -> None:
         if own.search(line) and not any(word in line for word in hover)
     ]
     assert not found, "\n".join(found)
+
+
+def test_an_error_within_a_sentence_has_no_period_of_its_own() -> None:
+    for text, wanted in {
+        "expected two; got three. Leave one out.": "expected two; got three. Leave one out",
+        "no period": "no period",
+        "0.5": "0.5",
+        "": "",
+    }.items():
+        assert clause(ValueError(text)) == wanted and clause(text) == wanted

@@ -24,6 +24,15 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def clause(error: object) -> str:
+    """Return the text of an error as a part of a sentence, without a period at its end.
+
+    >>> clause(ValueError("expected two; got three. Leave one out."))
+    'expected two; got three. Leave one out'
+    """
+    return str(error).rstrip().removesuffix(".")
+
+
 def percent(share: float, decimals: int | None = None) -> str:
     """Write a share in per cent, in two digits, never rounded to none or all.
 

@@ -285,6 +285,7 @@ def test_a_script_s_own_precision_is_kept(start: Start, said_here: list[str]) ->
         "LBFGS": lambda: start("amp-fp16", model, torch.optim.LBFGS(model.parameters())),
         "parts of it are called": lambda: ScriptPrecision("tf32", said_here.append).begin(model, model.last, []),
         "never called as a module": lambda: ScriptPrecision("tf32", said_here.append).begin(model, None, []),
+        "expected a unit-scaled model at fp8-unit": lambda: start("fp8-unit", model, optimizer),
     }
     for number, (why, case) in enumerate(cases.items()):
         scaler = torch.amp.GradScaler("cpu", enabled="Scaler" in why)
@@ -294,6 +295,7 @@ def test_a_script_s_own_precision_is_kept(start: Start, said_here: list[str]) ->
         assert re.match(
             f"--precision .* is refused for Net: .*{why}.*; the script continues unchanged$", said_here[number]
         )
+        assert ".;" not in said_here[number]
         assert "forward" not in vars(model) and not model._forward_hooks and "step" not in vars(optimizer)
         assert model.last(x).dtype == torch.float32
 

@@ -32,6 +32,7 @@ from plimsoll.certification.trial import NotTriedError, Subject, Trial
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import BlockFormat, Format, get
 from plimsoll.formats.codec import Rounding
+from plimsoll.text import clause
 from plimsoll.version import __version__
 
 _WIDEST_BITS = 16  # of formats that the codec encodes and decodes
@@ -160,7 +161,7 @@ def _inferred(trial: Trial) -> dict[str, object]:
         if isinstance(trial.subject.fmt, BlockFormat):
             facts |= trial.blocks.facts()
     except (CallFailedError, OutOfTimeError) as error:
-        trial.not_tried.append(f"What the function does in full: {error}.")
+        trial.not_tried.append(f"What the function does in full: {clause(error)}.")
         return {}
     return facts
 

@@ -20,7 +20,7 @@ from plimsoll.cli.options import Quiet, with_repeated_names
 from plimsoll.cli.paths import report_missing_records, start_reading
 from plimsoll.cli.script.runner import RunAfterCli
 from plimsoll.errors import ArgumentError, MissingExtraError, PlimsollError
-from plimsoll.text import printable
+from plimsoll.text import clause, printable
 from plimsoll.version import __version__
 
 # -- the commands: for `plimsoll --help`, completion, tests ------------------------------------------------------------
@@ -220,7 +220,7 @@ def _other_command(name: str, point: Any) -> Any:
         return _built(name, point.load(), {})
     except Exception as error:  # noqa: BLE001  (a broken distribution must not take the other commands with it)
         reason = f"{type(error).__name__}: {error}"
-        message = f"{name}: expected {point.value} to import; got {reason}. Reinstall its distribution."
+        message = f"{name}: expected {point.value} to import; got {clause(reason)}. Reinstall its distribution."
         return _built(name, _failing(message), _ANY_ARGUMENTS)
 
 

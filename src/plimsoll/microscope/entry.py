@@ -16,6 +16,7 @@ from plimsoll.microscope.blame.search import Blamer
 from plimsoll.microscope.closure_shadow import ClosureShadow
 from plimsoll.microscope.draws import Draws, Perturbation, untouched
 from plimsoll.microscope.report import SHADOWED, ErrorReport, ErrorRow
+from plimsoll.text import clause
 from plimsoll.watch import watch
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.session import watches_muted
@@ -140,7 +141,9 @@ def _replaced(w: Any, root: nn.Module, wide: torch.dtype, found: Draws) -> Closu
     def fail(where: str, error: Exception) -> None:
         if isinstance(error, PlimsollError):
             raise error
-        raise StateError(f"microscope: expected {where} to work; got {type(error).__name__}: {error}.") from error
+        raise StateError(
+            f"microscope: expected {where} to work; got {type(error).__name__}: {clause(error)}."
+        ) from error
 
     core.failed = fail  # a training goes on without what fails; here it is what was asked for
     return shadow

@@ -33,7 +33,7 @@ from plimsoll.runs import Run
 from plimsoll.runs.records import FLIPS, MARGIN
 from plimsoll.spectrum import measure
 from plimsoll.tensor_collections import BACKWARD, FORWARD, LABELS
-from plimsoll.text import percent
+from plimsoll.text import clause, percent
 from plimsoll.watch import watch
 from plimsoll.watch.names import class_of, module_names, unwrapped
 from plimsoll.watch.session import watches_muted
@@ -177,8 +177,8 @@ def _step(model: nn.Module, batch: Any, loss: Loss | None) -> None:
         raise
     except Exception as error:
         raise ArgumentError(
-            f"probe: expected batches that the model takes; got {type(error).__name__}: {error}. With targets among "
-            "them pass loss=, a function of the model and a batch."
+            f"probe: expected batches that the model takes; got {type(error).__name__}: {clause(error)}. With targets "
+            "among them pass loss=, a function of the model and a batch."
         ) from error
     if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
         found.backward()

@@ -18,6 +18,7 @@ from plimsoll.probing.comparison import Calls
 from plimsoll.probing.entry import COLLECT, examine
 from plimsoll.probing.question import Question
 from plimsoll.probing.result import Probe
+from plimsoll.text import clause
 from plimsoll.watch import lifecycle
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.model_finder import Finder, Found
@@ -107,7 +108,7 @@ class ScriptTraining:
         why = self._finder.verdict()
         if self._root is None or self._calls is None or why is not None:
             why = why or " ".join(self._remarks) or "no model was seen"
-            raise PlimsollError(f"probe: expected a script with a training step; got one without: {why}.")
+            raise PlimsollError(f"probe: expected a script with a training step; got one without: {clause(why)}.")
         if self._watch is not None and self._watch.core.ranks.world > 1:
             raise ArgumentError(
                 f"probe: expected a script in one process; got world_size={self._watch.core.ranks.world}. Run it "

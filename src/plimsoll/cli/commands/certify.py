@@ -15,6 +15,7 @@ from plimsoll.cli.options import AlsoInFile, Json, NumberFormat, Quiet
 from plimsoll.cli.paths import local_file, write_text
 from plimsoll.errors import ArgumentError
 from plimsoll.formats.codec import Rounding
+from plimsoll.text import clause
 
 if TYPE_CHECKING:
     from plimsoll.certification import Certificate
@@ -112,7 +113,7 @@ def _loaded(function: str) -> Any:
     except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ArgumentError(
-            f"certify: expected {place} to import; got {reason}. Repair it, or name another."
+            f"certify: expected {place} to import; got {clause(reason)}. Repair it, or name another."
         ) from error
     for part in name.split("."):
         if not hasattr(found, part):

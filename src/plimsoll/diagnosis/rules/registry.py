@@ -15,7 +15,7 @@ from typing import TypeVar
 from plimsoll.diagnosis.finding import Finding
 from plimsoll.diagnosis.rules.base import Rule
 from plimsoll.diagnosis.view import View
-from plimsoll.text import warn_user
+from plimsoll.text import clause, warn_user
 
 GROUP = "plimsoll.rules"
 OWN: dict[str, Rule] = {}  # filled by the `__init__` of this folder, which is loaded before any module in it
@@ -100,7 +100,7 @@ def guarded(rule: Rule, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
         package = packaged.packages[rule.id]
         _report(
             f"diagnose: expected the rule {rule.id!r} of the package {package} to judge the run; got "
-            f"{type(error).__name__}: {error}. Update that package, or uninstall it."
+            f"{type(error).__name__}: {clause(error)}. Update that package, or uninstall it."
         )
         return otherwise
 
@@ -122,7 +122,7 @@ def packaged_rules() -> PackagedRules:
             reason = str(error) if isinstance(error, _UnusableError) else f"{type(error).__name__}: {error}"
             result.errors[name] = (
                 f"diagnose: expected the rule {name!r} of the package {' and '.join(packages)} to load from "
-                f"{offered[0].value!r}; got {reason}. Update that package, or uninstall it."
+                f"{offered[0].value!r}; got {clause(reason)}. Update that package, or uninstall it."
             )
             _report(result.errors[name])
     return result

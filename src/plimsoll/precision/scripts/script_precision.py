@@ -26,6 +26,7 @@ from plimsoll.precision.levels.fp8_layers import Layers
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.precision.scripts.transparent_scaling import TransparentScaler, patched_backward
 from plimsoll.precision.training.loop import PREPARED
+from plimsoll.text import clause
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.hooks.autograd_graph import backward_running
 from plimsoll.watch.names import unwrapped
@@ -200,7 +201,7 @@ class ScriptPrecision:
             return
         self.end()
         whose = "" if root is None else f" for {type(root).__name__}"
-        line = f"--precision {self._level.name} is refused{whose}: {why}; the script continues unchanged"
+        line = f"--precision {self._level.name} is refused{whose}: {clause(why)}; the script continues unchanged"
         self._report(line)
         for callback in self._callbacks:
             callback(line)

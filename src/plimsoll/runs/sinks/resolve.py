@@ -14,6 +14,7 @@ from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.runs.records import Sink, StepRecord
 from plimsoll.runs.sinks.clients import MLflow, WandB
 from plimsoll.runs.sinks.tensorboard import TensorBoard
+from plimsoll.text import clause
 
 GROUP = "plimsoll.sinks"
 TRACKERS: Mapping[str, Callable[[], Sink]] = {sink.name: sink for sink in (TensorBoard, WandB, MLflow)}
@@ -88,7 +89,7 @@ def _by_name(name: str) -> Sink:
     except Exception as error:  # whatever the code of another package raises
         raise ArgumentError(
             f"as_sink: expected the sink {name!r} of the package {packages[0]} to load from {offered[0].value!r}; got "
-            f"{type(error).__name__}: {error}. Update that package, or uninstall it."
+            f"{type(error).__name__}: {clause(error)}. Update that package, or uninstall it."
         ) from error
 
 
