@@ -330,3 +330,50 @@ def test_a_dropout_of_nearly_all_is_named(tmp_path: Path, drop: float, inner: ty
 )
 def test_usual_dropouts_masks_and_sparse_outputs_are_not(tmp_path: Path, module: nn.Module) -> None:
     assert found(tmp_path, module, normal(width=128)) == []
+
+
+# -- outputs that are 1
+
+
+class Ratio(nn.Module):
+    """A policy's likelihoods over those of the last draw; a draw is every tenth call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.drawn = 0, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drawn = x.detach().clone() if self.calls % 10 == 0 else self.drawn
+        self.calls += 1
+        return (x - self.drawn).exp()
+
+
+class Rounded(nn.Module):
+    """Decays near 1 that BF16 has made 1: they are no parameter, and have no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, 0.9999).bfloat16().float()
+
+
+@each("module, is_named", [(Ratio(), False), (Rounded(), True)])
+def test_a_ratio_to_itself_is_1_and_a_rounded_decay_too(module: nn.Module, is_named: bool, tmp_path: Path) -> None:
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores, self.inner = nn.Linear(8, 32), module
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.scores(x)
+            return (self.inner(scores) * scores.tanh()).mean()
+
+    torch.manual_seed(0)
+    model, path = Policy(), tmp_path / str(is_named)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    x = torch.randn(64, 8)
+    with pl.watch(model, optimizer, run=path, every=10, quiet=True):
+        for _ in range(60):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+    found = diagnose(path, rules=["outputs-alike"])
+    assert [finding.where[0] for finding in found] == ["inner:output"] * is_named

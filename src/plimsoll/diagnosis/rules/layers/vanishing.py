@@ -26,6 +26,7 @@ from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.wiring_facts import ONE_VALUE_NORM, facts, listed_in
+from plimsoll.diagnosis.tables.zero_gradients import always_zero
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
 from plimsoll.text import number, percent
@@ -277,7 +278,7 @@ class OutputsAlike(Rule):
         judged = [":output" in name and name.rpartition(":")[0] not in norms for name in cells.names]
         holds = (one_number | (spread <= self.spread)) & (count >= self.values) & (top > 0) & (cells.nonfinite == 0)
         holds &= np.array(judged)[:, None]
-        holds[self._ratios(cells, one_number & (top == 1.0))] = False
+        holds[self._ratios(view, cells, one_number & (top == 1.0))] = False
         spans = [
             (layer, first, last)
             for layer, first, last in layer_spans(holds, cells.recorded, self.samples)
@@ -297,12 +298,15 @@ class OutputsAlike(Rule):
             yield self.finding("warning", spots, evidence, until_step=last_of(cells, spans), collection="activations")
 
     # A policy's ratio to itself is 1 in the first pass after each draw, and a watch that records every tenth step may
-    # see these alone. In 16 bits it may be rounding.
-    def _ratios(self, cells: Cells, is_one: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return the FP32 outputs that are exactly 1 at all samples, of which there is none at most steps."""
-        wide = np.array([cells.format_of(name) == "fp32" for name in cells.names], dtype=bool)
+    # see these alone. It is trained through. A table or a factor that rounding has made 1 has no gradient, and in 16
+    # bits what has one may be rounded too.
+    def _ratios(self, view: View, cells: Cells, is_one: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return the FP32 outputs with gradients that are exactly 1 at all samples, of which there are few."""
+        passed = view.cells("activation_gradients")
+        trained = set(passed.names) - always_zero(passed) if passed is not None else set[str]()
+        wide = [name in trained and cells.format_of(name) == "fp32" for name in cells.names]
         seldom = len(cells.steps) > 1 and bool((np.diff(cells.steps) > 1).all())
-        return wide & (is_one | ~cells.recorded).all(axis=1) & seldom
+        return np.array(wide, dtype=bool) & (is_one | ~cells.recorded).all(axis=1) & seldom
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the outputs, their value, and what the format holds there."""
