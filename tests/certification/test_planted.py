@@ -2,10 +2,9 @@
 
 import math
 
-import pytest
-
 from plimsoll.certification import certify
 from plimsoll.certification.requirements import REQUIREMENTS
+from tests.support.cases import each
 from tests.support.certification.block_faults import BLOCKS
 from tests.support.certification.cast_faults import CASTS
 from tests.support.certification.code_faults import CODES
@@ -16,7 +15,7 @@ PLANTED = [*CASTS, *BLOCKS, *CODES, *REDUCTIONS]
 _NO_LIMIT = 1e6  # seconds: a busy machine tries as much as an idle one
 
 
-@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.id)
+@each("planted", PLANTED, ids=lambda planted: planted.id)
 def test_a_planted_deviation_is_named(planted: Planted) -> None:
     found = certify(planted.function, planted.fmt, kind=planted.kind, seconds=_NO_LIMIT, **planted.arguments)
     assert sorted(row.requirement for row in found.deviations) == sorted(planted.rows), str(found)
