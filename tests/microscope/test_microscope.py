@@ -448,3 +448,19 @@ def test_a_failure_in_the_reference_is_raised_as_it_is() -> None:
     with pytest.raises(ValueError, match="not in FP64"):
         pl.microscope(model, lambda: model(torch.ones(2, 4)).mean(), reference="fp64")
     assert not model._forward_pre_hooks and not model.layer._forward_hooks
+
+
+def test_a_step_with_a_transform_is_compared_too() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)), torch.randn(16, 8)
+
+    def step() -> Tensor:
+        slopes = torch.func.vmap(torch.func.jacrev(lambda z: model(z[None])[0]))(x)
+        return model(x).square().mean() + slopes.square().mean()
+
+    report = pl.microscope(model, step, reference="fp64", draws=3)
+    plain = pl.microscope(model, lambda: model(x).square().mean(), reference="fp64", draws=3)
+    named = [{(row.collection, row.name) for row in rows} for rows in (report.rows, plain.rows)]
+    assert named[0] == named[1]
+    with pytest.raises(pl.StateError, match=r"blame: expected a step whose modules run outside of torch\.func"):
+        report.blame()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plimsoll.spectrum.error_sums import BiasAndNoise, ErrorSums, split
+from plimsoll.watch.hooks.transforms import is_transformed
 from plimsoll.watch.shadow.replay import RandomState, buffers_of
 from plimsoll.watch.thread_casts import active_casts
 
@@ -56,6 +57,9 @@ class Perturbation:
 
     def _change_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         del module
+        # A transform that maps over a batch refuses to draw. The weights differ in it all the same.
+        if is_transformed():
+            return None
         leaves, spec = pytree.tree_flatten((args, kwargs))
         changed = [self._input(x, -1 - place) for place, x in enumerate(leaves)]
         return pytree.tree_unflatten(changed, spec)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plimsoll.errors import StateError
 from plimsoll.watch.hooks.autograd_graph import backward_running
+from plimsoll.watch.hooks.transforms import is_transformed
 from plimsoll.watch.shadow.replay import RandomState
 from plimsoll.watch.thread_casts import active_casts
 
@@ -152,6 +154,11 @@ class Recorder:
         """Make a call, and record it."""
         if in_backward():
             return call(*args, **kwargs)
+        if is_transformed():  # tensors have no values here that could be kept for another run of the call
+            raise StateError(
+                "blame: expected a step whose modules run outside of torch.func transforms (vmap, grad); got one "
+                f"that calls {name} inside one. Leave that part out of the step; the report itself has it."
+            )
         leaves, spec = pytree.tree_flatten((args, kwargs))
         record = CallRecord(
             key=(name, self._times[name]),
