@@ -1,0 +1,75 @@
+"""Complex parameters are left out by name, and all others are recorded."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plimsoll as pl
+from tests.support.watch.recording import batches, only_run, same
+
+STEPS = 3
+
+
+class Spectral(nn.Module):
+    """Has a complex weight, as layers that work on Fourier coefficients do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.modes = nn.Parameter(torch.randn(8, 4, dtype=torch.cfloat))
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.fft.fft(x) @ self.modes).abs() + self.linear(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 10}, {"shadow_every": 1}], ids=str)
+def test_complex_weights_are_left_out_by_name(tmp_path: Path, options: dict[str, int]) -> None:
+    model, kept = Spectral(), list[dict[str, Tensor]]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pl.watch(model, optimizer, run=tmp_path / "run", **{"every": 1, **options}):
+            for x in batches(STEPS, 4, 8):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+                optimizer.step()
+                now = {name: p.detach() - weights[name] for name, p in model.named_parameters()}
+                kept.append({f"updates {name}": p for name, p in now.items()})
+                kept[-1] |= {f"weights {name}": p for name, p in weights.items()}
+                kept[-1] |= {f"gradients {name}": p.grad for name, p in model.named_parameters()}
+                state = {name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters()}
+                kept[-1] |= {f"optimizer {name}:exp_avg": x for name, x in state.items()}
+    run = only_run(tmp_path / "run")
+    assert [event.message for event in run.events() if event.kind in ("failure", "shadow")] == []
+    messages = [event.message for event in run.events() if event.kind == "not measured"]
+    assert len(messages) == len(set(messages)) and all("complex" in message for message in messages)
+    assert {message.partition(":")[0] for message in messages} >= {
+        "weights modes", "gradients modes", "updates modes", "optimizer modes"
+    }  # fmt: skip
+    for step in run.steps:
+        for what, x in kept[step].items():
+            collection, name = what.split(" ")
+            if x.is_complex():
+                assert name not in run.tensors[collection]
+            else:
+                assert same(run.spectrum(collection, name, step), x), (what, step)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_nan_in_complex_gradients_is_counted(tmp_path: Path, every: int) -> None:
+    model = Spectral()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=every):
+        for x in batches(STEPS, 4, 8):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            model.modes.grad[0, 0] = complex(0.0, float("nan"))
+            optimizer.step()
+    run = only_run(tmp_path / "run")
+    assert [event.message for event in run.events() if event.kind == "failure"] == []
+    assert run.scalars("nonfinite")[1][:1].tolist() == [1.0]
