@@ -146,6 +146,29 @@ def test_lost_records_are_told_of(tmp_path: Path) -> None:
     assert [(f.rule, f.severity, f.since_step) for f in told_of] == [("records-lost", "info", 7)]
 
 
+def test_a_collection_that_a_failure_has_left_out_is_no_healthy_run(tmp_path: Path) -> None:
+    why = "Parameters.read_gradients failed and was left out (RuntimeError: no data)"
+
+    def found(path: Path) -> Finding:
+        (finding,) = diagnose(path, rules=["records-lost"])
+        return finding
+
+    for name, collect in (("lost", ["gradients", "weights"]), ("unasked", ["weights"])):
+        with RunWriter(tmp_path / name, settings={"collect": dict.fromkeys(collect, 1)}) as writer:
+            writer.write(Scalars(step=0, values={"loss": 1.0}))
+            writer.write(Event(step=0, kind="failure", message=why, details={"collections": ["gradients"]}))
+            writer.flush()
+            assert found(tmp_path / name).severity == "info"  # its first sample may be written yet
+    lost = found(tmp_path / "lost")
+    assert lost.severity == "warning" and lost.evidence["not_recorded"] == "parameter gradients"
+    assert why in lost.meaning and lost.evidence["failure"] == why
+    sentence = verdict(View(Run(tmp_path / "lost")), [lost])
+    assert sentence.startswith("Warning: the watch failed to record parameter gradients")
+    assert "RuntimeError: no data" in sentence
+    unasked = found(tmp_path / "unasked")
+    assert unasked.severity == "info" and "not_recorded" not in unasked.evidence
+
+
 # -- thresholds, selection
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import plimsoll as pl
+from plimsoll.report import summary
 from plimsoll.runs import Run
 from tests.support import processes
 from tests.support.patience import HANG_SECONDS
@@ -44,6 +45,40 @@ def test_a_failure_in_a_tap_is_contained_and_told(
     failures = [event.message for event in run.events() if event.kind == "failure"]
     assert failures and all("RuntimeError: no kernel today" in message for message in failures)
     assert caplog.text.count("Taps.see failed and was left out") == 1  # said once, not at every step
+
+
+def test_a_run_whose_gradients_and_weights_all_failed_is_not_called_healthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel today")
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr("plimsoll.kernels.measure_each", fail)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+        train(model, optimizer, batches(3, 4, 8))
+    (found,) = [finding for finding in pl.diagnose(tmp_path / "run") if finding.rule == "records-lost"]
+    assert found.severity == "warning" and found.evidence["not_recorded"] == "parameter gradients, weights, updates"
+    summed_up = summary(tmp_path / "run")
+    assert summed_up.state == "warning"
+    assert summed_up.verdict.startswith("Warning: the watch failed to record parameter gradients, weights")
+    assert "no kernel today" in summed_up.verdict
+
+
+def test_a_failure_that_is_over_soon_is_no_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel today")
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+        monkeypatch.setattr("plimsoll.kernels.measure_each", fail)
+        train(model, optimizer, batches(1, 4, 8))
+        monkeypatch.undo()
+        train(model, optimizer, batches(2, 4, 8))
+    (found,) = [finding for finding in pl.diagnose(tmp_path / "run") if finding.rule == "records-lost"]
+    assert found.severity == "info" and summary(tmp_path / "run").state == "healthy"
 
 
 def test_a_folder_that_is_removed_under_way(tmp_path: Path) -> None:
