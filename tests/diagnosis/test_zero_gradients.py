@@ -157,7 +157,7 @@ def rounded_to(dtype: torch.dtype) -> Callable[[nn.Module], None]:
 
 
 def in_steps_of_the_largest(model: nn.Module) -> None:
-    """One step for all gradients, as of INT8 codes beside a gradient of 1,000 elsewhere."""
+    """One step for all gradients, as INT8 codes have that share it with a gradient of 1,000."""
     for p in model[0].parameters():  # type: ignore[index]
         p.grad = (p.grad / 8).round() * 8
 

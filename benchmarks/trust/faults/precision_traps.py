@@ -3,6 +3,7 @@
 With `sound` they are left out. Behind each fault: what was measured with it and without it.
 """
 
+import abc
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -32,7 +33,7 @@ NO_GRADIENT = (
 )
 
 
-class Step(torch.optim.Optimizer):
+class Step(torch.optim.Optimizer, abc.ABC):
     """An optimizer that keeps a dictionary for each parameter; `move` of a subclass steps one of them."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, **more: Any) -> None:
@@ -48,9 +49,9 @@ class Step(torch.optim.Optimizer):
                     state["step"] = state.get("step", 0) + 1
                     self.move(parameter, parameter.grad.float(), state, group)
 
+    @abc.abstractmethod
     def move(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Step one parameter."""
-        raise NotImplementedError
 
 
 def _adam(gradient: Tensor, state: dict[str, Any], lr: float) -> Tensor:

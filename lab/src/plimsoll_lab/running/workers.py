@@ -60,7 +60,7 @@ def carry_out(
     """Return the tasks' answers in order; `workers` run at a time, one in-process.
 
     - `function`: "module:function", which is called with one task.
-    - `done`: called with each answer as it comes, with the task's number, in this thread.
+    - `done`: called with each answer when it is there, with the task's number, in this thread.
 
     Raises `PlimsollError` with what a worker said where a task failed, and then ends the others.
     """

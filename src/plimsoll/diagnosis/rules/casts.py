@@ -219,7 +219,7 @@ class CastFlushes(ShareRule):
             return
         least = -cells.highest(-cells.columns["absmin"])
         quanta, nonzero = least / FP16.smallest_subnormal, cells.total(cells.nonzero) > 0
-        wide = np.array([cells.format_of(name) == "fp32" for name in cells.names])[:, None]
+        wide = np.array([fmt == "fp32" for fmt in cells.last_formats])[:, None]
         smaller = (nonzero & (least < FP16.smallest_subnormal / 4)).any(axis=0)
         with np.errstate(invalid="ignore"):
             cut = wide & nonzero & smaller & (quanta == np.rint(quanta)) & (quanta <= _QUANTA)
@@ -231,7 +231,7 @@ class CastFlushes(ShareRule):
             yield self.finding(
                 "warning", spots, evidence, until_step=last_of(cells, spans), collection="activation_gradients",
                 actions=(),
-                meaning=f"These FP32 gradients are whole multiples of FP16's smallest number, and up to "
+                meaning="These FP32 gradients are whole multiples of FP16's smallest number, and up to "
                 f"{percent(spots[0].value)} of them are zero: a cast to FP16 in the forward takes its gradient through "
                 "FP16 on the way back.",
                 advice="Cast to BF16, or multiply the loss by a loss scale (GradScaler) and divide the gradients by "
@@ -288,38 +288,38 @@ class CastFlushes(ShareRule):
             with np.errstate(all="ignore"):
                 same = (cells.finite[into] == cells.finite[out]) & (nonzero[out] > 0)
                 same &= np.abs(sums[out] / sums[into] - 1) <= self.grave
-                beside = np.abs(most[out] / most[into] - 1)
+                changed = np.abs(most[out] / most[into] - 1)
                 lost = np.where(same, 1 - nonzero[out] / nonzero[into], np.nan)
             known = np.flatnonzero(~np.isnan(lost))[: int(self.samples)]
-            if len(known) and (beside[known] <= self.grave).all() and short[out, known].all():
+            if len(known) and (changed[known] <= self.grave).all() and short[out, known].all():
                 in_blocks[out] = np.where(short[into], np.nan, lost)
             elif len(known) and on_grid[:, out, known].all(axis=1).any():
-                shares[out] = np.where(beside <= 1 / min(_LARGEST), lost, np.nan)
-        yield from self._rounded_in_blocks(cells, in_blocks)
-        spans = layer_spans(shares > self.coarse, ~np.isnan(shares), self.samples)
-        if spans:
-            spots = worst(cells, spans, shares)
-            evidence = {"cause": _ONE_SCALE, "flushed": spots[0].value, "worst": spots[0].name}
-            yield self.finding(
-                "warning", spots, evidence, until_step=last_of(cells, spans), collection="activations", actions=(),
-                meaning=f"The module rounds to whole numbers times a step, and {percent(spots[0].value)} of its inputs "
-                "become zero: a few large values set the step for all.",
-                advice="Use a scale for each channel or block, or treat the channel with the large values apart.",
-            )  # fmt: skip
+                shares[out] = np.where(changed <= 1 / min(_LARGEST), lost, np.nan)
+        yield from self._rounded(
+            cells, in_blocks, self.blocks, _FEW_DIGITS,
+            "The module rounds to a format of few digits with powers of two as scales, and {} of its inputs become "
+            "zero: the largest value of a block sets its scale, and the others are far smaller.",
+            "Let blocks run along the dimension that a product sums over, the last one, where values are of like size. "
+            "Or use smaller blocks, or a format with more range (MXFP8).",
+        )  # fmt: skip
+        yield from self._rounded(
+            cells, shares, self.coarse, _ONE_SCALE,
+            "The module rounds to whole numbers times a step, and {} of its inputs become zero: a few large values set "
+            "the step for all.",
+            "Use a scale for each channel or block, or treat the channel with the large values apart.",
+        )  # fmt: skip
 
-    def _rounded_in_blocks(self, cells: Cells, shares: Floats) -> Iterator[Finding]:
-        """Yield one finding of the modules whose outputs have few digits and many zeros."""
-        spans = layer_spans(shares > self.blocks, ~np.isnan(shares), self.samples)
+    def _rounded(
+        self, cells: Cells, shares: Floats, least: float, cause: str, meaning: str, advice: str
+    ) -> Iterator[Finding]:
+        """Yield one finding of the modules that round a larger share to zero; `meaning` has a place for it."""
+        spans = layer_spans(shares > least, ~np.isnan(shares), self.samples)
         if spans:
             spots = worst(cells, spans, shares)
-            evidence = {"cause": _FEW_DIGITS, "flushed": spots[0].value, "worst": spots[0].name}
+            evidence = {"cause": cause, "flushed": spots[0].value, "worst": spots[0].name}
             yield self.finding(
                 "warning", spots, evidence, until_step=last_of(cells, spans), collection="activations", actions=(),
-                meaning=f"The module rounds to a format of few digits with powers of two as scales, and "
-                f"{percent(spots[0].value)} of its inputs become zero: the largest value of a block sets its scale, "
-                "and the others are far smaller.",
-                advice="Let blocks run along the dimension that a product sums over, the last one, where values are "
-                "of like size. Or use smaller blocks, or a format with more range (MXFP8).",
+                meaning=meaning.format(percent(spots[0].value)), advice=advice,
             )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:

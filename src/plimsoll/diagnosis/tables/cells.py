@@ -166,9 +166,17 @@ class Cells:
         np.fmax.at(result, self.cell, by_row)
         return result.reshape(self.shape)
 
+    @cached_property
+    def last_formats(self) -> Sequence[str]:
+        """The format of each layer's last row."""
+        last = np.zeros(len(self.names), dtype=np.int64)
+        last[self.layer] = np.arange(len(self.layer))  # of several rows the last one stays
+        places: list[int] = self.format[last].tolist()
+        return [self.formats[place] for place in places]
+
     def format_of(self, name: str) -> str:
         """Return a layer's format, of its last row."""
-        return self.formats[int(self.format[np.flatnonzero(self.layer == self.names.index(name))[-1]])]
+        return self.last_formats[self.names.index(name)]
 
     def total_of(self, name: str) -> Floats:
         """Return the sum of a stored column over each cell's rows."""

@@ -57,13 +57,16 @@ def lost_after_backward(view: View, modules: set[str], since: int, samples: int)
         return set()
     steps, mine, theirs = np.intersect1d(passed.steps, inputs.steps, return_indices=True)
     span = np.flatnonzero(steps >= since)[:samples]  # judged once, for good
+    if len(span) < samples:
+        return set()
     entries = {name: place for place, name in enumerate(inputs.names)}
+    largest = passed.highest(passed.columns["absmax"])
     result = set[str]()
     for place, name in enumerate(passed.names):
         module, _, kind = name.rpartition(":")
-        if module not in modules or kind != "output" or len(span) < samples:
+        if module not in modules or kind != "output":
             continue
-        size = passed.highest(passed.columns["absmax"])[place, mine[span]]
+        size = largest[place, mine[span]]
         if (entry := entries.get(f"{module}:input")) is not None:  # a table of an embedding has none
             size = size * inputs.true_absmax[entry, theirs[span]]
         if (size >= FP16.smallest_normal).all():

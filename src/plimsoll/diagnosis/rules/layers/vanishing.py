@@ -304,7 +304,7 @@ class OutputsAlike(Rule):
         """Return the FP32 outputs with gradients that are exactly 1 at all samples, of which there are few."""
         passed = view.cells("activation_gradients")
         trained = set(passed.names) - always_zero(passed) if passed is not None else set[str]()
-        wide = [name in trained and cells.format_of(name) == "fp32" for name in cells.names]
+        wide = [name in trained and fmt == "fp32" for name, fmt in zip(cells.names, cells.last_formats, strict=True)]
         seldom = len(cells.steps) > 1 and bool((np.diff(cells.steps) > 1).all())
         return np.array(wide, dtype=bool) & (is_one | ~cells.recorded).all(axis=1) & seldom
 

@@ -55,6 +55,7 @@ _NO_GRADIENTS = (
     "Their gradients are all zero, and did not underflow: no gradient comes to these layers, or only zeros come into "
     "them."
 )
+_ZERO_IN_ANY_FORMAT = "Most of these {} are zero, and none are near the format's smallest: they are zero in any format."
 _DROPOUT = "dropout"
 _HIDDEN = (
     "Nothing that these layers put out changes the loss. Look behind them for a mask that hides all of it, attention "
@@ -354,7 +355,7 @@ class StructuralZeros(Rule):
 
     id = "structural-zeros"
     says = "many values are zero in any format (ReLU, unused rows, masks): no underflow"
-    meaning = "Most of these values are zero, and none are near the format's smallest: they are zero in any format."
+    meaning = _ZERO_IN_ANY_FORMAT.format("values")
     advice = "No action is needed. A shadow step (shadow_every) confirms it."
     figure = "zero_heatmap"
     items = {"zeros": EvidenceItem(unit="share", of_worst=" zero")}
@@ -384,10 +385,10 @@ class StructuralZeros(Rule):
             if spans:
                 spots = worst(cells, spans, zeros)
                 evidence = {"worst": spots[0].name, "zeros": spots[0].value, "layers": len(spots)}
-                meaning = self.meaning.replace("values", collection_words(collection), 1)  # outputs are in both
                 yield self.finding(
-                    "info", spots, evidence, until_step=last_of(cells, spans), collection=collection, meaning=meaning
-                )
+                    "info", spots, evidence, until_step=last_of(cells, spans), collection=collection,
+                    meaning=_ZERO_IN_ANY_FORMAT.format(collection_words(collection)),
+                )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where and since when."""
