@@ -253,6 +253,7 @@ def test_blocks_of_unlike_values_are_named(tmp_path: Path) -> None:
         "cast-flushes", "warning", "blocks of unlike values",
     )  # fmt: skip
     assert finding.evidence["flushed"] > 0.4  # type: ignore[operator]
+    assert finding.figure == "zero_heatmap"  # the rule's own is of values as a recorded cast holds them
 
 
 @each(

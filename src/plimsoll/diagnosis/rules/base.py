@@ -246,6 +246,7 @@ class Rule(ABC):
         meaning: str | None = None,
         advice: str | None = None,
         actions: tuple[Action, ...] | None = None,
+        figure: str | None = None,
     ) -> Finding:
         """Return a finding of this rule.
 
@@ -259,6 +260,7 @@ class Rule(ABC):
             meaning: Default: the rule's.
             advice: Default: the rule's.
             actions: Default: the rule's.
+            figure: Default: the rule's.
         """
         return Finding(
             rule=self.id,
@@ -272,7 +274,7 @@ class Rule(ABC):
             meaning=meaning or self.meaning,
             advice=advice or self.advice,
             actions=self.actions if actions is None else actions,
-            figure=self.figure,
+            figure=self.figure if figure is None else figure,
         )
 
 

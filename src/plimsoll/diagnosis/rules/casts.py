@@ -38,6 +38,7 @@ _WORKS = 0.01  # of a tensor's values that a scale that works may flush, as in `
 _CONSTANT_SCALE = "a bound that stays"
 _ONE_SCALE = "a grid that is too coarse"
 _WEIGHTS = "weights cast without a scale"
+_ZEROS = "zero_heatmap"  # of casts by hand: the rule's own figure is of values as a recorded cast holds them
 _FEW_DIGITS = "blocks of unlike values"
 _GRADIENTS = "gradients through a narrow cast"
 _QUANTA = 8  # times FP16's smallest number: what a few additions make of it
@@ -189,7 +190,7 @@ class CastFlushes(ShareRule):
     """Nonzero values that become zero in the format that they are cast to."""
 
     id = "cast-flushes"
-    says = "many values that a module casts to 8 bits become zero"
+    says = "many values become zero in a cast to 8 bits, or in one that a module does by hand"
     meaning = "The products of these values are missing from the sums."
     advice = f"Raise the tensor's scale if a higher one works, or use E5M2 for it. {_UNIT}, {_MODULE}."
     actions = ("to_bf16",)
@@ -230,10 +231,10 @@ class CastFlushes(ShareRule):
             evidence = {"cause": _GRADIENTS, "flushed": spots[0].value, "worst": spots[0].name, "format": "fp16"}
             yield self.finding(
                 "warning", spots, evidence, until_step=last_of(cells, spans), collection="activation_gradients",
-                actions=(),
-                meaning="These FP32 gradients are whole multiples of FP16's smallest number, and up to "
-                f"{percent(spots[0].value)} of them are zero: a cast to FP16 in the forward takes its gradient through "
-                "FP16 on the way back.",
+                actions=(), figure=_ZEROS,
+                meaning="These FP32 gradients are whole multiples of FP16's smallest number, and "
+                f"{percent(spots[0].value)} of them are zero at the worst step: a cast to FP16 in the forward takes "
+                "its gradient through FP16 on the way back.",
                 advice="Cast to BF16, or multiply the loss by a loss scale (GradScaler) and divide the gradients by "
                 "it, or leave that part in FP32.",
             )  # fmt: skip
@@ -261,6 +262,7 @@ class CastFlushes(ShareRule):
                 evidence = {"cause": _WEIGHTS, "flushed": spots[0].value, "worst": spots[0].name, "format": fmt.name}
                 yield self.finding(
                     "warning", spots, evidence, until_step=view.last_step, collection="weights", actions=(),
+                    figure=_ZEROS,
                     meaning=f"These weights were cast to {fmt.name.upper()} without a scale: up to "
                     f"{percent(spots[0].value)} of them are below half of its smallest number, and became zero.",
                     advice="Multiply weights by a power of two before the cast, so that the largest comes near the "
@@ -319,7 +321,7 @@ class CastFlushes(ShareRule):
             evidence = {"cause": cause, "flushed": spots[0].value, "worst": spots[0].name}
             yield self.finding(
                 "warning", spots, evidence, until_step=last_of(cells, spans), collection="activations", actions=(),
-                meaning=meaning.format(percent(spots[0].value)), advice=advice,
+                figure=_ZEROS, meaning=meaning.format(percent(spots[0].value)), advice=advice,
             )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -334,7 +336,7 @@ class CastFlushes(ShareRule):
             return Phrase(
                 what=f"{context.place} has rounded {percent(context.number('flushed'))} of its inputs to zero "
                 f"{context.since}",
-                effect="since its blocks hold values of unlike sizes",
+                effect="because its blocks hold values of unlike sizes",
                 remedy="look at the dimension along which blocks run",
             )
         if context.text("cause") == _WEIGHTS:
@@ -347,7 +349,7 @@ class CastFlushes(ShareRule):
             return Phrase(
                 what=f"{context.place} has rounded {percent(context.number('flushed'))} of its inputs to zero "
                 f"{context.since}",
-                effect="since a few large values set the step of its grid",
+                effect="because a few large values set the step of its grid",
                 remedy="use a scale for each channel",
             )
         return self._phrase(context, "flushed", "been below", "and become zero")
