@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, diagnose
-from plimsoll.watch.parameters.followed_weights import BIASED, INEXACT, OVER_STEPS, FollowedWeights, way_of
+from plimsoll.watch.parameters.followed_weights import BIASED, INEXACT, ON_AVERAGE, OVER_STEPS, FollowedWeights, way_of
 from tests.support.cases import each
 
 STEPS = 8
@@ -152,6 +152,23 @@ def test_an_optimizer_that_declares_nothing_and_loses_nothing_is_known_by_its_we
     run = in_16_bits(tmp_path / way, way)
     assert reported(run) == [(0, "Adam16", "own"), (0, "Adam16", "lossless on average")]
     assert unmoved(run) > 0.5 and swallowed(run) == []
+
+
+@each("way, loses", [("by chance", False), ("to nearest", True)])
+def test_rounding_by_chance_is_known_in_a_small_model_too(way: str, loses: bool, tmp_path: Path) -> None:
+    """1,348 weights are too few for the sizes of single updates to show it; followed ones show it on the mean."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).bfloat16()
+    optimizer = Adam16(model.parameters(), way)
+    with pl.watch(model, optimizer, run=tmp_path / way, every=10):
+        for _ in range(40):
+            x = torch.randn(64, 16)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x.bfloat16()).float(), x[:, :4].argmax(1)).backward()
+            optimizer.step()
+    run = pl.Run(tmp_path / way)
+    assert unmoved(run) > 0.75 and bool(swallowed(run)) == loses
+    assert reported(run)[1:] == [(0, "Adam16", BIASED if loses else ON_AVERAGE)]
 
 
 def test_rounding_to_nearest_is_an_alarm_and_shows_nothing_else(tmp_path: Path) -> None:

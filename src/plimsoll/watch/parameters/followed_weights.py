@@ -16,20 +16,23 @@ from torch import Tensor
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 
-# Weights go where the gradients say, or elsewhere, or are short of it or beyond it on the mean too.
-OVER_STEPS, INEXACT, BIASED = "lossless over steps", "inexact", "biased"
+# Weights go where the gradients say, or there on the mean, or elsewhere, or are too short or too far on the mean too.
+OVER_STEPS, ON_AVERAGE = "lossless over steps", "lossless on average"
+INEXACT, BIASED = "inexact", "biased"
+LOSSLESS = (OVER_STEPS, ON_AVERAGE)
 _TENSORS, _SMALLEST, _SPREAD = 8, 128, 384  # followed matrices, and of each the smallest values and some of all sizes
 _AMONG = 1 << 16  # the first values of a tensor, which those are taken from
 _WINDOW, _JUDGED = 64, (16, 32, 64)  # steps of a window, and after how many of them it is judged
 _FIRST, _TIMES = 256, 4  # the second window begins at this step of the optimizer, the next ones at 4 times the last
-_FEWEST_FINE, _FEWEST_COARSE = 8, 64
+_FEWEST_FINE, _FEWEST_COARSE = 8, 32
 _FIT = 0.9  # correlation of the fine weights with what is predicted; without it nothing is known
 _COARSE = 2.5  # times the largest update a weight's rounding is too coarse for all: half of it would lose them
 # Differences from the prediction, relative to it. Measured over 16 to 64 steps of 4 kinds of updates, each with 4
 # seeds, in batches of 32 and of all samples: compensated 0.04 to 0.26, rounded to nearest 0.95 to 1, compensated with
-# the wrong sign 0.74 to 1.4. Rounded by chance it is 0.22 to 0.62, but then the mean is right.
+# the wrong sign 0.74 to 1.4. Rounded by chance it is 0.22 to 0.62, and the mean is right.
 _SAME, _OTHER = 0.3, 0.7
 _BIAS, _DEVIATIONS = 0.2, 4  # the mean is not right if it is off by so much, and by so many standard deviations
+_SURE = 0.125  # the standard deviation of a mean that is right: nearest rounding's, off by 1, is 8 of them away
 
 _Floats = NDArray[np.float64]
 
@@ -62,7 +65,7 @@ class FollowedWeights:
             params: The optimizer's weights after its step, with the gradients of the step.
         """
         self._steps += 1
-        if self.way == OVER_STEPS or self._steps <= self._next:
+        if self.way in LOSSLESS or self._steps <= self._next:
             return None
         if self._window is None:
             self._window = _Window(params)
@@ -77,7 +80,7 @@ class FollowedWeights:
 def way_of(sums: Sums) -> str | None:
     """Return how weights that are too coarse for each update come along with many.
 
-    `OVER_STEPS`, `INEXACT` or `BIASED`; None if too few values show it. Waits for the device.
+    `OVER_STEPS`, `ON_AVERAGE`, `INEXACT` or `BIASED`; None if too few values show it. Waits for the device.
     """
     rows = sums.rows.tensor().double().numpy()
     ends = np.cumsum([count for _, count in sums.parts])[:-1]
@@ -87,12 +90,12 @@ def way_of(sums: Sums) -> str | None:
     if len(moved) < _FEWEST_COARSE:
         return None
     size, difference = np.abs(predicted).sum(), np.abs(moved - predicted).sum()
-    if _SAME * size < difference < _OTHER * size:
-        return None
     if difference <= _SAME * size:
         return OVER_STEPS
     bias = abs((moved * np.sign(predicted)).sum() / size - 1)
     deviation = np.sqrt(((moved - predicted) ** 2).sum()) / size
+    if difference < _OTHER * size:
+        return ON_AVERAGE if bias < _BIAS and deviation <= _SURE else None
     return BIASED if bias >= max(_BIAS, _DEVIATIONS * deviation) else INEXACT
 
 

@@ -17,11 +17,11 @@ from plimsoll import kernels
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 from plimsoll.runs import Event, Record
-from plimsoll.watch.parameters.followed_weights import BIASED, INEXACT, OVER_STEPS, FollowedWeights, way_of
+from plimsoll.watch.parameters.followed_weights import BIASED, INEXACT, LOSSLESS, ON_AVERAGE, FollowedWeights, way_of
 from plimsoll.watch.session import WatchSession
 
 OWN = "own"  # the kind of an optimizer that declares none
-ON_AVERAGE, TOWARD_ZERO = "lossless on average", "toward zero"  # kinds that are found from changes of weights
+TOWARD_ZERO = "toward zero"  # a kind that is found from changes of weights
 _OFTEN = 4  # sampled steps up to two to this are looked at, then every second one up to its double, and so on
 _VALUES = 1 << 16  # of each weight
 # Updates are known by the weights that are fine enough for them. Where a weight's rounding is 2.5 times the largest of
@@ -170,12 +170,12 @@ class UpdateKinds:
 
         def produce() -> list[Record]:
             way = way_of(sums)
-            if way is None or followed.way in (way, OVER_STEPS) or (followed.way == BIASED and way == INEXACT):
+            if way is None or followed.way in (way, *LOSSLESS) or (followed.way == BIASED and way == INEXACT):
                 return []
             followed.way = way
-            if self._found.get(names[0]) == TOWARD_ZERO:
+            if self._found.get(names[0]) in (way, TOWARD_ZERO):
                 return []
-            does = "moves" if way == OVER_STEPS else "does not move"
+            does = "moves" if way in LOSSLESS else "does not move"
             message = f"{who} {does} weights by the sum of updates that are below half their rounding: {way}"
             details = {"optimizer": who, "update": way, "parameters": names}
             self._found.update(dict.fromkeys(names, way))
@@ -210,8 +210,8 @@ class UpdateKinds:
                 return []
             looks.found = True
             kind = TOWARD_ZERO if away <= _ONE_WAY * moved else ON_AVERAGE
-            if kind == ON_AVERAGE and self._found.get(names[0]) == BIASED:
-                return []  # they move both ways, but not where the gradients lead
+            if kind == ON_AVERAGE and self._found.get(names[0]) in (BIASED, ON_AVERAGE):
+                return []  # it is known, or they move both ways, but not where the gradients lead
             self._found.update(dict.fromkeys(names, kind))
             message = f"{who} moves weights though their updates are below half their rounding: {kind}"
             details = {"optimizer": who, "update": kind, "parameters": names}
