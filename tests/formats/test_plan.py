@@ -176,14 +176,14 @@ def test_a_module_has_the_formats_and_scales_of_the_rule_that_holds():
 
 def test_a_plan_says_what_it_predicts_and_an_old_file_predicts_nothing(tmp_path):
     assert FULL.consequence == (
-        "Predicted: the loss rises by 30 % (under 0.01 % to 200 %, of 250 % allowed); its products on h100 take "
-        "52 % of BF16's time."
+        "Predicted: the loss rises by 30 % (under 0.01 % to 200 %, of 250 % allowed); the plan's products take "
+        "52 % of BF16's time on h100."
     )
     narrow = dataclasses.replace(FULL, predicted_loss=Interval(low=1e-7, estimate=1e-6, high=2e-6), cost=1.0)
     for changes, said in (
-        ({"costs": "bytes"}, "under 0.01 % (of 250 % allowed); it moves as many bytes as BF16."),
-        ({"costs": "bytes", "cost": 0.5, "budget": None}, "under 0.01 %; it moves 50 % of BF16's bytes."),
-        ({"costs": "h100", "budget": None}, "under 0.01 %; its products on h100 take as long as in BF16."),
+        ({"costs": "bytes"}, "under 0.01 % (of 250 % allowed); the plan moves as many bytes as BF16."),
+        ({"costs": "bytes", "cost": 0.5, "budget": None}, "under 0.01 %; the plan moves 50 % of BF16's bytes."),
+        ({"costs": "h100", "budget": None}, "under 0.01 %; the plan's products take as long as in BF16 on h100."),
     ):
         assert dataclasses.replace(narrow, **changes).consequence == f"Predicted: the loss rises by {said}"
     assert FULL.consequence in str(FULL)

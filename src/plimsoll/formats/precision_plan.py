@@ -155,10 +155,11 @@ class Plan(NotebookRepr):
         if self.cost is not None:
             share = percent(self.cost)
             if self.costs in (None, "bytes"):
-                said.append("it moves " + ("as many bytes as BF16" if share == "100 %" else f"{share} of BF16's bytes"))
+                moved = "as many bytes as BF16" if share == "100 %" else f"{share} of BF16's bytes"
+                said.append(f"the plan moves {moved}")
             else:
                 time = "as long as in BF16" if share == "100 %" else f"{share} of BF16's time"
-                said.append(f"its products on {self.costs} take {time}")
+                said.append(f"the plan's products take {time} on {self.costs}")
         return f"Predicted: {'; '.join(said)}." if said else None
 
     def __str__(self) -> str:
