@@ -168,7 +168,6 @@ def _of_model(
 
 
 def _step(model: nn.Module, batch: Any, loss: Loss | None) -> None:
-    """Run a forward, and a backward if there is a loss."""
     model.zero_grad()
     try:
         with torch.enable_grad():
@@ -198,16 +197,7 @@ def _called(model: nn.Module, batch: Any) -> Any:
 def examine(
     root: nn.Module, run: Path, calls: Calls, question: Question, *, subject: str, remarks: Sequence[str] = ()
 ) -> Probe:
-    """Return the answer from recorded batches, and from the repeated calls.
-
-    Args:
-        root: The model. Its mode and its buffers may change.
-        run: Folder of the run that recorded the batches.
-        calls: The model's calls in them.
-        question: The format.
-        subject: Name of the model.
-        remarks: What is to be known about the answer.
-    """
+    """Return the answer from recorded batches and repeated calls. The model's mode and buffers may change."""
     view = View(Run(run))
     if not view.run.steps or "activations" not in view.run.tensors:
         raise NotRecordedError("probe: expected a model whose modules are called; got one that recorded nothing.")
@@ -268,10 +258,7 @@ def _broken(question: Question, compared: Comparison, found: Iterable[Finding]) 
 
 
 def _flips(question: Question, compared: Comparison) -> list[Finding]:
-    """Return findings of decisions that flip too often, and of the rest.
-
-    The limit is that of the rule `decision-flips`. None where values become NaN or infinite, which decide nothing.
-    """
+    """Return findings of decisions that flip too often (by the limit of `decision-flips`), and of the rest."""
     if compared.broken:
         return []
     shares = {name.removeprefix(FLIPS): x for name, x in compared.scalars.items() if name.startswith(FLIPS)}

@@ -148,12 +148,7 @@ def _finding(question: Question, rule: str, collection: str, spots: list[Spot], 
 
 
 def operands_of(modules: Iterable[Module], *, outputs: bool) -> Mapping[str, list[str]]:
-    """Return the names of the operands of products by collection.
-
-    Args:
-        modules: Modules that multiply matrices.
-        outputs: Whether results of products are rounded too.
-    """
+    """Return the names of the operands of products, and with `outputs` of their results, by collection."""
     listed = list(modules)
     activations = [name for m in listed for name in (*m.inputs, *(m.outputs if outputs else ()))]
     return {"weights": [name for m in listed for name in m.weight], "activations": activations}

@@ -35,11 +35,7 @@ class ProbeComplete(SystemExit):
 class ScriptTraining:
     """Recorder of the first steps of a script's first model.
 
-    Args:
-        question: The format.
-        subject: The script's name.
-        steps: Number of steps.
-        give_up: Called when a script goes on and on after it was stopped; it must end the process.
+    `give_up` is called when a script goes on and on after it was stopped; it must end the process.
     """
 
     def __init__(self, question: Question, subject: str, steps: int, give_up: Callable[[], None]) -> None:

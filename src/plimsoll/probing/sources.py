@@ -29,12 +29,7 @@ def is_model_folder(path: Path) -> bool:
 
 
 def load_model(folder: Path) -> tuple[nn.Module, list[str]]:
-    """Return a Hugging Face folder's model in FP32 and evaluation mode, and remarks.
-
-    Raises:
-        MissingExtraError: transformers is not installed.
-        ArgumentError: The folder cannot be read without running code, or without pickles.
-    """
+    """Return a Hugging Face folder's model in FP32 and evaluation mode, and remarks. No code of it is run."""
     transformers = _extra("transformers")
     bars = transformers.utils.logging
     shows_bars = bars.is_progress_bar_enabled()
@@ -61,11 +56,7 @@ def load_model(folder: Path) -> tuple[nn.Module, list[str]]:
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """Return floating tensors of a state dict, safetensors, or a folder of these.
-
-    Raises:
-        ArgumentError: It cannot be read, or holds none.
-    """
+    """Return floating tensors of a state dict, safetensors, or a folder of these."""
     files = sorted(path.glob(f"*{_TENSORS}")) if path.is_dir() else [path]
     named = {name: x for file in files for name, x in _tensors(_read(file)).items() if x.is_floating_point()}
     if not named:
@@ -85,7 +76,6 @@ def _tensors(read: Any) -> dict[str, Tensor]:
 
 
 def _read(file: Path) -> Any:
-    """Return the content of a file of tensors."""
     try:
         if file.suffix == _TENSORS:
             return _extra("safetensors.torch").load_file(file)
@@ -101,11 +91,7 @@ def _read(file: Path) -> Any:
 
 
 def batches_of(data: object, most: int) -> list[Any]:
-    """Return the first batches of data: a batch, an iterable, or a file of either.
-
-    Raises:
-        ArgumentError: There are none.
-    """
+    """Return the first batches of data: a batch, an iterable, or a file of either."""
     if isinstance(data, str | os.PathLike):
         data = _read(Path(cast("str", data)))
     if isinstance(data, Tensor | Mapping):
@@ -120,11 +106,7 @@ def batches_of(data: object, most: int) -> list[Any]:
 
 
 def random_tokens(model: nn.Module, batches: int) -> list[Any]:
-    """Return batches of random tokens for a model of transformers.
-
-    Raises:
-        ArgumentError: The model takes no tokens.
-    """
+    """Return batches of random tokens for a model of transformers."""
     config: Any = model.config
     size = getattr(config, "vocab_size", None)
     if getattr(model, "main_input_name", None) != "input_ids" or not isinstance(size, int):

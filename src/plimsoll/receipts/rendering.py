@@ -21,12 +21,7 @@ from plimsoll.text import escaped_cell, in_html, printable
 
 
 def renderable(receipt: ReceiptRecord, *, full: bool) -> RenderableType:
-    """Return the receipt as one renderable.
-
-    Args:
-        receipt: The receipt.
-        full: Whether every row is listed, in the order of the step.
-    """
+    """Return the receipt as one renderable; in full, every row is listed in the order of the step."""
     return Group(*_terminal_parts(receipt, full=full))
 
 

@@ -36,10 +36,7 @@ class ScriptStopped(SystemExit):
 class ScriptStep(torch_hooks.TrainingEvents):
     """Recorder of one step of a script.
 
-    Args:
-        declared: What the step is held against; None for nothing.
-        subject: The script's name.
-        give_up: Called when a script goes on and on after it was stopped; it must end the process.
+    `give_up` is called when a script goes on and on after it was stopped; it must end the process.
     """
 
     def __init__(self, declared: object, subject: str, give_up: Callable[[], None]) -> None:
@@ -119,10 +116,7 @@ class ScriptStep(torch_hooks.TrainingEvents):
             self._restart()
 
     def _all_moved(self) -> bool:
-        """Return True if every optimizer has stepped since the last boundary.
-
-        The optimizer around it may have stepped in its place.
-        """
+        """Return True if every optimizer, or one around it, has stepped since the last boundary."""
         inner = {id(getattr(moved, "optimizer", None)) for moved in self._moved}
         return all(
             id(optimizer) in inner or any(optimizer is moved for moved in self._moved) for optimizer in self._optimizers

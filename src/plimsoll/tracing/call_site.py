@@ -70,10 +70,7 @@ class Place:
 
 
 def look(*, backward: bool = False) -> Place:
-    """Return the place of the current operation.
-
-    In a backward it is not looked for beyond what runs the backward.
-    """
+    """Return the place of the current operation; in a backward at most what runs the backward."""
     place = Place()
     frame: FrameType | None = cast("Any", sys)._getframe(1)  # noqa: SLF001
     while frame is not None:
@@ -139,11 +136,7 @@ class Caller(NamedTuple):
 
 
 def innermost(beyond: tuple[str, ...]) -> Caller:
-    """Return the code that makes the present call into torch.
-
-    Args:
-        beyond: Beginnings of paths: frames of these files are passed over, as those of the observer.
-    """
+    """Return the code that makes the present call into torch, past frames of files that begin with `beyond`."""
     frame: FrameType | None = cast("Any", sys)._getframe(1)  # noqa: SLF001
     while frame is not None and frame.f_code.co_filename.startswith((*beyond, *_UNSEEN)):
         frame = frame.f_back

@@ -72,10 +72,7 @@ def facts_of(func: Any) -> Facts:
 
 
 def _is_quiet(func: Any) -> bool:
-    """Return True if it draws only where an argument asks for it.
-
-    An example is attention with dropout of 0.
-    """
+    """Return True if it draws only where an argument asks for it, as attention with dropout does."""
     return any(argument.name == "dropout_p" for argument in func._schema.arguments)  # noqa: SLF001
 
 

@@ -82,15 +82,7 @@ class Declaration:
 
 
 def declaration_of(declared: object, model: nn.Module) -> Declaration:
-    """Return the declaration for a model.
-
-    Args:
-        declared: A level or its name, a policy, a plan or the path of its file.
-        model: The model, within its wrappers.
-
-    Raises:
-        ArgumentError: It is none of these, or does not fit the model.
-    """
+    """Return the declaration for a model that is without its wrappers."""
     parsed = parse(declared)
     if isinstance(parsed, Policy):
         return _of_policy(parsed, model)
@@ -174,10 +166,7 @@ def _in_fp8(root: nn.Module, level: Level) -> dict[str, ModulePlan]:
 
 
 def _reduction(model: nn.Module, level: Level) -> str | None:
-    """Return the format in which gradients are reduced.
-
-    It is that of `fully_shard`'s policy, else that of the weights.
-    """
+    """Return the format in which gradients are reduced: that of `fully_shard`, else the weights'."""
     for policy in sharding_policies(model):
         dtype = policy.reduce_dtype or policy.param_dtype
         if dtype is not None:

@@ -250,7 +250,6 @@ def reset() -> None:
 
 
 def _counted_breaks() -> Counter[str]:
-    """Return the number of graph breaks of this process, by their reasons."""
     counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return Counter({str(reason): int(count) for reason, count in dict(counters.get("graph_break", {})).items()})
 
@@ -269,7 +268,6 @@ def _switches_autocast_on(node: Any) -> bool:
 
 
 def _read(graph: Any, *, autocast: bool) -> _Graph:
-    """Return the operations of a lowered graph."""
     kernels = list(_kernels(graph))
     config: Any = sys.modules.get("torch._inductor.config")
     keeps_rounding = bool(getattr(config, "emulate_precision_casts", False))
@@ -304,10 +302,7 @@ def _read(graph: Any, *, autocast: bool) -> _Graph:
 
 
 def _is_scripted(node: Any, scripted: set[Any], *, is_cast: bool) -> bool:
-    """Return whether a cast of the program narrowed a node's values.
-
-    `scripted` has the nodes before it.
-    """
+    """Return whether a cast of the program narrowed a node's values; `scripted`: the nodes before it."""
     own = _dtype(node)
     if own is None or not narrower(dtype_name(own), "fp32") or kind_of(facts_of(node.target)) in MULTIPLYING:
         return False

@@ -294,15 +294,9 @@ class Arithmetic(NamedTuple):
 def product_arithmetic(
     base: str, dtype: torch.dtype, device: torch.device, size: int, switches: Switches, *, fast: bool = False
 ) -> Arithmetic:
-    """Return how a device computes a product.
+    """Return how a device computes a product of `size` multiplications; oneDNN gets no small one.
 
-    Args:
-        base: The operation's name.
-        dtype: The dtype of its operands.
-        device: Their device.
-        size: Number of multiplications; a small product is not given to oneDNN.
-        switches: torch's switches.
-        fast: Whether an FP8 product may add up in fewer bits (`use_fast_accum`).
+    `fast`: whether an FP8 product may add up in fewer bits (`use_fast_accum`).
     """
     if not dtype.is_floating_point:
         return Arithmetic(accumulate="int32" if dtype in (torch.int8, torch.uint8) else None)

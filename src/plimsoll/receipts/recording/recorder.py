@@ -125,10 +125,7 @@ class Observation:
         return thread_frame.current() is not None and thread_frame.local.bypassed
 
     def _is_internal(self) -> bool:
-        """Return True for a cast that an emulation makes around its own operation.
-
-        It is no cast of the step.
-        """
+        """Return True for a cast that an emulation makes around its own operation: it is none of the step's."""
         if self._kind != "cast":
             return False
         if self._backward and self._forward is not None and self._forward.internal:
@@ -404,10 +401,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _is_elsewhere(self) -> bool:
-        """Return True if the call is not one of the step's.
-
-        It then belongs to a compiler, to compiled code, or to another process.
-        """
+        """Return True if the call belongs to a compiler, to compiled code or to another process."""
         if not self.recording or self.inside_compiled or self._process != os.getpid():
             return True
         return cast("Any", torch)._guards.TracingContext.try_get() is not None  # noqa: SLF001
