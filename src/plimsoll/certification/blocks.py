@@ -166,13 +166,7 @@ _LARGEST = 127  # exponent of the largest E8M0 scale; the smallest has -127
 
 
 def expected_scales(fmt: BlockFormat, rule: str, absmax: Values) -> Values:
-    """Return a rule's scale for blocks of these magnitudes, at a tensor scale of 1.
-
-    Args:
-        fmt: The block format.
-        rule: "floor", "ceil", "rceil" or "even".
-        absmax: Largest magnitudes, none of them 0, Inf or NaN.
-    """
+    """Return a rule's scale for blocks of these magnitudes (no 0, Inf, NaN), at a tensor scale of 1."""
     if fmt.scale.signed:
         rounding: Rounding = "up" if rule in ("ceil", "rceil") else "nearest_even"
         return fmt.scale.decode(fmt.scale.encode(absmax / fmt.element.max, rounding, saturate=True))
@@ -228,13 +222,8 @@ def explains(
 ) -> Mask:
     """Return which blocks have the results that their values give under these scales.
 
-    Args:
-        fmt: The block format.
-        x: Values, one block a row.
-        y: Results, likewise.
-        scale: Scale of each block.
-        roundings: The modes of which one, for each value, gives its result.
-        clamped: Whether elements beyond the largest one must become it. Default: True.
+    Rows of `x` and `y` are blocks. `roundings`: the modes of which one, for each value, gives its result. `clamped`:
+    whether elements beyond the largest one must become it.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         quotient = np.where(scale[:, None] > 0, x / scale[:, None], 0.0)
@@ -248,10 +237,7 @@ def explains(
 
 
 def explaining_scales(fmt: BlockFormat, x: Values, y: Values, roundings: tuple[Rounding, ...]) -> Values:
-    """Return for each block a scale that explains its results; NaN without one.
-
-    The tensor scale is 1.
-    """
+    """Return for each block a scale that explains its results at a tensor scale of 1; NaN without one."""
     scales = np.full(len(x), np.nan)
     # What becomes of elements beyond the largest one is the question of another requirement. So a scale that explains
     # all others will do, if none explains these too.
@@ -336,10 +322,7 @@ class BlockTrials:
         return best if shares[best] > 0.5 else "unknown"
 
     def _right(self, batch: BlockBatch, rule: str) -> Mask:
-        """Return the blocks with a rule's scale, or with results that it explains.
-
-        The results count where scales are not visible.
-        """
+        """Return the blocks with a rule's scale, or where no scales are visible, with results that it explains."""
         expected = expected_scales(self.fmt, rule, batch.tried.absmax)
         if batch.visible:
             return batch.scales == expected

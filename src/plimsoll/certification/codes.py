@@ -68,10 +68,7 @@ class Form:
 
 
 class UnpackConvention:
-    """Calls of an unpack, in the form in which it takes codes.
-
-    One that takes no known form is an `ArgumentError`.
-    """
+    """Calls of an unpack, in the form in which it takes codes; `ArgumentError` if it takes none."""
 
     def __init__(self, caller: Caller, fmt: Format | BlockFormat) -> None:
         self.caller = caller

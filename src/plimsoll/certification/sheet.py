@@ -92,7 +92,6 @@ def remark(row: Row) -> str:
 
 
 def _counts(row: Row) -> str:
-    """Return how many inputs were tried, and how many of them were wrong."""
     if row.status == "not tried":
         return "not tried"
     tried = f"{row.tried:,} tried"

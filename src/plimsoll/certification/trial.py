@@ -102,10 +102,7 @@ class Trial:
 
     @cached_property
     def saturate(self) -> bool:
-        """True if the function saturates.
-
-        Of the choices that its specification allows, the one that explains more results.
-        """
+        """Of the choices that the specification allows, the one that explains more results."""
         observed, choices = self.observed, allowed_saturation(self.subject.element)
         finite = observed.beyond(self.subject.rounding)
         # Toward zero every finite value stops at the largest one, so that only infinities show the choice.

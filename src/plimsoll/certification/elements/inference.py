@@ -52,10 +52,7 @@ class Point:
 
 
 def varies(call: Call, fmt: Format) -> bool:
-    """Return whether equal values of a tensor are rounded differently.
-
-    Tries the finest dtype that the function takes.
-    """
+    """Return whether equal values of a tensor, of the finest dtype, are rounded differently."""
     for carrier in _CARRIERS:
         values = [point[0] for point in _wanted(fmt, carrier) if 0 < point[1] < 1 and point[3] == _DRAWS]
         try:

@@ -78,10 +78,7 @@ class Observed:
 
     @cached_property
     def fraction(self) -> Values:
-        """The input's exact distance from `lower`, as a fraction of that to `upper`.
-
-        It is more than 1 far beyond the largest value.
-        """
+        """The input's exact distance from `lower` over that of `upper`: above 1 far beyond the largest value."""
         return (self.magnitude - self.lower) / (self.upper - self.lower)
 
     @cached_property
@@ -312,20 +309,7 @@ def _as_float64(values: NDArray[np.float32]) -> Values:
 
 
 def observe(caller: Caller, call: Call, fmt: Format, limit: float = np.inf) -> tuple[Observed, list[str]]:
-    """Try all inputs in every dtype that the function takes.
-
-    Args:
-        caller: The function under test.
-        call: A call of it that returns values of the format.
-        fmt: The format.
-        limit: Largest magnitude to try. Default: any, and Inf and NaN too.
-
-    Returns:
-        What was observed, and sentences on what was not tried.
-
-    Raises:
-        OutOfTimeError: There is no time for enough inputs of any dtype.
-    """
+    """Try inputs up to `limit` in every dtype that the function takes; return results, and what was not tried."""
     batches: list[Batch] = []
     refused: dict[str, str] = {}
     skipped: list[str] = []
@@ -353,10 +337,7 @@ def _ordinary(tried: Inputs) -> NDArray[np.intp]:
 
 
 def _chosen(caller: Caller, tried: Inputs, fmt: Format) -> tuple[NDArray[np.intp], str]:
-    """Return the inputs that there is time for, boundaries first, and a sentence.
-
-    The sentence is empty if they are all.
-    """
+    """Return the inputs that there is time for, boundaries first, and a sentence if these are not all."""
     count = len(tried.bits)
     affordable = caller.affordable(count, _SHARE)
     if affordable >= count:

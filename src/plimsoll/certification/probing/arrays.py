@@ -37,11 +37,7 @@ def element_of(fmt: Format | BlockFormat) -> Format:
 
 
 def read_values(returned: Any) -> Result:
-    """Return the values of a tensor, an array or a number.
-
-    Raises:
-        CallFailedError: It is none of these.
-    """
+    """Return the values of a tensor, an array or a number."""
     if isinstance(returned, Tensor):
         return Result(values=_of_tensor(returned), dtype=str(returned.dtype).removeprefix("torch."))
     if isinstance(returned, (np.ndarray, np.generic)):
@@ -53,13 +49,7 @@ def read_values(returned: Any) -> Result:
 
 
 def read_codes(returned: Any) -> NDArray[np.int64]:
-    """Return the bit patterns of a tensor or an array.
-
-    They are integers as they are, and floats of up to 16 bits by their bits.
-
-    Raises:
-        CallFailedError: It has no codes.
-    """
+    """Return the bit patterns of a tensor or an array: integers as they are, floats of up to 16 bits by bits."""
     if isinstance(returned, Tensor):
         tensor = returned.detach().cpu().contiguous()
         if tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
@@ -91,11 +81,7 @@ def tensor_of(values: Values, dtype: torch.dtype) -> Tensor:
 
 
 def to_numpy(tensor: Tensor) -> Any:
-    """Return a tensor as a NumPy array; dtypes that NumPy lacks as those of ml_dtypes.
-
-    Raises:
-        CallFailedError: There is no such array.
-    """
+    """Return a tensor as a NumPy array; dtypes that NumPy lacks as those of ml_dtypes."""
     local = tensor.cpu()
     name = str(local.dtype).removeprefix("torch.")
     if local.dtype != torch.bfloat16 and not (local.dtype.is_floating_point and local.dtype.itemsize == 1):
@@ -180,13 +166,9 @@ def compared(
 ) -> Outcome:
     """Return the outcome of a comparison, with one wrong result as its counterexample.
 
-    Args:
-        found: Results.
-        expected: Conforming results.
-        shown: Input and note of a counterexample at an index of the results.
-        where: Which results are judged. Default: all.
-        right: Where a result is right. Default: where both are the same.
-        order: Values of which the shortest one's result is shown. Default: the first wrong result is.
+    `shown` returns input and note of a counterexample at an index of the results. Judged are the results at `where`;
+    those at `right` are right, by default where both are the same. Shown is the wrong result of the shortest value in
+    `order`, by default the first one.
     """
     right = same(found, expected) if right is None else right
     where = np.ones(right.shape, np.bool_) if where is None else where

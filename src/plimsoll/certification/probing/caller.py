@@ -139,10 +139,7 @@ def _first_change(argument: Tensor, old: bytes, new: bytes) -> Counterexample:
 
 @contextlib.contextmanager
 def kept_generators(device: torch.device) -> Generator[None]:
-    """Seed the global generators for the block, and restore them after it.
-
-    So a certificate is the same every time.
-    """
+    """Seed the global generators for the block and restore them, so that a certificate is always the same."""
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002  (what functions under test may use)
     # A device without an index is the current one.
     devices = [torch.empty(0, device=device).device] if device.type == "cuda" else []

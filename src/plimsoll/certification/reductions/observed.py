@@ -131,10 +131,7 @@ class Reduction:
 
     @cached_property
     def overflows_early(self) -> bool | None:
-        """True if a partial sum of 2**16 overflows.
-
-        None where the format or the result has no 2**15.
-        """
+        """True if a partial sum of 2**16 overflows. None where the format or the result has no 2**15."""
         if min(self.reducer.highest, self.reducer.result_format.max_exponent) < 15:
             return None
         half = 2.0**15
@@ -154,10 +151,7 @@ class Reduction:
 
     @cached_property
     def exact_products(self) -> bool | None:
-        """True if products enter the sum unrounded.
-
-        None where the accumulator holds every product.
-        """
+        """True if products enter the sum unrounded. None where the accumulator holds every product."""
         narrowest = min(self.widths, key=lambda width: width.bits)
         mantissa = self.reducer.fmt.mantissa_bits
         if self.reducer.kind != "matmul" or narrowest.open or narrowest.bits > 2 * mantissa:

@@ -327,10 +327,7 @@ def _random(reducer: Reducer, shape: tuple[int, int], seed: int) -> Values:
 
 
 def _values(fmt: Format, *, subnormal: bool) -> Values:
-    """Return finite values of the format: all up to 8 bits, else a spread.
-
-    The spread has the ends of each binade.
-    """
+    """Return finite values of the format: all up to 8 bits, else a spread with the ends of each binade."""
     if fmt.bits <= 8:
         values = fmt.decode(np.arange(fmt.max_code + 1))
     else:
