@@ -133,10 +133,7 @@ def how_many(finding: Finding) -> str:
 
 
 def located(finding: Finding, most: int = 3) -> str:
-    """Return a finding's location: its name, or the number of several and the worst.
-
-    Names that are left out are "...". Their number is given only once.
-    """
+    """Return a finding's location: its name, or the number of several and the worst, "..." for the others."""
     names = [layer_name(name) for name in finding.where] if finding.collection == "gradients" else finding.where
     if not names:
         return ""

@@ -64,10 +64,7 @@ def _with_causes(selected: Sequence[Rule]) -> list[Rule]:
 
 
 def _rules_for(names: "set[str]") -> Mapping[str, Rule]:
-    """Return the rules to look these names up in.
-
-    Entry points of packages are read only for names that are not Plimsoll's own.
-    """
+    """Return the rules to look names up in; packages' entry points only for names not Plimsoll's own."""
     return OWN if names <= OWN.keys() else known_rules()
 
 
@@ -95,15 +92,7 @@ def with_thresholds(rules: Sequence[Rule], thresholds: Mapping[str, float]) -> l
 
 
 def rules_named(rules: Sequence[str | Rule] | None, expected: str = "rules by their ids") -> list[Rule]:
-    """Return the rules that are selected.
-
-    Args:
-        rules: Ids, globs over ids, or rules. None: all.
-        expected: The words of an error for what was expected.
-
-    Raises:
-        ArgumentError: No rule has such an id, or the package that offers the rule cannot be loaded.
-    """
+    """Return the rules of ids, globs over ids, or rules (None: all). `expected`: words of an error for these."""
     if rules is None:
         return list(known_rules().values())
     selected: dict[str, Rule] = {}
@@ -132,12 +121,7 @@ def _no_such(expected: str, value: str, known: Sequence[str]) -> ArgumentError:
 
 
 def unexplained(findings: Sequence[Finding], rules: Mapping[str, Rule]) -> list[Finding]:
-    """Return the findings without those, and the locations, that others explain.
-
-    Args:
-        findings: All findings of a run.
-        rules: The rules by id.
-    """
+    """Return the findings without those, and the locations, that others explain."""
     result: list[Finding] = []
     for finding in findings:
         rule = rules.get(finding.rule)

@@ -278,11 +278,7 @@ Source = Run | View | str | os.PathLike[str]
 
 
 def view_of(run: Source, until: int | None, operation: str) -> View:
-    """Return the view of a run or its folder up to a step; a view as it is.
-
-    Raises:
-        ArgumentError: `run` is a view, and `until` is not None.
-    """
+    """Return the view of a run or its folder up to a step; of a view itself, which takes no `until`."""
     if isinstance(run, View):
         if until is not None:
             raise ArgumentError(

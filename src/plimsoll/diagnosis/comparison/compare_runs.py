@@ -181,10 +181,7 @@ class Search:
             self.moved[pair.owners] += since * self.update[pair.owners]
 
     def _reachable(self, pair: Pair, at: int, since: int) -> Floats:
-        """Return how far updates since the last sample can have moved weights apart.
-
-        The distances are relative to the size of their group.
-        """
+        """Return how far updates can have moved weights apart since the last sample, over their group's size."""
         size = np.fmax(pair.a.rms[:, at], pair.b.rms[:, at])
         with np.errstate(all="ignore"):
             group = np.where(pair.raw[:, at] > 0, size * pair.raw[:, at] / pair.apart[:, at], size)
@@ -193,10 +190,7 @@ class Search:
         return np.where(np.isfinite(distances), distances, np.inf) + _UNITS * self.rounding * few(pair.a.count[:, at])
 
     def _by_luck(self, pair: Pair, at: int) -> Floats:
-        """Return how far apart, relative to its own size, chance may take each layer.
-
-        That is noise, and single values that change their sign.
-        """
+        """Return how far noise, and single values that change their sign, may take each layer, over its own size."""
         share = self.chance[pair.owners]
         if pair.collection in UPDATE:
             return 2 * np.maximum(share, 1 / np.maximum(pair.a.count[:, at], 1.0))
@@ -258,10 +252,7 @@ class Search:
         return "; it is the model's input, which another model of the script may have computed: compare that run first"
 
     def _why_zero(self, collection: str, name: str, step: int, a: float, b: float) -> tuple[Kind, str]:
-        """Return whether a format's range explains the zeros that only one run has.
-
-        The values of the other run are held against that format.
-        """
+        """Return whether a format's range explains the zeros of one run, by the values of the other."""
         more, which, fewer = (1, "B", 0) if b > a else (0, "A", 1)
         shares = f"{percent(max(a, b))} of its values are zero in {which}, {percent(min(a, b))} in {'AB'[fewer]}"
         narrow = self.views[more].narrow(collection)

@@ -135,10 +135,7 @@ def _ratio(gap: Floats, size: Floats) -> Floats:
 
 
 def _groups(collection: str, names: Sequence[str]) -> Ints:
-    """Return the number of each name's group: the module around its module.
-
-    At the top it is the module itself.
-    """
+    """Return the number of each name's group: the module around its module, or at the top the module itself."""
     numbers: dict[str, int] = {}
     places = [numbers.setdefault(_group(collection, name), len(numbers)) for name in names]
     return np.array(places, dtype=np.int64)

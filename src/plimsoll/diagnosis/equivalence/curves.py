@@ -50,19 +50,7 @@ class Curve:
 
 
 def curves_of(given: object, which: str, scalar: str, until: int | None) -> list[Curve]:
-    """Return the curves of one side: one of a single run, several of a list of runs.
-
-    Args:
-        given: What the caller passed for this side.
-        which: "base" or "candidate", for messages and names.
-        scalar: Name of the scalar of recorded runs.
-        until: Last step that counts. None: all.
-
-    Raises:
-        ArgumentError: It is neither a run nor numbers, or holds nothing.
-        NotRecordedError: A run lacks the scalar.
-        RunError: A folder has no run.
-    """
+    """Return the curves of one side up to `until`: one of a single run, several of a list of runs."""
     items = [given] if _is_one(given, which) else _listed(given, which)
     names = [which if len(items) == 1 else f"{which} {number}" for number in range(1, len(items) + 1)]
     curves = [_curve(source, name, which, scalar) for source, name in zip(items, names, strict=True)]
@@ -150,12 +138,8 @@ def diverged(curve: Curve, base: Sequence[Curve], sign: float) -> int | None:
 
     Lost are NaN and infinities, and values that are worse than where the base began. The latter only where the base
     gained clearly, or where they are far beyond all that the base had. A few at the end of a run that goes on are not
-    yet a divergence, and neither are missing values at the end of one that has had gaps as long.
-
-    Args:
-        curve: The curve.
-        base: The curves of the base.
-        sign: 1 where lower values are better, -1 where higher ones are.
+    yet a divergence, and neither are missing values at the end of one that has had gaps as long. `sign` is 1 where
+    lower values are better, -1 where higher ones are.
     """
     values = np.where(np.isfinite(curve.values), sign * curve.values, np.inf)
     limits = _Limits.of(base, sign)
@@ -238,11 +222,7 @@ class Aligned:
 
 
 def aligned(base: Sequence[Curve], candidate: Sequence[Curve]) -> Aligned:
-    """Return the curves at the steps at which all have a finite value.
-
-    Raises:
-        ArgumentError: The runs have no steps in common.
-    """
+    """Return the curves at the steps at which all have a finite value; ArgumentError if there are none."""
     finite = [curve.at(np.isfinite(curve.values)) for curve in (*base, *candidate)]
     low, high = (pick(c.steps[end] for c in finite if len(c.steps)) for pick, end in ((max, 0), (min, -1)))
     inside = [curve.at((curve.steps >= low) & (curve.steps <= high)) for curve in finite]

@@ -93,10 +93,7 @@ def averaged(values: Floats) -> Floats:
 
 
 def _noise(values: Floats) -> tuple[Floats, int, int]:
-    """Return the weighted values less their trend, their blocks, and the trend's.
-
-    These are the number of independent blocks, and how many of them the trend takes.
-    """
+    """Return the weighted values less their trend, the number of independent blocks, and how many the trend takes."""
     place, share = np.linspace(-1.0, 1.0, len(values)), weights(len(values))
     candidates: list[tuple[Floats, int, int]] = []
     # The trend of a recipe that is worse is smooth but of any form, and differs from noise only in its slowness. So
@@ -224,12 +221,7 @@ def shrinkage(runs: tuple[int, int], more: tuple[int, int]) -> float:
 
 
 def run_noise(runs: Aligned, given: float | None) -> RunNoise:
-    """Return the noise between runs.
-
-    Args:
-        runs: The curves.
-        given: Standard deviation of the difference between two runs of one recipe, if it is known.
-    """
+    """Return the noise between runs. `given`: the standard deviation of two runs' difference, if known."""
     many = (len(runs.base), len(runs.candidate))
     if given is not None:
         error = given * shrinkage((1, 1), many)
@@ -253,10 +245,7 @@ def run_noise(runs: Aligned, given: float | None) -> RunNoise:
 # times the share of the steps' own noise that the runs do not have in common. Runs on the same data whose losses move
 # together batch by batch are close to one another; those on other data are not.
 def _estimate(base: Floats, candidate: Floats) -> float:
-    """Return the rule of thumb: share of the gain, times the runs' distance in noise.
-
-    The noise is that of single steps.
-    """
+    """Return the rule of thumb: share of the gain, times the runs' distance in the noise of single steps."""
     records = len(base)
     if records < 4:
         return 0.0
@@ -292,12 +281,7 @@ def _measured(base: Floats, candidate: Floats) -> Iterator[RunNoise]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The difference so far, with both kinds of noise.
-
-    Attributes:
-        reading: The difference and the noise of steps.
-        noise: The noise of runs.
-    """
+    """The difference so far, with the noise of steps (`reading`) and that of runs."""
 
     reading: Reading
     noise: RunNoise

@@ -44,15 +44,7 @@ class Speed:
 def speed_of(
     runs: Aligned, difference: Interval, sign: float, base: Sequence[Curve], candidate: Sequence[Curve]
 ) -> Speed:
-    """Return the speed, with the ends of the difference as its ends.
-
-    Args:
-        runs: The curves at common steps.
-        difference: Candidate less base.
-        sign: 1 where lower values are better, -1 where higher ones are.
-        base: The base's curves as recorded.
-        candidate: The candidate's.
-    """
+    """Return the speed, with the ends of the difference as its ends; `sign`: -1 where higher values are better."""
     curves = (_smooth(sign * runs.base.mean(axis=0)), _smooth(sign * runs.candidate.mean(axis=0)))
     ends = [_steps_needed(*curves, sign * value) for value in (difference.low, difference.estimate, difference.high)]
     needed = [value for value in ends if value is not None]

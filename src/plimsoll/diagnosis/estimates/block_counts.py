@@ -98,11 +98,7 @@ class BlockCells:
         return self._running[self.maxima_start[1:]] - self._running[self.maxima_start[:-1]]
 
     def maxima_below(self, binade: Ints) -> Floats:
-        """Return how many of these blocks have their maximum below a binade, by row.
-
-        Args:
-            binade: One binade for each row, of the values as stored.
-        """
+        """Return how many of these blocks have their maximum below a binade of the stored values, by row."""
         place = np.clip(binade - self.lowest, 0, np.diff(self.maxima_start))
         return self._running[self.maxima_start[:-1] + place] - self._running[self.maxima_start[:-1]]
 
@@ -216,10 +212,7 @@ class BlockTallies:
 
     @cached_property
     def _grid(self) -> Ints:
-        """Mantissa bits of each row's values if all are normal.
-
-        The scale differs from block to block.
-        """
+        """Mantissa bits of each row's values if all are normal: the scale differs from block to block."""
         bits, quantum, on_grid = self._populations.grids
         smallest = np.ldexp(1.0, np.maximum(quantum + bits, -1074).astype(np.int32))
         return np.where(on_grid & (self.blocks.cells.column("absmin") >= smallest), bits, _NO_GRID)
@@ -291,10 +284,7 @@ class BlockTallies:
         return tallies[0], tallies[1], tallies[2], _ratio(sums[:, 10], sums[:, 9])
 
     def _beyond_scales(self, fmt: BlockFormat, shift: int) -> tuple[Floats, Floats]:
-        """Return upper bounds of the values in blocks whose scale is out of range.
-
-        The first is of scales below it, the second of those above it.
-        """
+        """Return upper bounds of the values in blocks whose scale is below its range, and above it."""
         (power, odd), (low, high), total = self._scale, self._ends, self.blocks.values
         rise = fmt.element.max_exponent - shift + power
         first = fmt.scale.min_exponent + rise + odd
@@ -336,10 +326,7 @@ class BlockTallies:
         return np.minimum(stored, _BEYOND_ALL)
 
     def _small_scales(self, fmt: BlockFormat, shift: int) -> tuple[Floats, Floats, Floats]:
-        """Return the values in blocks with a coarse or zero scale.
-
-        The other two results are the blocks whose scale is zero for certain, and their share.
-        """
+        """Return values in blocks with a coarse or zero scale, blocks whose scale is surely zero, and their share."""
         blocks, cells, (low, high) = self.blocks, self.blocks.cells, self._ends
         absmax = np.nan_to_num(cells.column("absmax"))
         with np.errstate(all="ignore"):
@@ -365,17 +352,10 @@ class BlockTallies:
 
 @functools.lru_cache(maxsize=64)
 def _by_depth(element: Format, bits: int, odd: bool) -> Floats:
-    """Return the fate of one value at each depth.
+    """Return the fate of one value at each depth, by `Spectrum.fit` of a population of one value.
 
-    The arithmetic is that of `Spectrum.fit` on a population of one value.
-
-    Args:
-        element: The element format.
-        bits: Mantissa bits of the grid that the values are on.
-        odd: Whether the depth may be off by one.
-
-    Returns:
-        Columns: lost, below the normal numbers, not overflowing (each low, high, estimate), energy, and noise.
+    Columns: lost, below the normal numbers, not overflowing (each low, high, estimate), energy, and noise. The values
+    are on a grid of so many mantissa bits; `odd`: the depth may be off by one.
     """
     top = element.max_exponent
     lowest = top - (row_layout.BINADES - 1)

@@ -17,10 +17,7 @@ COLLECTIONS = tuple(_OF_ROLE.values())
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CastCells:
-    """The series of a collection that are cast to one format.
-
-    `casts`: of each layer the last of its casts, which says module and role.
-    """
+    """Series of a collection that are cast to one format; `casts` has each layer's last cast, with its role."""
 
     format: Format
     cells: Cells
@@ -94,13 +91,7 @@ class CastCells:
 
 
 def cast_cells(view: View, collection: str, *, constant: bool = False) -> list[CastCells]:
-    """Return the cast values of a collection by format.
-
-    Args:
-        view: The run.
-        collection: Name of the collection.
-        constant: Whether to return only casts whose scale does not change.
-    """
+    """Return the cast values of a collection by format; `constant`: only of casts whose scale stays."""
     cells = view.cells(collection)
     chosen = [c for c in view.casts if c.collection == collection and (c.constant or not constant)]
     if cells is None:

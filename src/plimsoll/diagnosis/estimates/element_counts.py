@@ -69,10 +69,7 @@ class Populations:
         return bits, quantum, on_grid
 
     def points(self, point: int, shift: int | Ints, scale: float | None = None) -> Ints:
-        """Return an ordinal of true values times ``2**shift`` as each row stores it.
-
-        With `scale` it is one of any values at that scale.
-        """
+        """Return an ordinal of true values times ``2**shift`` as each row (or `scale`) stores it."""
         binade, inside = self._moved(point, shift, scale)
         return np.clip(binade, -_END, _END) * BINADE + inside
 
@@ -92,10 +89,7 @@ class Populations:
         return binade, inside
 
     def below(self, point: Ints, *, inclusive: bool) -> Tallies:
-        """Return how many magnitudes of each row are below an ordinal.
-
-        See `Population.below`. With `inclusive`, those at it count too.
-        """
+        """Return how many magnitudes of each row are below an ordinal, or at it if `inclusive` (`Population.below`)."""
         nonzero, limit = self.cells.nonzero, point + inclusive
         all_of_it = self.last < limit
         known = np.where(all_of_it, nonzero, 0).astype(np.float64)
@@ -107,10 +101,7 @@ class Populations:
         return tallies
 
     def _divided(self, rows: Ints, point: Ints, limit: Ints) -> tuple[Floats, Floats, Floats]:
-        """Return how many magnitudes of some rows are below a limit that lies among them.
-
-        Three numbers: at least, at most, about.
-        """
+        """Return how many magnitudes of some rows are below a limit among them: at least, at most, about."""
         cells, first, last = self.cells, self.first[rows], self.last[rows]
         index = np.clip(limit // BINADE, row_layout.LOWEST_BINADE, row_layout.LOWEST_BINADE + row_layout.BINADES - 1)
         place, begin, length = index - cells.lowest[rows], cells.start[rows], cells.length[rows]
@@ -133,10 +124,7 @@ class Populations:
     def _fraction(
         self, rows: Ints, start: Ints, stop: Ints, point: Ints, limit: Ints
     ) -> tuple[Floats, NDArray[np.bool_]]:
-        """Return the share of the values from `start` to `stop` below `limit`.
-
-        The second result is whether that is exact, because it is none or all.
-        """
+        """Return the share of values from `start` to `stop` below `limit`, and whether it is exactly none or all."""
         bits, quantum, on_grid = (column[rows] for column in self.grids)
         binade = start // BINADE
         one_binade = stop // BINADE == binade
@@ -172,10 +160,7 @@ class Populations:
         return self.below(point, inclusive=not fmt.overflow_at_threshold).out_of(self.cells.nonzero)
 
     def highest_shift(self, fmt: Format) -> Ints:
-        """Return the highest shift at which nothing of a row overflows.
-
-        `_SHIFTS` for a row of zeros.
-        """
+        """Return the highest shift at which nothing of a row overflows; `_SHIFTS` for a row of zeros."""
         binade, inside = self._moved(overflow_point(fmt) - fmt.overflow_at_threshold, 0)  # the largest that is held
         room = binade - self.last // BINADE - (inside < self.last % BINADE)
         return np.where(self.cells.nonzero > 0, room, _SHIFTS)
@@ -189,12 +174,7 @@ class Populations:
     ) -> Ints:
         """Return `lowest_shift` for groups of rows together.
 
-        Args:
-            fmt: The format.
-            tolerance: Share of the nonzero values that may be lost.
-            group: Number of each row's group.
-            groups: Number of groups.
-            hidden: Returns how many values in addition to those recorded would be lost at a shift of each row.
+        `hidden` returns how many values in addition to those recorded would be lost at a shift of each row.
         """
         lowest = np.full(groups, -_SHIFTS, dtype=np.int64)
         all_of = self.cells.nonzero + (0 if hidden is None else hidden(lowest[group]))
@@ -240,10 +220,7 @@ def _first(holds: Callable[[Ints], NDArray[np.bool_]], low: Ints, high: Ints) ->
 
 
 def ordinals(x: Floats) -> Ints:
-    """Return the ordinals of positive floats.
-
-    NaN, Inf and subnormal numbers of float64 get the end of all.
-    """
+    """Return the ordinals of positive floats. NaN, Inf and float64's subnormals get the end of all."""
     finite = np.isfinite(x) & (x > 0)
     fraction, exponent = np.frexp(np.where(finite, x, 1.0))
     result = np.clip(exponent.astype(np.int64) - 2, -1000, 1000) * BINADE + (fraction * 2 * BINADE).astype(np.int64)
@@ -258,10 +235,7 @@ def _on_grid(x: Floats, bits: Ints, quantum: Ints) -> NDArray[np.bool_]:
 
 
 def _over_binades(start: Ints, stop: Ints, point: Ints) -> Floats:
-    """Return the share below a point where an end binade holds all beyond it too.
-
-    It is computed by magnitude and not by ordinal.
-    """
+    """Return the share below a point by magnitude, where an end binade holds all beyond it too."""
     unit = stop // BINADE
 
     def magnitude(position: Ints) -> Floats:

@@ -109,10 +109,7 @@ class FormatLosses:
 
     @cached_property
     def fraction(self) -> Floats:
-        """Underflow rate of each cell: the lost share of the values that would be nonzero.
-
-        NaN where nothing was recorded.
-        """
+        """Underflow rate of each cell: the lost share of the values that would be nonzero. NaN: nothing recorded."""
         return share(self.lost_of_cell, self.cells.total(self.cells.nonzero))
 
     @cached_property
@@ -125,10 +122,7 @@ class FormatLosses:
 
     @cached_property
     def _of_what_was(self) -> Floats:
-        """1 in cells of zeros whose layer's last values would underflow at this scale.
-
-        0 for other cells.
-        """
+        """1 in cells of zeros whose layer's last values would underflow at this scale, else 0."""
         cells, result = self.cells, np.zeros(self.cells.shape)
         if not self.vanished.any():
             return result
@@ -144,10 +138,7 @@ class FormatLosses:
         return result
 
     def _would_be_lost(self, then: NDArray[np.int64], now: NDArray[np.int64]) -> Floats:
-        """Return the share of rows `then` that underflows at the scale of `now`.
-
-        The values that those rows had lost count too.
-        """
+        """Return the share of rows `then`, with what these had lost, that underflows at the scale of `now`."""
         population = Populations(cells=self.cells)
         change = np.zeros(len(self.cells), dtype=np.int64)
         result = np.empty(len(then))

@@ -19,11 +19,7 @@ _BINADES: Ints = np.arange(row_layout.BINADES, dtype=np.int64) + row_layout.LOWE
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Kin:
-    """Rows of one scale that are on one grid, or on none.
-
-    Attributes:
-        counts: Rows by binades.
-    """
+    """Rows of one scale that are on one grid, or on none; `counts`: rows by binades."""
 
     rows: Ints
     scale: float
@@ -172,10 +168,7 @@ class Noise:
 
 
 def _saturation(start: Ints, stop: Ints, point: int, largest: float) -> Floats:
-    """Return the mean square distance to the format's largest value.
-
-    It is of values spread evenly from one ordinal to another.
-    """
+    """Return the mean square distance to the format's largest value, of values even between two ordinals."""
     high = np.maximum(stop, start)
     with np.errstate(all="ignore"):
         near, far = _magnitude(start) - largest, _magnitude(high) - largest

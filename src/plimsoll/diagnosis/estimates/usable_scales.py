@@ -156,12 +156,7 @@ _KNOWN: WeakKeyDictionary[FormatLosses, dict[Format, tuple[Floats, Floats]]] = W
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scales:
-    """Shifts that work, layers by steps.
-
-    Attributes:
-        low: The lowest shift. NaN where no value was recorded.
-        high: The highest shift. NaN likewise.
-    """
+    """Lowest and highest shift that work, layers by steps. NaN where no value was recorded."""
 
     cells: Cells
     names: tuple[str, ...]
@@ -187,10 +182,7 @@ class Scales:
 
     @classmethod
     def of_record(cls, narrow: FormatLosses, fmt: Format, until: int | None = None) -> Self:
-        """Return the usable scales of a collection up to a step.
-
-        They are computed once for each record and format.
-        """
+        """Return the usable scales of a collection up to a step, computed once for each record and format."""
         cells, known = narrow.cells, _KNOWN.setdefault(narrow, {})
         layers = _layers(cells)
         if fmt not in known:
@@ -233,10 +225,7 @@ class Scales:
 
     @property
     def one_serves(self) -> bool:
-        """True if one scale works for all layers at most of the last steps.
-
-        The last steps are a quarter of all.
-        """
+        """True if one scale works for all layers at most of the last steps, a quarter of all."""
         recent = slice(-(-3 * self.low.shape[1] // 4) - 1, None)
         return bool(np.median(_known(self.need[recent] - self.room[recent], 1.0)) <= 0)
 

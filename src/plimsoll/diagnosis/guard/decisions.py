@@ -53,10 +53,7 @@ class BackgroundChecker:
         self.closing = threading.Event()
 
     def ask(self, step: int) -> bool:
-        """Begin a background look up to that step; return False if it must wait.
-
-        It waits while one runs, and if it would cost too much.
-        """
+        """Begin a background look up to that step; return False while one runs, or if it would cost too much."""
         busy = self._thread is not None and self._thread.is_alive()
         if busy or self._done is not None or time.monotonic() < self._not_before:
             return False

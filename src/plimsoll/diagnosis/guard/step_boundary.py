@@ -148,10 +148,7 @@ class ManyRanks:
 
 
 def ranks_of(path: Path, rank: int, world: int) -> SingleRank | ManyRanks:
-    """Return the object by which the ranks of a run agree.
-
-    Raises `ArgumentError` where there are several ranks and nothing connects them.
-    """
+    """Return the object by which a run's ranks agree; ArgumentError if nothing connects several ranks."""
     if world == 1:
         return SingleRank()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():

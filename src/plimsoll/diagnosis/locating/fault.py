@@ -222,7 +222,6 @@ def _entry(name: str, text: str) -> list[str]:
 
 
 def _tail(path: str) -> str:
-    """The path's end, if it is long."""
     clean = printable(path, lines=False)
     return clean if len(clean) <= _WIDTH - 30 else "..." + clean[-(_WIDTH - 33) :]
 

@@ -19,12 +19,7 @@ _SLACK = 2e-6  # HiGHS lets an integer solution break a constraint by 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A pair of formats that a module can compute in, by range.
-
-    Attributes:
-        consequence: Its predicted effect. None: unknown.
-        cost: Its cost at a step.
-    """
+    """A pair of formats for a module, with its cost at a step and predicted consequence (None: unknown)."""
 
     forward: str
     backward: str

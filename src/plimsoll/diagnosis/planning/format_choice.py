@@ -49,11 +49,7 @@ class Verdict:
 
 
 class Judge:
-    """Judge of a run's modules.
-
-    Args:
-        margin: Headroom that scales leave, in powers of two. None: 1, and more for sparse samples.
-    """
+    """Judge of a run's modules. `margin`: binades that scales leave; None: 1, and more for sparse samples."""
 
     def __init__(self, view: View, *, tolerance: float, margin: int | None) -> None:
         self.tolerance, self.margin, self.follows = tolerance, 1 if margin is None else margin, margin is None
@@ -114,10 +110,7 @@ class Judge:
         return f"{percent(self.tolerance)} or more of its {_WORDS[role]} may be lost in {name} at 2^{shift} ({needs})"
 
     def best(self, window: Window, spare: int) -> int:
-        """Return the highest shift with so much headroom, or with little loss.
-
-        0 for tensors of zeros.
-        """
+        """Return the highest shift with so much headroom, or with little loss; 0 for tensors of zeros."""
         if not window.bounded:
             return 0
         return min(max(window.high - spare, min(window.low, window.high - self.margin), LOWEST), HIGHEST)
@@ -181,10 +174,7 @@ class Judge:
         return result
 
     def _wanted(self, parts: Parts) -> int:
-        """Return the headroom to leave.
-
-        It is the margin, or with a margin of None what the steps between samples need.
-        """
+        """Return the headroom to leave: the margin, or for None what the steps between samples need."""
         needed = max(collection.spare(names, self.trained) for collection, names in parts) if self.follows else 0.0
         return max(self.margin, math.ceil(needed))
 

@@ -37,18 +37,7 @@ def frontier(
     tolerance: float = 0.01,
     fallback: str = "bf16",
 ) -> list[Point]:
-    """Return the plans of least cost at rising budgets, the cheapest first.
-
-    Args:
-        view: The run.
-        target: As for `plan`.
-        costs: As for `plan`.
-        tolerance: As for `plan`.
-        fallback: As for `plan`.
-
-    Returns:
-        The points. None if the run lacks what a prediction needs.
-    """
+    """Return plans of least cost at rising budgets; None if nothing can be predicted. Arguments as for `plan`."""
     table, judge = cost_table(costs), Judge(view, tolerance=tolerance, margin=None)
     modules = [module for module in modules_of(view) if computes(view, module)]
     forecast = Forecast(view, judge, modules)

@@ -129,10 +129,7 @@ class Forecast:
 
     @property
     def possible(self) -> bool:
-        """True if the run has what a prediction needs.
-
-        That is losses, and all tensors of a module.
-        """
+        """True if the run has what a prediction needs: losses, and all tensors of a module."""
         return self.loss > 0 and bool(self._sizes)
 
     @cached_property
@@ -231,12 +228,7 @@ class Forecast:
         return _WORST * abs((lost - added) * self._drift(sizes, lost - added))
 
     def _drift(self, sizes: _Sizes, pull: float) -> float:
-        """Return how far SGD moves all logits together by the end of training.
-
-        Args:
-            sizes: The last module's.
-            pull: The sum that the last gradient's cast takes away at a step.
-        """
+        """How far SGD moves all logits together by the end, if the last gradient's cast takes `pull` at each step."""
         rate, decay = self._rate or 0.0, _setting(self._view, "weight_decay")
         steps = float(self._losses[0][-1] + 1)
         if rate * decay > 0:

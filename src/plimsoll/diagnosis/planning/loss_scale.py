@@ -18,10 +18,7 @@ _HIGHEST_OF_LAYER = 100  # `LayerScaler`'s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Exponents of the loss scale and of the modules that need their own.
-
-    `unserved` modules have none at this loss scale.
-    """
+    """Exponents of the loss scale and of modules that need their own; `unserved` have none at this loss scale."""
 
     loss: int
     layers: Mapping[str, int]

@@ -68,14 +68,7 @@ def _left(judge: Judge, choice: FormatChoice) -> str:
 
 
 def remarks(judge: Judge, chosen: Sequence[FormatChoice], scales: Scales | None, idle: Sequence[str]) -> list[str]:
-    """Return the plan in one sentence, and remarks on missing data.
-
-    Args:
-        judge: The judge of the run.
-        chosen: The decisions.
-        scales: The loss scale.
-        idle: Modules that never computed.
-    """
+    """Return the plan in one sentence, and remarks on missing data. `idle` modules never computed."""
     found = [_summary(judge, chosen)]
     if idle:
         these = "these modules" if len(idle) > 1 else "this module"

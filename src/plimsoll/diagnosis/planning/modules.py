@@ -60,13 +60,7 @@ class _Owner:
 
 
 def modules_of(view: View, chosen: Collection[str] = (), left: Collection[str] = ()) -> list[Module]:
-    """Return the modules of a run that multiply matrices, in its order.
-
-    Args:
-        view: The run.
-        chosen: Names of modules that count as such in any case.
-        left: Names of modules to leave out.
-    """
+    """Return the modules that multiply matrices (`chosen` ones in any case, not those `left`), in the run's order."""
     owners = _owners(view)
     sides, recorded = _sides(view), set(view.run.tensors.get("activations", ()))
     found: list[Module] = []
@@ -95,7 +89,6 @@ def computes(view: View, module: Module) -> bool:
 
 
 def _owners(view: View) -> dict[str, _Owner]:
-    """Return the modules that have parameters, by name."""
     found: dict[str, _Owner] = {}
     for collection in BEFORE_UPDATE_OF_PARAMETERS:
         cells = view.cells(collection)
@@ -114,10 +107,7 @@ def _owners(view: View) -> dict[str, _Owner]:
 
 
 def _parameters(cells: Cells, manifest: Mapping[str, Any]) -> dict[tuple[str, str], int]:
-    """Return names of parameters with their series and number of values.
-
-    Parameters that share a tensor with another are included.
-    """
+    """Return names of parameters, also those that share a tensor, with their series and number of values."""
     counts = np.zeros(len(cells.names), dtype=np.int64)
     np.maximum.at(counts, cells.layer, cells.column("count"))
     known = dict(zip(cells.names, counts.tolist(), strict=True))

@@ -29,10 +29,7 @@ _NEVER = 10_000  # a shift that no format can need
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Shifts that work at all steps of some series, and the steps that bound them.
-
-    A series of zeros has any.
-    """
+    """Shifts that work at all steps of some series (any for zeros), and the steps that bound them."""
 
     low: int = -_NEVER
     high: int = _NEVER
@@ -51,10 +48,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bad:
-    """Numbers of values that a format loses (least, about, most) and that overflow.
-
-    Values overflow for certain or maybe.
-    """
+    """Numbers of values that a format loses (least, about, most), and that overflow for certain or maybe."""
 
     lost: tuple[float, float, float] = (0.0, 0.0, 0.0)
     overflow: tuple[float, float] = (0.0, 0.0)
@@ -72,10 +66,7 @@ class Bad:
 
     @property
     def fraction(self) -> Interval:
-        """Return the lost share of the values.
-
-        Values that the run's own format may have lost are in the upper end.
-        """
+        """Return the lost share. Values that the run's own format may have lost are in the upper end."""
         low, estimate, high = self.lost
         known = max(self.values, 1.0)
         upper = (high + self.hidden) / max(self.values + self.hidden, 1.0)
@@ -142,10 +133,7 @@ class Collection:
         return max((spare(self.cells.steps, tops[self._place[n]], trained) for n in names if self.has(n)), default=0.0)
 
     def worst_of_blocks(self, names: Sequence[str], fmt: BlockFormat) -> tuple[float, int, bool]:
-        """Return the largest share that a series can lose at a step in a block format.
-
-        The other results are that step, and whether the share is recorded.
-        """
+        """Return the largest share that a block format can lose, its step, and whether it is recorded."""
         rows = self._rows(names)
         known = self.cells.nonzero[rows] + self.hidden[rows]
         rows, known = rows[known > 0], known[known > 0]
@@ -270,10 +258,7 @@ class Collection:
         return self._blocks[fmt.name]
 
     def _lost_at_most(self, fmt: BlockFormat) -> Tallies:
-        """Return an upper bound of the lost values by row, without a block record.
-
-        It has the values lost at the absmax's scale, and those in blocks with NaN or Inf.
-        """
+        """Upper bound of lost values: those lost at the absmax's scale, and those in blocks with NaN or Inf."""
         point = ordinals(_flushed_below(self.cells, fmt))
         lost = self.values.below(point, inclusive=True).high
         poisoned = self.cells.column("nans") + self.cells.column("pos_infs") + self.cells.column("neg_infs")
@@ -282,10 +267,7 @@ class Collection:
 
 
 def _flushed_below(cells: Cells, fmt: BlockFormat) -> Floats:
-    """Return the magnitude (as stored) up to which values are lost, by row.
-
-    They are values of a block with the row's absmax.
-    """
+    """Return the magnitude (as stored) up to which a block with the row's absmax loses values, by row."""
     element = fmt.element
     with np.errstate(all="ignore"):
         absmax = np.nan_to_num(cells.column("absmax") / cells.scale)
@@ -300,10 +282,7 @@ def _flushed_below(cells: Cells, fmt: BlockFormat) -> Floats:
 
 
 def _flushed_without_tensor_scale(absmax: Floats, fmt: BlockFormat) -> Floats:
-    """Return the same for true values and scales with a mantissa.
-
-    A block's scale is its own absmax over the element's.
-    """
+    """Return the same of true values, if a block's scale is its own absmax over the element's."""
     element, scale = fmt.element, fmt.scale
     ideal = np.minimum(absmax / element.max, scale.max)
     rounded = ideal * (1 + 2.0 ** -(scale.mantissa_bits + 1)) * _SLACK + scale.smallest_subnormal / 2
@@ -328,14 +307,9 @@ _UNKNOWN = 1.0  # binades: a single sample has no known movement
 
 
 def spare(steps: Ints, largest: Floats, trained: int) -> float:
-    """Return the binades to leave above the largest recorded value of a series.
+    """Return the binades to leave above the largest value of a series: 0 if every step was recorded.
 
-    0 if every step was recorded.
-
-    Args:
-        steps: The recorded steps.
-        largest: The largest value at each. NaN where nothing was recorded.
-        trained: Number of steps of the run. 0: unknown.
+    `largest`: the value at each step, NaN without a record. `trained`: number of steps of the run, 0 if unknown.
     """
     known = np.isfinite(largest) & (largest > 0)
     tops, at = np.log2(largest[known]), steps[known]

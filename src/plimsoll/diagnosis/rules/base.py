@@ -288,15 +288,8 @@ def short(name: str) -> str:
 def layer_spans(holds: Mask, recorded: Mask, least: float) -> list[tuple[int, int, int]]:
     """Return the layers in which a condition holds for enough consecutive samples.
 
-    Steps at which a layer was not recorded neither count nor interrupt.
-
-    Args:
-        holds: Layers by steps: where the condition holds.
-        recorded: Layers by steps: where the layer was recorded.
-        least: Number of consecutive samples.
-
-    Returns:
-        Layer, first place of the first such span, and last place of the last one.
+    Each comes with the first place of its first such span, and the last place of its last one. Steps at which a layer
+    was not recorded neither count nor interrupt.
     """
     result: list[tuple[int, int, int]] = []
     for layer in np.flatnonzero((holds & recorded).any(axis=1)).tolist():

@@ -378,13 +378,7 @@ def _different(found: list[tuple[int, int, int]], sums: Mapping[str, Floats]) ->
 
 
 def _forward_error(view: View, step: int, before: str | None = None) -> float:
-    """Return the largest relative error of activations at a step. 0 if there is none.
-
-    Args:
-        view: The run.
-        step: The step.
-        before: The module, or the tensor, whose predecessors are meant. Default: all.
-    """
+    """Largest relative error of activations at a step, before a module or tensor (None: all); 0 if none."""
     cells = view.cells("activations")
     if cells is None:
         return 0.0

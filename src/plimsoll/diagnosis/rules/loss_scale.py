@@ -408,10 +408,7 @@ def _is_wanted(view: View, since: int, until: int | None = None) -> bool:
 
 
 def _fallen(steps: Ints, scale: Floats, begin: int, window: float) -> Floats:
-    """Return the binades by which the scale lies below its recent highest value.
-
-    That is the highest of the last `window` steps, from `begin` on.
-    """
+    """Return the binades by which the scale lies below its highest of the last `window` steps since `begin`."""
     result, known = np.zeros(len(scale)), steps.tolist()
     for i in range(begin + 1, len(scale)):
         if scale[i] < scale[i - 1]:
@@ -428,10 +425,7 @@ def _after_nan(view: View, steps: Ints) -> Mask:
 
 
 def _start_of_fall(scale: Floats, at: int, begin: int) -> int:
-    """Return the first sample of the fall that leads to a place.
-
-    The search goes back over all that did not rise, and then to where it fell.
-    """
+    """Return the first sample of a fall: back over all that did not rise, then on to where it fell."""
     start = at
     # The search stops at `begin`, where the scale had settled: the search before it may have been a fall too.
     while start > begin and scale[start - 1] >= scale[start]:
@@ -533,12 +527,7 @@ def _overflowed_in(view: View, collapse: Finding) -> list[str]:
 
 
 def by_scales(scales: Scales | None, low: Finding | None = None) -> tuple[str, Remedy, tuple[Action, ...]]:
-    """Return the advice from the usable scales: in words, a remedy, and actions.
-
-    Args:
-        scales: Those of the run so far; None where gradients were not recorded.
-        low: The finding `scale-low`, whose numbers give the reason.
-    """
+    """Return advice in words, a remedy and actions, from usable scales and the finding `scale-low`, if any."""
     if scales is not None and scales.one_serves and scales.advised is not None:
         was = "" if low is None else f"{power(float(low.evidence['scale']))} is too low, and "
         lowest, highest = scales.advised

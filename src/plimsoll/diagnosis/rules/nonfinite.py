@@ -168,10 +168,7 @@ class Nonfinite(Rule):
         return {}
 
     def _begin(self, view: View, broken: "_Broken", too_high: bool, undefined: bool) -> int:
-        """Return the first step of the episode that the finding is about.
-
-        Overflows that a scaler meets in gradients alone are no episode, unless they go on and on.
-        """
+        """First step of the episode to report. Overflows met by a scaler are none, unless they go on and on."""
         scaled, last, (steps, counts) = view.scaled, view.last_step, _counts(view)
         on_and_on = self._on_and_on(counts) + (find_spans(counts > 0, self.fixed)[-1:] if too_high else [])
         spans: list[Span] = [(steps[[a]], steps[[b]]) for a, b in on_and_on]
@@ -514,10 +511,7 @@ def _in_words(view: View, place: _Place) -> tuple[str, str]:
 
 
 def _of_loss(names: list[str]) -> str:
-    """Return where a loss broke although all outputs that were seen are finite.
-
-    Some outputs may not have been looked at.
-    """
+    """Return where a loss broke although all outputs that were seen are finite: some may not have been."""
     return f"the loss or what follows {names[0]}" if names else "the loss, of outputs that were finite"
 
 

@@ -107,10 +107,7 @@ class OverflowAhead(Rule):
         yield self.finding("warning", spots, evidence, until_step=until, collection=cells.collection, meaning=meaning)
 
     def _comes(self, cells: Cells, distance: Floats) -> bool:
-        """Return True if values still approach, and would arrive within a record's length.
-
-        The trend is that of the second half of the record.
-        """
+        """Return True if, by the record's second half, values would arrive within its length."""
         known = np.flatnonzero(~np.isnan(distance))
         half = known[len(known) // 2 :] if len(known) >= 2 * _FEW else known
         rise = trend(cells.steps[half], -distance[half])
@@ -430,7 +427,6 @@ def _risen(
 
 
 def _ends(sizes: Floats) -> tuple[Floats, Floats]:
-    """Return the first and the last eighth."""
     width = max(len(sizes) // 8, 1)
     return sizes[:width], sizes[-width:]
 
@@ -459,10 +455,7 @@ def _settled_or_not(
 
 
 def _magnitudes(cells: Cells) -> Floats:
-    """Return each cell's largest stored magnitude, without a format's lowest value.
-
-    That value is a mask.
-    """
+    """Return each cell's largest stored magnitude. A format's lowest value is a mask, and left out."""
     lowest = np.array([-get_element(name, "diagnose").max for name in cells.formats])[cells.format]
     low, high = cells.column("min"), cells.column("max")
     masked = low <= lowest

@@ -46,7 +46,6 @@ class _UnknownRule(Rule):
     id, says, meaning, advice, figure = "unknown", "", "", "", ""
 
     def findings(self, view: View) -> Iterator[Finding]:  # noqa: ARG002
-        """Yield nothing."""
         yield from ()
 
 
@@ -83,13 +82,7 @@ def rule_of(finding: Finding) -> Rule:
 
 
 def guarded(rule: Rule, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
-    """Return a rule's answer; warn once and return `otherwise` if a package's raises.
-
-    Args:
-        rule: The rule.
-        ask: Calls one of its methods.
-        otherwise: The answer in case of an error.
-    """
+    """Return what `ask` returns; if a package's rule raises, warn once and return `otherwise`."""
     packaged = _looked_up()
     # Errors of Plimsoll's own rules, and of one that a user gave as an object, are for that user to see.
     if type(rule) is not type(packaged.rules.get(rule.id)):

@@ -105,10 +105,7 @@ class UnderflowHigh(ScaleRule):
         return finding.evidence.get("cause") == _WITHIN
 
     def _flushed_from_the_output_on(self, view: View) -> Iterator[Finding]:
-        """Yield parameter gradients that are zero since those of activations underflowed.
-
-        An emulated format flushed these.
-        """
+        """Yield parameter gradients that are zero since an emulated format flushed activations'."""
         outputs, narrow = view.cells("activation_gradients"), view.narrow("gradients")
         if outputs is None or narrow is None:
             return

@@ -120,18 +120,11 @@ class Cells:
         return result
 
     def column(self, name: str) -> NDArray[Any]:
-        """Return a stored column by row: a count, an extreme, a sum, or an extra.
-
-        Extras are the numbers of updates and shadow steps, NaN for other rows.
-        """
+        """Return a stored column by row; extras (of updates and shadow steps) are NaN in other rows."""
         return self.columns[name]
 
     def below_binade(self, binade: Ints) -> Ints:
-        """Return how many nonzero finite values lie below a binade, by row, as stored.
-
-        Args:
-            binade: One binade for each row.
-        """
+        """Return how many nonzero finite values, as stored, lie below each row's binade."""
         place = np.clip(np.maximum(binade, row_layout.LOWEST_BINADE) - self.lowest, 0, self.length)
         return self.running[self.start[:-1] + place] - self.running[self.start[:-1]]
 
@@ -217,10 +210,7 @@ class Cells:
 
     @cached_property
     def kurtosis(self) -> Floats:
-        """Kurtosis as `Spectrum.kurtosis`. NaN where it is not known.
-
-        That is the mean fourth power over the square of the mean square.
-        """
+        """Mean fourth power over the squared mean square, as `Spectrum.kurtosis`. NaN where it is not known."""
         with np.errstate(all="ignore"):
             result = self.total(self.columns["sumfourth"] / self.scale**4) / self.finite / self.rms**4
         return np.where(np.isfinite(result) & (result > 0), np.maximum(result, 1.0), np.nan)
@@ -261,13 +251,7 @@ def read_each(
 
 
 def from_table(collection: str, table: Table, order: Sequence[str]) -> Cells:
-    """Return the cells of a table with the columns of a part.
-
-    Args:
-        collection: Name of the collection of all rows.
-        table: The table.
-        order: Names of layers in the order to list them.
-    """
+    """Return the cells of a part's table. `order`: names of layers in the order to list them."""
     names, layer = _places(table["name"], order)
     formats, fmt = _places(table["format"], ())
     steps, at = np.unique(values_of(table["step"]), return_inverse=True)
@@ -337,15 +321,7 @@ def before_step(cells: Cells, step: int) -> Cells:
 
 
 def joined(first: Cells, later: Cells, order: Sequence[str]) -> Cells:
-    """Return the rows of both. They must have no cell in common.
-
-    The result equals that of one reading of all, except for the order of the rows.
-
-    Args:
-        first: The earlier cells.
-        later: The later cells.
-        order: Names of layers in the order to list them, as for `from_table`.
-    """
+    """Return the rows of both, which share no cell: as one reading of all, except for the order of rows."""
     names, layer = _merged((first.names, later.names), (first.layer, later.layer), order)
     formats, fmt = _merged((first.formats, later.formats), (first.format, later.format), ())
     steps = np.union1d(first.steps, later.steps)

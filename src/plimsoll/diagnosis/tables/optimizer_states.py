@@ -101,10 +101,7 @@ def _kept_in_state(view: View) -> set[str]:
 
 
 def lost_second_moments(cells: Cells) -> Floats:
-    """Return the share of second moments that are zero though the first are not.
-
-    NaN in other cells than those of second moments.
-    """
+    """Share of second moments that are zero though the first are not. NaN in all other cells."""
     zeros, count = cells.total_of("zeros"), cells.total_of("count")
     result = np.full(cells.shape, np.nan)
     for first, second in _pairs(cells):
@@ -115,10 +112,7 @@ def lost_second_moments(cells: Cells) -> Floats:
 
 
 def lost_first_moments(cells: Cells) -> Floats:
-    """Return the share of first moments in 8 bits that are zero though the second are not.
-
-    NaN in other cells than those of such first moments.
-    """
+    """Share of 8-bit first moments that are zero though the second are not. NaN in all other cells."""
     zeros, count = cells.total_of("zeros"), cells.total_of("count")
     narrow = np.array([get_element(name, "diagnose").bits <= 8 for name in cells.formats])
     is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
@@ -140,10 +134,7 @@ def _pairs(cells: Cells) -> list[tuple[int, int]]:
 
 # After the first step both moments are zero where the gradient is: one of the two that is not has been rounded.
 def without_a_zero(view: View, cells: Cells) -> dict[str, tuple[str, float]]:
-    """Return second moments that hold zeros at the first step while their first moments hold none.
-
-    Each comes with the first moments' name, and the share of zeros.
-    """
+    """Return second moments with zeros at the first step, the first moments that have none, and the share."""
     gradients = view.cells("gradients")
     if gradients is None or cells.steps[0] != 0 or gradients.steps[0] != 0:
         return {}

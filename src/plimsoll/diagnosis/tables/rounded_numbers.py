@@ -15,10 +15,7 @@ from plimsoll.formats import get_element
 def stalled_sums(cells: Cells, *, values: float, off: float) -> Iterator[tuple[int, NDArray[np.bool_]]]:
     """Yield outputs of modules, and the samples at which they are sums that have stopped at powers of two.
 
-    Args:
-        cells: The activations.
-        values: The fewest values of such an output.
-        off: The share of the exact sum by which it may be off.
+    They have so many values or more. `off`: the share of the exact sum by which they may be off.
     """
     digits = _digits(cells)
     with np.errstate(all="ignore"):
@@ -41,10 +38,7 @@ def rounded_whole_numbers(
 ) -> Iterator[tuple[int, NDArray[np.bool_]]]:  # fmt: skip
     """Yield tensors in 16 bits, and the samples at which they are whole numbers of another one, rounded.
 
-    Args:
-        cells: The activations.
-        values: The fewest values of such a tensor.
-        samples: The fewest samples at which the other one has whole numbers.
+    They have so many values or more, and the other one has whole numbers at so many samples or more.
     """
     digits, top = _digits(cells), cells.highest(cells.columns["absmax"])
     sums = [cells.total_of(name) for name in ("sum", "abssum", "sumsq")]

@@ -66,14 +66,7 @@ def trend(steps: Ints, values: Floats) -> Trend | None:
 
 
 def theil_sen(x: Floats, y: Floats) -> tuple[float, float, float, float]:
-    """Return the Theil-Sen slope, the intercept, and the slope's 95 % interval.
-
-    The slope is the median of those of all pairs of points.
-
-    Args:
-        x: Ascending numbers.
-        y: As many numbers.
-    """
+    """Return the median slope of all pairs of points (`x` ascending), the intercept, and its 95 % interval."""
     later, earlier = np.tril_indices(len(x), -1)
     slopes = np.sort((y[later] - y[earlier]) / (x[later] - x[earlier]))
     slope = float(np.median(slopes))
@@ -84,10 +77,7 @@ def theil_sen(x: Floats, y: Floats) -> tuple[float, float, float, float]:
 
 
 def mann_kendall(y: Floats) -> float:
-    """Return the probability that trendless numbers are ordered as much as these.
-
-    Either direction counts.
-    """
+    """Return the probability that trendless numbers are ordered as much as these, in either direction."""
     later, earlier = np.tril_indices(len(y), -1)
     signs = np.sign(y[later] - y[earlier])
     falling, is_tied = int(np.count_nonzero(signs < 0)), bool((signs == 0).any())
@@ -97,20 +87,14 @@ def mann_kendall(y: Floats) -> float:
 
 
 def _variance(y: Floats) -> float:
-    """Return the variance of the number of rising less falling pairs.
-
-    Kendall 1970, with ties.
-    """
+    """Return the variance of the number of rising less falling pairs (Kendall 1970, with ties)."""
     ties = np.unique(y, return_counts=True)[1].astype(np.float64)
     n = float(len(y))
     return (n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18
 
 
 def _exact(n: int, inversions: int) -> float:
-    """Return the share of orders of n numbers with at most so many inversions.
-
-    These are counted from either end.
-    """
+    """Return the share of orders of n numbers with at most so many inversions, from either end."""
     orders = [1]  # by their number of inversions; one number has none
     for m in range(2, n + 1):  # the m-th number goes before 0 to m - 1 of the others
         sums = list(itertools.accumulate(orders))
@@ -257,10 +241,7 @@ def rises(loss: Floats, usual: Floats, level: Floats, *, lasting: int, share: fl
 
 
 def gradual_rise(loss: Floats, *, beyond: float, window: int, lasting: int, share: float) -> Rise | None:
-    """Return a rise above `beyond` that noise hid while it went on.
-
-    None if most of the last losses are below.
-    """
+    """Return a rise above `beyond` that noise hid as it went on; None if most last losses are below."""
     if len(loss) < window + lasting or np.count_nonzero(loss[-lasting:] > beyond) < share * lasting:
         return None
     smooth = np.median(sliding_window_view(loss, lasting), axis=1)

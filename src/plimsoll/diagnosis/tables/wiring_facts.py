@@ -97,12 +97,7 @@ def weights_stay(view: View) -> bool | None:
 
 
 def frozen_weights(view: View, *, moving: bool = False) -> list[str]:
-    """Return the parameters that were frozen and had gradients still.
-
-    Args:
-        view: The run.
-        moving: Only those whose values have changed since.
-    """
+    """Return frozen parameters that had gradients still; if `moving`, those whose values changed since."""
     event = first_fact(view, FROZEN)
     names = [] if event is None else listed_in(event, "parameters")
     cells = view.cells("weights") if moving else None
@@ -113,12 +108,7 @@ def frozen_weights(view: View, *, moving: bool = False) -> list[str]:
 
 
 def largest_input(view: View, before: int | None = None) -> float:
-    """Return the largest magnitude that came into the whole model. Infinity: none was recorded.
-
-    Args:
-        view: The run.
-        before: Only samples before this step. Default: all.
-    """
+    """Return the largest magnitude that came into the model before a step. Infinity: none was recorded."""
     cells, whole = view.cells("activations"), f"{view.run.manifest.get('root', 'model')}:input"
     inputs = [] if cells is None else [i for i, name in enumerate(cells.names) if name.startswith(whole)]
     if cells is None or not inputs:

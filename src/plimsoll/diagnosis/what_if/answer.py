@@ -218,10 +218,7 @@ def predictor_bytes(narrow: FormatLosses) -> int:
 
 
 class Predictor:
-    """Predictions for one collection, any format and any shift.
-
-    Whatever does not depend on the shift is computed once.
-    """
+    """Predictions for one collection and any format; what does not depend on the shift is computed once."""
 
     def __init__(self, narrow: FormatLosses) -> None:
         self._cells = cells = narrow.cells

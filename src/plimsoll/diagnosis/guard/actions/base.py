@@ -64,10 +64,7 @@ class GuardAction(ABC):
         self.training = training
 
     def refusal(self) -> str | None:
-        """Return why the action is impossible in this training, or None.
-
-        The guard asks for it when it is made.
-        """
+        """Return why the action is impossible in this training, or None. The guard asks when it is made."""
         return None
 
     @abstractmethod
@@ -116,7 +113,6 @@ class GuardAction(ABC):
 
 
 def _module_of(name: str, collection: str | None, root: str) -> str:
-    """The module that a series belongs to."""
     if collection in OF_MODULES:
         return name.partition(":")[0]
     parameter = name.partition(":")[0] if collection == "optimizer" else name
@@ -232,10 +228,7 @@ def html_writer() -> Callable[[Path, Path], object]:
 
 
 def reporting(given: "str | Path | Callable[[Path], object]") -> Callable[[Path], object]:
-    """Return the function that writes a report of a run.
-
-    It is the given function, or one that writes HTML to the path.
-    """
+    """Return the function that writes a report of a run: the given one, or one that writes HTML to the path."""
     if callable(given):
         return given
     target = Path(given)

@@ -243,10 +243,7 @@ class ToBF16(GuardAction):
 
 
 class Clamp(GuardAction):
-    """Action that clamps the modules' outputs to FP16's largest value.
-
-    Gradients pass, so that training can bring the outputs down.
-    """
+    """Clamps modules' outputs to FP16's largest value. Gradients pass, so that training can bring them down."""
 
     action = "clamp"
 

@@ -292,10 +292,7 @@ class OperationCheck:
     # also for those of its values that were; and if it makes a NaN of Infs that were there on purpose. Everything else
     # inherits.
     def _is_new(self, bad: Named, dirty: Named, spectra: Mapping[str, Spectrum | None], origins: set[Origin]) -> bool:
-        """Return True if the operation itself made values that are not finite.
-
-        Those that it was given do not count.
-        """
+        """Return True if the operation itself made values that are not finite, and was not given them."""
         if not dirty:
             return True
         if self._has_odd_scalar() or any(origin.deliberate for origin in origins):
@@ -420,10 +417,7 @@ class OperationCheck:
             origin.expected = float(wide[place][origin.first_index].item())
 
     def _place(self) -> Place:
-        """Return the place that it was called from.
-
-        In a backward that is where its forward was called from, unless the user's own code runs.
-        """
+        """Return the call site; in a backward that of its forward, unless the user's own code runs."""
         place = self.place or look(backward=self.backward)
         self._roots(place)
         if self.backward and not place.recomputing and self.forward is not None:

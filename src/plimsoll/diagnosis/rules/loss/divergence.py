@@ -187,10 +187,7 @@ class LossSpike(Rule):
         )  # fmt: skip
 
     def _grown_input(self, view: View, since: int) -> tuple[str, float] | None:
-        """Return the model's input that rose beyond all before with the loss, or None.
-
-        With it comes how many times larger it became.
-        """
+        """Return the model's input that rose beyond all before with the loss, and by how much; None if none did."""
         cells, root = view.cells("activations"), view.run.manifest.get("root")
         if cells is None:
             return None
@@ -239,10 +236,7 @@ class LossSpike(Rule):
     # the rise lasted, far above the first losses; or it is on its way back from there; or spikes grow. Everything else
     # is a note.
     def _judged(self, loss: Floats, rise: Rise, broken: bool = False) -> _Judged:
-        """Return the severity of a rise.
-
-        `broken`: the values after the record's last finite loss are NaN or Inf.
-        """
+        """Return the severity of a rise. `broken`: after the last finite loss come NaN or Inf."""
         began = beginning(loss)
         unit = _unit(began)
         far = rise.height > began + self.beyond * unit
@@ -282,10 +276,7 @@ class LossSpike(Rule):
         return [_Judged(rise=rise, severity="warning" if improves else "alarm", course="never learned")]
 
     def _grow(self, loss: Floats, found: list[Rise]) -> bool:
-        """Return True if many spikes grow, and the last is worse than untrained.
-
-        They reach ever farther beyond the noise.
-        """
+        """Return True if many spikes reach ever farther beyond the noise, and the last is worse than untrained."""
         began = beginning(loss)
         small = 0.01 * _unit(began)  # losses of before may all be zero
         heights = np.array(

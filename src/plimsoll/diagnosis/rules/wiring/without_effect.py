@@ -404,10 +404,7 @@ class AverageStuck(Rule):
 
 
 def _cut_off(view: View, names: Sequence[str]) -> tuple[set[str], list[str]]:
-    """Return parameters without gradient: those of modules that ran, and early ones.
-
-    The second are those before all that have one.
-    """
+    """Return parameters without gradient: of modules that ran, and those before all that have one."""
     root = str(view.run.manifest.get("root", ""))
     outputs = view.run.tensors.get("activations", ())
     order = {name.rpartition(":")[0]: place for place, name in reversed(list(enumerate(outputs))) if ":output" in name}
