@@ -101,10 +101,7 @@ def lines_of(before: Audit, after: Audit | None) -> list[Line]:
 
 
 def middle(reading: Reading) -> tuple[float, float]:
-    """Return log2 of the magnitudes above 5 % and 95 % of nonzero finite values.
-
-    Within a binade values are even.
-    """
+    """Return log2 of the magnitudes above 5 % and 95 % of nonzero finite values, even within a binade."""
     s = reading.spectrum
     if not s.nonzero:
         return math.nan, math.nan

@@ -157,10 +157,7 @@ def _level_marks(top: float) -> tuple[list[Layout], list[Layout]]:
 
 
 def _outlook(view: View, collection: str, findings: Sequence[Finding] | None) -> str:
-    """Return the early rule's outlook in words, with the underflow rate.
-
-    The rate is that since the finding began, or of the last quarter.
-    """
+    """The early rule's outlook in words, with the rate since the finding or of the last quarter."""
     if collection != "gradients":
         return ""
     judged = diagnose(view, rules=[UnderflowRising.id, UnderflowHigh.id]) if findings is None else findings

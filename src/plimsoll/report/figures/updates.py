@@ -103,10 +103,7 @@ def updates(
 
 
 def lag(run: Source, *, focus: Sequence[str] = (), since_step: int | None = None, until: int | None = None) -> "Figure":
-    """Return a figure of squared gradients over Adam's second moments, by layer.
-
-    They are near 1 in the mean, far above after a surprise.
-    """
+    """Figure of squared gradients over second moments, by layer: near 1 in the mean, high after a surprise."""
     view = view_of(run, until, "lag")
     title, meta = "Gradients against Adam's memory of them", {"figure": "updates", "collection": "gradients"}
     lags = _lags(view)

@@ -132,10 +132,7 @@ def _costs(view: View, cells: Cells, fmt: Format) -> tuple[Ints, Floats, Floats]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Flushed:
-    """Values that the run's own format flushed: each row's number and spread.
-
-    `held`: the shift at which the format that is asked about would flush the same.
-    """
+    """Rows' flushed values and spread; `held`: the shift at which the format asked about flushes the same."""
 
     lost: Floats
     held: Floats

@@ -86,10 +86,7 @@ class Listed:
 def listing_of(
     catalog: Callable[[], RunFolder], run_id: str, path: Path, root: Path, modified: float, mark: Callable[[str], str]
 ) -> Listed:
-    """The row of a run; whatever is wrong with it costs its own row.
-
-    `mark` says of a file in it what changes when that is replaced.
-    """
+    """The row of a run, broken or not. `mark` says of a file in it what changes when that is replaced."""
     name = (path.name or str(path)).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     try:
         return _of_catalog(catalog(), run_id, name, path, modified, mark)
@@ -267,17 +264,13 @@ class _AsListed(Stored):
         self._files = files
 
     def names(self, kind: str = "") -> list[str]:
-        """Return the entries of a folder."""
         if not kind:
             return sorted({file.partition("/")[0] for file in self._files})
         return sorted(file.removeprefix(f"{kind}/") for file in self._files if file.startswith(f"{kind}/"))
 
 
 def _by_run(tree: Files) -> dict[str, Files]:
-    """Return the files of each run, by the run's path.
-
-    A run is a folder with a manifest. What is below it is its own, except for other runs.
-    """
+    """Files of each run by its path: of a folder with a manifest, and below it but for other runs."""
     folders = {folder for folder, _, name in map(_split, tree) if manifest.rank_of(name) is not None}
     by_run: dict[str, dict[str, tuple[int, int]]] = {}
     for path, facts in tree.items():

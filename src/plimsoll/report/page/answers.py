@@ -48,14 +48,6 @@ def scalar_answer(view: View, name: str, most: int = POINTS) -> dict[str, object
 
     Points stand for equally many steps each. `mean`, `low` and `high` are of the finite values of a point and null
     where there is none. `low` and `high` are left out where each point is one step.
-
-    Args:
-        view: The run.
-        name: Name of the scalar.
-        most: Maximum number of points.
-
-    Raises:
-        NotRecordedError: The name was not recorded.
     """
     if name not in view.run.scalar_names:
         raise unknown("serve", "a scalar", name, view.run.scalar_names, closed=view.run.closed)
@@ -156,12 +148,7 @@ def listed() -> list[dict[str, object]]:
 
 
 def offered(view: View, findings: Sequence[Finding] = ()) -> list[dict[str, object]]:
-    """Return the drawings that a run's page and report offer, as figures declare.
-
-    Args:
-        view: The run.
-        findings: Its findings, which some figures show.
-    """
+    """Return the drawings that figures declare for a run's page and report, given its findings."""
     return [
         {
             "figure": each.name,
@@ -252,13 +239,7 @@ OFFERED = tuple(fmt.name for fmt in ELEMENTS if fmt.signed and fmt.bits < FP32.b
 
 
 def run_answer(view: View, summary: Summary, root: Path | None = None) -> dict[str, object]:
-    """Return all that a run's page shows without a figure.
-
-    Args:
-        view: The run.
-        summary: Its summary.
-        root: The served folder. Paths in messages are relative to it. Default: paths stay as they are.
-    """
+    """Return all that a run's page shows without a figure; paths in messages relative to `root`."""
     steps = [step for step in view.run.steps if view.until is None or step <= view.until]
     heights = [expected_height(view, finding) for finding in summary.findings]
     return {

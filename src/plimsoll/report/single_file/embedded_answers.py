@@ -114,10 +114,7 @@ def offline(view: View, collection: str, formats: Sequence[str] = FORMATS) -> li
 # one binade the values are taken to lie: a test holds them between its bounds at one shift less and at one more. At the
 # best shift, which is shown first, they are `whatif`'s own, as are windows, sentences, and the order of the tensors.
 def merged(cells: Cells) -> Cells:
-    """Return the values summed over all steps, by layer, format and scale.
-
-    Of the counts only those by binade are summed.
-    """
+    """Return the values summed over all steps, by layer, format and scale; only counts by binade."""
     scales, scale = np.unique(cells.scale, return_inverse=True)
     key = (cells.layer * len(cells.formats) + cells.format) * len(scales) + scale
     groups, group = np.unique(key, return_inverse=True)
@@ -230,10 +227,7 @@ def _kept(
 
 
 def _packed(shares: Floats, at_most: Floats) -> str:
-    """Return shares in 16 bits. 1 means estimated as 0, but possibly more.
-
-    A share that is not zero stays so.
-    """
+    """Return shares in 16 bits, nonzero ones never as 0. 1: estimated as 0, but possibly more."""
     some = np.clip(np.round(shares * _ONE), 2, _ONE)
     units = np.where(shares > 0, some, at_most > 0).astype("<u2")
     return base64.b64encode(units.tobytes()).decode("ascii")
@@ -305,14 +299,7 @@ def _packed_bytes(text: str) -> int:
 
 
 def embedded(view: View, summary: Summary, answers: Sequence[Offline], collection: str | None) -> dict[str, Any]:
-    """Return all that a report's page asks for: run, figures, what-if answers.
-
-    Args:
-        view: The run.
-        summary: Its summary.
-        answers: What each offered format would make of the collection.
-        collection: The collection that what-if is about; None for none.
-    """
+    """Return all that a report's page asks for: run, figures, what-if answers on `collection`, if any."""
     findings = summary.findings
     figures = Figures(view, findings)
     logged = [name for name in in_order(view.run.scalar_names) if name not in _DRAWN]

@@ -71,11 +71,7 @@ def html(
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path to write a page to.
-
-    Raises:
-        ArgumentError: No page can be written there.
-    """
+    """Return the path to write a page to; ArgumentError if no page can be written there."""
     path = Path(path)
     if path.suffix.lower() not in ("", *_ENDINGS):
         raise ArgumentError(
@@ -117,10 +113,7 @@ def _page(view: View, title: str | None, findings: Sequence[Finding] | None) -> 
 
 
 def _assembled(title: str, content: object, text: str, made: str) -> str:
-    """Return the page's HTML with its style, scripts and answers inside.
-
-    What has the form of a link to a file is left out.
-    """
+    """Return the page's HTML with style, scripts and answers inside, and without links to files."""
     first, plotly, page = (FILES / "js" / "first.js").read_text("utf-8"), PLOTLY.read_text("utf-8"), script()
     style = "".join((FILES / "css" / f"{name}.css").read_text("utf-8") for name in ("base", "parts", "views"))
     answers = json.dumps(jsonable(content), separators=(",", ":"), allow_nan=False)
@@ -171,14 +164,7 @@ _ROWS = 15  # of the what-if table
 
 
 def text_page(view: View, summary: Summary, answers: Sequence[Offline], collection: str | None) -> str:
-    """Return the text of a report as HTML. Everything from the run is escaped.
-
-    Args:
-        view: The run.
-        summary: Its summary.
-        answers: What each offered format would make of the collection.
-        collection: The collection that what-if is about; None for none.
-    """
+    """Return a report's text as HTML, with what-if answers on `collection`, if any. Text of the run is escaped."""
     nothing = "There is nothing to judge: the run holds no records." if summary.state == "empty" else "No findings."
     counts = summary_text.counted(summary)
     parts = [

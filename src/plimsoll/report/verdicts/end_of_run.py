@@ -11,14 +11,7 @@ MOST_BYTES = 64 << 20
 
 
 def verdict_at_end(folder: Path) -> tuple[State, str] | None:
-    """Return the state of a run and its verdict, if it is judged in about a second.
-
-    Args:
-        folder: The run's folder.
-
-    Returns:
-        State and verdict, or None for a run that is larger than `MOST_BYTES`, has several ranks or has no step.
-    """
+    """Return state and verdict of a run; None for several ranks, no step, or more than `MOST_BYTES`."""
     size_bytes = sum(path.stat().st_size for path in folder.rglob("*.parquet"))
     if size_bytes > MOST_BYTES:
         return None

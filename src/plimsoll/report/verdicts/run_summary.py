@@ -31,10 +31,7 @@ _BEGINS_LIVE = {**_BEGINS, "alarm": "Stop"}  # only a run that still goes on can
 
 
 def state_of(view: View, findings: Sequence[Finding]) -> State:
-    """Return the highest severity in one word, or "empty" without any record.
-
-    A run with missing records is not called healthy.
-    """
+    """Return the severity in one word: "empty" without a record, not "healthy" if records are missing."""
     if view.last_step < 0:
         return "empty"
     severities: set[str] = {finding.severity for finding in findings}
@@ -61,13 +58,7 @@ def verdict(view: View, findings: Sequence[Finding]) -> str:
 
 
 def phrase_of(finding: Finding, view: View, findings: Sequence[Finding]) -> Phrase:
-    """Return a finding as part of a sentence.
-
-    Args:
-        finding: The finding.
-        view: The run.
-        findings: All findings of the run.
-    """
+    """Return a finding as part of a sentence, in the light of all findings of the run."""
     rule, context = rule_of(finding), FindingContext(finding=finding, view=view, findings=findings)
     return guarded(rule, lambda: rule.phrase(context), Rule.phrase(rule, context))
 

@@ -216,7 +216,6 @@ def _add_page(inner: FastAPI, version: str, files: Mapping[str, Asset]) -> None:
 
 
 def _takes_gzip(request: Request) -> bool:
-    """Return whether the client decompresses gzip."""
     offers = (offer.partition(";") for offer in request.headers.get("accept-encoding", "").lower().split(","))
     return any(name.strip() == "gzip" and _REFUSED.match(weight) is None for name, _, weight in offers)
 

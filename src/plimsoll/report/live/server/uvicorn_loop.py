@@ -34,7 +34,6 @@ class _Connection(H11Protocol):
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A browser has connected."""
         super().connection_made(transport)
         self._cut_off_after(_REQUEST_SECONDS, "request")
         if len(self.connections) > MOST_CONNECTIONS:
@@ -42,7 +41,6 @@ class _Connection(H11Protocol):
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """A part of a request has come."""
         if self.transport.is_closing():
             return
         try:
@@ -58,7 +56,6 @@ class _Connection(H11Protocol):
             self.cycle.disconnected = True
 
     def on_response_complete(self) -> None:
-        """An answer is on its way."""
         super().on_response_complete()
         self._cut_off_after(_REQUEST_SECONDS, "request")
         self._follow_request()
@@ -69,12 +66,10 @@ class _Connection(H11Protocol):
         self._cut_off_after(_SENDING_SECONDS, "sending")
 
     def resume_writing(self) -> None:
-        """It does again."""
         super().resume_writing()
         self._go_on("sending")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
         super().connection_lost(exc)
         for what in list(self._timers):
             self._go_on(what)
@@ -97,7 +92,6 @@ class _Plain(logging.Formatter):
     """Log formatter that escapes control characters in messages and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's text."""
         return printable(super().format(record))
 
 
