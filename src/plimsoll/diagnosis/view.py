@@ -235,7 +235,7 @@ class View:
         cells = self.cells(collection)
         if cells is None:
             return {}
-        known = [get_element(name, "diagnose") for name in cells.formats]
+        known = cells.elements
         by_name: dict[str, Format] = {}
         pairs: list[int] = np.unique(cells.layer * len(known) + cells.format).tolist()
         for pair in pairs:

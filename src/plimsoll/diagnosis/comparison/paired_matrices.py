@@ -30,14 +30,11 @@ class Side:
     def of(cls, cells: Cells, layers: Ints, places: Ints) -> "Side":
         """Return the numbers of these layers at these steps, scales undone."""
         chosen = np.ix_(layers, places)
-        with np.errstate(all="ignore"):
-            absmean = cells.total(cells.column("abssum") / cells.scale) / cells.finite
-            mean = cells.total(cells.column("sum") / cells.scale) / cells.finite
         return cls(
             count=cells.total_of("count")[chosen],
             rms=cells.rms[chosen],
-            absmean=absmean[chosen],
-            mean=mean[chosen],
+            absmean=cells.absmean[chosen],
+            mean=cells.mean[chosen],
             zeros=cells.zero_fraction[chosen],
             nonfinite=cells.nonfinite[chosen],
         )

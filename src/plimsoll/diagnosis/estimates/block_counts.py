@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from plimsoll import row_layout
 from plimsoll.diagnosis.estimates.element_counts import Populations, Tallies, ordinals
 from plimsoll.diagnosis.estimates.rounding_noise import Noise
-from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, from_table
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, from_table, lists_of_rows
 from plimsoll.formats import FP32, BlockFormat, Format
 from plimsoll.runs import Run
 from plimsoll.runs.columns.spectrum_columns import blocks_of, integers, list_items
@@ -59,8 +59,8 @@ class BlockCells:
 
     def of_rows(self, rows: Ints) -> "BlockCells":
         """Return the records of these rows only."""
-        depth_start, depths = _chosen(self.depth_start, self.depths, rows)
-        maxima_start, maxima = _chosen(self.maxima_start, self.maxima, rows)
+        depth_start, depths = lists_of_rows(self.depth_start, self.depths, rows)
+        maxima_start, maxima = lists_of_rows(self.maxima_start, self.maxima, rows)
         return BlockCells(
             cells=self.cells.of_rows(rows),
             length=self.length[rows],
@@ -127,13 +127,6 @@ def read_blocks(run: Run, collection: str, until: int | None) -> BlockCells | No
         maxima_start=maxima_start,
         maxima=maxima,
     )
-
-
-def _chosen(start: Ints, counts: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """Return the counts of some rows, and where each row's begin."""
-    length = np.diff(start)[rows]
-    begin = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length)])
-    return begin, counts[np.repeat(start[:-1][rows] - begin[:-1], length) + np.arange(int(begin[-1]))]
 
 
 # -- losses: `Spectrum.fit` on columns ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import numpy as np
 
 from plimsoll.diagnosis.estimates.element_counts import Populations
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
-from plimsoll.diagnosis.view import View
+from plimsoll.diagnosis.view import View, log2
 from plimsoll.formats import Format, get_element
 from plimsoll.runs import Cast
 from plimsoll.runs.reading.module_casts import COLLECTIONS as _OF_ROLE
@@ -53,8 +53,7 @@ class CastCells:
     @cached_property
     def sizes(self) -> Floats:
         """Binade of each cell's root mean square at the cast. NaN where all is zero."""
-        with np.errstate(all="ignore"):
-            return np.where(self.cells.rms > 0, np.log2(self.cells.rms), np.nan)
+        return log2(self.cells.rms)
 
     def scale_at(self, layer: int, place: int) -> float:
         """Return the scale of a layer's cast at one of the steps."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from plimsoll import row_layout
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
-from plimsoll.formats import Format, get_element
+from plimsoll.formats import Format
 from plimsoll.spectrum.fit.population import BINADE, lost_point, normal_point, overflow_point
 
 _END = 1000  # the binade beyond every value that a row can hold; 1,024 are no int64 any more
@@ -60,9 +60,8 @@ class Populations:
     @cached_property
     def grids(self) -> tuple[Ints, Ints, NDArray[np.bool_]]:
         """Mantissa bits and quantum exponent of each row's grid, and if the row is on it."""
-        known = [get_element(name, "diagnose") for name in self.cells.formats]
-        bits = np.array([fmt.mantissa_bits for fmt in known], dtype=np.int64)[self.cells.format]
-        quantum = np.array([fmt.quantum_exponent for fmt in known], dtype=np.int64)[self.cells.format]
+        bits = self.cells.by_format(lambda fmt: fmt.mantissa_bits).astype(np.int64)
+        quantum = self.cells.by_format(lambda fmt: fmt.quantum_exponent).astype(np.int64)
         on_grid = self.cells.nonzero > 0
         for name in ("absmin", "absmax", "min", "max"):
             on_grid = on_grid & _on_grid(self.cells.column(name), bits, quantum)

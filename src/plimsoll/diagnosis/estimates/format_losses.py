@@ -16,13 +16,14 @@ The fraction is of the values that would be nonzero: lost / (lost + nonzero).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis.estimates.element_counts import Populations
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
-from plimsoll.formats import Format, get_element
+from plimsoll.formats import Format
 from plimsoll.spectrum.fit.population import BINADE
 
 _FLOOR_OF_FP32 = -126  # formats whose smallest value is above this power of two can be the ones to lose a value
@@ -47,15 +48,9 @@ class FormatLosses:
     held: Floats
 
     @cached_property
-    def known(self) -> list[Format]:
-        """The formats of `Cells.formats`."""
-        return [get_element(name, "diagnose") for name in self.cells.formats]
-
-    @cached_property
     def censors(self) -> NDArray[np.bool_]:
         """The rows whose format can have lost values that FP32 holds."""
-        narrow = [np.log2(fmt.smallest_subnormal) > _FLOOR_OF_FP32 for fmt in self.known]
-        return np.array(narrow, dtype=bool)[self.cells.format]
+        return self.cells.by_format(lambda fmt: np.log2(fmt.smallest_subnormal) > _FLOOR_OF_FP32).astype(bool)
 
     @cached_property
     def lost(self) -> Floats:
@@ -93,8 +88,7 @@ class FormatLosses:
 
     def floor_shift(self, fmt: Format) -> Floats:
         """Return the shift at which a format loses what each row's own format has lost."""
-        own = np.array([known.quantum_exponent for known in self.known])[self.cells.format]
-        return np.log2(self.held) + fmt.quantum_exponent - own
+        return np.log2(self.held) + fmt.quantum_exponent - self._quantum
 
     @cached_property
     def lost_of_cell(self) -> Floats:
@@ -143,14 +137,17 @@ class FormatLosses:
         change = np.zeros(len(self.cells), dtype=np.int64)
         result = np.empty(len(then))
         moves = np.floor(np.log2(self.held[now] / self.held[then])).astype(np.int64)
-        quantum = np.array([fmt.quantum_exponent for fmt in self.known])[self.cells.format]
         for move in np.unique(moves):
-            point = (quantum - 1 - self._lift - int(move) + change) * BINADE
+            point = (self._quantum - 1 - self._lift - int(move) + change) * BINADE
             gone = population.below(point, inclusive=True).estimate
             mine = moves == move
             had = np.nan_to_num(self.lost[then[mine]])
             result[mine] = (gone[then[mine]] + had) / (self.cells.nonzero[then[mine]] + had)
         return result
+
+    @cached_property
+    def _quantum(self) -> NDArray[Any]:
+        return self.cells.by_format(lambda fmt: fmt.quantum_exponent)
 
     @cached_property
     def _lift(self) -> NDArray[np.int64]:
@@ -165,7 +162,7 @@ class FormatLosses:
     @cached_property
     def _tail(self) -> tuple[Floats, Floats]:
         """Of each row, the values from the format's floor q to 4q, and from there to 16q."""
-        quantum = np.array([fmt.quantum_exponent for fmt in self.known])[self.cells.format] - self._lift
+        quantum = self._quantum - self._lift
         counts = [self.cells.below_binade(quantum + up) for up in (0, 2, 4)]
         return (counts[1] - counts[0]).astype(np.float64), (counts[2] - counts[1]).astype(np.float64)
 
@@ -230,7 +227,7 @@ class Modules:
         # is 2^-30 of what the few wrong rows give. Its scale is at the top already, and what is lost trains nothing.
         cells, rate = narrow.cells, self.underflow(narrow)
         kept = self.total(cells.total(cells.nonzero))
-        floor = np.array([fmt.smallest_subnormal for fmt in narrow.known])[cells.format]
+        floor = cells.by_format(lambda fmt: fmt.smallest_subnormal)
         energy = self.total(cells.total(cells.column("sumsq") * (narrow.held / cells.scale / floor) ** 2))
         return np.where((rate < MOST) & (energy > _NEGLIGIBLE**2 * kept), 0.0, rate)
 

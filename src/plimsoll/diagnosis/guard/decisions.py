@@ -109,7 +109,7 @@ def room(view: View) -> int | None:
         narrow = view.narrow(collection)
         if narrow is None:
             continue
-        largest_of_formats = [fmt.max for fmt in narrow.known if fmt.max < FP16.max * 2]
+        largest_of_formats = [fmt.max for fmt in narrow.cells.elements if fmt.max < FP16.max * 2]
         largest = float(np.fmax.reduce(narrow.cells.true_absmax[:, -_RECENT:], axis=None, initial=np.nan))
         if largest > 0 and math.isfinite(largest):
             rooms.append(math.floor(math.log2(min([FP16.max, *largest_of_formats]) / largest)))

@@ -262,8 +262,7 @@ class ClusteredBlock(Rule):
         cells = view.cells("weights")
         if cells is None:
             return
-        with np.errstate(all="ignore"):
-            shares = cells.total_of("last_bin") / cells.total_of("count")
+        shares = cells.share_of("last_bin")
         # A block of equal values is scaled to a number that its format holds.
         several = cells.highest(cells.column("absmax")) > -cells.highest(-cells.column("absmin"))
         shares = np.where(several, shares, 0.0 * shares)

@@ -184,7 +184,7 @@ class ScaleLow(ScaleRule):
             narrow = view.narrow(collection)
             if narrow is None:
                 continue
-            top = np.array([fmt.max for fmt in narrow.known])[narrow.cells.format]
+            top = narrow.cells.by_format(lambda fmt: fmt.max)
             largest = narrow.cells.column("absmax") * (narrow.held / narrow.cells.scale)
             room = log2(np.where(narrow.censors & (largest > 0), top / np.where(largest > 0, largest, 1.0), np.nan))
             place = np.searchsorted(cells.steps, narrow.cells.steps[narrow.cells.at])

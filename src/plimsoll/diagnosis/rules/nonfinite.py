@@ -13,7 +13,6 @@ from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.episodes import Span, first_of_deciding, reaching
 from plimsoll.diagnosis.tables.wiring_facts import largest_input
 from plimsoll.diagnosis.view import View
-from plimsoll.formats import get_element
 from plimsoll.tensor_collections import FORWARD, IN_STEP_ORDER, WITH_LOSS_SCALE
 from plimsoll.text import counted, number, power
 
@@ -458,8 +457,7 @@ def _room_above(view: View, broken: Ints) -> float | None:
         if narrow is None:
             continue
         cells = narrow.cells
-        top = np.array([fmt.max for fmt in narrow.known])[cells.format]
-        largest = cells.column("absmax") / cells.scale / top
+        largest = cells.column("absmax") / cells.scale / cells.by_format(lambda fmt: fmt.max)
         at = np.full(len(cells.steps), -np.inf)  # of each sample, the largest value as a part of its format's top
         np.maximum.at(at, cells.at, np.where(largest > 0, np.log2(np.where(largest > 0, largest, 1.0)), -np.inf))
         known = np.isfinite(at) & (np.nansum(cells.nonfinite, axis=0) == 0) & ~np.isin(cells.steps, broken)
@@ -480,8 +478,7 @@ def _overflow_first(view: View, since: int) -> bool:
     if cells is None:
         return False
     bad, nans, absmax = _nonfinite(cells), cells.total_of("nans"), cells.highest(cells.column("absmax"))
-    known = np.array([get_element(name, "diagnose").max for name in cells.formats])
-    tops = cells.highest(known[cells.format])
+    tops = cells.highest(cells.by_format(lambda fmt: fmt.max))
     seen = [place for place in np.flatnonzero(bad.any(axis=0)).tolist() if cells.steps[place] >= since]
     for place in seen:
         layers = np.flatnonzero(bad[:, place]).tolist()

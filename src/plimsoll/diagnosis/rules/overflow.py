@@ -22,7 +22,7 @@ from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.trend import Trend, looks, trend
 from plimsoll.diagnosis.view import View, log2
-from plimsoll.formats import FP16, get_element
+from plimsoll.formats import FP16
 from plimsoll.tensor_collections import OVERFLOW_ORDER
 from plimsoll.text import percent, times_two_to
 
@@ -364,8 +364,7 @@ class SaturatedFP8(Rule):
         """Yield one finding for each collection."""
         for collection in view.run.tensors:
             cells = view.cells(collection)
-            known = [get_element(name, "diagnose") for name in cells.formats] if cells is not None else []
-            if cells is None or not any(fmt.bits <= 8 for fmt in known):
+            if cells is None or not any(fmt.bits <= 8 for fmt in cells.elements):
                 continue
             shares = self._shares(cells)
             spans = layer_spans(shares > self.share, ~np.isnan(shares), self.samples)
@@ -384,13 +383,9 @@ class SaturatedFP8(Rule):
         )
 
     def _shares(self, cells: Cells) -> Floats:
-        known = [get_element(name, "diagnose") for name in cells.formats]
-        top = np.array([fmt.max_exponent for fmt in known])[cells.format]
-        largest = np.array([fmt.max for fmt in known])[cells.format]
-        narrow = np.array([fmt.bits <= 8 for fmt in known])[cells.format]
-        place = np.clip(top - cells.lowest, 0, cells.length)
-        under = cells.running[cells.start[:-1] + place] - cells.running[cells.start[:-1]]
-        reached = narrow & (cells.column("absmax") >= largest) & (cells.nonzero > 0)
+        narrow = cells.by_format(lambda fmt: fmt.bits <= 8)
+        under = cells.below_binade(cells.by_format(lambda fmt: fmt.max_exponent))
+        reached = narrow & (cells.column("absmax") >= cells.by_format(lambda fmt: fmt.max)) & (cells.nonzero > 0)
         counts = np.where(reached, cells.nonzero - under, 0)
         with np.errstate(all="ignore"):
             shares = cells.total(counts) / cells.total(cells.nonzero)
@@ -456,17 +451,15 @@ def _settled_or_not(
 
 def _magnitudes(cells: Cells) -> Floats:
     """Return each cell's largest stored magnitude. A format's lowest value is a mask, and left out."""
-    lowest = np.array([-get_element(name, "diagnose").max for name in cells.formats])[cells.format]
     low, high = cells.column("min"), cells.column("max")
-    masked = low <= lowest
+    masked = low <= -cells.by_format(lambda fmt: fmt.max)
     return cells.highest(np.fmax(np.abs(high), np.where(masked, 0.0, np.abs(low))))
 
 
 def _distance(cells: Cells) -> Floats:
     """Return the binades from each cell's largest value to its format's top, or NaN."""
-    known = [get_element(name, "diagnose") for name in cells.formats]
-    narrow = np.array([fmt.max < _WIDE and fmt.bits > 8 for fmt in known])[cells.format]
+    narrow = cells.by_format(lambda fmt: fmt.max < _WIDE and fmt.bits > 8)
     if not narrow.any():
         return np.full(cells.shape, np.nan)
-    top = cells.highest(np.where(narrow, np.array([fmt.max for fmt in known])[cells.format], np.nan))
+    top = cells.highest(np.where(narrow, cells.by_format(lambda fmt: fmt.max), np.nan))
     return log2(top) - log2(_magnitudes(cells))

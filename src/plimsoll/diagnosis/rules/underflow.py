@@ -19,7 +19,7 @@ from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, module_ends
 from plimsoll.diagnosis.tables.trend import Trend, looks, trend
 from plimsoll.diagnosis.view import View
-from plimsoll.formats import E4M3, E5M2, FP16, get_element
+from plimsoll.formats import E4M3, E5M2, FP16
 from plimsoll.tensor_collections import UNDERFLOW_ORDER
 from plimsoll.text import percent
 
@@ -128,9 +128,7 @@ class UnderflowHigh(ScaleRule):
         cells = view.cells("activations")
         if cells is None:
             return
-        wide = (
-            cells.highest(np.array([get_element(name, "diagnose").bits for name in cells.formats])[cells.format]) > 16
-        )
+        wide = cells.highest(cells.by_format(lambda fmt: fmt.bits)) > 16
         zeros, least, most = cells.zero_fraction, -cells.highest(-cells.columns["absmin"]), cells.true_absmax
         ends = module_ends(cells)
         for fmt in FLUSHING:

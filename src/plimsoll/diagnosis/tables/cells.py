@@ -6,7 +6,7 @@ stored, in one array with its running sum. So the number of values below a binad
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll import row_layout
+from plimsoll.formats import Format, get_element
 from plimsoll.runs import Run
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, values_of
@@ -77,9 +78,7 @@ class Cells:
 
     def of_rows(self, rows: Ints) -> "Cells":
         """Return the cells with these rows only. Names and steps stay."""
-        start = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.length[rows])])
-        moved: Ints = self.start[:-1][rows] - start[:-1]
-        places: Ints = np.repeat(moved, self.length[rows]) + np.arange(int(start[-1]), dtype=np.int64)
+        start, flat = lists_of_rows(self.start, self.flat, rows)
         return replace(
             self,
             layer=self.layer[rows],
@@ -89,7 +88,7 @@ class Cells:
             columns={name: column[rows] for name, column in self.columns.items()},
             lowest=self.lowest[rows],
             start=start,
-            flat=self.flat[places],
+            flat=flat,
         )
 
     def only(self, name: str) -> "Cells":
@@ -127,6 +126,15 @@ class Cells:
         """Return how many nonzero finite values, as stored, lie below each row's binade."""
         place = np.clip(np.maximum(binade, row_layout.LOWEST_BINADE) - self.lowest, 0, self.length)
         return self.running[self.start[:-1] + place] - self.running[self.start[:-1]]
+
+    @cached_property
+    def elements(self) -> Sequence[Format]:
+        """The formats that `formats` names."""
+        return [get_element(name, "diagnose") for name in self.formats]
+
+    def by_format(self, fact: Callable[[Format], float]) -> NDArray[Any]:
+        """Return a fact of each row's format."""
+        return np.array([fact(fmt) for fmt in self.elements])[self.format]
 
     # -- from rows to layers x steps
 
@@ -197,6 +205,18 @@ class Cells:
             return np.sqrt(self.total(self.columns["sumsq"] / self.scale**2) / self.finite)
 
     @cached_property
+    def mean(self) -> Floats:
+        """Mean of the finite values, scale undone. NaN without any."""
+        with np.errstate(all="ignore"):
+            return self.total(self.columns["sum"] / self.scale) / self.finite
+
+    @cached_property
+    def absmean(self) -> Floats:
+        """Mean magnitude of the finite values, scale undone. NaN without any."""
+        with np.errstate(all="ignore"):
+            return self.total(self.columns["abssum"] / self.scale) / self.finite
+
+    @cached_property
     def norm(self) -> Floats:
         """Euclidean norm of the finite values, scale undone."""
         with np.errstate(all="ignore"):
@@ -222,8 +242,12 @@ class Cells:
     @cached_property
     def zero_fraction(self) -> Floats:
         """Share of zeros among all values. NaN without any."""
+        return self.share_of("zeros")
+
+    def share_of(self, part: str, whole: str = "count") -> Floats:
+        """Return the sum of a stored column over that of another, by cell."""
         with np.errstate(all="ignore"):
-            return self.total_of("zeros") / self.total_of("count")
+            return self.total_of(part) / self.total_of(whole)
 
 
 def read(run: Run, collection: str, until: int | None = None, name: str | None = None) -> Cells | None:
@@ -305,19 +329,14 @@ def before_step(cells: Cells, step: int) -> Cells:
     earlier = cells.steps[cells.at] < step
     if earlier.all():
         return cells
-    length = cells.length[earlier]
-    return replace(
-        cells,
-        steps=cells.steps[cells.steps < step],
-        layer=cells.layer[earlier],
-        at=cells.at[earlier],
-        format=cells.format[earlier],
-        scale=cells.scale[earlier],
-        columns={name: column[earlier] for name, column in cells.columns.items()},
-        lowest=cells.lowest[earlier],
-        start=_offsets(length),
-        flat=cells.flat[np.repeat(earlier, cells.length)],
-    )
+    return replace(cells.of_rows(np.flatnonzero(earlier)), steps=cells.steps[cells.steps < step])
+
+
+def lists_of_rows(start: Ints, items: Ints, rows: Ints) -> tuple[Ints, Ints]:
+    """Return where the lists of some rows begin, and their items: ``items[start[i]:start[i + 1]]`` of row i."""
+    length = np.diff(start)[rows]
+    begin = _offsets(length)
+    return begin, items[np.repeat(start[:-1][rows] - begin[:-1], length) + np.arange(int(begin[-1]))]
 
 
 def joined(first: Cells, later: Cells, order: Sequence[str]) -> Cells:

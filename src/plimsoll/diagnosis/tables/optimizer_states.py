@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.wiring_facts import facts, groups_of, optimizer_settings, with_rate_of_zero
 from plimsoll.diagnosis.view import View
-from plimsoll.formats import get_element
 
 SECOND_MOMENTS = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
 # States that are named as those that hold what a narrow weight cannot, unless the weights show otherwise.
@@ -114,8 +113,7 @@ def lost_second_moments(cells: Cells) -> Floats:
 def lost_first_moments(cells: Cells) -> Floats:
     """Share of 8-bit first moments that are zero though the second are not. NaN in all other cells."""
     zeros, count = cells.total_of("zeros"), cells.total_of("count")
-    narrow = np.array([get_element(name, "diagnose").bits <= 8 for name in cells.formats])
-    is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
+    is_narrow = cells.total(cells.by_format(lambda fmt: fmt.bits <= 8).astype(np.int64)) > 0
     result = np.full(cells.shape, np.nan)
     for first, second in _pairs(cells):
         with np.errstate(all="ignore"):

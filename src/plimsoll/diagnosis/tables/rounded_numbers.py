@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
-from plimsoll.formats import get_element
 
 
 # Numbers that are added one by one are lost once they are less than half a unit in the last place of the sum. That unit
@@ -67,6 +66,5 @@ def spacing(cells: Cells) -> Floats:
 
 def _digits(cells: Cells) -> Floats:
     """Return the mantissa bits of each cell's format. 0: wider than 16 bits, or not recorded."""
-    formats = [get_element(name, "diagnose") for name in cells.formats]
-    bits = np.array([fmt.mantissa_bits if fmt.bits <= 16 else 0 for fmt in formats], dtype=np.float64)
-    return np.nan_to_num(cells.highest(bits[cells.format]))
+    bits = cells.by_format(lambda fmt: fmt.mantissa_bits if fmt.bits <= 16 else 0)
+    return np.nan_to_num(cells.highest(bits.astype(np.float64)))

@@ -86,14 +86,12 @@ def _absmax(cells: Cells) -> Floats:
 
 
 def _absmean(cells: Cells) -> Floats:
-    with np.errstate(all="ignore"):
-        return log2(cells.total(cells.column("abssum") / cells.scale) / cells.finite)
+    return log2(cells.absmean)
 
 
 def _std(cells: Cells) -> Floats:
     with np.errstate(all="ignore"):
-        mean = cells.total(cells.column("sum") / cells.scale) / cells.finite
-        return log2(np.sqrt(np.maximum(cells.rms**2 - mean**2, 0.0)))
+        return log2(np.sqrt(np.maximum(cells.rms**2 - cells.mean**2, 0.0)))
 
 
 def _nonfinite(cells: Cells) -> Floats:
@@ -109,13 +107,11 @@ def _headroom(cells: Cells) -> Floats:
 
 
 def _ratio(cells: Cells) -> Floats:
-    with np.errstate(all="ignore"):
-        return log2(cells.norm / np.sqrt(cells.total(cells.column("weight_norm") ** 2)))
+    return log2(cells.relative_update)
 
 
 def _unmoved(cells: Cells) -> Floats:
-    with np.errstate(all="ignore"):
-        return cells.total_of("unmoved") / cells.total_of("pushed")
+    return cells.share_of("unmoved", "pushed")
 
 
 def _kurtosis(cells: Cells) -> Floats:
@@ -123,8 +119,7 @@ def _kurtosis(cells: Cells) -> Floats:
 
 
 def _last_bin(cells: Cells) -> Floats:
-    with np.errstate(all="ignore"):
-        return cells.total_of("last_bin") / cells.total_of("count")
+    return cells.share_of("last_bin")
 
 
 def _error(cells: Cells) -> Floats:

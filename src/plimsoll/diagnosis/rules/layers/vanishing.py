@@ -28,7 +28,6 @@ from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.wiring_facts import ONE_VALUE_NORM, facts, listed_in
 from plimsoll.diagnosis.tables.zero_gradients import always_zero
 from plimsoll.diagnosis.view import View
-from plimsoll.formats import get_element
 from plimsoll.text import number, percent
 
 _TWO_VALUES = "norm of two values"  # a fact of the watch
@@ -338,9 +337,8 @@ def _explained_stop(stops: str) -> tuple[str, str]:
 
 def _spacing(cells: Cells, sizes: Floats) -> Floats:
     """Return the distance of neighbouring numbers of each cell's format at a size."""
-    formats = [get_element(name, "diagnose") for name in cells.formats]
-    lowest = cells.highest(np.array([fmt.min_exponent for fmt in formats], dtype=np.float64)[cells.format])
-    digits = cells.highest(np.array([fmt.mantissa_bits for fmt in formats], dtype=np.float64)[cells.format])
+    lowest = cells.highest(cells.by_format(lambda fmt: fmt.min_exponent).astype(np.float64))
+    digits = cells.highest(cells.by_format(lambda fmt: fmt.mantissa_bits).astype(np.float64))
     with np.errstate(all="ignore"):
         return np.exp2(np.maximum(np.floor(np.log2(sizes)), lowest) - digits)
 

@@ -38,7 +38,6 @@ from plimsoll.diagnosis.tables.zero_gradients import (
     where_gradients_stop,
 )
 from plimsoll.diagnosis.view import View
-from plimsoll.formats import get_element
 from plimsoll.tensor_collections import UNDERFLOW_ORDER
 from plimsoll.text import number, percent
 
@@ -284,8 +283,7 @@ class DeadLayer(Rule):
         norms = {name for event in facts(view, ONE_VALUE_NORM) for name in listed_in(event, "modules")}
         _, mine, theirs = np.intersect1d(cells.steps, inputs.steps, return_indices=True)
         nonzero, size = cells.total(cells.nonzero), cells.highest(cells.columns["absmax"])
-        floors = np.array([get_element(name, "diagnose").smallest_normal for name in cells.formats])
-        floor = cells.highest(floors[cells.format])
+        floor = cells.highest(cells.by_format(lambda fmt: fmt.smallest_normal))
         biases = {name: place for place, name in enumerate(cells.names)}
         entries = {name: place for place, name in enumerate(inputs.names)}
         spots: list[Spot] = []

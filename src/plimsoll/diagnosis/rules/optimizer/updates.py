@@ -86,10 +86,8 @@ class UpdatesSwallowed(Rule):
             )  # fmt: skip
         moments, _ = KeptNarrow().first_moments_flushed(view)
         flushed = {spot.name.rpartition(":")[0] for spot in moments}  # their cause is known
-        with np.errstate(all="ignore"):
-            shares = cells.total_of("unmoved") / cells.total_of("pushed")
-        narrow = np.array([fmt.bits <= 16 for fmt in (get_element(name, "diagnose") for name in cells.formats)])
-        is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
+        shares = cells.share_of("unmoved", "pushed")
+        is_narrow = cells.total(cells.by_format(lambda fmt: fmt.bits <= 16).astype(np.int64)) > 0
         spared = spared_updates(view, cells) | (
             cells.total_of("nans") > 0
         )  # a NaN plus anything is that NaN: no rounding
@@ -177,7 +175,7 @@ class SecondMomentLost(Rule):
             "epsilon_is_zero": "yes" if lost or certain else "no",
         }
         # A format leaves values down to its smallest one. Where none is near it, something else rounds the state.
-        smallest = np.array([get_element(name, "diagnose").smallest_subnormal for name in cells.formats])[cells.format]
+        smallest = cells.by_format(lambda fmt: fmt.smallest_subnormal)
         least = np.fmin.reduce((cells.columns["absmin"] / smallest)[rows], initial=np.inf)
         if not certain and least > self.near:
             evidence["cause"] = _ROUNDED_STATE
