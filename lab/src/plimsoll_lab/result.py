@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.diagnosis import Finding
-from plimsoll.diagnosis.finding import plain
 from plimsoll.errors import ArgumentError
+from plimsoll.json_data import as_data
 
 # -- claims ------------------------------------------------------------------------------------------------------------
 
@@ -193,10 +193,10 @@ class Training:
             "name": self.name,
             "title": self.title,
             "run": str(self.run),
-            "numbers": {name: plain(value) for name, value in self.numbers.items()},
+            "numbers": as_data(self.numbers),
             "outcome": self.outcome,
             "good": self.good,
-            "series": [plain(value) for value in self.series],
+            "series": as_data(self.series),
             "series_of": self.series_of,
             "findings": [finding.to_dict() for finding in self.findings],
             "verdict": self.verdict,

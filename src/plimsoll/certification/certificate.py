@@ -1,11 +1,11 @@
 """Facts of a certificate: the specifications that it cites, and its rows with counterexamples."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from plimsoll.formats import BF16, BLOCKS, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP16, FP32, FP64, BlockFormat, Format
+from plimsoll.json_data import as_data, fields_of
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.text import counted
 
@@ -226,22 +226,9 @@ class CertificateRecord:
 
     def to_dict(self) -> dict[str, object]:
         """Return the certificate as JSON-able data, with NaN and infinities as text."""
-        data = cast("dict[str, object]", plain(self))
-        summed_up = {"conforms": self.conforms, "verdict": self.verdict, "counterexamples": plain(self.counterexamples)}
+        data, counterexamples = fields_of(self), as_data(self.counterexamples)
+        summed_up = {"conforms": self.conforms, "verdict": self.verdict, "counterexamples": counterexamples}
         return data | summed_up | {"seconds": round(self.seconds, 3)}
-
-
-def plain(value: object) -> object:
-    """Return a value for JSON: dataclasses as dictionaries, NaN and Inf as text."""
-    if is_dataclass(value):
-        return {part.name: plain(getattr(value, part.name)) for part in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in cast("Mapping[object, object]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in cast("Sequence[object]", value)]
-    if value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    return str(value)
 
 
 def written(value: object) -> str:

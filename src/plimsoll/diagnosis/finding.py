@@ -1,10 +1,10 @@
 """`Finding`: the result of a rule, and the words for collections and layers."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from plimsoll.json_data import Record
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.tensor_collections import LABELS
 from plimsoll.text import counted, grouped as grouped, shown as shown
@@ -32,7 +32,7 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding(NotebookRepr):
+class Finding(Record, NotebookRepr):
     """Result of a rule: a problem of a run, with its place, numbers and advice.
 
     Attributes:
@@ -53,42 +53,20 @@ class Finding(NotebookRepr):
     rule: str
     severity: Severity
     since_step: int
-    where: tuple[str, ...] = ()
-    evidence: Mapping[str, float | int | str] = field(default_factory=dict[str, "float | int | str"])
-    advice: str
-    actions: tuple[Action, ...] = ()
-    meaning: str
     until_step: int
     collection: str | None = None
+    where: tuple[str, ...] = ()
     spots: tuple[Spot, ...] = ()
+    evidence: Mapping[str, float | int | str] = field(default_factory=dict[str, "float | int | str"])
+    meaning: str
+    advice: str
+    actions: tuple[Action, ...] = ()
     figure: str
-
-    def to_dict(self) -> dict[str, object]:
-        """Return JSON-able data; NaN and infinities are names ("nan", "inf")."""
-        return {
-            "rule": self.rule,
-            "severity": self.severity,
-            "since_step": self.since_step,
-            "until_step": self.until_step,
-            "collection": self.collection,
-            "where": list(self.where),
-            "spots": [{"name": s.name, "since_step": s.since_step, "value": plain(s.value)} for s in self.spots],
-            "evidence": {name: plain(value) for name, value in self.evidence.items()},
-            "meaning": self.meaning,
-            "advice": self.advice,
-            "actions": list(self.actions),
-            "figure": self.figure,
-        }
 
     def __str__(self) -> str:
         """Return one line: severity, rule, first step, locations and meaning."""
         place = f" in {grouped(self.where)}" if self.where else ""
         return f"{self.severity}: {self.rule} since step {self.since_step:,}{place}: {self.meaning}"
-
-
-def plain(value: float | int | str) -> float | int | str:
-    """Return a value as JSON can hold it."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- words that all surfaces use for collections, layers and their numbers ---------------------------------------------

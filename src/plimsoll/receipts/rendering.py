@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from plimsoll.json_data import as_data
 from plimsoll.receipts import wording
 from plimsoll.receipts.rows import ReceiptRecord
 from plimsoll.runs.storage.atomic_files import check_place, write_text
@@ -187,13 +188,13 @@ def data(receipt: ReceiptRecord) -> dict[str, object]:
         "declared": receipt.declared,
         "did": list(receipt.did),
         "parameters": receipt.parameters,
-        "deviations": [deviation.to_dict() for deviation in receipt.deviations],
+        "deviations": as_data(receipt.deviations),
         "notes": list(receipt.notes),
         "memory": receipt.memory.to_dict(),
         "cache": {"hits": receipt.cache_hits, "misses": receipt.cache_misses},
         "settings": dict(receipt.settings),
-        "rows": [row.to_dict() for row in receipt.rows],
-        "tensors": [tensor.to_dict() for tensor in receipt.tensors],
+        "rows": as_data(receipt.rows),
+        "tensors": as_data(receipt.tensors),
     }
 
 

@@ -2,23 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
 
+from plimsoll.json_data import Record
 from plimsoll.receipts.recording.operations import Cause as Cause, Kind as Kind, Phase as Phase, Where as Where
 
 Role = Literal["weights", "masters", "buffers", "gradients", "optimizer"]
 
 
-def _as_dict(record: "Row | TensorRow | MemoryUse | Deviation") -> dict[str, object]:
-    """Return a record's fields; tuples as lists."""
-    fields_of_record = {name: getattr(record, name) for name in record.__slots__}
-    return {
-        name: [*cast("tuple[object, ...]", x)] if isinstance(x, tuple) else x for name, x in fields_of_record.items()
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Record):
     """An operation as it ran at one place; calls that are alike are one row.
 
     Formats are names: "bf16", "fp32", "e4m3". Those of a row may differ from a tensor's dtype, as TF32 does.
@@ -74,13 +67,9 @@ class Row:
         operands = (" x " if multiplied else " + ").join(listed)
         return " -> ".join(part for part in (operands, self.output) if part)
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the row as data that JSON can hold."""
-        return _as_dict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRow:
+class TensorRow(Record):
     """A tensor that outlives the step.
 
     Attributes:
@@ -97,13 +86,9 @@ class TensorRow:
     bytes: int
     module: str | None = None
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the tensor as data that JSON can hold."""
-        return _as_dict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse:
+class MemoryUse(Record):
     """Bytes of a step, of all tensors that its operations have met.
 
     Attributes:
@@ -124,13 +109,9 @@ class MemoryUse:
     peak: int = 0
     moved: int = 0
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the bytes as data that JSON can hold."""
-        return _as_dict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deviation:
+class Deviation(Record):
     """A difference between a step and what was declared of it.
 
     Attributes:
@@ -154,10 +135,6 @@ class Deviation:
     advice: str
     phases: tuple[Phase, ...] = ()
     calls: int = 1
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the deviation as data that JSON can hold."""
-        return _as_dict(self)
 
     def __str__(self) -> str:
         where = ", ".join(part for part in (self.module, self.source_line) if part)

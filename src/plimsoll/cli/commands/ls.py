@@ -15,6 +15,7 @@ import typer
 from plimsoll.cli import messages
 from plimsoll.cli.options import Json, Quiet
 from plimsoll.errors import PlimsollError, RunError
+from plimsoll.json_data import as_data
 from plimsoll.text import number
 
 if TYPE_CHECKING:
@@ -94,8 +95,6 @@ class RunRow:
 
     def to_dict(self) -> dict[str, object]:
         """Return the row as JSON-able data."""
-        from plimsoll.diagnosis.finding import plain
-
         started = None if self.started is None else datetime.fromtimestamp(self.started, UTC).isoformat()
         return {
             "name": self.name,
@@ -104,7 +103,7 @@ class RunRow:
             "severity": self.severity or None,
             "verdict": self.verdict or None,
             "last_step": self.last_step,
-            "loss": None if self.loss is None else plain(self.loss),
+            "loss": as_data(self.loss),
             "precision": self.precision or None,
             "started": started,
             "size_bytes": self.size_bytes,

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from plimsoll import exports
-from plimsoll.diagnosis.finding import collection_words, plain, shown
+from plimsoll.diagnosis.finding import collection_words, shown
+from plimsoll.json_data import Record, as_data
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.text import number
 
@@ -18,7 +19,7 @@ Kind = Literal["values", "underflow", "zeros", "nonfinite", "skipped", "size"]
 
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting(NotebookRepr):
+class Parting(Record, NotebookRepr):
     """One tensor (or scalar) at one step, of both runs.
 
     `a` and `b` are what was compared: root mean squares for "values", numbers of non-finite values, shares of zeros,
@@ -40,12 +41,6 @@ class Parting(NotebookRepr):
         """Return one line: the step, the tensor and how it diverges."""
         place = f"{collection_words(self.collection)} {shown(self.name)}".rstrip()
         return f"step {self.step:,}, {place}: {self.reason}"
-
-    def to_dict(self) -> dict[str, object]:
-        """Return JSON-able data."""
-        facts = {"kind": self.kind, "step": self.step, "collection": self.collection, "name": self.name}
-        numbers = {"a": self.a, "b": self.b, "distance": self.distance, "allowed": self.allowed}
-        return {**facts, **{name: plain(value) for name, value in numbers.items()}, "reason": self.reason}
 
 
 @exports.exported_by("plimsoll.diagnosis")
@@ -105,11 +100,11 @@ class Divergence(NotebookRepr):
             "b": self.b,
             "parts": self.first is not None,
             "sentence": self.sentence,
-            "first": None if self.first is None else self.first.to_dict(),
-            "partings": [parting.to_dict() for parting in self.partings],
+            "first": as_data(self.first),
+            "partings": as_data(self.partings),
             "compared": {"steps": self.compared[0], "series": self.compared[1]},
             "until_step": self.until_step,
-            "drift": [{"step": step, "distance": plain(distance)} for step, distance in self.drift],
+            "drift": [{"step": step, "distance": as_data(distance)} for step, distance in self.drift],
             "only_a": list(self.only_a),
             "only_b": list(self.only_b),
             "changed": [{"name": name, "a": a, "b": b} for name, a, b in self.changed],

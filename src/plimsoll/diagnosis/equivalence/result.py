@@ -10,8 +10,9 @@ import numpy as np
 
 from plimsoll.diagnosis.equivalence.curves import Aligned, Curve
 from plimsoll.diagnosis.equivalence.noise import NoiseFrom, weights
-from plimsoll.diagnosis.finding import plain, shown
+from plimsoll.diagnosis.finding import shown
 from plimsoll.diagnosis.tables.cells import Floats
+from plimsoll.json_data import fields_of
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Interval
 from plimsoll.text import counted, number, percent
@@ -148,6 +149,7 @@ class Parity(NotebookRepr):
     verdict: Verdict
     difference: Interval
     tolerance: float
+    relative: bool
     noise: float
     noise_from: NoiseFrom | None
     more_steps: int | None
@@ -162,7 +164,6 @@ class Parity(NotebookRepr):
     scalar: str
     better: Better
     confidence: float
-    relative: bool
     speed: Speed
     history: tuple[Moment, ...]
     paired: tuple[tuple[int, float], ...]
@@ -212,35 +213,14 @@ class Parity(NotebookRepr):
 
     def to_dict(self) -> dict[str, object]:
         """Return it as JSON-able data; NaN and infinities are names ("nan", "inf")."""
-        speed = self.speed
         return {
             "verdict": self.verdict,
             "sentence": self.sentence,
-            "difference": _ends(self.difference),
-            "tolerance": plain(self.tolerance),
-            "relative": self.relative,
-            "noise": plain(self.noise),
-            "noise_from": self.noise_from,
-            "more_steps": self.more_steps,
-            "more_seeds": self.more_seeds,
-            "since_step": self.since_step,
-            "steps": self.steps,
-            "first_step": self.first_step,
-            "last_step": self.last_step,
+            **fields_of(self),
             "runs": {"base": self.runs[0], "candidate": self.runs[1]},
             "diverged": {"base": self.diverged[0], "candidate": self.diverged[1]},
-            "level": plain(self.level),
-            "scalar": self.scalar,
-            "better": self.better,
-            "confidence": self.confidence,
-            "speed": {
-                "steps": None if speed.steps is None else _ends(speed.steps),
-                "per_step": speed.per_step,
-                "at_equal_quality": None if speed.at_equal_quality is None else _ends(speed.at_equal_quality),
-            },
-            "history": [{"step": m.step, **_ends(m.difference), "verdict": m.verdict} for m in self.history],
+            "history": [{"step": m.step, **fields_of(m.difference), "verdict": m.verdict} for m in self.history],
             "paired": [{"step": step, "difference": value} for step, value in self.paired],
-            "notes": list(self.notes),
         }
 
     def facts(self) -> list[tuple[str, str]]:
@@ -303,10 +283,6 @@ class Parity(NotebookRepr):
             return f"{share:+,.0f} %" if abs(share) >= 99.5 else f"{share:+.2g} %"
         text = number(value)
         return text if text.startswith("-") else f"+{text}"
-
-
-def _ends(interval: Interval) -> dict[str, object]:
-    return {"low": plain(interval.low), "high": plain(interval.high), "estimate": plain(interval.estimate)}
 
 
 def _times(interval: Interval) -> str:

@@ -21,13 +21,14 @@ from plimsoll.diagnosis.estimates.format_losses import MOST, FormatLosses, Modul
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import FP16, Format
+from plimsoll.json_data import Record
 
 # -- step ranges for which one scale works -----------------------------------------------------------------------------
 
 
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class Stretch(Record):
     """A step range with the shifts that work at all of its steps.
 
     Attributes:
@@ -39,11 +40,6 @@ class Stretch:
     from_step: int
     to_step: int
     window: tuple[int, int] | None
-
-    def to_dict(self) -> dict[str, object]:
-        """Return JSON-able data."""
-        window = None if self.window is None else list(self.window)
-        return {"from_step": self.from_step, "to_step": self.to_step, "window": window}
 
 
 def stretches_of(steps: Ints, low: Floats, high: Floats) -> list[Stretch]:

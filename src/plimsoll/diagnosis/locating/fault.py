@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from plimsoll import exports
-from plimsoll.diagnosis.finding import plain, shown
+from plimsoll.diagnosis.finding import shown
+from plimsoll.json_data import Record
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import printable
@@ -32,7 +33,7 @@ class Source(NotebookRepr):
 
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operand:
+class Operand(Record):
     """A tensor that went into an operation, or came out of it.
 
     `name` is the operation's own name for it, `called` what it is known as (a parameter's name) if it is. The
@@ -42,19 +43,13 @@ class Operand:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    spectrum: Spectrum | None = None
     called: str | None = None
-
-    def to_dict(self) -> dict[str, object]:
-        """As JSON-able data."""
-        spectrum = None if self.spectrum is None else self.spectrum.to_dict()
-        shape = list(self.shape)
-        return {"name": self.name, "dtype": self.dtype, "shape": shape, "called": self.called, "spectrum": spectrum}
+    spectrum: Spectrum | None = None
 
 
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault(NotebookRepr):
+class Fault(Record, NotebookRepr):
     """First operation that made NaN, Inf or zeros that mattered from finite inputs.
 
     - `kind`: "nan", "inf" or "flush". `sentence`: what happened, in one sentence.
@@ -90,31 +85,6 @@ class Fault(NotebookRepr):
     scale: float | None = None
     reached: str | None = None
     error: str | None = None
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the fault as JSON-able data; NaN and infinities are names ("nan", "inf")."""
-        s = self.source
-        where = None if s is None else {"file": s.file, "line": s.line, "function": s.function, "text": s.text}
-        return {
-            "kind": self.kind,
-            "operation": self.operation,
-            "phase": self.phase,
-            "sentence": self.sentence,
-            "module": self.module,
-            "source": where,
-            "forward": self.forward,
-            "inputs": [operand.to_dict() for operand in self.inputs],
-            "outputs": [operand.to_dict() for operand in self.outputs],
-            "scalars": {name: plain(value) for name, value in self.scalars.items()},
-            "count": self.count,
-            "total": self.total,
-            "first_index": list(self.first_index),
-            "at": {name: plain(value) for name, value in self.at.items()},
-            "expected": None if self.expected is None else plain(self.expected),
-            "scale": None if self.scale is None else plain(self.scale),
-            "reached": self.reached,
-            "error": self.error,
-        }
 
     def __str__(self) -> str:
         return block(self)

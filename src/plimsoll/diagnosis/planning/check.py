@@ -13,6 +13,7 @@ from plimsoll.diagnosis.planning.modules import Module, modules_of
 from plimsoll.diagnosis.view import View, view_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP32, ROLES, BlockFormat, Format, ModulePlan, Plan, Role, get
+from plimsoll.json_data import Record, as_data
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.runs import Run
 from plimsoll.spectrum import Interval
@@ -27,7 +28,7 @@ _TOLERANCE = 0.01
 
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRow(NotebookRepr):
+class PlanRow(Record, NotebookRepr):
     """One role of a module, in the plan's format at the plan's scale.
 
     Attributes:
@@ -54,20 +55,6 @@ class PlanRow(NotebookRepr):
         """Return one line: the module, the role, the format, and whether it works."""
         verdict = "ok" if self.ok else self.why
         return f"{shown(self.module)}, {self.role} in {self.format} at scale {power(self.scale)}: {verdict}"
-
-    def to_dict(self) -> dict[str, object]:
-        """Return JSON-able data."""
-        return {
-            "module": self.module,
-            "role": self.role,
-            "format": self.format,
-            "scale": self.scale,
-            "predicted": _as_dict(self.predicted),
-            "found": _as_dict(self.found),
-            "overflow": _as_dict(self.overflow),
-            "ok": self.ok,
-            "why": self.why,
-        }
 
 
 @exports.exported_by("plimsoll.diagnosis")
@@ -116,7 +103,7 @@ class PlanCheck(NotebookRepr):
             "ok": self.ok,
             "sentence": self.sentence,
             "unknown": list(self.unknown),
-            "rows": [row.to_dict() for row in self.rows],
+            "rows": as_data(self.rows),
         }
 
     def table(self, most: int = 20, width: int | None = None) -> "Table":
@@ -229,10 +216,6 @@ def _verdict(row: PlanRow) -> str:
     if row.ok:
         return "ok"
     return "overflows" if row.overflow is not None and row.overflow.high > 0 else "fails"
-
-
-def _as_dict(interval: Interval | None) -> dict[str, float] | None:
-    return None if interval is None else {"low": interval.low, "high": interval.high, "estimate": interval.estimate}
 
 
 def _at_most(interval: Interval | None) -> str:

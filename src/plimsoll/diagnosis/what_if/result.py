@@ -10,9 +10,10 @@ import numpy as np
 
 from plimsoll import exports
 from plimsoll.diagnosis.estimates.usable_scales import Stretch, block_sentence, scales, sentence, stretches_of
-from plimsoll.diagnosis.finding import collection_words, plain, shown, value_words
+from plimsoll.diagnosis.finding import collection_words, shown, value_words
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.errors import NotRecordedError
+from plimsoll.json_data import as_data, fields_of
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Fit, Interval
 from plimsoll.text import capital, percent, steps
@@ -102,22 +103,9 @@ class Row(NotebookRepr):
 
     def to_dict(self) -> dict[str, object]:
         """Return JSON-able data."""
-        fractions = {
-            name: {"low": interval.low, "high": interval.high, "estimate": interval.estimate}
-            for name, interval in (
-                ("lost", self.fit.lost),
-                ("subnormal", self.fit.subnormal),
-                ("overflow", self.fit.overflow),
-            )
-        }
-        return {
-            "name": self.name,
-            **fractions,
-            "snr_db": plain(self.fit.snr_db),
-            "window": None if self.window is None else list(self.window),
-            "worst_step": self.worst_step,
-            "worst_lost": self.worst_lost,
-        }
+        data = fields_of(self)
+        effect = {name: as_data(getattr(self.fit, name)) for name in ("lost", "subnormal", "overflow", "snr_db")}
+        return {"name": data.pop("name"), **effect, **{name: value for name, value in data.items() if name != "fit"}}
 
 
 @exports.exported_by("plimsoll.diagnosis")
@@ -267,9 +255,9 @@ class WhatIf(NotebookRepr):
             "collections": list(self.collections),
             "censored": self.censored,
             "sentence": self.sentence,
-            "stretches": [stretch.to_dict() for stretch in self.stretches],
+            "stretches": as_data(self.stretches),
             "overall": self.overall.to_dict(),
-            "rows": [row.to_dict() for row in self.rows],
+            "rows": as_data(self.rows),
             "over_time": {"step": steps.tolist(), "lost": lost.tolist(), "overflow": over.tolist()},
         }
 

@@ -18,6 +18,7 @@ from plimsoll.diagnosis.what_if.answer import SHIFTS, has_records
 from plimsoll.diagnosis.what_if.result import Row, WhatIf, interval_words
 from plimsoll.errors import NotRecordedError
 from plimsoll.formats import BLOCKS, ELEMENTS, get_element
+from plimsoll.json_data import as_data
 from plimsoll.report.drawing.plotly_parts import TEMPLATES
 from plimsoll.report.figure_registry import FIGURES
 from plimsoll.report.page.answers import drawn, first_tensor, in_order, offered, run_answer, scalar_answer
@@ -83,10 +84,10 @@ class Offline:
             "sentence": self.sentence,
             "best": self.best,
             "window": self.answer.overall.window,
-            "stretches": [stretch.to_dict() for stretch in self.answer.stretches],
+            "stretches": as_data(self.answer.stretches),
             "overall": {name: [round(x, 6) for x in values] for name, values in self.overall.items()},
             "names": list(self.names),
-            "windows": [None if w is None else list(w) for w in self.windows],
+            "windows": as_data(self.windows),
             "lost": _packed(self.lost, self.at_most["lost"]),
             "overflow": _packed(self.overflow, self.at_most["overflow"]),
             "left_out": self.left_out,

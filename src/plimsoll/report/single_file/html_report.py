@@ -18,10 +18,11 @@ from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
 from plimsoll.errors import ArgumentError, MissingExtraError, RunError
 from plimsoll.extras import install_line
+from plimsoll.json_data import as_data
 from plimsoll.report.page.assets import FILES, PLOTLY, script
 from plimsoll.report.single_file.embedded_answers import Offline, collection_of, embedded, offline
 from plimsoll.report.verdicts import summary_text
-from plimsoll.report.verdicts.run_summary import Summary, jsonable, summary
+from plimsoll.report.verdicts.run_summary import Summary, summary
 from plimsoll.runs.storage.atomic_files import replacing
 from plimsoll.text import capital
 from plimsoll.version import __version__
@@ -116,7 +117,7 @@ def _assembled(title: str, content: object, text: str, made: str) -> str:
     """Return the page's HTML with style, scripts and answers inside, and without links to files."""
     first, plotly, page = (FILES / "js" / "first.js").read_text("utf-8"), PLOTLY.read_text("utf-8"), script()
     style = "".join((FILES / "css" / f"{name}.css").read_text("utf-8") for name in ("base", "parts", "views"))
-    answers = json.dumps(jsonable(content), separators=(",", ":"), allow_nan=False)
+    answers = json.dumps(as_data(content), separators=(",", ":"), allow_nan=False)
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy((first, plotly, page))}">\n'
         f'<meta name="generator" content="Plimsoll {__version__}">\n'

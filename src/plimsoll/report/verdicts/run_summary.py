@@ -10,10 +10,10 @@ import numpy as np
 
 from plimsoll.diagnosis import SEVERITIES, Finding, FindingContext, Phrase, Rule, Severity, View, diagnose
 from plimsoll.diagnosis.estimates.format_losses import Modules
-from plimsoll.diagnosis.finding import plain
 from plimsoll.diagnosis.rules.registry import guarded, rule_of
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.view import Source, view_of
+from plimsoll.json_data import Record
 from plimsoll.runs import Run
 from plimsoll.text import percent
 
@@ -135,7 +135,7 @@ LOSS_STEPS = 60  # of the median loss at the end of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class Summary(Record):
     """A run in few words and numbers.
 
     - `verdict`: one sentence; `state`: it in one word; `counts`: how many findings of each severity; `findings`:
@@ -152,7 +152,6 @@ class Summary:
     verdict: str
     state: State
     counts: Mapping[Severity, int]
-    findings: tuple[Finding, ...]
     name: str
     path: str
     first_step: int
@@ -173,35 +172,7 @@ class Summary:
     settings: Mapping[str, object]
     problems: tuple[str, ...]
     dropped: Mapping[str, int]
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the summary as JSON-able data; NaN and infinities are names."""
-        return {
-            "verdict": self.verdict,
-            "state": self.state,
-            "counts": dict(self.counts),
-            "name": self.name,
-            "path": self.path,
-            "first_step": self.first_step,
-            "last_step": self.last_step,
-            "samples": self.samples,
-            "tensors": dict(self.tensors),
-            "formats": {collection: list(names) for collection, names in self.formats.items()},
-            "scalars": list(self.scalars),
-            "ranks": self.ranks,
-            "world_size": self.world_size,
-            "closed": self.closed,
-            "created": self.created,
-            "seconds": self.seconds,
-            "loss": None if self.loss is None else plain(self.loss),
-            "median_loss": None if self.median_loss is None else plain(self.median_loss),
-            "scale": None if self.scale is None else plain(self.scale),
-            "versions": dict(self.versions),
-            "settings": jsonable(self.settings),
-            "problems": list(self.problems),
-            "dropped": dict(self.dropped),
-            "findings": [finding.to_dict() for finding in self.findings],
-        }
+    findings: tuple[Finding, ...]
 
 
 def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: int | None = None) -> Summary:
@@ -248,15 +219,6 @@ def median_loss(losses: Floats) -> float | None:
     """Return the median of the last 60 losses, NaN as Inf; None without losses."""
     last = losses[-LOSS_STEPS:]
     return float(np.median(np.where(np.isfinite(last), last, np.inf))) if len(last) else None
-
-
-def jsonable(value: object) -> object:
-    """Return a manifest's value, with numbers unknown to JSON replaced by names."""
-    if isinstance(value, Mapping):
-        return {str(k): jsonable(v) for k, v in _mapping(value).items()}  # pyright: ignore[reportUnknownArgumentType]
-    if isinstance(value, list | tuple):
-        return [jsonable(item) for item in cast("Sequence[object]", value)]
-    return plain(value) if isinstance(value, float) else value
 
 
 def first_step(view: View, steps: Sequence[int]) -> int:

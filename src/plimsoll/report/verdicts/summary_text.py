@@ -12,7 +12,8 @@ from typing import cast
 from plimsoll.diagnosis import EvidenceItem, Finding, shown
 from plimsoll.diagnosis.finding import collection_words, how_many, layer_name, located
 from plimsoll.diagnosis.rules.registry import rule_of
-from plimsoll.report.verdicts.run_summary import LOSS_STEPS, Summary, jsonable
+from plimsoll.json_data import as_data
+from plimsoll.report.verdicts.run_summary import LOSS_STEPS, Summary
 from plimsoll.runs import Event
 from plimsoll.tensor_collections import COLLECTIONS
 from plimsoll.text import capital, counted as several, number, percent, power, steps
@@ -208,7 +209,7 @@ def record(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def settings(summary: Summary) -> list[tuple[str, str]]:
     """Return the writer's settings, each as one line."""
-    return [(cut(str(name)), cut(_setting(jsonable(value)))) for name, value in summary.settings.items()]
+    return [(cut(str(name)), cut(_setting(as_data(value)))) for name, value in summary.settings.items()]
 
 
 def _setting(value: object) -> str:
@@ -246,7 +247,7 @@ def _says(value: object) -> bool:
 
 def _detail(name: str, value: object) -> str:
     if isinstance(value, str | bool) or not isinstance(value, int | float):
-        return value if isinstance(value, str) else json.dumps(jsonable(value), ensure_ascii=False)
+        return value if isinstance(value, str) else json.dumps(as_data(value), ensure_ascii=False)
     return power(value) if name == "scale" else number(value)
 
 

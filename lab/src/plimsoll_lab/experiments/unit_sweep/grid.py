@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
-from plimsoll.diagnosis.finding import plain
 from plimsoll.errors import ArgumentError, RunError
+from plimsoll.json_data import as_data
 from plimsoll.runs.storage.atomic_files import replacing
 
 Sequencer = Literal["attention", "convolution", "recurrent"]
@@ -177,7 +177,7 @@ class Ledger:
 
     def add(self, name: str, numbers: Numbers) -> None:
         """One configuration's result; afterwards it is on the disk."""
-        line = _line({"name": name, **{key: plain(numbers[key]) for key in NUMBERS}})
+        line = _line({"name": name, **{key: as_data(numbers[key]) for key in NUMBERS}})
         written = os.write(self._file, line)
         if written != len(line):
             raise RunError(

@@ -1,0 +1,40 @@
+"""Records as data that JSON can hold: fields by name, NaN and infinities as text."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+
+
+class Record:
+    """A base for dataclasses whose `to_dict` is their fields."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-able data; NaN and infinities are names ("nan", "inf")."""
+        return fields_of(self)
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """Return a dataclass's fields as JSON-able data, in their order."""
+    return {part.name: as_data(getattr(record, part.name)) for part in fields(record)}
+
+
+def as_data(value: object) -> Any:
+    """Return a value as JSON can hold it. A record is what its `to_dict` returns, or else its fields.
+
+    >>> as_data({"low": 0.5, "high": float("inf"), "window": (1, 2)})
+    {'low': 0.5, 'high': 'inf', 'window': [1, 2]}
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): as_data(item) for key, item in cast("Mapping[object, object]", value).items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [as_data(item) for item in cast("Iterable[object]", value)]
+    if hasattr(value, "to_dict"):
+        return cast("Any", value).to_dict()
+    return fields_of(value) if is_dataclass(value) else str(value)

@@ -1,0 +1,42 @@
+"""Records as data that JSON can hold."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from plimsoll.intervals import Interval
+from plimsoll.json_data import Record, as_data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inner(Record):
+    share: float
+    at: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outer(Record):
+    name: str
+    ok: bool
+    inner: _Inner
+    bounds: Interval | None
+    numbers: dict[str, float]
+
+
+class _Own:
+    def to_dict(self) -> dict[str, object]:
+        return {"mine": 1}
+
+
+def test_a_record_is_its_fields_in_their_order() -> None:
+    inner = _Inner(share=float("nan"), at=(1, 2))
+    bounds = Interval(low=0.0, high=float("inf"), estimate=0.5)
+    data = _Outer(name="a", ok=True, inner=inner, bounds=bounds, numbers={"x": -float("inf")}).to_dict()
+    assert json.dumps(data, allow_nan=False) == (
+        '{"name": "a", "ok": true, "inner": {"share": "nan", "at": [1, 2]}, '
+        '"bounds": {"low": 0.0, "high": "inf", "estimate": 0.5}, "numbers": {"x": "-inf"}}'
+    )
+
+
+def test_other_values_have_their_own_data_or_are_text() -> None:
+    assert as_data([_Own(), None, Path("a"), 3]) == [{"mine": 1}, None, "a", 3]
