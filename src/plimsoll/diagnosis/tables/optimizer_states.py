@@ -11,6 +11,7 @@ from plimsoll.diagnosis.tables.wiring_facts import facts, groups_of, optimizer_s
 from plimsoll.diagnosis.view import View
 
 SECOND_MOMENTS = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
+_BETA2 = 0.999  # Adam's default
 # States that are named as those that hold what a narrow weight cannot, unless the weights show otherwise.
 _EXACT = ("master", "master_param", "compensation", "kahan_comp")
 TOWARD_ZERO = "toward zero"  # an update that the watch has found from changes of the weights
@@ -97,6 +98,21 @@ def _kept_in_state(view: View) -> set[str]:
     names = view.run.tensors.get("optimizer", ())
     split = (name.rpartition(":") for name in names)
     return {parameter for parameter, _, state in split if state.rpartition(".")[2] in _EXACT}
+
+
+def squares_over_moments(gradients: Cells, optimizer: Cells) -> tuple[Ints, Ints, Floats]:
+    """Return gradients' squares over Adam's second moments, corrected for their start: layers, steps, values.
+
+    Layers are those with such moments, as places; steps are those of both, as places of the gradients'.
+    """
+    place = {name: i for i, name in enumerate(optimizer.names)}
+    moments = np.array([place.get(f"{name}:exp_avg_sq", -1) for name in gradients.names], dtype=np.int64)
+    layers = np.flatnonzero(moments >= 0)
+    common, mine, theirs = np.intersect1d(gradients.steps, optimizer.steps, return_indices=True)
+    memory = 1 - _BETA2 ** (common + 1)  # with a smaller one this errs on the quiet side
+    sums = optimizer.total_of("sum")[moments[layers]][:, theirs] / memory
+    with np.errstate(all="ignore"):
+        return layers, mine, np.where(sums > 0, gradients.norm[layers][:, mine] ** 2 / sums, np.nan)
 
 
 def lost_second_moments(cells: Cells) -> Floats:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plimsoll.diagnosis import Finding, View
-from plimsoll.diagnosis.tables.cells import Floats, Ints
+from plimsoll.diagnosis.tables.cells import Floats
+from plimsoll.diagnosis.tables.optimizer_states import squares_over_moments
 from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.formats import get_element
 from plimsoll.report.drawing.aggregation import Columns, How
@@ -41,7 +42,6 @@ _SHOWN = 4  # layers that have a line of their own
 _COLOURS = (ORANGE, PURPLE, GREEN, RED)
 _MANY_UNMOVED = 0.5  # the threshold of updates-swallowed
 _LAG = 20.0  # the threshold of spike-forerunner
-_MEMORY = 0.999  # beta2, Adam's default
 _NOTHING = "No updates were recorded in this run. Watch with collect= naming 'updates'."
 
 
@@ -106,13 +106,16 @@ def lag(run: Source, *, focus: Sequence[str] = (), since_step: int | None = None
     """Figure of squared gradients over second moments, by layer: near 1 in the mean, high after a surprise."""
     view = view_of(run, until, "lag")
     title, meta = "Gradients against Adam's memory of them", {"figure": "updates", "collection": "gradients"}
-    lags = _lags(view)
-    if lags is None:
+    gradients, optimizer = view.cells("gradients"), view.cells("optimizer")
+    both = None if gradients is None or optimizer is None else squares_over_moments(gradients, optimizer)
+    if gradients is None or both is None or not both[2].size:
         return empty_figure(
             "lag", title, "Gradients and Adam's second moments were not recorded at the same steps.", meta
         )
-    names, steps, values = lags
-    columns = Columns.of(steps)
+    layers, places, values = both
+    with_moments: list[int] = layers.tolist()
+    names = tuple(gradients.names[i] for i in with_moments)
+    columns = Columns.of(gradients.steps[places])
     with np.errstate(all="ignore"):
         panel = _Panel("y", names, np.log2(values), "max", "squared gradient / second moment", "2<sup>%{y:.1f}</sup>")
     traces = _traces(panel, columns, _chosen(names, values, focus), True)
@@ -215,22 +218,3 @@ def _power_axis(traces: Sequence[Trace], more: Sequence[float]) -> Layout:
     low, high = (float(values.min()) - 1, float(values.max()) + 1) if len(values) else (-1.0, 1.0)
     places, texts = powers(low, high, 8)
     return {"title": {"text": "update / weight"}, "tickvals": places, "ticktext": texts, "range": [low, high]}
-
-
-def _lags(view: View) -> tuple[tuple[str, ...], Ints, Floats] | None:
-    """Return gradients' squares over second moments, corrected for their start."""
-    gradients, optimizer = view.cells("gradients"), view.cells("optimizer")
-    if gradients is None or optimizer is None:
-        return None
-    place = {name: i for i, name in enumerate(optimizer.names)}
-    pairs = [
-        (i, place[f"{name}:exp_avg_sq"]) for i, name in enumerate(gradients.names) if f"{name}:exp_avg_sq" in place
-    ]
-    common, mine, theirs = np.intersect1d(gradients.steps, optimizer.steps, return_indices=True)
-    if not pairs or not len(common):
-        return None
-    layers, moments = [layer for layer, _ in pairs], [moment for _, moment in pairs]
-    sums = optimizer.total_of("sum")[moments][:, theirs] / (1 - _MEMORY ** (common + 1))
-    with np.errstate(all="ignore"):
-        values = np.where(sums > 0, gradients.norm[layers][:, mine] ** 2 / sums, np.nan)
-    return tuple(gradients.names[i] for i in layers), common, values

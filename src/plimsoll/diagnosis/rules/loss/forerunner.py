@@ -23,6 +23,7 @@ from plimsoll.diagnosis.rules.base import (
 from plimsoll.diagnosis.rules.loss.divergence import LossSpike
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.diagnosis.tables.optimizer_states import squares_over_moments
 from plimsoll.diagnosis.tables.wiring_facts import optimizer_settings
 from plimsoll.diagnosis.view import View
 from plimsoll.text import number
@@ -82,7 +83,9 @@ class SpikeForerunner(Rule):
             yield from self._jumps(updates, times, self.jump, "times_the_usual_update", rose, harm)
         gradients, optimizer = view.cells("gradients"), view.cells("optimizer")
         if gradients is not None and optimizer is not None:
-            lags = _lags(gradients, optimizer)
+            layers, places, squares = squares_over_moments(gradients, optimizer)
+            lags = np.full(gradients.shape, np.nan)
+            lags[np.ix_(layers, places)] = squares
             lags[gradients.total_of("count") < self.values] = np.nan  # the square of one number is no mean
             yield from self._jumps(gradients, lags, self.lag, "squared_gradient_over_moment", rose, False)
         yield from self._of_betas(view)
@@ -169,22 +172,6 @@ class SpikeForerunner(Rule):
             advice=None if harm else "No action is needed if the loss stays as it is.",
             actions=None if harm else (),
         )  # fmt: skip
-
-
-def _lags(gradients: Cells, optimizer: Cells) -> Floats:
-    """Return gradients' squares over Adam's second moments, corrected for their start."""
-    place = {name: i for i, name in enumerate(optimizer.names)}
-    moments = [place.get(f"{name}:exp_avg_sq", -1) for name in gradients.names]
-    common, mine, theirs = np.intersect1d(gradients.steps, optimizer.steps, return_indices=True)
-    result = np.full(gradients.shape, np.nan)
-    has = np.flatnonzero(np.array(moments) >= 0)
-    if not len(has) or not len(common):
-        return result
-    memory = 1 - 0.999 ** (common + 1)  # beta2's default: with a smaller one this errs on the quiet side
-    sums = optimizer.total_of("sum")[np.array(moments)[has]][:, theirs] / memory
-    with np.errstate(all="ignore"):
-        result[np.ix_(has, mine)] = np.where(sums > 0, gradients.norm[has][:, mine] ** 2 / sums, np.nan)
-    return result
 
 
 def _adams(view: View) -> list[tuple[float, float, float]]:
