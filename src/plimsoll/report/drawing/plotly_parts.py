@@ -285,6 +285,18 @@ def since_mark(step: int | None, words: str = "since step", row: str = "") -> tu
     return [line], [note]
 
 
+def level_line(height: float, colour: str, axis: str = "y", across: str = "paper") -> Layout:
+    """Return a dashed line at a height, from one side to the other."""
+    style = {"color": colour, "width": 1.2, "dash": "dash"}
+    return {"type": "line", "x0": 0, "x1": 1, "xref": across, "y0": height, "y1": height, "yref": axis, "line": style}
+
+
+def level_words(height: float, words: str, colour: str, axis: str = "y", across: str = "paper") -> Layout:
+    """Return the words above such a line, at its right end."""
+    return {"text": words, "x": 1, "xref": across, "xanchor": "right", "y": height, "yref": axis, "yanchor": "bottom",
+            "font": {"color": colour, "size": 11}}  # fmt: skip
+
+
 def step_axis(at: Ints) -> Layout:
     """Return a picture's axis that ends with the first and the last of these steps.
 

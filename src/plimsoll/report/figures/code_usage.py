@@ -23,6 +23,8 @@ from plimsoll.report.drawing.plotly_parts import (
     build_figure,
     empty_figure,
     joined,
+    level_line,
+    level_words,
     line,
     of,
     power,
@@ -38,7 +40,7 @@ from plimsoll.text import capital, counted, percent
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
-_LEVELS = ((0.25, ORANGE), (0.5, RED))  # of saturated-fp8: a warning, an alarm
+_LEVELS = (("warning", 0.25, ORANGE), ("alarm", 0.5, RED))  # of saturated-fp8
 _MOST_BARS = 64  # binades of the format
 
 
@@ -200,9 +202,13 @@ def _cast_over_time(cast: CastCells, columns: Columns, since_step: int | None) -
              f"{columns.when} %{{x}}<br>%{{y:.3~%}} {said}", xaxis="x2", yaxis="y2", connectgaps=True)
         for said, (share, colour) in shares.items()
     ]  # fmt: skip
-    axis: Layout = {"title": {"text": "share as cast"}, "range": [-0.02, 1.02], "anchor": "x2", **share_ticks(0, 1)}
-    return traces, {
-        "xaxis2": {**STEP_AXIS, "domain": [0.62, 1.0], "anchor": "y2"}, "yaxis2": axis, "shapes": marks,
+    return traces, _time_panel("share as cast", marks, notes)
+
+
+def _time_panel(title: str, shapes: list[Layout], notes: list[Layout]) -> Layout:
+    axis = {"title": {"text": title}, "range": [-0.02, 1.02], "anchor": "x2", **share_ticks(0, 1)}
+    return {
+        "xaxis2": {**STEP_AXIS, "domain": [0.62, 1.0], "anchor": "y2"}, "yaxis2": axis, "shapes": shapes,
         "annotations": notes, "height": 400, "bargap": 0.12,
     }  # fmt: skip
 
@@ -214,31 +220,9 @@ def _over_time(use: _Use, columns: Columns, since_step: int | None) -> tuple[lis
     trace = line(columns.at, top, "in the top binade", RED, f"{columns.when} %{{x}}<br>%{{y:.3~%}} in the top binade",
                  xaxis="x2", yaxis="y2", showlegend=False, connectgaps=True)  # fmt: skip
     marks, notes = since_mark(since_step, row="2")
-    levels: list[Layout] = [
-        {"type": "line", "xref": "x2 domain", "x0": 0, "x1": 1, "yref": "y2", "y0": at, "y1": at,
-         "line": {"color": colour, "width": 1.2, "dash": "dash"}}
-        for at, colour in _LEVELS
-    ]  # fmt: skip
-    words: list[Layout] = [
-        {"text": f"{said} above {percent(at)}", "xref": "x2 domain", "x": 1, "xanchor": "right", "yref": "y2", "y": at,
-         "yanchor": "bottom", "font": {"color": colour}}
-        for (at, colour), said in zip(_LEVELS, ("warning", "alarm"), strict=True)
-    ]  # fmt: skip
-    axis: Layout = {
-        "title": {"text": "in the top power of two"},
-        "range": [-0.02, 1.02],
-        "anchor": "x2",
-        **share_ticks(0, 1),
-    }
-    layout: Layout = {
-        "xaxis2": {**STEP_AXIS, "domain": [0.62, 1.0], "anchor": "y2"},
-        "yaxis2": axis,
-        "shapes": [*levels, *marks],
-        "annotations": [*notes, *words],
-        "height": 400,
-        "bargap": 0.12,
-    }
-    return [trace], layout
+    levels = [level_line(at, colour, "y2", "x2 domain") for _, at, colour in _LEVELS]
+    words = [level_words(at, f"{said} above {percent(at)}", colour, "y2", "x2 domain") for said, at, colour in _LEVELS]
+    return [trace], _time_panel("in the top power of two", [*levels, *marks], [*notes, *words])
 
 
 def _said(use: _Use, fmt: Format, columns: Columns) -> str:

@@ -25,6 +25,8 @@ from plimsoll.report.drawing.plotly_parts import (
     build_figure,
     empty_figure,
     joined,
+    level_line,
+    level_words,
     line,
     of,
     safe,
@@ -92,11 +94,12 @@ def underflow_over_time(
     ]
     top = max(0.06, 1.08 * max(float(np.nanmax(t["y"])) for t in traces))
     marks, notes = since_mark(since_step)
-    levels, said = _level_marks(top)
+    # The lower level's words have no room in a picture of large shares.
+    said = [level_words(at, words, colour) for at, words, colour in _LEVELS if top < 0.5 or at > 0.01]
     layout: Layout = {
         "xaxis": dict(STEP_AXIS),
         "yaxis": {"title": {"text": "share flushed to zero"}, "range": [-0.01 * top, top], **share_ticks(0, top)},
-        "shapes": [*levels, *marks],
+        "shapes": [*(level_line(at, colour) for at, _, colour in _LEVELS), *marks],
         "annotations": [*said, *notes],
         "height": 420,
         "margin": {"r": 40},
@@ -139,21 +142,6 @@ def _line(columns: Columns, values: Floats, name: str, colour: str, width: float
         columns.at, columns.merged(values, "max"), name, colour, hover,
         line={"width": width, "dash": dash}, connectgaps=True,
     )  # fmt: skip
-
-
-def _level_marks(top: float) -> tuple[list[Layout], list[Layout]]:
-    shapes = [
-        {"type": "line", "x0": 0, "x1": 1, "xref": "paper", "y0": at, "y1": at,
-         "line": {"color": colour, "width": 1.2, "dash": "dash"}}
-        for at, _, colour in _LEVELS
-    ]  # fmt: skip
-    notes = [
-        {"text": words, "x": 1, "xref": "paper", "xanchor": "right", "y": at, "yanchor": "bottom",
-         "font": {"color": colour, "size": 11}}
-        for at, words, colour in _LEVELS
-        if top < 0.5 or at > 0.01  # the lower one's words have no room in a picture of large shares
-    ]  # fmt: skip
-    return shapes, notes
 
 
 def _outlook(view: View, collection: str, findings: Sequence[Finding] | None) -> str:

@@ -26,6 +26,8 @@ from plimsoll.report.drawing.plotly_parts import (
     build_figure,
     empty_figure,
     joined,
+    level_line,
+    level_words,
     line,
     power,
     powers,
@@ -86,12 +88,12 @@ def updates(
     layout: Layout = {
         "xaxis": {**STEP_AXIS, "anchor": "y2" if split else "y"},
         "yaxis": {**_power_axis(traces, limits), "domain": [0.42 if split else 0.0, 1.0]},
-        "shapes": [*marks, *(_across(at, ORANGE, "y") for at in limits)],
+        "shapes": [*marks, *(level_line(at, ORANGE) for at in limits)],
         "annotations": [*notes, *words],
         "height": 500 if split else 360,
     }  # fmt: skip
     if split:
-        layout["shapes"].append(_across(_MANY_UNMOVED, RED, "y2"))
+        layout["shapes"].append(level_line(_MANY_UNMOVED, RED, "y2"))
         layout["yaxis2"] = {
             "title": {"text": "weights unmoved"},
             "domain": [0.0, 0.32],
@@ -124,8 +126,8 @@ def lag(run: Source, *, focus: Sequence[str] = (), since_step: int | None = None
     layout: Layout = {
         "xaxis": dict(STEP_AXIS),
         "yaxis": {**_power_axis(traces, [limit]), "title": {"text": "squared gradient / second moment"}},
-        "shapes": [*marks, _across(limit, RED, "y")],
-        "annotations": [*notes, _at_right(limit, f"{_LAG:.0f} times: a spike may follow", RED)],
+        "shapes": [*marks, level_line(limit, RED)],
+        "annotations": [*notes, level_words(limit, f"{_LAG:.0f} times: a spike may follow", RED)],
         "height": 400,
     }
     return build_figure("lag", title, columns.said("max"), traces, layout, meta)
@@ -195,19 +197,10 @@ def _swallowed_below(formats: Sequence[str]) -> tuple[list[float], list[Layout]]
     narrow = [fmt for fmt in (get_element(name, "updates") for name in formats) if fmt.bits <= 16]
     limits = [float(-fmt.mantissa_bits - 2) for fmt in narrow]
     words = [
-        _at_right(at, f"{fmt.name} swallows below {power(at)}", ORANGE) for at, fmt in zip(limits, narrow, strict=True)
+        level_words(at, f"{fmt.name} swallows below {power(at)}", ORANGE)
+        for at, fmt in zip(limits, narrow, strict=True)
     ]
     return limits, words
-
-
-def _across(height: float, colour: str, axis: str) -> Layout:
-    style = {"color": colour, "width": 1.2, "dash": "dash"}
-    return {"type": "line", "x0": 0, "x1": 1, "xref": "paper", "y0": height, "y1": height, "yref": axis, "line": style}
-
-
-def _at_right(height: float, words: str, colour: str) -> Layout:
-    return {"text": words, "x": 1, "xref": "paper", "xanchor": "right", "y": height, "yanchor": "bottom",
-            "font": {"color": colour, "size": 11}}  # fmt: skip
 
 
 def _power_axis(traces: Sequence[Trace], more: Sequence[float]) -> Layout:
