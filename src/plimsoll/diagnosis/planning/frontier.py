@@ -34,17 +34,15 @@ def frontier(
     target: str,
     *,
     costs: "str | os.PathLike[str] | Mapping[str, Any]" = "bytes",
-    tolerance: float = 0.01,
-    fallback: str = "bf16",
 ) -> list[Point]:
-    """Return plans of least cost at rising budgets; None if nothing can be predicted. Arguments as for `plan`."""
-    table, judge = cost_table(costs), Judge(view, tolerance=tolerance, margin=None)
+    """Return plans of least cost at rising budgets; none if nothing can be predicted. Arguments as for `plan`."""
+    table, judge = cost_table(costs), Judge(view, tolerance=0.01, margin=None)
     modules = [module for module in modules_of(view) if computes(view, module)]
     forecast = Forecast(view, judge, modules)
     whole = sum(cost_of(judge, table, module, BF16.name, BF16.name) for module in modules)
     if not forecast.possible or not whole:
         return []
-    offers = [options(judge, forecast, table, module, pairs_of(target), fallback) for module in modules]
+    offers = [options(judge, forecast, table, module, pairs_of(target), "bf16") for module in modules]
     most = sum(max(option.increase for option in each) for each in offers)
     if not most > 0:
         return []

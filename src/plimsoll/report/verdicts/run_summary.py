@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -186,7 +186,6 @@ def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: in
     view = view_of(run, until, "summary")
     ordered = leading_first(diagnose(view) if findings is None else findings, view.last_step)
     recorded, begun = view.run, started_at(view.run)
-    steps = [step for step in recorded.steps if view.until is None or step <= view.until]
     return Summary(
         verdict=verdict(view, ordered),
         state=state_of(view, ordered),
@@ -194,37 +193,45 @@ def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: in
         findings=ordered,
         name=recorded.path.name,
         path=str(recorded.path),
-        first_step=first_step(view, steps),
-        last_step=view.last_step,
-        samples=len(steps),
-        tensors={collection: len(names) for collection, names in recorded.tensors.items()},
         formats={collection: formats_of(recorded, collection) for collection in recorded.tensors},
-        scalars=tuple(recorded.scalar_names),
-        ranks=len(recorded.ranks),
         world_size=recorded.world_size,
-        closed=recorded.closed,
         created=begun,
-        seconds=seconds_of(recorded, begun),
-        loss=_last(view, "loss"),
-        median_loss=median_loss(view.scalar("loss")[1]),
-        scale=_last(view, "scale"),
         versions={str(k): str(v) for k, v in _mapping(recorded.manifest.get("versions")).items()},
         settings=recorded.settings,
-        problems=tuple(recorded.problems),
-        dropped=recorded.dropped,
+        **_facts_of_now(view, begun),
     )
 
 
-def median_loss(losses: Floats) -> float | None:
+def renewed(found: Summary, view: View) -> Summary:
+    """Return a summary with the facts of now, where its verdict is a few steps old."""
+    return replace(found, **_facts_of_now(view, found.created))
+
+
+def _facts_of_now(view: View, begun: float | None) -> dict[str, Any]:
+    recorded = view.run
+    steps = [step for step in recorded.steps if view.until is None or step <= view.until]
+    begins = [step for step in recorded.scalar_steps if view.until is None or step <= view.until]
+    return {
+        "first_step": min([*begins[:1], *steps[:1]], default=-1),
+        "last_step": view.last_step,
+        "samples": len(steps),
+        "tensors": {collection: len(names) for collection, names in recorded.tensors.items()},
+        "scalars": tuple(recorded.scalar_names),
+        "ranks": len(recorded.ranks),
+        "closed": recorded.closed,
+        "seconds": seconds_of(recorded, begun),
+        "loss": _last(view, "loss"),
+        "median_loss": _median_loss(view.scalar("loss")[1]),
+        "scale": _last(view, "scale"),
+        "problems": tuple(recorded.problems),
+        "dropped": recorded.dropped,
+    }
+
+
+def _median_loss(losses: Floats) -> float | None:
     """Return the median of the last 60 losses, NaN as Inf; None without losses."""
     last = losses[-LOSS_STEPS:]
     return float(np.median(np.where(np.isfinite(last), last, np.inf))) if len(last) else None
-
-
-def first_step(view: View, steps: Sequence[int]) -> int:
-    """The first step that anything was recorded at; -1 for none."""
-    begins = [step for step in view.run.scalar_steps if view.until is None or step <= view.until]
-    return min([*begins[:1], *steps[:1]], default=-1)
 
 
 def started_at(run: Run) -> float | None:

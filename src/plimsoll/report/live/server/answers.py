@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from plimsoll.diagnosis import Finding, View
+from plimsoll.diagnosis import Finding
 from plimsoll.errors import ArgumentError, PlimsollError, RunError
 from plimsoll.report.live.live_runs import Live, LiveView
 from plimsoll.report.live.run_index import Listed
@@ -29,7 +29,7 @@ from plimsoll.report.page.answers import (
     whole,
     within,
 )
-from plimsoll.report.verdicts.run_summary import Summary, first_step, median_loss, seconds_of, summary
+from plimsoll.report.verdicts.run_summary import Summary, renewed, summary
 from plimsoll.tensor_collections import LABELS
 
 # -- `Verdicts`: verdicts on runs, made in the background --------------------------------------------------------------
@@ -256,7 +256,7 @@ class Api:
         verdict = self.verdicts.for_page(listed)
 
         def make(view: LiveView) -> bytes:
-            return encoded(run_answer(view, _renewed(_summary_of(verdict), view), self.root))
+            return encoded(run_answer(view, renewed(_summary_of(verdict), view), self.root))
 
         _, body = self.live.answer(run_id, ("run", verdict.serial), make)
         live = listed.is_live(self._clock())
@@ -406,28 +406,6 @@ def _summary_of(verdict: Verdict) -> Summary:
     if verdict.summary is None:
         raise RunError(f"serve: expected a run that can be judged; got one that cannot. {verdict.sentence}")
     return verdict.summary
-
-
-def _renewed(found: Summary, view: View) -> Summary:
-    """A summary with the facts of now, where its verdict is a few steps old."""
-    run = view.run
-    last = {name: view.scalar(name)[1] for name in ("loss", "scale")}
-    return replace(
-        found,
-        first_step=first_step(view, run.steps),
-        last_step=view.last_step,
-        samples=len(run.steps),
-        tensors={collection: len(names) for collection, names in run.tensors.items()},
-        scalars=tuple(run.scalar_names),
-        ranks=len(run.ranks),
-        closed=run.closed,
-        seconds=seconds_of(run, found.created),
-        loss=float(last["loss"][-1]) if len(last["loss"]) else None,
-        median_loss=median_loss(last["loss"]),
-        scale=float(last["scale"][-1]) if len(last["scale"]) else None,
-        problems=tuple(run.problems),
-        dropped=run.dropped,
-    )
 
 
 def _token(listed: Listed, verdict: Verdict | None) -> str:
