@@ -29,17 +29,11 @@ _SUCCESS = ("SystemExit: 0", "SystemExit: None", "SystemExit: ", "GeneratorExit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """Early end of a run.
+    """Early end of a run."""
 
-    Attributes:
-        how: The kind of end.
-        step: Its step.
-        message: Name and text of the exception or signal.
-    """
-
-    how: Literal["exception", "interrupt", "signal", "killed"]
+    how: Literal["exception", "interrupt", "signal", "killed"]  # the kind of end
     step: int
-    message: str
+    message: str  # name and text of the exception or signal
 
     def __str__(self) -> str:
         """Return the words that follow a run's name.

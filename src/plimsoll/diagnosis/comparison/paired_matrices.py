@@ -45,12 +45,6 @@ class Pair:
     """One collection of both runs, in the layers and steps that both have.
 
     Layers are in the order in which run A computed them.
-
-    Attributes:
-        raw: Distance of a layer's statistics, relative to its own size.
-        apart: The same relative to the largest tensor of its group: its module, or the module around that. Where a
-            layer is only rounding noise, such as the gradient of a key's bias, only this one is meaningful.
-        chance: Share of values that are only noise, in either run. Adam makes updates of them that are as large as any.
     """
 
     collection: str
@@ -59,8 +53,11 @@ class Pair:
     steps: Ints
     a: Side
     b: Side
-    raw: Floats
+    raw: Floats  # distance of a layer's statistics, relative to its own size
+    # The same relative to the largest tensor of its group: its module, or the module around that. Where a layer is only
+    # rounding noise, such as the gradient of a key's bias, only this one is meaningful.
     apart: Floats
+    # Share of values that are only noise, in either run; Adam makes updates of them that are as large as any.
     chance: Floats
 
     @classmethod

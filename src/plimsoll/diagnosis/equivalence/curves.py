@@ -27,21 +27,13 @@ _MEDIAN_OF_DIFFERENCES = 0.954  # of neighbours in normal noise, in its standard
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """One run's scalar over its steps.
+    """One run's scalar over its steps."""
 
-    Attributes:
-        name: What sentences call it.
-        steps: Distinct and ascending.
-        values: One for each step. NaN and infinities are as recorded.
-        seconds: Seconds at each step, from any beginning. Empty or NaN where they were not recorded.
-        ended: Whether nothing will be added.
-    """
-
-    name: str
-    steps: Ints
-    values: Floats
-    seconds: Floats
-    ended: bool
+    name: str  # what sentences call it
+    steps: Ints  # distinct and ascending
+    values: Floats  # one for each step; NaN and infinities are as recorded
+    seconds: Floats  # seconds at each step, from any beginning; empty or NaN where they were not recorded
+    ended: bool  # whether nothing will be added
 
     def at(self, kept: NDArray[np.bool_]) -> "Curve":
         """Return the curve at some of its records."""
@@ -195,19 +187,12 @@ class _Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Aligned:
-    """Curves of both sides at common steps.
-
-    Attributes:
-        steps: The steps.
-        base: Values of the base's curves, one row each.
-        candidate: Values of the candidate's curves, one row each.
-        notes: Sentences on what was left out.
-    """
+    """Curves of both sides at common steps."""
 
     steps: Ints
-    base: Floats
-    candidate: Floats
-    notes: tuple[str, ...]
+    base: Floats  # values of the base's curves, one row each
+    candidate: Floats  # values of the candidate's curves, one row each
+    notes: tuple[str, ...]  # sentences on what was left out
 
     @property
     def differences(self) -> Floats:

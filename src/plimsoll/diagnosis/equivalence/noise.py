@@ -33,21 +33,13 @@ _MOST_RECORDS = 8192  # neighbours are averaged above: bounds time and memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The weighted mean difference after so many records.
+    """The weighted mean difference after so many records."""
 
-    Attributes:
-        estimate: The mean.
-        error: Its standard error, from the steps alone. Infinite where there are too few records.
-        size: Root mean square of the differences, weighted.
-        blocks: Number of independent blocks, less what the trend took of them. 0 where there are too few records.
-        confidence: Probability that no reading of the sequence leaves the true mean out.
-    """
-
-    estimate: float
-    error: float
-    size: float
-    blocks: int
-    confidence: float
+    estimate: float  # the mean
+    error: float  # its standard error, from the steps alone; infinite where there are too few records
+    size: float  # root mean square of the differences, weighted
+    blocks: int  # number of independent blocks, less what the trend took of them; 0 where there are too few records
+    confidence: float  # probability that no reading of the sequence leaves the true mean out
 
     def radius(self, longer: float = 1.0) -> float:
         """Return the interval's reach on both sides, for a run `longer` times as long."""
@@ -181,20 +173,12 @@ _MOST_MORE, _MOST_LONGER = 100, 1e4  # further runs, and times the length so far
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNoise:
-    """Noise of the sides' mean difference that comes from runs, not from steps.
+    """Noise of the sides' mean difference that comes from runs, not from steps."""
 
-    Attributes:
-        error: Standard deviation of the mean difference.
-        freedom: Degrees of freedom of that estimate. Infinite where it is given.
-        added: Degrees of freedom that a further run a side adds.
-        runs: Number of runs on each side.
-        source: Where it comes from.
-    """
-
-    error: float
-    freedom: float
-    added: int
-    runs: tuple[int, int]
+    error: float  # standard deviation of the mean difference
+    freedom: float  # degrees of freedom of that estimate; infinite where it is given
+    added: int  # degrees of freedom that a further run a side adds
+    runs: tuple[int, int]  # number of runs on each side
     source: NoiseFrom
 
     def radius(self, confidence: float) -> float:

@@ -139,18 +139,13 @@ _SLACK = 2.0**-20  # as in `block_fit`
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockFit:
-    """Counts of each row's nonzero finite values by their fate in a block format.
-
-    Attributes:
-        noise: Sum of squared errors of the true values.
-        signal: Sum of squares of the true values.
-    """
+    """Counts of each row's nonzero finite values by their fate in a block format."""
 
     lost: Tallies
     subnormal: Tallies
     overflow: Tallies
-    noise: Floats
-    signal: Floats
+    noise: Floats  # sum of squared errors of the true values
+    signal: Floats  # sum of squares of the true values
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -36,15 +36,11 @@ _BELOW = 0.5**_EXPONENTS / (3.5**_EXPONENTS - 0.5**_EXPONENTS)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FormatLosses:
-    """Effect of formats narrower than FP32 on one collection.
-
-    Attributes:
-        cells: The cells.
-        held: Of each row, the scale at which its format contained the values. It is a loss scale. Gradients that were
-            unscaled since are stored at scale 1 and were contained at the loss scale.
-    """
+    """Effect of formats narrower than FP32 on one collection."""
 
     cells: Cells
+    # Of each row, the scale at which its format contained the values: a loss scale. Gradients that were unscaled since
+    # are stored at scale 1 and were contained at the loss scale.
     held: Floats
 
     @cached_property

@@ -31,21 +31,14 @@ Parts = list[tuple[Collection, tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Result for one module in one pair of formats.
+    """Result for one module in one pair of formats."""
 
-    Attributes:
-        why: Why it cannot compute in them. None: it can.
-        unknown: Whether the reason is missing data.
-        shifts: The scale of each role, as a shift.
-        spare: Headroom that each scale leaves, in powers of two.
-        gradients: Usable shifts of the gradients.
-    """
-
-    why: str | None = None
-    unknown: bool = False
-    shifts: dict[Role, int] = field(default_factory=dict["Role", int])
+    why: str | None = None  # why it cannot compute in them; None: it can
+    unknown: bool = False  # whether the reason is missing data
+    shifts: dict[Role, int] = field(default_factory=dict["Role", int])  # the scale of each role, as a shift
+    # Headroom that each scale leaves, in powers of two.
     spare: dict[Role, int] = field(default_factory=dict["Role", int])
-    gradients: Window = field(default=Window())
+    gradients: Window = field(default=Window())  # usable shifts of the gradients
 
 
 class Judge:

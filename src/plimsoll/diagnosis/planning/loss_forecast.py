@@ -70,19 +70,12 @@ _EVEN = 1 / 28  # squared error over squared value for one bit: a twelfth of the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consequence:
-    """Predicted effect of one module's formats.
+    """Predicted effect of one module's formats."""
 
-    Attributes:
-        loss_divergence: First-order divergence of the loss in a step: its root mean square.
-        update_divergence: Relative error of the weight's gradient by the module's own casts.
-        forward: Increase of the loss by the forward's errors.
-        updates: Increase of the loss by the errors of the updates.
-    """
-
-    loss_divergence: float
-    update_divergence: float
-    forward: float
-    updates: float
+    loss_divergence: float  # first-order divergence of the loss in a step: its root mean square
+    update_divergence: float  # relative error of the weight's gradient by the module's own casts
+    forward: float  # increase of the loss by the forward's errors
+    updates: float  # increase of the loss by the errors of the updates
 
     @property
     def increase(self) -> float:

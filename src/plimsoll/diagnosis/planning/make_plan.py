@@ -31,19 +31,14 @@ Losses = Mapping[str, tuple[float, float, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatChoice:
-    """Decision on one module.
-
-    Attributes:
-        why_not: Why the target was not possible, if its format is the fallback.
-        scales: Its scales, as shifts.
-    """
+    """Decision on one module."""
 
     module: Module
     forward: str
     backward: str
     verdict: Verdict
-    why_not: str | None = None
-    scales: Mapping[Role, int] = field(default_factory=dict["Role", int])
+    why_not: str | None = None  # why the target was not possible, if its format is the fallback
+    scales: Mapping[Role, int] = field(default_factory=dict["Role", int])  # its scales, as shifts
 
 
 def note(judge: Judge, choice: FormatChoice, predicted: Losses) -> str:

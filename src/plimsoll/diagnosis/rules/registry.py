@@ -27,17 +27,11 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagedRules:
-    """Rules of installed packages.
+    """Rules of installed packages."""
 
-    Attributes:
-        rules: Those that can be used, by id.
-        packages: The package of each, by id.
-        errors: Why the others cannot be used, by id.
-    """
-
-    rules: dict[str, Rule] = field(default_factory=dict[str, Rule])
-    packages: dict[str, str] = field(default_factory=dict[str, str])
-    errors: dict[str, str] = field(default_factory=dict[str, str])
+    rules: dict[str, Rule] = field(default_factory=dict[str, Rule])  # those that can be used, by id
+    packages: dict[str, str] = field(default_factory=dict[str, str])  # the package of each, by id
+    errors: dict[str, str] = field(default_factory=dict[str, str])  # why the others cannot be used, by id
 
 
 class _UnknownRule(Rule):

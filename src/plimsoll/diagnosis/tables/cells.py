@@ -32,31 +32,20 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cells:
-    """One collection of a run.
-
-    Attributes:
-        names: The layers, in the order in which they were first measured.
-        steps: The steps, ascending.
-        layer: Of each row, the place of its layer in `names`.
-        at: Of each row, the place of its step in `steps`.
-        format: Of each row, the place of its format in `formats`.
-        scale: Of each row, the factor of the stored values.
-        flat: Stored binade counts of all rows. Those of a row are ``flat[start:stop]``, from exponent `lowest` on.
-        running: Running sum of `flat`.
-    """
+    """One collection of a run."""
 
     collection: str
-    names: tuple[str, ...]
-    steps: Ints
+    names: tuple[str, ...]  # the layers, in the order in which they were first measured
+    steps: Ints  # the steps, ascending
     formats: tuple[str, ...]
-    layer: Ints
-    at: Ints
-    format: Ints
-    scale: Floats
+    layer: Ints  # of each row, the place of its layer in `names`
+    at: Ints  # of each row, the place of its step in `steps`
+    format: Ints  # of each row, the place of its format in `formats`
+    scale: Floats  # of each row, the factor of the stored values
     columns: Mapping[str, NDArray[Any]]
     lowest: Ints
     start: Ints
-    flat: Ints
+    flat: Ints  # stored binade counts of all rows; those of a row are ``flat[start:stop]``, from exponent `lowest` on
 
     @property
     def shape(self) -> tuple[int, int]:

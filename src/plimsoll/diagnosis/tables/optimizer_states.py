@@ -23,23 +23,14 @@ _INEXACT, _BIASED = "inexact", "biased"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedDecay:
-    """Weights whose decay is added to their gradients, at the steps at which both were recorded.
-
-    Attributes:
-        optimizer: The name of the optimizer.
-        names: The weights, matrices only.
-        decays: The decay of each.
-        steps: The steps, ascending.
-        ratio: By weight and step, the size of what is added over that of the gradient. NaN where one is not known.
-        size: By weight and step, the size of the weight over that at the first step.
-    """
+    """Weights whose decay is added to their gradients, at the steps at which both were recorded."""
 
     optimizer: str
     names: tuple[str, ...]
-    decays: Floats
-    steps: Ints
-    ratio: Floats
-    size: Floats
+    decays: Floats  # the decay of each
+    steps: Ints  # the steps, ascending
+    ratio: Floats  # by weight and step, the size of what is added over that of the gradient; NaN where one is not known
+    size: Floats  # by weight and step, the size of the weight over that at the first step
 
 
 def added_decay(view: View) -> AddedDecay | None:

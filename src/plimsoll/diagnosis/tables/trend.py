@@ -18,23 +18,14 @@ _EXACT_POINTS = 33  # up to so many points without ties the test counts all orde
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """Trend of a series.
-
-    Attributes:
-        slope: Change in one step.
-        low: Lower end of the slope (95 %).
-        high: Upper end of the slope (95 %).
-        confidence: Confidence that the series moves in this direction at all.
-        start: Value of the trend line at the first step.
-        end: Value of the trend line at the last step.
-    """
+    """Trend of a series."""
 
     slope: float
-    low: float
-    high: float
-    confidence: float
-    start: float
-    end: float
+    low: float  # lower end of the slope (95 %)
+    high: float  # upper end of the slope (95 %)
+    confidence: float  # confidence that the series moves in this direction at all
+    start: float  # value of the trend line at the first step
+    end: float  # value of the trend line at the last step
 
     def steps_to(self, value: float) -> float:
         """Return the steps after the last one until the line reaches a value. Inf: never."""
@@ -155,27 +146,16 @@ _SURE = 0.99  # Mann-Kendall test, two-sided
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rise:
-    """A range of losses above the level before it.
+    """A range of losses above the level before it."""
 
-    Attributes:
-        first: Place of its first loss.
-        last: Place of its last loss.
-        peak: Place of its highest loss.
-        usual: The median before it.
-        level: Upper end of the noise before it.
-        height: Median of the rise. If it is `open`, median of its last losses.
-        open: Whether the record ends in it.
-        lasts: Whether it is longer than single batches explain.
-    """
-
-    first: int
-    last: int
-    peak: int
-    usual: float
-    level: float
-    height: float
-    lasts: bool
-    open: bool
+    first: int  # place of its first loss
+    last: int  # place of its last loss
+    peak: int  # place of its highest loss
+    usual: float  # the median before it
+    level: float  # upper end of the noise before it
+    height: float  # median of the rise; if it is `open`, median of its last losses
+    lasts: bool  # whether it is longer than single batches explain
+    open: bool  # whether the record ends in it
 
     @property
     def length(self) -> int:

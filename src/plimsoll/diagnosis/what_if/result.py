@@ -31,20 +31,15 @@ class Prediction:
     """Numbers of values by cell (layers by steps): at least, at most, about.
 
     NaN where nothing was recorded.
-
-    Attributes:
-        hidden: Zeros that a narrow format may have made of values.
-        noise: Sum of squared errors.
-        signal: Sum of squares.
     """
 
     nonzero: Floats
-    hidden: Floats
+    hidden: Floats  # zeros that a narrow format may have made of values
     lost: Tally
     subnormal: Tally
     overflow: Tally
-    noise: Floats
-    signal: Floats
+    noise: Floats  # sum of squared errors
+    signal: Floats  # sum of squares
 
     def each(self, change: Callable[[Floats], Floats]) -> "Prediction":
         """Return the prediction with each of its numbers changed in one way."""

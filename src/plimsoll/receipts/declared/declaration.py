@@ -25,30 +25,23 @@ from plimsoll.watch.names import ROOT, clean, unwrapped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """The formats that were declared.
+    """The formats that were declared."""
 
-    Attributes:
-        name: How messages call it.
-        level: The level, for what concerns weights and optimizers; None of a policy, which says nothing of them.
-        products: Formats of products' operands outside of the modules in `modules`; None: anything.
-        modules: Formats of products in single modules, and in those inside them.
-        lists: Operation lists; None where operations are not cast.
-        narrowest: Format below which no operation may compute, whatever it is; None: any may.
-        computes: Format that each module computes in, by its name, where a level casts the weights.
-        weights: Format of each module's parameters, by the module's name. Empty: not declared.
-        update: How 16-bit weights are updated ("masters", ...); "plain" where they are not 16-bit.
-        reduction: Format in which gradients of parameters are added up across ranks; None: not declared.
-    """
-
-    name: str
+    name: str  # how messages call it
+    # The level, for what concerns weights and optimizers; None of a policy, which says nothing of them.
     level: Level | None = None
+    # Formats of products' operands outside of the modules in `modules`; None: anything.
     products: frozenset[str] | None = None
+    # Formats of products in single modules, and in those inside them.
     modules: Mapping[str, ModulePlan] = field(default_factory=dict[str, ModulePlan], hash=False)
-    lists: OperationLists | None = None
-    narrowest: str | None = None
+    lists: OperationLists | None = None  # operation lists; None where operations are not cast
+    narrowest: str | None = None  # format below which no operation may compute, whatever it is; None: any may
+    # Format that each module computes in, by its name, where a level casts the weights.
     computes: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    # Format of each module's parameters, by the module's name; empty: not declared.
     weights: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
-    update: Update = "plain"
+    update: Update = "plain"  # how 16-bit weights are updated ("masters", ...); "plain" where they are not 16-bit
+    # Format in which gradients of parameters are added up across ranks; None: not declared.
     reduction: str | None = None
 
     def factors(self, module: str | None, *, backward: bool) -> frozenset[str] | None:

@@ -44,38 +44,22 @@ Setting = str | float | bool | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """One run of the list.
+    """One run of the list."""
 
-    Attributes:
-        id: Path below the served folder.
-        name: Name of its folder.
-        path: Its folder.
-        token: A text that changes whenever something was written.
-        identity: What another run in its place has otherwise, by its manifest.
-        last_step: The last step with records. -1: none.
-        closed: Whether all writers have closed it.
-        created: Unix seconds.
-        modified: Unix seconds.
-        tensors: Number of series.
-        ranks: Number of ranks with records.
-        problem: The defect of its manifest. None: there is none.
-        opens: Whether it can be read nevertheless.
-        settings: Settings of the writer, nested ones by names with dots, and the facts on the model.
-    """
-
-    id: str
+    id: str  # path below the served folder
     name: str
     path: Path
-    token: str
-    identity: tuple[object, ...] = ()
-    last_step: int = -1
+    token: str  # a text that changes whenever something was written
+    identity: tuple[object, ...] = ()  # what another run in its place has otherwise, by its manifest
+    last_step: int = -1  # the last step with records; -1: none
     closed: bool = False
-    created: float | None = None
-    modified: float = 0.0
+    created: float | None = None  # Unix seconds
+    modified: float = 0.0  # Unix seconds
     tensors: int = 0
     ranks: int = 0
-    problem: str | None = None
-    opens: bool = True
+    problem: str | None = None  # the defect of its manifest; None: there is none
+    opens: bool = True  # whether it can be read nevertheless
+    # Settings of the writer, nested ones by names with dots, and the facts on the model.
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting], hash=False)
 
     def is_live(self, now: float) -> bool:

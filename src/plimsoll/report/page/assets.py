@@ -28,19 +28,12 @@ _EXPORT = re.compile(r"^export ((?:async )?(?:function|class|const) (\w+))", re.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asset:
-    """File of the page.
-
-    Attributes:
-        body: The content.
-        packed: The content compressed with gzip. None: it would not be much smaller.
-        kind: The media type.
-        digest: Digest of the content, in quotes, as an ETag.
-    """
+    """File of the page."""
 
     body: bytes
-    packed: bytes | None
-    kind: str
-    digest: str
+    packed: bytes | None  # the content compressed with gzip; None: it would not be much smaller
+    kind: str  # the media type
+    digest: str  # digest of the content, in quotes, as an ETag
 
 
 @functools.cache
