@@ -76,11 +76,7 @@ class UnpackConvention:
         self.form = self._settled()
 
     def __call__(self, given: CodeTensors) -> Result:
-        """Return the values that the function makes of codes, in their shape.
-
-        Raises:
-            CallFailedError: It raises an error, or returns another number of values.
-        """
+        """Return the values that the function makes of codes, in their shape; CallFailedError if it does not."""
         return self._called(given, self.form)
 
     def _called(self, given: CodeTensors, form: Form) -> Result:

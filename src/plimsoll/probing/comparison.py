@@ -17,12 +17,7 @@ Context = contextlib.AbstractContextManager[Any]
 
 
 class Calls:
-    """A model's first calls with gradients: arguments, and classifying outputs.
-
-    Args:
-        root: The model.
-        most: Number of calls to keep.
-    """
+    """A model's first `most` calls with gradients: arguments, and classifying outputs."""
 
     def __init__(self, root: nn.Module, most: int) -> None:
         self._most = most
@@ -58,14 +53,11 @@ class Calls:
 
 @dataclass(slots=True)
 class Comparison:
-    """Results of the forwards.
+    """Results of the forwards."""
 
-    Attributes:
-        scalars: Shares of flipped and tied decisions and their margins, as a run has them.
-        broken: Modules whose outputs have NaN or infinities in the format alone, in the order of the forward.
-    """
-
+    # Shares of flipped and tied decisions and their margins, as a run has them.
     scalars: Mapping[str, float] = field(default_factory=dict[str, float])
+    # Modules whose outputs have NaN or infinities in the format alone, in the order of the forward.
     broken: list[str] = field(default_factory=list[str])
 
 
@@ -77,13 +69,7 @@ class _Forward:
 
 
 def compare(root: nn.Module, calls: Calls, enter: Callable[[], Context]) -> Comparison:
-    """Return how the kept calls differ in a format, in evaluation mode.
-
-    Args:
-        root: The model, which is left in evaluation mode.
-        calls: The calls.
-        enter: Opens the context in which the model computes in the format.
-    """
+    """Return how the kept calls differ in the format that `enter` opens; leaves the model in evaluation mode."""
     root.eval()
     tally, broken = Tally(), dict[str, None]()
     for args, kwargs in calls.kept:

@@ -45,11 +45,6 @@ def findings(question: Question, spectra: Spectra, operands: Mapping[str, Iterab
 
     Overflow of a format that whole operations compute in is judged in every weight and output. All else is judged in
     the operands of products, which alone are cast.
-
-    Args:
-        question: The format.
-        spectra: The spectra.
-        operands: Names of the operands of products by collection.
     """
     faults: list[_Fault] = []
     for collection, tensors in spectra.items():

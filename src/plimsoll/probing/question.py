@@ -10,30 +10,16 @@ from plimsoll.formats.catalogue import NATIVE, TARGETS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The format of a probe.
+    """The format of a probe."""
 
-    Attributes:
-        name: The name as the user gave it, in lower case: of a format, or of a target of `plan` such as "fp8".
-        forward: Format of weights and activations.
-        backward: Format of gradients.
-        target: The target of `plan` that tries this format first. None: there is none.
-    """
-
-    name: str
-    forward: Format | BlockFormat
-    backward: Format | BlockFormat
-    target: str | None
+    name: str  # the name as the user gave it, in lower case: of a format, or of a target of `plan` such as "fp8"
+    forward: Format | BlockFormat  # format of weights and activations
+    backward: Format | BlockFormat  # format of gradients
+    target: str | None  # the target of `plan` that tries this format first; None: there is none
 
     @classmethod
     def of(cls, fmt: object) -> "Question":
-        """Return the question about a format.
-
-        Args:
-            fmt: A format, its name or torch dtype, or the name of a target of `plan`: "fp8", "mxfp8" or "mxfp6".
-
-        Raises:
-            FormatError: There is no such format, or it holds scales only.
-        """
+        """Return the question about a format, its name or dtype, or a target of `plan` ("fp8", "mxfp8", "mxfp6")."""
         key = fmt.lower() if isinstance(fmt, str) else ""
         if key in TARGETS:
             forward, backward = TARGETS[key][0]

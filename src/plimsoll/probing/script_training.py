@@ -96,11 +96,7 @@ class ScriptTraining:
         lifecycle.close_earlier(self._root, self._path, 0)
 
     def answer(self) -> Probe:
-        """Return the answer for the script's model.
-
-        Raises:
-            PlimsollError: No step was seen, or the script trains on several ranks.
-        """
+        """Return the answer for the script's model; PlimsollError without a step, or with several ranks."""
         why = self._finder.verdict()
         if self._root is None or self._calls is None or why is not None:
             why = why or " ".join(self._remarks) or "no model was seen"

@@ -229,11 +229,6 @@ ENDINGS = tuple(_FORMS)
 
 
 def write(receipt: ReceiptRecord, path: str | os.PathLike[str]) -> None:
-    """Write a receipt in the form that the path's ending names.
-
-    Raises:
-        ArgumentError: The ending is none of these, or the folder does not exist.
-        RunError: The file cannot be written.
-    """
+    """Write a receipt in the form that the path's ending names."""
     place = check_place("receipt", path, _FORMS)
     write_text("receipt", place, _FORMS[place.suffix.lower()](receipt))

@@ -193,11 +193,7 @@ class ScriptStep(torch_hooks.TrainingEvents):
             self._recorder.memory.close()
 
     def answer(self) -> Receipt:
-        """Return the receipt of the script's step.
-
-        Raises:
-            PlimsollError: No step was complete; the message says why.
-        """
+        """Return the receipt of the script's step; PlimsollError, which says why, if no step was complete."""
         if self._receipt is not None and self._error is None:
             return self._receipt
         raise PlimsollError(f"receipt: expected a script with a training step; got {self._why_not()}")

@@ -29,18 +29,7 @@ def figures_of(runs: int) -> dict[str, Declared]:
 
 
 def plot(run: Source, collection: str | None = None, name: str | None = None, **arguments: Any) -> "Figure":
-    """Return the figure that fits: of one tensor, of a collection, or of the run.
-
-    Args:
-        run: The run.
-        collection: Name of a collection, for a heat map of its layers, or with a name for a spectrogram. Default: none,
-            for loss and loss scale.
-        name: Name of a tensor. Default: none.
-        arguments: Arguments of that figure: `spectrogram`, `heatmap` or `loss_and_scale`.
-
-    Raises:
-        ArgumentError: A name is given without its collection, or the name of a scalar in place of a collection.
-    """
+    """Return the figure that fits: a tensor's spectrogram, a collection's heat map, or the run's loss and scale."""
     if collection is None and name is not None:
         raise ArgumentError(
             f"Run.plot: expected the collection of the tensor; got name={name!r} alone. Write "

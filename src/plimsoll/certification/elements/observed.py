@@ -192,13 +192,7 @@ class Observed:
         return self.judge(where, right, expected)
 
     def judge(self, where: Mask, right: Mask, expected: Values) -> Outcome:
-        """Judge a comparison: how many inputs are wrong, and the simplest of them.
-
-        Args:
-            where: The inputs that are judged.
-            right: Where the result is right.
-            expected: The conforming results.
-        """
+        """Return how many of the inputs at `where` are wrong, and the simplest of them."""
         tried = int(np.count_nonzero(where))
         wrong = np.flatnonzero(where & (~right | self.failed))
         if not len(wrong):
@@ -265,13 +259,7 @@ class Inputs:
 
 
 def inputs(fmt: Format, carrier: str, limit: float = np.inf) -> Inputs:
-    """Return the inputs in a dtype: all of it up to 16 bits, else the boundaries.
-
-    Args:
-        fmt: The format of the results.
-        carrier: Name of the dtype.
-        limit: Largest magnitude to try. Default: any, and Inf and NaN too.
-    """
+    """Return the inputs in a dtype up to `limit`: all of it up to 16 bits, else the boundaries."""
     if carrier == "float32":
         bits = np.concatenate([boundaries(fmt).view(np.uint32), np.array(_NAN_PATTERNS, np.uint32)])
         values = _as_float64(bits.view(np.float32))

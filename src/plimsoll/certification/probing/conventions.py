@@ -46,11 +46,7 @@ class CastConvention:
             self._find_half_order()
 
     def __call__(self, x: Tensor) -> Result:
-        """Return the values that the function makes of a tensor, in its shape.
-
-        Raises:
-            CallFailedError: It raises an error, or returns something else.
-        """
+        """Return the values that the function makes of a tensor, in its shape; CallFailedError if it does not."""
         returned = self.caller(x)
         if self.kind == "cast":
             return read_values(returned)
@@ -114,16 +110,8 @@ def read_packed(
 ) -> Result:
     """Return what a packed tensor stands for.
 
-    Args:
-        returned: A `Packed`, a tensor of codes, or a tuple, list or dictionary of codes, scales and tensor scale in
-            any order.
-        fmt: The format.
-        shape: Shape of the tensor that was packed.
-        first: Half byte of the first of two 4-bit codes. Default: "low".
-        order: Roles of the parts, where they are known. Default: they are found by size.
-
-    Raises:
-        CallFailedError: The parts cannot be distinguished, or do not fit the shape.
+    That is a `Packed`, a tensor of codes, or codes, scales and tensor scale in a tuple, list or dictionary, in any
+    order: without `order`, their roles are found by size. `first`: half byte of the first of two 4-bit codes.
     """
     element = element_of(fmt)
     roles, order = _roles(returned, fmt, shape, order)

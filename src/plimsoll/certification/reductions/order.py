@@ -92,12 +92,7 @@ def _sizes(reducer: Reducer, length: int, mask: float, unit: float, first: int, 
 
 
 def grown(sizes: Sizes, members: list[int]) -> Tree:
-    """Return the tree of some terms, which are a partial sum of their own.
-
-    Args:
-        sizes: Returns for a term and others the number of terms of the smallest partial sum that has both.
-        members: The terms, in ascending order.
-    """
+    """Return the tree of ascending terms that are a partial sum. `sizes`: of the smallest with a term and each."""
     tree: Tree = members[0]
     first, others = members[0], members[1:]
     measured: dict[int, int] = dict(zip(others, sizes(first, others), strict=True)) if others else {}

@@ -81,11 +81,7 @@ class Reducer:
         return self.read(self.tensor(values), shape=())
 
     def read(self, *tensors: Tensor, shape: tuple[int, ...]) -> Result:
-        """Return the result for tensors, in the shape that it must have.
-
-        Raises:
-            CallFailedError: The function raises an error or returns another number of values.
-        """
+        """Return the result for tensors, in the shape that it must have; CallFailedError without such a result."""
         result = read_values(self.caller(*tensors))
         if result.values.size != int(np.prod(shape, dtype=np.int64)):
             raise CallFailedError(f"it returns shape {result.values.shape} where {shape} was expected")

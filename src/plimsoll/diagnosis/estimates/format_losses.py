@@ -65,12 +65,7 @@ class FormatLosses:
         return np.where(self.censors, np.where(unknown, np.nan, estimate), 0.0)
 
     def hidden(self, fmt: Format, shift: NDArray[np.int64]) -> Floats:
-        """Return how many of the values that underflowed a format would lose too, by row.
-
-        Args:
-            fmt: The format.
-            shift: Shift of the true values.
-        """
+        """Return how many of the values that underflowed a format would lose, too, at a shift of true values."""
         # All of them are hidden at the shift that puts the floor where that of the row's own format was, and below.
         # Above it they come back by the estimated spread, and at least by an even spread: the values left near the
         # floor of a tensor that has almost vanished are too few.
@@ -228,12 +223,7 @@ class Modules:
         return np.where((rate < MOST) & (energy > _NEGLIGIBLE**2 * kept), 0.0, rate)
 
     def main_layers(self, cells: Cells, among: NDArray[np.bool_] | None = None) -> Sequence[str]:
-        """Return for each module the name of its largest parameter, which stands for it.
-
-        Args:
-            cells: The cells.
-            among: Layers to choose from. Default: all.
-        """
+        """Return for each module the name of its largest parameter (`among` some), which stands for it."""
         sizes = np.nanmax(cells.total_of("count"), axis=1)
         sizes = sizes if among is None else np.where(among, sizes, -1)
         best: dict[int, int] = {}

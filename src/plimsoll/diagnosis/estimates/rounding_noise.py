@@ -48,12 +48,8 @@ class Noise:
 
         A value that the format represents has an evenly distributed error of its spacing, a lost one the error of its
         size, an overflowing one its distance to the format's largest value (it is taken to saturate). Values of one
-        binade are spread evenly over it, or over the numbers of the row's grid.
-
-        Args:
-            fmt: The format.
-            shift: Shift of the true values.
-            over: How many values of each row overflow, if that is known.
+        binade are spread evenly over it, or over the numbers of the row's grid. `over`: how many values of each row
+        overflow, if that is known.
         """
         cells = self.values.cells
         noise = np.zeros(len(cells))

@@ -35,21 +35,13 @@ _PARAMETRIZED = ".parametrizations."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A module that multiplies matrices, with the names of its series.
-
-    Attributes:
-        name: Its name.
-        weight: The series of its matrix.
-        inputs: The series of its inputs.
-        outputs: The series of its outputs.
-        opaque: Whether its operands inside are not recorded.
-    """
+    """A module that multiplies matrices, with the names of its series."""
 
     name: str
-    weight: tuple[str, ...]
+    weight: tuple[str, ...]  # the series of its matrix
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    opaque: bool = False
+    opaque: bool = False  # whether its operands inside are not recorded
 
 
 @dataclass(slots=True)
@@ -148,11 +140,7 @@ def _has_matrix(name: str, owner: _Owner) -> bool:
 
 
 def named(view: View, argument: str, globs: Sequence[str]) -> set[str]:
-    """Return the modules with parameters that match names or globs.
-
-    Raises:
-        ArgumentError: A name or glob matches none.
-    """
+    """Return the modules with parameters that match names or globs; ArgumentError for one that matches none."""
     owners, found = _owners(view), set[str]()
     for glob in (globs,) if isinstance(globs, str) else globs:
         names = {glob} if glob in owners else {name for name in owners if fnmatch.fnmatchcase(name, glob)}

@@ -395,11 +395,7 @@ class SaturatedFP8(Rule):
 def _risen(
     steps: Ints, sizes: Floats, name: str, binades: float, level: float, confidence: float
 ) -> list[tuple[Spot, float, int, bool]]:
-    """Return where a size has risen by so many binades to a level, if it has.
-
-    Returns:
-        The location with its largest size, the binades grown, until which step, and whether it still rises at the end.
-    """
+    """Return the location of a rise by so many binades to a level, binades, last step, and if it goes on."""
     known = np.flatnonzero(~np.isnan(sizes))
     since, most, until = None, 0.0, 0
     for samples in looks(len(known)):

@@ -240,14 +240,7 @@ class Cells:
 
 
 def read(run: Run, collection: str, until: int | None = None, name: str | None = None) -> Cells | None:
-    """Return a collection of a run, or one layer of it. None if there is nothing.
-
-    Args:
-        run: The run.
-        collection: Name of the collection.
-        until: The last step to read. None: all.
-        name: Name of the only layer to read. Default: all.
-    """
+    """Return a collection of a run up to a step, or one layer of it. None if there is nothing."""
     return dict(read_each(run, [collection], until, name)).get(collection)
 
 

@@ -157,11 +157,7 @@ class Streams:
 
     @contextlib.contextmanager
     def place(self) -> Generator[None]:
-        """Take one of the few places for streams, from before the first byte is sent.
-
-        Raises:
-            BusyError: None is left.
-        """
+        """Take one of the few places for streams, from before the first byte is sent; BusyError if none is left."""
         if self.open >= MOST_STREAMS:
             raise BusyError(
                 f"serve: expected at most {MOST_STREAMS} open streams; got one more. Close a page that follows a run."

@@ -255,16 +255,7 @@ class Figures:
         self.bytes = 0
 
     def add(self, name: str, arguments: Mapping[str, Any], budget: int = BUDGET_BYTES) -> int | None:
-        """Draw a figure as the live page's API does.
-
-        Args:
-            name: The figure.
-            arguments: Its arguments, as in an address.
-            budget: The packed size from which on no figure is added, in bytes.
-
-        Returns:
-            The place of its body; None for a figure that is left out.
-        """
+        """Draw a figure as the live page's API does; return its place, None if it would exceed the budget in bytes."""
         return self._add(name, arguments, lambda: drawn(self._view, name, _query(arguments), self._findings), budget)
 
     def add_of_finding(self, index: int) -> int | None:

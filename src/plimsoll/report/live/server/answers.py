@@ -221,14 +221,7 @@ class Api:
         return self.live.list.folder
 
     def runs(self, columns: Sequence[str] = ()) -> bytes:
-        """Return the list of runs.
-
-        Args:
-            columns: Names of settings whose values are wanted.
-
-        Raises:
-            ArgumentError: There are more than `MOST_COLUMNS` names.
-        """
+        """Return the list of runs, with the values of the settings in `columns`."""
         if len(columns) > MOST_COLUMNS:
             raise ArgumentError(
                 f"serve: expected at most {MOST_COLUMNS} columns; got {len(columns)}. Ask for fewer at a time."
