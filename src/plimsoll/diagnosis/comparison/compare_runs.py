@@ -94,7 +94,8 @@ class Search:
             missed = [s for s in skips if s < step and (not self.drift or s > self.drift[-1][0])]
             if missed:
                 return [self._skipped(missed[0])]
-            since, is_sample = max(1, step - sampled) if sampled is not None else 1, self._is_sample(step)
+            since = max(1, step - sampled) if sampled is not None else 1
+            is_sample = any(step in places for places in self.places.values())
             self.catching_up = behind and step > self.searched[-1] and (is_sample or not self.places)
             if behind and step > self.searched[0] and not self.catching_up:
                 self._note_updates(step)
@@ -108,9 +109,6 @@ class Search:
             if self.inherited <= _FAR:
                 self.until_step = step
         return []
-
-    def _is_sample(self, step: int) -> bool:
-        return any(step in places for places in self.places.values())
 
     def _note_updates(self, step: int) -> None:
         """Note how far the step moved each parameter, in the run that took it."""

@@ -178,7 +178,8 @@ def plan(
         ArgumentError: The target does not exist, or no formats stay within the budget.
     """
     _check(target, tolerance, margin_binades, fallback)
-    _check_budget(budget)
+    if budget is not None:
+        checks.number("plan", "budget", budget, above=0, remedy="0.01 is one per cent of the loss.")
     table = cost_table(costs)
     view = view_of(run, until, "plan")
     included = named(view, "include", include)
@@ -378,11 +379,6 @@ def _check(target: Any, tolerance: Any, margin: Any, fallback: Any) -> None:
             f"plan: expected a fallback among {', '.join(FALLBACKS)}, whose range is FP32's; got {fallback!r}. "
             "Choose one."
         )
-
-
-def _check_budget(budget: Any) -> None:
-    if budget is not None:
-        checks.number("plan", "budget", budget, above=0, remedy="0.01 is one per cent of the loss.")
 
 
 def _meant(target: Any) -> str:

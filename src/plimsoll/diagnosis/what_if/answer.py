@@ -166,19 +166,13 @@ def whatif(
             f"whatif: expected no collection with inference=True, which means weights and activations; got "
             f"{collection!r}. Leave one of the two out."
         )
-    names = FORWARD if inference else (collection,)
-    parts = [
-        _part(view, name, chosen, 0 if inference else shift) for name in names if not inference or _has(view, name)
-    ]
+    names = [name for name in FORWARD if view.cells(name) is not None] if inference else [collection]
+    parts = [_part(view, name, chosen, 0 if inference else shift) for name in names]
     if not parts:
         raise NotRecordedError(
             "whatif: expected a run with weights or activations; got one with neither. Watch with collect= naming them."
         )
     return parts[0] if len(parts) == 1 else parts[0].joined(parts[1])
-
-
-def _has(view: View, collection: str) -> bool:
-    return view.cells(collection) is not None
 
 
 def _format(fmt: object) -> Format | BlockFormat:

@@ -73,22 +73,6 @@ def _blank(share: Floats, narrow: FormatLosses, nonzero: Floats, lost: Floats) -
     return np.where((nonzero == 0) & (lost == 0) & narrow.censors.any(), np.nan, share)
 
 
-def _norm(cells: Cells) -> Floats:
-    return log2(cells.norm)
-
-
-def _rms(cells: Cells) -> Floats:
-    return log2(cells.rms)
-
-
-def _absmax(cells: Cells) -> Floats:
-    return log2(cells.true_absmax)
-
-
-def _absmean(cells: Cells) -> Floats:
-    return log2(cells.absmean)
-
-
 def _std(cells: Cells) -> Floats:
     with np.errstate(all="ignore"):
         return log2(np.sqrt(np.maximum(cells.rms**2 - cells.mean**2, 0.0)))
@@ -104,18 +88,6 @@ def _headroom(cells: Cells) -> Floats:
     with np.errstate(all="ignore"):
         room = top - log2(cells.column("absmax"))
     return -cells.highest(-room)
-
-
-def _ratio(cells: Cells) -> Floats:
-    return log2(cells.relative_update)
-
-
-def _unmoved(cells: Cells) -> Floats:
-    return cells.share_of("unmoved", "pushed")
-
-
-def _kurtosis(cells: Cells) -> Floats:
-    return log2(cells.kurtosis)
 
 
 def _last_bin(cells: Cells) -> Floats:
@@ -138,10 +110,6 @@ def _error_squares(cells: Cells) -> tuple[Floats, Floats]:
     return cells.error_sum("errorsq"), cells.error_sum("referencesq")
 
 
-def _zero(cells: Cells) -> Floats:
-    return cells.zero_fraction
-
-
 def _statistic(title: str, words: str, how: How, scale: Scale, compute: Callable[[Cells], Floats]) -> Statistic:
     return Statistic(title=title, words=words, how=how, scale=scale, of=_by_series(compute))
 
@@ -149,18 +117,24 @@ def _statistic(title: str, words: str, how: How, scale: Scale, compute: Callable
 # Norms and the like are merged as powers of two: their mean is the geometric one.
 STATISTICS: Mapping[str, Statistic] = {
     "underflow": Statistic(title="what is flushed to zero", words="lost", how="max", scale="share", of=underflow),
-    "zero": _statistic("values that are zero", "zero", "mean", "share", _zero),
+    "zero": _statistic("values that are zero", "zero", "mean", "share", lambda cells: cells.zero_fraction),
     "nonfinite": _statistic("NaN and infinite values", "not finite", "sum", "count", _nonfinite),
     "headroom": _statistic("binades left to the top of the format", "binades left", "min", "binades", _headroom),
-    "norm": _statistic("their norm", "norm", "mean", "power", _norm),
-    "rms": _statistic("their root mean square", "root mean square", "mean", "power", _rms),
+    "norm": _statistic("their norm", "norm", "mean", "power", lambda cells: log2(cells.norm)),
+    "rms": _statistic("their root mean square", "root mean square", "mean", "power", lambda cells: log2(cells.rms)),
     "std": _statistic("their standard deviation", "standard deviation", "mean", "power", _std),
-    "absmean": _statistic("their mean magnitude", "mean magnitude", "mean", "power", _absmean),
-    "absmax": _statistic("their largest magnitude", "largest magnitude", "max", "power", _absmax),
-    "ratio": _statistic("size against the weights", "update / weight", "mean", "power", _ratio),
+    "absmean": _statistic("their mean magnitude", "mean magnitude", "mean", "power", lambda cells: log2(cells.absmean)),
+    "absmax": _statistic(
+        "their largest magnitude", "largest magnitude", "max", "power", lambda cells: log2(cells.true_absmax)
+    ),
+    "ratio": _statistic(
+        "size against the weights", "update / weight", "mean", "power", lambda cells: log2(cells.relative_update)
+    ),
     "error": _statistic("their error against a shadow step", "relative error", "max", "power", _error),
     "bias": _statistic("the part of their error that is bias", "bias", "mean", "share", _bias),
     "last_bin": _statistic("values in the last bin of their block", "in the last bin", "max", "share", _last_bin),
-    "kurtosis": _statistic("their kurtosis", "kurtosis", "max", "power", _kurtosis),
-    "unmoved": _statistic("weights that did not move", "unmoved", "max", "share", _unmoved),
+    "kurtosis": _statistic("their kurtosis", "kurtosis", "max", "power", lambda cells: log2(cells.kurtosis)),
+    "unmoved": _statistic(
+        "weights that did not move", "unmoved", "max", "share", lambda cells: cells.share_of("unmoved", "pushed")
+    ),
 }
