@@ -3,24 +3,22 @@
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.rules.registry import guarded, rule_of
 from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.errors import ArgumentError
 from plimsoll.report import figures
+from plimsoll.report.drawing.plotly_parts import Figure
 from plimsoll.report.figure_declaration import DECLARED, Declared, Figures
 from plimsoll.tensor_collections import COLLECTIONS
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
 # Each of these modules declares its figures when it is loaded.
 for _name in ("results", *(f"figures.{module.name}" for module in pkgutil.iter_modules(figures.__path__))):
     importlib.import_module(f"plimsoll.report.{_name}")
 
-FIGURES: Mapping[str, Callable[..., "Figure"]] = Figures()
+FIGURES: Mapping[str, Callable[..., Figure]] = Figures()
 
 
 def figures_of(runs: int) -> dict[str, Declared]:
@@ -28,7 +26,7 @@ def figures_of(runs: int) -> dict[str, Declared]:
     return {name: DECLARED[name] for name in FIGURES if runs in DECLARED[name].runs}
 
 
-def plot(run: Source, collection: str | None = None, name: str | None = None, **arguments: Any) -> "Figure":
+def plot(run: Source, collection: str | None = None, name: str | None = None, **arguments: Any) -> Figure:
     """Return the figure that fits: a tensor's spectrogram, a collection's heat map, or the run's loss and scale."""
     if collection is None and name is not None:
         raise ArgumentError(
@@ -62,7 +60,7 @@ def expected_height(view: View, finding: Finding) -> int:
     return DECLARED[finding.figure].expected_height(view, arguments)
 
 
-def figure_for(run: Source, finding: Finding) -> "Figure":
+def figure_for(run: Source, finding: Finding) -> Figure:
     """Return a finding's figure: its layers, with a mark at the step where it began.
 
     Raises `ArgumentError` for a finding whose figure is none of `FIGURES` (a custom rule may name any of them).
@@ -75,7 +73,7 @@ def figure_for(run: Source, finding: Finding) -> "Figure":
         )
     declared, rule = DECLARED[finding.figure], rule_of(finding)
 
-    def drawn(arguments: Mapping[str, Any]) -> "Figure":
+    def drawn(arguments: Mapping[str, Any]) -> Figure:
         if declared.of_finding is None:
             return declared.function(view, **arguments)
         return declared.of_finding(view, finding, **arguments)

@@ -23,6 +23,7 @@ from plimsoll.report.drawing.plotly_parts import (
     PURPLE,
     RED,
     STEP_AXIS,
+    Figure,
     Layout,
     Trace,
     band,
@@ -45,8 +46,6 @@ from plimsoll.tensor_collections import BACKWARD, COLLECTIONS, IN_DISPLAY_ORDER,
 from plimsoll.text import capital, counted, percent
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
-
     from plimsoll.microscope import Blame, BlameRow, ErrorReport
 
 
@@ -81,7 +80,7 @@ def _height(view: View, arguments: Mapping[str, Any]) -> int:
 
 
 @figure(offered="layers", cases=_cases, height=_height)
-def layer_errors(run: "Source | ErrorReport", collection: str = "gradients", *, until: int | None = None) -> "Figure":
+def layer_errors(run: "Source | ErrorReport", collection: str = "gradients", *, until: int | None = None) -> Figure:
     """The error of each layer relative to its values, from the first layer to the last, bias and noise apart.
 
     Bias is what stays from draw to draw: of a run from shadow step to shadow step, along the values and constant in
@@ -240,7 +239,7 @@ _LONGEST_LABEL = 48  # characters that a narrow page has room for
 _KINDS = (("noise", BLUE), ("bias", ORANGE), ("not split", GREY))
 
 
-def blame_bars(found: "Blame") -> "Figure":
+def blame_bars(found: "Blame") -> Figure:
     """Return bars of the contributions to the gradients' error, with their shares.
 
     Each has a module, a cast and a direction.
@@ -317,7 +316,7 @@ _ROOM = 3.0  # tolerances above and below zero that are always shown; early inte
 _HEIGHT = 420
 
 
-def parity(found: Parity) -> "Figure":
+def parity(found: Parity) -> Figure:
     """Return a figure of the paired difference over the steps, and the tolerance.
 
     Points are means of the candidate's values less the base's over stretches of steps. The line is the weighted mean of

@@ -28,7 +28,9 @@ from plimsoll.extras import install_line
 from plimsoll.runs.reading.row_selection import unknown
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
+    from plotly.graph_objects import Figure as Figure  # pyright: ignore[reportMissingTypeStubs]
+else:
+    Figure = Any  # Plotly is loaded when a figure is made
 
 
 # -- colours: a light and a dark template, and marks for both ----------------------------------------------------------
@@ -104,7 +106,7 @@ TEMPLATES: Mapping[Theme, Mapping[str, Any]] = MappingProxyType(
 )
 
 
-def themed(figure: "Figure", theme: Theme) -> "Figure":
+def themed(figure: Figure, theme: Theme) -> Figure:
     """A copy of a figure in the light or the dark theme.
 
     Raises `ArgumentError` for another theme.
@@ -224,7 +226,7 @@ STEP_AXIS: Mapping[str, Any] = {"title": {"text": "step"}, "showgrid": False, "z
 
 def build_figure(
     operation: str, title: str, subtitle: str, traces: Sequence[Trace], layout: Layout, meta: Mapping[str, Any]
-) -> "Figure":
+) -> Figure:
     """Return the Plotly figure in the light theme, with `meta` as its metadata."""
     try:
         from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
@@ -250,7 +252,7 @@ def _with_legend(traces: Sequence[Trace], layout: Layout) -> Layout:
     return {**layout, "margin": below, "height": layout["height"] + room, "showlegend": True}
 
 
-def empty_figure(operation: str, title: str, words: str, meta: Mapping[str, Any]) -> "Figure":
+def empty_figure(operation: str, title: str, words: str, meta: Mapping[str, Any]) -> Figure:
     """A figure without data that says what is missing."""
     note = {
         "text": words,

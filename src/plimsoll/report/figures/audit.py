@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from plimsoll.report.drawing.plotly_parts import (
     MINUS,
     ORANGE,
     RED,
+    Figure,
     Layout,
     Trace,
     build_figure,
@@ -30,10 +31,6 @@ from plimsoll.report.drawing.plotly_parts import (
 from plimsoll.text import counted, percent
 from plimsoll.unit import Audit, Reading, Row
 from plimsoll.unit.auditing.result import DIRECTIONS, FORMATS, Direction
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
-
 
 # -- rows: their order, hover texts and axis labels --------------------------------------------------------------------
 
@@ -199,7 +196,7 @@ _BAR, _GAP = 9, 17  # pixels of a format's bar, and from one to the next
 _NAMED_WORST, _APART = 3, 4  # how many are named, and how many rows lie between them at least
 
 
-def audit(before: Audit, after: Audit | None = None) -> "Figure":
+def audit(before: Audit, after: Audit | None = None) -> Figure:
     """Return a figure of every operation's values and gradients, in program order.
 
     These are the standard deviation and the middle nine tenths, forward and backward.

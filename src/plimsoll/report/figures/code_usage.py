@@ -1,7 +1,7 @@
 """`code_usage`: spread of 8-bit tensors' values over what their format holds."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from plimsoll.report.drawing.plotly_parts import (
     ORANGE,
     RED,
     STEP_AXIS,
+    Figure,
     Layout,
     Trace,
     build_figure,
@@ -37,14 +38,11 @@ from plimsoll.report.figure_declaration import figure
 from plimsoll.report.figures.usable_scales import element
 from plimsoll.text import capital, counted, percent
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
-
 _LEVELS = (("warning", 0.25, ORANGE), ("alarm", 0.5, RED))  # of saturated-fp8
 _MOST_BARS = 64  # binades of the format
 
 
-def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
+def _of_finding(view: View, finding: Finding, **arguments: Any) -> Figure:
     collection = finding.collection or "activations"
     name = finding.where[0] if finding.where else None
     return code_usage(view, collection, name, since_step=finding.since_step, **arguments)
@@ -59,7 +57,7 @@ def code_usage(
     *,
     since_step: int | None = None,
     until: int | None = None,
-) -> "Figure":
+) -> Figure:
     """Which of a format's powers of two the values use, all steps added up; and the share in the top one over time.
 
     - `name`: one tensor; None for all of the collection that were recorded in that format.

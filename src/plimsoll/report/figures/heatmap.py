@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from plimsoll.formats import FP32, Format, get
 from plimsoll.report.drawing.aggregation import MOST_CELLS, How, Rows, few
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Matrix, Scale, Statistic
 from plimsoll.report.drawing.plotly_parts import (
+    Figure,
     Layout,
     Trace,
     build_figure,
@@ -36,10 +37,6 @@ from plimsoll.report.figure_declaration import Case, figure
 from plimsoll.runs.records import FLIPS
 from plimsoll.tensor_collections import IN_DISPLAY_ORDER
 from plimsoll.text import capital, counted, percent
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
-
 
 _LONGEST_NAME = 300  # characters of a series' name that `meta` carries for whoever follows a click
 _FOCUS_ABOVE = 60  # layers above which only those in focus are drawn
@@ -87,7 +84,7 @@ def _height(view: View, arguments: Mapping[str, Any]) -> int:
     return height_of_rows(len(names))
 
 
-def _of_finding(view: View, finding: Finding, *, statistic: str, **arguments: Any) -> "Figure":
+def _of_finding(view: View, finding: Finding, *, statistic: str, **arguments: Any) -> Figure:
     collection = finding.collection or "gradients"
     return heatmap(view, statistic, collection, focus=finding.where, since_step=finding.since_step, **arguments)
 
@@ -101,7 +98,7 @@ def heatmap(
     focus: Sequence[str] = (),
     since_step: int | None = None,
     until: int | None = None,
-) -> "Figure":
+) -> Figure:
     """Layers by steps: one number of each layer at each step as a colour.
 
     - `statistic`: "underflow" (of parameters' gradients by module, as the rules judge it), "zero", "nonfinite",
@@ -140,26 +137,26 @@ def heatmap(
     return painted("heatmap", title, note, kind, matrix, meta, focus=focus, since_step=since_step)
 
 
-def _underflow_of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
+def _underflow_of_finding(view: View, finding: Finding, **arguments: Any) -> Figure:
     return underflow_heatmap(
         view, finding.collection or "gradients", focus=finding.where, since_step=finding.since_step, **arguments
     )
 
 
 @figure(name="underflow_heatmap", of_finding=_underflow_of_finding, height=_height)
-def underflow_heatmap(run: Source, collection: str = "gradients", **more: Any) -> "Figure":
+def underflow_heatmap(run: Source, collection: str = "gradients", **more: Any) -> Figure:
     """Heat map of underflow: `heatmap` with this statistic."""
     return heatmap(run, "underflow", collection, **more)
 
 
-def _flips_of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
+def _flips_of_finding(view: View, finding: Finding, **arguments: Any) -> Figure:
     return flips_heatmap(view, focus=finding.where, since_step=finding.since_step, **arguments)
 
 
 @figure(of_finding=_flips_of_finding)
 def flips_heatmap(
     run: Source, *, focus: Sequence[str] = (), since_step: int | None = None, until: int | None = None
-) -> "Figure":
+) -> Figure:
     """Modules that decide by shadow steps: the share of their decisions that rounding has changed.
 
     - `focus`: names whose rows are set in bold; `since_step` is marked.
@@ -200,7 +197,7 @@ def painted(
     *,
     focus: Sequence[str] = (),
     since_step: int | None = None,
-) -> "Figure":
+) -> Figure:
     """A matrix as a heat map."""
     drawn = panel(matrix, kind.how, kind.scale, kind.words, focus=focus)
     shapes, notes = since_mark(since_step)
@@ -352,7 +349,7 @@ def _flushes_nothing(formats: Sequence[str]) -> bool:
 # -- zeros -------------------------------------------------------------------------------------------------------------
 
 
-def _zeros_of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
+def _zeros_of_finding(view: View, finding: Finding, **arguments: Any) -> Figure:
     collection = finding.collection or "gradients"
     return zero_heatmap(view, collection, focus=finding.where, since_step=finding.since_step, **arguments)
 
@@ -374,7 +371,7 @@ def zero_heatmap(
     focus: Sequence[str] = (),
     since_step: int | None = None,
     until: int | None = None,
-) -> "Figure":
+) -> Figure:
     """Layers by steps: above, the share of values that are zero in any format; below, of those that underflowed.
 
     A shadow step counts the two apart; at other steps the second is estimated, as the rules do. Formats that flush
@@ -417,7 +414,7 @@ def _zeros_painted(
     meta: Layout,
     focus: Sequence[str],
     since_step: int | None,
-) -> "Figure":
+) -> Figure:
     traces: list[Trace] = []
     marks, notes = since_mark(since_step)
     layout: Layout = {"shapes": marks, "annotations": notes}

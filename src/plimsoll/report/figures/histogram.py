@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from plimsoll.report.drawing.plotly_parts import (
     ORANGE,
     PURPLE,
     RED,
+    Figure,
     Layout,
     Trace,
     build_figure,
@@ -39,9 +40,6 @@ from plimsoll.report.figures.usable_scales import element
 from plimsoll.report.figures.whole_run import loss_and_scale
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import capital, percent
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
 # -- load lines: the range of a format at its scale, drawn over the values ---------------------------------------------
 
@@ -137,7 +135,7 @@ _WIDE = 100  # binades: formats that reach farther are never a tensor's trouble
 _HEIGHT = 460
 
 
-def _of_finding(view: "View", finding: Finding, **arguments: Any) -> "Figure":
+def _of_finding(view: "View", finding: Finding, **arguments: Any) -> Figure:
     """Draw the first layer."""
     if not finding.where or finding.collection is None:
         return loss_and_scale(view, [finding])
@@ -155,7 +153,7 @@ def spectrogram(
     mark: tuple[float, str] | None = None,
     since_step: int | None = None,
     until: int | None = None,
-) -> "Figure":
+) -> Figure:
     """Spectrogram of one tensor's values over time: steps across, powers of two up, colour is the share of the values.
 
     Zeros, infinities and NaN have rows of their own. The lines are formats' limits: above the first values overflow,
@@ -268,7 +266,7 @@ def _moved(view: View, cells: Cells, columns: Columns, held: bool) -> Floats:
 
 def _painted(
     title: str, subtitle: str, picture: _Picture, lines: list[LoadLine], since_step: int | None, meta: Layout
-) -> "Figure":
+) -> Figure:
     heights = [float(h) for line in lines for h in (line.height.min(), line.height.max())]
     low = math.floor(min([picture.span[0], *(h - 2 for h in heights)]))
     high = math.ceil(max([picture.span[1], *(h + 1 for h in heights)]))
@@ -347,7 +345,7 @@ def _check_shift(shift: object) -> None:
 _HISTOGRAM_HEIGHT = 380
 
 
-def histogram(spectrum: Spectrum, formats: Sequence[object] | None = None, *, shift: int = 0) -> "Figure":
+def histogram(spectrum: Spectrum, formats: Sequence[object] | None = None, *, shift: int = 0) -> Figure:
     """Return bars of a spectrum's values by power of two, with formats' limits.
 
     Counts are exact. The axis of shares is logarithmic, since a few small values among millions can matter.

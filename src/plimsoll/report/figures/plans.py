@@ -1,7 +1,7 @@
 """Figures of plans: their cost against loss, and each layer before and after one."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from plimsoll.report.drawing.plotly_parts import (
     GREY,
     ORANGE,
     PURPLE,
+    Figure,
     Layout,
     Trace,
     band,
@@ -35,9 +36,6 @@ from plimsoll.report.figure_declaration import Case, figure
 from plimsoll.tensor_collections import BACKWARD, FORWARD
 from plimsoll.text import capital, counted, percent
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
-
 # -- `before_after`: each layer's losses in two runs, or in a run and under a plan -------------------------------------
 
 _MOST_LAYERS = 40
@@ -51,7 +49,7 @@ def before_after(
     statistic: str = "underflow",
     *,
     until: int | None = None,
-) -> "Figure":
+) -> Figure:
     """Each layer twice: in the first run, and in the second; or as a plan would have held it.
 
     Of shares (underflow, zeros) the highest over the steps is shown, of sizes the median. The layers that differ most
@@ -141,7 +139,7 @@ def _painted(
     names: tuple[str, str],
     kind: Statistic,
     meta: Layout,
-) -> "Figure":
+) -> Figure:
     """A line a layer, from the one mark to the other."""
     ticks = labels(shown)
     hover = {"share": "%{x:.3~%}", "binades": "%{x:.1f} binades"}.get(kind.scale, "2<sup>%{x:.1f}</sup>")
@@ -221,7 +219,7 @@ def plan_frontier(
     plan: Plan | None = None,
     measured: Sequence[tuple[float, float]] = (),
     until: int | None = None,
-) -> "Figure":
+) -> Figure:
     """The cheapest plans for a target: their cost, and the predicted increase of the loss with its interval.
 
     - `costs`: as for `plimsoll.plan`.

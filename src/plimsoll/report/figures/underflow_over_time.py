@@ -1,7 +1,7 @@
 """`underflow_over_time`: share of gradients flushed by narrow formats over time."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from plimsoll.report.drawing.plotly_parts import (
     PURPLE,
     RED,
     STEP_AXIS,
+    Figure,
     Layout,
     Trace,
     build_figure,
@@ -38,15 +39,12 @@ from plimsoll.report.figure_declaration import figure, if_scaled
 from plimsoll.report.figures.heatmap import view_formats
 from plimsoll.text import capital
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
-
 _MANY = 0.05  # of a layer's values: above it the layer underflows (T5, T6)
 _LEVELS = ((0.01, "1 %: harmless below", ORANGE), (0.05, "5 %: change scale or format", RED))
 _SHOWN = 4  # layers that have a line of their own
 
 
-def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
+def _of_finding(view: View, finding: Finding, **arguments: Any) -> Figure:
     return underflow_over_time(
         view,
         finding.collection or "gradients",
@@ -66,7 +64,7 @@ def underflow_over_time(
     focus: Sequence[str] = (),
     since_step: int | None = None,
     until: int | None = None,
-) -> "Figure":
+) -> Figure:
     """The share of values that are flushed to zero over the steps, and of layers of which more than 5 % is.
 
     With lines at 1 % and 5 %, the levels of the early rule, and its outlook.

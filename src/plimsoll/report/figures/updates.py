@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from plimsoll.report.drawing.plotly_parts import (
     PURPLE,
     RED,
     STEP_AXIS,
+    Figure,
     Layout,
     Trace,
     band,
@@ -37,9 +38,6 @@ from plimsoll.report.drawing.plotly_parts import (
 )
 from plimsoll.report.figure_declaration import Case, figure
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
-
 _SHOWN = 4  # layers that have a line of their own
 _COLOURS = (ORANGE, PURPLE, GREEN, RED)
 _MANY_UNMOVED = 0.5  # the threshold of updates-swallowed
@@ -51,7 +49,7 @@ def _cases(view: View) -> list[Case]:
     return [Case(label="Updates against weights", arguments={})] if "updates" in view.run.tensors else []
 
 
-def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
+def _of_finding(view: View, finding: Finding, **arguments: Any) -> Figure:
     if finding.collection == "gradients":
         return lag(view, focus=finding.where, since_step=finding.since_step)
     return updates(view, focus=finding.where, since_step=finding.since_step, **arguments)
@@ -60,7 +58,7 @@ def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
 @figure(offered="layers", cases=_cases, of_finding=_of_finding, height=550)
 def updates(
     run: Source, *, focus: Sequence[str] = (), since_step: int | None = None, until: int | None = None
-) -> "Figure":
+) -> Figure:
     """The norm of each update over that of its weight, as a power of two; and the share of weights that did not move.
 
     Half of all layers lie in the band. Updates below the dashed lines, where weights are held in 16 bits, are mostly
@@ -104,7 +102,7 @@ def updates(
     return build_figure("updates", title, joined([formats, columns.said("mean")]), traces, layout, meta)
 
 
-def lag(run: Source, *, focus: Sequence[str] = (), since_step: int | None = None, until: int | None = None) -> "Figure":
+def lag(run: Source, *, focus: Sequence[str] = (), since_step: int | None = None, until: int | None = None) -> Figure:
     """Figure of squared gradients over second moments, by layer: near 1 in the mean, high after a surprise."""
     view = view_of(run, until, "lag")
     title, meta = "Gradients against Adam's memory of them", {"figure": "updates", "collection": "gradients"}

@@ -6,7 +6,7 @@ layers over time, and the one used.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,6 +28,7 @@ from plimsoll.report.drawing.plotly_parts import (
     PURPLE,
     RED,
     STEP_AXIS,
+    Figure,
     Layout,
     Trace,
     build_figure,
@@ -46,10 +47,6 @@ from plimsoll.report.drawing.plotly_parts import (
 from plimsoll.report.figure_declaration import figure, if_scaled
 from plimsoll.text import capital, counted, percent
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
-
-
 # -- the cost of each scale --------------------------------------------------------------------------------------------
 
 _AROUND = 4  # powers of two that are drawn beyond the window
@@ -58,9 +55,7 @@ _WIDE_BINADES = 100  # formats that reach farther are no one's trouble
 
 
 @figure(offered="scale", cases=if_scaled("Loss scale"), height=430)
-def scale_curve(
-    run: Source, fmt: object = None, collection: str = "gradients", *, until: int | None = None
-) -> "Figure":
+def scale_curve(run: Source, fmt: object = None, collection: str = "gradients", *, until: int | None = None) -> Figure:
     """Shares of all recorded values that a format would lose, or that overflow, at each loss scale.
 
     The scales that work for all layers at all steps (nothing overflows, less than 1 % of any layer is lost) are shaded;
@@ -251,7 +246,7 @@ def element(fmt: object, operation: str) -> Format:
 # -- usable scales over time -------------------------------------------------------------------------------------------
 
 
-def _window_of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
+def _window_of_finding(view: View, finding: Finding, **arguments: Any) -> Figure:
     return scale_window(view, since_step=finding.since_step, **arguments)
 
 
@@ -263,7 +258,7 @@ def scale_window(
     focus: Sequence[str] = (),
     since_step: int | None = None,
     until: int | None = None,
-) -> "Figure":
+) -> Figure:
     """Which loss scales work at each step: the lowest at which no layer loses 1 %, the highest without overflow.
 
     Where the first lies above the second no single scale works; those stretches are shaded. The scale that was used

@@ -1,7 +1,7 @@
 """Figures of the whole run: loss and loss scale, and what was recorded and lost."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from plimsoll.report.drawing.plotly_parts import (
     RED,
     SEVERITY,
     STEP_AXIS,
+    Figure,
     Lane,
     Layout,
     Trace,
@@ -37,9 +38,6 @@ from plimsoll.report.figure_declaration import Case, figure
 from plimsoll.runs import Event
 from plimsoll.text import counted
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
-
 # -- `loss_and_scale` --------------------------------------------------------------------------------------------------
 
 _MOST_POINTS = 1200
@@ -49,7 +47,7 @@ _PANELS = {"loss": 210, "scale": 150}  # pixels
 _LANE, _GAP, _AROUND = 22, 26, 140  # pixels: a lane; between panels; title and step axis
 
 
-def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
+def _of_finding(view: View, finding: Finding, **arguments: Any) -> Figure:
     return loss_and_scale(view, [finding], **arguments)
 
 
@@ -77,7 +75,7 @@ def loss_and_scale(
     *,
     beside: Source | None = None,
     until: int | None = None,
-) -> "Figure":
+) -> Figure:
     """Loss and loss scale over the steps, with what was skipped, what a guard did and what was found.
 
     Each finding has a lane of its own under the curves, from its first step to its last.
@@ -205,7 +203,7 @@ def _acts(view: View) -> list[Lane]:
 
 def _arranged(
     title: str, subtitle: str, parts: dict[str, list[Trace]], strips: list[Lane], marks: Layout, meta: Layout
-) -> "Figure":
+) -> Figure:
     """The panels one above the other, over one time axis."""
     panels = {name: _PANELS[name] for name in _PANELS if name in parts}
     strip_height = _LANE * len(strips)
@@ -271,7 +269,7 @@ _MOST_LANES, _MOST_MARKS, _MOST_LINES = 12, 300, 8
 
 
 @figure()
-def record(run: Source, *, until: int | None = None) -> "Figure":
+def record(run: Source, *, until: int | None = None) -> Figure:
     """The record itself: the steps at which samples were taken, each kind of event in a lane, and what is missing."""
     view = view_of(run, until, "record")
     title, meta = "What was recorded, and what was lost", {"figure": "record"}
