@@ -22,7 +22,7 @@ from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch import lifecycle
 from plimsoll.watch.companion import WatchAccess
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.transforms import is_transformed
+from plimsoll.watch.hooks.torch_hooks import is_transformed
 from plimsoll.watch.lifecycle import Closing, finish
 from plimsoll.watch.names import Selection, class_of, clean, module_names, unwrapped
 from plimsoll.watch.parameters.optimizer_tensors import Parameters, innermost

@@ -35,7 +35,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from plimsoll.runs.writing import signal_deferral
-from plimsoll.watch.hooks.transforms import is_transformed
 
 _SIGNAL_SECONDS = 5.0  # what the recorder may take of a dying process's time
 
@@ -497,3 +496,26 @@ def _restore(owner: Any, name: str, ours: object, original: object) -> None:
     """Put the original back, unless ours was wrapped since: then ours stays, idle."""
     if owner.__dict__.get(name) is ours:
         setattr(owner, name, original)
+
+
+# -- `torch.func` transforms -------------------------------------------------------------------------------------------
+
+# Inside `vmap`, `grad`, `vjp`, `jvp` and what is made of them every tensor is a wrapper of the transform, without data
+# of its own, and so is every new one, also one that no code of the transform ever sees. Such a tensor is of no use once
+# the transform has returned: a bank of rows that was made there spoiled the whole sample.
+
+# torch has neither of these in public; all versions from 2.9 on have both, in these places.
+_innermost: Any = cast("Any", torch)._C._functorch.peek_interpreter_stack  # noqa: SLF001
+
+
+def is_transformed() -> bool:
+    """Return True if the calling code runs inside a `torch.func` transform on this thread."""
+    return _innermost() is not None
+
+
+@contextlib.contextmanager
+def outside_transforms() -> Generator[None]:
+    """Context in which operations run as if no transform was around them."""
+    inner: Any = importlib.import_module("torch._functorch.pyfunctorch")
+    with inner.temporarily_clear_interpreter_stack():
+        yield

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Scalars
 from plimsoll.watch.hooks.autograd_graph import backward_running
-from plimsoll.watch.hooks.transforms import is_transformed
+from plimsoll.watch.hooks.torch_hooks import is_transformed
 from plimsoll.watch.names import clean, tensors_in
 from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.settings import SHADOWED, Settings

@@ -16,7 +16,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.kernels.device_value import DeviceValue, number
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.hooks.autograd_graph import backward_running, is_scaled_by
-from plimsoll.watch.hooks.transforms import is_transformed, outside_transforms
+from plimsoll.watch.hooks.torch_hooks import is_transformed, outside_transforms
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.parameters.optimizer_tensors import Parameters, innermost
 from plimsoll.watch.parameters.updates import Probe
