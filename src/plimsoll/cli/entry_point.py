@@ -31,24 +31,16 @@ from plimsoll.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One command.
+    """One command."""
 
-    Attributes:
-        name: Its name, also that of its module and function.
-        heading: The heading under which `plimsoll --help` lists it.
-        summary: Its line there: the first line of the function's docstring, which a test compares. It stands here so
-            that help needs no import of the module.
-        own_arguments: Whether all that follows the first argument belongs to a script that the command runs.
-        foreign_options: Whether options that the command does not have belong to a script that it runs.
-        folder: The folder of its module in `plimsoll.cli.commands`. Default: none.
-    """
-
-    name: str
-    heading: str
+    name: str  # its name, also that of its module and function
+    heading: str  # the heading under which `plimsoll --help` lists it
+    # Its line there: the first line of the function's docstring, which a test compares. It stands here so that help
+    # needs no import of the module.
     summary: str
-    own_arguments: bool = False
-    foreign_options: bool = False
-    folder: str = ""
+    own_arguments: bool = False  # whether all that follows the first argument belongs to a script that the command runs
+    foreign_options: bool = False  # whether options that the command does not have belong to a script that it runs
+    folder: str = ""  # The folder of its module in `plimsoll.cli.commands`. Default: none.
 
     @property
     def module(self) -> str:

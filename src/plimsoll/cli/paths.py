@@ -58,17 +58,11 @@ def report_missing_records(runs: "list[Run]") -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRun:
-    """A run that a command reads.
-
-    Attributes:
-        run: The run.
-        label: Its path or URI in messages, without secrets.
-        model: The model's name among those of one script. Empty for a run that is the only one.
-    """
+    """A run that a command reads."""
 
     run: "Run"
-    label: str
-    model: str = ""
+    label: str  # its path or URI in messages, without secrets
+    model: str = ""  # The model's name among those of one script. Empty for a run that is the only one.
 
 
 def open_runs(path: str, several: str = "") -> list[OpenRun]:

@@ -14,17 +14,12 @@ from plimsoll.formats.catalogue import get
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """Speed of a device.
-
-    Attributes:
-        name: The device.
-        bandwidth: Bytes a second from its memory.
-        rates: Operations a second of products, by format. A format that is not listed has the rate of the narrowest
-            listed one that is at least as wide. None listed: only bytes count.
-    """
+    """Speed of a device."""
 
     name: str
-    bandwidth: float = 1.0
+    bandwidth: float = 1.0  # bytes a second from its memory
+    # Operations a second of products, by format. A format that is not listed has the rate of the narrowest listed one
+    # that is at least as wide. None listed: only bytes count.
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def cost(self, weights: float, inputs: float, outputs: float, forward: str, backward: str) -> float:

@@ -16,21 +16,14 @@ NO_FACTORS = Factors(output=1.0, inputs=(1.0,), weight=1.0)  # for a layer that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Recipe for the scales of a layer's tensors.
+    """Recipe for the scales of a layer's tensors."""
 
-    Attributes:
-        scaling: "unit" for the scale 1, "tensor" for a power of two from the largest magnitude.
-        history: With "tensor", 0 for the magnitude of the tensor itself, N for that of the last N steps.
-        margin: With "tensor", binades that the scale leaves above the largest magnitude.
-        factors: Constants of unit scaling, all 1 for a layer that is not unit-scaled.
-        scales: With "tensor", constant powers of two for activations, weights and gradients, as a plan has them. None:
-            from the data.
-    """
-
-    scaling: Scaling
-    history: int = 0
-    margin: int = 0
-    factors: Factors = NO_FACTORS
+    scaling: Scaling  # "unit" for the scale 1, "tensor" for a power of two from the largest magnitude
+    history: int = 0  # with "tensor", 0 for the magnitude of the tensor itself, N for that of the last N steps
+    margin: int = 0  # with "tensor", binades that the scale leaves above the largest magnitude
+    factors: Factors = NO_FACTORS  # constants of unit scaling, all 1 for a layer that is not unit-scaled
+    # With "tensor", constant powers of two for activations, weights and gradients, as a plan has them. None: from the
+    # data.
     scales: tuple[float, float, float] | None = None
 
     @property

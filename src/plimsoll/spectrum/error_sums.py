@@ -190,18 +190,11 @@ UNKNOWN = Interval(low=0.0, high=math.inf, estimate=math.nan)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasAndNoise:
-    """An error split into bias and noise, relative to the norm of the reference.
-
-    Attributes:
-        draws: Number of draws.
-        relative_error: Root mean square over draws.
-        bias: The part that is constant over draws. With one or two draws its interval is from 0 to the error.
-        noise: The rest.
-    """
+    """An error split into bias and noise, relative to the norm of the reference."""
 
     draws: int
-    relative_error: float
-    bias: Interval
+    relative_error: float  # root mean square over draws
+    bias: Interval  # The part that is constant over draws. With one or two draws its interval is from 0 to the error.
     noise: float
 
     @property

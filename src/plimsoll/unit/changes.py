@@ -22,17 +22,11 @@ class Factor:
     """Factor ``value * n ** power``, n a product of sizes of a node's tensor.
 
     So it follows the batch.
-
-    Attributes:
-        value: Constant part.
-        of: Name of the node in the graph, or None if the factor is `value` alone.
-        dims: Dimensions whose sizes are multiplied.
-        power: Power of their product.
     """
 
-    value: float = 1.0
-    of: str | None = None
-    dims: tuple[int, ...] = ()
+    value: float = 1.0  # constant part
+    of: str | None = None  # name of the node in the graph, or None if the factor is `value` alone
+    dims: tuple[int, ...] = ()  # dimensions whose sizes are multiplied
     power: float = 0.0
 
     @property
@@ -54,36 +48,22 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChange:
-    """Factors of one operation's output and inputs, 1 for inputs without a name.
+    """Factors of one operation's output and inputs, 1 for inputs without a name."""
 
-    Attributes:
-        operation: Name such as "linear".
-        why: Phrase for the rule that gave the factors.
-        output: Factors of the output.
-        inputs: Factors of inputs by their ports.
-    """
-
-    operation: str
-    why: str
+    operation: str  # name such as "linear"
+    why: str  # phrase for the rule that gave the factors
     output: Scale = field(default_factory=Scale)
-    inputs: Mapping[Port, Scale] = field(default_factory=dict[Port, Scale])
+    inputs: Mapping[Port, Scale] = field(default_factory=dict[Port, Scale])  # factors of inputs by their ports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterChange:
-    """Change of a parameter: its draw, its kind and its depth.
-
-    Attributes:
-        draw: How it is drawn.
-        kind: Kind for the optimizers.
-        std: Standard deviation of a normal draw.
-        depth: Number of residual branches that join the path that its own branch joins, 1 outside of any.
-    """
+    """Change of a parameter: its draw, its kind and its depth."""
 
     draw: Draw
     kind: str
-    std: float = 1.0
-    depth: int = 1
+    std: float = 1.0  # standard deviation of a normal draw
+    depth: int = 1  # number of residual branches that join the path that its own branch joins, 1 outside of any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -334,17 +334,11 @@ _LENGTHS = np.unique(np.round(np.geomspace(2, LONGEST, 33)))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Moments of the probabilities of one softmax.
+    """Moments of the probabilities of one softmax."""
 
-    Attributes:
-        squares: Mean of ``sum p_i^2``, one over the number of classes that count.
-        spread: `squares` - 1/n, n times the variance of a probability.
-        slope: Mean of ``sum_ij (dp_i / d(m x_j))^2``, the second moment that a unit gradient becomes.
-    """
-
-    squares: float
-    spread: float
-    slope: float
+    squares: float  # mean of ``sum p_i^2``, one over the number of classes that count
+    spread: float  # `squares` - 1/n, n times the variance of a probability
+    slope: float  # mean of ``sum_ij (dp_i / d(m x_j))^2``, the second moment that a unit gradient becomes
 
 
 def moments(length: int, mult: float) -> Moments:

@@ -67,30 +67,17 @@ def ls(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRow:
-    """One run of the list.
+    """One run of the list."""
 
-    Attributes:
-        name: Its path below the listed folder.
-        path: Its path.
-        state: "live", "closed", "open" (silent for minutes), "damaged", or how it ended early.
-        severity: The highest severity of its findings. Empty if it was not judged.
-        verdict: It in one sentence, or the problem of a damaged run.
-        last_step: The last recorded step. -1: none.
-        loss: The last loss.
-        precision: The level it was trained at, else the formats of its weights and activations.
-        started: Start of the recording in Unix seconds.
-        size_bytes: Size of its files.
-    """
-
-    name: str
+    name: str  # its path below the listed folder
     path: str
-    state: str
-    severity: str = ""
-    verdict: str = ""
-    last_step: int = -1
+    state: str  # "live", "closed", "open" (silent for minutes), "damaged", or how it ended early
+    severity: str = ""  # The highest severity of its findings. Empty if it was not judged.
+    verdict: str = ""  # it in one sentence, or the problem of a damaged run
+    last_step: int = -1  # The last recorded step. -1: none.
     loss: float | None = None
-    precision: str = ""
-    started: float | None = None
+    precision: str = ""  # the level it was trained at, else the formats of its weights and activations
+    started: float | None = None  # start of the recording in Unix seconds
     size_bytes: int = 0
 
     def to_dict(self) -> dict[str, object]:

@@ -20,16 +20,13 @@ Point = tuple[Key, Side, int]  # a call, its arguments or its result, and the pl
 
 @dataclass(slots=True)
 class LocalErrors:
-    """Errors that arise in one unit.
+    """Errors that arise in one unit."""
 
-    Attributes:
-        values: Errors of what it gives out: its result, and the arguments of the calls within it.
-        gradients: Errors of the gradients that it hands on: of its arguments, and of the results of those calls.
-        parameters: Errors of its parameters' gradients, by the parameter's identity.
-    """
-
+    # Errors of what it gives out: its result, and the arguments of the calls within it.
     values: dict[Point, Tensor] = field(default_factory=dict[Point, Tensor])
+    # Errors of the gradients that it hands on: of its arguments, and of the results of those calls.
     gradients: dict[Point, Tensor] = field(default_factory=dict[Point, Tensor])
+    # Errors of its parameters' gradients, by the parameter's identity.
     parameters: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     @property

@@ -83,40 +83,30 @@ Key = tuple[str, int]  # a module's name, and how many times it had been called
 
 @dataclass(slots=True, eq=False)
 class CallRecord:
-    """One call of a module, or of the closure.
+    """One call of a module, or of the closure."""
 
-    Attributes:
-        key: The module's name, and the number of the call.
-        module: None for the closure.
-        run: Makes the call again, from the leaves of a structure.
-        inputs: Leaves of the arguments, copied before the call.
-        input_gradients: Of the leaves that are floating tensors and require one, what the call handed on.
-        outputs: Leaves of the result, copied after the call.
-        output_gradients: What came back to it.
-        parameters: Own parameters by owner and name: the parameter, and the gradient of this call's use.
-        buffers: Own buffers by owner and name, copied before the call.
-        children: Calls within it, in order.
-        acted: Casts that acted within it, apart from those in its children, each with its format.
-    """
-
-    key: Key
-    module: nn.Module | None
-    run: Callable[[list[Any]], Any]
-    inputs: list[Any]
+    key: Key  # the module's name, and the number of the call
+    module: nn.Module | None  # None for the closure
+    run: Callable[[list[Any]], Any]  # makes the call again, from the leaves of a structure
+    inputs: list[Any]  # leaves of the arguments, copied before the call
     before: RandomState
+    # Of the leaves that are floating tensors and require one, what the call handed on.
     input_gradients: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     wants_gradient: set[int] = field(default_factory=set[int])
-    outputs: list[Any] = field(default_factory=list[Any])
+    outputs: list[Any] = field(default_factory=list[Any])  # leaves of the result, copied after the call
     output_spec: Any = None
-    output_gradients: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    output_gradients: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # what came back to it
     given_gradient: set[int] = field(default_factory=set[int])
+    # Own parameters by owner and name: the parameter, and the gradient of this call's use.
     parameters: dict[tuple[int, str], tuple[Tensor, list[Tensor]]] = field(
         default_factory=dict[tuple[int, str], "tuple[Tensor, list[Tensor]]"]
     )
     owners: list[nn.Module] = field(default_factory=list[nn.Module])
+    # Own buffers by owner and name, copied before the call.
     buffers: dict[tuple[int, str], Tensor] = field(default_factory=dict[tuple[int, str], Tensor])
     after: RandomState | None = None
-    children: "list[CallRecord]" = field(default_factory=list["CallRecord"])
+    children: "list[CallRecord]" = field(default_factory=list["CallRecord"])  # calls within it, in order
+    # Casts that acted within it, apart from those in its children, each with its format.
     acted: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     parts: dict[str, Any] = field(default_factory=dict[str, Any])  # by cast: the call again, with this cast alone
 

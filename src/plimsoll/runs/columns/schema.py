@@ -69,19 +69,12 @@ def schema_with(kind: Kind, names: Collection[str]) -> Schema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Identity of one series.
-
-    Attributes:
-        collection: Name of the collection.
-        name: Name of the tensor.
-        format: Format of the values when they were measured.
-        shared: Whether ranks hold different parts of one tensor, which readers add up.
-    """
+    """Identity of one series."""
 
     collection: str
     name: str
-    format: str
-    shared: bool
+    format: str  # format of the values when they were measured
+    shared: bool  # whether ranks hold different parts of one tensor, which readers add up
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], kind: Kind) -> Table:

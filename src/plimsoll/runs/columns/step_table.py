@@ -20,21 +20,13 @@ _NORM, _LARGEST = EXTRAS.index("weight_norm"), EXTRAS.index("largest_error")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepTable:
-    """Columns of one step, a NumPy array each.
+    """Columns of one step, a NumPy array each."""
 
-    Attributes:
-        series: Number of each row's series.
-        scales: Factor of the stored values over the true ones.
-        rows: Statistics rows, int64[n, 289], or int64[n, 848] with block records.
-        extras: float64[n, 15], a column for each of `EXTRAS`, NaN for none.
-        blocks: Block length of each record, 0 for none. None for narrow rows.
-    """
-
-    series: NDArray[np.int64]
-    scales: NDArray[np.float64]
-    rows: NDArray[np.int64]
-    extras: NDArray[np.float64]
-    blocks: NDArray[np.int64] | None = None
+    series: NDArray[np.int64]  # number of each row's series
+    scales: NDArray[np.float64]  # factor of the stored values over the true ones
+    rows: NDArray[np.int64]  # statistics rows, int64[n, 289], or int64[n, 848] with block records
+    extras: NDArray[np.float64]  # float64[n, 15], a column for each of `EXTRAS`, NaN for none
+    blocks: NDArray[np.int64] | None = None  # Block length of each record, 0 for none. None for narrow rows.
 
     def __len__(self) -> int:
         return len(self.series)

@@ -101,18 +101,11 @@ class _DamagedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncompleteRank:
-    """A rank whose records end before those of others.
-
-    Attributes:
-        rank: The rank.
-        last_step: Its last step. -1: none.
-        of: Last step of the other ranks.
-        lost: Whether it was killed, rather than having ended.
-    """
+    """A rank whose records end before those of others."""
 
     rank: int
     last_step: int  # -1 for none
-    of: int
+    of: int  # last step of the other ranks
     lost: bool  # it was killed, rather than having ended
 
     def __str__(self) -> str:

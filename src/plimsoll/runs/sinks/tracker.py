@@ -19,17 +19,11 @@ from plimsoll.text import warn_user
 
 
 class Tracker:
-    """Declarations of a tracker's sink; `resolve.TRACKERS` lists the classes.
+    """Declarations of a tracker's sink; `resolve.TRACKERS` lists the classes."""
 
-    Attributes:
-        name: The name that `watch(sinks=[...])` takes.
-        extra: The extra of pyproject.toml that installs the tracker.
-        module: The tracker's top module. It is imported when the sink is opened, on the sink's thread.
-    """
-
-    name: ClassVar[str]
-    extra: ClassVar[str]
-    module: ClassVar[str]
+    name: ClassVar[str]  # the name that `watch(sinks=[...])` takes
+    extra: ClassVar[str]  # the extra of pyproject.toml that installs the tracker
+    module: ClassVar[str]  # The tracker's top module. It is imported when the sink is opened, on the sink's thread.
 
     @classmethod
     def require(cls) -> None:

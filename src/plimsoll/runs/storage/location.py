@@ -127,19 +127,12 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
 class Entry(NamedTuple):
-    """A file or folder.
+    """A file or folder."""
 
-    Attributes:
-        path: Path in the file system.
-        is_file: Whether it is a file.
-        size: Size in bytes.
-        time_ns: Time of the last change in ns. 0 if unknown.
-    """
-
-    path: str
-    is_file: bool
-    size: int
-    time_ns: int
+    path: str  # path in the file system
+    is_file: bool  # whether it is a file
+    size: int  # in bytes
+    time_ns: int  # Time of the last change in ns. 0 if unknown.
 
     @property
     def name(self) -> str:

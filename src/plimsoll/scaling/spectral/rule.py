@@ -141,19 +141,12 @@ PROBES = (100, 1000, 16_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """Measurement of one step's scaled gradients.
+    """Measurement of one step's scaled gradients."""
 
-    Attributes:
-        overflowed: Whether a gradient is not finite.
-        absmax: Largest finite magnitude.
-        nonzero: Number of finite nonzero values.
-        faint: Number of those in the format's lowest binade or below.
-    """
-
-    overflowed: bool
-    absmax: float = 0.0
-    nonzero: int = 0
-    faint: int = 0
+    overflowed: bool  # whether a gradient is not finite
+    absmax: float = 0.0  # largest finite magnitude
+    nonzero: int = 0  # number of finite nonzero values
+    faint: int = 0  # number of those in the format's lowest binade or below
 
 
 @dataclass(slots=True)
@@ -190,19 +183,12 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpectralRule:
-    """Settings of the rule, in binades.
+    """Settings of the rule, in binades."""
 
-    Attributes:
-        line: Exponent at which the format overflows, a fraction.
-        margin: Binades between the largest expected gradient and the line.
-        lowest: Exponent of the smallest scale.
-        highest: Exponent of the largest scale.
-    """
-
-    line: float
-    margin: float
-    lowest: int
-    highest: int
+    line: float  # exponent at which the format overflows, a fraction
+    margin: float  # binades between the largest expected gradient and the line
+    lowest: int  # exponent of the smallest scale
+    highest: int  # exponent of the largest scale
 
     def next_exponent(self, memory: Memory, step: MeasuredStep, scale: float) -> int:
         """Return the exponent of the scale after a step at `scale`, and update the memory."""

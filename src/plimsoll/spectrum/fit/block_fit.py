@@ -177,17 +177,11 @@ def mantissa_tallies(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SmallScales:
-    """Blocks whose scale is subnormal, and so coarse, or zero, or the largest one.
+    """Blocks whose scale is subnormal, and so coarse, or zero, or the largest one."""
 
-    Attributes:
-        unsure: Upper bound of the number of their values.
-        dead_blocks: Number of blocks whose scale is zero for certain.
-        dead_share: Estimated fraction of blocks whose scale is zero.
-    """
-
-    unsure: int
-    dead_blocks: int
-    dead_share: float
+    unsure: int  # upper bound of the number of their values
+    dead_blocks: int  # number of blocks whose scale is zero for certain
+    dead_share: float  # estimated fraction of blocks whose scale is zero
 
 
 def _small_scales(s: SpectrumRecord, record: BlockRecord, fmt: BlockFormat, shift: int) -> _SmallScales:
@@ -222,25 +216,15 @@ _Depths = tuple[_Flags, _Flags, _Floats]  # by depth: certain for all values, po
 # undecided depths. The estimates are averages over the ranges.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """Outcomes of values at each depth in a format.
+    """Outcomes of values at each depth in a format."""
 
-    Attributes:
-        lost: Values that round to zero.
-        subnormal: Values that become subnormal.
-        overflow: Values that overflow.
-        energy: Expected squares.
-        noise: Expected squared errors.
-        maximum_energy: Expected square of a block's largest value, which is at depth 0 too.
-        maximum_noise: Expected squared error of a block's largest value.
-    """
-
-    lost: _Depths
-    subnormal: _Depths
-    overflow: _Depths
-    energy: _Floats
-    noise: _Floats
-    maximum_energy: float
-    maximum_noise: float
+    lost: _Depths  # values that round to zero
+    subnormal: _Depths  # values that become subnormal
+    overflow: _Depths  # values that overflow
+    energy: _Floats  # expected squares
+    noise: _Floats  # expected squared errors
+    maximum_energy: float  # expected square of a block's largest value, which is at depth 0 too
+    maximum_noise: float  # expected squared error of a block's largest value
 
 
 def top_of_scales(fmt: BlockFormat) -> float:

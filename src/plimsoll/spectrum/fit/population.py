@@ -47,27 +47,16 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Population:
-    """Nonzero magnitudes by binade.
+    """Nonzero magnitudes by binade."""
 
-    Attributes:
-        counts: Number of values by binade. The end binades include all values beyond them.
-        lowest: Exponent of the first binade.
-        first: Ordinal of the smallest value, or a bound of it.
-        last: Ordinal of the largest value, or a bound of it.
-        attained: Whether `first` and `last` are values.
-        grid: Grid of the values, None if unknown.
-        total: Number of values.
-        sumsq: Sum of their squares, None if unknown.
-    """
-
-    counts: NDArray[np.int64]
-    lowest: int
-    first: int
-    last: int
-    attained: bool
-    grid: Grid | None
-    total: int
-    sumsq: float | None
+    counts: NDArray[np.int64]  # Number of values by binade. The end binades include all values beyond them.
+    lowest: int  # exponent of the first binade
+    first: int  # ordinal of the smallest value, or a bound of it
+    last: int  # ordinal of the largest value, or a bound of it
+    attained: bool  # whether `first` and `last` are values
+    grid: Grid | None  # grid of the values, None if unknown
+    total: int  # number of values
+    sumsq: float | None  # sum of their squares, None if unknown
 
     def below(self, point: int, *, inclusive: bool) -> Tally:
         """Return the number of magnitudes below an ordinal, or at it if `inclusive`.

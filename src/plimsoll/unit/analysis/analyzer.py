@@ -247,21 +247,14 @@ _INSIDE = Ideal(why="part of an operation written in several", rigid=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """Changes of all operations and parameters of a captured model.
+    """Changes of all operations and parameters of a captured model."""
 
-    Attributes:
-        changes: Changes of operations by node. Nodes that are missing here stay unchanged.
-        parameters: Changes of parameters by name in the model, under every name of a shared one.
-        skipped: Operations and parameters that are not converted, with reasons.
-        flow: Graph that gradients flow through.
-        reasons: Reason of the rule for every operation that a gradient flows through, changed or not.
-    """
-
-    changes: Mapping[str, NodeChange]
+    changes: Mapping[str, NodeChange]  # Changes of operations by node. Nodes that are missing here stay unchanged.
+    # Changes of parameters by name in the model, under every name of a shared one.
     parameters: Mapping[str, ParameterChange]
-    skipped: tuple[SkippedOperation, ...]
+    skipped: tuple[SkippedOperation, ...]  # operations and parameters that are not converted, with reasons
     flow: Flow
-    reasons: Mapping[str, str]
+    reasons: Mapping[str, str]  # reason of the rule for every operation that a gradient flows through, changed or not
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,22 +50,15 @@ _CALLS, _FUNCTION, _LINE, _USER, _OTHER = "calls a module", "a function", "a lin
 
 @dataclass(slots=True)
 class CallSite:
-    """Place that an operation was called from.
+    """Place that an operation was called from."""
 
-    Attributes:
-        module: Innermost module that runs.
-        source: Line of the user's code, "file:line".
-        call: Frame of the function of `unit.functional`, or of the converted module's code, that the call is part of.
-        function: Name of that function.
-        line: Line of that code.
-    """
-
-    module: nn.Module | None = None
-    source: str | None = None
+    module: nn.Module | None = None  # innermost module that runs
+    source: str | None = None  # line of the user's code, "file:line"
     # The frame itself, not its id: a new frame may get the id of one that is gone.
+    # Frame of the function of `unit.functional`, or of the converted module's code, that the call is part of.
     call: FrameType | None = None
-    function: str = ""
-    line: int = 0
+    function: str = ""  # name of that function
+    line: int = 0  # line of that code
 
     def part_of(self, other: "CallSite") -> bool:
         """Return whether both are parts of one operation and its factors."""

@@ -21,23 +21,14 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """Graph of a model, with the call that it was captured from.
+    """Graph of a model, with the call that it was captured from."""
 
-    Attributes:
-        program: Result of `torch.export`.
-        training: Whether the model was in training mode.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        strict: Whether the bytecode was analyzed, because running the model's own code failed.
-        ties: Groups of names of one shared parameter, in the model's order.
-    """
-
-    program: torch.export.ExportedProgram
-    training: bool
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    strict: bool
-    ties: tuple[tuple[str, ...], ...]
+    program: torch.export.ExportedProgram  # result of `torch.export`
+    training: bool  # whether the model was in training mode
+    args: tuple[Any, ...]  # positional arguments of the call
+    kwargs: Mapping[str, Any]  # keyword arguments of the call
+    strict: bool  # whether the bytecode was analyzed, because running the model's own code failed
+    ties: tuple[tuple[str, ...], ...]  # groups of names of one shared parameter, in the model's order
 
     @property
     def graph(self) -> torch.fx.Graph:

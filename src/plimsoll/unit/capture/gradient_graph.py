@@ -107,21 +107,14 @@ def _floats(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Flow:
-    """Nodes that carry a gradient, and the edges between them.
-
-    Attributes:
-        nodes: Nodes by name.
-        edges: Edges in the order of the program.
-        outputs: Names of the results that gradients start from: scalars (losses) if there are any, else all.
-        parameters: Names of parameters in the model by those of their placeholders.
-        carrying: Names of all nodes that carry a gradient, also of those that no output depends on.
-    """
+    """Nodes that carry a gradient, and the edges between them."""
 
     nodes: dict[str, fx.Node]
-    edges: tuple[Edge, ...]
+    edges: tuple[Edge, ...]  # edges in the order of the program
+    # Names of the results that gradients start from: scalars (losses) if there are any, else all.
     outputs: tuple[str, ...]
-    parameters: dict[str, str]
-    carrying: frozenset[str]
+    parameters: dict[str, str]  # names of parameters in the model by those of their placeholders
+    carrying: frozenset[str]  # names of all nodes that carry a gradient, also of those that no output depends on
 
     @cached_property
     def into(self) -> dict[str, list[Edge]]:

@@ -83,19 +83,14 @@ class _Sized(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """Code of a part.
-
-    Attributes:
-        name: Name of its class.
-        text: Python source of its methods.
-        like: Class of torch.nn that the part replaces, a base of its class, so that `isinstance` still works. None for
-            a custom module.
-        objects: Objects that the text names and that Python cannot write.
-    """
+    """Code of a part."""
 
     name: str
-    text: str
+    text: str  # Python source of its methods
+    # Class of torch.nn that the part replaces, a base of its class, so that `isinstance` still works. None for a custom
+    # module.
     like: type[nn.Module] | None = None
+    # Objects that the text names and that Python cannot write.
     objects: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -28,16 +28,12 @@ _KINDS, _FANS, _DEPTH, _DEPTHS = "unit_kinds", "unit_fans", "unit_depth", "unit_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trait:
-    """Facts of a parameter that decide its learning rate.
-
-    Attributes:
-        kind: Kind of the parameter.
-        fan_in: Number of inputs that an output sums over, 1 for embeddings, biases and norms, which sum over none.
-        depth: Number of layers of the residual stacks around it (branches in a converted model), 1 outside of any.
-    """
+    """Facts of a parameter that decide its learning rate."""
 
     kind: Kind
+    # Number of inputs that an output sums over, 1 for embeddings, biases and norms, which sum over none.
     fan_in: int = 1
+    # Number of layers of the residual stacks around it (branches in a converted model), 1 outside of any.
     depth: int = 1
 
 

@@ -13,47 +13,32 @@ from plimsoll.unit.formulas import Constraint, constrained, root
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ideal:
-    """Ideal factors of an operation.
+    """Ideal factors of an operation."""
 
-    Attributes:
-        why: Phrase for the rule that gave them.
-        output: Multiplies the output forward.
-        gradients: Multiplies the gradient of each port, 1 for ports that are not named.
-        weights: Multiplies an input forward, as in a weighted sum.
-        incoming: Multiplies the gradient that comes to the output, for a loss, whose own gradient is 1.
-        mean: Mean of the output over its standard deviation, not zero behind a ReLU. The next rule needs it: a product
-            sums second moments, and an activation depends on the mean of its input.
-        rigid: Whether forward factors are fixed, so that a constrained gradient takes theirs instead of a mean.
-        skipped: Reason why the operation is not converted, or None.
-    """
-
-    why: str
-    output: Factor = ONE
+    why: str  # phrase for the rule that gave them
+    output: Factor = ONE  # multiplies the output forward
+    # Multiplies the gradient of each port, 1 for ports that are not named.
     gradients: dict[Port, Factor] = field(default_factory=dict[Port, Factor])
+    # Multiplies an input forward, as in a weighted sum.
     weights: dict[Port, float] = field(default_factory=dict[Port, float])
-    incoming: Factor = ONE
+    incoming: Factor = ONE  # multiplies the gradient that comes to the output, for a loss, whose own gradient is 1
+    # Mean of the output over its standard deviation, not zero behind a ReLU. The next rule needs it: a product sums
+    # second moments, and an activation depends on the mean of its input.
     mean: float = 0.0
+    # Whether forward factors are fixed, so that a constrained gradient takes theirs instead of a mean.
     rigid: bool = False
-    skipped: str | None = None
+    skipped: str | None = None  # reason why the operation is not converted, or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Operation with its surroundings: the argument of a rule.
-
-    Attributes:
-        node: The operation.
-        flow: Graph that gradients flow through.
-        ports: Nodes whose tensors carry a gradient.
-        means: Mean of every node before this one, over its standard deviation.
-        values: Values of tensors without gradients.
-    """
+    """Operation with its surroundings: the argument of a rule."""
 
     node: fx.Node
     flow: Flow
-    ports: dict[Port, fx.Node]
-    means: Mapping[str, float]
-    values: Values
+    ports: dict[Port, fx.Node]  # nodes whose tensors carry a gradient
+    means: Mapping[str, float]  # mean of every node before this one, over its standard deviation
+    values: Values  # values of tensors without gradients
 
     @property
     def operation(self) -> str:

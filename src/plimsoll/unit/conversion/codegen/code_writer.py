@@ -35,21 +35,14 @@ from plimsoll.unit.conversion.codegen.steps import (
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Call:
-    """Call of a module.
+    """Call of a module."""
 
-    Attributes:
-        path: Name of the module, "" for the model.
-        key: Key of the call in the captured graph.
-        items: Its own steps and the inner calls, in order.
-        inputs: Values that it takes, in the order of their first use.
-        outputs: Values that it returns, in the order of their computation.
-    """
-
-    path: str
-    key: str = ""
+    path: str  # name of the module, "" for the model
+    key: str = ""  # key of the call in the captured graph
+    # Its own steps and the inner calls, in order.
     items: "list[Step | Call]" = field(default_factory=list["Step | Call"])
-    inputs: list[str] = field(default_factory=list[str])
-    outputs: list[str] = field(default_factory=list[str])
+    inputs: list[str] = field(default_factory=list[str])  # values that it takes, in the order of their first use
+    outputs: list[str] = field(default_factory=list[str])  # values that it returns, in the order of their computation
 
     def steps(self) -> Iterator[Step]:
         """Yield every step, with those of inner calls."""

@@ -36,21 +36,13 @@ class Structure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleValue:
-    """Value of the example: a tensor, a number or a constant.
+    """Value of the example: a tensor, a number or a constant."""
 
-    Attributes:
-        name: Name in the program, or None for a constant.
-        sizes: Sizes of a tensor, None for open ones.
-        kind: Kind of a tensor's values ("floating", "integer", ...), or "number".
-        constant: The constant.
-        most: Largest sizes that the model's code allows, or () if all are open.
-    """
-
-    name: str | None
-    sizes: tuple[int | None, ...] = ()
-    kind: str = ""
+    name: str | None  # name in the program, or None for a constant
+    sizes: tuple[int | None, ...] = ()  # sizes of a tensor, None for open ones
+    kind: str = ""  # kind of a tensor's values ("floating", "integer", ...), or "number"
     constant: Any = None
-    most: tuple[int | None, ...] = ()
+    most: tuple[int | None, ...] = ()  # largest sizes that the model's code allows, or () if all are open
 
 
 # Name in pickles of version 0.1.
@@ -59,18 +51,11 @@ Given = ExampleValue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """Argument of the forward, with the example's values in it.
+    """Argument of the forward, with the example's values in it."""
 
-    Attributes:
-        name: Name, with an index or a key for arguments of `*args` and `**kwargs`.
-        parameter: Parameter of the original forward.
-        values: Values in it, in order, or None if the example omits it.
-        structure: Structure of the values.
-    """
-
-    name: str
-    parameter: inspect.Parameter
-    values: tuple[ExampleValue, ...] | None = None
+    name: str  # name, with an index or a key for arguments of `*args` and `**kwargs`
+    parameter: inspect.Parameter  # parameter of the original forward
+    values: tuple[ExampleValue, ...] | None = None  # values in it, in order, or None if the example omits it
     structure: Structure | None = None
 
 

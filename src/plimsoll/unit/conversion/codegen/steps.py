@@ -65,33 +65,21 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Operation of the program.
-
-    Attributes:
-        name: Name of the result.
-        target: Name of the operation in torch, such as "aten.linear.default".
-        args: Positional arguments, with values as `Ref` and `Here`.
-        kwargs: Keyword arguments likewise.
-        stack: Calls that it ran in, outermost first: a key of each, and the module's name.
-        change: Factors around it.
-        sizes: Sizes of the result as expressions in those of the inputs, or None if it is no tensor.
-        size: Expression of a result that is a number computed from sizes.
-        place: Line in the model's source.
-        regions: Contexts around it, outermost first, such as `torch.set_grad_enabled(False)`.
-        floating: Whether all of the result is floating point.
-    """
+    """Operation of the program."""
 
     name: str
-    target: str
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    target: str  # name of the operation in torch, such as "aten.linear.default"
+    args: tuple[Any, ...] = ()  # positional arguments, with values as `Ref` and `Here`
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # keyword arguments likewise
+    # Calls that it ran in, outermost first: a key of each, and the module's name.
     stack: tuple[tuple[str, str], ...] = ()
     change: NodeChange | None = None
+    # Sizes of the result as expressions in those of the inputs, or None if it is no tensor.
     sizes: tuple[str, ...] | None = None
-    size: str | None = None
-    place: str | None = None
-    regions: tuple[str, ...] = ()
-    floating: bool = True
+    size: str | None = None  # expression of a result that is a number computed from sizes
+    place: str | None = None  # line in the model's source
+    regions: tuple[str, ...] = ()  # contexts around it, outermost first, such as `torch.set_grad_enabled(False)`
+    floating: bool = True  # whether all of the result is floating point
 
     def refs(self) -> Iterator[str]:
         """Yield the values that it needs in order, with those of its run-time factors."""
@@ -133,18 +121,12 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Whole program.
-
-    Attributes:
-        sources: Sources by name.
-        steps: Steps in order.
-        outputs: Results, each a `Ref` or a constant.
-        shared: All names of each module that has several.
-    """
+    """Whole program."""
 
     sources: Mapping[str, Source]
     steps: tuple[Step, ...]
-    outputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]  # results, each a `Ref` or a constant
+    # All names of each module that has several.
     shared: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
 
