@@ -64,14 +64,8 @@ def judge(
 ) -> CheckedRun:
     """Return a run with its findings, the one that the verdict is about first.
 
-    Args:
-        opened: The run.
-        until: The last step to use. None: all.
-        select: Globs of the rules to apply. None: all rules.
-        thresholds: Values by ``rule.threshold`` in place of the rules' own.
-
-    Raises:
-        RunError: Nothing was recorded that could be judged.
+    `select` has globs of the rules to apply, `thresholds` values by ``rule.threshold`` in place of the rules' own.
+    Raises a `RunError` if nothing was recorded that could be judged.
     """
     from plimsoll.diagnosis import View, diagnose
     from plimsoll.report.verdicts.run_summary import leading_first

@@ -97,11 +97,7 @@ _EXTRA = re.compile(r"argument\S* \((.*)\)\.?$", re.DOTALL)  # the noun is "argu
 
 
 def explained(error: Any) -> str:
-    """Return a usage error as a line: command, expectation, value, remedy.
-
-    Args:
-        error: An error of the parser with its context, and with the words that a command got as `arguments`.
-    """
+    """Return a parser's error as a line: command, expectation, value, remedy."""
     context = error.ctx
     command, path = context.command, context.command_path
     operation = "" if context.parent is None else f"{command.name}: "
@@ -130,11 +126,6 @@ def in_command_words(message: str, command: str, parameters: Iterable[Any] = ())
 
     The API's operation gives way to the command, and its arguments to the command's options. A file that a message
     begins with stays.
-
-    Args:
-        message: The message.
-        command: The command's name.
-        parameters: The command's parameters.
     """
     message = " ".join(message.split())
     operation = _OPERATION.match(message)

@@ -34,14 +34,8 @@ _OLD: dict[str, dict[str, str | _Values]] = {
 def rewritten(command: str, arguments: Sequence[str], parameters: Sequence[Any], interspersed: bool) -> list[str]:
     """Return a command's arguments with old spellings replaced; warn of each.
 
-    Warnings go to standard error.
-
-    Args:
-        command: Name of the command.
-        arguments: What follows its name on the command line.
-        parameters: The command's parameters, which show whether an option takes a value.
-        interspersed: Whether options may follow arguments. If not, the first argument ends them: `plimsoll run` leaves
-            the options of the script alone.
+    Warnings go to standard error. `parameters` show whether an option takes a value. Unless `interspersed`, the first
+    argument ends the options: `plimsoll run` leaves those of the script alone.
     """
     options = [p for p in parameters if p.param_type_name == "option" and not p.is_flag and not p.count]
     takes_value = {name for option in options for name in option.opts} | set(_OLD.get(command, {}))

@@ -66,11 +66,7 @@ AlsoInFile = Annotated[
 
 
 def form_of(command: str, as_json: bool, form: str | None, default: str) -> str:
-    """Return the form that `--json` and `--output-format` ask for.
-
-    Raises:
-        ArgumentError: They contradict each other.
-    """
+    """Return the form that `--json` and `--output-format` ask for, if they agree."""
     if as_json and form not in (None, "json"):
         raise ArgumentError(
             f"{command}: expected either --json or --output-format {form}; got both. Leave one of them out."
@@ -101,12 +97,7 @@ Quiet = Annotated[
 
 
 def with_repeated_names(arguments: Sequence[str], parameters: Sequence[Any]) -> list[str]:
-    """Return the arguments with the name of an option before each of its values.
-
-    Args:
-        arguments: What follows the command's name on the command line.
-        parameters: The command's parameters.
-    """
+    """Return a command's arguments with an option's name before each of its values."""
     # An option whose metavar ends in three dots takes all words up to the next option: `--against a b` is `--against a
     # --against b`, which is what the parser knows.
     greedy = {name for p in parameters if str(p.metavar or "").endswith("...") for name in p.opts}

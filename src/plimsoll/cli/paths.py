@@ -43,11 +43,7 @@ def start_reading() -> "list[Run]":
 
 
 def report_missing_records(runs: "list[Run]") -> bool:
-    """Report runs with missing records on stderr; return whether there are any.
-
-    Returns:
-        Whether there is any.
-    """
+    """Report runs with missing records on stderr; return whether there are any."""
     incomplete = [run for run in runs if run.missing]
     for run in incomplete:
         missing = run.missing
@@ -68,12 +64,8 @@ class OpenRun:
 def open_runs(path: str, several: str = "") -> list[OpenRun]:
     """Return the run at a path or URI, or the runs of one script, one for each model.
 
-    Args:
-        path: The path or URI.
-        several: The command, if it takes several runs: it is offered for all of a folder's.
-
-    Raises:
-        RunError: There is no run. The message uses the words of the command line.
+    `several` is the command, if it takes several runs: it is offered for all of a folder's. Raises a `RunError` in the
+    words of the command line if there is no run.
     """
     from plimsoll.runs.reading.run_folder import NoRunError
     from plimsoll.runs.storage.location import ITSELF, Stored, names_of_runs, place_of
@@ -149,14 +141,8 @@ def _last_start(content: "Mapping[str, Any]") -> float:
 def expand(paths: Sequence[str], *, files: bool = False) -> list[str]:
     """Return the paths with globs replaced by their folders, ordered by name.
 
-    Shells expand globs too, but not in quotes and not on Windows. A path that exists is never taken for a glob.
-
-    Args:
-        paths: Paths, URIs and globs.
-        files: Whether globs match files too.
-
-    Raises:
-        RunError: A glob matches no folder.
+    Shells expand globs too, but not in quotes and not on Windows. A path that exists is never taken for a glob. With
+    `files` globs match files too. One that matches nothing is an error.
     """
     expanded: list[str] = []
     for path in paths:
@@ -185,11 +171,7 @@ def _read(path: str | Path, filesystem: Any) -> "Run":
 
 
 def view_of(opened: OpenRun, until: int | None) -> "View":
-    """Return the view of a run up to a step.
-
-    Raises:
-        RunError: Nothing was recorded up to there.
-    """
+    """Return the view of a run up to a step, by which something must be recorded."""
     from plimsoll.diagnosis import View
 
     view = View(opened.run, until)
@@ -226,21 +208,12 @@ def label_of(path: str) -> str:
 
 
 def local_file(operation: str, option: str, path: str | None, example: str) -> Path | None:
-    """Return the path of a file to write.
-
-    Raises:
-        ArgumentError: It is a URI.
-    """
+    """Return the path of a file to write, or raise an error if it is a URI."""
     return _local(operation, f"{option} to name a file of this machine", path, example, 0)
 
 
 def write_text(operation: str, file: Path, text: str) -> None:
-    """Write a text file, whole or not at all, and print its path.
-
-    Raises:
-        ArgumentError: The path is a folder.
-        RunError: It cannot be written.
-    """
+    """Write a text file, whole or not at all, and print its path."""
     from plimsoll.runs.storage import atomic_files
 
     atomic_files.write_text(operation, file, text)
@@ -248,11 +221,7 @@ def write_text(operation: str, file: Path, text: str) -> None:
 
 
 def local_folder(operation: str, path: str | None, example: str) -> Path | None:
-    """Return the path of a folder to write runs to.
-
-    Raises:
-        ArgumentError: It is a URI or a file.
-    """
+    """Return the path of a folder to write runs to, which is no URI and no file."""
     folder = _local(operation, "--output to name a folder of this machine", path, example, 1)
     if folder is not None and folder.exists() and not folder.is_dir():
         raise ArgumentError(
@@ -280,11 +249,7 @@ def _local(operation: str, expected: str, path: str | None, example: str, kind: 
 
 
 def open_single(path: str, operation: str) -> OpenRun:
-    """Return the only run at a path or URI.
-
-    Raises:
-        ArgumentError: The folder is of a script that trains several models.
-    """
+    """Return the only run at a path or URI, which is not of several models."""
     runs = open_runs(path)
     if len(runs) > 1:
         raise ArgumentError(

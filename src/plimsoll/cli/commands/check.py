@@ -101,10 +101,7 @@ def _checked(
 def _as_data(path: str | None, checked: Sequence[CheckedRun], unjudged: Mapping[str, str]) -> dict[str, object]:
     """Return the answer for the path of a run, or for several runs with the worst one's verdict.
 
-    Args:
-        path: The path of the run or script. None: several paths, or a glob, were given.
-        checked: The runs that were judged.
-        unjudged: The errors of the others.
+    `path` is None where several paths, or a glob, were given. `unjudged` has the errors of runs that were not checked.
     """
     if path is not None and len(checked) == 1:
         return checked[0].to_dict()

@@ -99,8 +99,7 @@ def _answering(tool: Callable[..., Answer]) -> Callable[..., Answer]:
 class Tools:
     """Questions about runs below a folder, answered with their commands' JSON.
 
-    Args:
-        root: The folder, without symbolic links in its path.
+    The folder's path is without symbolic links.
     """
 
     def __init__(self, root: Path) -> None:
@@ -217,11 +216,7 @@ class Tools:
         return expand([str(self._inside(path)) for path in paths], files=True)
 
     def _inside(self, path: str) -> Path:
-        """Return the path below the folder, with symbolic links followed.
-
-        Raises:
-            ArgumentError: It lies elsewhere.
-        """
+        """Return the path, which must be below the folder with symbolic links followed."""
         try:
             place = (self._root / path).resolve()
         except (OSError, ValueError, RuntimeError):  # a NUL, a name too long, a loop of links

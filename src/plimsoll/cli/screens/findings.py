@@ -22,12 +22,7 @@ _GITHUB = {"alarm": "error", "warning": "warning", "info": "notice"}
 
 
 def print_runs(runs: "Sequence[CheckedRun]", form: str) -> None:
-    """Print the findings of runs.
-
-    Args:
-        runs: The runs.
-        form: "text", "concise" or "github".
-    """
+    """Print the findings of runs in the form "text", "concise" or "github"."""
     if form != "text":
         for run in runs:
             for line in _concise(run) if form == "concise" else _github(run):

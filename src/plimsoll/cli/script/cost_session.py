@@ -64,10 +64,7 @@ STEPS_OF_ROUND = 18  # two of each kind; the round before the first warms up
 class CostSession:
     """The training of one script, which ends when the cost of watching it is known.
 
-    Args:
-        rounds: Rounds to measure.
-        show: Prints the report.
-        say: Prints a line to standard error.
+    `show` prints the report, `say` a line to standard error.
     """
 
     def __init__(self, rounds: int, show: Callable[[CostReport], None], say: Callable[[str], None]) -> None:
@@ -84,8 +81,7 @@ class CostSession:
     def run(self, script: str, arguments: Sequence[str], *, as_module: bool) -> None:
         """Run the script until the cost is known, and report it.
 
-        Raises:
-            SystemExit: 2, if too few steps were seen.
+        If too few steps were seen, the exit code is 2.
         """
         runner.listen(self._note)
         try:

@@ -233,10 +233,8 @@ class Recorder(Protocol):
 class AnswerSession:
     """The run of one script.
 
-    Args:
-        operation: The command, for messages.
-        make: Makes the recorder; its argument ends the process, for scripts that go on after they were stopped.
-        show: Prints an answer, on the rank of its second argument, and returns the exit code.
+    `make` makes the recorder from a function that ends the process, for scripts that go on after they were stopped.
+    `show` prints an answer, on the rank of its second argument, and returns the exit code.
     """
 
     def __init__(
