@@ -44,11 +44,9 @@ def strings(values: Sequence[str]) -> Array:
 
 
 def values_of(column: Array, null: float = np.nan) -> NDArray[Any]:
-    """Return a column of numbers or booleans as NumPy array.
+    """Return a column of numbers or booleans as NumPy array, with `null` for nulls.
 
-    Args:
-        column: The column.
-        null: The number for nulls. With NaN, integers among which there are nulls become floats.
+    With NaN, integers among which there are nulls become floats.
     """
     parts = [_values(part, null) for part in (column.chunks if isinstance(column, pa.ChunkedArray) else [column])]
     if len(parts) == 1:

@@ -21,12 +21,8 @@ _MOST_BYTES = 1 << 31  # of lists that are copied here
 def ordered(table: Table, kind: Kind, last: Sequence[str] = (), *, moved: bool = True) -> Table:
     """Return the rows without replaced ones, by the kind's key, the step and `last`.
 
-    Args:
-        table: The rows.
-        kind: Kind of rows.
-        last: Columns that order what is equal in all others.
-        moved: Whether rows move to their places. If not, they stay where they are as long as those of each key are in
-            order, which is the case in most runs and saves half the time of reading one.
+    These columns order what is equal in all others. Unless `moved`, rows stay where they are as long as those of each
+    key are in order, which is the case in most runs and saves half the time of reading one.
     """
     # Events have no key: all stay, in the order of their steps.
     if kind == "events":

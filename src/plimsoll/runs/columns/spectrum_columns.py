@@ -27,9 +27,8 @@ Counts = NDArray[np.int64]
 def columns_of(steps: int | Counts, table: StepTable) -> Table:
     """Return a step table as a part's columns, with series' numbers for their names.
 
-    Args:
-        steps: The step, or the step of each row.
-        table: Merged rows. Block records and optional extras become columns if there are any.
+    Its rows are merged. `steps` is the step, or that of each row. Block records and optional extras become columns if
+    there are any.
     """
     rows, blocks = table.rows, table.blocks
     # One transposed copy of the few numbers in front of the binades, in place of a pass over all rows for each of them.
@@ -102,9 +101,7 @@ def _taken(column: Array, rows: Array) -> Array:
 def summed(table: Table, starts: NDArray[np.intp]) -> Table:
     """Return a part's columns for rows merged by group, without block records.
 
-    Args:
-        table: The rows.
-        starts: First row of each group. A group has one name, step, format and scale.
+    A group, which begins at one of the rows `starts`, has one name, step, format and scale.
     """
     # Merged as `step_table.merged_rows` merges. Rows of a bank would take ten times the memory of the columns.
     if not len(starts):
@@ -240,12 +237,8 @@ def _trimmed(
 ) -> tuple[NDArray[np.int16], Counts, Array]:
     """Return each row's lowest binade, its number of binades, and their counts.
 
-    The binades reach from the lowest occupied one to the highest.
-
-    Args:
-        rows: Statistics rows.
-        start: Column of the first binade.
-        missing: Rows whose list is null. Default: none.
+    The binades, stored from the column `start` on, reach from the lowest occupied one to the highest. Lists of
+    `missing` rows are null.
     """
     # Positions rather than masks of whole rows: about 30 of 277 binades are occupied, and this takes half the time.
     occupied = np.flatnonzero(rows[:, start : start + row_layout.BINADES] != 0)

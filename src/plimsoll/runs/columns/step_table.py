@@ -33,14 +33,9 @@ class StepTable:
 
 
 def from_batch(batch: Batch, registered: int) -> StepTable:
-    """Return the table of a batch, merged.
+    """Return the table of a batch, merged, of whose series so many are registered.
 
-    Args:
-        batch: Measured rows.
-        registered: How many series there are.
-
-    Raises:
-        ArgumentError: Arrays of the batch contradict each other.
+    Raises an `ArgumentError` if arrays of the batch contradict each other.
     """
     entries = len(batch.index)
     scales = np.ones(entries) if batch.scales is None else np.asarray(batch.scales, dtype=np.float64)

@@ -38,11 +38,7 @@ def without_replaced(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 class ScalarTable:
-    """Values by name, in the order in which they are added.
-
-    Args:
-        source: What is read, for messages.
-    """
+    """Values by name, in the order in which they are added. `source` is for messages."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -55,16 +51,9 @@ class ScalarTable:
         return self._count
 
     def add(self, step: int, name: str, value: float, seconds: float = math.nan) -> None:
-        """Add a value.
+        """Add a value, with the seconds since the run began if the tracker has them.
 
-        Args:
-            step: The step.
-            name: Name of the scalar.
-            value: The value.
-            seconds: Seconds since the run began, if the tracker has them.
-
-        Raises:
-            RunError: There are more values or names than a run has, or the step is no step.
+        Raises a `RunError` if there are more values or names than a run has, or the step is no step.
         """
         if name not in self._values:
             if len(self._values) == MOST_NAMES:
@@ -88,15 +77,7 @@ class ScalarTable:
                 column[name] = array("d", np.array(column[name])[earlier].tobytes())
 
     def write(self, folder: Path, kind: str) -> None:
-        """Write a run folder that holds these scalars and nothing else.
-
-        Args:
-            folder: A folder that is empty or does not exist.
-            kind: The tracker, for the run's settings.
-
-        Raises:
-            RunError: There is no value, or the folder cannot be written to.
-        """
+        """Write a run folder that holds these scalars, of which there must be any."""
         columns = {name: column for name in self._steps if len((column := self._column(name))[0])}
         if not columns:
             raise RunError(f"{self.source}: expected scalars; got none. Name the file or folder of one run.")

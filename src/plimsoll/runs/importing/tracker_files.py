@@ -35,16 +35,8 @@ _RUNTIMES = ("_runtime", "relative time (process)", "elapsed_seconds")
 def read_csv(path: Path, *, step: str | None, delimiter: str | None) -> ScalarTable:
     """Return the numbers of a CSV file whose first line has the names of the columns.
 
-    Columns that hold no number are left out. Empty cells are missing values.
-
-    Args:
-        path: The file.
-        step: Name of the column of steps. Default: the one that trackers name so.
-        delimiter: Character between cells. Default: a tab in a file that ends in .tsv, else a comma.
-
-    Raises:
-        ArgumentError: There is no such column.
-        RunError: The file cannot be read, or is no table of numbers.
+    Columns that hold no number are left out. Empty cells are missing values. By default the column of steps is the one
+    that trackers name so, and cells are separated by a tab in a file that ends in .tsv, else by a comma.
     """
     table = ScalarTable(str(path))
     try:
@@ -152,11 +144,7 @@ def event_files(path: Path) -> list[Path]:
 
 
 def read_tensorboard(path: Path) -> ScalarTable:
-    """Return the scalars of the event files of one run, under their tags.
-
-    Raises:
-        RunError: There is no event file, or one is damaged.
-    """
+    """Return the scalars of the event files of one run, under their tags."""
     files = event_files(path)
     if not files:
         below = sorted({file.parent for file in path.rglob(f"*{SIGN}*")})[:6] if path.is_dir() else []
@@ -259,13 +247,8 @@ def wandb_files(path: Path) -> list[Path]:
 def read_wandb(path: Path, *, step: str | None) -> ScalarTable:
     """Return the numbers in the history of an offline run, nested keys joined by dots.
 
-    Args:
-        path: The folder offline-run-..., or the file in it.
-        step: Key of the steps, if the run logs them itself. Default: W&B's own.
-
-    Raises:
-        ArgumentError: No row has that key.
-        RunError: There is no file, or it is damaged.
+    The path is of the folder offline-run-..., or of the file in it. `step` is the key of the steps, if the run logs
+    them itself.
     """
     files = wandb_files(path)
     if len(files) != 1:
@@ -381,16 +364,9 @@ def kind_of(path: str | os.PathLike[str]) -> Kind | None:
 
 
 def read(path: Path, kind: Kind, *, step: str | None = None, delimiter: str | None = None) -> ScalarTable:
-    """Return the scalars at a path.
+    """Return a tracker's scalars at a path.
 
-    Args:
-        path: File or folder.
-        kind: The tracker.
-        step: Column or key of the steps, of CSV and W&B. Default: the usual one.
-        delimiter: Character between cells, of CSV.
-
-    Raises:
-        MissingExtraError: The package of the tracker is missing.
+    `step` is the column or key of the steps, of CSV and W&B, and `delimiter` of CSV. None is for the usual ones.
     """
     try:
         if kind == "csv":

@@ -77,9 +77,7 @@ def casts_of(
 ) -> list[Cast]:
     """Return the casts in events, by module and role and then by step.
 
-    Args:
-        events: Events of a run.
-        scales: Steps and values of the scalars, by name.
+    `scales` has the steps and values of the scalars, by name.
     """
     cast_events = [event for event in events if event.kind == EVENT]
     # All ranks cast alike, so only the lowest rank's events count.

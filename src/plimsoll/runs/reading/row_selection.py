@@ -29,14 +29,9 @@ def matching(names: Iterable[str], pattern: str | None) -> list[str]:
 
 
 def unknown(operation: str, what: str, name: str, names: Sequence[str], *, closed: bool = True) -> NotRecordedError:
-    """Return the error for an unknown name, with similar ones.
+    """Return the error for an unknown name (`what` is its kind), with similar ones.
 
-    Args:
-        operation: Function that the user called.
-        what: Kind of name, for the message.
-        name: The name.
-        names: Known names.
-        closed: Whether the run is closed. An open one may still get the name.
+    A run that is not `closed` may still get the name.
     """
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or sorted(names)[:3]
     listed = ", ".join(repr(n) for n in near)
@@ -90,15 +85,8 @@ def select(
 ) -> Table:
     """Return rows with a column `rank`, sorted by key, step, format, scale and rank.
 
-    Words are dictionaries.
-
-    Args:
-        folder: The run's folder.
-        kind: Kind of rows.
-        equal: Allowed words by column. Default: all.
-        steps: The steps. Default: all.
-        columns: Columns to read. Optional ones that a part lacks are left out. Default: all.
-        blocks: Whether to read the columns of block records too, if there are any.
+    `equal` has the allowed words by column. Optional columns that a part lacks are left out. With `blocks` those of
+    block records are read too, if there are any. Words are dictionaries.
     """
     tables = _loaded(folder, kind, equal or {}, steps or Steps(), columns, blocks=blocks)
     return row_order.ordered(pa.concat_tables(tables, promote_options="default"), kind, last=("rank",))

@@ -145,8 +145,7 @@ class SmallTables:
 class RunFolder:
     """Listing of a run's folder: manifests by rank, valid parts, and problems.
 
-    Raises:
-        RunError: The folder has no run, or one of a newer schema.
+    Making it raises a `RunError` if the folder has no run, or one of a newer schema.
     """
 
     def __init__(self, place: Path | StorageLocation, *, warn: bool = True) -> None:

@@ -59,13 +59,7 @@ def rows(
 def table(contents: RunContents, chosen: Sequence[tuple[str, Sequence[str]]], steps: Steps, *, blocks: bool) -> Table:
     """Return series as one table, with a row for each series, step and scale.
 
-    It has the columns of a part.
-
-    Args:
-        contents: The run's contents.
-        chosen: Collections, each with names of its series.
-        steps: The steps.
-        blocks: Whether to include block records. Their columns exist only if one of the rows has a record.
+    It has the columns of a part. Those of block records exist only with `blocks`, and if one of the rows has a record.
     """
     tables = [pa.Table.from_batches([], SCHEMAS["spectra"])]
     for _, each in tables_of(contents, chosen, steps, blocks=blocks):
@@ -299,9 +293,7 @@ def is_plain(table: Table) -> bool:
 def are_replicas(table: Table, parts: Mapping[int, int]) -> bool:
     """Return whether the ranks of each part have the same spectra at common steps.
 
-    Args:
-        table: All rows of one series.
-        parts: Part of the batch by rank.
+    The table has all rows of one series.
     """
     columns = [values_of(table["step"]), _part(table, parts)]
     columns += [row_order.codes(table[name]) for name in ("format", "scale", "rank")]

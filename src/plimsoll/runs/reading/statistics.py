@@ -131,10 +131,7 @@ def scalar_frame(scalars: Scalars, wanted: Steps) -> Any:
 def tensor_frame(table: Table) -> Any:
     """Return a frame with the statistics of each tensor and step.
 
-    Its columns are step, collection, name and all statistics.
-
-    Args:
-        table: Rows of spectra, as `Run.table` returns them, without block records.
+    Its columns are step, collection, name and all statistics. Rows are those of `Run.table`, without block records.
     """
     pandas = _pandas()
     choices = {**STATISTICS, **BESIDE}

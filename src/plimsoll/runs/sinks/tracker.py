@@ -27,11 +27,7 @@ class Tracker:
 
     @classmethod
     def require(cls) -> None:
-        """Check that the tracker is installed, without the seconds that an import takes.
-
-        Raises:
-            MissingExtraError: It is not.
-        """
+        """Check that the tracker is installed, without the seconds that an import takes."""
         try:
             spec = importlib.util.find_spec(cls.module)
         except ValueError as error:  # an entry of sys.modules without a specification
@@ -92,11 +88,8 @@ class StepValues:
 class Selection:
     """Selector of a step's values by the settings that all trackers share.
 
-    Args:
-        sink: Name of the sink, for messages.
-        statistics: Names of `STATISTICS`.
-        every: Least number of steps between the spectra that are taken. Logged numbers are always taken.
-        max_histograms: Most histograms per step, the first by collection and name, with one warning. 0 for none.
+    Spectra are taken every so many steps at most, logged numbers always. Of more than `max_histograms` in a step the
+    first are taken, by collection and name, with one warning.
     """
 
     def __init__(self, sink: str, statistics: Sequence[str], every: int, max_histograms: int) -> None:

@@ -36,11 +36,7 @@ def replacing(path: Path) -> Generator[BinaryIO]:
 
 
 def read(path: Path, limit_bytes: int) -> bytes:
-    """Return a file's content.
-
-    Raises:
-        DamageError: The path is no file, or the file is larger than `limit_bytes`.
-    """
+    """Return a file's content, at most so many bytes, or raise a `DamageError`."""
     # A pipe that nobody writes to would otherwise block for ever.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with os.fdopen(descriptor, "rb") as file:
@@ -114,13 +110,8 @@ def sweep(folder: Path, name_pattern: str) -> None:
 def check_place(operation: str, path: str | os.PathLike[str], endings: Iterable[str]) -> Path:
     """Return the path of a file to write, before the work that the answer takes.
 
-    Args:
-        operation: The function or command, for messages.
-        path: The file.
-        endings: The endings that name a form, in small letters.
-
-    Raises:
-        ArgumentError: The ending is another one, or the path is a folder or in one that does not exist.
+    Raises an `ArgumentError` if its ending is none of `endings` (in small letters), or if the path is a folder or in
+    one that does not exist.
     """
     place = Path(path)
     if place.suffix.lower() not in (known := [*endings]):
@@ -136,12 +127,7 @@ def check_place(operation: str, path: str | os.PathLike[str], endings: Iterable[
 
 
 def write_text(operation: str, file: Path, text: str) -> None:
-    """Write a text file, whole or not at all.
-
-    Raises:
-        ArgumentError: The path is a folder.
-        RunError: It cannot be written.
-    """
+    """Write a text file, whole or not at all."""
     if file.is_dir():
         raise ArgumentError(f"{operation}: expected the path of a file; got {file}, a folder. Name a file in it.")
     try:

@@ -52,11 +52,7 @@ def shown(value: object) -> str:
 
 
 def from_json(text: str | bytes, limit_bytes: int) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        DamageError: The text is too long, too deep, or no JSON.
-    """
+    """Return the value of a JSON text, which is not too long nor too deep."""
     if len(text) > limit_bytes:
         raise DamageError(f"{len(text):,} bytes of JSON, of at most {limit_bytes:,} that are read")
     try:

@@ -54,10 +54,8 @@ def sentence(words: str) -> str:
 def filesystem_of(uri: str) -> tuple[Any, str]:
     """Return pyarrow's file system for a URI, and the path in it.
 
-    Raises:
-        ArgumentError: The scheme is unknown, or the address is malformed.
-        MissingExtraError: The package for the scheme is missing.
-        RunError: The storage does not answer.
+    Raises an `ArgumentError` for an unknown scheme or a malformed address, a `MissingExtraError`, or a `RunError` if
+    the storage does not answer.
     """
     scheme = uri.partition("://")[0]
     if scheme.startswith(_OF_FSSPEC) or scheme not in _OF_ARROW:
@@ -188,34 +186,21 @@ class StorageLocation(ABC):
 
     @abstractmethod
     def names(self, kind: str = "") -> list[str]:
-        """Return the sorted names in the folder, or in a kind's. A missing one is empty.
-
-        Raises:
-            OSError: The folder exists and cannot be listed.
-        """
+        """Return the sorted names in the folder, or in a kind's. A missing one is empty."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """Return the content of a manifest.
-
-        Raises:
-            DamageError: The file is larger than a manifest can be.
-        """
+        """Return the content of a manifest, which has a limit of size."""
 
     @abstractmethod
     def opened(self, name: str) -> Any:
-        """Return a part as a file with random access.
-
-        Raises:
-            DamageError: It is no file.
-        """
+        """Return a part as a file with random access. What is no file is a `DamageError`."""
 
     @abstractmethod
     def may_succeed(self, name: str) -> bool:
         """Return whether a second attempt to read a file may succeed.
 
-        Raises:
-            RunError: The bytes of the file do not arrive.
+        A file whose bytes do not arrive is a `RunError`.
         """
 
 
@@ -354,8 +339,7 @@ def is_elsewhere(path: str | os.PathLike[str]) -> bool:
 def folder_to_write(operation: str, path: str | os.PathLike[str]) -> Path:
     """Return the path of a folder to write a run to.
 
-    Raises:
-        ArgumentError: It is a URI, which would become a local folder of that name, or no path.
+    A URI, which would become a local folder of that name, is an error.
     """
     try:
         text = cast("Any", os.fspath(path))

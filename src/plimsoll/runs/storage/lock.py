@@ -28,8 +28,7 @@ _UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, err
 class Lock:
     """Lock on one rank of a run, held until `release`.
 
-    Raises:
-        ArgumentError: Another writer, of this or another process, holds it.
+    If another writer, of this or another process, holds it, making it is an error.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -66,9 +65,7 @@ class Lock:
     def renew(self) -> None:
         """Confirm the lock: take it again if its file was removed, and send a heartbeat.
 
-        Raises:
-            ArgumentError: Another writer holds it by now.
-            OSError: The folder is gone.
+        Raises an `ArgumentError` if another writer holds it by now, and an `OSError` if the folder is gone.
         """
         if self._descriptor is None:
             self._acquire()
@@ -101,8 +98,7 @@ class Lock:
 def _flock(descriptor: int) -> bool:
     """Acquire the lock. Return False if the file system has no `flock`.
 
-    Raises:
-        BlockingIOError: Another process holds it.
+    If another process holds it, that is a `BlockingIOError`.
     """
     if fcntl is None:
         return False

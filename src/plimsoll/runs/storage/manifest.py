@@ -96,22 +96,14 @@ def new_session(sessions: Sequence[Session], first_flush: int, from_step: int | 
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the content of a manifest.
-
-    Raises:
-        RunError: The manifest has a newer schema.
-        OSError: It cannot be read.
-        DamageError: No writer has written it.
-    """
+    """Return the content of a manifest. Errors are those of `parsed`, and `OSError`."""
     return parsed(atomic_files.read(path, MANIFEST_BYTES), str(path))
 
 
 def parsed(text: bytes, where: str) -> dict[str, Any]:
     """Return a manifest's content from its text; `where` names the file in messages.
 
-    Raises:
-        RunError: The manifest has a newer schema.
-        DamageError: No writer has written it.
+    Raises a `RunError` if it has a newer schema, and a `DamageError` if no writer has written it.
     """
     content: Any = from_json(text, MANIFEST_BYTES)
     if not isinstance(content, dict):

@@ -61,8 +61,7 @@ _WORDS = ("collection", "name", "format", "kind")
 def checked(table: Table, part: Part) -> Table:
     """Return the rows of a part with the types of its columns.
 
-    Raises:
-        DamageError: A column's values cannot be true.
+    Values that cannot be true are a `DamageError`.
     """
     known = {"spectra": WIDE, "scalars": TIMED, "events": SCHEMAS["events"]}[part.kind]
     fields = [(f.name, f.type if pa.types.is_dictionary(f.type) else known.field(f.name).type) for f in table.schema]
@@ -244,9 +243,7 @@ def _options(kind: Kind, columns: Sequence[str]) -> dict[str, Any]:
 def opened(place: StorageLocation, part: Part, words: Sequence[str] = ()) -> ParquetFile:
     """Return a part with a sound footer. Columns `words` are read as dictionaries.
 
-    Raises:
-        DamageError: The part is damaged. Errors of pyarrow mean the same.
-        RunError: The part has a newer schema.
+    Raises a `DamageError`, or an error of pyarrow, if it is damaged, and a `RunError` if it has a newer schema.
     """
     source = place.opened(part.name)
     footer, _ = _footer(source)
@@ -318,9 +315,6 @@ def read(file: ParquetFile, part: Part, columns: Sequence[str], groups: Sequence
 
     Columns that it is too old to have are null. Types are those of the part's kind, except for words that the file was
     opened to give as dictionaries.
-
-    Raises:
-        DamageError: A column's values cannot be true.
     """
     chosen = range(file.num_row_groups) if groups is None else groups
     lacking = [name for name in columns if name in ADDED and name not in file.schema_arrow.names]
@@ -338,9 +332,7 @@ def read(file: ParquetFile, part: Part, columns: Sequence[str], groups: Sequence
 def groups_with(file: ParquetFile, bounds: Mapping[str, tuple[Any, Any]]) -> list[int]:
     """Return the row groups that may have rows with these columns in these bounds.
 
-    Args:
-        file: The part.
-        bounds: Lowest and highest value by column, both included. None: no bound.
+    Both are included. None is no bound.
     """
     metadata = file.metadata
     places = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}

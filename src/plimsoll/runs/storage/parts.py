@@ -75,9 +75,7 @@ def of_name(name: str) -> Part | None:
 def listed(place: StorageLocation, rank: int | None = None) -> tuple[list[Part], list[str], dict[Kind, str]]:
     """Return a run's parts, covered ones too, other files' names, unlistable folders.
 
-    Args:
-        place: Location of the run.
-        rank: Rank whose parts to return. Default: all ranks.
+    Parts are those of the rank, or of all.
     """
     parts: list[Part] = []
     foreign: list[str] = []
@@ -114,9 +112,7 @@ def split(parts: Iterable[Part]) -> tuple[list[Part], list[Part]]:
 def due(parts: Sequence[Part], above: int) -> Sequence[Part]:
     """Return which adjacent parts of one kind to merge next.
 
-    Args:
-        parts: Valid parts of one kind, oldest first.
-        above: Number of parts up to which nothing is merged.
+    They are valid ones, oldest first. Nothing is merged of up to `above` parts.
     """
     if len(parts) <= above:
         return ()

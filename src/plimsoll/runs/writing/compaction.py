@@ -36,11 +36,7 @@ class DamagedPartError(Exception):
 
 
 def merge(folder: Path, parts: Sequence[Part], target: Part, keep: Keep) -> int:
-    """Write the rows of `parts` that `keep` keeps as `target`; return their number.
-
-    Raises:
-        DamagedPartError: An input is unreadable.
-    """
+    """Write the rows of `parts` that `keep` keeps as `target`; return their number."""
     sources: list[_Source] = []
     try:
         for part in parts:
@@ -164,11 +160,7 @@ Rules = tuple[tuple[int, int], ...]
 
 
 def rules(thin: Sequence[tuple[int, int]]) -> Rules:
-    """Return the rules, youngest age first.
-
-    Raises:
-        ArgumentError: An age is below 0 or an interval below 1.
-    """
+    """Return the rules, youngest age first, after a check."""
     try:
         checked = tuple(sorted((operator.index(age), operator.index(every)) for age, every in thin))
     except (TypeError, ValueError):

@@ -98,10 +98,8 @@ def deferred() -> Generator[None]:
 def wait(until: Callable[[float], object], seconds: float | None, *, deferring: float = SECONDS) -> bool:
     """Wait until a condition holds. Return False if it does not in time.
 
-    Args:
-        until: Function that waits for a number of seconds and returns whether the condition holds.
-        seconds: Longest time to wait. None: no limit.
-        deferring: Longest time to wait after a deferred signal.
+    `until` waits for a number of seconds and returns whether the condition holds. After a deferred signal the wait is
+    at most `deferring` seconds long.
     """
     start = time.monotonic()
     end = math.inf if seconds is None else start + seconds
