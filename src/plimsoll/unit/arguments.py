@@ -70,8 +70,7 @@ def described(value: object) -> str:
 def call_arguments(operation: str, example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return an example as positional and keyword arguments of a call.
 
-    Raises:
-        ArgumentError: It is no tensor, no tuple and no mapping of names.
+    It must be a tensor, a tuple or a mapping of names.
     """
     if isinstance(example, Tensor):
         return (example,), {}

@@ -78,10 +78,9 @@ def matmul(inner: int, left: int, right: int, out: int) -> Factors:
 def convolution(fan_in: int, fan_out: int, stride: int = 1) -> Factors:
     """Return the factors of a convolution, at positions away from the border.
 
-    Args:
-        fan_in: Terms of one output value: input channels of its group times the kernel's size.
-        fan_out: Terms of one input's gradient without a stride: output channels of its group times the kernel's size.
-        stride: Product of the strides, each of which skips terms of the gradient. Default: 1.
+    `fan_in` counts the terms of one output value: input channels of its group times the kernel's size. `fan_out` counts
+    those of one input's gradient: output channels of its group times the kernel's size. Of these `stride`, a product of
+    strides, skips some.
     """
     return Factors(output=root(fan_in), inputs=(root(fan_out / stride),))
 
@@ -89,9 +88,8 @@ def convolution(fan_in: int, fan_out: int, stride: int = 1) -> Factors:
 def total(weights: tuple[float, ...], spread: tuple[float, ...]) -> Factors:
     """Return the factors of a weighted sum of independent terms.
 
-    Args:
-        weights: Weights, already divided by their norm.
-        spread: Number of elements of the sum that one element of each term goes to, 1 without broadcasting.
+    Weights are divided by their norm already. `spread` has the number of elements of the sum that one element of each
+    term goes to, 1 without broadcasting.
     """
     return Factors(output=1.0, inputs=tuple(root(n) / abs(w) for w, n in zip(weights, spread, strict=True)))
 
@@ -151,14 +149,8 @@ def attention(
 ) -> Factors:
     """Return the factors of attention: of its output, query, key and value.
 
-    Args:
-        score: Multiplies the products of queries and keys.
-        value_width: Width of the values.
-        rows_per_key: Number of queries for each key.
-        keep: Share of weights that dropout leaves.
-        squares: Moment of `attention_curves`.
-        slope: Moment of `attention_curves`.
-        weighted: Moment of `attention_curves`.
+    `score` multiplies the products of queries and keys, and `keep` is the share of weights that dropout leaves. The
+    last three are the moments of `attention_curves`.
     """
     squares, slope, weighted = squares / keep, slope / keep, weighted / keep
     per_score = score * value_width**0.5
@@ -172,16 +164,9 @@ def attention(
 def constrained(constraint: Constraint | None, output: float, *inputs: float) -> tuple[float, ...]:
     """Return the factors ``(output, *inputs)`` under a constraint: one number.
 
-    With None they are unchanged.
-
-    Args:
-        constraint: `"gmean"`, `"hmean"` or `"amean"` take the geometric, harmonic or arithmetic mean of all factors.
-            `"to_output_scale"` takes that of the output, `"to_grad_input_scale"` that of the first input's gradient.
-        output: Ideal factor forward, above zero.
-        inputs: Ideal factors of the inputs' gradients.
-
-    Raises:
-        ArgumentError: The constraint is unknown.
+    With None they are unchanged. `"gmean"`, `"hmean"` and `"amean"` take the geometric, harmonic or arithmetic mean of
+    all factors, which are above zero. `"to_output_scale"` takes that of the output, `"to_grad_input_scale"` that of the
+    first input's gradient.
 
     >>> constrained("gmean", 0.25, 1.0), constrained(None, 0.25, 1.0), constrained("to_output_scale", 0.25, 1.0)
     ((0.5, 0.5), (0.25, 1.0), (0.25, 0.25))
@@ -384,10 +369,8 @@ Attention = tuple[Curve, Curve, Curve]
 def attention_curves(mult: float, width: int, causal: bool) -> Attention:
     """Return the curves of attention's moments, averaged over queries.
 
-    Args:
-        mult: Scale of the scores.
-        width: Width of the queries, which are unit normal.
-        causal: Whether to average over all rows, the i-th of which attends to i keys.
+    `mult` is the scale of the scores, `width` that of the queries, which are unit normal. If causal, the average is
+    over all rows, the i-th of which attends to i keys.
     """
     totals = np.zeros((3, len(_LENGTHS)))
     for length, weight in _lengths_of_normal_vectors(width):

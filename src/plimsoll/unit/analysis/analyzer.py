@@ -130,13 +130,8 @@ def balanced(
 ) -> dict[str, float]:
     """Return each tensor's gradient over the true one, which is 1 behind a bridge.
 
-    Args:
-        graph: Graph that gradients flow through.
-        free: Edges that are bridges.
-        ideals: Ideal factors of every operation.
-        clusters: Operations that are one.
-        nodes: Nodes by name.
-        incoming: Ideal factor of the gradient of each loss that shares its paths, divided by the common one.
+    `free` are the bridges. `incoming` has the ideal factor of the gradient of each loss that shares its paths, divided
+    by the common one.
     """
     factors: dict[str, float] = {SINK: 1.0}
     for name in reversed(graph.nodes):
@@ -279,15 +274,8 @@ class _Rules:
 def analyse(captured: Captured, *, constraint: Constraint | None = "gmean", residual_tau: Tau = None) -> Analysis:
     """Return the changes that bring every tensor to unit scale in both directions.
 
-    Args:
-        captured: The graph.
-        constraint: How the factors of an operation become one if its edges are no bridges. None keeps separate factors
-            each way, and corrects gradients where paths meet (`balanced`). Default: `"gmean"`.
-        residual_tau: Weight of a residual branch, between 0 and 1, or one for each kind of branch ("attention", "mlp",
-            "other"). Default: 1 / (k + 1) for the k-th on a skip path, so that all of them have equal weight.
-
-    Raises:
-        ArgumentError: The constraint or a weight is not allowed, or a conversion would be wrong.
+    The arguments are those of `convert`. Without a constraint gradients are corrected where paths meet (`balanced`).
+    Raises an `ArgumentError` if the constraint or a weight is not allowed, or a conversion would be wrong.
     """
     check_constraint("convert", constraint)
     graph = flow(captured)

@@ -30,13 +30,8 @@ def parameter_changes(
 ) -> tuple[dict[str, ParameterChange], list[SkippedOperation]]:
     """Return the change of every parameter, and the unchanged ones with reasons.
 
-    Shared parameters are listed under each of their names.
-
-    Args:
-        captured: Graph of the model.
-        graph: Part of it that gradients flow through.
-        skipped: Operations that are not converted. Their parameters stay unchanged too.
-        depth: Depth of the operations in residual branches.
+    Shared parameters are listed under each of their names. Parameters of `skipped` operations stay unchanged. `depth`
+    is that of the operations in residual branches.
     """
     names = {name: group for group in captured.ties for name in group}
     changes: dict[str, ParameterChange] = {}

@@ -54,20 +54,10 @@ class Captured:
 def capture(model: nn.Module, example: object, *, training: bool = True, operation: str = "convert") -> Captured:
     """Return the graph of `model` called with `example`, with open sizes.
 
-    All sizes of tensors are open if the model allows it. The model does not change: its training flags, buffers,
-    gradients and random state are restored.
-
-    Args:
-        model: Any module, on any device, meta included.
-        example: A tensor, a tuple of positional arguments, or a mapping of keyword arguments. The first dimension of
-            its tensors is the batch, of at least 2. Torch.export takes a size of 1 for a constant.
-        training: Whether the model is captured in training or in evaluation mode. Default: True.
-        operation: Name of the operation for errors. Default: `"convert"`.
-
-    Raises:
-        ArgumentError: The example is no call, or the graph cannot be captured. Its control flow depends on data, its
-            batch is fixed, or torch.export does not support an operation. The message names the line.
-        UnsupportedTensorError: A tensor of the example is not dense.
+    All sizes of tensors are open if the model, on any device, allows it. The model does not change: its training flags,
+    buffers, gradients and random state are restored. Errors are those of `operation`. They name the line if the graph
+    cannot be captured: its control flow depends on data, its batch is fixed, or torch.export does not support an
+    operation.
     """
     if not isinstance(cast("object", model), nn.Module):
         raise ArgumentError(

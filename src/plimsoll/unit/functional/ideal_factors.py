@@ -22,17 +22,8 @@ def apply_checked(
 ) -> Tensor:
     """Run a function of tensors between its factors, after common checks.
 
-    Args:
-        operation: Name of the public function, for errors.
-        function: Torch's function. It receives the inputs, then the settings, all by position.
-        ideal: Factors of the output and of each input's gradient.
-        constraint: How the factors become one number. None leaves each ideal.
-        settings: Further arguments of the function.
-        inputs: Tensors by their public names.
-
-    Raises:
-        ArgumentError: The constraint is unknown.
-        UnsupportedTensorError: A tensor is not floating point.
+    Torch's function receives the inputs, then the settings, all by position. Inputs have their public names, for
+    errors.
     """
     check_floating(operation, **inputs)
     check_constraint(operation, constraint)

@@ -69,15 +69,8 @@ def measure_scales(
 ) -> Scales:
     """Return the scales of a function of tensors.
 
-    Torch's random generator is restored afterwards.
-
-    Args:
-        function: Function of tensors. A scalar result gets a gradient of 1.
-        shapes: Shapes of its inputs.
-        runs: Number of runs. Default: 24.
-        seed: Seed of the inputs. Default: 0.
-        dtype: Dtype of the inputs. Default: float32.
-        inputs: Makes an input from its shape. Default: unit normal values.
+    A scalar result gets a gradient of 1. Inputs are unit normal, or made from their shapes by `inputs`. Torch's random
+    generator is restored afterwards.
     """
     outputs: list[Tensor] = []
     gradients: list[list[Tensor]] = [[] for _ in shapes]
