@@ -115,14 +115,9 @@ class OperationLists:
 # holds for every functional form of the operation (`torch.matmul`, `Tensor.matmul`, `a @ b`). Forms that write in place
 # or into `out=` run in the dtypes of their arguments, as under torch's own autocast.
 def operation_name(operation: object, asker: str) -> str:
-    """Return the dispatcher's name of an operation.
+    """Return the dispatcher's name of an operation, torch function or Tensor's method.
 
-    Args:
-        operation: A name, a torch function, or a method of Tensor.
-        asker: Name of the public function, for the message.
-
-    Raises:
-        ArgumentError: torch has no such operation. The message has the nearest names.
+    The error for an unknown one is in the words of the public function `asker`, and has the nearest names.
 
     >>> operation_name(torch.nn.functional.grid_sample, "example"), operation_name("aten::mm", "example")
     ('grid_sampler', 'mm')

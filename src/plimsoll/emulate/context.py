@@ -139,9 +139,8 @@ def _selected_rules(name: str, products: Mapping[str, Rule], rounded: Rounded) -
 def eagerly() -> Generator[bool]:
     """Run compiled code eagerly inside, since its kernels lack the emulation.
 
-    Yields:
-        Whether torch's compiler is loaded, so that it could be switched. If it is not, no compiled code exists yet, and
-        loading the compiler would take seconds. Code that is compiled later inside raises instead.
+    Yields whether torch's compiler is loaded, so that it could be switched. If it is not, no compiled code exists yet,
+    and loading the compiler would take seconds. Code that is compiled later inside raises instead.
     """
     if "torch._dynamo" not in sys.modules:
         yield False

@@ -22,9 +22,7 @@ from plimsoll.watch.taps.compiled_taps import inlined_only
 def named_modules(root: nn.Module, *, twice: bool = True) -> list[tuple[str, nn.Module]]:
     """Return every module with its qualified name, which is empty for the root.
 
-    Args:
-        root: The model.
-        twice: Whether a module with several names appears once for each. Default: True.
+    If `twice`, a module with several names appears once for each.
     """
     return cast("list[tuple[str, nn.Module]]", [*root.named_modules(remove_duplicate=not twice)])
 

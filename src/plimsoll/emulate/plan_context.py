@@ -105,11 +105,7 @@ class _Local(threading.local):
 
 
 def plan_of(operation: str, plan: "Plan | str | os.PathLike[str]") -> Plan:
-    """Return the plan, or load it from its file.
-
-    Raises:
-        ArgumentError: There is no such file.
-    """
+    """Return the plan, or load it from its file."""
     if isinstance(plan, Plan):
         return plan
     path = Path(plan)
@@ -123,11 +119,8 @@ def plan_of(operation: str, plan: "Plan | str | os.PathLike[str]") -> Plan:
 def rules_of(plan: Plan, root: nn.Module, operation: str) -> dict[str, ModulePlan]:
     """Return the plan's rule for each module of the model, by its first name.
 
-    The name of the root is empty.
-
-    Raises:
-        ArgumentError: A name of the plan matches no module, two rules contradict each other, or a module cannot do what
-            its rule asks.
+    The name of the root is empty. Raises an `ArgumentError` if a name of the plan matches no module, two rules
+    contradict each other, or a module cannot do what its rule asks.
     """
     named = named_modules(root)
     shown = {name: clean(name) or ROOT for name, _ in named}

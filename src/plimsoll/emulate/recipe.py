@@ -44,10 +44,7 @@ class Recipe:
     def operand(self, x: Tensor, axis: int, role: Role = "activations") -> Tensor:
         """Return an operand of a product in the forward format.
 
-        Args:
-            x: The operand.
-            axis: The axis that the product sums over, along which blocks run.
-            role: The role of the operand, which selects its scale. Default: "activations".
+        Blocks run along `axis`, which the product sums over. The role of the operand selects its scale.
         """
         return self._cast(x, self.forward, axis, role)
 
@@ -127,17 +124,10 @@ class Recipe:
 def recipe(
     forward: object, backward: object, accumulate: object, chunk: int, arguments: Mapping[str, Any]
 ) -> Recipe | None:
-    """Return the recipe of checked arguments, or None if they request nothing.
+    """Return the recipe of the arguments, or None if they request nothing.
 
-    Args:
-        forward: Format of the forward, or None.
-        backward: Format of the gradients, or None.
-        accumulate: Format of the sums.
-        chunk: Number of products added exactly, at least 1.
-        arguments: Arguments of `plimsoll.cast`, with `scale` also as a mapping by role.
-
-    Raises:
-        ArgumentError: Two arguments contradict each other, or one is out of range.
+    `arguments` are those of `plimsoll.cast`, with `scale` also as a mapping by role. Raises an `ArgumentError` if two
+    arguments contradict each other, or one is out of range.
     """
     _check_arguments(forward, backward, arguments)
     by_role = isinstance(arguments.get("scale"), Mapping)

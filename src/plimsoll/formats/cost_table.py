@@ -27,14 +27,7 @@ class CostTable:
 
         Each operand of the three products is read twice: weights and inputs in the forward's format, the gradient of
         the output in the backward's. A product takes as long as its wider operand, and the module as long as its
-        reading or its arithmetic, the longer of the two.
-
-        Args:
-            weights: Number of values of the weight.
-            inputs: Number of values of the input.
-            outputs: Number of values of the output.
-            forward: Format of weights and inputs.
-            backward: Format of gradients.
+        reading or its arithmetic, the longer of the two. The first three arguments are numbers of values.
         """
         narrow, other = float(get(forward).bits), float(get(backward).bits)
         moved = 2 * ((weights + inputs) * narrow + outputs * other) / 8 / self.bandwidth
@@ -77,9 +70,6 @@ def cost_table(given: "str | os.PathLike[str] | Mapping[str, Any]") -> CostTable
     """Return a device's table by name, or one from a mapping or a TOML file.
 
     A mapping or file has `bandwidth` and `rates`.
-
-    Raises:
-        ArgumentError: There is no such device or file, or it has other entries.
     """
     if isinstance(given, Mapping):
         return _made("a mapping", given)

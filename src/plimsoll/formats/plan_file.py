@@ -80,15 +80,7 @@ def checked_path(operation: str, path: str | os.PathLike[str]) -> Path:
 
 
 def read(path: str | os.PathLike[str], known: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of a plan's file.
-
-    Args:
-        path: The file.
-        known: Names of all fields of a plan.
-
-    Raises:
-        ArgumentError: The file is no plan, or has other fields.
-    """
+    """Return the fields of a plan's file, all of which must be `known`."""
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

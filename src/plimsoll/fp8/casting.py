@@ -49,12 +49,8 @@ def absmax_of(x: Tensor) -> Tensor:
 def scale_for(absmax: Tensor, fmt: Format, margin: int) -> Tensor:
     """Return the largest power of two at which absmax fits `fmt` with a margin.
 
-    It is 1 if absmax is 0 or not finite, and always between 2**-126 and 2**126.
-
-    Args:
-        absmax: Largest magnitude, float32.
-        fmt: Format of the cast.
-        margin: Number of binades to leave free between the scaled absmax and the largest value of the format.
+    It is a float32, 1 if absmax is 0 or not finite, and always between 2**-126 and 2**126. So many binades stay free
+    between the scaled absmax and the largest value of the format.
     """
     # Integer arithmetic: a logarithm rounds values just below a power of two up to it.
     bits = absmax.view(torch.int32)
@@ -224,8 +220,7 @@ def check_counting(
 ) -> Counting | None:
     """Return the counting, or None without rows.
 
-    Raises:
-        ArgumentError: A role is unknown, a bank lacks its row, or both directions have the same bank.
+    Raises an `ArgumentError` if a role is unknown, a bank lacks its row, or both directions have the same bank.
     """
     unknown = [role for role in rows if role not in ROLES]
     if unknown:

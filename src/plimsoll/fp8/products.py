@@ -28,14 +28,8 @@ def product(
 ) -> Tensor:
     """Return ``(a @ b.t()) * scale_a * scale_b + bias`` in `dtype`.
 
-    Args:
-        a: Codes (M, K), contiguous.
-        b: Codes (N, K), contiguous.
-        scale_a: Factor of `a`, a 0-d float32.
-        scale_b: Factor of `b`, a 0-d float32.
-        bias: Bias of N values, or None.
-        dtype: Dtype of the result.
-        fast: Whether FP8 units may add in fewer bits than float32 has, as is usual in a forward.
+    Codes (M, K) and (N, K) are contiguous, and scales are 0-d float32. If `fast`, FP8 units may add in fewer bits than
+    float32 has, as is usual in a forward.
     """
     if a.numel() == 0 or b.numel() == 0:
         zeros = torch.zeros((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)

@@ -35,8 +35,7 @@ class Recipe:
 def checked(operation: str, scaling: object, history: object, margin: object) -> Scaling:
     """Return the scaling after a check of all three settings.
 
-    Raises:
-        ArgumentError: A setting is out of range, or "unit" has a history or a margin.
+    Only "tensor" has a history or a margin.
     """
     remedy = "Use 'unit' for a unit-scaled model, 'tensor' for any other."
     checks.one_of(operation, "scaling", scaling, _NAMES, remedy=remedy)

@@ -42,11 +42,7 @@ class DeviceValue:
 
 
 def number(value: object) -> "float | DeviceValue":
-    """Return a number as a float, or a device's one-element tensor as `DeviceValue`.
-
-    Raises:
-        ValueError: `value` is a tensor of several elements.
-    """
+    """Return a number as a float, or a device's one-element tensor as `DeviceValue`."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"one number is needed; this tensor has the shape {tuple(value.shape)}")

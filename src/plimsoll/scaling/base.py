@@ -484,13 +484,8 @@ def _inverse(scale: Tensor) -> Tensor:
 def scaler_for(operation: str, scaler: object, model: nn.Module) -> Any:
     """Return `scaler`, or a new scaler for the model if it is a name in `SCALERS`.
 
-    Args:
-        operation: The operation that the user called, for the message.
-        scaler: A scaler, or a name. Anything else is returned as it is.
-        model: The model to be trained.
-
-    Raises:
-        ArgumentError: No scaler has this name, or the scaler of this name has no defaults.
+    Anything but a name is returned as it is. Raises an `ArgumentError` if no scaler has this name, or it has no
+    defaults.
     """
     if not isinstance(scaler, str):
         return scaler

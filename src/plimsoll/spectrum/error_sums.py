@@ -160,10 +160,8 @@ def directions(
     """Return the components of errors in two directions, relative to the reference.
 
     All draws of a tensor have these directions: x, and the part of (1, 1, ...) that is orthogonal to x. The sum of the
-    components' squares is at most the square of the relative error.
-
-    Returns:
-        float64[..., 2]: along the reference, and constant. NaN for references of zero.
+    components' squares is at most the square of the relative error. The result is float64[..., 2], along the reference
+    and constant, NaN for references of zero.
     """
     count, e, x = (np.asarray(sums, np.float64) for sums in (compared, error, reference))
     xx, ex = np.asarray(referencesq, np.float64), np.asarray(error_reference, np.float64)
@@ -208,11 +206,10 @@ class BiasAndNoise:
 def split(coordinates: NDArray[np.float64], energies: NDArray[np.float64], *, sketched: int = 0) -> BiasAndNoise:
     """Return the bias and the noise of several draws.
 
-    Args:
-        coordinates: float64[draws, n]: each draw's relative error in coordinates that mean the same in all draws.
-        energies: float64[draws]: squared relative error of each, at least the sum of its coordinates' squares. The
-            excess counts as noise.
-        sketched: Length of a random sketch among the coordinates, 0 for none: its own error widens the interval.
+    `coordinates`, float64[draws, n], are each draw's relative error in coordinates that mean the same in all draws.
+    `energies`, float64[draws], are the squared relative errors, at least the sums of their coordinates' squares. The
+    excess counts as noise. `sketched` is the length of a random sketch among the coordinates, 0 for none: its own error
+    widens the interval.
     """
     from scipy.special import stdtrit  # pyright: ignore[reportMissingTypeStubs]  (not needed to read a run)
 

@@ -29,14 +29,8 @@ _is_transformed = _C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001
 def plain(x: object, place: str) -> Tensor:
     """Return the strided floating tensor whose values are counted, detached.
 
-    It is empty for a replica that another rank counts.
-
-    Args:
-        x: The user's value.
-        place: Position of `x` among several, for errors: " at index 1".
-
-    Raises:
-        UnsupportedTensorError: There is no floating data to count.
+    It is empty for a replica that another rank counts. `place` is the position of `x` among several, for errors (" at
+    index 1").
     """
     if not isinstance(x, Tensor):
         refuse(x, "measure", place)

@@ -56,9 +56,8 @@ class Key:
     def __init__(self, everything: Callable[..., Any] | None = None) -> None:
         """Take a dispatch key that no backend uses.
 
-        Args:
-            everything: Called as `everything(key, keys, op, *args, **kwargs)` for the operations that were not passed
-                to `intercept`. Default: torch runs them.
+        Operations that are not passed to `intercept` become `everything(key, keys, op, *args, **kwargs)`, or are
+        torch's.
         """
         self.name = _free_name()
         self.device = _UNUSED[self.name]  # the backend of the key
@@ -83,14 +82,9 @@ class Key:
                 self._library.impl(op, kernel, self.name, with_keyset=True)
 
     def below(self, keys: Any, op: Any, args: Any, kwargs: Any, *, whole: bool = False) -> Any:
-        """Return the result that the operation has without the key.
+        """Return the result that an overload has without the key.
 
-        Args:
-            keys: The dispatch keys of the call.
-            op: The overload.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            whole: Whether the calls that the operation makes are left alone too. Default: they are intercepted.
+        If `whole`, the calls that the operation makes are left alone too. `keys` are the dispatch keys of the call.
         """
         numbers = _has_number(op, args)
         if not (whole or numbers):
@@ -206,11 +200,7 @@ def intercept(key: Key, lists: OperationLists, rules: tuple[str, ...]) -> None:
 
 @functools.cache
 def overloads(name: str) -> tuple[Any, ...]:
-    """Return an operation's overloads with a tensor and no ``out=``, or one overload.
-
-    Args:
-        name: An operation ("mm") for those overloads, or one overload ("mm.out").
-    """
+    """Return overloads with a tensor and no ``out=`` of "mm", or only that of "mm.out"."""
     name, _, overload = name.partition(".")
     if overload:
         return (getattr(getattr(torch.ops.aten, name), overload),)
@@ -282,11 +272,7 @@ def _below(frame: Frame | None, key: Key, keys: Any, op: Any, args: Any, kwargs:
 def run_intercepted(op: Any, args: Any, kwargs: Any, rules: Mapping[str, Rule] | None = None) -> Any:
     """Run an operation within a rule so that its own calls are intercepted.
 
-    Args:
-        op: The operation.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        rules: The rules for its calls. Default: those of the frame.
+    `rules` are for these calls. Default: those of the frame.
     """
     frame = local.frame
     assert frame is not None

@@ -69,10 +69,7 @@ class Products:
     def matmul(self, a: Tensor, b: Tensor, roles: tuple[Role, Role] | None = None) -> Tensor:
         """Return `torch.matmul` of wide operands, rounded by the recipe.
 
-        Args:
-            a: First operand.
-            b: Second operand.
-            roles: The roles of both. Default: a parameter, or a view of one, is a weight, all else an activation.
+        By default a parameter, or a view of one, has the role of a weight, all else that of an activation.
         """
         roles = (_role(a), _role(b)) if roles is None else roles
         a_row, b_column = a.dim() == 1, b.dim() == 1

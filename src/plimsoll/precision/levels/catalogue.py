@@ -122,10 +122,7 @@ LEVELS = {level.name: level for level in _CATALOGUE}
 
 
 def level_named(name: str) -> Level:
-    """Return the level of a name or alias, in upper or lower case.
-
-    Raises:
-        ArgumentError: The name is a bare format or unknown.
+    """Return the level of a name or alias, in upper or lower case, but no bare format.
 
     >>> level_named("O2").name
     'fp16-master'
@@ -150,10 +147,8 @@ def level_of_plan(plan: Plan) -> Level:
     """Return the level that a plan trains at.
 
     Weights are FP32, and each module's operations are in the plan's formats. The loss is scaled if the plan gives a
-    loss scale, or if unscaled gradients pass through a format with a narrower range than FP32.
-
-    Raises:
-        ArgumentError: The plan asks for a loss scale and for gradient scales.
+    loss scale, or if unscaled gradients pass through a format with a narrower range than FP32. A plan that asks for a
+    loss scale and for gradient scales is an error.
     """
     plans = {
         rule: ModulePlan.of(fmt, plan.backward.get(rule), **plan.scales.get(rule, {}))

@@ -79,9 +79,8 @@ def gradients_stay(model: nn.Module, stay: bool) -> Generator[None]:
 def level_on(model: nn.Module, level: Level) -> Level:
     """Return the level as it applies to this model.
 
-    Raises:
-        ArgumentError: The level contradicts the policy of `fully_shard`, or casts weights under
-            DistributedDataParallel.
+    Raises an `ArgumentError` if it contradicts the policy of `fully_shard`, or casts weights under
+    DistributedDataParallel.
     """
     if is_ddp(model) and level.casts and any(p.dtype == torch.float32 for p in model.parameters()):
         raise ArgumentError(

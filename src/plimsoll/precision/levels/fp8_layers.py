@@ -133,8 +133,7 @@ def chosen_layers(
 ) -> tuple[list[str], tuple[Left, ...]]:
     """Return the names of the layers to convert, and the linear layers that stay.
 
-    Raises:
-        ArgumentError: No layer can be converted, or one that a rule names cannot.
+    Raises an `ArgumentError` if no layer can be converted, or one that a rule names cannot.
     """
     chosen: list[str] = []
     left: dict[str, str] = {}

@@ -159,10 +159,7 @@ class ScriptPrecision:
     def begin(self, model: nn.Module, called: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]) -> str:
         """Apply the level before a model's first call. Return the active precision.
 
-        Args:
-            model: The model.
-            called: The module that is being called, or None if no call was seen.
-            optimizers: The script's optimizers.
+        `called` is the module that is being called, or None if no call was seen.
         """
         if self._over:
             return _SCRIPT

@@ -41,13 +41,8 @@ def by_spectra(
 ) -> list[int]:
     """Return the highest exponents with `margin` binades above the largest values.
 
-    Args:
-        tops: Binade of each unit's largest gradient, from the loss on, or None.
-        start: Exponent of the loss scale.
-        present: Present exponent of each unit.
-        fmt: Format of the gradients.
-        margin: Free binades below the format's overflow.
-        slack: Binades by which an exponent may be lower than possible.
+    `tops` has the binade of each unit's largest gradient, from the loss on, or None. `start` is the exponent of the
+    loss scale. The present exponents stay if they are lower than possible by at most `slack` binades.
     """
     chosen: list[int] = []
     neighbour = start

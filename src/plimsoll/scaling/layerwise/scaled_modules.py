@@ -181,11 +181,7 @@ def refuse_sharded(module: nn.Module) -> None:
 
 
 def keep_gradients_wide(model: nn.Module, *, wrapped: bool) -> None:
-    """Allow float32 gradients of float16 parameters.
-
-    Raises:
-        UnsupportedTensorError: Torch does not support it.
-    """
+    """Allow float32 gradients of float16 parameters, if torch supports it."""
     # A weight's gradient without its layer's scale may underflow in float16.
     for name, parameter in model.named_parameters():
         if parameter.dtype is not torch.float16 or not parameter.is_leaf:

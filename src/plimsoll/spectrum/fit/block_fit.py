@@ -66,15 +66,10 @@ def overflowing(
 ) -> Floats:
     """Return the estimated number of overflowing values of each row.
 
-    Args:
-        element: Format of the elements.
-        maxima: Number of blocks by the binade of their absmax. Those of row i start at ``maxima[start[i]]``.
-        start: Start of each row in `maxima`, and the end of the last one.
-        lowest: Exponent of each row's first binade in `maxima`.
-        values: Number of nonzero values in each row's finite blocks.
-        top: Number of these in the binade of their block's absmax.
-        absmax: Largest magnitude of each row.
-        bits: Mantissa bits of the grid of each row's values, negative without a grid.
+    `maxima` has the number of blocks by the binade of their absmax. Those of row i start at ``maxima[start[i]]``, with
+    the binade of exponent ``lowest[i]``; `start` has the end of the last row too. Of the nonzero `values` in each row's
+    finite blocks, `top` are in the binade of their block's absmax. `bits` are the mantissa bits of the grid of each
+    row's values, negative without a grid.
     """
     row = np.repeat(np.arange(len(values)), np.diff(start))
     running = np.concatenate([np.zeros(1), np.cumsum(maxima, dtype=np.float64)])

@@ -78,12 +78,7 @@ def _ends(fraction: Interval) -> str:
 
 
 def resolve(fmt: object, shift: int, operation: str) -> Format | BlockFormat:
-    """Return the format of a name, after a check of format and shift.
-
-    Raises:
-        ArgumentError: The shift is out of range.
-        FormatError: The format does not exist, or is one for scales only.
-    """
+    """Return the format of a name, after a check of format and shift."""
     resolved = get(fmt)
     if isinstance(resolved, Format) and not resolved.signed:
         raise FormatError(
