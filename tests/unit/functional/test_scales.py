@@ -1,6 +1,6 @@
 """Every function gives unit scale forward and backward, within a bound that is computed from what was measured.
 
-The bound is Student's: so many standard errors (`plimsoll.unit.rules.measured`) that one sound value of a
+The bound is Student's: so many standard errors (`plimsoll_lab.experiments.unit_factors`) that one sound value of a
 million exceeds it. What a formula leaves out is stated beside its case, as a share.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 import plimsoll.unit.functional as U  # noqa: N812  (as torch's F)
 from plimsoll.unit import formulas
 from plimsoll.unit.formulas import moments
-from plimsoll.unit.rules.measured import Scale, measure_scales
+from plimsoll_lab.experiments.unit_factors import Scale, measure_scales
 from tests.support.cases import each
 
 RUNS = 24

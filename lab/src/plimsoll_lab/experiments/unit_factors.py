@@ -5,6 +5,7 @@ The bound is Student's, of the standard error over independent runs, which one o
 comes the share that a formula is known to leave out (borders; that an attention's key depends on its weight).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,6 @@ from plimsoll.unit.formulas import (
     nonlinear,
     softmax_curves,
 )
-from plimsoll.unit.rules.measured import Scale, measure_scales
 from plimsoll_lab.bench import Bench
 from plimsoll_lab.result import Claim, Measured
 from plimsoll_lab.statistics import largest
@@ -310,6 +310,69 @@ def measure(bench: Bench) -> Measured:
     return Measured(trainings=(), claims=claims(rows), said=(HEAD, *(str(row) for row in rows)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """A scale and its standard error."""
+
+    value: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """Scales of the output and of each input's gradient."""
+
+    output: Scale
+    inputs: tuple[Scale, ...]
+
+
+def measure_scales(
+    function: Callable[..., Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    runs: int,
+    seed: int = 0,
+    inputs: Callable[[Sequence[int]], Tensor] = torch.randn,
+) -> Scales:
+    """Return the scales of a function of tensors.
+
+    It runs on independent normal inputs, with an independent normal gradient (1 for a scalar result). Forward, its
+    scale is the standard deviation of all output values. Backward, it is the root of the second moment of each input's
+    gradient. Torch's random generator is restored afterwards.
+    """
+    outputs: list[Tensor] = []
+    gradients: list[list[Tensor]] = [[] for _ in shapes]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(seed)
+        for _ in range(runs):
+            drawn = [inputs(shape).requires_grad_() for shape in shapes]
+            out = function(*drawn)
+            incoming = torch.randn_like(out) if out.dim() else torch.ones_like(out)
+            outputs.append(_means(out))
+            for runs_of_input, gradient in zip(gradients, torch.autograd.grad(out, drawn, incoming), strict=True):
+                runs_of_input.append(_means(gradient))
+    return Scales(output=_scale(outputs, about_mean=True), inputs=tuple(_scale(means) for means in gradients))
+
+
+def _means(x: Tensor) -> Tensor:
+    """The means of the values and of their squares."""
+    wide = x.detach().double()
+    return torch.stack([wide.mean(), wide.square().mean()])
+
+
+# The values within one run share their inputs and so are no independent samples, but the runs are. The variance of
+# their mean squares, which contains the fourth moment, gives the standard error under any dependence inside.
+def _scale(runs: list[Tensor], *, about_mean: bool = False) -> Scale:
+    means, squares = torch.stack(runs).unbind(1)
+    if about_mean:
+        mean = means.mean()
+        squares = squares - 2 * mean * means + mean**2
+    value = squares.mean().clamp(min=0).sqrt()
+    # d sqrt(s) = ds / (2 sqrt(s)), and the mean of n runs has their deviation over sqrt(n).
+    error = squares.std() / math.sqrt(len(runs)) / (2 * value)
+    return Scale(value=value.item(), error=error.item())
+
+
 def measured_rows(case: Case, runs: int, seed: int, device: str = "cpu") -> list[Row]:
     """One operation measured."""
 
@@ -324,7 +387,7 @@ def measured_rows(case: Case, runs: int, seed: int, device: str = "cpu") -> list
 
 def _row(case: Case, direction: Direction, scale: Scale, student: float) -> Row:
     bound = student * scale.error / scale.value + direction.left_out + 1e-6  # float32's rounding
-    return Row(case=case, direction=direction, measured=scale.factor, bound=bound)
+    return Row(case=case, direction=direction, measured=1 / scale.value, bound=bound)
 
 
 def claims(rows: list[Row]) -> tuple[Claim, ...]:

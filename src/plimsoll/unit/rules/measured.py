@@ -24,90 +24,9 @@ from plimsoll.unit.rules.operation import Ideal, Rule, Site, following, skipped
 
 # -- scales and factors of an operation --------------------------------------------------------------------------------
 
-# The operation runs on independent normal inputs, with an independent normal gradient, several times. Forward, its
-# scale is the standard deviation of all output values. Backward, it is the root of the second moment of each input's
-# gradient.
-
 _VALUES = 1 << 15
 _RUNS = 16
 _SEED = 0x5CA1E
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """A scale and its standard error."""
-
-    value: float
-    error: float
-
-    @property
-    def factor(self) -> float:
-        """Return the factor that makes the scale 1."""
-        return 1 / self.value
-
-    def off(self, expected: float = 1.0) -> float:
-        """Return the distance from the expected scale, in standard errors."""
-        return abs(self.value - expected) / self.error if self.error else math.inf * (self.value != expected) or 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scales:
-    """Scales of the output and of each input's gradient."""
-
-    output: Scale
-    inputs: tuple[Scale, ...]
-
-
-def measure_scales(
-    function: Callable[..., Tensor],
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    runs: int = 24,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    inputs: Callable[[Sequence[int]], Tensor] | None = None,
-) -> Scales:
-    """Return the scales of a function of tensors.
-
-    A scalar result gets a gradient of 1. Inputs are unit normal, or made from their shapes by `inputs`. Torch's random
-    generator is restored afterwards.
-    """
-    outputs: list[Tensor] = []
-    gradients: list[list[Tensor]] = [[] for _ in shapes]
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(seed)
-        for _ in range(runs):
-            drawn = [(inputs or _normal)(shape).to(dtype).requires_grad_() for shape in shapes]
-            out = function(*drawn)
-            incoming = torch.randn_like(out) if out.dim() else torch.ones_like(out)
-            outputs.append(_means(out))
-            for runs_of_input, gradient in zip(gradients, torch.autograd.grad(out, drawn, incoming), strict=True):
-                runs_of_input.append(_means(gradient))
-    return Scales(output=_scale(outputs, about_mean=True), inputs=tuple(_scale(means) for means in gradients))
-
-
-def _normal(shape: Sequence[int]) -> Tensor:
-    return torch.randn(*shape)
-
-
-def _means(x: Tensor) -> Tensor:
-    """Return the means of the values and of their squares."""
-    wide = x.detach().double()
-    return torch.stack([wide.mean(), wide.square().mean()])
-
-
-# `measure_scales` gives standard errors. The values within one run share their inputs and so are no independent
-# samples, but the runs are. The variance of their mean squares, which contains the fourth moment, gives the standard
-# error under any dependence inside.
-def _scale(runs: list[Tensor], *, about_mean: bool = False) -> Scale:
-    means, squares = torch.stack(runs).unbind(1)
-    if about_mean:
-        mean = means.mean()
-        squares = squares - 2 * mean * means + mean**2
-    value = squares.mean().clamp(min=0).sqrt()
-    # d sqrt(s) = ds / (2 sqrt(s)), and the mean of n runs has their deviation over sqrt(n).
-    error = squares.std() / math.sqrt(len(runs)) / (2 * value)
-    return Scale(value=value.item(), error=error.item())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,10 +45,12 @@ class Measured:
         return centre if abs(centre) > 4 * _VALUES**-0.5 else 0.0
 
 
-# `measure_factors` is for the conversion. It runs in float64 on tensors of the example's shapes, until 2^15 values of
-# each have been used, in at most 16 runs with fixed seeds. The means of the tensors are those that the operations
-# before them leave. Tensors without gradients (masks, positions) are as in the example. Values that are not finite are
-# left out, as for rows that a mask leaves empty.
+# The operation runs on independent normal inputs, with an independent normal gradient. Forward, its scale is the
+# standard deviation of all output values. Backward, it is the root of the second moment of each input's gradient. It
+# runs in float64 on tensors of the example's shapes, until 2^15 values of each have been used, in at most 16 runs with
+# fixed seeds. The means of the tensors are those that the operations before them leave. Tensors without gradients
+# (masks, positions) are as in the example. Values that are not finite are left out, as for rows that a mask leaves
+# empty.
 def measure_factors(
     function: Callable[[Mapping[str, Tensor]], Any], shapes: Mapping[str, tuple[int, ...]], means: Mapping[str, float]
 ) -> Measured | None:
