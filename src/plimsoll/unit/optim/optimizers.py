@@ -1,10 +1,9 @@
 """SGD, Adam and AdamW of torch, in all their forms, by the rules of u-muP."""
 
 import fnmatch
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +123,8 @@ def _matching(operation: str, named: dict[str, nn.Parameter], globs: Sequence[st
 class UnitOptimizer(torch.optim.Optimizer):
     """Base of `SGD`, `Adam` and `AdamW`, placed before torch's optimizer."""
 
+    _torch_step: ClassVar[Callable[..., Any]]  # the step of torch's class, without its hooks
+
     def _prepared(
         self,
         params: Parameters,
@@ -170,10 +171,6 @@ class UnitOptimizer(torch.optim.Optimizer):
             for group, (lr, decay) in zip(self.param_groups, saved, strict=True):
                 group["lr"], group["weight_decay"] = lr, decay
         return loss
-
-    @abstractmethod
-    def _torch_step(self) -> None:
-        """Run the step of torch's class, without its hooks."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an optimizer of the same model.
@@ -222,8 +219,6 @@ def _note(operation: str, group: Group, defaults: Group, independent: bool) -> N
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
-_ADAM, _ADAMW, _SGD = unhooked(torch.optim.Adam), unhooked(torch.optim.AdamW), unhooked(torch.optim.SGD)
-
 
 class AdamW(UnitOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW` for unit-scaled models.
@@ -267,6 +262,8 @@ class AdamW(UnitOptimizer, torch.optim.AdamW):
     [('weight', 0.0625), ('bias', 1.0), ('readout', 1.0)]
     """
 
+    _torch_step = unhooked(torch.optim.AdamW)
+
     def __init__(
         self,
         params: Parameters,
@@ -301,9 +298,6 @@ class AdamW(UnitOptimizer, torch.optim.AdamW):
         )
         self.defaults["independent_weight_decay"] = independent_weight_decay
 
-    def _torch_step(self) -> None:
-        _ADAMW(self)
-
 
 class Adam(UnitOptimizer, torch.optim.Adam):
     """`torch.optim.Adam` for unit-scaled models, with the factors of `AdamW`.
@@ -311,6 +305,8 @@ class Adam(UnitOptimizer, torch.optim.Adam):
     `weight_decay` is torch's penalty, which is added to the gradient before Adam normalizes it. So it has no scale to
     be independent of. Other arguments are those of `AdamW`.
     """
+
+    _torch_step = unhooked(torch.optim.Adam)
 
     def __init__(
         self,
@@ -344,9 +340,6 @@ class Adam(UnitOptimizer, torch.optim.Adam):
             fused=fused,
         )
 
-    def _torch_step(self) -> None:
-        _ADAM(self)
-
 
 class SGD(UnitOptimizer, torch.optim.SGD):
     """`torch.optim.SGD` for unit-scaled models, with the factors of `AdamW`.
@@ -355,6 +348,8 @@ class SGD(UnitOptimizer, torch.optim.SGD):
     decay is independent as in `AdamW`. Momentum accumulates decay like gradients. Other arguments are torch's and those
     of `AdamW`.
     """
+
+    _torch_step = unhooked(torch.optim.SGD)
 
     def __init__(
         self,
@@ -388,9 +383,6 @@ class SGD(UnitOptimizer, torch.optim.SGD):
             fused=fused,
         )
         self.defaults["independent_weight_decay"] = independent_weight_decay
-
-    def _torch_step(self) -> None:
-        _SGD(self)
 
 
 def _check_readouts(model: nn.Module | None) -> None:
