@@ -206,8 +206,8 @@ def _ends(output: Any) -> list[tuple[Tensor, Tensor | None]]:
     outputs = [x for _, x in tensors_in(output)]
     if not outputs:
         raise ArgumentError(
-            f"audit: expected a model that gives a floating tensor; got {_kind(output)}. Give a loss that makes a "
-            "scalar of it."
+            f"audit: expected a model that gives a floating tensor; got {type(output).__name__}. Give a loss that "
+            "makes a scalar of it."
         )
     return [(x, _normal(x, number)) for number, x in enumerate(outputs)]
 
@@ -285,10 +285,6 @@ def _parameter_rows(parameters: Sequence[tuple[str, Tensor]], position: int) -> 
             backward=None if leaf.grad is None else spectrum_of(leaf.grad),
             absence=None if leaf.grad is not None else "never came" if leaf.requires_grad else "frozen",
         )
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
 
 
 def _name(dtype: torch.dtype) -> str:

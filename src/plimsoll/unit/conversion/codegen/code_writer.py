@@ -420,17 +420,9 @@ def _index(args: list[str]) -> str | None:
     return None if "(" in inside or "[" in inside else f"{args[0]}[{inside.replace('None', ':')},]"
 
 
-def _getitem(args: list[str]) -> str:
-    return f"{args[0]}[{args[1]}]"
-
-
-def _clone(args: list[str]) -> str:
-    return f"{args[0]}.clone()"
-
-
 _SPECIAL: dict[str, Callable[[list[str]], str | None]] = {
     "aten.slice.Tensor": _slice,
     "aten.index.Tensor": _index,
-    "operator.getitem": _getitem,
-    "aten.lift_fresh_copy.default": _clone,
+    "operator.getitem": lambda args: f"{args[0]}[{args[1]}]",
+    "aten.lift_fresh_copy.default": lambda args: f"{args[0]}.clone()",
 }
