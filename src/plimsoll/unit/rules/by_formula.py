@@ -12,6 +12,7 @@ from plimsoll.unit import formulas
 from plimsoll.unit.capture.gradient_graph import is_open, shape_of
 from plimsoll.unit.changes import Factor, Port
 from plimsoll.unit.formulas import off_centre, root
+from plimsoll.unit.functional.convolutions import per_dimension
 from plimsoll.unit.rules.operation import VIEWS, Ideal, Rule, Site, following, parameter_behind, skipped, times
 
 # -- products: with weights, between activations, convolutions, look-ups -----------------------------------------------
@@ -174,7 +175,7 @@ def _convolution(site: Site) -> Ideal:
     first, second, *kernel = shape_of(weight)
     groups = cast("int", site.argument(6, "groups", 1))
     outer, inner = (second, first // groups) if transposed else (first // groups, second)
-    area, step = math.prod(kernel), math.prod(_spread(site.argument(3, "stride", 1), len(kernel)))
+    area, step = math.prod(kernel), math.prod(per_dimension(cast("Any", site.argument(3, "stride", 1)), len(kernel)))
     ideal = formulas.convolution(inner * area, outer * area, step)
     places = following(x, (0, *range(2, len(shape_of(x)))), -0.5, 1.0 if transposed else step**0.5)
     if transposed:  # a stride leaves gaps between the inputs, so an output has fewer terms
@@ -189,11 +190,6 @@ def _convolution(site: Site) -> Ideal:
     product = Ideal(why=why, output=output, gradients=gradients)
     outputs = times(places, step**-0.5) if transposed else places
     return _with_bias(product, site.port(2, "bias"), outputs)
-
-
-def _spread(sizes: Any, dims: int) -> tuple[int, ...]:
-    numbers: tuple[int, ...] = tuple(cast("list[int]", sizes)) if isinstance(sizes, (list, tuple)) else (sizes,)
-    return numbers * dims if len(numbers) == 1 else numbers
 
 
 def _embedding(site: Site) -> Ideal:
