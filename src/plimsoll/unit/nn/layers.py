@@ -1,6 +1,6 @@
 """Bases of the modules, matrix products, tables and normalizations."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -189,13 +189,17 @@ class Embedding(nn.Embedding):
 # The constructors are torch's, which end with `reset_parameters`.
 
 
-class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm` whose parameters' gradients are at unit scale."""
+class _Affine(nn.Module):
+    """Base of norms with a weight and a bias."""
 
     def reset_parameters(self) -> None:
         """Set the weight to one and the bias to zero, and give them their kinds."""
-        super().reset_parameters()
+        cast("Any", super()).reset_parameters()
         tag(self, weight="norm", bias="bias")
+
+
+class LayerNorm(_Affine, nn.LayerNorm):
+    """`torch.nn.LayerNorm` whose parameters' gradients are at unit scale."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """See `unit.functional.layer_norm`."""
@@ -215,29 +219,19 @@ class RMSNorm(nn.RMSNorm):
         return U.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
-class GroupNorm(nn.GroupNorm):
+class GroupNorm(_Affine, nn.GroupNorm):
     """`torch.nn.GroupNorm` whose parameters' gradients are at unit scale."""
-
-    def reset_parameters(self) -> None:
-        """Set the weight to one and the bias to zero, and give them their kinds."""
-        super().reset_parameters()
-        tag(self, weight="norm", bias="bias")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """See `unit.functional.group_norm`."""
         return U.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
-class BatchNorm2d(nn.BatchNorm2d):
+class BatchNorm2d(_Affine, nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` whose parameters' gradients are at unit scale.
 
     In evaluation it divides by the running deviation, so its output is at unit scale if that follows the data.
     """
-
-    def reset_parameters(self) -> None:
-        """Set the weight to one and the bias to zero, and give them their kinds."""
-        super().reset_parameters()
-        tag(self, weight="norm", bias="bias")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """See `unit.functional.batch_norm`. Buffers are counted and averaged as in torch."""
