@@ -45,6 +45,14 @@ def rule_names() -> list[str]:
     return list(known_rules())
 
 
+AsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")]
+ScriptArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="ARGS", help="The script's own arguments and options.")
+]
+RunsFolder = Annotated[str, typer.Argument(metavar="DIR", help="The folder that runs are in or below. Default: runs.")]
+PlanFile = Annotated[
+    str | None, typer.Option("--output", "-o", metavar="FILE", help="The TOML file to write the plan to.")
+]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help=_RUN)]
 RunArguments = Annotated[list[str] | None, typer.Argument(metavar="RUN", help=f"{_RUN} Globs work too: 'runs/*'.")]
 NumberFormat = Annotated[

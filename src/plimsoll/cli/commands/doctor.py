@@ -20,7 +20,7 @@ from rich.text import Text
 
 from plimsoll import __version__
 from plimsoll.cli import messages
-from plimsoll.cli.options import Json, Quiet
+from plimsoll.cli.options import AsModule, Json, Quiet, ScriptArguments
 from plimsoll.cli.script import runner
 from plimsoll.cli.terminal import Glyphs, console, glyphs
 from plimsoll.errors import ArgumentError, PlimsollError
@@ -39,10 +39,8 @@ def doctor(
     script: Annotated[
         str | None, typer.Argument(metavar="SCRIPT", help="With --cost: a training script. Default: a transformer.")
     ] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own arguments and options.")
-    ] = None,
-    as_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
+    arguments: ScriptArguments = None,
+    as_module: AsModule = False,
     cost: Annotated[bool, typer.Option("--cost", help="Measure the time that watching a training takes.")] = False,
     rounds: Annotated[
         int | None, typer.Option(metavar="N", min=2, help="With --cost: rounds of 18 steps to measure. Default: 9.")

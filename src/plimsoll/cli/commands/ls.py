@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from plimsoll.cli import messages
-from plimsoll.cli.options import Json, Quiet
+from plimsoll.cli.options import Json, Quiet, RunsFolder
 from plimsoll.errors import PlimsollError, RunError
 from plimsoll.json_data import as_data
 from plimsoll.text import number
@@ -35,9 +35,7 @@ _DROPPED = ("size", "started (UTC)", "precision", "loss", "last step", "state") 
 
 
 def ls(
-    folder: Annotated[
-        str, typer.Argument(metavar="DIR", help="The folder that runs are in or below. Default: runs.")
-    ] = "runs",
+    folder: RunsFolder = "runs",
     sort: Annotated[
         Order,
         typer.Option("--sort", metavar="COLUMN", help="name, state, severity, steps, loss, started or size."),

@@ -5,13 +5,11 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Any, Literal
 
 from plimsoll.cli import messages
 from plimsoll.cli.messages import in_command_words
-from plimsoll.cli.options import Json, Quiet
+from plimsoll.cli.options import Json, Quiet, RunsFolder
 from plimsoll.cli.paths import OpenRun, expand, open_runs, start_reading, view_of
 from plimsoll.errors import ArgumentError, MissingExtraError, PlimsollError, RunError
 from plimsoll.extras import install_line
@@ -30,9 +28,7 @@ _INSTRUCTIONS = (
 
 
 def mcp(
-    folder: Annotated[
-        str, typer.Argument(metavar="DIR", help="The folder that runs are in or below. Default: runs.")
-    ] = "runs",
+    folder: RunsFolder = "runs",
     as_json: Json = False,
     _quiet: Quiet = False,
 ) -> None:

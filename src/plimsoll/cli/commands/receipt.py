@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plimsoll.cli import messages
-from plimsoll.cli.options import AlsoInFile, Json, Quiet
+from plimsoll.cli.options import AlsoInFile, AsModule, Json, Quiet
 from plimsoll.cli.paths import file_for_model, local_file, open_runs
 from plimsoll.cli.script import runner
 from plimsoll.cli.script.runner import AnswerSession
@@ -38,7 +38,7 @@ def receipt(
             metavar="ARGS", help=("The script's own arguments and options. Put -- before those that receipt has too.")
         ),
     ] = None,
-    as_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
+    as_module: AsModule = False,
     declared: Annotated[
         str | None,
         typer.Option(

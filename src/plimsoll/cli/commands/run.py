@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plimsoll.cli import messages, paths
-from plimsoll.cli.options import Json, Quiet
+from plimsoll.cli.options import AsModule, Json, Quiet, ScriptArguments
 from plimsoll.cli.script import kernels_ahead, runner
 from plimsoll.errors import ArgumentError
 from plimsoll.tensor_collections import NAMES as COLLECTIONS
@@ -32,10 +32,8 @@ PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "fp8-unit", "fp8-tensor", 
 
 def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m, the name of a module.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own arguments and options.")
-    ] = None,
-    as_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
+    arguments: ScriptArguments = None,
+    as_module: AsModule = False,
     output: Annotated[
         str | None,
         typer.Option("--output", "-o", metavar="DIR", help="The run's folder. Default: runs/SCRIPT-DATE-TIME."),

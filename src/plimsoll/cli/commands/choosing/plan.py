@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.cli import messages
-from plimsoll.cli.options import Json, Quiet, RunArgument, Until
+from plimsoll.cli.options import Json, PlanFile, Quiet, RunArgument, Until
 from plimsoll.cli.paths import file_for_model, label_of, local_file, open_runs, open_single, view_of
 from plimsoll.cli.terminal import console, table_width
 from plimsoll.errors import ArgumentError
@@ -41,9 +41,7 @@ def plan(
             help=f"{', '.join(TARGETS)}, or cheapest.",
         ),
     ] = None,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="The TOML file to write the plan to.")
-    ] = None,
+    output: PlanFile = None,
     check: Annotated[
         str | None,
         typer.Option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plimsoll.cli import messages
-from plimsoll.cli.options import Json, Quiet, format_names
+from plimsoll.cli.options import AsModule, Json, PlanFile, Quiet, format_names
 from plimsoll.cli.paths import local_file
 from plimsoll.cli.script import runner
 from plimsoll.cli.script.runner import AnswerSession
@@ -47,7 +47,7 @@ def probe(
         list[str] | None,
         typer.Argument(metavar="ARGS", help="The script's own arguments. Put -- before those that probe has too."),
     ] = None,
-    as_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
+    as_module: AsModule = False,
     data: Annotated[
         str | None,
         typer.Option(
@@ -57,9 +57,7 @@ def probe(
         ),
     ] = None,
     batches: Annotated[int, typer.Option("--batches", metavar="N", min=1, help="Batches, or steps of a script.")] = 4,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="The TOML file to write the plan to.")
-    ] = None,
+    output: PlanFile = None,
     as_json: Json = False,
     _quiet: Quiet = False,
 ) -> None:
