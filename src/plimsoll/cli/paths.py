@@ -259,6 +259,13 @@ def open_single(path: str, operation: str) -> OpenRun:
     return runs[0]
 
 
+def by_model(answers: Sequence[tuple[OpenRun, Mapping[str, object]]]) -> dict[str, object]:
+    """Return the answer for a run as data; of a script of several models, one for each."""
+    if len(answers) == 1:
+        return dict(answers[0][1])
+    return {"runs": [{"model": opened.model, **answer} for opened, answer in answers]}
+
+
 def file_for_model(path: Path, opened: OpenRun, runs: int) -> Path:
     """Return a run's file; several models have their own, as ``plan-G.toml``."""
     return path if runs == 1 else path.with_name(f"{path.stem}-{opened.model}{path.suffix}")

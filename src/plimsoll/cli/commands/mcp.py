@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from plimsoll.cli import messages
 from plimsoll.cli.messages import in_command_words
 from plimsoll.cli.options import Json, Quiet, RunsFolder
-from plimsoll.cli.paths import OpenRun, expand, open_runs, start_reading, view_of
+from plimsoll.cli.paths import OpenRun, by_model, expand, open_runs, start_reading, view_of
 from plimsoll.errors import ArgumentError, MissingExtraError, PlimsollError, RunError
 from plimsoll.extras import install_line
 from plimsoll.version import __version__
@@ -204,9 +204,7 @@ class Tools:
         opened = open_runs(str(self._inside(run)))
         for each in opened:
             self._inside(str(each.run.path))
-        if len(opened) == 1:
-            return dict(answer(opened[0]))
-        return {"runs": [{"model": each.model, **answer(each)} for each in opened]}
+        return by_model([(each, answer(each)) for each in opened])
 
     def _expanded(self, paths: list[str]) -> list[str]:
         return expand([str(self._inside(path)) for path in paths], files=True)

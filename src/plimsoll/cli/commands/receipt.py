@@ -8,7 +8,7 @@ import typer
 
 from plimsoll.cli import messages
 from plimsoll.cli.options import AlsoInFile, AsModule, Json, Quiet
-from plimsoll.cli.paths import file_for_model, local_file, open_runs
+from plimsoll.cli.paths import by_model, file_for_model, local_file, open_runs
 from plimsoll.cli.script import runner
 from plimsoll.cli.script.runner import AnswerSession
 from plimsoll.errors import ArgumentError
@@ -89,7 +89,7 @@ def _show_runs(target: str, declared: str | None, printer: "Printer") -> int:
     if len(found) == 1:
         return printer.show(found[0][1])
     if printer.as_json:
-        messages.write_json({"runs": [{"model": opened.model, **each.to_dict()} for opened, each in found]})
+        messages.write_json(by_model([(opened, each.to_dict()) for opened, each in found]))
     codes: list[int] = []
     for opened, each in found:
         file = None if printer.file is None else file_for_model(printer.file, opened, len(found))

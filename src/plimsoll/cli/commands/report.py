@@ -8,7 +8,7 @@ import typer
 
 from plimsoll.cli import messages
 from plimsoll.cli.options import Quiet, RunArgument, Until, form_of
-from plimsoll.cli.paths import OpenRun, file_for_model, local_file, open_runs, view_of
+from plimsoll.cli.paths import OpenRun, by_model, file_for_model, local_file, open_runs, view_of
 from plimsoll.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -114,5 +114,4 @@ def _markdown(views: _Views) -> str:
 def _data(views: _Views) -> dict[str, object]:
     from plimsoll.report import summary
 
-    data = [(opened.model, summary(view).to_dict()) for opened, view in views]
-    return data[0][1] if len(data) == 1 else {"runs": [{"model": model, **facts} for model, facts in data]}
+    return by_model([(opened, summary(view).to_dict()) for opened, view in views])

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from plimsoll.cli import messages
 from plimsoll.cli.options import Json, PlanFile, Quiet, RunArgument, Until
-from plimsoll.cli.paths import file_for_model, label_of, local_file, open_runs, open_single, view_of
+from plimsoll.cli.paths import by_model, file_for_model, label_of, local_file, open_runs, open_single, view_of
 from plimsoll.cli.terminal import console, table_width
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Role
@@ -133,8 +133,7 @@ def plan(
         if path is not None:
             made.save(path)
     if as_json:
-        data = [{"model": opened.model, **made.to_dict()} for opened, made in plans]
-        messages.write_json({"runs": data} if len(plans) > 1 else plans[0][1].to_dict())
+        messages.write_json(by_model([(opened, made.to_dict()) for opened, made in plans]))
         return
     for index, ((opened, made), path) in enumerate(zip(plans, files, strict=True)):
         if len(plans) > 1:

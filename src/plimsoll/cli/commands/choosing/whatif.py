@@ -6,7 +6,7 @@ import typer
 
 from plimsoll.cli import messages
 from plimsoll.cli.options import Json, NumberFormat, Quiet, RunArgument, Until, collection_names
-from plimsoll.cli.paths import open_runs, view_of
+from plimsoll.cli.paths import by_model, open_runs, view_of
 from plimsoll.text import printable
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ def whatif(
         (opened, answer_of(view_of(opened, until), fmt, shift, collection, inference)) for opened in open_runs(run)
     ]
     if as_json:
-        data = [{"model": opened.model, **answer.to_dict()} for opened, answer in answers]
-        messages.write_json({"runs": data} if len(data) > 1 else answers[0][1].to_dict())
+        messages.write_json(by_model([(opened, answer.to_dict()) for opened, answer in answers]))
         return
     for index, (opened, answer) in enumerate(answers):
         if len(answers) > 1:
