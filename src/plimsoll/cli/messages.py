@@ -159,13 +159,9 @@ def _is_option(parameter: Any) -> bool:
     return parameter.param_type_name == "option"
 
 
-def _name(parameter: Any) -> str:
-    return parameter.opts[0] if _is_option(parameter) else str(parameter.metavar)
-
-
 def _rule(parameter: Any, message: str) -> str:
     """Return what must hold of a parameter, from the parser's message."""
-    name = _name(parameter)
+    name = parameter.opts[0] if _is_option(parameter) else str(parameter.metavar)
     if choices := _CHOICES.search(message):
         *most, last = (word.strip(" '\"") for word in choices[1].split(","))
         return f"{name} to be {', '.join(most)} or {last}" if most else f"{name} to be {last}"

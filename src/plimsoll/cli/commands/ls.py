@@ -227,16 +227,14 @@ def _table(rows: Sequence[RunRow], heads: Sequence[str], target: "Console") -> "
             "last step": f"{row.last_step:,}" if row.last_step >= 0 else "",
             "loss": "" if row.loss is None else number(row.loss),
             "precision": row.precision,
-            "started (UTC)": _moment(row.started),
+            "started (UTC)": ""
+            if row.started is None
+            else f"{datetime.fromtimestamp(row.started, UTC):%Y-%m-%d %H:%M}",
             "size": _size(row.size_bytes),
             "verdict": row.verdict,
         }
         table.add_row(*(cells[head] for head in heads))
     return table
-
-
-def _moment(started: float | None) -> str:
-    return "" if started is None else f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"
 
 
 def _size(size_bytes: int) -> str:

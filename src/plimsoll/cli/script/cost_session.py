@@ -49,7 +49,8 @@ def measure_example(rounds: int, layers: int = _LAYERS, width: int = _WIDTH) -> 
         model = Transformer(layers, width)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         with watch(model, optimizer, run=Path(folder) / "run", every=NEVER, quiet=True):
-            probe = CostProbe(_steps_of(model), optimizer, rounds, reports.append)
+            steps = next(steps for steps in _all_steps() if steps.core.model() is model)
+            probe = CostProbe(steps, optimizer, rounds, reports.append)
             while not probe.finished:
                 batch = torch.randint(_VOCABULARY, (_BATCH, _SEQUENCE + 1))
                 optimizer.zero_grad()
@@ -117,7 +118,3 @@ class CostSession:
 
 def _all_steps() -> list[Steps]:
     return [listener for listener in torch_hooks.listeners() if isinstance(listener, Steps)]
-
-
-def _steps_of(model: nn.Module) -> Steps:
-    return next(steps for steps in _all_steps() if steps.core.model() is model)

@@ -30,16 +30,12 @@ def listen(on_optimizer: Callable[[Any], None], on_backward: Callable[[Any], boo
     """
 
     def patch(module: ModuleType) -> None:
-        _patch(module, on_optimizer)
+        for name in _METHODS:
+            setattr(module.Optimizer, name, _reporting(getattr(module.Optimizer, name), on_optimizer))
         if on_backward is not None:
             _patch_backward(sys.modules["torch.autograd"], on_backward)
 
     when_imported(_HOME, patch)
-
-
-def _patch(module: ModuleType, on_optimizer: Callable[[Any], None]) -> None:
-    for name in _METHODS:
-        setattr(module.Optimizer, name, _reporting(getattr(module.Optimizer, name), on_optimizer))
 
 
 def _patch_backward(autograd: Any, on_backward: Callable[[Any], bool]) -> None:
