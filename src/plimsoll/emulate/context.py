@@ -108,15 +108,10 @@ def _rules(low: torch.dtype | None, recipe: Recipe | None, selected: "str | froz
     if selected == "all":
         return rules | {name: rounded.after(rule) for name, rule in products.items()}
     if isinstance(selected, str):
-        return _without_composites(rules) | products
+        return {name: rule for name, rule in rules.items() if name not in _MADE_OF_PRODUCTS} | products
     for name in selected:
         rules |= _selected_rules(name, products, rounded)
     return rules
-
-
-def _without_composites(rules: dict[str, Rule]) -> dict[str, Rule]:
-    """Return the rules except those for composite operations of products."""
-    return {name: rule for name, rule in rules.items() if name not in _MADE_OF_PRODUCTS}
 
 
 def _product_rules(recipe: Recipe) -> dict[str, Rule]:
