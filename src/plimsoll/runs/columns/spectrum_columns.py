@@ -81,7 +81,11 @@ def spectra_table(tables: Sequence[Table], series: Sequence[Series]) -> Table:
     codes = codes[order]
     rows = array(order)
     # Column by column: a copy of the whole table, and then of its rows, would be the most memory that a watch takes.
-    columns = {name: _taken(whole[name], rows) for name in whole.column_names if name != "series"}
+    columns = {
+        name: pc.take(whole[name].combine_chunks(WRITING_POOL), rows, memory_pool=WRITING_POOL)
+        for name in whole.column_names
+        if name != "series"
+    }
     return pa.table(
         {
             "step": columns.pop("step"),
@@ -92,10 +96,6 @@ def spectra_table(tables: Sequence[Table], series: Sequence[Series]) -> Table:
             **columns,
         }
     )
-
-
-def _taken(column: Array, rows: Array) -> Array:
-    return pc.take(column.combine_chunks(WRITING_POOL), rows, memory_pool=WRITING_POOL)
 
 
 def summed(table: Table, starts: NDArray[np.intp]) -> Table:
