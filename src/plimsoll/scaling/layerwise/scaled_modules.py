@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -50,14 +49,13 @@ class Meter:
         """Return the spectra of each unit's scaled gradients, and empty the rows."""
         banks = [bank.cpu().numpy().copy() for bank in self._banks.values()]
         self.drop()
-        merged = [sum((self._spectrum(bank[row]) for bank in banks), Spectrum.empty()) for row in range(self.rows)]
+        source = Source(self.fmt)
+        rows = ([Spectrum.from_row(bank[row], source) for bank in banks] for row in range(self.rows))
+        merged = [sum(spectra, Spectrum.empty()) for spectra in rows]
         return [
             dict(zip(PLACES, merged[start : start + len(PLACES)], strict=True))
             for start in range(0, self.rows, len(PLACES))
         ]
-
-    def _spectrum(self, row: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> Spectrum:
-        return Spectrum.from_row(row, Source(self.fmt))
 
     def drop(self) -> None:
         """Drop all measurements since the last reading."""
