@@ -224,15 +224,12 @@ def prepare(
     )
     if watch is not None:
         try:
-            loop.attach(_watch(loop, watch), owned=not isinstance(watch, Watch))
+            owned = not isinstance(watch, Watch)
+            loop.attach(begin_watch(loop.model, run=watch, scaler=loop.scaler) if owned else watch, owned=owned)
         except Exception:
             loop.close()
             raise
     return loop
-
-
-def _watch(loop: Loop, watch: "Watch | str | os.PathLike[str]") -> Watch:
-    return watch if isinstance(watch, Watch) else begin_watch(loop.model, run=watch, scaler=loop.scaler)
 
 
 def _check_policy(policy: object, schedule: Schedule) -> None:

@@ -52,7 +52,9 @@ class ActiveLevel:
         if self.fp8 is not None and not self.computing.native:
             dtypes = {"outputs": torch.bfloat16} if isinstance(self.fp8, Layers) else {"inputs": torch.float32}
             self.fp8.keep_lists_out(root, self.computing.switch, **dtypes)
-        self._handles = list(self._wide_outputs(root, stage.level))
+        self._handles: list[Any] = []
+        if stage.level.casts and is_fully_sharded(root):  # then outputs are FP32, as levels return them elsewhere
+            self._handles.append(root.register_forward_hook(CastOutputs(DTYPES["fp32"])))
 
     # Removal makes the model FP32: each weight becomes its master (or the compensated value), and the user's own
     # optimizers come back with FP32 state. A change of level removes one level and applies another, so values that both
@@ -94,11 +96,6 @@ class ActiveLevel:
             self.computing.remove()
             self.placement.widen(cast("dict[nn.Parameter, Tensor]", originals))
             raise
-
-    def _wide_outputs(self, root: nn.Module, level: Level) -> Any:
-        """Return FP32 outputs under `fully_shard`, as levels do elsewhere."""
-        if level.casts and is_fully_sharded(root):
-            yield root.register_forward_hook(CastOutputs(DTYPES["fp32"]))
 
 
 def _in_fp8(

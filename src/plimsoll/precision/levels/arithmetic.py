@@ -30,7 +30,8 @@ def has_tf32(device: torch.device) -> bool:
 @contextlib.contextmanager
 def tf32() -> Generator[None]:
     """Run CUDA's FP32 matrix products and convolutions in TF32."""
-    places = _places()
+    backends: Any = torch.backends
+    places = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
     before = [place.fp32_precision for place in places]
     try:
         for place in places:
@@ -39,17 +40,6 @@ def tf32() -> Generator[None]:
     finally:
         for place, precision in zip(places, before, strict=True):
             place.fp32_precision = precision
-
-
-def _places() -> list[Any]:
-    backends: Any = torch.backends
-    places = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
-    if not all(hasattr(place, "fp32_precision") for place in places):
-        raise ArgumentError(
-            f"prepare: expected a torch with fp32_precision for the level tf32; got torch {torch.__version__}. "
-            "Use torch 2.9 or later."
-        )
-    return places
 
 
 Context = contextlib.AbstractContextManager[Any]

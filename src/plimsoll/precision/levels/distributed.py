@@ -130,11 +130,8 @@ def _sharded_modules(model: nn.Module) -> Iterator[Any]:
 
 def sharding_policies(model: nn.Module) -> list[Any]:
     """Return the `MixedPrecisionPolicy` of each module that `fully_shard` wraps."""
-    return [_policy(module) for module in _sharded_modules(model)]
-
-
-def _policy(module: Any) -> Any:
-    return module._get_fsdp_state()._mp_policy  # noqa: SLF001  (torch has no public way to ask)
+    # torch has no public way to ask
+    return [module._get_fsdp_state()._mp_policy for module in _sharded_modules(model)]  # noqa: SLF001
 
 
 def _outermost(model: nn.Module) -> nn.Module:

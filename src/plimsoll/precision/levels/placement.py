@@ -90,7 +90,8 @@ class Placement:
         wanted = _wanted_dtypes(root, formats)
         _check_castable(root, wanted)
         self._cast(root, wanted)
-        self._handles = list(self._borders(root)) if root_is_cast(formats) else []
+        in_16_bits = any(name != "fp32" for name in formats.values())
+        self._handles = list(self._borders(root)) if in_16_bits else []
 
     def remove(self) -> None:
         """Remove the casts at the borders."""
@@ -143,11 +144,6 @@ class Placement:
 def _mixes(module: nn.Module, inside: str, outside: str | None) -> bool:
     """Return whether the module accepts 16-bit values and computes in FP32."""
     return type(module) in _MIXING and inside == "fp32" and outside in ("fp16", "bf16")
-
-
-def root_is_cast(formats: Mapping[str, str]) -> bool:
-    """Return whether some module is in 16 bits, so that borders need casts."""
-    return any(name != "fp32" for name in formats.values())
 
 
 def _wanted_dtypes(root: nn.Module, formats: Mapping[str, str]) -> dict[nn.Parameter, torch.dtype]:

@@ -3,7 +3,7 @@
 import dis
 import functools
 import types
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch
@@ -101,16 +101,14 @@ class _Buffers:
     """Identity and contents of a model's buffers."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._copies = list(_copied(root))
+        self._copies = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in root.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
 
     def restore(self) -> None:
         with torch.no_grad():
             for module, name, buffer, content in self._copies:
                 buffer.copy_(content)
                 setattr(module, name, buffer)
-
-
-def _copied(root: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor, Tensor]]:
-    for module in root.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            yield module, name, buffer, buffer.detach().clone()

@@ -106,7 +106,7 @@ class GradientCompression:
         exponent = self._exponent(whole, ranks)
         sent = torch.ldexp(whole.to(torch.float32), exponent).to(self.dtype)
         self._count(bucket, sent, exponent)
-        future = self._begin_sum(sent)
+        future = cast("Any", dist).all_reduce(sent, group=self.group, async_op=True).get_future()
 
         def give_back(done: torch.futures.Future[Any]) -> Tensor:
             total = cast("list[Tensor]", done.value())[0]
@@ -117,9 +117,6 @@ class GradientCompression:
             return whole.copy_(torch.ldexp(total.to(torch.float32).div_(ranks), -exponent))
 
         return future.then(give_back)
-
-    def _begin_sum(self, sent: Tensor) -> torch.futures.Future[Any]:
-        return cast("Any", dist).all_reduce(sent, group=self.group, async_op=True).get_future()
 
     # Scaling by powers of two is exact, except for values 39 binades or more below the bucket's largest, which
     # underflow in FP16. NaN and Inf are sent unchanged and reach every rank alike.

@@ -1,7 +1,7 @@
 """End of a training step: unscale, clip, and step all optimizers or none."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,6 +13,7 @@ from plimsoll.precision.weights.base import SixteenBitOptimizer
 from plimsoll.scaling.base import LossScaler
 from plimsoll.scaling.step import StepOutcome
 
+_norm: Callable[..., Any] = cast("Any", torch.linalg).vector_norm  # torch leaves its type open
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_: the result stays just below the bound
 
 
@@ -45,11 +46,6 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, bound: float) -> None:
         whole: Any = g
         values = whole.to_local() if is_sharded(g) else g._values() if g.is_sparse else g  # noqa: SLF001
         values.mul_(on[g.device])
-
-
-def _norm(x: Tensor, dtype: torch.dtype | None = None) -> Any:
-    linalg: Any = torch.linalg
-    return linalg.vector_norm(x, dtype=dtype)
 
 
 def _summed(g: Tensor) -> Tensor:

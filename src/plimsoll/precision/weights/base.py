@@ -497,6 +497,4 @@ def _norm(g: Tensor, norm_type: float, factor: Tensor | None) -> Tensor:
     return _vector_norm(wide, norm_type)
 
 
-def _vector_norm(x: Tensor, norm_type: float) -> Tensor:
-    linalg: Any = torch.linalg
-    return linalg.vector_norm(x, norm_type)
+_vector_norm: Callable[..., Tensor] = cast("Any", torch.linalg).vector_norm  # torch leaves its type open
