@@ -17,6 +17,7 @@ from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
 from plimsoll.spectrum.record import BlockRecord, SpectrumRecord, read_only
 from plimsoll.spectrum.source_format import Grid, Source
+from plimsoll.text import json_number
 
 Record = TypeVar("Record", bound=SpectrumRecord)
 VERSION = 2
@@ -41,7 +42,7 @@ def to_dict(s: SpectrumRecord) -> dict[str, object]:
         "pos_infs": s.pos_infs,
         "neg_infs": s.neg_infs,
         "binades": _pairs(s.binades, row_layout.LOWEST_BINADE),
-        **{name: _from_float(getattr(s, name)) for name in _FLOATS},
+        **{name: json_number(getattr(s, name)) for name in _FLOATS},
         "source": s.source and {"format": s.source.format, "scale": s.source.scale},
         "blocks": s.blocks and _from_blocks(s.blocks),
         "grid": s.grid and {name: getattr(s.grid, name) for name in _GRID_FIELDS},
@@ -125,10 +126,6 @@ def _pairs(counts: NDArray[np.int64], lowest: int) -> list[list[int]]:
     return [[int(index) + lowest, int(counts[index])] for index in np.flatnonzero(counts)]
 
 
-def _from_float(x: float) -> float | str:
-    return x if math.isfinite(x) else str(x)
-
-
 def _from_blocks(blocks: BlockRecord) -> dict[str, object]:
     return {
         **{name: getattr(blocks, name) for name in _BLOCK_COUNTS},
@@ -178,7 +175,9 @@ class _Reader:
             )
         if self._data.keys() != expected:
             missing, unknown = expected - self._data.keys(), self._data.keys() - expected
-            self._fail(f"the keys of to_dict; got missing={_listed(missing)}, unknown={_listed(unknown)}")
+            self._fail(
+                f"the keys of to_dict; got missing={sorted(map(str, missing))}, unknown={sorted(map(str, unknown))}"
+            )
 
     def part(self, name: str) -> object:
         return self._data[name]
@@ -230,7 +229,3 @@ def _as_pair(pair: object) -> tuple[int, int] | None:
         return None
     exponent, count = cast("tuple[int, int]", tuple(items))
     return (exponent, count) if 0 < count <= _MOST else None
-
-
-def _listed(names: set[object]) -> list[str]:
-    return sorted(str(name) for name in names)

@@ -17,7 +17,7 @@ from plimsoll.checks import integer, one_of
 from plimsoll.errors import ArgumentError
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Spectrum
-from plimsoll.text import number, printable
+from plimsoll.text import json_number, number, printable
 
 Kind = Literal["input", "operation", "parameter"]
 Direction = Literal["forward", "backward"]
@@ -418,11 +418,6 @@ class Audit(NotebookRepr):
         if order == "program":
             return self.operations
         return list(dict.fromkeys(reading.row for reading in self.worst))
-
-
-def json_number(value: float) -> float | str:
-    """Return a number as JSON has it, or the name of one that JSON lacks."""
-    return value if math.isfinite(value) else str(value)
 
 
 def _std(spectrum: Spectrum) -> str:
