@@ -220,6 +220,7 @@ def _table(rows: Sequence[RunRow], heads: Sequence[str], target: "Console") -> "
             head, justify="right" if right else "left", no_wrap=head not in ("run", "verdict"), overflow="fold"
         )
     for row in rows:
+        started = "" if row.started is None else f"{datetime.fromtimestamp(row.started, UTC):%Y-%m-%d %H:%M}"
         cells = {
             "run": row.name,
             "state": row.state,
@@ -227,9 +228,7 @@ def _table(rows: Sequence[RunRow], heads: Sequence[str], target: "Console") -> "
             "last step": f"{row.last_step:,}" if row.last_step >= 0 else "",
             "loss": "" if row.loss is None else number(row.loss),
             "precision": row.precision,
-            "started (UTC)": ""
-            if row.started is None
-            else f"{datetime.fromtimestamp(row.started, UTC):%Y-%m-%d %H:%M}",
+            "started (UTC)": started,
             "size": _size(row.size_bytes),
             "verdict": row.verdict,
         }
