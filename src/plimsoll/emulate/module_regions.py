@@ -28,10 +28,7 @@ def named_modules(root: nn.Module, *, twice: bool = True) -> list[tuple[str, nn.
 
 
 def callers(root: nn.Module) -> dict[str, str]:
-    """Return the name of the nearest enclosing module with a forward, by module.
-
-    The root has none and is left out.
-    """
+    """Return each module's nearest parent with a forward, by name, without the root."""
     around: dict[str, str] = {}
     can_be_called = {name: has_forward(module) for name, module in named_modules(root)}
     for name in can_be_called:

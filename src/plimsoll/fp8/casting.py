@@ -36,10 +36,7 @@ _TOPS = {fmt: int(torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32)) 
 
 
 def absmax_of(x: Tensor) -> Tensor:
-    """Return the largest magnitude as a 0-d float32.
-
-    It is NaN if there is a NaN, and 0 for an empty tensor.
-    """
+    """Return the largest magnitude as a 0-d float32: NaN of a NaN, 0 of no values."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     lowest, highest = torch.aminmax(x)
@@ -175,10 +172,7 @@ class Codes(NamedTuple):
 def to_codes(
     x: Tensor, dtype: torch.dtype, scale: Tensor | None, layout: Layout, bank: Tensor | None = None, row: int = 0
 ) -> Codes:
-    """Return the codes of the matrix `x` times `scale`, a 0-d float32.
-
-    `kernels.fp8_cast` has the contract.
-    """
+    """Return the codes of a matrix times a 0-d float32 `scale`, as `kernels.fp8_cast`."""
     if bank is None and x.is_cuda and torch.compiler.is_compiling():
         return Codes(*by_formula(x, dtype, scale, layout), scale)
     return Codes(*kernels.fp8_cast(x, dtype, 1.0 if scale is None else scale, layout, bank, row), scale)

@@ -67,10 +67,7 @@ def explicit(name: str, globs: Globs) -> bool:
 
 
 def why_not(name: str, module: nn.Module, globs: Globs, sharded: bool) -> str | None:
-    """Return the reason to leave a module with a product, or None to convert it.
-
-    "" for a module without a product.
-    """
+    """Return why a module with a product stays, None to convert it, "" without one."""
     if not isinstance(module, nn.Linear):
         return _why_no_layer(module)
     if any(fnmatchcase(name, glob) for glob in globs.exclude):

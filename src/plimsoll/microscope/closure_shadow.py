@@ -72,10 +72,7 @@ class ClosureShadow(Shadow):
         self._comparisons = _Observed(self.core, self._observer)
 
     def run(self, closure: Callable[[], Any]) -> Tensor:
-        """Make one step and its repetition; return the loss.
-
-        Gradients are left as the real step leaves them.
-        """
+        """Make a step and its repetition; return the loss. Gradients are the real step's."""
         root = self.core.model()
         assert root is not None
         call = CapturedCall(root, (), {})

@@ -143,10 +143,7 @@ def snr_db(errorsq: ArrayLike, referencesq: ArrayLike) -> Floats:
 
 
 def cosine(errorsq: ArrayLike, referencesq: ArrayLike, error_reference: ArrayLike) -> Floats:
-    """Return cosines of angles between values and references, elementwise.
-
-    NaN if one of them is zero.
-    """
+    """Return cosines between values and references elementwise, NaN if one is zero."""
     error, reference, product = (np.asarray(x, np.float64) for x in (errorsq, referencesq, error_reference))
     values = reference + 2 * product + error
     with np.errstate(all="ignore"):

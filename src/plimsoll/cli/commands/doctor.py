@@ -253,10 +253,7 @@ def examine() -> Machine:
 
 
 def _torch() -> str:
-    """Return torch's version with its build, the CUDA version.
-
-    Some packages leave that out.
-    """
+    """Return torch's version with its CUDA build, which some packages leave out."""
     import torch
 
     return str(torch.__version__)

@@ -128,10 +128,7 @@ class Printer:
 
 
 def _is_script(target: str) -> bool:
-    """Return whether a target is a script: a file, or a folder with __main__.py.
-
-    A folder that holds a run is none.
-    """
+    """Return whether a target is a script: a file, or a folder with __main__.py."""
     if "://" in target:
         return False
     path = Path(target)

@@ -39,10 +39,7 @@ class Transformer(nn.Module):
 
 
 def measure_example(rounds: int, layers: int = _LAYERS, width: int = _WIDTH) -> CostReport:
-    """Train a small transformer on the CPU, and return the cost of watching it.
-
-    The state of torch's random generator is restored.
-    """
+    """Train a small transformer on the CPU, and return the cost of watching it."""
     reports: list[CostReport] = []
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -85,10 +85,7 @@ def _layers(
 
 
 def _forwards(x: Tensor, sizes: list[int], start: State, w: Tensor, u: Tensor, *b: Tensor) -> tuple[Tensor, State]:
-    """Run forwards over sequences sorted by falling length.
-
-    `sizes` has the number of sequences that are left at each step.
-    """
+    """Run forwards over sequences by falling length; `sizes` are left at each step."""
     steps: Sequence[Tensor] = typed("Any", F.linear(x, w, b[0] if b else None)).split(sizes)
     h, c = (state[: sizes[0]] for state in start)
     outputs, ended = list[Tensor](), list[State]()

@@ -150,10 +150,7 @@ def common_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 class Attention:
-    """Rule for `scaled_dot_product_attention`.
-
-    Softmax and mask are computed in FP32, both products by the recipe.
-    """
+    """Rule for `scaled_dot_product_attention`: softmax in FP32, products by the recipe."""
 
     def __init__(self, products: Products) -> None:
         self._products = products
@@ -227,10 +224,7 @@ class Geometry:
         return multiply(rows, columns).reshape(x.shape[0], w.shape[0], *spatial)
 
     def spread(self, y: Tensor, w: Tensor, size: Sequence[int], multiply: Multiply) -> Tensor:
-        """Return x (N, C, *size) from y (N, O, ...) and w (O, C/groups, ...).
-
-        It is the adjoint of `correlate` in x.
-        """
+        """Return x (N, C, *size) from y (N, O, ...) and w: `correlate`'s adjoint in x."""
         inner = [(n - 1) * s + 1 for n, s in zip(y.shape[2:], self.stride, strict=True)]
         sparse = y.new_zeros((*y.shape[:2], *inner))
         sparse[(..., *(slice(None, None, s) for s in self.stride))] = y
@@ -246,10 +240,7 @@ class Geometry:
         return still.correlate(sparse, mirrored, multiply)
 
     def weigh(self, x: Tensor, y: Tensor, window: Sequence[int], multiply: Multiply) -> Tensor:
-        """Return w (O, C/groups, *window) from x (N, C, ...) and y (N, O, ...).
-
-        It is the adjoint of `correlate` in w.
-        """
+        """Return w (O, C/groups, *window) from x and y: `correlate`'s adjoint in w."""
         windows = self._windows(_padded(x, self.padding), window)
         windows = windows[(slice(None), slice(None), *(slice(0, n) for n in y.shape[2:]))]
         columns = typed("Any", self._columns(windows, x.shape[0])).unflatten(0, (x.shape[0], self.groups))

@@ -30,10 +30,7 @@ class Rounded:
         return rounded
 
     def result(self, result: Any, args: Any) -> Any:
-        """Return a result with its floating tensors rounded.
-
-        A tensor that the operation wrote in place is also rounded in place.
-        """
+        """Return a result rounded, in place what the operation wrote in place."""
         if isinstance(result, Tensor):
             if not result.is_floating_point() or not result.numel():
                 return result

@@ -73,10 +73,7 @@ def _launch(words: list[int]) -> int:
 
 
 def _count_strided(x: Tensor, encoding: int) -> int:
-    """Count in a tensor with gaps or repeats in memory, which are read once.
-
-    It goes 64K values at a time.
-    """
+    """Count in a tensor with gaps or repeats, each value once, 64K at a time."""
     x, repeats = without_repeats(x)
     dense = (piece.contiguous() for piece in pieces(x))
     return repeats * sum(_launch([piece.data_ptr(), piece.numel(), encoding]) for piece in dense)

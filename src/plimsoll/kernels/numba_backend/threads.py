@@ -77,10 +77,7 @@ def run(tasks: Sequence[Callable[[], None]]) -> None:
 
 
 def _is_flushing() -> bool:
-    """Return True if this thread takes subnormal numbers for zero.
-
-    See `torch.set_flush_denormal`.
-    """
+    """Return True if this thread flushes subnormals (`torch.set_flush_denormal`)."""
     return _smallest == 0.0
 
 

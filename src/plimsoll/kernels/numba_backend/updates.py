@@ -337,10 +337,7 @@ def update_float32(table, parts, kind):
 
 @pasted
 def _sweep_groups(old, new, push, groups, row, moves, room):
-    """Sweep over groups up to one with differences outside the window.
-
-    Returns how many values these are.
-    """
+    """Sweep over groups up to one outside the window; return how many values."""
     state, planes = room[0], room[1].ctypes.data
     done = sweep_updates(
         old, new, push, groups, state[TOP], planes, planes + 4 * EXTREMES, room[2].ctypes.data, moves

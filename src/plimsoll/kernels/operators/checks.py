@@ -95,10 +95,7 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 def check_unscale(
     gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor, bank: Tensor | None, rows: Sequence[int]
 ) -> None:
-    """Raise an error for arguments that a kernel would misread; reads no value.
-
-    It is an `UnsupportedTensorError` or `ArgumentError`.
-    """
+    """Raise an error for arguments that a kernel would misread; reads no value."""
     device = found_inf.device
     _check_number(inverse_scale, "inverse_scale", device)
     _check_number(found_inf, "found_inf", device)

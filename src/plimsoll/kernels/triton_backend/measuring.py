@@ -129,10 +129,7 @@ def measure_table(
     table, programs, bank, per_program: tl.int64,
     WIDTH: tl.constexpr, KIND: tl.constexpr, POINTEE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Measure many tensors, with four words each in `table`.
-
-    `programs` says which program works where.
-    """
+    """Measure tensors of four words each in `table`, by the programs in `programs`."""
     word = tl.load(programs + tl.program_id(0))
     entry = table + 4 * (word >> PROGRAM_SHIFT)
     first = (word & PROGRAM_MASK) * per_program

@@ -42,10 +42,7 @@ def count_tensor(
 def count_table(
     table, programs, count, per_program: tl.int64, KIND: tl.constexpr, POINTEE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Count in many tensors, with two words each in `table`.
-
-    `programs` says which program works where.
-    """
+    """Count in tensors of two words each in `table`, by the programs in `programs`."""
     word = tl.load(programs + tl.program_id(0))
     entry = table + 2 * (word >> PROGRAM_SHIFT)
     first = (word & PROGRAM_MASK) * per_program

@@ -55,10 +55,7 @@ def unscale_table(
     table, programs, bank, inverse, flag, per_program: tl.int64,
     WIDTH: tl.constexpr, KIND: tl.constexpr, POINTEE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Unscale many gradients, with three words each in `table`.
-
-    `programs` says which program works where.
-    """
+    """Unscale gradients of three words each in `table`, by the programs in `programs`."""
     word = tl.load(programs + tl.program_id(0))
     entry = table + 3 * (word >> PROGRAM_SHIFT)
     first = (word & PROGRAM_MASK) * per_program

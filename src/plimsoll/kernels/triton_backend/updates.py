@@ -52,10 +52,7 @@ def update_table(
     WIDTH: tl.constexpr, KIND: tl.constexpr, POINTEE: tl.constexpr, PUSH: tl.constexpr, MASK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Count many updates, with five words each in `table`.
-
-    `programs` says which program works where.
-    """
+    """Count updates of five words each in `table`, by the programs in `programs`."""
     word = tl.load(programs + tl.program_id(0))
     entry = table + 5 * (word >> PROGRAM_SHIFT)
     first = (word & PROGRAM_MASK) * per_program

@@ -29,10 +29,7 @@ def is_sharded_itself(module: nn.Module) -> bool:
 
 
 def process_group(model: nn.Module) -> Any:
-    """Return the group whose ranks agree on each step, or None.
-
-    It is DDP's group, and all processes for DTensors.
-    """
+    """Return the group that agrees on each step: DDP's, all for DTensors, or None."""
     if is_ddp(model):
         return cast("Any", _outermost(model)).process_group
     if any(is_sharded(p) for p in model.parameters()):

@@ -23,10 +23,7 @@ from plimsoll.rounding.casting import is_sharded
 
 
 def put_state(optimizer: Optimizer, old: Tensor, new: Tensor, dtype: torch.dtype | None = torch.float32) -> None:
-    """Replace `old` by `new` in its group and its state.
-
-    State in old's dtype is cast to `dtype`.
-    """
+    """Replace `old` by `new` in group and state, whose tensors of its dtype are cast."""
     for group in optimizer.param_groups:
         group["params"][:] = [new if p is old else p for p in group["params"]]  # LBFGS keeps a reference to the list
     if old not in optimizer.state:

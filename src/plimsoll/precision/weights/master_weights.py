@@ -109,10 +109,7 @@ class MasterWeights(SixteenBitOptimizer):
         return loss
 
     def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure for the inner optimizer.
-
-        Weights follow the masters before each call but the first.
-        """
+        """Return a closure before whose calls, but the first, weights follow the masters."""
         calls = 0
 
         def evaluate() -> Any:

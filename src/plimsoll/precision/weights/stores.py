@@ -50,10 +50,7 @@ def round_away(value: Tensor, weight: Tensor) -> None:
 
 
 def in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield tensors of one shape in pieces that fit a CPU's caches.
-
-    On a GPU, or if a tensor is not contiguous, they come whole.
-    """
+    """Yield tensors of one shape in pieces for a CPU's caches, or whole elsewhere."""
     if tensors[0].numel() <= _BLOCK or not all(x.is_cpu and x.is_contiguous() for x in tensors):
         return iter([tensors])
     flattened: list[Any] = [x.view(-1) for x in tensors]  # Any: torch leaves the type of `split` open
@@ -97,10 +94,7 @@ class Store(Protocol):
         ...
 
     def close(self, weight: Tensor, value: Tensor, key: int) -> None:
-        """Write the stepped values to the weight. May overwrite `value`.
-
-        `key` selects the noise.
-        """
+        """Write stepped values to the weight, with noise by `key`. May overwrite `value`."""
         ...
 
     def peek(self, weight: Tensor) -> Tensor:

@@ -207,10 +207,7 @@ def integers(table: Table, name: str) -> Counts:
 
 
 def list_items(column: Array) -> tuple[Counts, Counts]:
-    """Return the first item of each row's list, the end of the last, and all items.
-
-    Null is an empty list.
-    """
+    """Return each row's first item, the last one's end, and all items; null is empty."""
     whole = column
     if isinstance(whole, pa.ChunkedArray) and whole.num_chunks > 1:  # pyarrow would copy one chunk too
         whole = whole.combine_chunks()

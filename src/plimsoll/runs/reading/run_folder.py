@@ -28,10 +28,7 @@ _ROUNDING_SECONDS = 2.0  # of a process's start, and of clocks
 
 
 def gone_writers(manifests: Iterable[Mapping[str, Any]]) -> list[Session]:
-    """Return the last sessions of open manifests whose processes have ended.
-
-    A process of another machine counts as alive.
-    """
+    """Return the last sessions of open manifests whose processes on this machine ended."""
     open_ones = [manifest.sessions_of(content) for content in manifests if not content.get("closed")]
     return [sessions[-1] for sessions in open_ones if sessions and not _writes_still(sessions[-1])]
 

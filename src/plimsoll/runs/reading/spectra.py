@@ -125,10 +125,7 @@ def _summed(piece: Table) -> Iterator[Table]:
 def _pieces(
     contents: RunContents, collection: str, names: Sequence[str], steps: Steps, *, blocks: bool = True
 ) -> Iterator[Table]:
-    """Yield rows of whole series, by name and step, without replicas.
-
-    Small series come several at once.
-    """
+    """Yield rows of whole series, small ones at once, by name and step, no replicas."""
     for some in _groups(contents, names, steps):
         wanted = {"collection": [collection], "name": some}
         rows = select(contents.folder, "spectra", equal=wanted, steps=steps, blocks=blocks)
@@ -174,10 +171,7 @@ def _series(table: Table) -> Iterator[tuple[str, Table]]:
 
 
 def _decide(contents: RunContents, collection: str, plain: dict[str, Table], steps: Steps) -> None:
-    """Decide and remember which series are replicas, from all steps.
-
-    The steps that are asked for do not matter.
-    """
+    """Decide and remember which series are replicas, from all steps of the run."""
     parts = parts_of_batch(contents.folder.manifests, collection)
     undecided = [name for name in plain if (collection, name) not in contents.replicas]
     if steps == Steps():

@@ -259,10 +259,7 @@ class Stored(StorageLocation):
         return sorted(entry.name for entry in self._entries(self._at(kind) if kind else self._inside))
 
     def tree(self) -> dict[str, tuple[int, int]]:
-        """Return all files below by path, with size and time of the last change.
-
-        The time is in ns, 0 if unknown.
-        """
+        """Return all files below by path, with size and time of change in ns, or 0."""
         base = len(self._inside.strip("/"))
         # Object stores list a thousand files per request, whatever folders these are in.
         files = [entry for entry in self._entries(self._inside, below=True) if entry.is_file]

@@ -165,10 +165,7 @@ class OptimizerBanks:
         return bank
 
     def summary(self, faint_rows: int, flags: tuple[bool, bool], device: torch.device) -> Tensor:
-        """Return the summary of this rank's gradients of the step, on `device`.
-
-        Without gradients it contains only the flags.
-        """
+        """Return this rank's summary of the step, on `device`; without gradients the flags."""
         self._begin()
         self._read = True
         parts = [summarize(self.banks[place], faint_rows).to(device, non_blocking=True) for place in self.places]

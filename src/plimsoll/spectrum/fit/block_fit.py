@@ -396,10 +396,7 @@ def _power_of_two(
 
 
 def _landed(s: SpectrumRecord, record: BlockRecord, fmt: BlockFormat) -> Population:
-    """Return the values of finite blocks by their binade in the element format.
-
-    Depth d is its top binade minus d.
-    """
+    """Return the values of finite blocks by depth below the element's top binade."""
     top = fmt.element.max_exponent
     lowest = top - (row_layout.BINADES - 1)
     counts = record.depths[::-1]
@@ -433,10 +430,7 @@ def _overflowing(s: SpectrumRecord, record: BlockRecord, element: Format, landed
 
 
 def _relative_grid(s: SpectrumRecord, lowest: int) -> Grid | None:
-    """Return the grid after a power-of-two scale per block, or None.
-
-    It is known if all values are normal numbers.
-    """
+    """Return the grid after a power-of-two scale per block, if all values are normal."""
     if s.grid is None or not s.absmin >= 2.0 ** max(s.grid.quantum_exponent + s.grid.mantissa_bits, -1074):
         return None
     return Grid(s.grid.mantissa_bits, lowest - s.grid.mantissa_bits)

@@ -116,10 +116,7 @@ def _node(argument: object) -> fx.Node:
 
 
 def _product(site: Site, contraction: Contraction, ports: Sequence[Port], why: str) -> Ideal:
-    """Return the factors of a contraction whose operands are at `ports`.
-
-    Each is divided by the other operands' second moments.
-    """
+    """Return a contraction's factors, each over the other operands' second moments."""
     moments = [site.moment(node) for node, _ in contraction.operands]
     product = math.prod(moments)
     gradients = {

@@ -150,10 +150,7 @@ def _cast_blocks(
 
 
 def _shape_for_threads(x: Tensor, block: int) -> tuple[int, int]:
-    """Return the matrix's shape, with few long rows cut into more of whole blocks.
-
-    The memory is the same.
-    """
+    """Return the matrix's shape, with few long rows cut into more of whole blocks."""
     rows, columns = x.shape
     while rows < _MOST_CUT_ROWS and columns > kernels.SPAN and columns % (2 * block) == 0:
         rows, columns = 2 * rows, columns // 2

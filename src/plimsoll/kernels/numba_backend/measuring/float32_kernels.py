@@ -67,10 +67,7 @@ def new_room():
 
 @kernel
 def measure_floats(table, parts, address, length, row_address, fresh, kind):
-    """Measure floats. Kinds: 0 for float32, 1 for bfloat16, 2 for float16.
-
-    Arguments are those of the kernels in `kernels`.
-    """
+    """Measure floats: float32 (kind 0), bfloat16 (1) or float16 (2), as in `kernels`."""
     room, wide = new_room(), _wide_memory()
     for part in range(parts):
         address, length, row_address = part_of(table, part, address, length, row_address)
@@ -128,10 +125,7 @@ def note_swept(done, groups, row, room):
 
 @pasted
 def _add_one_block(bits, n, row, room):
-    """Count values that are not swept; return whether the next ones should be.
-
-    It moves the window for those.
-    """
+    """Count values that are not swept, and move the window; return whether to sweep."""
     state, exponents = room[0], room[4]
     extremes = scan(bits, exponents, n)
     low, high = add_block(bits, n, extremes, exponents, room[5], row, row.view(np.float64), room[3])

@@ -139,10 +139,7 @@ def _count_scalar(exponents, n, counts):
 
 @inlined
 def _count_codes(codes, n, counts):
-    """Add one for each code to one of four histograms.
-
-    So equal neighbours do not wait for each other.
-    """
+    """Add one for each code to one of four histograms, so that equals do not wait."""
     quarter = n // 4
     first, second, third, fourth = (
         codes[:quarter], codes[quarter : 2 * quarter], codes[2 * quarter : 3 * quarter], codes[3 * quarter : n],

@@ -114,10 +114,7 @@ def _launch(dtype: torch.dtype, words: list[int]) -> None:
 # Kernels take addresses. Tensors whose memory is dense, in whatever order, are read in place; others are copied 64K
 # values at a time, so that nothing of their size is allocated.
 def _measure_strided(x: Tensor, place: int) -> None:
-    """Measure a tensor with gaps or repeats in memory, which are read once.
-
-    It goes 64K values at a time.
-    """
+    """Measure each value of a tensor with gaps or repeats once, 64K at a time."""
     x, repeats = without_repeats(x)
     once = np.zeros((1, row_layout.NARROW), np.int64)
     for piece in pieces(x):

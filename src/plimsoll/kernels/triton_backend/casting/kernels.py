@@ -173,10 +173,7 @@ def _stays_finite(negative, ROUNDING: tl.constexpr):
 
 @triton.jit
 def philox(key, counter):
-    """Return the Philox4x32-10 blocks' four uint32 words of int64 counters.
-
-    `kernels.philox` defines it.
-    """
+    """Return four uint32 words of each int64 counter, as `kernels.philox` defines them."""
     low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     c2, c3 = c0 & 0, c0 & 0

@@ -161,10 +161,7 @@ class Builder:
         return self._tensors[id(original)]
 
     def _register_constants(self, root: nn.Module, calls: Mapping[str, list[Call]]) -> None:
-        """Register tensors that the model's code makes of numbers as buffers.
-
-        They are not part of its state.
-        """
+        """Register tensors that the model's code makes of numbers as transient buffers."""
         sources = self._recipe.sources
         constants = {name: source.paths[0] for name, source in sources.items() if source.kind == "constant"}
         for path, group in calls.items():
@@ -295,10 +292,7 @@ def _factors(call: Call) -> Factors | None:
 
 
 def _of_tensors(step: Step, scales: dict[int, Scale]) -> tuple[float | None, float] | None:
-    """Return a weight's and bias's factor, and the weight's moment, or None.
-
-    The factor is None for ``rows ** -1/2``.
-    """
+    """Return the weight's and bias's factor (None for rows**-1/2) and moment, or None."""
     biased = len(step.args) > 2 and step.args[2] is not None
     of_weight, of_bias = scales[1].backward, scales[2].backward
     if _is_rows(of_weight, step):

@@ -198,10 +198,7 @@ class Sizes:
         return self._sizes.get(name)
 
     def expression(self, name: str, at_hand: Sequence[str]) -> Any:
-        """Return a number in terms of these values, or None.
-
-        It is a literal, `SizeOf`, `Computed` or `Ref`.
-        """
+        """Return a number in these values (literal, SizeOf, Computed or Ref), or None."""
         step = self._numbers[name]
         if name in at_hand:
             return Ref(name)
