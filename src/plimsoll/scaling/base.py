@@ -303,12 +303,6 @@ class LossScaler(SavedScaler, ABC):
     ) -> dict[torch.device, Tensor]:
         return self._unscale(optimizer, gather(optimizer, half=allow_fp16), inv_scale, found_inf)
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        found_infs = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
-        return cast("dict[str, Any]", found_infs)
-
     # -- stepping ------------------------------------------------------------------------------------------------------
 
     @_eager

@@ -124,9 +124,6 @@ class SavedScaler(torch.amp.GradScaler):
             return 1.0
         return self._init_scale if self._scale is None else float(self._scale.item())
 
-    def _get_scale_async(self) -> Tensor | None:
-        return self._scale
-
     def get_growth_factor(self) -> float:
         """Return the factor by which the scale grows."""
         return self._growth_factor
@@ -162,11 +159,6 @@ class SavedScaler(torch.amp.GradScaler):
             ArgumentError: The number is below 1.
         """
         self._growth_interval = arguments.check_interval("set_growth_interval", "new_interval", new_interval)
-
-    def _get_growth_tracker(self) -> int:
-        if not self._enabled:
-            return 0
-        return self._init_growth_tracker if self._growth_tracker is None else int(self._growth_tracker.item())
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
