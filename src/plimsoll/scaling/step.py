@@ -1,6 +1,7 @@
 """One step with a scaler: its outcome, gradients, the agreement of ranks, and the optimizer."""
 
 import inspect
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable
@@ -230,7 +231,8 @@ def all_reduce(x: Tensor, operation: str, group: Any) -> None:
 
 def blame(optimizer: Any, losses: Iterable[Tensor]) -> str:
     """Return the reason of a skipped step in one sentence. Waits for the gradients."""
-    counts = [(gradient, _nonfinite(gradient.values)) for gradient in _all(optimizer)]
+    gradients = itertools.chain.from_iterable(gather(optimizer).by_device.values())
+    counts = [(gradient, _nonfinite(gradient.values)) for gradient in gradients]
     bad = [(gradient, count) for gradient, count in counts if count]
     name = type(optimizer).__name__
     if not bad:
@@ -239,10 +241,6 @@ def blame(optimizer: Any, losses: Iterable[Tensor]) -> str:
     place = f"{count} of {worst.values.numel()} values of {_parameter(optimizer, worst)} of {name}"
     more = f" and in {len(others)} more of its {len(counts)} gradients" if others else ""
     return f"non-finite gradients in {place}{more}{_of_loss(losses)}"
-
-
-def _all(optimizer: Any) -> list[Gradient]:
-    return [gradient for these in gather(optimizer).by_device.values() for gradient in these]
 
 
 def _nonfinite(values: Tensor) -> int:

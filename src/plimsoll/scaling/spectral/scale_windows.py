@@ -347,8 +347,7 @@ class WindowChecks:
             self._warned = True
             warnings.warn(
                 f"SpectralScaler: {finding}. Give such tensors separate scales (LayerScaler), or use bf16. This "
-                "warning "
-                "appears once; report() has the latest ranges.",
+                "warning appears once; report() has the latest ranges.",
                 stacklevel=2,
             )
 
