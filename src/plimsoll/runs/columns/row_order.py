@@ -44,7 +44,6 @@ def _is_in_order(key: Sequence[NDArray[Any]], order: NDArray[np.intp]) -> bool:
 
 
 def _taken(table: Table, order: NDArray[np.intp]) -> Table:
-    """Return the rows in this order."""
     if not len(order):
         return table.slice(0, 0)
     # Rows of one series and part stay next to each other. So their lists are copied together, in a quarter of the time

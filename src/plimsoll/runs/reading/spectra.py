@@ -159,13 +159,11 @@ def _without_replicas(contents: RunContents, collection: str, rows: Table, steps
 
 
 def _has_shared(rows: Table) -> NDArray[np.bool_]:
-    """Return for each row whether its series has shared rows."""
     names = row_order.codes(rows["name"])
     return np.isin(names, names[values_of(rows["shared"])])
 
 
 def _series(table: Table) -> Iterator[tuple[str, Table]]:
-    """Yield the name and the rows of each series."""
     for name, here in row_order.spans(table, "name"):
         yield name, table[here]
 

@@ -100,7 +100,6 @@ def gradients_restored(ends: Iterable[Tensor], audited: Iterable[Tensor]) -> Gen
 
 @contextlib.contextmanager
 def _without_watches() -> Generator[None]:
-    """Keep watches from recording."""
     if not torch_hooks.listeners():
         yield
         return
@@ -185,7 +184,6 @@ def audit(
 
 
 def _run(observer: Observer, root: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], loss: Any) -> None:
-    """Run forward and backward."""
     with observer.listening():
         output = root(*inputs[0], **inputs[1])
         value = None if loss is None else _scalar(loss(output))

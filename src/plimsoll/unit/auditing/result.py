@@ -85,7 +85,6 @@ class Reading(NotebookRepr):
         return fit.lost.estimate + fit.overflow.estimate
 
     def __str__(self) -> str:
-        """Return one line: the tensor, the direction and its standard deviation."""
         return f"{self.row.name}, {self.direction}: {_std(self.spectrum)}"
 
     def to_dict(self) -> dict[str, object]:
@@ -170,7 +169,6 @@ class Row(NotebookRepr):
         return None if spectrum is None else Reading(row=self, direction=direction, spectrum=spectrum)
 
     def __str__(self) -> str:
-        """Return one line: the tensor and its standard deviation in both directions."""
         backward = self.absence or "none" if self.backward is None else _std(self.backward)
         return f"{self.name}: forward {_std(self.forward)}, backward {backward}"
 
@@ -466,7 +464,6 @@ def _operations_table(rows: Sequence[Row], most: int | None) -> Table:
 
 
 def _comparison_table(pairs: Sequence[Pair], most: int | None) -> Table:
-    """Return a table with a line for each pair."""
     table = _empty_table(("forward", "after", "backward", "after"), (9, 9, 9, 9))
     for pair in pairs[:most]:
         readings = [row.reading(d) for d in DIRECTIONS for row in (pair.before, pair.after)]

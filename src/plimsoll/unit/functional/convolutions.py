@@ -276,7 +276,6 @@ def _convolved(
 
 
 def _output_sizes(x: Tensor, weight: Tensor, stride: Sizes, padding: Sizes | str, dilation: Sizes) -> list[int]:
-    """Return the output's spatial sizes."""
     spatial = _spatial(x, weight)
     if padding == "same":
         return spatial

@@ -135,7 +135,6 @@ class MultiheadAttention(Multiplied, nn.MultiheadAttention):
         return out, weights.squeeze(0) if single else weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values."""
         weights, biases = self._parts()
         # Projections of the same tensor come from one product, so that one factor scales the sum of their gradients.
         if self._qkv_same_embed_dim and query is key and key is value:

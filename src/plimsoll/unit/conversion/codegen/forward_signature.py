@@ -138,7 +138,6 @@ def _take(values: Iterator[ExampleValue], spec: pytree.TreeSpec) -> tuple[Exampl
 
 
 def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """Return the structures within one."""
     either = cast("Any", spec)
     # Torch 2.9 has only `children_specs`, which later versions deprecate.
     return list(either.children() if hasattr(either, "children") else either.children_specs)
