@@ -355,14 +355,13 @@ def _unused(path: Path) -> Path:
 
 def _launched() -> datetime:
     """Return when the launcher of the ranks was started; all ranks find the same."""
+    from plimsoll.runs.reading.run_folder import process_start
+
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    status = Path(f"/proc/{os.getppid()}/stat")
-    if not one_machine or "TORCHELASTIC_RUN_ID" not in os.environ or not status.exists():
+    started = process_start(os.getppid()) if one_machine and "TORCHELASTIC_RUN_ID" in os.environ else None
+    if started is None:
         raise ArgumentError(
             "run: expected --output, or ranks that can agree on a folder; got several ranks, without a process group "
             "when training began, that are not of one torchrun on one machine. Give --output DIR."
         )
-    # proc(5): the 22nd field, counted behind the command's name, which may hold anything.
-    ticks = int(status.read_text().rpartition(")")[2].split()[19])
-    booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-    return datetime.fromtimestamp(int(booted.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")).astimezone()
+    return datetime.fromtimestamp(started).astimezone()

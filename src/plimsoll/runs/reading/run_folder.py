@@ -44,15 +44,16 @@ def _writes_still(session: Session) -> bool:
         return True
     if not lock.is_alive(session.pid):
         return False
-    started = _started(session.pid)
+    started = process_start(session.pid)
     return started is None or started <= session.started + _ROUNDING_SECONDS  # else the number is another process's
 
 
-def _started(pid: int) -> float | None:
+def process_start(pid: int) -> float | None:
     """Return a process's start in Unix seconds; None where the system has no /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+        # proc(5): the 22nd field, counted behind the command's name, which may hold anything.
         ticks = int(stat.rpartition(")")[2].split()[19])
         return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, StopIteration):
