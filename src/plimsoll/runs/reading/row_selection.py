@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.errors import NotRecordedError
+from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Array, Table, array, pa, values_of
 from plimsoll.runs.columns.schema import BLOCK_COLUMNS, SCHEMAS, WIDE, Kind
@@ -55,9 +55,15 @@ class Steps:
 
     @classmethod
     def of(cls, steps: slice | None) -> "Steps":
-        """Return the range of a slice of step numbers."""
+        """Return the range of a slice of step numbers, all for None."""
         if steps is None:
             return cls()
+        fields = (steps.start, steps.stop, steps.step)
+        if not all(f is None or isinstance(f, int) for f in fields) or (steps.step is not None and steps.step < 1):
+            raise ArgumentError(
+                f"Run.spectra: expected steps to be a slice of step numbers, ascending; got {steps}. "
+                "slice(100, 200) is from step 100 up to and not including 200."
+            )
         return cls(low=steps.start, high=steps.stop, every=1 if steps.step is None else steps.step)
 
     def may_be_in(self, part: Part) -> bool:

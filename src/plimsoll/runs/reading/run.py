@@ -312,7 +312,7 @@ class Run:
             steps: Slice of step numbers, ``slice(100, 200)``. Its step counts from its start. Default: all.
             raw: Whether to return stored values.
         """
-        wanted = Steps.of(_checked(steps))
+        wanted = Steps.of(steps)
         for each in matching(self.tensors, collection):
             names = matching(self.tensors[each], name)
             yield from _spectra.read(self._contents, each, names, wanted, raw=raw)
@@ -369,7 +369,7 @@ class Run:
         """
         for each, names in self._chosen(collection, name):
             for one in names:
-                table = _spectra.rows(self._contents, each, one, statistics.COLUMNS, Steps.of(_checked(steps)))
+                table = _spectra.rows(self._contents, each, one, statistics.COLUMNS, Steps.of(steps))
                 found, columns = statistics.merged(table, raw=False)
                 for row in np.flatnonzero(~np.isnan(columns["compared"])).tolist():
                     sums = {field: float(columns[field][row]) for field in ERRORS}
@@ -458,7 +458,7 @@ class Run:
             blocks: Whether to include the columns of block records, if there are any.
         """
         chosen = self._chosen(collection, name)
-        return _spectra.table(self._contents, chosen, Steps.of(_checked(steps)), blocks=blocks)
+        return _spectra.table(self._contents, chosen, Steps.of(steps), blocks=blocks)
 
     def to_pandas(self, collection: str | None = None, name: str | None = None, steps: slice | None = None) -> Any:
         """Return a pandas DataFrame of the scalars, or of the statistics of tensors.
@@ -486,7 +486,7 @@ class Run:
         >>> folder.cleanup()
         """
         if collection is None and name is None:
-            return statistics.scalar_frame(self._scalars(list(self.scalar_names)), Steps.of(_checked(steps)))
+            return statistics.scalar_frame(self._scalars(list(self.scalar_names)), Steps.of(steps))
         return statistics.tensor_frame(self.table(collection, name, steps, blocks=False))
 
     def plot(self, collection: str | None = None, name: str | None = None, **arguments: Any) -> Any:
@@ -563,16 +563,3 @@ class Run:
             raise unknown(operation, "a collection", collection, list(self.tensors), closed=self.closed)
         if name not in self.tensors[collection]:
             raise unknown(operation, f"a name in {collection!r}", name, self.tensors[collection], closed=self.closed)
-
-
-def _checked(steps: slice | None) -> slice | None:
-    """Return the slice if it has integers and a positive step."""
-    if steps is None:
-        return None
-    fields = (steps.start, steps.stop, steps.step)
-    if not all(f is None or isinstance(f, int) for f in fields) or (steps.step is not None and steps.step < 1):
-        raise ArgumentError(
-            f"Run.spectra: expected steps to be a slice of step numbers, ascending; got {steps}. "
-            "slice(100, 200) is from step 100 up to and not including 200."
-        )
-    return steps
