@@ -290,7 +290,6 @@ class _Group(TyperGroup):
             formatter.write_dl(options)
 
     def _summaries(self) -> dict[str, list[tuple[str, str]]]:
-        """Return the names and summaries of commands by heading."""
         rows: dict[str, list[tuple[str, str]]] = {}
         for command in COMMANDS:
             rows.setdefault(command.heading, []).append((command.name, command.summary))

@@ -173,6 +173,5 @@ def _rule(parameter: Any, message: str) -> str:
 
 
 def _given(error: Any) -> str:
-    """Return the word that the parameter got."""
     values, *_ = error.ctx.command.make_parser(error.ctx).parse_args(args=list(error.arguments))
     return f"{values.get(error.param.name)!r}"

@@ -62,7 +62,6 @@ class ErrorRow(NotebookRepr):
         return self.bias.low > 0 and self.bias.estimate > self.noise
 
     def __str__(self) -> str:
-        """One line."""
         broken = f", {counted(self.made_nonfinite, 'value')} became NaN or infinite" if self.made_nonfinite else ""
         bias = f"{_share(self.bias.estimate)} ({_share(self.bias.low)} to {_share(self.bias.high)})"
         return (

@@ -364,7 +364,6 @@ def _begin(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
 
 
 def _smallest(dtype: torch.dtype) -> float:
-    """Return the smallest positive number of the dtype."""
     return cast("Format", get(dtype)).smallest_subnormal
 
 

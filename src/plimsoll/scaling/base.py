@@ -470,7 +470,6 @@ class LossScaler(SavedScaler, ABC):
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """Return the scale's reciprocal."""
     # By way of float64 if the device has it: float32 division may be approximate on a GPU.
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
 

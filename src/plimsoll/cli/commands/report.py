@@ -76,7 +76,6 @@ def report(
 
 
 def _form_of(file: Path | None) -> str:
-    """Return the form that the file's ending stands for."""
     ending = file.suffix.lower() if file else ""
     if ending and ending not in _BY_ENDING:
         raise ArgumentError(

@@ -43,7 +43,6 @@ class BlameRow(NotebookRepr):
         return self.bias.low > 0 and self.bias.estimate > self.noise
 
     def __str__(self) -> str:
-        """One line."""
         return "  ".join(filter(None, self.cells))
 
     @property

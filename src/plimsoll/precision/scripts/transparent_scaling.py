@@ -226,7 +226,6 @@ class TransparentScaler:
         return loss
 
     def _checked(self, original: Callable[..., Any], optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Step through the scaler."""
         scaler = self.scaler
         if scaler is None or not self._scaled or not has_gradients(optimizer):
             return original(optimizer, *args, **kwargs)

@@ -170,7 +170,6 @@ class Buffer:
 
 
 def _step(step: object) -> int:
-    """Return a step as a 64-bit integer."""
     return int(np.int64(operator.index(step)))  # pyright: ignore[reportArgumentType]
 
 

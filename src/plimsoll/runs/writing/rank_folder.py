@@ -180,7 +180,6 @@ class RankFolder:
             folder.mkdir()
 
     def _last_step(self) -> int | None:
-        """Return the last valid step of earlier sessions."""
         steps = [self._visible_end(p) for p in self._parts if p.kind != "events"]
         return max(steps, default=None)
 
@@ -189,7 +188,6 @@ class RankFolder:
         return min([part.max_step, *ends])
 
     def _remove_replaced(self) -> None:
-        """Delete the parts that have only replaced rows."""
         for part in [p for p in self._parts if self._visible_end(p) < p.min_step]:
             atomic_files.remove(self.path / part.name)
             self._parts.remove(part)

@@ -323,7 +323,6 @@ class LayerScaler(LossScaler, name="layer"):
 
     @property
     def _exponent(self) -> int:
-        """Binade of the loss scale."""
         return math.frexp(self._now)[1] - 1
 
     def _halves(self) -> list[nn.Parameter]:

@@ -431,7 +431,6 @@ def _power_of_two(exponent):
 
 @inlined
 def _largest_of(bits, size, mask):
-    """The largest magnitude's bits."""
     U = bits.dtype.type  # noqa: N806
     largest = U(0)
     for i in range(size):
