@@ -77,19 +77,10 @@ class Unit:
         wanted = {key: x for key, x in targets.items() if x.requires_grad}
         if not ends or not wanted:
             return {}, {}
-        given = [came[point].to(y.dtype).reshape(y.shape) for point, y in ends.items()]
-        engine = cast("Any", torch.autograd.Variable)._execution_engine  # noqa: SLF001
         with self.again:
-            found = engine.run_backward(
-                tuple(ends.values()), tuple(given), False, False, tuple(wanted.values()), allow_unreachable=True,
-                accumulate_grad=False,
-            )  # fmt: skip
-        pairs = {key: g for key, g in zip(wanted, found, strict=True) if g is not None}
-        of_parameters: dict[int, Tensor] = {}
-        for key, (p, _) in self.record.parameters.items():
-            if key in pairs:
-                of_parameters[id(p)] = of_parameters[id(p)] + pairs[key] if id(p) in of_parameters else pairs[key]
-        return {point: pairs[point] for point in self.leaves if point in pairs}, of_parameters
+            pairs = _sent_back(ends.values(), [came[point] for point in ends], wanted)
+        of_parameters = [{id(p): pairs[key]} for key, (p, _) in self.record.parameters.items() if key in pairs]
+        return {point: pairs[point] for point in self.leaves if point in pairs}, summed(of_parameters)
 
 
 class _Play:
@@ -172,14 +163,10 @@ class Player:
     def errors(self, record: CallRecord, unit: Unit) -> LocalErrors:
         """Return the errors of the step's own values and gradients against a unit."""
         gradients, of_parameters = unit.gradients()
-        real_values, real_gradients = _values_of(record), _gradients_handed_on(record)
-        real_parameters: dict[int, Tensor] = {}
-        for p, found in record.parameters.values():
-            for g in found:
-                real_parameters[id(p)] = real_parameters[id(p)] + g if id(p) in real_parameters else g
+        real_parameters = summed({id(p): g} for p, found in record.parameters.values() for g in found)
         return LocalErrors(
-            values=_difference(real_values, unit.values),
-            gradients=_difference(real_gradients, gradients),
+            values=_difference(_values_of(record), unit.values),
+            gradients=_difference(_gradients_handed_on(record), gradients),
             parameters=_difference(real_parameters, of_parameters),
         )
 
@@ -282,20 +269,19 @@ class Reference:
 
     def with_values(self, errors: Iterable[LocalErrors]) -> Gradients:
         """Return by how much the gradients change if these errors of values are added."""
-        found = self._run(_summed(e.values for e in errors), keep=False)
+        found = self._run(summed(e.values for e in errors), keep=False)
         return {key: g - self.gradients[key] for key, g in found.items() if key in self.gradients}
 
-    def with_gradients(self, errors: Iterable[LocalErrors]) -> Gradients:
+    def with_gradients(self, errors: list[LocalErrors]) -> Gradients:
         """Return the change of the gradients by these errors, added on the way back."""
-        listed = list(errors)
-        added = _summed(e.gradients for e in listed)
+        added = summed(e.gradients for e in errors)
         ends = {point: self._points[point] for point in added if point in self._points}
         ends = {point: y for point, y in ends.items() if y.requires_grad}
         found: Gradients = {}
         if ends:
             with self._as_reference(), intercepted(self._names, self._around({}, {})):
                 found = self._backward(ends.values(), [added[point] for point in ends], keep=True)
-        for key, e in _summed(one.parameters for one in listed).items():
+        for key, e in summed(one.parameters for one in errors).items():
             if key in self.gradients:
                 found[key] = found[key] + e if key in found else e.to(self._wide)
         return found
@@ -349,16 +335,25 @@ class Reference:
 
     def _backward(self, ends: Iterable[Tensor], given: Iterable[Tensor], *, keep: bool) -> Gradients:
         wanted = {key: x for key, x in self._leaves.items() if x.requires_grad}
-        listed = tuple(ends)
-        seeds = tuple(g.to(y.dtype) for g, y in zip(given, listed, strict=True))
-        engine = cast("Any", torch.autograd.Variable)._execution_engine  # noqa: SLF001  (see `CapturedCall.send_back`)
-        found = engine.run_backward(
-            listed, seeds, keep, False, tuple(wanted.values()), allow_unreachable=True, accumulate_grad=False
-        )
-        return {key: g.detach().to_dense() for key, g in zip(wanted, found, strict=True) if g is not None}
+        found = _sent_back(ends, given, wanted, keep=keep)
+        return {key: g.detach().to_dense() for key, g in found.items()}
 
 
-def _summed(found: Iterable[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
+def _sent_back(
+    ends: Iterable[Tensor], given: Iterable[Tensor], wanted: Mapping[Any, Tensor], *, keep: bool = False
+) -> dict[Any, Tensor]:
+    """Return the gradients of what is wanted, from those that are given to the ends."""
+    listed = tuple(ends)
+    seeds = tuple(g.to(y.dtype).reshape(y.shape) for g, y in zip(given, listed, strict=True))
+    engine = cast("Any", torch.autograd.Variable)._execution_engine  # noqa: SLF001  (see `CapturedCall.send_back`)
+    found = engine.run_backward(
+        listed, seeds, keep, False, tuple(wanted.values()), allow_unreachable=True, accumulate_grad=False
+    )
+    return {key: g for key, g in zip(wanted, found, strict=True) if g is not None}
+
+
+def summed(found: Iterable[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
+    """Return the sums of several sets of tensors, by key."""
     total: dict[Any, Tensor] = {}
     for one in found:
         for key, e in one.items():

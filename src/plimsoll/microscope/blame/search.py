@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from plimsoll import checks
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.kernels.dtypes import FORMATS
-from plimsoll.microscope.blame.local_errors import Gradients, LocalErrors, Player, Reference, units
+from plimsoll.microscope.blame.local_errors import Gradients, LocalErrors, Player, Reference, summed, units
 from plimsoll.microscope.blame.recording import CallRecord, Recorder, called_modules, named
 from plimsoll.microscope.blame.result import Blame, BlameRow, Direction, without_model
 from plimsoll.microscope.draws import Draws, Perturbation, untouched
@@ -63,13 +63,12 @@ class Step:
             key: _finite(g.to(exact[key].dtype) - exact[key]) for key, g in real.items() if key in exact
         }
 
-    def contribution(self, errors: Iterable[LocalErrors], direction: str) -> Gradients:
+    def contribution(self, errors: list[LocalErrors], direction: str) -> Gradients:
         """Return what local errors make of the gradients, in one direction."""
-        listed = list(errors)
         with untouched(self._root), eagerly():
             if direction == "forward":
-                return self.reference.with_values(listed)
-            return self.reference.with_gradients(listed)
+                return self.reference.with_values(errors)
+            return self.reference.with_gradients(errors)
 
     def casts_of(self, module: str) -> dict[str, str]:
         """Return the casts of a module, each with its format."""
@@ -136,6 +135,7 @@ _ENOUGH = 0.02  # share of a module below which its casts are not split
 _MOST_SPLIT, _MOST_JUDGED = 8, 6  # modules whose casts are judged one by one; contributions whose bias is
 _DRAWS = 4  # steps that separate bias from noise
 _NOTHING = 1e-4  # of the typical size of a gradient's values: what is zero but for the reference's rounding
+_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 _FAR = 0.25  # distance of the shares' sum from 1 that is remarked
 
 Closure = Callable[[], Any]
@@ -185,7 +185,7 @@ class _Search:
         self._whole_groups: list[str] = []  # that the budget did not allow to take apart
         self._step = self._made(0)
         self._scale = self._scales(self._step)
-        self._whole = self._dot(self._step, self._step.total, self._step.total)
+        self._whole = self._dot(self._step.total, self._step.total)
 
     def blame(self) -> Blame:
         """Return the contributions, as many as the budget allows."""
@@ -223,19 +223,17 @@ class _Search:
 
     def _modules(self) -> list[tuple[_Part, BlameRow]]:
         names = list(self._step.errors)
-        each = sum(1 + _BACKWARD for _ in names)
-        if each <= self._left(0.6):
-            return [found for name in names for found in self._both(name)]
+        if len(names) * (1 + _BACKWARD) <= self._left(0.6):
+            return [found for name in names for found in self._by_direction(name)]
         return self._groups(names)
 
-    def _both(self, name: str) -> list[tuple[_Part, BlameRow]]:
-        """The contributions of one module, by direction."""
+    def _by_direction(self, name: str, cast_name: str | None = None) -> list[tuple[_Part, BlameRow]]:
+        """The contributions of one module, or of one cast of it."""
         found: list[tuple[_Part, BlameRow]] = []
-        errors = self._step.errors[name]
-        for direction in ("forward", "backward"):
-            arisen = [e for one in errors for e in (one.forward if direction == "forward" else one.backward)]
-            if any(bool(e.any()) for e in arisen):
-                part = _Part(modules=(name,), cast=None, direction=direction)
+        for direction in _DIRECTIONS:
+            part = _Part(modules=(name,), cast=cast_name, direction=direction)
+            arisen = [e.forward if direction == "forward" else e.backward for e in part.errors(self._step)]
+            if any(bool(e.any()) for listed in arisen for e in listed):
                 found.append((part, self._row(part, self._share(part))))
         return found
 
@@ -246,18 +244,15 @@ class _Search:
         while open_groups:
             open_groups.sort(key=lambda group: abs(group[0]))
             share, prefix, members = open_groups.pop()
+            whole = _Part(modules=tuple(members), cast=None, direction="both")
+            row = self._row(whole, share)
             if len(members) == 1:
-                if self._left(0.8) >= 1 + _BACKWARD:
-                    done += self._both(members[0])
-                else:
-                    part = _Part(modules=tuple(members), cast=None, direction="both")
-                    done.append((part, self._row(part, share)))
+                enough = self._left(0.8) >= 1 + _BACKWARD
+                done += self._by_direction(members[0]) if enough else [(whole, row)]
                 continue
             children = _children(prefix, members)
             if self._left(0.8) < (1 + _BACKWARD) * len(children):
-                part = _Part(modules=tuple(members), cast=None, direction="both")
-                row = self._row(part, share)
-                done.append((part, replace(row, module=f"{prefix}.*") if prefix else row))
+                done.append((whole, replace(row, module=f"{prefix}.*") if prefix else row))
                 self._whole_groups.append(prefix or "the model")
                 continue
             for name, inside in children.items():
@@ -284,19 +279,9 @@ class _Search:
         kept = [(part, row) for part, row in rows if part.modules[0] not in chosen or len(part.modules) > 1]
         for name in chosen:
             for cast_name in self._step.by_cast.get(name, {}):
-                kept += self._of_cast(name, cast_name)
+                found = self._by_direction(name, cast_name)
+                kept += [(part, row) for part, row in found if cast_name != ARITHMETIC or abs(row.share) > 1e-3]
         return kept
-
-    def _of_cast(self, name: str, cast_name: str) -> list[tuple[_Part, BlameRow]]:
-        found: list[tuple[_Part, BlameRow]] = []
-        for direction in ("forward", "backward"):
-            part = _Part(modules=(name,), cast=cast_name, direction=direction)
-            arisen = [
-                e for one in part.errors(self._step) for e in (one.forward if direction == "forward" else one.backward)
-            ]
-            if any(bool(e.any()) for e in arisen):
-                found.append((part, self._row(part, self._share(part))))
-        return [(part, row) for part, row in found if cast_name != ARITHMETIC or abs(row.share) > 1e-3]
 
     # -- bias
 
@@ -366,20 +351,14 @@ class _Search:
 
     def _contribution(self, step: Step, part: _Part) -> Gradients:
         self._spent += self._price(part)
-        errors = part.errors(step)
-        directions = ("forward", "backward") if part.direction == "both" else (part.direction,)
-        total: Gradients = {}
-        for direction in directions:
-            for key, e in step.contribution(errors, direction).items():
-                total[key] = total[key] + e if key in total else e
-        return total
+        directions = _DIRECTIONS if part.direction == "both" else (part.direction,)
+        return summed(step.contribution(part.errors(step), direction) for direction in directions)
 
     def _share(self, part: _Part) -> float:
-        return self._dot(self._step, self._contribution(self._step, part), self._step.total) / self._whole
+        return self._dot(self._contribution(self._step, part), self._step.total) / self._whole
 
-    def _dot(self, step: Step, one: Gradients, other: Gradients) -> float:
+    def _dot(self, one: Gradients, other: Gradients) -> float:
         """The inner product, each parameter's relative to its gradient's squared norm."""
-        del step
         parts = [
             s * float((one[key].double() * other[key].double()).sum())
             for key, s in self._scale.items()
