@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plimsoll.intervals import Interval
-from plimsoll.json_data import Record, as_data
+from plimsoll.json_data import JsonRecord, as_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Inner(Record):
+class _Inner(JsonRecord):
     share: float
     at: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Outer(Record):
+class _Outer(JsonRecord):
     name: str
     ok: bool
     inner: _Inner

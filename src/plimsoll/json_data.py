@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 
-class Record:
+class JsonRecord:
     """A base for dataclasses whose `to_dict` is their fields."""
 
     __slots__ = ()

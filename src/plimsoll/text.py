@@ -103,11 +103,6 @@ def number(value: float, digits: int = 3) -> str:
     return f"{value:,.0f}" if size >= 10**digits - 0.5 else f"{value:,.{digits}g}"
 
 
-def json_number(value: float) -> float | str:
-    """Return a number as JSON has it, or the name of one that JSON lacks."""
-    return value if math.isfinite(value) else str(value)
-
-
 def counted(many: int, noun: str) -> str:
     """Write a number of things.
 

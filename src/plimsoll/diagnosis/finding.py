@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from plimsoll.json_data import Record
+from plimsoll.json_data import JsonRecord
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.tensor_collections import LABELS
 from plimsoll.text import counted, grouped as grouped, shown as shown
@@ -32,7 +32,7 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding(Record, NotebookRepr):
+class Finding(JsonRecord, NotebookRepr):
     """Result of a rule: a problem of a run, with its place, numbers and advice.
 
     Attributes:

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from plimsoll.json_data import Record
+from plimsoll.json_data import JsonRecord
 from plimsoll.receipts.recording.operations import Cause as Cause, Kind as Kind, Phase as Phase, Where as Where
 
 Role = Literal["weights", "masters", "buffers", "gradients", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Record):
+class Row(JsonRecord):
     """An operation as it ran at one place; calls that are alike are one row.
 
     Formats are names: "bf16", "fp32", "e4m3". Those of a row may differ from a tensor's dtype, as TF32 does.
@@ -69,7 +69,7 @@ class Row(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRow(Record):
+class TensorRow(JsonRecord):
     """A tensor that outlives the step.
 
     Attributes:
@@ -88,7 +88,7 @@ class TensorRow(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse(Record):
+class MemoryUse(JsonRecord):
     """Bytes of a step, of all tensors that its operations have met.
 
     Attributes:
@@ -111,7 +111,7 @@ class MemoryUse(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deviation(Record):
+class Deviation(JsonRecord):
     """A difference between a step and what was declared of it.
 
     Attributes:

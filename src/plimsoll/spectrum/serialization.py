@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
+from plimsoll.json_data import as_data
 from plimsoll.spectrum.record import BlockRecord, SpectrumRecord, read_only
 from plimsoll.spectrum.source_format import Grid, Source
-from plimsoll.text import json_number
 
 Record = TypeVar("Record", bound=SpectrumRecord)
 VERSION = 2
@@ -42,7 +42,7 @@ def to_dict(s: SpectrumRecord) -> dict[str, object]:
         "pos_infs": s.pos_infs,
         "neg_infs": s.neg_infs,
         "binades": _pairs(s.binades, row_layout.LOWEST_BINADE),
-        **{name: json_number(getattr(s, name)) for name in _FLOATS},
+        **{name: as_data(getattr(s, name)) for name in _FLOATS},
         "source": s.source and {"format": s.source.format, "scale": s.source.scale},
         "blocks": s.blocks and _from_blocks(s.blocks),
         "grid": s.grid and {name: getattr(s.grid, name) for name in _GRID_FIELDS},

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from plimsoll import exports
 from plimsoll.diagnosis.finding import collection_words, shown
-from plimsoll.json_data import Record, as_data
+from plimsoll.json_data import JsonRecord, as_data
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.text import number
 
@@ -19,7 +19,7 @@ Kind = Literal["values", "underflow", "zeros", "nonfinite", "skipped", "size"]
 
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting(Record, NotebookRepr):
+class Parting(JsonRecord, NotebookRepr):
     """One tensor (or scalar) at one step, of both runs.
 
     `a` and `b` are what was compared: root mean squares for "values", numbers of non-finite values, shares of zeros,

@@ -21,14 +21,14 @@ from plimsoll.diagnosis.estimates.format_losses import MOST, FormatLosses, Modul
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import FP16, Format
-from plimsoll.json_data import Record
+from plimsoll.json_data import JsonRecord
 
 # -- step ranges for which one scale works -----------------------------------------------------------------------------
 
 
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch(Record):
+class Stretch(JsonRecord):
     """A step range with the shifts that work at all of its steps.
 
     Attributes:

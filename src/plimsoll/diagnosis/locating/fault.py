@@ -8,7 +8,7 @@ from typing import Literal
 
 from plimsoll import exports
 from plimsoll.diagnosis.finding import shown
-from plimsoll.json_data import Record
+from plimsoll.json_data import JsonRecord
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import printable
@@ -33,7 +33,7 @@ class Source(NotebookRepr):
 
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operand(Record):
+class Operand(JsonRecord):
     """A tensor that went into an operation, or came out of it.
 
     `name` is the operation's own name for it, `called` what it is known as (a parameter's name) if it is. The
@@ -49,7 +49,7 @@ class Operand(Record):
 
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault(Record, NotebookRepr):
+class Fault(JsonRecord, NotebookRepr):
     """First operation that made NaN, Inf or zeros that mattered from finite inputs.
 
     - `kind`: "nan", "inf" or "flush". `sentence`: what happened, in one sentence.

@@ -13,7 +13,7 @@ from plimsoll.diagnosis.planning.modules import Module, modules_of
 from plimsoll.diagnosis.view import View, view_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP32, ROLES, BlockFormat, Format, ModulePlan, Plan, Role, get
-from plimsoll.json_data import Record, as_data
+from plimsoll.json_data import JsonRecord, as_data
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.runs import Run
 from plimsoll.spectrum import Interval
@@ -28,7 +28,7 @@ _TOLERANCE = 0.01
 
 @exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRow(Record, NotebookRepr):
+class PlanRow(JsonRecord, NotebookRepr):
     """One role of a module, in the plan's format at the plan's scale.
 
     Attributes:

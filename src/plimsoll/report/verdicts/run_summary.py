@@ -13,7 +13,7 @@ from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.rules.registry import guarded, rule_of
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.view import Source, view_of
-from plimsoll.json_data import Record
+from plimsoll.json_data import JsonRecord
 from plimsoll.runs import Run
 from plimsoll.text import percent
 
@@ -135,7 +135,7 @@ LOSS_STEPS = 60  # of the median loss at the end of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary(Record):
+class Summary(JsonRecord):
     """A run in few words and numbers.
 
     - `verdict`: one sentence; `state`: it in one word; `counts`: how many findings of each severity; `findings`:

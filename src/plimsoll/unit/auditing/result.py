@@ -15,9 +15,10 @@ from rich.text import Text
 from plimsoll import display
 from plimsoll.checks import integer, one_of
 from plimsoll.errors import ArgumentError
+from plimsoll.json_data import as_data
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Spectrum
-from plimsoll.text import json_number, number, printable
+from plimsoll.text import number, printable
 
 Kind = Literal["input", "operation", "parameter"]
 Direction = Literal["forward", "backward"]
@@ -91,11 +92,11 @@ class Reading(NotebookRepr):
         """Return the reading as data for JSON."""
         s = self.spectrum
         return {
-            "std": json_number(s.std),
-            "log2_std": json_number(self.scale),
-            "rms": json_number(s.rms),
-            "absmax": json_number(s.absmax),
-            "zero_fraction": json_number(s.zero_fraction),
+            "std": as_data(s.std),
+            "log2_std": as_data(self.scale),
+            "rms": as_data(s.rms),
+            "absmax": as_data(s.absmax),
+            "zero_fraction": as_data(s.zero_fraction),
             "nans": s.nans,
             "pos_infs": s.pos_infs,
             "neg_infs": s.neg_infs,
@@ -440,7 +441,7 @@ def _scales(pair: Pair) -> dict[str, object]:
     for direction in DIRECTIONS:
         for when, row in (("before", pair.before), ("after", pair.after)):
             reading = row.reading(direction)
-            scales[f"{direction}_{when}"] = json_number(math.nan if reading is None else reading.scale)
+            scales[f"{direction}_{when}"] = as_data(math.nan if reading is None else reading.scale)
     return scales
 
 
