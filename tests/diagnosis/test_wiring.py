@@ -284,6 +284,15 @@ def test_each_way_to_be_idle_has_a_sentence_and_a_remedy_of_its_own(name: str, t
     assert sentences(tmp_path / name) == [IDLE[name]]
 
 
+def test_erased_gradients_have_a_whole_sentence_and_a_remedy_of_their_own(tmp_path: Path) -> None:
+    train(tmp_path / "run", between=lambda m, o, s: clip_by_an_infinite_norm(m))
+    said = (
+        "gradients are all zero when the optimizer steps, and not after the backward, seen since step 0; compute the "
+        "norm for clipping in FP32, and look for a misplaced zero_grad()"
+    )
+    assert sentences(tmp_path / "run", ("gradients-mishandled",)) == [said]
+
+
 def test_a_rate_that_is_another_again_is_one_of_the_past(tmp_path: Path) -> None:
     train(tmp_path / "all", steps=60, schedule=lambda i: 1e-3 * (not 10 <= i < 40))
     assert sentences(tmp_path / "all") == [

@@ -31,6 +31,18 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class Factors(nn.Module):
+    """The same with factors that are its own parameters, as in many a LoRA."""
+
+    def __init__(self, into: int, out: int, *, drawn: bool) -> None:
+        super().__init__()
+        self.base = nn.Linear(into, out).requires_grad_(False)
+        self.down, self.up = nn.Parameter(drawn * torch.randn(into, 4)), nn.Parameter(torch.zeros(4, out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down @ self.up
+
+
 class Rounded(nn.Linear):
     """A layer that computes with rounded weights; `straight` passes the gradient through the rounding."""
 
@@ -188,6 +200,10 @@ def train(
 AT_ZERO, NO_SLOPE = "weights of zero without a gradient", "a weight without a slope"
 WRONG: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
     "both factors zero": ({"model": layers(lambda i, o: Adapted(i, o, drawn=False))}, ("dead-layer", AT_ZERO)),
+    "both factors zero, as parameters": (
+        {"model": layers(lambda i, o: Factors(i, o, drawn=False))}, ("dead-layer", AT_ZERO),
+    ),
+    "both factors zero, of the root": ({"model": Factors(8, 4, drawn=False)}, ("dead-layer", AT_ZERO)),
     "rounded weights": ({"model": layers(Rounded)}, ("dead-layer", NO_SLOPE)),
     "first moments in E4M3": (
         {"model": layers(nn.Linear), "optimizer": lambda m: Moments(m, torch.float8_e4m3fn, 1.0), "size": 0.01},
@@ -212,6 +228,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
 }  # fmt: skip
 RIGHT: dict[str, dict[str, Any]] = {
     "one factor zero": {"model": layers(lambda i, o: Adapted(i, o, drawn=True))},
+    "one factor zero, as parameters": {"model": layers(lambda i, o: Factors(i, o, drawn=True))},
     "rounded weights, straight through": {"model": layers(Straight)},
     "first moments in E4M3 at a scale": {
         "model": layers(nn.Linear), "optimizer": lambda m: Moments(m, torch.float8_e4m3fn, 2.0**12), "size": 0.01,

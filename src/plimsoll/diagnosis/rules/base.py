@@ -13,6 +13,7 @@ from plimsoll.diagnosis.finding import Action, Finding, Severity, Spot, collecti
 from plimsoll.diagnosis.tables.cells import Cells
 from plimsoll.diagnosis.view import View
 from plimsoll.runs import Event
+from plimsoll.text import printable
 
 Mask = NDArray[np.bool_]
 Where = Literal["anywhere", "same module"]
@@ -134,6 +135,11 @@ class FindingContext:
         """Return a number of the evidence. NaN if there is none of this name."""
         value = self.finding.evidence.get(name, math.nan)
         return math.nan if isinstance(value, str) else float(value)
+
+    @property
+    def cause(self) -> str:
+        """The cause in the evidence, one of the rule's own phrases and never shortened; "" if there is none."""
+        return printable(str(self.finding.evidence.get("cause", "")), lines=False)
 
     def text(self, name: str) -> str:
         """Return a text of the evidence that is safe to print, "" if there is none."""

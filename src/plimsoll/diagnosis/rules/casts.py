@@ -175,7 +175,7 @@ class CastSaturates(ShareRule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share beyond the largest value."""
-        if context.text("cause") == _CONSTANT_SCALE:
+        if context.cause == _CONSTANT_SCALE:
             return Phrase(
                 what=f"{percent(context.number('saturated'))} of the inputs of {context.place} have been beyond "
                 f"{number(context.number('bound'))} {context.since}",
@@ -326,26 +326,26 @@ class CastFlushes(ShareRule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share below the smallest value."""
-        if context.text("cause") == _GRADIENTS:
+        if context.cause == _GRADIENTS:
             return Phrase(
                 what=f"a cast to FP16 has made {percent(context.number('flushed'))} of the gradients at "
                 f"{context.place} zero {context.since}",
                 remedy="scale the loss, or cast to BF16",
             )
-        if context.text("cause") == _FEW_DIGITS:
+        if context.cause == _FEW_DIGITS:
             return Phrase(
                 what=f"{context.place} has rounded {percent(context.number('flushed'))} of its inputs to zero "
                 f"{context.since}",
                 effect="because its blocks hold values of unlike sizes",
                 remedy="look at the dimension along which blocks run",
             )
-        if context.text("cause") == _WEIGHTS:
+        if context.cause == _WEIGHTS:
             return Phrase(
                 what=f"a cast to {context.format} has made {percent(context.number('flushed'))} of the weights of "
                 f"{context.place} zero, seen {context.since}",
                 remedy="scale them by a power of two before the cast",
             )
-        if context.text("cause") == _ONE_SCALE:
+        if context.cause == _ONE_SCALE:
             return Phrase(
                 what=f"{context.place} has rounded {percent(context.number('flushed'))} of its inputs to zero "
                 f"{context.since}",

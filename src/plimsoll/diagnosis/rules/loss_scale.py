@@ -354,7 +354,7 @@ class ScaleOscillation(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return since when, and the share of skipped steps."""
-        if context.text("cause") == _BEGUN_AGAIN:
+        if context.cause == _BEGUN_AGAIN:
             return Phrase(
                 what=f"the loss scale has jumped back to {power(context.number('highest'))} "
                 f"{context.number('resets'):,.0f} times {context.since}",

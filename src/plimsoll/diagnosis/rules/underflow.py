@@ -84,7 +84,7 @@ class UnderflowHigh(ScaleRule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the format, the largest share, and where."""
-        if context.text("cause") == _WITHIN:
+        if context.cause == _WITHIN:
             return Phrase(
                 what=f"values have underflowed in {context.format} within {context.place} {context.since}: up to "
                 f"{percent(context.number('worst_lost'))} of what it puts out is zero",

@@ -18,8 +18,8 @@ def erased_samples(view: View) -> NDArray[np.bool_]:
     _, mine, theirs = np.intersect1d(gradients.steps, passed.steps, return_indices=True)
     # Only outputs of modules that own a parameter count: a saturated sigmoid gets a gradient, and passes on none. For a
     # bias it is the sum of its output's. Underflow is excluded: sums of normal numbers are none.
-    owners = {name.rpartition(".")[0] or str(view.run.manifest.get("root", "")) for name in gradients.names}
-    owners -= _fed_zeros(view, gradients)
+    owners = {_owner(view, name) for name in gradients.names}
+    owners -= _fed_zeros(view, gradients) | held_at_zero(view)[1]
     own = np.array([":output" in name and name.rpartition(":")[0] in owners for name in passed.names])
     largest = np.nan_to_num(passed.highest(passed.columns["absmax"]))[own].max(axis=0, initial=0.0)
     alive = np.zeros(len(gradients.steps), dtype=bool)
@@ -35,6 +35,22 @@ def _fed_zeros(view: View, gradients: Cells) -> set[str]:
     idle = always_zero(view.cells("activations"))
     biased = {name.removesuffix(".bias") for name in gradients.names if name.endswith(".bias")}
     return {name.removesuffix(":input") for name in idle if name.endswith(":input")} - biased
+
+
+def held_at_zero(view: View) -> tuple[set[str], set[str]]:
+    """Return parameters that begin at zero and get no gradient, and the modules that have no other ones with gradients.
+
+    A product of two such parameters, or layers, has a gradient of zero for both, whatever comes to its output.
+    """
+    still = always_zero(view.cells("weights")) & always_zero(gradients := view.cells("gradients"))
+    names = () if gradients is None else gradients.names
+    others = {_owner(view, name) for name in names if name not in still}
+    return still, {_owner(view, name) for name in still} - others
+
+
+def _owner(view: View, name: str) -> str:
+    """Return the module that a parameter is in."""
+    return name.rpartition(".")[0] or str(view.run.manifest.get("root", ""))
 
 
 def always_zero(cells: Cells | None) -> set[str]:
@@ -59,6 +75,7 @@ def lost_after_backward(view: View, modules: set[str], since: int, samples: int)
     span = np.flatnonzero(steps >= since)[:samples]  # judged once, for good
     if len(span) < samples:
         return set()
+    modules = modules - held_at_zero(view)[1]
     entries = {name: place for place, name in enumerate(inputs.names)}
     largest = passed.highest(passed.columns["absmax"])
     result = set[str]()

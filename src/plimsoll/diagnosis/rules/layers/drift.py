@@ -82,7 +82,7 @@ class Drift(Rule):
         """Return the direction and how far the sizes moved."""
         binades = context.number("binades")
         direction = "grown" if binades > 0 else "shrunk"
-        endless = context.text("cause") == _ENDLESS
+        endless = context.cause == _ENDLESS
         goes_on = f" and still {'grow' if binades > 0 else 'shrink'}" if context.finding.severity != "info" else ""
         return Phrase(
             what=f"{context.tensors} of {context.layers} have {direction} {times_two_to(abs(binades))}{goes_on}, seen "

@@ -72,7 +72,7 @@ class NormOfFewValues(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where, and what is left."""
-        if context.text("cause") == _LAST_BATCH:
+        if context.cause == _LAST_BATCH:
             return Phrase(
                 what=f"the batch norm {context.place} keeps the statistics of the last batch alone, seen "
                 f"{context.since}",
@@ -171,7 +171,7 @@ class GradientsVanish(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where gradients vanish, and by how much."""
-        if context.text("cause") == _STOPPED:
+        if context.cause == _STOPPED:
             stops = context.text("stops_in")
             return Phrase(
                 what=f"no gradient has come to {context.place} {context.since}: all of it ends "

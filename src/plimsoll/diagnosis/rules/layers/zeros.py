@@ -34,6 +34,7 @@ from plimsoll.diagnosis.tables.wiring_facts import (
 from plimsoll.diagnosis.tables.zero_gradients import (
     always_zero,
     erased_samples,
+    held_at_zero,
     lost_after_backward,
     where_gradients_stop,
 )
@@ -43,8 +44,8 @@ from plimsoll.text import number, percent
 
 _AT_ZERO = "weights of zero without a gradient"
 _ZERO_ON_BOTH_SIDES = (
-    "Their weights are all zero and get no gradient, so they stay zero. Two layers in a row that both begin at zero do "
-    "that."
+    "Their weights are all zero and get no gradient, so they stay zero. Two factors, or two layers in a row, that both "
+    "begin at zero do that."
 )
 _AS_LORA = "Initialise the first of the two at random, as LoRA does."
 _INPUTS_SMALL = "inputs-small"
@@ -134,6 +135,15 @@ class DeadLayer(Rule):
                 collection="gradients", advice="No action is needed.",
                 meaning="Their gradients were all zero for a while, and are not any more.",
             )  # fmt: skip
+        elif spots and {spot.name for spot in spots} <= (still := held_at_zero(view)[0]) and len(still) > 1:
+            evidence = {
+                "first": spots[0].name, "layers": len(spots), "cause": _AT_ZERO,
+                "at_zero": len({name.rpartition(".")[0] for name in still}),
+            }  # fmt: skip
+            yield self.finding(
+                "warning", spots, evidence, until_step=silent.until, collection="gradients",
+                meaning=_ZERO_ON_BOTH_SIDES, advice=_AS_LORA,
+            )  # fmt: skip
         elif spots and silent.unknown:
             yield self._perhaps_underflow(view, silent, spots)
         elif spots:
@@ -175,18 +185,18 @@ class DeadLayer(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where and since when."""
-        if context.text("cause") == _AT_ZERO:
+        if context.cause == _AT_ZERO:
             return Phrase(
                 what=f"all weights of {context.number('at_zero'):.0f} layers are zero and get no gradient, seen "
                 f"{context.since}",
                 remedy="initialise one layer of each pair at random",
             )
-        if context.text("cause") == _NO_SLOPE:
+        if context.cause == _NO_SLOPE:
             return Phrase(
                 what=f"all gradients of {context.place} have been zero {context.since}, and those of the bias not",
                 remedy="pass gradients through the rounding of the weight",
             )
-        if context.text("cause") == _NOTHING_LEFT:
+        if context.cause == _NOTHING_LEFT:
             return Phrase(
                 what=f"all {context.tensors} of {context.place} have been zero {context.since}: they underflow, or "
                 "nothing reaches them",
@@ -390,7 +400,7 @@ class StructuralZeros(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where and since when."""
-        if context.text("cause") == _DROPOUT:
+        if context.cause == _DROPOUT:
             return Phrase(
                 what=f"about {percent(context.number('zeros'))} of what comes into {context.place} has been set to "
                 f"zero {context.since}, as a dropout does",

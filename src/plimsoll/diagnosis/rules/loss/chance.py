@@ -133,7 +133,7 @@ class LossAtChance(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the loss, and that of guessing."""
         loss, guessing = (number(context.number(name)) for name in ("loss", "guessing"))
-        if context.text("cause") == _FAR_OFF:
+        if context.cause == _FAR_OFF:
             if context.text("input"):
                 return Phrase(
                     what=f"the loss was {loss} {context.at}, where guessing costs {guessing}: inputs are whole numbers "
@@ -145,7 +145,7 @@ class LossAtChance(Rule):
                 remedy="initialise the head or its tied table smaller",
             )
         until = f"until step {context.finding.until_step:,}"
-        if context.text("cause") == _ABOVE:
+        if context.cause == _ABOVE:
             is_over = context.finding.severity == "info"
             return Phrase(
                 what=f"the loss has risen to {loss}, where guessing costs {guessing}, {context.since}"
@@ -154,7 +154,7 @@ class LossAtChance(Rule):
             )
         if context.finding.severity == "info":
             return Phrase(what=f"the loss was {loss}, which guessing costs, {until}, and has left it since")
-        if context.text("cause") == _HARDLY:
+        if context.cause == _HARDLY:
             return Phrase(
                 what=f"the loss is {loss}, where guessing costs {guessing}, and has hardly moved {context.since}",
                 effect=f"as weights have gone {percent(context.number('way'))} of their size at most",

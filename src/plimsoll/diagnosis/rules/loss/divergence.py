@@ -418,7 +418,7 @@ class LossUnbounded(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the first and the last loss."""
         began, now = number(context.number("began_at")), number(context.number("now"))
-        if context.text("cause") == _MAXIMISED:
+        if context.cause == _MAXIMISED:
             return Phrase(
                 what=f"the training maximises an error: the loss is its negative, {began} at first and {now} at the "
                 "end",

@@ -113,7 +113,7 @@ class SpikeForerunner(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the jump, and the rise of the loss after it."""
-        if context.text("cause") == _BETAS:
+        if context.cause == _BETAS:
             return Phrase(
                 what=f"updates have grown to {number(context.number('times_the_rate'))} times the learning rate "
                 f"{context.since}",

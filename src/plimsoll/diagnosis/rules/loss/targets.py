@@ -66,7 +66,7 @@ class LossWrongAxis(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return what the loss compares."""
         rows = f"{context.number('rows'):,.0f}"
-        if context.text("cause") == _ROWS:
+        if context.cause == _ROWS:
             return Phrase(
                 what=f"the loss takes a softmax over the {rows} rows of a batch and not over the classes, seen "
                 f"{context.since}",
@@ -141,7 +141,7 @@ class ProbabilitiesAsLogits(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return which function is applied twice."""
         function = context.text("function")
-        if context.text("cause") == _NO_LOGARITHMS:
+        if context.cause == _NO_LOGARITHMS:
             return Phrase(
                 what=f"{function} takes log probabilities, and gets probabilities or scores, seen {context.since}",
                 effect="so it falls below zero and does not fit the targets",
@@ -188,14 +188,14 @@ class TargetsRepeatInputs(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return which targets."""
-        if context.text("cause") == _PADDING:
+        if context.cause == _PADDING:
             share, token = percent(context.number("share")), f"{context.number('token'):.0f}"
             return Phrase(
                 what=f"{share} of the targets are token {token}, which is the input there too, seen {context.since}",
                 effect="so the loss is mostly of padding",
                 remedy="give the loss ignore_index",
             )
-        if context.text("cause") == _SEEN:
+        if context.cause == _SEEN:
             return Phrase(
                 what=f"the targets are the tokens at the next places, and attention sees them, {context.since}",
                 effect="so the model copies what it is to predict",

@@ -89,7 +89,7 @@ class KeptNarrow(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return what is rounded, and the remedy."""
-        cause, fmt = context.text("cause"), context.text("format")
+        cause, fmt = context.cause, context.text("format")
         fmt = fmt if " " in fmt else fmt.upper()
         if cause == _NO_ZERO:
             return Phrase(

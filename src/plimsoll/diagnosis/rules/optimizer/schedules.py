@@ -141,14 +141,14 @@ class ScheduleMisread(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return what the schedule does with the rate."""
         name = context.text("optimizer")
-        if context.text("cause") == _AGAIN:
+        if context.cause == _AGAIN:
             before, rate = number(context.number("before")), number(context.number("rate"))
             return Phrase(
                 what=f"the schedule of {name} was made again and starts over {context.since}: its rate goes from "
                 f"{before} back to {rate}",
                 remedy="make it once, and load its state at a resume",
             )
-        if context.text("cause") == _NO_METRIC:
+        if context.cause == _NO_METRIC:
             return Phrase(
                 what=f"the schedule of {name} has lowered the rate {context.since} after "
                 f"{context.number('metrics'):,.0f} metrics of NaN or Inf",

@@ -108,7 +108,7 @@ class UpdatesSwallowed(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the largest share of weights that a step left as they were, where, and since when."""
-        if context.text("cause") == TOWARD_ZERO:
+        if context.cause == TOWARD_ZERO:
             return Phrase(
                 what=f"each step rounds the weights of {context.place} toward zero {context.since}",
                 remedy="round to nearest or by chance",
@@ -187,7 +187,7 @@ class SecondMomentLost(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share of lost moments, or that epsilon is zero."""
         share = percent(context.number("lost"))
-        if context.text("cause") == _ROUNDED_STATE:
+        if context.cause == _ROUNDED_STATE:
             return Phrase(
                 what=f"up to {share} of Adam's second moments of {context.place} have been rounded to zero "
                 f"{context.since}",

@@ -180,7 +180,7 @@ class GradientsMishandled(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the mistake and its remedy."""
-        cause = context.text("cause")
+        cause = context.cause
         if cause == _OF_SCALE:
             return Phrase(what=f"the loss depends on the loss scale, seen {context.since}", remedy=_REMEDIES[cause])
         if cause == _OF_LAYERS:

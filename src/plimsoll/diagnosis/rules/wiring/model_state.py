@@ -72,7 +72,7 @@ class EvaluationMode(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return which part is in evaluation mode."""
-        if context.text("cause") == _FOLLOW:
+        if context.cause == _FOLLOW:
             return Phrase(
                 what=f"frozen batch norms ({context.place}) have followed the data {context.since}",
                 effect="so what was trained before no longer fits",

@@ -107,7 +107,7 @@ class UntrainedParameters(Rule):
         """Return which parameters, and why they are not trained."""
         whose = f"parameters of {context.layer}" if context.is_single else f"{len(context.finding.where)} parameters"
         how, remedy = "have had no gradient", "look for a detach() before the loss"
-        if context.text("cause") == _OUTSIDE:
+        if context.cause == _OUTSIDE:
             how, remedy = "are in no optimizer", "give them to an optimizer"
         return Phrase(what=f"{whose} {how}, seen {context.since}", remedy=remedy)
 
@@ -175,7 +175,7 @@ class OptimizerIdle(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the optimizer and why it is idle."""
-        cause = context.text("cause")
+        cause = context.cause
         if cause == _PUT_BACK:
             return Phrase(
                 what=f"the weights are again what they were at step {context.number('as_at_step'):,.0f}, "
