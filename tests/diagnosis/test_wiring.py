@@ -1,5 +1,6 @@
 """Trainings that are wired wrongly, and right ones that look like them, watched for real."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -75,6 +76,12 @@ def zero_by_data(optimizer: torch.optim.Optimizer) -> None:
                 p.grad.data.zero_()
 
 
+def at_every_other(act: Callable[[Any], object]) -> Callable[[Any], object]:
+    """The same at the first of two calls."""
+    calls = itertools.count()
+    return lambda argument: act(argument) if next(calls) % 2 == 0 else None
+
+
 def divide(model: nn.Module, _: object, scaler: Any) -> None:
     for p in model.parameters():
         p.grad = p.grad / scaler.get_scale()
@@ -90,6 +97,21 @@ def unscale_at_once(model: nn.Module, optimizer: Any, scaler: Any) -> None:
     scaler.unscale_(optimizer)
     x = torch.randn(16, 8)
     scaler.scale(nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)) / 2).backward()
+
+
+def step_by_hand(optimizer: Any, scaler: Any) -> None:
+    """A step that the script takes, or skips, by what it sees of the unscaled gradients."""
+    scaler.unscale_(optimizer)
+    if all(bool(p.grad.isfinite().all()) for group in optimizer.param_groups for p in group["params"]):
+        optimizer.step()
+    scaler.update()
+
+
+class Doubled(torch.amp.GradScaler):
+    """A scaler that gets each loss twice; the first time, a division comes in between."""
+
+    def scale(self, outputs: Any) -> Any:
+        return super().scale(super().scale(outputs) / 2)
 
 
 def unscale_and_try_again(model: nn.Module, optimizer: Any, scaler: Any) -> None:
@@ -126,6 +148,9 @@ RIGHT: dict[str, dict[str, Any]] = {
     "scaler that is off": {"scaler": lambda: torch.amp.GradScaler("cpu", enabled=False), "step": lambda o, s: o.step()},
     "divided by hand": {"scaler": scaler, "between": divide, "step": lambda o, s: o.step()},
     "clipped": {"between": lambda m, o, s: clip_grad_norm_(m.parameters(), 0.1)},
+    "unscaled, and stepped or skipped by hand": {
+        "scaler": lambda: torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100), "step": step_by_hand,
+    },
     "unscaled and clipped": {"scaler": scaler, "between": unscale_and_clip},
     "unscaled and clipped, accumulated": {"scaler": scaler, "between": unscale_and_clip, "accumulate": 3},
     "unscaled before another model's backward": {"scaler": scaler, "between": unscale_and_score_another},
@@ -187,6 +212,14 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     ),
     "never zeroed, accumulated": (
         {"zero": nothing, "accumulate": 2}, ("gradients-mishandled", "warning", "never set to zero"),
+    ),
+    "zeroed every other step": (
+        {"zero": at_every_other(lambda o: o.zero_grad())},
+        ("gradients-mishandled", "warning", "set to zero at some steps only"),
+    ),
+    "scaled twice": (
+        {"scaler": lambda: Doubled("cpu", init_scale=2.0**5, growth_interval=100)},
+        ("gradients-mishandled", "alarm", "those of a loss that was scaled twice"),
     ),
     "never unscaled": (
         {"scaler": scaler, "step": lambda o, s: o.step()}, ("gradients-mishandled", "alarm", "never unscaled"),

@@ -43,6 +43,45 @@ def test_a_step_that_the_scaler_skips_is_recorded(fused: bool, tmp_path: Path) -
         assert 2 not in [step for step, *_ in run.spectra("updates")]
 
 
+def test_steps_that_a_script_takes_or_skips_by_hand_have_the_scale(tmp_path: Path) -> None:
+    model, data = mlp(), batches(4, 4, 8)
+    data[2][0, 0] = math.inf
+    twin = copy.deepcopy(model)
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.125) for m in (model, twin))
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+        for x in data:
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            if model[0].weight.grad.isfinite().all():
+                optimizer.step()
+            scaler.update()
+    with pl.watch(twin, other, run=tmp_path / "plain", every=1):
+        train(twin, other, [data[0], data[1]])
+    run, plain = only_run(tmp_path / "run"), only_run(tmp_path / "plain")
+    assert list(run.scalars("scale")[1]) == [256.0, 256.0, 256.0, 128.0]
+    assert [event.step for event in run.events() if event.kind == "skip"] == [2]
+    for step in range(2):
+        ours, theirs = (each.spectrum("activation_gradients", "0:output", step) for each in (run, plain))
+        assert ours.absmax == theirs.absmax
+
+
+def test_a_loss_that_is_scaled_twice_is_recorded_without_both_scales(tmp_path: Path) -> None:
+    model, data = mlp(), batches(3, 4, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    scaler, expected = torch.amp.GradScaler("cpu", init_scale=16.0), list[float]()
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+        for x in data:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            expected.append(float(loss.detach()))
+            scaler.scale(scaler.scale(loss)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert only_run(tmp_path / "run").scalars("loss")[1].tolist() == expected
+
+
 def test_gradients_and_activation_gradients_have_their_true_magnitude(tmp_path: Path) -> None:
     model, data = mlp(), batches(2, 4, 8)
     twin = copy.deepcopy(model)

@@ -151,6 +151,14 @@ def is_scaled_by(root: Tensor, scale: Tensor) -> bool:
     return any(_has_factor(node, scale) for node in itertools.islice(_nodes([root]), _NEAREST))
 
 
+def is_multiple_of_scaled(root: Tensor, scale: Tensor) -> bool:
+    """Return True if the number is a product with `scale`, perhaps divided or cast since."""
+    node: Any = root.grad_fn
+    while node is not None and not _has_factor(node, scale):
+        node = None if _divisor(node) is None else node.next_functions[0][0]
+    return node is not None
+
+
 def unscaled_leaves(root: Tensor, scale: Tensor) -> list[Tensor]:
     """Return the leaves that only terms without the loss scale reach.
 

@@ -469,6 +469,13 @@ def has_gradients(optimizer: Any) -> bool:
     return any(p.grad is not None for p in itertools.chain(own, parameters_of(optimizer)))
 
 
+def has_unscaled(scaler: Any, optimizer: Any) -> bool:
+    """Return True if a `GradScaler` has unscaled the optimizer's gradients, and has not stepped it since."""
+    states = getattr(scaler, "_per_optimizer_states", None)
+    state = cast("dict[int, dict[str, object]]", states).get(id(optimizer)) if isinstance(states, dict) else None
+    return state is not None and getattr(state.get("stage"), "name", "") == "UNSCALED"
+
+
 def masters_of(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
     """Return an optimizer's registered FP32 masters, each with the model's weight."""
     # The attribute is a function without arguments, so that an optimizer's copies and pickles have none of it.

@@ -150,6 +150,7 @@ class FollowedOptimizer:
         self.steps = 0
         self.follows = True  # in this step
         self.empty = self.carried = self.scaled = 0  # steps on end
+        self.carried_some = 0  # steps, on end or not
         self.had_gradients = False
         self.from_scaled = False  # the backward of a scaled loss has reached the parameters since the last step
         self.was_scaled = False  # and they were stepped on as it left them

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels.device_value import DeviceValue, number
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.autograd_graph import backward_running, is_scaled_by
+from plimsoll.watch.hooks.autograd_graph import backward_running, is_multiple_of_scaled, is_scaled_by
 from plimsoll.watch.hooks.torch_hooks import is_transformed, outside_transforms
 from plimsoll.watch.names import unwrapped
-from plimsoll.watch.parameters.optimizer_tensors import Parameters, innermost
+from plimsoll.watch.parameters.optimizer_tensors import Parameters, has_unscaled, innermost
 from plimsoll.watch.parameters.updates import Probe
 from plimsoll.watch.session import WatchSession, contained, contained_reader
 from plimsoll.watch.settings import COLLECTIONS
@@ -296,6 +296,9 @@ class Steps(torch_hooks.TrainingEvents):
         found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
         if isinstance(found_inf, Tensor):
             self._note_skip(found_inf)
+        scaler = self._scales and self._scales()
+        if has_unscaled(scaler, optimizer):  # a script that looks at the gradients itself may call no scaler's step
+            self._awaits(scaler)
         self.losses.step_ends(optimizer)
         self.parameters.leave(optimizer)
         self._candidate()
@@ -323,7 +326,9 @@ class Steps(torch_hooks.TrainingEvents):
         """A scaler has scaled a loss."""
         if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
             self._scaled = {key: known for key, known in self._scaled.items() if known[0]() is not None}
-            self._scaled[id(scaled)] = (weakref.ref(scaled), loss.detach())
+            scale = getattr(scaler, "_scale", None)
+            twice = isinstance(scale, Tensor) and is_multiple_of_scaled(loss, scale)
+            self._scaled[id(scaled)] = (weakref.ref(scaled), self._unscaled(loss) if twice else loss.detach())
             self._scales = weakref.ref(scaler)
 
     @contained
@@ -332,10 +337,7 @@ class Steps(torch_hooks.TrainingEvents):
         optimizer = innermost(optimizer)
         if not self._takes(optimizer):
             return
-        self._scaler = weakref.ref(scaler)
-        self._awaits_update = True
-        if self._scale is None:
-            self._scale = _scale_of(scaler)
+        self._awaits(scaler)
         if id(optimizer) in self._stepped_by_scaler:
             self._stepped_by_scaler.discard(id(optimizer))
             if isinstance(scaler, torch.amp.GradScaler):
@@ -352,9 +354,19 @@ class Steps(torch_hooks.TrainingEvents):
         self._note_skip(True)
         self._candidate()
 
+    def _awaits(self, scaler: Any) -> None:
+        """Take the step's scale from a scaler, whose update ends the step."""
+        self._scaler, self._awaits_update = weakref.ref(scaler), True
+        if self._scale is None:
+            self._scale = _scale_of(scaler)
+
     @contained
     def scaler_update_begins(self, scaler: Any) -> None:
         """A scaler is about to change its scale."""
+        for optimizer in list(self.parameters.optimizers):
+            # Unscaled and not stepped: the script has skipped the step by itself.
+            if id(optimizer) not in self._stepped_by_scaler and has_unscaled(scaler, optimizer):
+                self.scaler_step_ends(scaler, optimizer)
         if self._awaits_update and self._scaler is not None and self._scaler() is scaler:
             self._scale = _scale_of(scaler)
 

@@ -4,7 +4,7 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 
 - an optimizer that never steps, that steps without gradients, or whose rate is 0, NaN, Inf or next to nothing;
 - parameters that require gradients and are in no optimizer, or in one and never get a gradient;
-- gradients that are added to those of the step before, because nothing has set them to zero;
+- gradients that are added to those of the step before, because nothing has set them to zero, or not at each step;
 - gradients of a scaled loss that reach the optimizer as the backward left them;
 - gradients of a scaled loss that are added to those that the scaler has unscaled already in the same step;
 - gradients of micro-batches that are cleared before the next, or rounded away as they are added up in 16 bits;
@@ -15,7 +15,8 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - a softmax or sigmoid before a loss that applies one itself;
 - ranks that begin with other weights, and layers whose units are copies of each other (`model_facts`);
 - weights, gradients, second moments and losses that are kept in fewer digits than their dtype has (`kept_narrow`);
-- losses that are divided by the number of micro-batches twice, or of which only a part carries the loss scale;
+- losses that are divided by the number of micro-batches twice, that are scaled twice, or of which only a part carries
+  the loss scale;
 - a model that is trained in evaluation mode, and frozen batch norms that are not;
 - norms over a single value, which are their bias whatever comes in, batch norms over two, and those that evaluate by
   the last batch alone;
@@ -43,7 +44,7 @@ from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import autograd_graph, torch_hooks
 from plimsoll.watch.names import clean
 from plimsoll.watch.parameters.averages import Averages
-from plimsoll.watch.parameters.optimizer_tensors import has_gradients, innermost, parameters_of
+from plimsoll.watch.parameters.optimizer_tensors import has_gradients, has_unscaled, innermost, parameters_of
 from plimsoll.watch.parameters.updates import OWN, kind_of
 from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.steps.followed_optimizer import FollowedGradient, FollowedOptimizer
@@ -72,6 +73,7 @@ _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no g
 _PATIENCE = 200  # backwards, or steps of others, after which an optimizer that has not stepped is named
 _FEWEST = 3  # backwards or steps by which a watch that closes may be judged
 _REPEATS = 3  # steps on end in which gradients were carried over, or not unscaled
+_SOME = 6  # steps in which they were carried over, among others in which they were not
 _INDICES = 32  # that a 16-bit format may hold or not
 _LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
 _PAIR = 2  # values of which a norm leaves 1 and -1, whatever they are
@@ -145,8 +147,11 @@ class Wiring(torch_hooks.TrainingEvents):
             if known.follows:
                 known.sums.backward_begins()
                 known.micro.backward_begins()
+            measure = (
+                known.carried >= _REPEATS - 1 or known.carried_some >= _SOME - 1
+            ) and not self._has_said_carried()
             for followed in known.followed if known.follows else ():
-                followed.backward_begins(known.carried >= _REPEATS - 1 and "carried over" not in self._said)
+                followed.backward_begins(measure)
             self._look_for_mixture(optimizer, known)
         if self._since_step == _PATIENCE and not self._steps:
             self._say_no_step()
@@ -189,7 +194,8 @@ class Wiring(torch_hooks.TrainingEvents):
         names = self._names()
         self._look_at_batch_norms(loss, names)
         scale = getattr(None if self._scaler is None else self._scaler(), "_scale", None)
-        self._targets.look_behind(loss, scale if isinstance(scale, Tensor) else None, is_first=self._backwards == 1)
+        is_first = self._backwards == 1 and "scaled twice" not in self._said  # else the loss is not known
+        self._targets.look_behind(loss, scale if isinstance(scale, Tensor) else None, is_first=is_first)
         if isinstance(scale, Tensor):
             leaves = autograd_graph.unscaled_leaves(loss, scale)
             if apart := [names[id(leaf)] for leaf in leaves if id(leaf) in names]:
@@ -312,13 +318,16 @@ class Wiring(torch_hooks.TrainingEvents):
     def _follow(self, optimizer: Any, known: FollowedOptimizer) -> None:
         known.was_scaled = known.from_scaled and getattr(optimizer, "grad_scale", None) is None
         known.was_scaled &= all(followed.is_as_backward_left_it() for followed in known.followed)
+        known.was_scaled &= not self._has_unscaled(optimizer)  # which leaves a gradient's version as it is
         known.from_scaled = False
         if not known.was_scaled:
             known.scaled = 0
         carried = [followed for followed in known.followed if followed.carried]
-        known.carried = known.carried + 1 if known.followed and len(carried) == len(known.followed) else 0
-        if known.carried == _REPEATS:
-            self._say_carried(known, carried)
+        is_carried = bool(known.followed) and len(carried) == len(known.followed)
+        known.carried = known.carried + 1 if is_carried else 0
+        known.carried_some += is_carried
+        if known.carried == _REPEATS or (is_carried and known.carried_some == _SOME):
+            self._say_carried(known, carried, some=known.carried < _REPEATS)
 
     def _look_at_sums(self, known: FollowedOptimizer) -> None:
         sums, counts = known.sums, known.sums.counts()
@@ -458,6 +467,11 @@ class Wiring(torch_hooks.TrainingEvents):
         if not callable(enabled) or enabled():
             self._scaler = weakref.ref(scaler)
             self._scaled = weakref.ref(scaled) if isinstance(scaled, Tensor) else None
+            scale = getattr(scaler, "_scale", None)
+            if isinstance(loss, Tensor) and isinstance(scale, Tensor):
+                twice = not self._idle() and autograd_graph.is_multiple_of_scaled(loss, scale)
+                if twice:
+                    self._later("scaled twice", "a loss that was scaled already is scaled again", self._scales())
 
     @contained
     def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None:
@@ -602,13 +616,22 @@ class Wiring(torch_hooks.TrainingEvents):
         gradients = [] if model is None else [p.grad.detach() for p in model.parameters() if p.grad is not None]
         return any(not bool(torch.isfinite(g).all()) for g in gradients if g.layout == torch.strided and not g.is_meta)
 
-    def _say_carried(self, known: FollowedOptimizer, carried: list[FollowedGradient]) -> None:
+    def _has_said_carried(self) -> bool:
+        return "carried over" in self._said or "carried at some steps" in self._said
+
+    def _say_carried(self, known: FollowedOptimizer, carried: list[FollowedGradient], *, some: bool) -> None:
+        if self._has_said_carried():
+            return
         sizes = [followed.size for followed in carried if followed.size is not None]
-        message = (
-            f"gradients of {known.name} are added to those of the step before: nothing sets them to zero. Call "
-            "optimizer.zero_grad() once a step."
-        )
-        self._later("carried over", message, lambda: any((resolved(size) or 0.0) > 0 for size in sizes), known)
+        many = f" at {known.carried_some} of the first {known.steps + 1} steps" if some else ""
+        why = "zero_grad() is not called at each step" if some else "nothing sets them to zero"
+        message = f"gradients of {known.name} are added to those of the step before{many}: {why}. Call "
+        fact = "carried at some steps" if some else "carried over"
+        self._later(
+            fact, f"{message}optimizer.zero_grad() once a step.",
+            lambda: any((resolved(size) or 0.0) > 0 for size in sizes), known,
+            carried=known.carried_some, of=known.steps + 1,
+        )  # fmt: skip
 
     def _say_unscaled(self, known: FollowedOptimizer) -> None:
         message = (
@@ -631,10 +654,7 @@ class Wiring(torch_hooks.TrainingEvents):
         return lambda: value is None or resolved(value) != 1.0
 
     def _has_unscaled(self, optimizer: Any) -> bool:
-        """Return True if gradients were unscaled since the optimizer's last step."""
-        states = getattr(None if self._scaler is None else self._scaler(), "_per_optimizer_states", None)
-        state = cast("dict[int, dict[str, object]]", states).get(id(optimizer)) if isinstance(states, dict) else None
-        return state is not None and getattr(state.get("stage"), "name", "") == "UNSCALED"
+        return has_unscaled(self._scaler and self._scaler(), optimizer)
 
     def _later(
         self, fact: str, message: str, holds: Callable[[], bool], known: FollowedOptimizer | None = None, key: str = "",

@@ -18,6 +18,8 @@ from plimsoll.runs import Event
 _ERASED = "all zero when the optimizer steps, and not after the backward"
 _OF_LAYERS = "zero when the optimizer steps, and not in the backward"
 _TOO_EARLY = "unscaled before all of a step are added up"
+_AT_SOME = "set to zero at some steps only"
+_SCALED_TWICE = "those of a loss that was scaled twice"
 _TWICE = "divided by the loss scale twice"
 _ROUNDED = "rounded away as they are added up"
 _CLIPPED = "clipped before all micro-batches are added up"
@@ -36,6 +38,8 @@ _REMEDIES = {
     _DIVIDED: "divide the loss once",
     _OF_SCALE: "divide gradients by the scale before a loss is made from them",
     _LEFT: "set them to None",
+    _AT_SOME: "call zero_grad() at each step",
+    _SCALED_TWICE: "call scaler.scale(loss) once",
     _TWICE: "let one scaler do it, and nothing else",
     "never set to zero": "call zero_grad() once a step",
     "never unscaled": "call scaler.step(optimizer)",
@@ -61,6 +65,22 @@ _MISHANDLED = (
         cause="never set to zero",
         meaning="Gradients are added to those of all steps before: the optimizer follows their sum.",
         advice="Call optimizer.zero_grad() once a step, before the backward.",
+    ),
+    _Mishandled(
+        fact="carried at some steps",
+        cause=_AT_SOME,
+        meaning="At {carried} of the first {of} steps gradients were added to those of the step before: the optimizer "
+        "steps on some batches twice.",
+        advice="Call optimizer.zero_grad() after each optimizer.step(). To add up N micro-batches, step once in N "
+        "backwards, where gradients are set to zero.",
+    ),
+    _Mishandled(
+        fact="scaled twice",
+        cause=_SCALED_TWICE,
+        meaning="scaler.scale() gets a loss that it has scaled before. Gradients carry the scale twice and are divided "
+        "by it once: they overflow early, and are too large by the scale.",
+        advice="Call scaler.scale(loss) once, at the backward.",
+        severity="alarm",
     ),
     _Mishandled(
         fact="not unscaled",
@@ -108,9 +128,9 @@ class GradientsMishandled(Rule):
 
     id = "gradients-mishandled"
     says = (
-        "gradients are never set to zero, unscaled never, twice or too early, clipped too early, "
+        "gradients are never set to zero, or not at each step, unscaled never, twice or too early, clipped too early, "
         "not at all, erased, cleared between micro-batches, rounded away in their sum, divided by the micro-batches "
-        "twice, scaled in part, left on frozen weights, or of a loss that depends on the scale"
+        "twice, scaled twice or in part, left on frozen weights, or of a loss that depends on the scale"
     )
     meaning = "The optimizer gets gradients that are not those of the step's loss."
     advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."
@@ -183,6 +203,8 @@ class GradientsMishandled(Rule):
         cause = context.cause
         if cause == _OF_SCALE:
             return Phrase(what=f"the loss depends on the loss scale, seen {context.since}", remedy=_REMEDIES[cause])
+        if cause == _SCALED_TWICE:
+            return Phrase(what=f"the loss is scaled twice, seen {context.since}", remedy=_REMEDIES[cause])
         if cause == _OF_LAYERS:
             what = f"all {context.tensors} of {context.place} are {cause}, seen {context.since}"
             return Phrase(what=what, remedy=_REMEDIES[cause])
@@ -198,9 +220,10 @@ class GradientsMishandled(Rule):
         for known in _MISHANDLED:
             event = first_fact(view, known.fact)
             if event is not None:
+                whose = str(event.details.get("optimizer") or "all gradients")
                 details = {**event.details, "format": str(event.details.get("format", "")).upper()}
                 yield self._finding(
-                    view, known.severity, event.step, known.cause, str(event.details.get("optimizer", "")),
+                    view, known.severity, event.step, known.cause, whose,
                     meaning=known.meaning.format(**details), advice=known.advice,
                 )  # fmt: skip
 
