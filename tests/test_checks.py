@@ -1,11 +1,17 @@
 """Checks of arguments: what passes, what does not, and that the message has the rule, the value and the remedy."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import plimsoll as pl
 from plimsoll import checks
-from plimsoll.errors import ArgumentError
+from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from tests.support.cases import each
 
 REMEDY = "Use another."
@@ -57,3 +63,24 @@ def test_a_choice_that_is_not_there_names_the_nearest(value: object, near: str) 
 def test_a_bool_is_not_the_number_it_equals() -> None:
     with pytest.raises(ArgumentError, match=r"expected n to be 0 or 1; got n=True\. Use 0\."):
         checks.one_of("f", "n", True, (0, 1))
+
+
+X = torch.zeros(2, 3)
+TAKES_A_MODEL: dict[str, Callable[[Any, Path], object]] = {
+    "watch": lambda model, path: pl.watch(model, run=path),
+    "prepare": lambda model, path: pl.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32"),
+    "locate": lambda model, path: pl.locate(lambda: model(X).sum(), model=model),
+    "microscope": lambda model, path: pl.microscope(model, lambda: model(X).sum()),
+    "probe": lambda model, path: pl.probe(model, [X], "fp16"),
+    "receipt": lambda model, path: pl.receipt(model, X),
+}
+
+
+@each("operation", TAKES_A_MODEL)
+def test_lazy_layers_that_no_batch_has_met_are_refused_by_name(operation: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.ReLU(), nn.LazyLinear(2))
+    with pytest.raises(UnsupportedTensorError) as error:
+        TAKES_A_MODEL[operation](model, tmp_path / "run")
+    rule = f"{operation}: expected parameters that have a shape; got 1.weight, which is not initialized yet. "
+    assert str(error.value) == f"{rule}Run the model once before."
+    assert not (tmp_path / "run").exists()

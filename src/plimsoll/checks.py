@@ -4,13 +4,14 @@ Every message has the shape of `plimsoll.errors`: `<operation>: expected <what m
 """
 
 import difflib
+import itertools
 import math
 import numbers
 import operator
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar, cast
 
-from plimsoll.errors import ArgumentError
+from plimsoll.errors import ArgumentError, UnsupportedTensorError
 
 Choice = TypeVar("Choice")
 
@@ -161,6 +162,31 @@ def items(operation: str, name: str, value: object, *, remedy: str = "Put it in 
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise _error(operation, f"{name} to be a list", name, value, remedy)
     return list(cast("Iterable[Any]", value))
+
+
+def initialized(operation: str, model: Any) -> None:
+    """Raise if a lazy layer of a model has parameters or buffers without a size still.
+
+    Args:
+        operation: What the user called, for the message.
+        model: A `torch.nn.Module`.
+
+    Raises:
+        UnsupportedTensorError: The model was not run before.
+    """
+    names = lazy_names(model)
+    if names:
+        raise UnsupportedTensorError(
+            f"{operation}: expected parameters that have a shape; got {names[0]}, which is not initialized yet. Run "
+            "the model once before."
+        )
+
+
+def lazy_names(model: Any) -> list[str]:
+    """Return the parameters and buffers of a model that have no size before its first call."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    # By its method, so that this module needs no torch.
+    return [name for name, tensor in named if hasattr(type(tensor), "materialize")]
 
 
 def _short(bound: int) -> str:

@@ -174,6 +174,18 @@ def test_an_optimizer_made_after_the_forward_loses_the_first_step_and_says_so(se
     assert session.runs()["run"].steps == [0, 1]
 
 
+def test_a_lazy_model_is_watched_once_it_has_its_parameters(session: Session) -> None:
+    def train() -> None:
+        model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2))
+        optimizer = session.noted(sgd(model))
+        for _ in range(3):
+            step(lambda: model(torch.ones(3, 4)), optimizer)
+
+    train()
+    assert session.said == [] and [found.missed_steps for found in session.found] == [1]
+    assert list(session.runs()["run"].steps) == [0, 1]
+
+
 def test_an_optimizer_made_later_for_a_watched_model_is_recorded(session: Session) -> None:
     def train() -> None:
         model = mlp(4, 2)

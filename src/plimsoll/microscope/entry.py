@@ -208,3 +208,4 @@ def _check_place(model: Any) -> None:
         raise ArgumentError(
             f"microscope: expected a torch.nn.Module as model; got {type(model).__name__}. Give the module itself."
         )
+    checks.initialized("microscope", model)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from plimsoll.checks import integer
+from plimsoll.checks import initialized, integer
 from plimsoll.errors import ArgumentError
 from plimsoll.precision.levels.catalogue import Level, Precision, Schedule, schedule_of
 from plimsoll.precision.levels.placement import has_borders
@@ -36,6 +36,7 @@ def check_model(model: object) -> nn.Module:
             f"prepare: expected a module that runs its hooks in this process; got {name}. Prepare the "
             "module inside it, or use DistributedDataParallel."
         )
+    initialized("prepare", model)
     return unwrapped(model)
 
 

@@ -144,6 +144,7 @@ def _of_weights(weights: Mapping[str, Tensor], question: Question, subject: str)
 def _of_model(
     model: nn.Module, batches: Sequence[Any], question: Question, loss: Loss | None, subject: str, remarks: list[str]
 ) -> Probe:
+    checks.initialized("probe", model)
     root = unwrapped(model)
     if any(p.is_floating_point() and p.dtype.itemsize < torch.float32.itemsize for p in root.parameters()):
         root = copy.deepcopy(root).float()

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from plimsoll.checks import initialized
 from plimsoll.emulate.casting import CUDA
 from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.emulate.dispatch.thread_frame import categories_of
@@ -241,6 +242,7 @@ def _check(model: object, inputs: tuple[Any, ...], step: object) -> nn.Module:
         raise ArgumentError(
             f"receipt: expected model to be a torch.nn.Module; got model={type(model).__name__}. Give the model first."
         )
+    initialized("receipt", model)
     if step is not None and not callable(step):
         raise ArgumentError(
             f"receipt: expected step to be a closure that runs one step; got step={type(step).__name__}. Write "

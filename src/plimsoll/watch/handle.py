@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from plimsoll import kernels
-from plimsoll.checks import items
+from plimsoll.checks import initialized, items
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels.device_value import DeviceValue, number, resolved
 from plimsoll.runs import RunWriter, Scalars, as_sink
@@ -386,6 +386,7 @@ def _check_model(model: object) -> None:
             "watch: expected a model that runs in this process alone; got torch.nn.DataParallel, whose replicas on "
             "other devices run without its hooks. Use DistributedDataParallel, one process a device."
         )
+    initialized("watch", model)
 
 
 def _optimizers(given: Any) -> list[Any]:

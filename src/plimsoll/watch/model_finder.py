@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from plimsoll.checks import lazy_names
 from plimsoll.runs.storage import location
 from plimsoll.watch import lifecycle
 from plimsoll.watch.handle import watch
@@ -165,6 +166,8 @@ class Finder:
             self._contain(self._find, module)
 
     def _find(self, module: nn.Module) -> None:
+        if lazy_names(module):  # its first call makes its parameters: the next one is watched
+            return
         ids, needs = _ids_of(module), self._needs()
         mine = [need for _, need in needs if need & ids]
         if mine:

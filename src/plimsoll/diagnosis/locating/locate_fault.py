@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
 
+from plimsoll.checks import initialized
 from plimsoll.diagnosis.finding import shown
 from plimsoll.diagnosis.locating.fault import Fault, Source, number
 from plimsoll.diagnosis.locating.fault_description import describe_fault, label, source_of
@@ -394,6 +395,8 @@ def _check(closure: object, model: object, flush_share: object) -> None:
             f"locate: expected model to be a torch.nn.Module; got {type(model).__name__}. Leave it out, or give the "
             "module that the closure calls."
         )
+    if model is not None:
+        initialized("locate", model)
     if flush_share is None:
         return
     if isinstance(flush_share, bool) or not isinstance(flush_share, int | float) or not 0 <= flush_share < 1:

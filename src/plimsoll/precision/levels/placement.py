@@ -170,11 +170,6 @@ def _fits(values: Tensor, dtype: torch.dtype) -> bool:
 
 def _check_castable(root: nn.Module, wanted: Mapping[nn.Parameter, torch.dtype]) -> None:
     for name, p in root.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise UnsupportedTensorError(
-                f"prepare: expected parameters that have a shape; got {name}, which is not initialized yet. "
-                "Run the model once before."
-            )
         dtype = wanted.get(p)
         if dtype is None or p.dtype in (torch.float32, dtype):
             if dtype is not None and p.dtype != dtype and not _fits(p.detach(), dtype):
