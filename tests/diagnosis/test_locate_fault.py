@@ -4,6 +4,7 @@
 
 import json
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,25 @@ def test_a_loss_of_several_terms_and_a_dictionary():
     assert fault.operation == "aten.log"
     assert locate(lambda: {"loss": x.sum(), "mask": torch.full((2,), -torch.inf)}) is None
     assert locate(lambda: None) is None
+
+
+def test_the_backward_starts_from_the_loss_among_other_results():
+    x = torch.zeros(2, requires_grad=True)
+    for returned in (
+        lambda: {"loss": x.sqrt().sum(), "mean": x.mean()},
+        lambda: types.SimpleNamespace(loss=x.sqrt().sum(), logits=x),
+        lambda: (x.sqrt().sum(), x, x.detach().mean()),
+    ):
+        fault = found(returned)
+        assert (fault.operation, fault.phase, fault.reached) == ("aten.div", "backward", "the gradient of x")
+
+
+def test_a_closure_that_shows_no_loss_is_no_clean_bill():
+    x = torch.zeros(2, requires_grad=True)
+    for returned in (x.sqrt, lambda: (x.sqrt().sum(), x.sum())):
+        with pytest.warns(RuntimeWarning, match="Only the forward was looked at. Return one number"):
+            assert locate(returned) is None
+    assert found(x.log).operation == "aten.log"  # without a warning
 
 
 @pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
@@ -278,6 +298,21 @@ def test_a_number_that_is_filled_in_is_called_a_constant():
     assert fault.sentence == (
         f"masked_fill wrote the constant Inf at test_locate_fault.py:{fault.source.line}; it reached the loss."
     )
+
+
+def test_a_constant_that_an_operation_makes_nan_of_is_named_with_its_line():
+    x = torch.tensor([1.0, -1.0], requires_grad=True)
+    weight, hidden = math.inf, torch.tensor([True, False])
+    for closure, whose in (
+        (lambda: (x * weight).sum(), "Inf of mul"),
+        (lambda: (x + weight).softmax(0).sum(), "Inf of add"),
+        (lambda: x.masked_fill(hidden, -math.inf) @ torch.zeros(2), "-Inf of masked_fill"),
+        (lambda: torch.full((2,), math.inf) @ (0 * x), "Inf"),
+    ):
+        fault = found(closure)
+        assert fault.source is not None
+        line = f" at test_locate_fault.py:{fault.source.line};"
+        assert f"gave NaN from the constant {whose}{line}" in fault.sentence, fault.sentence
 
 
 def test_a_mask_that_the_loss_leaves_out_is_no_cause_of_what_breaks_a_gradient():

@@ -251,9 +251,14 @@ def _values(origin: Origin) -> str:
 
 def _from(origin: Origin) -> str:
     dirty = [o for o in origin.inputs if o.spectrum is not None and o.spectrum.nonfinite]
-    if dirty:
+    if not dirty:
+        return "finite inputs"
+    meant = next((other for other in origin.given if other.deliberate and other.what == "made"), None)
+    if meant is None:
         return "an Inf that was there on purpose (a mask)"
-    return "finite inputs"
+    odd = (value for value in meant.scalars.values() if isinstance(value, float) and not math.isfinite(value))
+    where = "" if meant.facts.base in _CONSTANTS else f" of {_base(meant)}"
+    return f"the constant {number(next(odd, meant.value))}{where}{_line(meant)}"
 
 
 def _format(origin: Origin) -> Format | None:

@@ -8,6 +8,7 @@ the first is the fault. An Inf that reached nothing is harmless, and no fault.
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -206,9 +207,10 @@ def locate(
 ) -> Fault | None:
     """Return the first operation that made a NaN or Inf that mattered; None without.
 
-    It is of the forward or the backward. The closure is run once: forward, and backward if it calls it; if it does not
-    and returns a loss that requires gradients, `locate` calls it. It may step an optimizer and use a loss scaler. It
-    computes what it would compute without `locate`, bit for bit; compiled models run eagerly inside.
+    It is of the forward or the backward. The closure is run once: forward, and backward if it calls it. If it does not,
+    `locate` calls it for the loss: the number that is returned, alone, as ``loss``, or among other tensors. It may step
+    an optimizer and use a loss scaler. It computes what it would compute without `locate`, bit for bit; compiled models
+    run eagerly inside.
 
     What matters is what reaches the loss, a gradient, or a parameter, buffer or optimizer state that the step writes:
     -Inf masks, and a log(0) that `where` leaves out, are no faults as long as nothing non-finite comes of them. If only
@@ -251,6 +253,7 @@ class _Search(torch_hooks.TrainingEvents):
         self._scale: float | None = None
         self._settings: list[BadSetting] = []  # of the optimizers that step
         self._spoiled: tuple[BadSetting, Any] | None = None
+        self._unreached = ""  # shapes of what the closure returned, where nothing shows the loss in it
 
     def run(self, closure: Callable[[], Any]) -> Fault | None:
         """Runs the closure, and says what is found."""
@@ -270,13 +273,25 @@ class _Search(torch_hooks.TrainingEvents):
                 self._before.put_back()
         if error is not None and fault is None:
             raise error
+        if fault is None and self._unreached:
+            warnings.warn(
+                f"locate: expected the closure to call backward or to return the loss; got shapes {self._unreached}. "
+                "Only the forward was looked at. Return one number that requires gradients.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         return fault
 
     def _run(self, closure: Callable[[], Any]) -> None:
         result = closure()
         self._ends.loss(result)
-        if not self._witness.backwards and _is_loss(result):
-            result.backward()
+        if self._witness.backwards:
+            return
+        loss = _loss_of(result)
+        if loss is not None:
+            loss.backward()
+        elif any(x.requires_grad for x in tensors_in(result)):
+            self._unreached = ", ".join(str(list(x.shape)) for x in tensors_in(result))
 
     def _last_looks(self, names: Names) -> None:
         names.learn(self._witness.roots.values(), self._optimizers)
@@ -380,8 +395,12 @@ def _no_modes() -> contextlib.AbstractContextManager[Any]:
     return cast("Any", dispatch)._disable_current_modes()  # noqa: SLF001
 
 
-def _is_loss(result: Any) -> bool:
-    return isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad
+def _loss_of(result: Any) -> Tensor | None:
+    """Return what the closure gave as its loss: a number alone, under the name ``loss``, or the only one."""
+    named = cast("Mapping[str, Any]", result).get("loss") if isinstance(result, Mapping) else None
+    named = named if named is not None else getattr(result, "loss", None)
+    several = [x for x in tensors_in(result if named is None else named) if x.numel() == 1 and x.requires_grad]
+    return several[0] if len(several) == 1 else None
 
 
 def _check(closure: object, model: object, flush_share: object) -> None:

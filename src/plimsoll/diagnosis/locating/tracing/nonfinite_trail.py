@@ -121,6 +121,7 @@ class Origin:
     value: float = 0.0  # the first of them
     expected: float | None = None
     scaling: bool = False
+    given: "Sequence[Origin]" = ()  # of the values that are not finite in what it read
 
 
 class MemoryProvenance:

@@ -254,6 +254,7 @@ class OperationCheck:
             origins |= self._came_with(name, x, cast("Spectrum", spectra[name]), inputs, spectra)
         if self._is_new(bad, dirty, spectra, origins):
             origin = self._origin(bad, inputs, spectra, fresh=self._fresh(bad, dirty, inputs))
+            origin.given = sorted(origins, key=lambda other: other.index)
             self.trail.origins.append(origin)
             origins.add(origin)
             if self.forward is not None and not self.backward and not origin.deliberate:
