@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
 from plimsoll.diagnosis import RULES
-from plimsoll.runs import RunWriter
+from plimsoll.runs import Run, RunWriter
 from plimsoll.runs.storage import location
 from tests.support.diagnosis import planned
 from tests.support.diagnosis.faults import falling
@@ -165,6 +165,16 @@ def test_what_cannot_be_judged_exits_with_2(
     if command[0] != "whatif":
         result = ran([*command, "--until", "-5"], sound)
         assert result.exit_code == 2 and "expected --until to be a step, 0 or later; got -5" in result.stderr
+
+
+def test_a_run_without_a_step_is_said_to_be_live_closed_or_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunWriter(tmp_path / "run"):
+        assert "Records appear some seconds after" in run("check", tmp_path / "run").stderr
+        monkeypatch.setattr(Run, "was_abandoned", True)
+        assert "Its process is gone" in run("check", tmp_path / "run").stderr
+    assert "Its watch was closed" in run("check", tmp_path / "run").stderr
 
 
 def test_a_step_before_the_first_one_exits_with_2(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A watch that ends prints the verdict on its run and the next command, unless it is not to."""
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import plimsoll as pl
 from plimsoll import display
 from plimsoll.report.verdicts import end_of_run
 from plimsoll.runs import RunWriter, Scalars
+from plimsoll.runs.storage import atomic_files
 from tests.support.diagnosis.stories import SOUND
 from tests.support.patience import HANG_SECONDS
 
@@ -62,6 +64,20 @@ def test_it_can_be_turned_off(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert capsys.readouterr().err == ""
     train(resume=True, quiet=False).close()
     assert capsys.readouterr().err.endswith(COMMAND)
+
+
+def test_a_run_that_could_not_be_written_is_not_said_to_be_recorded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> object:
+        if ".parquet" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return path.open("wb")
+
+    monkeypatch.setattr(atomic_files, "open_for_writing", full)
+    train().close()
+    said = "plimsoll: nothing could be written into run: the warnings above have the reason\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_a_training_without_a_step_has_nothing_to_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,10 +187,16 @@ def refuse_empty(opened: OpenRun, view: "View") -> None:
         return
     first, last = min(opened.run.steps, default=-1), View(opened.run).last_step
     if last < 0:
-        raise RunError(
-            f"Nothing was recorded in {opened.label}: it holds a run without a step. Records appear some seconds after "
-            "the first training step. If they do not, look at the script's messages."
-        )
+        if opened.run.closed:
+            what = "Its watch was closed. Look at the messages of the script: a full disk, or no training step."
+        elif opened.run.was_abandoned:
+            what = "Its process is gone, killed or ended by os._exit, and what it had measured by then is lost."
+        else:
+            what = (
+                "Records appear some seconds after the first training step. If they do not, look at the script's "
+                "messages."
+            )
+        raise RunError(f"Nothing was recorded in {opened.label}: it holds a run without a step. {what}")
     begins = "" if first < 0 else f"{first:,} to "
     raise RunError(f"Nothing was recorded in {opened.label} up to step {view.until}. It has steps {begins}{last:,}.")
 

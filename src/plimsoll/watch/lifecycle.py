@@ -244,6 +244,8 @@ def verdicts(place: Path) -> list[dict[str, str | None]]:
 def verdict_lines(place: Path) -> list[str]:
     """Return a training's last lines: its verdicts, and the command for details."""
     answers, label = verdicts(place), _from_here(place)
+    if all(answer["state"] == "empty" for answer in answers):
+        return [f"nothing could be written into {label}: the warnings above have the reason"]
     several = len(answers) > 1
     lines = [f"{a['run']}: {a['verdict']}" if several else str(a["verdict"]) for a in answers if a["verdict"]]
     # A run of several ranks is not judged while others may still be writing.

@@ -11,14 +11,14 @@ MOST_BYTES = 64 << 20
 
 
 def verdict_at_end(folder: Path) -> tuple[State, str] | None:
-    """Return state and verdict of a run; None for several ranks, no step, or more than `MOST_BYTES`."""
+    """Return state ("empty": no step was written) and verdict of a run; None for several ranks, or `MOST_BYTES`."""
     size_bytes = sum(path.stat().st_size for path in folder.rglob("*.parquet"))
     if size_bytes > MOST_BYTES:
         return None
     run = Run(folder, warn=False)
     view = View(run)
     # A run of several ranks is not judged: the others may still be writing.
-    if run.world_size > 1 or view.last_step < 0:
+    if run.world_size > 1:
         return None
     findings = leading_first(diagnose(view), view.last_step)
     return state_of(view, findings), verdict(view, findings)
