@@ -161,6 +161,33 @@ def test_a_recomputed_forward_is_not_counted_twice(reentrant: bool, tmp_path: Pa
     assert run.spectrum("activation_gradients", "block.2:output", 0).count == 8
 
 
+class Residual(nn.Module):
+    """Blocks that may be checkpointed, on a stream that other modules take and give too; the last runs twice."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.how = nn.Linear(8, 8), how
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + (block(x) if self.how == "plain" else checkpoint(block, x, use_reentrant=self.how == "re-entrant"))
+        return x + self.blocks[1](x)
+
+
+def test_gradients_of_a_checkpoint_are_counted_once(tmp_path: Path) -> None:
+    (x,) = batches(1, 4, 8)
+    plain = watched_step(Residual("plain"), tmp_path / "plain", x)
+    for how in ("plain graph", "re-entrant"):
+        run = watched_step(Residual(how), tmp_path / how, x)
+        assert set(run.tensors["activation_gradients"]) == set(plain.tensors["activation_gradients"]), how
+        for name in plain.tensors["activation_gradients"]:
+            found, wanted = (each.spectrum("activation_gradients", name, 0) for each in (run, plain))
+            assert (found.count, found.absmax) == (wanted.count, wanted.absmax), (how, name)
+
+
 def test_a_tensor_that_two_taps_see_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
     measurer = pl.kernels.measurer

@@ -13,7 +13,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol, cast
 
@@ -78,6 +78,8 @@ class Taps:
         self.saw_eval_forward = False
         self.takes_eval_forward = False
         self._sights: dict[int, _Sight] = {}
+        self._hooked: Counter[str] = Counter()  # gradients to come, by name, of this step's forwards
+        self._without_graph: Counter[str] = Counter()  # and tensors that a recomputation may give a graph
         self._leaf_handles: list[Any] = []
         self._handles: dict[str, tuple[weakref.ref[nn.Module], list[tuple[Any, _Tap]]]] = {}  # by module
         self._earlier: dict[int, list[int]] = {}  # of a tap that is not attached: the hooks in front of it
@@ -154,6 +156,8 @@ class Taps:
     def forget(self) -> None:
         """The forward is over: what was seen in it is not the next one's."""
         self._sights.clear()
+        self._hooked.clear()
+        self._without_graph.clear()
         self._inside.clear()
         for handle in self._leaf_handles:
             handle.remove()
@@ -243,13 +247,25 @@ class Taps:
             sight = self._sights[id(x)] = _Sight(x, version)
         if core.due.activations and not recomputing:
             self._record(sight, name, x)
-        if core.due.activation_gradients and x.requires_grad:
+        if core.due.activation_gradients and self._brings_gradient(name, x, recomputing):
             if sight.gradients is None:
                 self._hook(sight, name, x)
             else:
                 sight.gradients.append(name)
         if core.shadow is not None:
             core.shadow.see(name, x, recomputing)
+
+    # Where checkpointing is not re-entrant, the graph of the first forward goes on and its hooks are called. Where it
+    # is, the recomputation's own tensors have the gradients, but for the checkpoint's inputs, which have them already.
+    def _brings_gradient(self, name: str, x: Tensor, recomputing: bool) -> bool:
+        """Return True if the gradient of a tensor is still to be counted under a name."""
+        if not recomputing:
+            (self._hooked if x.requires_grad else self._without_graph)[name] += 1
+            return x.requires_grad
+        if not x.requires_grad or (self._hooked[name] and not self._without_graph[name]):
+            return False
+        self._without_graph[name] -= 1
+        return True
 
     def _record(self, sight: _Sight, name: str, x: Tensor) -> None:
         core = self.core
