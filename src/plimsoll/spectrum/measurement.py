@@ -21,7 +21,7 @@ from plimsoll.spectrum.spectrum import Spectrum
 
 # -- the data of a tensor ----------------------------------------------------------------------------------------------
 
-# torch has no public names for these: see `_gathered` and `_check_data`.
+# torch has no public names for these: see `plain`.
 _C = cast("Any", torch)._C  # noqa: SLF001
 _is_transformed = _C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001
 
@@ -36,7 +36,9 @@ def plain(x: object, place: str) -> Tensor:
         refuse(x, "measure", place)
     with torch.no_grad(), _C.DisableTorchFunctionSubclass():  # a subclass may override any function
         x = _gathered(x, place)
-        _check_data(x, place)
+        if _is_transformed(x):
+            problem = "a tensor inside a torch.func transform (vmap, grad, jvp), which represents others"
+            fail(x, "measure", place, problem, "Return the tensor from the transformed function and measure it there.")
         check_tensor(x, "measure", place)
         return x.detach().resolve_neg()
 
@@ -94,12 +96,6 @@ def _local(x: Tensor, place: str) -> Tensor:
         if placement.is_replicate()
     )
     return local if counts else local.new_empty(0)
-
-
-def _check_data(x: Tensor, place: str) -> None:
-    if _is_transformed(x):
-        problem = "a tensor inside a torch.func transform (vmap, grad, jvp), which represents others"
-        fail(x, "measure", place, problem, "Return the tensor from the transformed function and measure it there.")
 
 
 # Optional parts of torch (DTensor, functional collectives, fake tensors) are not imported. If their module is not

@@ -15,6 +15,7 @@ from plimsoll.spectrum.source_format import Grid, Source, narrowest
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 Counts = NDArray[np.int64]
+BLOCK_COUNTS = ("blocks", "zero_blocks", "nonfinite_blocks", "poisoned")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,27 +60,16 @@ class BlockRecord:
         """Return the record of both, or None if their block lengths differ."""
         if self.block != other.block:
             return None
-        return BlockRecord(
-            block=self.block,
-            blocks=self.blocks + other.blocks,
-            zero_blocks=self.zero_blocks + other.zero_blocks,
-            nonfinite_blocks=self.nonfinite_blocks + other.nonfinite_blocks,
-            poisoned=self.poisoned + other.poisoned,
+        return replace(
+            self,
+            **{name: getattr(self, name) + getattr(other, name) for name in BLOCK_COUNTS},
             depths=read_only(self.depths + other.depths),
             maxima=read_only(self.maxima + other.maxima),
         )
 
     def scaled(self, shift: int) -> "BlockRecord":
         """Return the record of the values times ``2**shift``, with unchanged depths."""
-        return BlockRecord(
-            block=self.block,
-            blocks=self.blocks,
-            zero_blocks=self.zero_blocks,
-            nonfinite_blocks=self.nonfinite_blocks,
-            poisoned=self.poisoned,
-            depths=self.depths,
-            maxima=moved(self.maxima, shift),
-        )
+        return replace(self, maxima=moved(self.maxima, shift))
 
     def why_impossible(self, nonzero: int) -> str | None:
         """Return the rule that the counts break, or None.
@@ -112,7 +102,7 @@ class BlockRecord:
         )
 
     def _scalars(self) -> tuple[int, ...]:
-        return (self.block, self.blocks, self.zero_blocks, self.nonfinite_blocks, self.poisoned)
+        return (self.block, *(getattr(self, name) for name in BLOCK_COUNTS))
 
 
 def read_only(counts: Counts) -> Counts:
@@ -131,6 +121,10 @@ def moved(counts: Counts, shift: int) -> Counts:
 
 
 # -- fields ------------------------------------------------------------------------------------------------------------
+
+COUNTS = ("count", "zeros", "nans", "pos_infs", "neg_infs")
+EXTREMES = ("min", "max", "absmin", "absmax")
+SUMS = {"sum": 1, "abssum": 1, "sumsq": 2, "sumfourth": 4}  # each with the power of a scale that multiplies it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -182,20 +176,12 @@ def merged(a: Record, b: SpectrumRecord) -> Record:
     """Return the spectrum of the values of both."""
     return replace(
         a,
-        count=a.count + b.count,
-        zeros=a.zeros + b.zeros,
-        nans=a.nans + b.nans,
-        pos_infs=a.pos_infs + b.pos_infs,
-        neg_infs=a.neg_infs + b.neg_infs,
+        **{name: getattr(a, name) + getattr(b, name) for name in (*COUNTS, *SUMS)},
         binades=read_only(a.binades + b.binades),
         min=_extreme(min, a.min, b.min),
         max=_extreme(max, a.max, b.max),
         absmin=_extreme(min, a.absmin, b.absmin),
         absmax=_extreme(max, a.absmax, b.absmax),
-        sum=a.sum + b.sum,
-        abssum=a.abssum + b.abssum,
-        sumsq=a.sumsq + b.sumsq,
-        sumfourth=a.sumfourth + b.sumfourth,
         source=narrowest(a.source, b.source),
         blocks=_merged_blocks(a, b),
         grid=_merged_grids(a, b),
@@ -208,14 +194,8 @@ def scaled(s: Record, shift: int) -> Record:
     return replace(
         s,
         binades=moved(s.binades, shift),
-        min=times_power(s.min, shift),
-        max=times_power(s.max, shift),
-        absmin=times_power(s.absmin, shift),
-        absmax=times_power(s.absmax, shift),
-        sum=times_power(s.sum, shift),
-        abssum=times_power(s.abssum, shift),
-        sumsq=times_power(s.sumsq, 2 * shift),
-        sumfourth=times_power(s.sumfourth, 4 * shift),
+        **{name: times_power(getattr(s, name), shift) for name in EXTREMES},
+        **{name: times_power(getattr(s, name), power * shift) for name, power in SUMS.items()},
         source=s.source and Source(s.source.format, times_power(s.source.scale, -shift)),
         blocks=s.blocks and s.blocks.scaled(shift),
         grid=s.grid and s.grid.shifted(shift),

@@ -16,18 +16,17 @@ from numpy.typing import NDArray
 from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
 from plimsoll.json_data import as_data
-from plimsoll.spectrum.record import BlockRecord, SpectrumRecord, read_only
+from plimsoll.spectrum.record import BLOCK_COUNTS, COUNTS, EXTREMES, SUMS, BlockRecord, SpectrumRecord, read_only
 from plimsoll.spectrum.source_format import Grid, Source
 
 Record = TypeVar("Record", bound=SpectrumRecord)
 VERSION = 2
 _READING = "Spectrum.from_dict"
-_FLOATS = ("min", "max", "absmin", "absmax", "sum", "abssum", "sumsq", "sumfourth")
-_FIELDS = ("version", "count", "zeros", "nans", "pos_infs", "neg_infs", "binades", *_FLOATS, "source", "blocks", "grid")
+_FLOATS = (*EXTREMES, *SUMS)
+_FIELDS = ("version", *COUNTS, "binades", *_FLOATS, "source", "blocks", "grid")
 _SOURCE_FIELDS = ("format", "scale")
 _GRID_FIELDS = ("mantissa_bits", "quantum_exponent")
-_BLOCK_COUNTS = ("block", "blocks", "zero_blocks", "nonfinite_blocks", "poisoned")
-_BLOCK_FIELDS = (*_BLOCK_COUNTS, "depths", "maxima")
+_BLOCK_FIELDS = ("block", *BLOCK_COUNTS, "depths", "maxima")
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MOST = 2**63 - 1
 
@@ -36,11 +35,7 @@ def to_dict(s: SpectrumRecord) -> dict[str, object]:
     """Return the spectrum as plain data (`Spectrum.to_dict`)."""
     return {
         "version": VERSION,
-        "count": s.count,
-        "zeros": s.zeros,
-        "nans": s.nans,
-        "pos_infs": s.pos_infs,
-        "neg_infs": s.neg_infs,
+        **{name: getattr(s, name) for name in COUNTS},
         "binades": _pairs(s.binades, row_layout.LOWEST_BINADE),
         **{name: as_data(getattr(s, name)) for name in _FLOATS},
         "source": s.source and {"format": s.source.format, "scale": s.source.scale},
@@ -55,20 +50,9 @@ def from_dict(data: object, blank: Record) -> Record:
     source, grid, blocks = (reader.part(name) for name in ("source", "grid", "blocks"))
     spectrum = replace(
         blank,
-        count=reader.count("count"),
-        zeros=reader.count("zeros"),
-        nans=reader.count("nans"),
-        pos_infs=reader.count("pos_infs"),
-        neg_infs=reader.count("neg_infs"),
+        **{name: reader.count(name) for name in COUNTS},
         binades=reader.counts("binades", row_layout.LOWEST_BINADE),
-        min=reader.number("min"),
-        max=reader.number("max"),
-        absmin=reader.number("absmin"),
-        absmax=reader.number("absmax"),
-        sum=reader.number("sum"),
-        abssum=reader.number("abssum"),
-        sumsq=reader.number("sumsq"),
-        sumfourth=reader.number("sumfourth"),
+        **{name: reader.number(name) for name in _FLOATS},
         source=None if source is None else _to_source(source),
         blocks=None if blocks is None else _to_blocks(blocks),
         grid=None if grid is None else _to_grid(grid),
@@ -128,7 +112,8 @@ def _pairs(counts: NDArray[np.int64], lowest: int) -> list[list[int]]:
 
 def _from_blocks(blocks: BlockRecord) -> dict[str, object]:
     return {
-        **{name: getattr(blocks, name) for name in _BLOCK_COUNTS},
+        "block": blocks.block,
+        **{name: getattr(blocks, name) for name in BLOCK_COUNTS},
         "depths": _pairs(blocks.depths, 0),
         "maxima": _pairs(blocks.maxima, row_layout.LOWEST_BINADE),
     }
@@ -148,10 +133,7 @@ def _to_blocks(data: object) -> BlockRecord:
     reader = _Reader(data, _BLOCK_FIELDS, f"{_READING}: blocks")
     return BlockRecord(
         block=reader.count("block"),
-        blocks=reader.count("blocks"),
-        zero_blocks=reader.count("zero_blocks"),
-        nonfinite_blocks=reader.count("nonfinite_blocks"),
-        poisoned=reader.count("poisoned"),
+        **{name: reader.count(name) for name in BLOCK_COUNTS},
         depths=reader.counts("depths", 0),
         maxima=reader.counts("maxima", row_layout.LOWEST_BINADE),
     )

@@ -285,10 +285,10 @@ class Spectrum(SpectrumRecord):
         return f"<Spectrum: {', '.join(parts)}>"
 
     def _counts(self) -> tuple[int, ...]:
-        return (self.count, self.zeros, self.nans, self.pos_infs, self.neg_infs)
+        return tuple(getattr(self, name) for name in record.COUNTS)
 
     def _floats(self) -> tuple[float, ...]:
-        return (self.min, self.max, self.absmin, self.absmax, self.sum, self.abssum, self.sumsq, self.sumfourth)
+        return tuple(getattr(self, name) for name in (*record.EXTREMES, *record.SUMS))
 
     def _provenance(self) -> tuple[object, ...]:
         return (self.source, self.blocks, self.grid)

@@ -147,7 +147,6 @@ def _points(element: Format, bits: Ints) -> Floats:
 _SLACK = 2.0**-20  # FP32 rounding of t, and rounding of this module's arithmetic
 _PLACES = 24  # per averaged variable
 _Flags = NDArray[np.bool_]
-_Floats = NDArray[np.float64]
 
 
 def mantissa_tallies(
@@ -201,7 +200,7 @@ def _small_scales(s: SpectrumRecord, record: BlockRecord, fmt: BlockFormat, shif
     )
 
 
-_Depths = tuple[_Flags, _Flags, _Floats]  # by depth: certain for all values, possible for some, expected share
+_Depths = tuple[_Flags, _Flags, Floats]  # by depth: certain for all values, possible for some, expected share
 
 
 # Such formats may have an FP32 scale for the whole tensor. It is t = absmax / (element max * scale max) over the finite
@@ -216,8 +215,8 @@ class Outcomes:
     lost: _Depths  # values that round to zero
     subnormal: _Depths  # values that become subnormal
     overflow: _Depths  # values that overflow
-    energy: _Floats  # expected squares
-    noise: _Floats  # expected squared errors
+    energy: Floats  # expected squares
+    noise: Floats  # expected squared errors
     maximum_energy: float  # expected square of a block's largest value, which is at depth 0 too
     maximum_noise: float  # expected squared error of a block's largest value
 
@@ -243,7 +242,7 @@ def outcomes_of(fmt: BlockFormat) -> Outcomes:
     inner, top, maxima = _places(fmt.scale)
     landed = [element.max * top, *(element.max * factor * inner for factor in down[1:])]
 
-    def share(of: Callable[[_Floats], _Flags]) -> _Floats:
+    def share(of: Callable[[Floats], _Flags]) -> Floats:
         return np.array([float(of(values).mean()) for values in landed])
 
     errors = [_round(values, element) - values for values in landed]
@@ -263,7 +262,7 @@ def outcomes_of(fmt: BlockFormat) -> Outcomes:
     )
 
 
-def _places(scale: Format) -> tuple[_Floats, _Floats, _Floats]:
+def _places(scale: Format) -> tuple[Floats, Floats, Floats]:
     """Return places of values over ``element max * 2**-depth``.
 
     They are those below depth 0, at depth 0, and of the blocks' largest values. The significands u, v and that of the
@@ -281,7 +280,7 @@ def _places(scale: Format) -> tuple[_Floats, _Floats, _Floats]:
     )
 
 
-def _round(values: _Floats, fmt: Format) -> _Floats:
+def _round(values: Floats, fmt: Format) -> Floats:
     exponents = np.frexp(values)[1] - 1
     spacing = np.ldexp(1.0, np.maximum(exponents, fmt.min_exponent) - fmt.mantissa_bits)
     return np.minimum(np.rint(values / spacing) * spacing, fmt.max)
