@@ -169,7 +169,8 @@ def convert(
         if why:
             left.append(Left(module=name, why=why))
         elif isinstance(module, nn.Linear) and why is None:
-            if scaling == "unit" and _is_plain(module) and not explicit(name, globs):
+            unit_scaled = isinstance(module, (Linear, unit_nn.Linear))
+            if scaling == "unit" and not unit_scaled and not explicit(name, globs):
                 plain.append(name)
             chosen.append((module, _recipe(name, module, scaling, history, margin)))
     _refuse_plain(plain)
@@ -179,13 +180,6 @@ def convert(
             module.take_recipe(recipe)
     cast("Any", model).fp8_left = left
     return model
-
-
-def _is_plain(module: nn.Linear) -> bool:
-    """Return whether the layer is not unit-scaled."""
-    if isinstance(module, Linear):
-        return False
-    return not isinstance(module, unit_nn.Linear)
 
 
 def _recipe(name: str, module: nn.Linear, scaling: Scaling, history: int, margin: int) -> Recipe:
