@@ -11,6 +11,7 @@ import threading
 from collections.abc import Generator
 from dataclasses import replace
 from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -21,7 +22,41 @@ from plimsoll.errors import ArgumentError
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
 
 
-class Autocast(contextlib.ContextDecorator):
+class OpenContexts(threading.local):
+    """What a thread has open of a re-entrant context."""
+
+    def __init__(self) -> None:
+        self.stack: list[contextlib.AbstractContextManager[object]] = []
+
+    @property
+    def on(self) -> bool:
+        """True while the thread has any open."""
+        return bool(self.stack)
+
+
+class Reentrant(contextlib.ContextDecorator):
+    """Context that a thread may enter again inside, and a decorator too."""
+
+    def __init__(self) -> None:
+        self._open = OpenContexts()
+
+    def _context(self) -> contextlib.AbstractContextManager[object]:
+        """Return a new context for one entry."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        context = self._context()
+        context.__enter__()
+        self._open.stack.append(context)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.stack.pop().__exit__(kind, error, trace)
+
+
+class Autocast(Reentrant):
     """Context in which this thread's operations run in the dtypes of the lists.
 
     It is re-entrant, and a decorator too.
@@ -50,25 +85,16 @@ class Autocast(contextlib.ContextDecorator):
         enabled: bool = True,
         cache: bool = True,
     ) -> None:
+        super().__init__()
         if dtype not in SIXTEEN_BIT:
             raise ArgumentError(
                 f"Autocast: expected dtype to be one of {', '.join(map(str, SIXTEEN_BIT))}; got {dtype}. For a format "
                 "that torch has no arithmetic for, use plimsoll.emulate."
             )
         self.lists, self.dtype, self.enabled, self.cache = lists, dtype, enabled, cache
-        self._open = threading.local()
 
-    def __enter__(self) -> "Autocast":
-        stack: list[contextlib.AbstractContextManager[object]] = self._open.__dict__.setdefault("stack", [])
-        context = casting(self.lists if self.enabled else None, self.dtype, cache=self.cache)
-        context.__enter__()
-        stack.append(context)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.stack.pop().__exit__(kind, error, trace)
+    def _context(self) -> contextlib.AbstractContextManager[object]:
+        return casting(self.lists if self.enabled else None, self.dtype, cache=self.cache)
 
 
 @contextlib.contextmanager

@@ -2,14 +2,12 @@
 
 import contextlib
 import sys
-import threading
 from collections.abc import Generator, Mapping
 from dataclasses import replace
-from types import TracebackType
 
 import torch
 
-from plimsoll.emulate.autocast import casting, mha_in_python
+from plimsoll.emulate.autocast import Reentrant, casting, mha_in_python
 from plimsoll.emulate.casting import OperationLists
 from plimsoll.emulate.dispatch import frame_entry, thread_frame
 from plimsoll.emulate.dispatch.thread_frame import Frame, Rule
@@ -31,7 +29,7 @@ _MADE_OF_PRODUCTS = tuple(
 )
 
 
-class Emulation(contextlib.ContextDecorator):
+class Emulation(Reentrant):
     """Context returned by `emulate`: re-entrant, and a decorator too."""
 
     def __init__(
@@ -42,27 +40,15 @@ class Emulation(contextlib.ContextDecorator):
         operations: "str | frozenset[str]",
         lists: OperationLists | None,
     ) -> None:
+        super().__init__()
         self._low, self._recipe, self._selected, self._lists = low, recipe, operations, lists
         self._rules = _rules(low, recipe, operations)
         self._counts = Counts()
-        self._open = threading.local()
 
     @property
     def operations(self) -> Operations:
         """Number of runs of each operation inside, emulated and native."""
         return self._counts.total()
-
-    def __enter__(self) -> "Emulation":
-        stack: list[contextlib.AbstractContextManager[object]] = self._open.__dict__.setdefault("stack", [])
-        context = self._context()
-        context.__enter__()
-        stack.append(context)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.stack.pop().__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         """Return the precision, the formats, and how many operations ran so far."""

@@ -5,15 +5,15 @@ import fnmatch
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
 
 from plimsoll import checks
+from plimsoll.emulate.autocast import OpenContexts
 from plimsoll.emulate.context import Emulation, eagerly
 from plimsoll.emulate.dispatch import frame_entry, thread_frame
 from plimsoll.emulate.dispatch.thread_frame import Frame
@@ -49,8 +49,8 @@ class PlannedEmulation(Emulation):
         self._title = f"{plan.target or 'a plan'} of {type(root).__name__}"
         self._made: dict[ModulePlan, Emulation] = {}
         self._enter = enter
-        self._local, self._lock, self._entered = _Local(), threading.Lock(), 0
-        self._regions = Regions(root, rules, ModulePlan.of("fp32"), self._emulation, self._local)
+        self._open, self._lock, self._entered = OpenContexts(), threading.Lock(), 0
+        self._regions = Regions(root, rules, ModulePlan.of("fp32"), self._emulation, self._open)
 
     @property
     def operations(self) -> Operations:
@@ -65,43 +65,27 @@ class PlannedEmulation(Emulation):
         """Return the plan's target, the model, and how many operations ran so far."""
         return f"<PlannedEmulation: {self._title}, {self.operations.counted}>"
 
-    def __enter__(self) -> "PlannedEmulation":
+    @contextlib.contextmanager
+    def _context(self) -> Generator[None]:
         with self._lock:
             if not self._entered:
                 self._regions.attach()
             self._entered += 1
-        stack = contextlib.ExitStack()
-        eager = stack.enter_context(eagerly())
-        stack.enter_context(frame_entry.entered(replace(thread_frame.current() or Frame(), again=self, eager=eager)))
-        self._local.open = (*self._local.open, stack)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        *rest, stack = self._local.open
-        self._local.open = tuple(rest)
-        stack.close()
-        with self._lock:
-            self._entered -= 1
-            if not self._entered:
-                self._regions.remove()
+        try:
+            with eagerly() as eager:
+                around = thread_frame.current() or Frame()
+                with frame_entry.entered(replace(around, again=self, eager=eager)):
+                    yield
+        finally:
+            with self._lock:
+                self._entered -= 1
+                if not self._entered:
+                    self._regions.remove()
 
     def _emulation(self, plan: ModulePlan) -> Emulation:
         if plan not in self._made:
             self._made[plan] = self._enter(plan)
         return self._made[plan]
-
-
-class _Local(threading.local):
-    """Switch of a thread: on while it has the context open."""
-
-    open: tuple[contextlib.ExitStack, ...] = ()
-
-    @property
-    def on(self) -> bool:
-        """True while the regions act."""
-        return bool(self.open)
 
 
 def plan_of(operation: str, plan: "Plan | str | os.PathLike[str]") -> Plan:

@@ -61,8 +61,7 @@ class Frame:
         """Return whether the lists apply to the current call."""
         if graph_task() != self.task:
             return False
-        torch.autocast_increment_nesting()
-        if torch.autocast_decrement_nesting() == self.nesting:
+        if nesting() == self.nesting:
             return True
         refuse_torch_autocast("inside")
         return False  # torch.autocast(enabled=False): a region without casts
