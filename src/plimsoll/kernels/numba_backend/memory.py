@@ -89,11 +89,6 @@ def empty_rows(addresses: Sequence[int], words: int) -> None:
     _empty_rows_kernel(listed.address, len(addresses), words)
 
 
-def merge_rows(target: NDArray[np.int64], groups: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-    """Adds each row j to row ``groups[j]`` of the target, by the layout's rules."""
-    _merge_rows_kernel(target, groups, rows)
-
-
 def merge_into(addresses: Sequence[int], rows: NDArray[np.int64]) -> None:
     """Adds each narrow row j to the row at ``addresses[j]``."""
     listed = Words(addresses)
@@ -121,8 +116,8 @@ def _empty_rows_kernel(addresses, count, words):
 
 
 @kernel
-def _merge_rows_kernel(target, groups, rows):
-    """Adds each row j to row ``groups[j]`` of the target."""
+def merge_rows(target, groups, rows):
+    """Adds each row j to row ``groups[j]`` of the target, by the layout's rules."""
     for j in range(groups.size):
         _add_row(target[groups[j]], rows[j])
 

@@ -1,5 +1,6 @@
 """Unscaling on the CPU: gradients counted and multiplied in one pass over memory."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ from numba import carray
 from torch import Tensor
 
 from plimsoll import row_layout
-from plimsoll.kernels.numba_backend import threads
 from plimsoll.kernels.numba_backend.compiling import (
     as_float32,
     as_float64,
@@ -20,6 +20,7 @@ from plimsoll.kernels.numba_backend.compiling import (
     widen_half,
 )
 from plimsoll.kernels.numba_backend.measuring.kernels import add_block, add_block64, fold, fold64, key_of, scan
+from plimsoll.kernels.numba_backend.measuring.launch import in_shares
 from plimsoll.kernels.numba_backend.measuring.sweep import (
     GROUP,
     LANES,
@@ -33,7 +34,7 @@ from plimsoll.kernels.numba_backend.measuring.sweep import (
     single_to_half,
     sweep_and_multiply,
 )
-from plimsoll.kernels.numba_backend.memory import Words, empty_rows, merge_into, pieces, row_addresses
+from plimsoll.kernels.numba_backend.memory import Words, empty_rows, pieces, row_addresses
 from plimsoll.kernels.operators.checks import is_dense
 
 # -- float32 values, mostly by sweeps (`measuring.sweep`) --------------------------------------------------------------
@@ -491,34 +492,10 @@ def unscale(
         else:
             _unscale_strided(gradient, place, numbers)
     for dtype, words in dense.items():
-        _unscale_parts(dtype, words, numbers)
+        in_shares(dtype, words, functools.partial(_launch, dtype, numbers))
 
 
-def _unscale_parts(dtype: torch.dtype, words: list[int], numbers: _Numbers) -> None:
-    """Unscale parts of one dtype: address, length and row's address or 0 of each."""
-    lengths, places = words[1::3], words[2::3]
-    shares = threads.shares(sum(lengths))
-    measured = bool(places[0])
-    if shares == 1 or (measured and len(set(places)) < len(places)):  # two gradients of one row take turns
-        _launch(dtype, words, numbers)
-        return
-    shared, owners = threads.cut(lengths, shares)
-    scratch = np.zeros((len(owners) if measured else 0, row_layout.NARROW), np.int64)
-    first, step = scratch.ctypes.data, scratch.strides[0]
-
-    def work(share: list[threads.Piece]) -> None:
-        listed: list[int] = []
-        for index, start, length, slot in share:
-            place = words[3 * index + 2] if slot is None or not measured else first + step * slot
-            listed += (words[3 * index] + start * dtype.itemsize, length, place)
-        _launch(dtype, listed, numbers)
-
-    threads.run([lambda share=share: work(share) for share in shared])
-    if measured:
-        merge_into([places[index] for index in owners], scratch)
-
-
-def _launch(dtype: torch.dtype, words: list[int], numbers: _Numbers) -> None:
+def _launch(dtype: torch.dtype, numbers: _Numbers, words: list[int]) -> None:
     measuring, multiplying, variant = _KERNELS[dtype]
     kernel = measuring if words[2] else multiplying
     listed = Words(words)
@@ -529,5 +506,5 @@ def _unscale_strided(gradient: Tensor, place: int, numbers: _Numbers) -> None:
     """Unscales a gradient with gaps in its memory, 64K values at a time."""
     for piece in pieces(gradient):
         dense = piece.contiguous()
-        _launch(gradient.dtype, [dense.data_ptr(), dense.numel(), place], numbers)
+        _launch(gradient.dtype, numbers, [dense.data_ptr(), dense.numel(), place])
         piece.copy_(dense)

@@ -30,7 +30,7 @@ from plimsoll.kernels.torch_backend import from_codes
 _CODES = 4
 _NO_TABLE = np.zeros(256)
 _values: dict[torch.dtype, Any] = {}
-_SMALL = 1 << 19  # values: no tensor below is worth a second thread, which needs as much for each (_pool)
+_SMALL = 1 << 19  # values: no tensor below is worth a second thread, which needs as much for each
 _PIECE = 1 << 16  # values copied at a time from a matrix whose memory is not dense
 
 
@@ -55,7 +55,7 @@ def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumu
         elif length:
             _measure_strided(x, place)
     for dtype, parts in dense.items():
-        _measure_parts(dtype, parts)
+        in_shares(dtype, parts, functools.partial(_launch, dtype))
     if block:
         for x, row in zip(tensors, rows, strict=True):
             if x.numel():
@@ -84,25 +84,31 @@ def entry(dtype: torch.dtype) -> tuple[Callable[..., None], int]:
     return kernels.measure_codes, _values_of_codes(dtype).ctypes.data
 
 
-def _measure_parts(dtype: torch.dtype, words: list[int]) -> None:
-    """Measures parts of one dtype, given as a list of three words each."""
-    shares = threads.shares(sum(words[1::3]))
-    if shares == 1 or len(set(words[2::3])) < len(words) // 3:  # two tensors of one row take turns
-        _launch(dtype, words)
+def in_shares(dtype: torch.dtype, words: list[int], launch: Callable[[list[int]], None]) -> None:
+    """Launch parts of one dtype in even shares: address, length and row's address of each.
+
+    An address of 0 stands for no row, of all parts then.
+    """
+    lengths, places = words[1::3], words[2::3]
+    shares = threads.shares(sum(lengths))
+    measured = bool(places[0])
+    if shares == 1 or (measured and len(set(places)) < len(places)):  # two tensors of one row take turns
+        launch(words)
         return
-    shared, owners = threads.cut(words[1::3], shares)
-    scratch = np.zeros((len(owners), row_layout.NARROW), np.int64)
+    shared, owners = threads.cut(lengths, shares)
+    scratch = np.zeros((len(owners) if measured else 0, row_layout.NARROW), np.int64)
     first, step = scratch.ctypes.data, scratch.strides[0]
 
     def work(share: list[threads.Piece]) -> None:
         listed: list[int] = []
         for index, start, length, slot in share:
-            place = words[3 * index + 2] if slot is None else first + step * slot
+            place = places[index] if slot is None or not measured else first + step * slot
             listed += (words[3 * index] + start * dtype.itemsize, length, place)
-        _launch(dtype, listed)
+        launch(listed)
 
     threads.run([functools.partial(work, share) for share in shared])
-    merge_into([words[3 * index + 2] for index in owners], scratch)
+    if measured:
+        merge_into([places[index] for index in owners], scratch)
 
 
 def _launch(dtype: torch.dtype, words: list[int]) -> None:
