@@ -19,12 +19,12 @@ from plimsoll.formats import Format, get_element
 from plimsoll.runs import Run
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, values_of
-from plimsoll.runs.columns.schema import COUNTS, EXTREMES, SUMS
 from plimsoll.runs.columns.spectrum_columns import list_items, numbers
 from plimsoll.runs.reading.row_selection import Steps, matching
 from plimsoll.runs.reading.spectra import tables_of
 from plimsoll.runs.records import EXTRAS
 from plimsoll.spectrum import error_sums
+from plimsoll.spectrum.record import COUNTS, EXTREMES, SUMS
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

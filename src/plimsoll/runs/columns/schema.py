@@ -12,17 +12,14 @@ from numpy.typing import NDArray
 
 from plimsoll.runs.columns.arrow import Array, Schema, Table, array, pa, strings
 from plimsoll.runs.records import EXTRAS, OPTIONAL_EXTRAS
+from plimsoll.spectrum.record import BLOCK_COUNTS, COUNTS, EXTREMES, SUMS
 
 SCHEMA = 1  # the version that readers check
 
 Kind = Literal["spectra", "scalars", "events"]
 KINDS: tuple[Kind, ...] = ("spectra", "scalars", "events")
 
-COUNTS = ("count", "zeros", "nans", "pos_infs", "neg_infs")
-EXTREMES = ("min", "max", "absmin", "absmax")
-SUMS = ("sum", "abssum", "sumsq", "sumfourth")
 ADDED = ("sumfourth",)  # columns that parts of older versions lack: null there
-BLOCK_COUNTS = ("blocks", "zero_blocks", "nonfinite_blocks", "poisoned")
 
 _WORDS: list[tuple[str, Any]] = [("collection", pa.string()), ("name", pa.string()), ("format", pa.string())]
 _INT64_LIST = pa.list_(pa.field("element", pa.int64()))

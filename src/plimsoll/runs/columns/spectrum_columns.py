@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
 from plimsoll.runs.columns.arrow import WRITING_POOL, Array, Table, array, pa, pc, values_of
-from plimsoll.runs.columns.schema import ADDED, BLOCK_COUNTS, COUNTS, EXTREMES, SUMS, Series, words
+from plimsoll.runs.columns.schema import ADDED, Series, words
 from plimsoll.runs.columns.step_table import StepTable, merged_extras
 from plimsoll.runs.records import EXTRAS, OPTIONAL_EXTRAS
 from plimsoll.spectrum import Source, Spectrum
+from plimsoll.spectrum.record import BLOCK_COUNTS, COUNTS, EXTREMES, SUMS
 
 Counts = NDArray[np.int64]
 

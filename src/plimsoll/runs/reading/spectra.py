@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from plimsoll.runs.columns import row_order, step_table
 from plimsoll.runs.columns.arrow import Table, array, pa, pc, values_of
-from plimsoll.runs.columns.schema import COUNTS, EXTREMES, SCHEMAS, SUMS, WIDE, Series, conformed, schema_with
+from plimsoll.runs.columns.schema import SCHEMAS, WIDE, Series, conformed, schema_with
 from plimsoll.runs.columns.spectrum_columns import (
     blocks_of,
     columns_of,
@@ -28,6 +28,7 @@ from plimsoll.runs.reading.run_folder import RunContents, RunFolder
 from plimsoll.runs.records import EXTRAS
 from plimsoll.runs.storage import manifest
 from plimsoll.spectrum import Spectrum
+from plimsoll.spectrum.record import COUNTS, EXTREMES, SUMS
 from plimsoll.tensor_collections import OF_MODULES
 
 _ROWS = 1 << 14  # rows that are decoded at a time: some 40 MB as rows of a bank

@@ -11,11 +11,12 @@ from plimsoll.errors import MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, values_of
-from plimsoll.runs.columns.schema import ADDED, COUNTS, EXTREMES, SUMS
+from plimsoll.runs.columns.schema import ADDED
 from plimsoll.runs.columns.spectrum_columns import numbers
 from plimsoll.runs.reading.row_selection import Steps
 from plimsoll.runs.records import EXTRAS
 from plimsoll.spectrum import error_sums
+from plimsoll.spectrum.record import COUNTS, EXTREMES, SUMS
 
 Columns = dict[str, NDArray[np.float64]]
 

@@ -125,8 +125,7 @@ class Selection:
             self._warned = True
             warn_user(
                 f"{self._sink}: a step has {len(histograms):,} histograms; the first {self._max_histograms:,} are "
-                "written. "
-                "Give a larger max_histograms for the others, or collect fewer tensors."
+                "written. Give a larger max_histograms for the others, or collect fewer tensors."
             )
         return dict(list(histograms.items())[: self._max_histograms])
 
