@@ -11,7 +11,7 @@ class JsonRecord:
 
     __slots__ = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the fields as JSON-able data; NaN and infinities are names ("nan", "inf")."""
         return fields_of(self)
 

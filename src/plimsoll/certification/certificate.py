@@ -226,7 +226,8 @@ class CertificateRecord:
 
     def to_dict(self) -> dict[str, object]:
         """Return the certificate as JSON-able data, with NaN and infinities as text."""
-        data, counterexamples = fields_of(self), as_data(self.counterexamples)
+        data: dict[str, object] = fields_of(self)
+        counterexamples = as_data(self.counterexamples)
         summed_up = {"conforms": self.conforms, "verdict": self.verdict, "counterexamples": counterexamples}
         return data | summed_up | {"seconds": round(self.seconds, 3)}
 
