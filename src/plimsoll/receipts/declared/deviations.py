@@ -24,124 +24,67 @@ class DeviationKind:
     advice: str
 
 
-_ALL = (
-    DeviationKind(
-        name="level", meaning="the run was trained at another level",
-        advice="Declare the level that it was trained at, or train it again.",
-    ),
-    DeviationKind(
-        name="accumulate", meaning="products or sums are added up in fewer bits than FP32",
-        advice="Leave accumulation in FP32: switch reduced-precision accumulation off.",
-    ),
-    DeviationKind(
-        name="masters", meaning="16-bit weights are updated without wider masters",
-        advice="Wrap the optimizer in plimsoll.MasterWeights, or train with plimsoll.prepare.",
-    ),
-    DeviationKind(
-        name="update", meaning="16-bit weights are updated plainly, and not as the level says",
-        advice="Train with plimsoll.prepare, which makes the optimizer of the level.",
-    ),
-    DeviationKind(
-        name="optimizer-state", meaning="an optimizer's state has another format",
-        advice="Make the optimizer from FP32 parameters, or give its state the declared dtype.",
-    ),
-    DeviationKind(
-        name="loss", meaning="the loss is computed in 16 bits",
-        advice="Cast the model's output with .float() before the loss.",
-    ),
-    DeviationKind(
-        name="loss-scale", meaning="the loss is not scaled, so that small gradients become zero",
-        advice="Use a loss scaler: plimsoll.scaling.DynamicScaler, or plimsoll.prepare.",
-    ),
-    DeviationKind(
-        name="gradient-reduction", meaning="gradients are added up across ranks in another format",
-        advice="Remove the compressing hook, or set reduce_dtype=torch.float32 in MixedPrecisionPolicy.",
-    ),
-    DeviationKind(
-        name="product-narrow", meaning="a product's operands have fewer bits than declared",
-        advice="Remove the cast of its operands, or of its weight.",
-    ),
-    DeviationKind(
-        name="product-format", meaning="a product's operands have another 16-bit format than declared",
-        advice="Use one 16-bit dtype: that of autocast, of casts in the script and of the weights.",
-    ),
-    DeviationKind(
-        name="tf32", meaning="FP32 operands are rounded to TF32 or BF16 by the device",
-        advice='Set fp32_precision = "ieee" (torch.backends.cuda.matmul, torch.backends.cudnn.conv).',
-    ),
-    DeviationKind(
-        name="softmax", meaning="a softmax runs in 16 bits",
-        advice="Cast its input with .float(), or leave it to autocast: remove the cast before it.",
-    ),
-    DeviationKind(
-        name="normalization", meaning="a normalization runs in 16 bits",
-        advice="Keep the module in FP32, and give it FP32 values.",
-    ),
-    DeviationKind(
-        name="reduction", meaning="a sum or mean runs in 16 bits",
-        advice="Reduce with dtype=torch.float32, or remove the cast before it.",
-    ),
-    DeviationKind(
-        name="operation", meaning="an operation runs in 16 bits that is declared to run in FP32",
-        advice="Remove the cast of its input, or put the operation on the policy's low list.",
-    ),
-    DeviationKind(
-        name="weights", meaning="parameters have another format than declared",
-        advice="Cast the module's parameters before the optimizer is made.",
-    ),
-    DeviationKind(
-        name="buffers", meaning="a buffer has another format than declared",
-        advice="Keep the buffer in its module's format; module.to(dtype) casts buffers too.",
-    ),
-    DeviationKind(
-        name="double-rounding", meaning="values are rounded to one 16-bit format and then to another",
-        advice="Cast once, from the wider format.",
-    ),
-    DeviationKind(
-        name="round-trip", meaning="values are rounded to 16 bits and then computed with in FP32",
-        advice="Remove the cast down, or compute in 16 bits behind it.",
-    ),
-    DeviationKind(
-        name="compiled-cast", meaning="compiled code has removed a cast down and up again, so that nothing is rounded",
-        advice="Set torch._inductor.config.emulate_precision_casts = True.",
-    ),
-    DeviationKind(
-        name="fp8-missing", meaning="a layer that is declared to multiply in FP8 does not",
-        advice="Convert the layer with plimsoll.fp8.convert, or use plimsoll.prepare.",
-    ),
-    DeviationKind(
-        name="autocast-disabled", meaning="a region switches autocast off, and products in it run in FP32",
-        advice="Remove autocast(enabled=False), or declare the module in a policy.",
-    ),
-    DeviationKind(
-        name="custom-function", meaning="the backward of an autograd.Function runs outside of autocast",
-        advice="Decorate its forward with torch.amp.custom_fwd and its backward with torch.amp.custom_bwd.",
-    ),
-    DeviationKind(
-        name="upcast", meaning="a product's 16-bit operands are cast up, so that it runs in FP32",
-        advice="Remove the cast up of its operands.",
-    ),
-    DeviationKind(
-        name="product-wide", meaning="a product runs in more bits than declared",
-        advice="Run it under autocast, or cast its operands; or declare the module in a policy or plan.",
-    ),
-    DeviationKind(
-        name="operation-wide", meaning="an operation that a policy has on its low list runs in FP32",
-        advice="Run it under Plimsoll's lists: plimsoll.prepare(policy=...).",
-    ),
-    DeviationKind(
-        name="promotion", meaning="16-bit values are promoted to FP32 by an operand that is FP32",
-        advice="Cast the FP32 operand (a buffer, a mask, a constant) to the dtype of the others.",
-    ),
-    DeviationKind(
-        name="fp64", meaning="an operation runs in FP64",
-        advice="Cast its FP64 operand to FP32; NumPy's numbers are FP64.",
-    ),
-    DeviationKind(
-        name="fallback", meaning="code runs eagerly, since its compilation failed",
-        advice="Repair what the compiler refuses; torch._dynamo.config.suppress_errors hides it.",
-    ),
+_TABLE = (  # name, meaning, advice; the worst first
+    ("level", "the run was trained at another level",
+     "Declare the level that it was trained at, or train it again."),
+    ("accumulate", "products or sums are added up in fewer bits than FP32",
+     "Leave accumulation in FP32: switch reduced-precision accumulation off."),
+    ("masters", "16-bit weights are updated without wider masters",
+     "Wrap the optimizer in plimsoll.MasterWeights, or train with plimsoll.prepare."),
+    ("update", "16-bit weights are updated plainly, and not as the level says",
+     "Train with plimsoll.prepare, which makes the optimizer of the level."),
+    ("optimizer-state", "an optimizer's state has another format",
+     "Make the optimizer from FP32 parameters, or give its state the declared dtype."),
+    ("loss", "the loss is computed in 16 bits",
+     "Cast the model's output with .float() before the loss."),
+    ("loss-scale", "the loss is not scaled, so that small gradients become zero",
+     "Use a loss scaler: plimsoll.scaling.DynamicScaler, or plimsoll.prepare."),
+    ("gradient-reduction", "gradients are added up across ranks in another format",
+     "Remove the compressing hook, or set reduce_dtype=torch.float32 in MixedPrecisionPolicy."),
+    ("product-narrow", "a product's operands have fewer bits than declared",
+     "Remove the cast of its operands, or of its weight."),
+    ("product-format", "a product's operands have another 16-bit format than declared",
+     "Use one 16-bit dtype: that of autocast, of casts in the script and of the weights."),
+    ("tf32", "FP32 operands are rounded to TF32 or BF16 by the device",
+     'Set fp32_precision = "ieee" (torch.backends.cuda.matmul, torch.backends.cudnn.conv).'),
+    ("softmax", "a softmax runs in 16 bits",
+     "Cast its input with .float(), or leave it to autocast: remove the cast before it."),
+    ("normalization", "a normalization runs in 16 bits",
+     "Keep the module in FP32, and give it FP32 values."),
+    ("reduction", "a sum or mean runs in 16 bits",
+     "Reduce with dtype=torch.float32, or remove the cast before it."),
+    ("operation", "an operation runs in 16 bits that is declared to run in FP32",
+     "Remove the cast of its input, or put the operation on the policy's low list."),
+    ("weights", "parameters have another format than declared",
+     "Cast the module's parameters before the optimizer is made."),
+    ("buffers", "a buffer has another format than declared",
+     "Keep the buffer in its module's format; module.to(dtype) casts buffers too."),
+    ("double-rounding", "values are rounded to one 16-bit format and then to another",
+     "Cast once, from the wider format."),
+    ("round-trip", "values are rounded to 16 bits and then computed with in FP32",
+     "Remove the cast down, or compute in 16 bits behind it."),
+    ("compiled-cast", "compiled code has removed a cast down and up again, so that nothing is rounded",
+     "Set torch._inductor.config.emulate_precision_casts = True."),
+    ("fp8-missing", "a layer that is declared to multiply in FP8 does not",
+     "Convert the layer with plimsoll.fp8.convert, or use plimsoll.prepare."),
+    ("autocast-disabled", "a region switches autocast off, and products in it run in FP32",
+     "Remove autocast(enabled=False), or declare the module in a policy."),
+    ("custom-function", "the backward of an autograd.Function runs outside of autocast",
+     "Decorate its forward with torch.amp.custom_fwd and its backward with torch.amp.custom_bwd."),
+    ("upcast", "a product's 16-bit operands are cast up, so that it runs in FP32",
+     "Remove the cast up of its operands."),
+    ("product-wide", "a product runs in more bits than declared",
+     "Run it under autocast, or cast its operands; or declare the module in a policy or plan."),
+    ("operation-wide", "an operation that a policy has on its low list runs in FP32",
+     "Run it under Plimsoll's lists: plimsoll.prepare(policy=...)."),
+    ("promotion", "16-bit values are promoted to FP32 by an operand that is FP32",
+     "Cast the FP32 operand (a buffer, a mask, a constant) to the dtype of the others."),
+    ("fp64", "an operation runs in FP64",
+     "Cast its FP64 operand to FP32; NumPy's numbers are FP64."),
+    ("fallback", "code runs eagerly, since its compilation failed",
+     "Repair what the compiler refuses; torch._dynamo.config.suppress_errors hides it."),
 )  # fmt: skip
+_ALL = tuple(DeviationKind(name=name, meaning=meaning, advice=advice) for name, meaning, advice in _TABLE)
 KINDS: Mapping[str, DeviationKind] = {kind.name: kind for kind in _ALL}
 ORDER = {kind.name: place for place, kind in enumerate(_ALL)}
 
