@@ -20,6 +20,7 @@ from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.precision.weights.stores import Entry, Pair, Scratch, Store, chunks
 from plimsoll.rounding.casting import is_sharded
+from plimsoll.unit.optim.optimizers import unhooked
 
 
 def put_state(optimizer: Optimizer, old: Tensor, new: Tensor, dtype: torch.dtype | None = torch.float32) -> None:
@@ -72,12 +73,6 @@ def only(operation: str, optimizer: Optimizer, chosen: Set[int]) -> Generator[No
             group["params"] = params
     for old, group in zip(before, groups, strict=True):
         _refuse_counting(operation, optimizer, old, _settings(group))
-
-
-def bare_step(optimizer: Optimizer, *args: Any) -> Any:
-    """Run the optimizer's step without its hooks, and return the result."""
-    step: Any = type(optimizer).step
-    return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *args)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -299,7 +294,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
                 for pair in pairs.values():
                     pair.open(self._factor, self._scratch)
                 with only(self.operation, optimizer, chunk):
-                    bare_step(optimizer)
+                    unhooked(type(optimizer))(optimizer)
                 for number, pair in pairs.items():
                     pair.close(self._key(number))
             finally:

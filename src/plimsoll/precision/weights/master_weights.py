@@ -24,8 +24,9 @@ from torch.optim.optimizer import Optimizer
 
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
-from plimsoll.precision.weights.base import CHUNK_BYTES, SixteenBitOptimizer, bare_step, refuse_changed
+from plimsoll.precision.weights.base import CHUNK_BYTES, SixteenBitOptimizer, refuse_changed
 from plimsoll.precision.weights.stores import Compact, Full, Store, in_float32, round_to
+from plimsoll.unit.optim.optimizers import unhooked
 
 
 class MasterWeights(SixteenBitOptimizer):
@@ -102,7 +103,7 @@ class MasterWeights(SixteenBitOptimizer):
         for pair in () if closure else self.pairs:
             if pair.gradient is not None:
                 pair.open(self._factor)
-        loss = bare_step(optimizer, *closure)
+        loss = unhooked(type(optimizer))(optimizer, *closure)
         for pair in self.pairs:
             if pair.gradient is not None:
                 pair.close(0)
