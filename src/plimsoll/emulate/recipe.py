@@ -78,15 +78,13 @@ class Recipe:
 
     def anywhere(self, x: Tensor) -> Tensor:
         """Return a result in the forward format, with its gradient in the backward one."""
-        if (self.forward is None and self.backward is None) or (not x.dim() and self._any_blocks()):
+        formats = [fmt for fmt in (self.forward, self.backward) if fmt is not None]
+        if not formats or (not x.dim() and any(isinstance(fmt, BlockFormat) for fmt in formats)):
             return x  # a block format does not apply to a scalar
-        names = [fmt.name for fmt in (self.forward, self.backward) if fmt is not None]
+        names = [fmt.name for fmt in formats]
         if not active_casts.acts("results", "/".join(dict.fromkeys(names))):
             return x
         return fake_quantize(x, forward=self.forward, backward=self.backward, **self.arguments)
-
-    def _any_blocks(self) -> bool:
-        return isinstance(self.forward, BlockFormat) or isinstance(self.backward, BlockFormat)
 
     def _cast(self, x: Tensor, fmt: AnyFormat | None, axis: int, role: Role) -> Tensor:
         if fmt is None or role in self.idle:
