@@ -186,7 +186,7 @@ def lazy_names(model: Any) -> list[str]:
     """Return the parameters and buffers of a model that have no size before its first call."""
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     # By its method, so that this module needs no torch.
-    return [name for name, tensor in named if hasattr(type(tensor), "materialize")]
+    return [name for name, tensor in named if hasattr(tensor, "materialize")]
 
 
 def _short(bound: int) -> str:

@@ -397,8 +397,8 @@ def _no_modes() -> contextlib.AbstractContextManager[Any]:
 
 def _loss_of(result: Any) -> Tensor | None:
     """Return what the closure gave as its loss: a number alone, under the name ``loss``, or the only one."""
-    named = cast("Mapping[str, Any]", result).get("loss") if isinstance(result, Mapping) else None
-    named = named if named is not None else getattr(result, "loss", None)
+    is_mapping = isinstance(result, Mapping)
+    named = cast("Mapping[str, Any]", result).get("loss") if is_mapping else getattr(result, "loss", None)
     several = [x for x in tensors_in(result if named is None else named) if x.numel() == 1 and x.requires_grad]
     return several[0] if len(several) == 1 else None
 
