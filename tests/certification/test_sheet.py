@@ -11,7 +11,8 @@ import torch
 
 import plimsoll as pl
 from plimsoll.certification import Certificate, Counterexample, Inferred, Row
-from plimsoll.certification.certificate import plain, written
+from plimsoll.certification.certificate import written
+from plimsoll.json_data import as_data
 from tests.support.certification.casts import TableCast
 
 
@@ -108,5 +109,5 @@ def test_values_are_written_in_full() -> None:
     assert [written(v) for v in (464.0, -0.0, 1e300, math.inf, 0.1, [1.0, math.nan])] == [
         "464", "-0", "1e+300", "inf", "0.1", "[1, nan]",
     ]  # fmt: skip
-    assert plain([1.0, math.inf, "a", None, True]) == [1.0, "inf", "a", None, True]
+    assert as_data([1.0, math.inf, "a", None, True]) == [1.0, "inf", "a", None, True]
     assert str(Counterexample(input=1.0, expected=2.0, got="an error")) == "input 1, expected 2, got an error"
