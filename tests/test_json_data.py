@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plimsoll.intervals import Interval
-from plimsoll.json_data import JsonRecord, as_data
+from plimsoll.results import JsonRecord, as_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.formats import Plan
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS
 

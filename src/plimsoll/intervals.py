@@ -10,7 +10,7 @@ from typing import Any
 
 from plimsoll import exports
 from plimsoll.errors import ArgumentError
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 from plimsoll.text import number
 
 

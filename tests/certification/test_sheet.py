@@ -12,7 +12,7 @@ import torch
 import plimsoll as pl
 from plimsoll.certification import Certificate, Counterexample, Inferred, Row
 from plimsoll.certification.certificate import written
-from plimsoll.json_data import as_data
+from plimsoll.results import as_data
 from tests.support.certification.casts import TableCast
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from plimsoll.diagnosis import Finding
 from plimsoll.errors import ArgumentError
-from plimsoll.json_data import as_data
+from plimsoll.results import as_data
 
 # -- claims ------------------------------------------------------------------------------------------------------------
 

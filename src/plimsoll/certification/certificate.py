@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from plimsoll.formats import BF16, BLOCKS, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP16, FP32, FP64, BlockFormat, Format
-from plimsoll.json_data import as_data, fields_of
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr, as_data, fields_of
 from plimsoll.text import counted
 
 # -- specifications, and the one that governs each format --------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from plimsoll.certification.certificate import CertificateRecord, Row, Status
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 from plimsoll.text import counted, printable
 
 if TYPE_CHECKING:

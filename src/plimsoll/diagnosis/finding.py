@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from plimsoll.json_data import JsonRecord
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import JsonRecord, NotebookRepr
 from plimsoll.tensor_collections import LABELS
 from plimsoll.text import counted, grouped as grouped, shown as shown
 

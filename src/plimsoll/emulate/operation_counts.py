@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

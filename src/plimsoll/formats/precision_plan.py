@@ -14,7 +14,7 @@ from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats.catalogue import get
 from plimsoll.formats.records import BlockFormat, Format
 from plimsoll.intervals import Interval
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 from plimsoll.text import percent
 
 Role = Literal["weights", "activations", "gradients"]  # operands of a module's products

@@ -11,7 +11,7 @@ from plimsoll.errors import ArgumentError, StateError
 from plimsoll.fp8.linear import Linear
 from plimsoll.fp8.recipe import NO_FACTORS, Recipe, Scaling, checked
 from plimsoll.kernels.operators.fp8_cast import INPUTS
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 from plimsoll.unit import formulas, nn as unit_nn
 from plimsoll.unit.functional.ideal_factors import resolve_factors
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 from plimsoll.checks import one_of
 from plimsoll.errors import NotRecordedError
 from plimsoll.microscope.blame.result import Blame, without_model
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 from plimsoll.spectrum import Interval
 from plimsoll.spectrum.error_sums import CONFIDENCE
 from plimsoll.tensor_collections import COLLECTIONS, LABELS

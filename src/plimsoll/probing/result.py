@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from plimsoll.diagnosis import Finding, grouped
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.formats import Plan
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 from plimsoll.tensor_collections import BACKWARD
 from plimsoll.text import counted, shown
 

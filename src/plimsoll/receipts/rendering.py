@@ -12,9 +12,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll.json_data import as_data
 from plimsoll.receipts import wording
 from plimsoll.receipts.rows import ReceiptRecord
+from plimsoll.results import as_data
 from plimsoll.runs.storage.atomic_files import check_place, write_text
 from plimsoll.text import escaped_cell, in_html, printable
 

@@ -4,9 +4,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.receipts import wording
 from plimsoll.receipts.rows import ReceiptRecord, Row
+from plimsoll.results import NotebookRepr
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

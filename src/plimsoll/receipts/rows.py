@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from plimsoll.json_data import JsonRecord
 from plimsoll.receipts.recording.operations import Cause as Cause, Kind as Kind, Phase as Phase, Where as Where
+from plimsoll.results import JsonRecord
 
 Role = Literal["weights", "masters", "buffers", "gradients", "optimizer"]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
-from plimsoll.json_data import as_data
+from plimsoll.results import as_data
 from plimsoll.spectrum.record import BLOCK_COUNTS, COUNTS, EXTREMES, SUMS, BlockRecord, SpectrumRecord, read_only
 from plimsoll.spectrum.source_format import Grid, Source
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 
 # How a parameter is drawn again: unit variance, zeros, ones, or kept unchanged.
 Draw = Literal["normal", "zeros", "ones", "keep"]

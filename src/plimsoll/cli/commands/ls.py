@@ -15,7 +15,7 @@ import typer
 from plimsoll.cli import messages
 from plimsoll.cli.options import Json, Quiet, RunsFolder
 from plimsoll.errors import PlimsollError, RunError
-from plimsoll.json_data import as_data
+from plimsoll.results import as_data
 from plimsoll.text import number
 
 if TYPE_CHECKING:

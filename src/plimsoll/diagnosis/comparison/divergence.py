@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from plimsoll import exports
 from plimsoll.diagnosis.finding import collection_words, shown
-from plimsoll.json_data import JsonRecord, as_data
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import JsonRecord, NotebookRepr, as_data
 from plimsoll.text import number
 
 if TYPE_CHECKING:

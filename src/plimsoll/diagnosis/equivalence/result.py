@@ -12,8 +12,7 @@ from plimsoll.diagnosis.equivalence.curves import Aligned, Curve
 from plimsoll.diagnosis.equivalence.noise import NoiseFrom, weights
 from plimsoll.diagnosis.finding import shown
 from plimsoll.diagnosis.tables.cells import Floats
-from plimsoll.json_data import fields_of
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr, fields_of
 from plimsoll.spectrum import Interval
 from plimsoll.text import counted, number, percent
 

@@ -21,7 +21,7 @@ from plimsoll.diagnosis.estimates.format_losses import MOST, FormatLosses, Modul
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import FP16, Format
-from plimsoll.json_data import JsonRecord
+from plimsoll.results import JsonRecord
 
 # -- step ranges for which one scale works -----------------------------------------------------------------------------
 

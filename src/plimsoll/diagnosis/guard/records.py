@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, cast, get_args
 
 from plimsoll.diagnosis.finding import Action, Finding, grouped
 from plimsoll.errors import ArgumentError
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 Value = float | int | str | None

@@ -8,8 +8,7 @@ from typing import Literal
 
 from plimsoll import exports
 from plimsoll.diagnosis.finding import shown
-from plimsoll.json_data import JsonRecord
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import JsonRecord, NotebookRepr
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import printable
 

@@ -13,8 +13,7 @@ from plimsoll.diagnosis.planning.modules import Module, modules_of
 from plimsoll.diagnosis.view import View, view_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP32, ROLES, BlockFormat, Format, ModulePlan, Plan, Role, get
-from plimsoll.json_data import JsonRecord, as_data
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import JsonRecord, NotebookRepr, as_data
 from plimsoll.runs import Run
 from plimsoll.spectrum import Interval
 from plimsoll.text import percent, power

@@ -13,8 +13,7 @@ from plimsoll.diagnosis.estimates.usable_scales import Stretch, block_sentence, 
 from plimsoll.diagnosis.finding import collection_words, shown, value_words
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.errors import NotRecordedError
-from plimsoll.json_data import as_data, fields_of
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr, as_data, fields_of
 from plimsoll.spectrum import Fit, Interval
 from plimsoll.text import capital, percent, steps
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn, overload
 
 from plimsoll.errors import StateError
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 from plimsoll.spectrum import Interval
 from plimsoll.text import aligned, number, percent
 

@@ -14,12 +14,12 @@ from plimsoll.diagnosis.what_if.answer import predictor_of
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.formats import FP32, BlockFormat, get, get_element
 from plimsoll.formats.catalogue import BLOCKS, ELEMENTS
-from plimsoll.json_data import as_data
 from plimsoll.report.drawing.aggregation import Columns
 from plimsoll.report.figure_declaration import DECLARED, PARAMETER_OF, Case, Declared
 from plimsoll.report.figure_registry import FIGURES, expected_height, figure_for, figures_of
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary, started_at
+from plimsoll.results import as_data
 from plimsoll.runs import Event
 from plimsoll.runs.reading.row_selection import unknown
 from plimsoll.tensor_collections import IN_DISPLAY_ORDER, LABELS

@@ -18,11 +18,11 @@ from plimsoll.diagnosis.what_if.answer import SHIFTS, has_records
 from plimsoll.diagnosis.what_if.result import Row, WhatIf, interval_words
 from plimsoll.errors import NotRecordedError
 from plimsoll.formats import BLOCKS, ELEMENTS, get_element
-from plimsoll.json_data import as_data
 from plimsoll.report.drawing.plotly_parts import TEMPLATES
 from plimsoll.report.figure_registry import FIGURES
 from plimsoll.report.page.answers import drawn, first_tensor, in_order, offered, run_answer, scalar_answer
 from plimsoll.report.verdicts.run_summary import Summary
+from plimsoll.results import as_data
 from plimsoll.spectrum import Interval
 from plimsoll.tensor_collections import IN_DISPLAY_ORDER
 

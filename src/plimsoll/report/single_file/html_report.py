@@ -18,11 +18,11 @@ from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
 from plimsoll.errors import ArgumentError, MissingExtraError, RunError
 from plimsoll.extras import install_line
-from plimsoll.json_data import as_data
 from plimsoll.report.page.assets import FILES, PLOTLY, script
 from plimsoll.report.single_file.embedded_answers import Offline, collection_of, embedded, offline
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary, summary
+from plimsoll.results import as_data
 from plimsoll.runs.storage.atomic_files import replacing
 from plimsoll.text import capital
 from plimsoll.version import __version__

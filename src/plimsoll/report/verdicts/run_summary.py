@@ -13,7 +13,7 @@ from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.rules.registry import guarded, rule_of
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.view import Source, view_of
-from plimsoll.json_data import JsonRecord
+from plimsoll.results import JsonRecord
 from plimsoll.runs import Run
 from plimsoll.text import percent
 

@@ -12,8 +12,8 @@ from typing import cast
 from plimsoll.diagnosis import EvidenceItem, Finding, shown
 from plimsoll.diagnosis.finding import collection_words, how_many, layer_name, located
 from plimsoll.diagnosis.rules.registry import rule_of
-from plimsoll.json_data import as_data
 from plimsoll.report.verdicts.run_summary import LOSS_STEPS, Summary
+from plimsoll.results import as_data
 from plimsoll.runs import Event
 from plimsoll.tensor_collections import COLLECTIONS
 from plimsoll.text import capital, counted as several, number, percent, power, steps

@@ -21,7 +21,7 @@ from torch import Tensor
 from plimsoll import kernels, row_layout
 from plimsoll.formats import Format
 from plimsoll.kernels.device_value import DeviceValue
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 from plimsoll.scaling.spectral.rule import MeasuredStep
 from plimsoll.scaling.step import Gradient, all_reduce
 

@@ -12,7 +12,7 @@ from plimsoll import checks, row_layout
 from plimsoll.errors import FormatError
 from plimsoll.formats import BlockFormat, Format, get
 from plimsoll.intervals import Interval
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 from plimsoll.spectrum.fit.population import (
     BINADE,
     Population,

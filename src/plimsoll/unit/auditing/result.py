@@ -15,8 +15,7 @@ from rich.text import Text
 from plimsoll import display
 from plimsoll.checks import integer, one_of
 from plimsoll.errors import ArgumentError
-from plimsoll.json_data import as_data
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr, as_data
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import number, printable
 

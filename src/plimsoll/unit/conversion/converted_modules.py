@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import StateError
-from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.results import NotebookRepr
 from plimsoll.unit.changes import ParameterChange, SkippedOperation
 from plimsoll.unit.conversion.codegen import forward_signature
 from plimsoll.unit.conversion.codegen.forward_signature import Signature

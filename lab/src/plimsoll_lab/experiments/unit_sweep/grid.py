@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.json_data import as_data
+from plimsoll.results import as_data
 from plimsoll.runs.storage.atomic_files import replacing
 
 Sequencer = Literal["attention", "convolution", "recurrent"]
