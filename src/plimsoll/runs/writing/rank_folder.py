@@ -67,15 +67,7 @@ _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, 
 
 
 class RankFolder:
-    """Parts and manifest of one rank, open for writing.
-
-    Attributes:
-        path: The run's folder.
-        found: Kind, message and details of events about the state of the folder, to be recorded first.
-        manifest: Content of the manifest.
-        series: Registered series.
-        last_step: Last valid step of earlier sessions. None: none.
-    """
+    """Parts and manifest of one rank, open for writing."""
 
     def __init__(
         self,
@@ -89,6 +81,7 @@ class RankFolder:
         thin: compaction.Rules,
     ) -> None:
         self.path, self.rank = path, rank
+        # Kind, message and details of events about the state of the folder, to be recorded first.
         self.found: list[tuple[str, str, dict[str, object]]] = []
         self._above, self._thin = compact_above, thin
         self._guard = threading.Lock()
@@ -122,7 +115,7 @@ class RankFolder:
             self.manifest["dropped"] = former.get("dropped", {})
         self.manifest.pop("ranks_merged", None)
         self.manifest["thin"] = [list(rule) for rule in self._thin]
-        self.last_step = self._last_step()
+        self.last_step = self._last_step()  # of earlier sessions, as far as it is valid
         self._next = max([0, *(p.last for p in self._parts), *(s.first_flush for s in self._sessions)]) + 1
         self._sessions.append(manifest.new_session(self._sessions, self._next, resume_from))
         if former:

@@ -34,25 +34,17 @@ _Mark = threading.Event
 class SinkRunner:
     """Runner of one sink. No method raises; `flush`, `close`, `has_ended` wait.
 
-    In a forked child it does nothing: the thread stays with the parent.
-
-    Args:
-        sink: The sink.
-        queue_steps: Number of records that may wait. Beyond it the oldest is dropped.
-
-    Attributes:
-        dropped: Number of records that the sink did not receive: the queue was full, or the sink was off or closed.
-        failed: Number of records on which the sink raised.
-        failure: Last failure, or None. The first failure of each kind is also a `RuntimeWarning`.
+    In a forked child it does nothing: the thread stays with the parent. Of more than `queue_steps` records that wait
+    the oldest is dropped.
     """
 
     def __init__(self, sink: Sink, queue_steps: int = 256) -> None:
         if queue_steps < 1:
             raise ArgumentError(f"SinkRunner: expected queue_steps >= 1; got {queue_steps}. Give a positive number.")
         self.name = str(getattr(sink, "sink_name", type(sink).__name__))
-        self.dropped = 0
-        self.failed = 0
-        self.failure: str | None = None
+        self.dropped = 0  # records that the sink did not receive: the queue was full, or the sink was off or closed
+        self.failed = 0  # records on which the sink raised
+        self.failure: str | None = None  # the last one; the first of each kind is also a `RuntimeWarning`
         self._sink = sink
         self._queue: deque[StepRecord | _Mark] = deque()
         self._queue_steps = queue_steps

@@ -48,19 +48,12 @@ Kind = Literal["parameter", "buffer", "constant", "input"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Value that no step computes: a tensor of the model, or an input.
-
-    Attributes:
-        name: Name in the program.
-        kind: Kind of the source.
-        paths: All names of a tensor in the model, several for a tied one.
-        sizes: As in `Step`.
-    """
+    """Value that no step computes: a tensor of the model, or an input."""
 
     name: str
     kind: Kind
-    paths: tuple[str, ...] = ()
-    sizes: tuple[str, ...] | None = None
+    paths: tuple[str, ...] = ()  # all names of a tensor in the model, several for a tied one
+    sizes: tuple[str, ...] | None = None  # as in `Step`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
