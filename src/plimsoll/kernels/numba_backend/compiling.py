@@ -182,10 +182,7 @@ def pointer(_: Any, address: Any) -> Any:
 
 @intrinsic
 def count_four(_: Any, buffer: Any, chunks: Any, top: Any) -> Any:
-    """Count bytes of ``buffer[: 32 * chunks]``: top to top - 3, in 16 bits each.
-
-    The four counts are of top, top - 1, top - 2 and top - 3.
-    """
+    """Count bytes of ``buffer[: 32 * chunks]``: top to top - 3, in 16 bits each."""
 
     # Written in LLVM's vectors because a loop that adds up comparisons is compiled into wider lanes, and far slower. A
     # lane counts to 255, so chunks <= 255; the count of `top` is in the lowest 16 bits. Thirty-two lanes, since on 64 a

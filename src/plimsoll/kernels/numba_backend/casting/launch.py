@@ -166,10 +166,7 @@ def _blocks_fit_float32(spec: BlockSpec) -> bool:
 
 
 def _cuts(count: int, values: int, step: int) -> list[tuple[int, int]]:
-    """Return about equal ranges over `count` things, from multiples of `step`.
-
-    They have `values` values in all.
-    """
+    """Return about equal ranges over `count` things, from multiples of `step`."""
     size = -(-count // threads.shares(values))
     size = max(-(-size // step) * step, 1)
     return [(first, min(first + size, count)) for first in range(0, count, size)]

@@ -145,11 +145,9 @@ def _measure_blocks(x: Tensor, row: Any, block: int) -> None:
 
 
 def _values_of_codes(dtype: torch.dtype) -> Any:
-    """Return the float64 values of an 8-bit dtype's codes, always in one array.
-
-    Kernels keep its address.
-    """
-    # `functools.cache` would not do: threads that call it first at the same time each get an array of their own.
+    """Return the float64 values of an 8-bit dtype's codes, always in one array."""
+    # Kernels keep its address. `functools.cache` would not do: threads that call it first at the same time each get an
+    # array of their own.
     known = _values.get(dtype)
     if known is None:
         known = _values.setdefault(dtype, from_codes(torch.arange(256), FORMATS[dtype]).numpy())
