@@ -141,10 +141,7 @@ class Plan(NotebookRepr):
 
     @property
     def consequence(self) -> str | None:
-        """The predicted increase of the loss and the cost, as a sentence, or None.
-
-        None: both are unknown.
-        """
+        """The predicted increase of the loss and the cost, as a sentence. None: unknown."""
         said: list[str] = []
         if self.predicted_loss is not None:
             low, estimate, high = (percent(getattr(self.predicted_loss, end)) for end in ("low", "estimate", "high"))

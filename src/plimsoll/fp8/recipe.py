@@ -33,10 +33,7 @@ class Recipe:
 
 
 def checked(operation: str, scaling: object, history: object, margin: object) -> Scaling:
-    """Return the scaling after a check of all three settings.
-
-    Only "tensor" has a history or a margin.
-    """
+    """Return the scaling after a check of all three settings."""
     remedy = "Use 'unit' for a unit-scaled model, 'tensor' for any other."
     checks.one_of(operation, "scaling", scaling, _NAMES, remedy=remedy)
     checks.integer(operation, "history", history, low=0, remedy="Use a number of steps, such as 16, or 0 for none.")

@@ -37,10 +37,7 @@ class BackendStatus:
 
 @contextlib.contextmanager
 def use(name: Name) -> Generator[None]:
-    """Force one backend inside the block, for this thread or task.
-
-    Raises `BackendError` where it cannot run here.
-    """
+    """Force one backend inside the block, for this thread or task, or raise `BackendError`."""
     if name not in NAMES:
         raise ArgumentError(f"kernels.use: expected one of {', '.join(NAMES)}; got {name!r}.")
     state = status(name)

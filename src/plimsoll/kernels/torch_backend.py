@@ -242,10 +242,7 @@ def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArgument
 
 
 def _quantize_blocks(x: Tensor, arguments: CastArguments[BlockSpec]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes [rows, blocks, block], scale codes [rows, blocks], and factors.
-
-    Elements are multiplied by the factors.
-    """
+    """Return codes [rows, blocks, block], scale codes [rows, blocks], elements' factors."""
     spec, tensor_scale = arguments.spec, arguments.tensor_scale
     ragged = -x.shape[1] % spec.block
 
@@ -273,10 +270,8 @@ def _quantize_blocks(x: Tensor, arguments: CastArguments[BlockSpec]) -> tuple[Te
 
 
 def _power_of_two_scale(largest: Tensor, spec: BlockSpec) -> Tensor:
-    """Return the exponent of a block's scale from its largest magnitude's bits.
-
-    OCP MX 1.0 section 6.3, and its variants.
-    """
+    """Return the exponent of a block's scale from its largest magnitude's bits."""
+    # OCP MX 1.0 section 6.3, and its variants.
     element, scale = spec.element.format, spec.scale.format
     fraction = largest & _FRACTION
     # In integers throughout: a float log2 rounds a maximum one ulp below a power of two up to it.

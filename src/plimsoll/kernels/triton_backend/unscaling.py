@@ -148,10 +148,7 @@ class _Job(NamedTuple):
 def unscale(
     gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor, bank: Tensor | None, rows: Sequence[int]
 ) -> None:
-    """Measure each gradient, multiply it, and set `found_inf` if any is not finite.
-
-    Gradients with gaps in their memory are copied, and copied back.
-    """
+    """Measure each gradient, multiply it, and set `found_inf` if any is not finite."""
     if bank is not None:
         empty(bank, rows)
     by_dtype: dict[torch.dtype, list[_Job]] = {}

@@ -153,10 +153,7 @@ def update(
     rows: Sequence[int],
     moves: Tensor,
 ) -> None:
-    """Count each change into its row of the bank, and the moves into that of `moves`.
-
-    Tensors that do not lie alike in memory are copied.
-    """
+    """Count each change into its row of the bank, and the moves into that of `moves`."""
     empty(bank, rows)
     empty(moves, rows)
     grouped: dict[_Dtypes, list[_Job]] = {}

@@ -35,13 +35,10 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Request for a flush, and for the end if `closing`.
+    """Request for a flush, and for the end if `closing`."""
 
-    `done` is set afterwards. `result` tells whether all records are on disk.
-    """
-
-    done: threading.Event
-    result: list[bool]
+    done: threading.Event  # set afterwards
+    result: list[bool]  # whether all records are on disk
     closing: bool = False
 
 

@@ -81,10 +81,7 @@ def block_cast(x: Tensor, out: Tensor, arguments: CastArguments[BlockSpec]) -> N
 
 
 def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArguments[BlockSpec]) -> None:
-    """Write element codes (as `pack`) and one scale code a block.
-
-    A block with NaN or Inf has codes of zero.
-    """
+    """Write element codes (as `pack`) and one scale code a block."""
     if x.dtype not in _KINDS:
         torch_backend.block_pack(x, codes, scales, arguments)
         return

@@ -63,10 +63,7 @@ def block_cast(x: Tensor, out: Tensor, arguments: CastArguments[BlockSpec]) -> N
 
 
 def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArguments[BlockSpec]) -> None:
-    """Write element codes (as `pack`) and one scale code a block.
-
-    A block with NaN or Inf has codes of zero.
-    """
+    """Write element codes (as `pack`) and one scale code a block."""
     if arguments.spec.element.format.bits == 4 and not _is_dense(x, arguments.spec.block):
         single = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         _cast_blocks(x, single, scales, arguments)
