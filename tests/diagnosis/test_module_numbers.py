@@ -1,7 +1,7 @@
 """What modules lose within a forward, by the numbers of inputs and outputs, and sound modules that come near."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +39,12 @@ class Net(nn.Module):
         return self.last(self.inner(x).float()).mean()
 
 
-def found(folder: Path, inner: nn.Module | Callable[[Tensor], Tensor], batch: Callable[[int], Tensor]) -> list[Finding]:
+def found(
+    folder: Path,
+    inner: nn.Module | Callable[[Tensor], Tensor],
+    batch: Callable[[int], Tensor],
+    rules: Sequence[str] = RULES,
+) -> list[Finding]:
     """The warnings and alarms of a training with this module."""
     path = Path(tempfile.mkdtemp(dir=folder)) / "run"
     model = Net(inner if isinstance(inner, nn.Module) else Apply(inner))
@@ -50,7 +55,7 @@ def found(folder: Path, inner: nn.Module | Callable[[Tensor], Tensor], batch: Ca
             optimizer.zero_grad()
             model(batch(step)).backward()
             optimizer.step()
-    findings = [finding for finding in diagnose(path, rules=RULES) if finding.severity != "info"]
+    findings = [finding for finding in diagnose(path, rules=rules) if finding.severity != "info"]
     for finding in findings:
         assert finding.where[0].startswith("inner:") and " holds" not in verdict(View(Run(path)), findings)
     return findings
@@ -108,6 +113,55 @@ def test_small_or_sparse_outputs_are_no_underflow(
     tmp_path: Path, function: Callable[[Tensor], Tensor], size: float
 ) -> None:
     assert found(tmp_path, function, normal(size)) == []
+
+
+# -- squares that overflow within a norm
+
+
+class Norm(nn.Module):
+    """A root mean square norm by hand, computed in the dtype of what comes in, or in FP32."""
+
+    def __init__(self, *, wide: bool = False) -> None:
+        super().__init__()
+        self.weight, self.wide = nn.Parameter(torch.ones(32)), wide
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float() if self.wide else x
+        return y * torch.rsqrt(y.square().mean(dim=-1, keepdim=True) + 1e-5) * self.weight
+
+
+def outliers(rows: int, size: float = 1000.0) -> Callable[[int], Tensor]:
+    """A batch of FP16 in which some rows are far larger than the others."""
+    return lambda step: (torch.randn(64, 32) * torch.where(torch.arange(64)[:, None] < rows, size, 1.0)).half()
+
+
+@each("rows, severity", [(64, "alarm"), (20, "alarm"), (4, "warning")])
+def test_squares_that_overflow_within_a_norm_are_named(rows: int, severity: str, tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, Norm(), outliers(rows), ["dead-layer"])
+    assert (finding.severity, finding.evidence["cause"]) == (severity, "squares beyond FP16 within a norm")
+    assert finding.evidence["zeros"] == rows / 64
+
+
+class Masked(Norm):
+    """Rows that a mask hides are zero, whatever comes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(torch.arange(64)[:, None] < 20, 0.0, x * self.weight)
+
+
+@each(
+    "inner, size",
+    [
+        (Norm(wide=True), 1000.0),
+        (Norm(), 10.0),
+        (Masked(), 2.0),
+        (Apply(torch.relu), 1000.0),
+        (nn.Dropout(0.5), 1000.0),
+        (nn.RMSNorm(32).half(), 1000.0),
+    ],
+)
+def test_large_inputs_that_no_norm_loses_are_sound(inner: nn.Module, size: float, tmp_path: Path) -> None:
+    assert found(tmp_path, inner, outliers(20, size), ["dead-layer"]) == []
 
 
 # -- sums and whole numbers in 16 bits

@@ -1,5 +1,6 @@
 """Rules of layers that put out zeros: dead ones, inputs that are too small, zeros that are no underflow."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ from plimsoll.diagnosis.tables.zero_gradients import (
     where_gradients_stop,
 )
 from plimsoll.diagnosis.view import View
+from plimsoll.formats import FP16
 from plimsoll.tensor_collections import UNDERFLOW_ORDER
 from plimsoll.text import number, percent
 
@@ -49,6 +51,8 @@ _ZERO_ON_BOTH_SIDES = (
 )
 _AS_LORA = "Initialise the first of the two at random, as LoRA does."
 _INPUTS_SMALL = "inputs-small"
+_SQUARES = "squares beyond FP16 within a norm"
+_MANY = 0.25  # of what a norm puts out
 _NO_SLOPE = "a weight without a slope"
 _NOTHING_LEFT = "underflow, or no gradient"
 _NO_GRADIENTS = (
@@ -109,7 +113,11 @@ class DeadLayer(Rule):
     # distinguished from underflow without a shadow step, and the finding says so.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield a finding on outputs, and one on gradients where outputs are alive."""
+        zeroed, last, largest = self._zeroed_rows(view)
+        if zeroed:
+            yield self._squares(zeroed, last, largest)
         spots, until = self.dead_outputs(view)
+        spots = [spot for spot in spots if spot.name.partition(":")[0] not in _modules_of(zeroed)]
         at_zero = self.at_zero(view, spots)
         if spots and (at_zero or not InputsSmall().are_small(view)):
             evidence: dict[str, float | int | str] = {
@@ -121,6 +129,8 @@ class DeadLayer(Rule):
                 "warning", spots, evidence, until_step=until, collection="activations", meaning=meaning, advice=advice
             )
         silent = self.silent_gradients(view)
+        if any(spot.value >= self.zeros for spot in zeroed):  # no gradient comes through them
+            return
         if silent is not None and silent.stops is None:  # else gradients-vanish says where they stop
             yield from self._without_gradients(view, silent)
         yield from self._without_slope(view)
@@ -191,6 +201,12 @@ class DeadLayer(Rule):
                 f"{context.since}",
                 remedy="initialise one layer of each pair at random",
             )
+        if context.cause == _SQUARES:
+            return Phrase(
+                what=f"{percent(context.number('zeros'))} of what {context.place} puts out has been zero "
+                f"{context.since}: squares of its inputs overflow in FP16",
+                remedy="compute the norm in FP32",
+            )
         if context.cause == _NO_SLOPE:
             return Phrase(
                 what=f"all gradients of {context.place} have been zero {context.since}, and those of the bias not",
@@ -234,6 +250,49 @@ class DeadLayer(Rule):
         # Weights that begin at zero leave it, unless a zero on either side keeps their gradient at zero too.
         still = always_zero(view.cells("weights")) & always_zero(view.cells("gradients"))
         return _modules_of(spots) & {name.removesuffix(".weight") for name in still}
+
+    # A sum of squares is Inf in FP16 from a value of 256 on, in each row that has one. What a norm divides by that is
+    # zero. A ReLU, which has no weight, makes zeros of what is negative alone; a mask makes them of small values too.
+    def _zeroed_rows(self, view: View) -> tuple[list[Spot], int, float]:
+        """Return the outputs that are zero in whole rows under large FP16 inputs, until when, and the largest input."""
+        cells, weights = view.cells("activations"), view.cells("weights")
+        if cells is None or weights is None:
+            return [], 0, 0.0
+        sizes: dict[str, set[float]] = {}
+        for name, size in zip(weights.names, np.nanmax(weights.total_of("count"), axis=1).tolist(), strict=True):
+            sizes.setdefault(name.rpartition(".")[0], set()).add(size)
+        is_fp16 = np.array([name == FP16.name for name in cells.formats], dtype=float)[cells.format]
+        large = (-cells.highest(-is_fp16) == 1) & (cells.true_absmax >= math.sqrt(FP16.max))
+        zeros, counts, most = cells.total_of("zeros"), cells.total_of("count"), cells.highest(cells.columns["max"])
+        share = np.full(cells.shape, np.nan)
+        sources = dict[str, int]()
+        for module, into, out in module_ends(cells):
+            widths = sizes.get(module, {0.0})
+            if len(widths) > 1 or any(name.startswith(f"{module}.") for name in cells.names):
+                continue
+            width = max(widths)
+            with np.errstate(all="ignore"):
+                in_rows = (zeros[out] % width == 0) & (counts[out] % width == 0) if width else zeros[out] == counts[out]
+            holds = large[into] & in_rows & (zeros[out] > 0) & (zeros[into] == 0) & (most[into] > 0)
+            share[out] = np.where(np.isnan(zeros[out]), np.nan, np.where(holds, zeros[out] / counts[out], 0.0))
+            sources[cells.names[out]] = into
+        spans = layer_spans(share > 0, ~np.isnan(share), self.samples)
+        if not spans:
+            return [], 0, 0.0
+        spots = worst(cells, spans, share)
+        largest = float(np.nanmax(cells.true_absmax[sources[spots[0].name]]))
+        return spots, last_of(cells, spans), largest
+
+    def _squares(self, spots: list[Spot], until: int, largest: float) -> Finding:
+        share = spots[0].value
+        evidence = {"cause": _SQUARES, "first": spots[0].name, "layers": len(spots), "zeros": share}
+        return self.finding(
+            "alarm" if share > _MANY else "warning", spots, evidence, until_step=until, collection="activations",
+            meaning=f"Values of up to {number(largest)} come in, in FP16. Their squares exceed 65,504: a norm that is "
+            f"computed from them divides by Inf, and {percent(share)} of what it puts out is zero, in whole rows.",
+            advice="Compute the norm from x.float(), as torch's RMSNorm and LayerNorm do. Look for what makes its "
+            "inputs so large.",
+        )  # fmt: skip
 
     def dead_outputs(self, view: View) -> tuple[list[Spot], int]:
         """Return the outputs that are zero, the earliest first, and until when."""
