@@ -2,6 +2,7 @@
 
 What goes wrong here leaves the numbers finite and plausible, so it is recorded as facts and not guessed from spectra:
 
+- a model that is called with other parameters than its own;
 - an optimizer that never steps, that steps without gradients, or whose rate is 0, NaN, Inf or next to nothing;
 - parameters that require gradients and are in no optimizer, or in one and never get a gradient;
 - gradients that are added to those of the step before, because nothing has set them to zero, or not at each step;
@@ -278,6 +279,8 @@ class Wiring(torch_hooks.TrainingEvents):
                 known.mixed += known.was_unscaled and any(reached)
                 if known.mixed == _REPEATS:
                     self._say_mixed(known)
+            if self._backwards == _FEWEST and not self._known:
+                self._look_for_other_parameters()
 
     @contained
     def optimizer_begins(self, optimizer: Any) -> None:
@@ -618,6 +621,15 @@ class Wiring(torch_hooks.TrainingEvents):
 
     def _has_said_carried(self) -> bool:
         return "carried over" in self._said or "carried at some steps" in self._said
+
+    # `torch.func.functional_call` runs a model with weights that no module has, and leaves the model's own alone.
+    def _look_for_other_parameters(self) -> None:
+        model = self.core.model()
+        own = [p for p in model.parameters() if p.requires_grad] if model is not None else []
+        if own and all(p.grad is None for p in own):
+            self._say(
+                "other parameters", "the model is called with other parameters than its own: these get no gradient"
+            )
 
     def _say_carried(self, known: FollowedOptimizer, carried: list[FollowedGradient], *, some: bool) -> None:
         if self._has_said_carried():

@@ -28,6 +28,7 @@ _HIDDEN = (
 )
 _REGISTER = "Keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList."
 _SUMS = ("sum", "abssum", "sumsq"), ("abssum", "abssum", "sumsq")  # of weights, and what they are compared with
+_OTHERS = "it is called with other parameters"
 _FOREIGN = "its parameters are not the model's"
 _NEVER = "it has never stepped"
 _NEVER_NONFINITE = "it has never stepped, and its gradients hold NaN or Inf"
@@ -146,13 +147,21 @@ class OptimizerIdle(Rule):
     # came before it ran down too soon.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each way in which an optimizer is idle."""
-        foreign = first_fact(view, "foreign optimizer")
+        foreign, never = first_fact(view, "foreign optimizer"), first_fact(view, "never stepped")
+        others = first_fact(view, "other parameters")
+        if others is not None and (foreign is not None or never is not None) and weights_stay(view) is not False:
+            foreign = never = None
+            yield self._finding(
+                view, "info", others, _OTHERS,
+                "No action is needed if torch.func.functional_call calls it. Activations and their gradients are then "
+                "what is recorded of the training.",
+                meaning="The model's own weights are not trained: it is called with others, which no module has.",
+            )  # fmt: skip
         if foreign is not None and weights_stay(view) is not False:
             yield self._finding(
                 view, "alarm", foreign, _FOREIGN,
                 "Make the optimizer from model.parameters() after the model was moved, copied or wrapped.",
             )  # fmt: skip
-        never = first_fact(view, "never stepped")
         if never is not None and foreign is None:
             yield from self._never(view, never)
         empty = first_fact(view, "no gradients")
@@ -190,6 +199,7 @@ class OptimizerIdle(Rule):
         rate = f"the learning rate of {who}" if context.finding.severity != "info" else f"a learning rate of {who}"
         rate += f" {'was' if is_over else 'is'} {cause.rpartition(' ')[2]} {span if is_over else context.since}"
         what, remedy = {
+            _OTHERS: ("the model is called with other parameters than its own, which are not recorded", ""),
             _FOREIGN: (f"the parameters of {who} are not the model's", "make it from model.parameters()"),
             _NEVER: (never, "call optimizer.step() after each backward"),
             _NEVER_NONFINITE: (
@@ -300,7 +310,8 @@ class OptimizerIdle(Rule):
         self, view: View, severity: Any, event: Event, cause: str, advice: str, until: int | None = None,
         groups: Sequence[dict[str, Any]] = (), meaning: str | None = None,
     ) -> Finding:  # fmt: skip
-        evidence = {"optimizer": str(event.details.get("optimizer", "")), "cause": cause}
+        whose = str(event.details.get("optimizer", ""))
+        evidence = ({"optimizer": whose} if whose else {}) | {"cause": cause}
         names = [name for group in groups for name in group.get("parameters", ())]
         spots = [Spot(name=name, since_step=event.step, value=0.0) for name in names]
         last = max(view.last_step, event.step) if until is None else until
