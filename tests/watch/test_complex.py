@@ -1,5 +1,6 @@
 """Complex parameters are left out by name, and all others are recorded."""
 
+import math
 import warnings
 from pathlib import Path
 
@@ -73,3 +74,61 @@ def test_nan_in_complex_gradients_is_counted(tmp_path: Path, every: int) -> None
     run = only_run(tmp_path / "run")
     assert [event.message for event in run.events() if event.kind == "failure"] == []
     assert run.scalars("nonfinite")[1][:1].tolist() == [1.0]
+
+
+class Wave(nn.Module):
+    """Puts out complex values, and has a buffer of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes = nn.Parameter(torch.randn(8, 4, dtype=torch.cfloat))
+        self.register_buffer("shift", torch.ones(4, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.modes * self.shift
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wave, self.linear = Wave(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wave(x.cfloat()).abs() + self.linear(x)
+
+
+@pytest.mark.parametrize("where", ["weights", "buffers"])
+def test_complex_values_that_break_a_training_are_named(where: str, tmp_path: Path) -> None:
+    model = Waves()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=2, quiet=True):
+        for step, x in enumerate(batches(8, 4, 8)):
+            if step == 5:
+                with torch.no_grad():
+                    (model.wave.modes if where == "weights" else model.wave.shift).view(-1)[0] = complex(math.inf, 0.0)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    run = only_run(tmp_path / "run")
+    name = "wave.modes" if where == "weights" else "wave.shift"
+    assert name in " ".join(event.message for event in run.events() if event.kind == "origin")
+    if where == "weights":  # of a buffer it is known at the next sample
+        (finding,) = pl.diagnose(run, rules=["nonfinite"])
+        assert finding.where == (name,)
+
+
+def test_complex_activations_are_left_out_by_name_and_no_disk_is_blamed(tmp_path: Path) -> None:
+    model = Waves()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1, quiet=True):
+        for x in batches(STEPS, 4, 8):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    run = only_run(tmp_path / "run")
+    said = [event.message for event in run.events() if event.kind == "not measured"]
+    for role in ("input", "output"):
+        assert sum(message.startswith(f"activations wave:{role}: ") for message in said) == 1, said
+    (finding,) = pl.diagnose(run, rules=["records-lost"])
+    assert finding.severity == "info" and "disk" not in finding.advice

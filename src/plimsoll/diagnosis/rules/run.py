@@ -35,6 +35,10 @@ _PHRASES = {
     "interrupt": "the training was interrupted",
     "signal": "a signal ended the training",
 }
+_OF_A_KIND = (
+    "Tensors of this kind are not measured. Look at them yourself, or have the model hold them as real numbers "
+    "(torch.view_as_real)."
+)
 # Events by which a watch reports that it left something out.
 _LEFT_OUT = ("failure", "not measured", "capped", "shadow", "rank lost", "folder lost", "dropped", "damaged")
 _WEIGHTS = "first weights"
@@ -294,7 +298,10 @@ class RecordsLost(Rule):
             )  # fmt: skip
             return
         severity = "warning" if dropped or problems else "info"
-        yield self.finding(severity, (), evidence, since_step=since, until_step=until)
+        kinds = not dropped and not problems and all(event.kind == "not measured" for event in events)
+        yield self.finding(
+            severity, (), evidence, since_step=since, until_step=until, advice=_OF_A_KIND if kinds else None
+        )
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the number of dropped records, and the first problem."""

@@ -151,7 +151,7 @@ class Parameters:
         if self.suspect:
             return False
         grads = [_inner(g) for p in known.probed if (g := p.grad) is not None]
-        plain = [_as_real(g) for g in grads if type(g) is Tensor and g.layout is torch.strided]
+        plain = [as_real(g) for g in grads if type(g) is Tensor and g.layout is torch.strided]
         return not kernels.count_nonfinite(plain)
 
     @contained
@@ -502,7 +502,7 @@ def _listed(grads: Iterable[Tensor], core: WatchSession) -> dict[torch.device, l
         if not core.ranks.counts_plain and not hasattr(g, "placements"):
             continue
         if type(g) is Tensor and g.layout == torch.strided:
-            plain = _as_real(g)
+            plain = as_real(g)
         else:
             plain = core.readable(g.coalesce().values() if g.is_sparse else g, "gradients")
         if plain is not None:
@@ -521,8 +521,8 @@ def _state_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _state_tensors(value, f"{path}.{index}" if path else str(index))
 
 
-def _as_real(g: Tensor) -> Tensor:
-    """Return the real and imaginary parts of a complex gradient: NaN and Inf in either count."""
+def as_real(g: Tensor) -> Tensor:
+    """Return the real and imaginary parts of a complex tensor: NaN and Inf in either count."""
     return torch.view_as_real(g.detach().resolve_conj()) if g.is_complex() else g
 
 

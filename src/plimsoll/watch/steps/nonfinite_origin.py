@@ -30,7 +30,7 @@ from plimsoll.watch.hooks.autograd_graph import (
     widens,
 )
 from plimsoll.watch.names import clean, tensors_among, tensors_in
-from plimsoll.watch.parameters.optimizer_tensors import Parameters
+from plimsoll.watch.parameters.optimizer_tensors import Parameters, as_real
 from plimsoll.watch.session import WatchSession, contained, nothing_recorded
 from plimsoll.watch.steps.losses import Loss, Losses
 from plimsoll.watch.taps.compiled_taps import is_capturing
@@ -131,8 +131,9 @@ class Buffers:
         for raw, x in model.named_buffers():
             name = clean(raw)
             plain = type(x) in _PLAIN and x.layout == torch.strided and not x.is_meta
-            if plain and x.is_floating_point() and x.numel() <= _LARGEST_BUFFER and name not in self._said:
-                by_device.setdefault(x.device, {})[name] = x.detach()
+            numbers = x.is_floating_point() or x.is_complex()
+            if plain and numbers and x.numel() <= _LARGEST_BUFFER and name not in self._said:
+                by_device.setdefault(x.device, {})[name] = as_real(x.detach())
         for device, named in by_device.items():
             counts = kernels.new_counts(len(named), device)
             for place, x in enumerate(named.values()):
@@ -377,11 +378,10 @@ class Origin(torch_hooks.TrainingEvents):
     def _broken_among(self, named: Iterable[tuple[str, Tensor]], *, masked: bool) -> Iterator[tuple[str, Tensor]]:
         """Those with NaN or Inf; -Inf is none where it may be a mask."""
         for name, x in named:
-            if type(x) in _PLAIN and x.device.type == "cpu" and x.is_floating_point():
-                values = x.detach()
-                if x.layout == torch.strided and bool(
-                    (torch.isnan(values) | (values == math.inf) if masked else ~torch.isfinite(values)).any()
-                ):
+            plain = type(x) in _PLAIN and x.device.type == "cpu" and x.layout == torch.strided
+            if plain and (x.is_floating_point() or x.is_complex()):
+                values = as_real(x.detach())
+                if bool((torch.isnan(values) | (values == math.inf) if masked else ~torch.isfinite(values)).any()):
                     yield name, x
 
     # The loss must be known without waiting, so this is for models on a CPU that run eagerly. `recorder=` names the

@@ -331,6 +331,12 @@ class _Tap(ModuleHook):
         self.taps, self.due, self.name = taps, taps.core.due, name
         self.prefix = f"{name}:{self.role}"
 
+    def say_complex(self, x: object) -> None:
+        """Record once that a complex tensor is left out."""
+        core = self.taps.core
+        if isinstance(x, Tensor) and x.is_complex() and core.live and core.due.activations and not core.muted:
+            core.readable(x, "activations", self.prefix)
+
 
 class _Before(_Tap):
     role = "input"
@@ -343,6 +349,8 @@ class _Before(_Tap):
         self.taps.inside.append(self.name)
         tensors = tensors_among(args, kwargs)
         self.taps.see(self, tensors)
+        if not tensors and args:
+            self.say_complex(args[0])
         if self.taps.graph_names is not None and not is_transformed():
             self.taps.graph_names.add_inputs(self.name, tensors)
         return None
@@ -361,6 +369,8 @@ class _After(_Tap):
         if inside and inside[-1] == self.name:
             inside.pop()
         self.taps.see(self, tensors)
+        if not tensors:
+            self.say_complex(output)
         if self.taps.graph_names is not None and not is_transformed():
             self.taps.graph_names.add_outputs(self.name, tensors)
         if tensors and (dtype := tensors[0][1].dtype) in SIXTEEN_BIT:
