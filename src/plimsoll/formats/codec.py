@@ -1,16 +1,13 @@
 """Codes and values in numpy: arithmetic of `Format.decode` and `Format.encode`."""
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from plimsoll import checks
 from plimsoll.errors import ArgumentError, FormatError
-
-if TYPE_CHECKING:
-    from plimsoll.formats.records import Format  # which imports this module
 
 # -- Philox4x32-10: the noise of stochastic rounding, equal to the kernels' --------------------------------------------
 
@@ -50,6 +47,50 @@ def philox(counter: tuple[NDArray[np.uint64], ...], key: int) -> tuple[NDArray[n
 # -- codes -------------------------------------------------------------------------------------------------------------
 
 
+class _Layout(Protocol):
+    """Properties of `Format` on which codes depend."""
+
+    # `Format` itself is not imported, since it imports this module.
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def exponent_bits(self) -> int: ...
+
+    @property
+    def mantissa_bits(self) -> int: ...
+
+    @property
+    def bias(self) -> int: ...
+
+    @property
+    def signed(self) -> bool: ...
+
+    @property
+    def specials(self) -> str: ...
+
+    @property
+    def max_code(self) -> int: ...
+
+    @property
+    def min_exponent(self) -> int: ...
+
+    @property
+    def has_inf(self) -> bool: ...
+
+    @property
+    def has_nan(self) -> bool: ...
+
+    @property
+    def has_negative_zero(self) -> bool: ...
+
+    def saturates(self, saturate: bool | None) -> bool: ...
+
+
 Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"]
 Codes = NDArray[np.uint8 | np.uint16]
 
@@ -59,14 +100,14 @@ _WIDEST_INTEGER = 1 << 53  # up to here every integer is a float64 value
 _NATIVE = {"fp32": "numpy.float32 and .view(numpy.uint32)", "fp64": "numpy.float64 and .view(numpy.uint64)"}
 
 
-def decode(fmt: "Format", codes: ArrayLike) -> NDArray[np.float64]:
+def decode(fmt: _Layout, codes: ArrayLike) -> NDArray[np.float64]:
     """Return the values of codes, as `Format.decode` documents."""
     code = _checked_codes(fmt, codes)
     return np.asarray(_values(fmt)[code])
 
 
 @lru_cache(maxsize=64)
-def _values(fmt: "Format") -> NDArray[np.float64]:
+def _values(fmt: _Layout) -> NDArray[np.float64]:
     """Return the values of all codes of a format, in their order."""
     code = np.arange(1 << fmt.bits)
     magnitude = code & ((1 << (fmt.exponent_bits + fmt.mantissa_bits)) - 1)
@@ -88,7 +129,7 @@ def _values(fmt: "Format") -> NDArray[np.float64]:
 
 
 def encode(
-    fmt: "Format",
+    fmt: _Layout,
     values: ArrayLike,
     rounding: Rounding = "nearest_even",
     saturate: bool | None = None,
@@ -117,7 +158,7 @@ def encode(
     return code.astype(np.uint8 if fmt.bits <= 8 else np.uint16)
 
 
-def nan_code(fmt: "Format") -> int:
+def nan_code(fmt: _Layout) -> int:
     """Return the code of the positive, quiet NaN, or 0 if the format has none."""
     match fmt.specials:
         case "fnuz":
@@ -133,7 +174,7 @@ def nan_code(fmt: "Format") -> int:
 # The codec is float64 arithmetic (frexp, ldexp, floor) and shares nothing with the integer arithmetic of the kernels,
 # so each checks the other. It is exact: a value divided by the format's spacing at it (a power of two) loses no bit,
 # its whole part is the code up to an offset, and its fraction decides the rounding.
-def _truncate(fmt: "Format", magnitude: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _truncate(fmt: _Layout, magnitude: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return codes rounded toward zero, and the fractions of a spacing cut off."""
     exponent = np.frexp(magnitude)[1].astype(np.int64) - 1
     exponent = np.where(magnitude > 0, np.maximum(exponent, fmt.min_exponent), fmt.min_exponent)
@@ -187,7 +228,7 @@ def _key(generator: "int | np.random.Generator | None") -> int:
     return int(source.integers(-(1 << 63), (1 << 63) - 1, dtype=np.int64, endpoint=True))
 
 
-def _check_width(fmt: "Format", operation: str) -> None:
+def _check_width(fmt: _Layout, operation: str) -> None:
     if fmt.bits > _WIDEST_BITS:
         remedy = f"Use {_NATIVE[fmt.name]}" if fmt.name in _NATIVE else "Use plimsoll.cast for its values"
         raise FormatError(
@@ -211,7 +252,7 @@ def _check_rounding(rounding: Rounding, generator: object) -> None:
         )
 
 
-def _checked_codes(fmt: "Format", codes: ArrayLike) -> NDArray[np.int64]:
+def _checked_codes(fmt: _Layout, codes: ArrayLike) -> NDArray[np.int64]:
     _check_width(fmt, "decode")
     array = np.asarray(codes)
     if array.dtype.kind not in "iu" and array.size:
@@ -227,7 +268,7 @@ def _checked_codes(fmt: "Format", codes: ArrayLike) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _as_float64(fmt: "Format", values: ArrayLike) -> NDArray[np.float64]:
+def _as_float64(fmt: _Layout, values: ArrayLike) -> NDArray[np.float64]:
     """Return the values as float64, or raise if float64 would round one."""
     try:
         array: NDArray[Any] = np.asarray(values)
@@ -249,7 +290,7 @@ def _as_float64(fmt: "Format", values: ArrayLike) -> NDArray[np.float64]:
         return array.astype(np.float64)
 
 
-def _refuse_what_it_lacks(fmt: "Format", value: NDArray[np.float64]) -> None:
+def _refuse_what_it_lacks(fmt: _Layout, value: NDArray[np.float64]) -> None:
     if fmt.has_nan:
         return
     _refuse(fmt, np.isnan(value), "NaN", "Replace them, as by numpy.nan_to_num")
@@ -257,7 +298,7 @@ def _refuse_what_it_lacks(fmt: "Format", value: NDArray[np.float64]) -> None:
         _refuse(fmt, value < 0, "negative values", "Take their absolute values")
 
 
-def _refuse(fmt: "Format", lacking: NDArray[np.bool_], what: str, remedy: str) -> None:
+def _refuse(fmt: _Layout, lacking: NDArray[np.bool_], what: str, remedy: str) -> None:
     count = int(np.count_nonzero(lacking))
     if count:
         raise ArgumentError(
