@@ -41,3 +41,14 @@ def test_a_lazy_import_closes_a_circle(source: Path) -> None:
 
 def test_what_tools_read_and_headings_are_no_comments(source: Path) -> None:
     assert [house.comment_lines((source / "a" / name).read_text("utf-8")) for name in ("_one.py", "two.py")] == [1, 0]
+
+
+def test_docstrings_comments_imports_and_blank_lines_are_no_code() -> None:
+    source = '"""What\n\nit is."""\n\nimport os\n\n# why\ndef f():\n    "It."\n    return """a\n\nb"""  # so\n'
+    assert house.code_lines(source) == 4
+
+
+def test_every_goal_is_of_a_number(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(house, "ROOT", source)
+    monkeypatch.setattr(house, "_collected", lambda: 5)
+    assert house.GOALS.keys() <= house.numbers().keys()
