@@ -184,10 +184,11 @@ def train(
     every: int = 1,
     inputs: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    **settings: Any,
 ) -> list[Finding]:
     """A watched training, and its warnings and alarms."""
     made = optimizer(model)
-    with pl.watch(model, made, run=path, every=every, quiet=True):
+    with pl.watch(model, made, run=path, every=every, quiet=True, **settings):
         for _ in range(12):
             x = inputs * torch.randn(32, 8)
             made.zero_grad()
@@ -333,6 +334,39 @@ def test_outputs_that_rounding_makes_alike_are_named(tmp_path: Path) -> None:
         train(tmp_path / name, model, of=lambda logits: logits.float())
         found = [where for f in diagnose(tmp_path / name, rules=["outputs-alike"]) for where in f.where]
         assert found == alike, name
+
+
+class Pair(nn.Module):
+    """A layer that returns a second tensor with its result, which comes from `aside`."""
+
+    def __init__(self, aside: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.aside = nn.Linear(8, 32), aside
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        result = self.layer(x)
+        return result, self.aside(result)
+
+
+class Sum(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
+def test_a_constant_that_a_module_returns_with_its_result_is_no_dead_layer(tmp_path: Path) -> None:
+    for name, aside, rules in (
+        ("no bias of attention", torch.zeros_like, []),
+        ("mask", torch.ones_like, []),
+        ("ReLU that nothing activates", lambda x: (x - 100).relu(), ["dead-layer"]),
+        ("result held at 1", lambda x: F.threshold(x, 100.0, 1.0), ["outputs-alike"]),
+    ):
+        for collect in ({}, {"collect": ["activations"]}):
+            path = tmp_path / f"{name} {len(collect)}"
+            train(path, nn.Sequential(Pair(aside), Sum(), nn.Tanh(), nn.Linear(32, 4)), **collect)
+            found = [f for f in diagnose(path, rules=["dead-layer", "outputs-alike"]) if f.severity != "info"]
+            if not collect or not rules:  # else nothing tells them from a constant
+                assert [f.rule for f in found] == rules, path.name
+                assert all("0:output.1" in f.where for f in found), path.name
 
 
 def test_a_cast_of_gradients_is_named_by_its_format(tmp_path: Path) -> None:

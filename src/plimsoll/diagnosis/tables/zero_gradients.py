@@ -62,6 +62,30 @@ def always_zero(cells: Cells | None) -> set[str]:
     return {cells.names[layer] for layer in np.flatnonzero(silent).tolist()}
 
 
+# A module may return a constant with its result: a mask, or the position bias of an attention that has none. A gradient
+# comes back to the result only. Without gradients of activations, what was never anything but that counts as one.
+def is_constant_aside(view: View, outputs: Cells, span: tuple[int, int, int]) -> bool:
+    """Return True if an output stands still since its first sample, gets no gradient, and another of its module's does.
+
+    Args:
+        view: The run.
+        outputs: The activations.
+        span: The output's place in the names, and the first and last place of the steps at which it stands still.
+    """
+    layer, first, last = span
+    name = outputs.names[layer]
+    module, aside, _ = name.partition(":output.")
+    if not aside or outputs.recorded[layer, :first].any():
+        return False
+    passed = view.cells("activation_gradients")
+    of_result = outputs if passed is None else passed
+    steps = (of_result.steps >= outputs.steps[first]) & (of_result.steps <= outputs.steps[last])
+    seen = {of_result.names[i] for i in np.flatnonzero(of_result.recorded[:, steps].any(axis=1)).tolist()}
+    if passed is None:
+        seen -= always_zero(outputs) | {name}
+    return name not in seen and any(other.startswith(module + aside) for other in seen)
+
+
 # Only clear products count, as of the format's normal numbers: sums of others may underflow.
 def lost_after_backward(view: View, modules: set[str], since: int, samples: int) -> set[str]:
     """Return those of some modules whose output gradients are not zero, at the first samples from a step on.

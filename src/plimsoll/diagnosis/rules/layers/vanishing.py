@@ -26,7 +26,7 @@ from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.wiring_facts import ONE_VALUE_NORM, facts, listed_in
-from plimsoll.diagnosis.tables.zero_gradients import always_zero
+from plimsoll.diagnosis.tables.zero_gradients import always_zero, is_constant_aside
 from plimsoll.diagnosis.view import View
 from plimsoll.text import number, percent
 
@@ -282,6 +282,7 @@ class OutputsAlike(Rule):
             (layer, first, last)
             for layer, first, last in layer_spans(holds, cells.recorded, self.samples)
             if not _is_learned(top[layer, first : last + 1], one_number[layer, first : last + 1])
+            and not is_constant_aside(view, cells, (layer, first, last))
         ]
         if spans:
             spots = sorted(

@@ -36,6 +36,7 @@ from plimsoll.diagnosis.tables.zero_gradients import (
     always_zero,
     erased_samples,
     held_at_zero,
+    is_constant_aside,
     lost_after_backward,
     where_gradients_stop,
 )
@@ -305,6 +306,7 @@ class DeadLayer(Rule):
         is_output = [":output" in name and name.partition(":")[0] not in cut for name in outputs.names]
         fraction = np.where(np.array(is_output)[:, None], outputs.zero_fraction, np.nan)
         spans = layer_spans(fraction >= self.zeros, ~np.isnan(fraction), self.samples)
+        spans = [span for span in spans if not is_constant_aside(view, outputs, span)]
         if not spans:
             return [], 0
         return sorted(worst(outputs, spans, fraction), key=lambda spot: spot.since_step), last_of(outputs, spans)
