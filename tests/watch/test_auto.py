@@ -5,6 +5,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -265,6 +266,81 @@ def test_a_model_that_no_call_shows_is_found_by_its_parameters(session: Session)
     train()
     assert session.found[0].missed_steps == 2
     assert session.runs()["run"].spectrum("gradients", "0.weight", 0).count == 8
+
+
+class Function(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp(4, 8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class OneCall(nn.Module):
+    """What a solver puts around a function for a call."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def test_a_module_that_is_made_for_a_call_is_not_the_model(session: Session) -> None:
+    def train() -> None:
+        function = Function()
+        optimizer = session.noted(sgd(function))
+        for _ in range(5):
+            step(lambda: OneCall(function)(torch.ones(3, 4)), optimizer)
+            gc.collect()
+
+    train()
+    assert [found.model for found in session.found] == ["OneCall", "Function"] and session.said == []
+    assert session.found[1].missed_steps == 1 and session.found[1].path == session.folder
+    run = session.runs()["run"]
+    assert len(run.steps) == 4 and "inner.0.weight" in run.tensors["updates"]
+    assert session.finder.verdict() is None
+
+
+class Reverse(nn.Module):
+    """What a solver puts around the function of its backward, which has no parameters."""
+
+    def __init__(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            return self.function()
+
+
+class Adjoint(torch.autograd.Function):
+    """Calls a module without a graph, and once more in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.module, ctx.weights, ctx.x = module, weights, x
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return None, None, *Reverse(lambda: torch.autograd.grad(ctx.module(ctx.x), ctx.weights, gradient))()
+
+
+def test_a_module_that_is_made_for_a_call_without_a_graph_is_not_the_model(session: Session) -> None:
+    def train() -> None:
+        function = Function()
+        optimizer = session.noted(sgd(function))
+        for _ in range(8):
+            out = Adjoint.apply(OneCall(function), torch.ones(3, 4), *function.parameters())
+            step(lambda out=out: out, optimizer)
+
+    train()
+    assert [found.model for found in session.found] == ["OneCall", "Function"] and session.said == []
+    run = session.runs()["run"]
+    assert len(run.steps) >= 4 and "inner.0.weight" in run.tensors["updates"]
 
 
 def test_parameters_of_no_module_are_said_not_to_be_watched(session: Session) -> None:

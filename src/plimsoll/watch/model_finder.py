@@ -100,6 +100,8 @@ class Finder:
         self._settled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._watches: list[tuple[Steps, int]] = []  # each with the number of its first step
+        self._fleeting: set[type] = set()  # of modules that were gone before their first step
+        self._vacant = False  # the script's folder holds the run of one of these, without a step
         self._made: list[str] = []  # kinds of optimizers
         self._backwards = 0  # without an optimizer
         self._moving: tuple[weakref.ref[nn.Module], Probe] | None = None  # what a backward has reached last
@@ -170,6 +172,10 @@ class Finder:
             return
         ids, needs = _ids_of(module), self._needs()
         mine = [need for _, need in needs if need & ids]
+        if mine and class_of(unwrapped(module)) in self._fleeting:
+            inside = self._lasting([(inner, _ids_of(inner)) for inner in module.modules()])
+            module = next((m for need in mine if (m := _smallest(inside, need & ids)) is not None), module)
+            ids = _ids_of(module)
         if mine:
             self._start(_whole(module, ids, mine), needs, called=module)
 
@@ -181,7 +187,7 @@ class Finder:
 
     def _search(self, optimizer: Optimizer) -> None:
         """Finds the model by its parameters: no call of it was seen."""
-        needs, modules = self._needs(), _live_modules()
+        needs, modules = self._needs(), self._lasting(_live_modules())
         need = next((need for other, need in needs if other is optimizer), set[int]())
         housed = need & _housed(modules)
         model = _smallest(modules, housed) if housed else None
@@ -191,6 +197,25 @@ class Finder:
             whose = "several modules, not all of them called" if housed else "no module"
             self._complain(f"{type(optimizer).__name__} steps parameters of {whose}: they are not watched")
         self._settled.add(optimizer)
+
+    # A solver may wrap its function in a module that it makes for each call (torchdiffeq does). That one has all the
+    # parameters and is the outermost, and is gone when the optimizer steps: what is inside it is looked for then.
+    def _gone(self, kind: type, steps: Steps, first: int, path: Path, refs: "list[weakref.ref[Optimizer]]") -> None:
+        """A watched module was collected: look again if no step of it has ended."""
+        optimizers = [optimizer for ref in refs if (optimizer := ref()) is not None]
+        if steps.next_step > first or not optimizers:
+            return
+        self._fleeting.add(kind)
+        self._vacant = path == self._place
+        for optimizer in optimizers:
+            self._settled.discard(optimizer)
+            if optimizer not in self._hooks:
+                self._hooks[optimizer] = optimizer.register_step_post_hook(self._stepped)
+        self._calls.seek()
+
+    def _lasting(self, modules: list[tuple[nn.Module, set[int]]]) -> list[tuple[nn.Module, set[int]]]:
+        """Return those of some modules that are not made for one call."""
+        return [(module, ids) for module, ids in modules if class_of(module) not in self._fleeting]
 
     def _watched(self) -> Iterator[tuple[Steps, set[int]]]:
         """Each watch, with its model's parameters."""
@@ -264,6 +289,9 @@ class Finder:
         handle = watch(model, stepping, run=result.path, resume=self._resume or None, **self._arguments)
         steps: Steps = cast("Any", handle)._steps  # noqa: SLF001  (this room's own)
         self._watches.append((steps, handle.step_index))
+        refs = [weakref.ref(optimizer) for optimizer in mine]
+        end = weakref.finalize(root, self._gone, class_of(root), steps, handle.step_index, result.path, refs)
+        end.atexit = False
         self._list(steps.core.ranks.rank)
         for optimizer in stepping if calling else ():
             if _is_stepping(optimizer):  # the forward runs in its closure
@@ -271,6 +299,9 @@ class Finder:
         return result
 
     def _path(self, model: nn.Module, name: str, mine: list[Optimizer], *, shared: bool) -> Path:
+        if self._place is not None and self._vacant:
+            self._vacant = False
+            return self._place
         if self._place is not None:
             self._runs.append(name)
             return self._place / name
