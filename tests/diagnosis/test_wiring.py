@@ -176,6 +176,29 @@ def test_a_right_training_is_silent(name: str, tmp_path: Path) -> None:
     assert [str(f) for f in train(tmp_path / "run", **RIGHT[name])] == []
 
 
+class TwoSteps(torch.optim.Optimizer):
+    """Calls the step of an optimizer inside it from a method of its own, as SAM does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 1e-2})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=1e-2)
+
+    def second_step(self) -> None:
+        self.base_optimizer.step()
+
+
+def test_an_optimizer_whose_parameters_another_inside_it_steps_is_not_idle(tmp_path: Path) -> None:
+    assert train(tmp_path / "inside", optimizer=TwoSteps, step=lambda o, s: o.second_step()) == []
+
+    def halves(model: nn.Module) -> Any:
+        optimizer = TwoSteps(model)  # the first layer is in no other's groups
+        optimizer.base_optimizer = torch.optim.SGD(model[2].parameters(), lr=1e-2)  # type: ignore[index]
+        return optimizer
+
+    idle = train(tmp_path / "half", optimizer=halves, step=lambda o, s: o.second_step())
+    assert [f.evidence["optimizer"] for f in idle if f.rule == "optimizer-idle"] == ["TwoSteps"]
+
+
 def test_an_optimizer_that_is_gone_when_the_watch_closes_has_stepped(tmp_path: Path) -> None:
     model = seeded_mlp()
     with pl.watch(model, run=tmp_path / "run", every=2):
@@ -494,6 +517,56 @@ def test_the_second_moments_are_held_against_the_runs_own_epsilon(tmp_path: Path
     (large,) = found("large")
     assert large.evidence["epsilon"] == 1.0
     assert found("large", **{"epsilon-dominates.epsilon": 1e-6}) == []
+
+
+def test_an_epsilon_that_dominates_at_the_start_only_is_a_note(tmp_path: Path) -> None:
+    def small_until(last: int) -> Callable[..., None]:
+        calls = itertools.count()
+
+        def between(model: nn.Module, *_: object) -> None:
+            factor = 1e-9 if next(calls) <= last else 1.0
+            torch._foreach_mul_([p.grad for p in model.parameters()], factor)
+
+        return between
+
+    for name, last, severity in (
+        ("at the start", 7, "info"),
+        ("until it ends", 23, "warning"),
+        ("late", 20, "warning"),
+    ):
+        train(tmp_path / name, between=small_until(last), every=1)
+        (found,) = diagnose(tmp_path / name, rules=["epsilon-dominates"])
+        assert (found.severity, found.until_step) == (severity, last), name
+        (said,) = [phrase_of(found, View(Run(tmp_path / name)), [found])]
+        assert ("until step 7" in said.what) == (severity == "info") != bool(said.remedy), name
+
+
+class InUnits(torch.optim.Optimizer):
+    """Adam whose moments are those of its gradients times a factor, and so is its epsilon (Prodigy)."""
+
+    def __init__(self, model: nn.Module, factor: float, epsilon: float) -> None:
+        super().__init__(model.parameters(), {"lr": 1e-3, "betas": (0.9, 0.999), "eps": epsilon})
+        self.factor = factor
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            first, second = (self.state[p].setdefault(k, torch.zeros_like(p)) for k in ("exp_avg", "exp_avg_sq"))
+            first.mul_(0.9).add_(p.grad, alpha=0.1 * self.factor)
+            second.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001 * self.factor**2)
+            epsilon = self.factor * self.param_groups[0]["eps"]
+            p.sub_(self.param_groups[0]["lr"] * first / (second.sqrt() + epsilon))
+
+
+def test_second_moments_in_units_of_another_size_say_nothing_by_their_size(tmp_path: Path) -> None:
+    for name, factor, epsilon, rules in (
+        ("of a small rate", 1e-6, 1e-8, set[str]()),
+        ("of the gradients", 1.0, 1.0, {"epsilon-dominates"}),
+        ("none", 1.0, 1e-8, set[str]()),
+    ):
+        train(tmp_path / name, optimizer=lambda m, f=factor, e=epsilon: InUnits(m, f, e), every=1)
+        found = diagnose(tmp_path / name, rules=["epsilon-dominates", "spike-forerunner"])
+        assert {f.rule for f in found if f.collection != "updates"} == rules, name
 
 
 # -- sums of micro-batches

@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.wiring_facts import facts, groups_of, optimizer_settings, with_rate_of_zero
 from plimsoll.diagnosis.view import View
+from plimsoll.formats import get_element
 
 SECOND_MOMENTS = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
 _BETA2 = 0.999  # Adam's default
 # States that are named as those that hold what a narrow weight cannot, unless the weights show otherwise.
 _EXACT = ("master", "master_param", "compensation", "kahan_comp")
+_FAR_LESS = 1e-7  # of the square of a gradient; usual betas leave 1e-2 to 1e-4 of it
 TOWARD_ZERO = "toward zero"  # an update that the watch has found from changes of the weights
 # Updates that lose nothing, or nothing on average; those toward zero have a finding of their own.
 _LOSSLESS = ("masters", "stochastic", "kahan", "lossless on average", "lossless over steps", TOWARD_ZERO)
@@ -89,6 +91,27 @@ def _kept_in_state(view: View) -> set[str]:
     names = view.run.tensors.get("optimizer", ())
     split = (name.rpartition(":") for name in names)
     return {parameter for parameter, _, state in split if state.rpartition(".")[2] in _EXACT}
+
+
+# A step adds (1 - beta2) times the square of its gradient to a mean of squares. Prodigy's are in units of its estimate
+# of the rate, which begins at 1e-6: they say nothing by their size.
+def in_other_units(view: View) -> set[str]:
+    """Return the parameters whose second moments were once far less than the last gradient alone makes them."""
+    gradients, states = view.cells("gradients"), view.cells("optimizer")
+    if gradients is None or states is None:
+        return set()
+    common, mine, theirs = np.intersect1d(gradients.steps, states.steps, return_indices=True)
+    made = ~np.isin(common, list(view.skips))  # a step that a scaler skips leaves the moments as they are
+    places = {name.rpartition(":")[0]: i for i, name in enumerate(states.names) if name.endswith(":exp_avg_sq")}
+    sums, formats = states.total_of("sum"), states.last_formats
+    result = set[str]()
+    for place, name in enumerate(gradients.names):
+        state = places.get(name, -1)
+        if state >= 0 and get_element(formats[state], "diagnose").bits >= 32:  # others are rounded, perhaps to zero
+            moment, squares = sums[state, theirs], gradients.norm[place, mine] ** 2
+            if (made & (moment > 0) & (moment < _FAR_LESS * squares)).any():
+                result.add(name)
+    return result
 
 
 def squares_over_moments(gradients: Cells, optimizer: Cells) -> tuple[Ints, Ints, Floats]:

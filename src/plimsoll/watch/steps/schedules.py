@@ -252,10 +252,15 @@ class Schedules:
             for (rate, decay), group in zip(now, optimizer.param_groups, strict=True)
             if rate or decay
         ]
-        bad = ", ".join(sorted({f"rate {rate}" for rate, _ in now if rate}))
-        bad += (", " if bad else "") + ("decay lost to rounding" if any(decay for _, decay in now) else "")
+        bad = sorted({f"rate {rate}" for rate, _ in now if rate})
+        bad += ["decay lost to rounding"] if any(decay for _, decay in now) else []
         self._core.say(
-            "wiring", f"{name}: {bad or 'as usual'}", fact="groups", optimizer=name, groups=groups, of=len(now)
+            "wiring",
+            f"{name}: {', '.join(bad) or 'as usual'}",
+            fact="groups",
+            optimizer=name,
+            groups=groups,
+            of=len(now),
         )
 
     def made(self, scheduler: Any, rates: Rates) -> None:

@@ -596,8 +596,15 @@ class Wiring(torch_hooks.TrainingEvents):
                 parameters=lost,
             )
 
+    # An optimizer may let one inside it make the steps, under another name than `step`, as SAM's two steps are.
     def _say_no_step(self) -> None:
-        never, some = [known.name for known in self._known.values() if not known.steps], self._steps > 0
+        stepped = {id(p) for optimizer, known in self._known.items() if known.steps for p in parameters_of(optimizer)}
+        never = [
+            known.name
+            for optimizer, known in self._known.items()
+            if not known.steps and any(id(p) not in stepped for p in parameters_of(optimizer))
+        ]
+        some = self._steps > 0
         if never or not some:
             who = ", ".join(never) or "no optimizer with the model's parameters"
             self._say(

@@ -23,7 +23,7 @@ from plimsoll.diagnosis.rules.base import (
 from plimsoll.diagnosis.rules.loss.divergence import LossSpike
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats
-from plimsoll.diagnosis.tables.optimizer_states import squares_over_moments
+from plimsoll.diagnosis.tables.optimizer_states import in_other_units, squares_over_moments
 from plimsoll.diagnosis.tables.wiring_facts import optimizer_settings
 from plimsoll.diagnosis.view import View
 from plimsoll.text import number
@@ -87,6 +87,7 @@ class SpikeForerunner(Rule):
             lags = np.full(gradients.shape, np.nan)
             lags[np.ix_(layers, places)] = squares
             lags[gradients.total_of("count") < self.values] = np.nan  # the square of one number is no mean
+            lags[np.isin(gradients.names, list(in_other_units(view)))] = np.nan
             yield from self._jumps(gradients, lags, self.lag, "squared_gradient_over_moment", rose, False)
         yield from self._of_betas(view)
 

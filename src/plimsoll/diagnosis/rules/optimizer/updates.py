@@ -24,6 +24,7 @@ from plimsoll.diagnosis.tables.optimizer_states import (
     SECOND_MOMENTS,
     TOWARD_ZERO,
     added_decay,
+    in_other_units,
     lost_second_moments,
     recorded_epsilon,
     spared_updates,
@@ -43,6 +44,7 @@ _NEVER_MOVED = "No weight has moved since the first step, although gradients and
 _NEAR_ZERO = "No action is needed if the learning rate is near zero."
 _LOOK = "Look at what the optimizer adds: a rate that is far too small, or a state that is zero in its format."
 _ROUNDED_STATE = "a state that is rounded"
+_OVER_EPSILON = "Adam divided by epsilon instead of by the size of the gradients for a while, and does not any more."
 _UNEVEN_CODES = (
     "Keep the second moments in FP32, or in codes that have an exponent. Evenly spaced ones hold no small values: the "
     "root of a value below half a step is zero, and the update explodes."
@@ -244,7 +246,8 @@ class EpsilonDominates(Rule):
         if cells is None:
             return
         epsilon = (recorded_epsilon(view) if self.epsilon == _DEFAULT else None) or self.epsilon
-        second = np.array([name.rpartition(":")[2] in SECOND_MOMENTS for name in cells.names])
+        split, others = [name.rpartition(":") for name in cells.names], in_other_units(view)
+        second = np.array([state in SECOND_MOMENTS and parameter not in others for parameter, _, state in split])
         populations = Populations(cells=cells)
         points = populations.points(ordinal(epsilon**2), 0)
         below = populations.below(points, inclusive=False).estimate
@@ -258,10 +261,19 @@ class EpsilonDominates(Rule):
             spots = worst(cells, spans, shares, modules.main_layers(cells, among=second))
             evidence = {"worst": spots[0].name, "below_epsilon": spots[0].value, "epsilon": epsilon}
             until = last_of(cells, spans)
-            yield self.finding("warning", spots, evidence, until_step=until, collection="optimizer")
+            # Where a branch begins at zero, or nearly so, what comes before its factor gets next to nothing at first.
+            is_over = np.count_nonzero(cells.steps > until) >= self.samples
+            yield self.finding(
+                "info" if is_over else "warning", spots, evidence, until_step=until, collection="optimizer",
+                meaning=_OVER_EPSILON if is_over else None, advice="No action is needed." if is_over else None,
+            )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where and since when."""
+        if context.finding.severity == "info":
+            return Phrase(
+                what=f"Adam divided by its epsilon in {context.place} until step {context.finding.until_step:,}"
+            )
         return Phrase(
             what=f"Adam has divided by its epsilon in {context.place} {context.since}, not by the gradients' size",
             remedy="lower epsilon or raise the gradients",
