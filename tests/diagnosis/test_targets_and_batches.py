@@ -10,8 +10,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
-from plimsoll.diagnosis import diagnose
+from plimsoll.diagnosis import View, diagnose
 from plimsoll.diagnosis.finding import Finding
+from plimsoll.report.verdicts.run_summary import verdict
+from plimsoll.runs import Run
 from tests.support.cases import each
 from tests.support.diagnosis.trainings import seeded_mlp
 
@@ -571,11 +573,11 @@ def test_a_layer_that_gets_no_gradient_is_not_called_dead(tmp_path: Path) -> Non
 # -- errors that are maximised
 
 
-def signed(path: Path, loss: Callable[[Tensor, Tensor], Tensor]) -> list[Finding]:
+def signed(path: Path, loss: Callable[[Tensor, Tensor], Tensor], *, maximize: bool = False) -> list[Finding]:
     """A training on a loss of scores and labels."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, maximize=maximize)
 
     def step(_: int) -> None:
         x = torch.randn(32, 8)
@@ -607,6 +609,32 @@ def test_an_error_that_is_maximised_is_named(
 ) -> None:
     found = signed(tmp_path / str(len(list(tmp_path.iterdir()))), loss)
     assert [finding.evidence["cause"] for finding in found] == ["an error with a minus sign"] * is_found
+
+
+def test_an_optimizer_that_maximises_turns_the_sign_round(tmp_path: Path) -> None:
+    (found,) = signed(tmp_path / "error", functional.cross_entropy, maximize=True)
+    assert found.evidence["cause"] == "an optimizer that maximises an error" and "maximize=True" in found.advice
+    negative = lambda scores, labels: -functional.cross_entropy(scores, labels)  # noqa: E731
+    assert signed(tmp_path / "negative", negative, maximize=True) == []
+    assert signed(tmp_path / "likelihood", likelihood, maximize=True) == []
+
+
+def test_a_training_that_maximises_until_it_breaks_is_told_of_that_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=5, quiet=True):
+        for _ in range(250):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)).backward()
+            optimizer.step()
+    view = View(Run(tmp_path / "run"))
+    findings = diagnose(view)
+    assert "maximize=True" in verdict(view, findings) and "NaN or Inf" in verdict(view, findings)
+    assert {finding.rule for finding in findings}.isdisjoint({"loss-spike", "rate-too-high", "optimizer-idle"})
+    assert not [finding for finding in findings if "settled" in finding.meaning]
+    assert [f for f in findings if f.rule == "distribution-drift" and "until they became NaN" in f.meaning]
 
 
 def test_an_adversarial_backward_maximises_and_trains_nothing(tmp_path: Path) -> None:

@@ -324,6 +324,14 @@ def worst(
     return sorted(spots, key=lambda spot: (-spot.value, spot.since_step))
 
 
+def outcome(cells: Cells, spots: Sequence[Spot]) -> str:
+    """Return what sizes that do not grow any more came to, as the end of a sentence."""
+    layers = [cells.names.index(spot.name) for spot in spots]
+    last = [int(np.flatnonzero(cells.recorded[layer])[-1]) for layer in layers]
+    broken = bool((cells.nonfinite[layers, last] > 0).any())
+    return "until they became NaN or Inf" if broken else "and have settled"
+
+
 def last_of(cells: Cells, spans: list[tuple[int, int, int]]) -> int:
     """Return the last step of all spans."""
     return int(cells.steps[max(b for _, _, b in spans)])

@@ -15,6 +15,7 @@ from plimsoll.diagnosis.rules.base import (
     Rule,
     last_of,
     layer_spans,
+    outcome,
     threshold,
     worst,
 )
@@ -101,7 +102,7 @@ class OverflowAhead(Rule):
             yield self.finding(
                 "info", spots, evidence, until_step=until, collection=cells.collection, actions=(),
                 advice="No action is needed.",
-                meaning="These values rose toward the top of their format and have settled below it.",
+                meaning=f"These values rose toward the top of their format {outcome(cells, spots)}.",
             )  # fmt: skip
             return
         yield self.finding("warning", spots, evidence, until_step=until, collection=cells.collection, meaning=meaning)
@@ -166,7 +167,7 @@ class AttentionLogits(Rule):
                 grown_scores += _risen(cells.steps, sizes, name, self.binades, math.log2(self.score), self.confidence)
         yield from _settled_or_not(
             self, grown_scores, "activations", lambda spot, grown: {"score": spot.value, "grown_binades": grown},
-            "The scores grew while the model learned, and have settled.",
+            "The scores grew while the model learned", cells,
         )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -228,7 +229,7 @@ class ActivationGrowth(Rule):
         if not on:
             yield self.finding(
                 "info", spots, evidence, until_step=until, collection="activations", actions=(),
-                meaning="The layer's activations grew while the model learned, and have settled.",
+                meaning=f"The layer's activations grew while the model learned, {outcome(cells, spots)}.",
                 advice="No action is needed. Before inference in FP16, check the binades left.",
             )  # fmt: skip
             return
@@ -324,7 +325,7 @@ class KurtosisGrowth(Rule):
                 grown_layers.append((spot, by, max(until, since), on and wide[0][3]))
         yield from _settled_or_not(
             self, grown_layers, "activations", lambda spot, grown: {"kurtosis": spot.value, "grown_binades": grown},
-            "The layer's outliers grew while the model learned, and have settled.",
+            "The layer's outliers grew while the model learned", cells,
         )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -427,7 +428,8 @@ def _settled_or_not(
     found: list[tuple[Spot, float, int, bool]],
     collection: str,
     evidence: Callable[[Spot, float], Mapping[str, float]],
-    settled: str,
+    what: str,
+    cells: Cells,
 ) -> Iterator[Finding]:
     """Yield the finding of what still rises. A note of what rose if nothing does."""
     on = [growth for growth in found if growth[3]]
@@ -440,8 +442,8 @@ def _settled_or_not(
         yield rule.finding("warning", spots, numbers, until_step=until, collection=collection)
         return
     yield rule.finding(
-        "info", spots, numbers, until_step=until, collection=collection, actions=(), meaning=settled,
-        advice="No action is needed.",
+        "info", spots, numbers, until_step=until, collection=collection, actions=(),
+        meaning=f"{what}, {outcome(cells, spots)}.", advice="No action is needed.",
     )  # fmt: skip
 
 

@@ -256,8 +256,8 @@ def classes_of(root: Tensor, scale: Tensor | None) -> tuple[int, float]:
     return 0, 1.0
 
 
-def maximised_error(root: Tensor) -> str:
-    """Return the error of which a loss is the negative and nothing else: "" for other losses.
+def error_of(root: Tensor) -> tuple[str, int]:
+    """Return the error that a loss is, and 1, or of which it is the negative, and -1: ("", 0) for other losses.
 
     The negative of a binary cross entropy is left out: the generator of a GAN may minimise it.
     """
@@ -266,12 +266,12 @@ def maximised_error(root: Tensor) -> str:
         sign = -sign if type(node).__name__ == "NegBackward0" else sign
         node = node.next_functions[0][0]
     kind = type(node).__name__
-    if node is None or sign > 0 or kind not in (*_NLL, *_REGRESSIONS):
-        return ""
     if kind in _REGRESSIONS:
-        return "an error of a regression"
+        return "an error of a regression", sign
+    if node is None or kind not in _NLL:
+        return "", 0
     before, _ = _through_views(node.next_functions[0][0])
-    return "a cross entropy" if type(before).__name__ == "LogSoftmaxBackward0" else ""
+    return ("a cross entropy", sign) if type(before).__name__ == "LogSoftmaxBackward0" else ("", 0)
 
 
 def given_for_logarithms(root: Tensor) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class Targets:
     def __init__(self, core: WatchSession, say: Callable[..., None], later: Callable[..., None]) -> None:
         self.core, self._say, self._later = core, say, later
         self._looks = 0
+        self._error = ("", 0)  # of the last backward that was looked at, and its sign
         self._samples = 0
         self._classes: Counter[int] = Counter()  # of samples whose targets are nearly all of one class
         self._found: set[str] = set()  # facts that the background thread has recorded
@@ -87,6 +88,18 @@ class Targets:
         details = {"fact": _ONE_CLASS, "batches": alike, "of": self._samples, "classes": len(self._classes)}
         return [Event(step=step, kind="wiring", message=message, details=details)]
 
+    # What a backward that no step follows maximises, as for an adversarial input, is not trained.
+    def step_begins(self, optimizer: Any) -> None:
+        """Note an error that the optimizer's step maximises: by the sign of the loss, or by `maximize`."""
+        (error, sign), self._error = self._error, ("", 0)
+        ascends = any(group.get("maximize") for group in optimizer.param_groups)
+        if error and (sign < 0) != ascends:
+            who = type(optimizer).__name__
+            message = (
+                f"{who} maximises the loss, which is {error}" if ascends else f"the loss is the negative of {error}"
+            )
+            self._say("maximised", message, error=error, optimizer=who if ascends else "")
+
     def look_behind(self, loss: Tensor, scale: Tensor | None, *, is_first: bool) -> None:
         """Look for a softmax over the batch, and outputs that meet each target; note the number of classes."""
         self._looks += 1
@@ -96,8 +109,7 @@ class Targets:
         if pairs := autograd_graph.spread_outputs(loss):
             message = f"the loss takes {pairs} outputs and {pairs} targets as {pairs} x {pairs} pairs: shapes differ"
             self._say("pairs", message, rows=pairs)
-        if error := autograd_graph.maximised_error(loss):
-            self._say("maximised", f"the loss is the negative of {error}", error=error)
+        self._error = autograd_graph.error_of(loss)
         self._look_at_values(loss)
         self._look_at_tokens(loss)
         self._look_at_next_tokens(loss)

@@ -293,6 +293,7 @@ class Wiring(torch_hooks.TrainingEvents):
         if not self._judged or self._due is not None or (self._ungraded and self.core.sample is not None):
             self._look_for_gradients()
         known.had_gradients = has_gradients(optimizer)
+        self._targets.step_begins(optimizer)
         if not known.steps:
             self._first_weights.first_step_begins()
         if known.follows:

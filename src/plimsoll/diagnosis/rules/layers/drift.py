@@ -8,7 +8,7 @@ import numpy as np
 
 from plimsoll.diagnosis.estimates.format_losses import Modules
 from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, outcome, threshold
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.trend import falls, goes_on, halves, looks, trend
@@ -61,7 +61,7 @@ class Drift(Rule):
                 continue
             learns = collection == "weights" and halves(view.scalar("loss")[1])
             moving = [each for each in drifts if each[3] and not learns]
-            state = "still do" if learns and any(each[3] for each in drifts) else "have settled"
+            still = learns and any(each[3] for each in drifts)
             shown = sorted(moving or drifts, key=lambda each: -abs(each[1]))
             evidence = {"worst": shown[0][0].name, "binades": shown[0][1], "layers": len(shown)}
             spots, until = [spot for spot, *_ in shown], max(until for _, _, until, _ in shown)
@@ -74,7 +74,8 @@ class Drift(Rule):
                 continue
             yield self.finding(
                 "info", spots, evidence, until_step=until, collection=collection,
-                meaning=f"The layer's values moved while the model learned, and {state}.",
+                meaning=f"The layer's values moved while the model learned, "
+                f"{'and still do' if still else outcome(cells, spots)}.",
                 advice="No action is needed.",
             )  # fmt: skip
 

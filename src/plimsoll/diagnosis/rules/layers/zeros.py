@@ -236,6 +236,10 @@ class DeadLayer(Rule):
             remedy="check the layer's input and bias, or lower the learning rate",
         )
 
+    def is_fatal(self, finding: Finding, last_step: int) -> bool:  # noqa: ARG002  (zeros stay zeros)
+        """Return whether a norm puts out next to nothing: what comes before it cannot learn."""
+        return finding.evidence.get("cause") == _SQUARES
+
     def lost_after_backward(self, view: View) -> tuple[list[Spot], int]:
         """Return parameters whose gradients are zero at the step and were not in the backward, and until when."""
         silent = self.silent_gradients(view)

@@ -17,6 +17,7 @@ from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.trend import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
 from plimsoll.diagnosis.tables.wiring_facts import first_fact
 from plimsoll.diagnosis.view import View
+from plimsoll.runs import Event
 from plimsoll.text import number, percent
 
 _EARLY = 50  # steps within which a blow-up belongs to the beginning
@@ -35,6 +36,7 @@ _MEANINGS = {
     "came back": "The loss rose far above its usual level and came back by itself.",
     "in part": "The loss rose far above its usual level. It is below that again, and still above where it began.",
 }
+_ASCENDS = "an optimizer that maximises an error"
 _MAXIMISED = "an error with a minus sign"
 _TOO_HIGH = "Start again from new weights, with a much lower learning rate or a warm-up."
 _COMPARE = "Train a few hundred steps in FP32 as well, and compare (plimsoll parity): does the loss fall there?"
@@ -86,6 +88,8 @@ class LossSpike(Rule):
 
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding of each recorded loss."""
+        if _ascent(view) is not None:  # `loss-unbounded` says why it rises
+            return
         for name, (steps, loss) in view.losses.items():
             yield from self._finding(view, name, steps, loss)
 
@@ -394,6 +398,9 @@ class LossUnbounded(Rule):
         steps, loss = view.scalar("loss")
         steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
         event = first_fact(view, "maximised")
+        if (ascent := _ascent(view)) is not None and len(loss) >= self.losses:
+            yield self._ascends(ascent, steps, loss)
+            return
         if event is not None and len(loss) >= self.losses and bool((loss[: int(self.losses)] < 0).all()):
             error = str(event.details.get("error", "an error"))
             evidence = {"began_at": float(loss[0]), "now": float(np.median(loss[-_FIVE:])), "cause": _MAXIMISED}
@@ -415,9 +422,30 @@ class LossUnbounded(Rule):
         evidence = {"began_at": began, "now": float(np.median(loss[-_FIVE:]))}
         yield self.finding("warning", (), evidence, since_step=int(steps[since]), until_step=int(steps[-1]))
 
+    def is_fatal(self, finding: Finding, last_step: int) -> bool:  # noqa: ARG002  (each step makes it worse)
+        """Return whether an optimizer maximises the error."""
+        return finding.evidence.get("cause") == _ASCENDS
+
+    def _ascends(self, event: Event, steps: Ints, loss: Floats) -> Finding:
+        began, now = float(np.median(loss[:_FIVE])), float(np.median(loss[-_FIVE:]))
+        error, who = str(event.details.get("error", "an error")), event.details.get("optimizer")
+        return self.finding(
+            "alarm" if now > 2 * began else "warning", (), {"began_at": began, "now": now, "cause": _ASCENDS},
+            since_step=int(steps[0]), until_step=int(steps[-1]),
+            meaning=f"{who} was made with maximize=True, and the loss is {error}: each step makes the right answers "
+            "less likely.",
+            advice="Take maximize=True out, or give the optimizer what is to rise. If the model is to unlearn these "
+            "answers, no action is needed.",
+        )  # fmt: skip
+
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the first and the last loss."""
         began, now = number(context.number("began_at")), number(context.number("now"))
+        if context.cause == _ASCENDS:
+            return Phrase(
+                what=f"the optimizer maximises an error, {began} at first and {now} at the end",
+                remedy="take maximize=True out",
+            )
         if context.cause == _MAXIMISED:
             return Phrase(
                 what=f"the training maximises an error: the loss is its negative, {began} at first and {now} at the "
@@ -428,3 +456,9 @@ class LossUnbounded(Rule):
             what=f"the loss falls without bound, from {began} to {now}, faster and faster {context.since}",
             remedy="check its sign, or bound it from below",
         )
+
+
+def _ascent(view: View) -> Event | None:
+    """Return the fact that an optimizer maximises a loss that is an error; None if none does."""
+    event = first_fact(view, "maximised")
+    return event if event is not None and event.details.get("optimizer") else None

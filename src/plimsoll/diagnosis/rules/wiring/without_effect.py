@@ -233,7 +233,8 @@ class OptimizerIdle(Rule):
             moved = np.median(np.nan_to_num(away / size[:, :1], posinf=0.0), axis=0)
             left = np.median(np.nan_to_num(away[:, 1:] / away[:, :-1], nan=np.inf), axis=0)
         jumps = 1 + np.flatnonzero((moved[:-1] >= self.moved) & (left <= self.left))
-        jumps = jumps[jumps >= self.samples]
+        whole = np.nansum(cells.nonfinite, axis=0) == 0  # sums leave out what is not finite
+        jumps = jumps[(jumps >= self.samples) & whole[jumps] & whole[jumps - 1]]
         steps, loss = view.scalar("loss")
         lost = np.array(
             [not exceeds_start(steps, loss, *cells.steps[at - 1 : at + 1], times=self.risen) for at in jumps]
