@@ -101,6 +101,8 @@ def test_the_rules_are_listed_with_their_thresholds_and_sources() -> None:
         (["check", "."], "No Plimsoll run in"),
         (["check", ".", "--set", "underflow-high.values"], "check: expected --set RULE.THRESHOLD=VALUE with a number"),
         (["check", ".", "--set", "underflow-high.values=much"], "check: expected --set RULE.THRESHOLD=VALUE"),
+        (["check", "--rules", "underflow-high"], "check: expected --rules without RUN"),
+        (["check", "--rules", "--select", "nonfinite"], "check: expected --rules without --select"),
         (["check", "--rules", "--set", "no.thing=1"], "check: expected a threshold written as rule.threshold"),
     ],
 )

@@ -55,6 +55,12 @@ def check(
     form = form_of("check", as_json, output_format, "text")
     thresholds = dict(_assignment(text) for text in changed or ())
     if rules:
+        others = {"RUN": runs, "--select": select, "--until": until is not None}
+        if given := [name for name, value in others.items() if value]:
+            raise ArgumentError(
+                f"check: expected --rules without {given[0]}, since it lists all rules and judges no run; got both. To "
+                "judge by some rules write --select RULE."
+            )
         _print_rules(thresholds, form)
         return
     if not runs:
