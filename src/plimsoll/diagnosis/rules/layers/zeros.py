@@ -278,8 +278,9 @@ class DeadLayer(Rule):
             width = max(widths)
             with np.errstate(all="ignore"):
                 in_rows = (zeros[out] % width == 0) & (counts[out] % width == 0) if width else zeros[out] == counts[out]
+                of_all = zeros[out] / counts[out]
             holds = large[into] & in_rows & (zeros[out] > 0) & (zeros[into] == 0) & (most[into] > 0)
-            share[out] = np.where(np.isnan(zeros[out]), np.nan, np.where(holds, zeros[out] / counts[out], 0.0))
+            share[out] = np.where(np.isnan(zeros[out]), np.nan, np.where(holds, of_all, 0.0))
             sources[cells.names[out]] = into
         spans = layer_spans(share > 0, ~np.isnan(share), self.samples)
         if not spans:
