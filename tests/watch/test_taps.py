@@ -1,5 +1,6 @@
 """Activations and their gradients: whatever a module takes and gives, once each, and exactly."""
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
 from plimsoll.runs import Run
+from tests.support.patience import HANG_SECONDS
 from tests.support.watch.recording import batches, mlp, only_run, same, train
 
 
@@ -186,6 +188,33 @@ def test_gradients_of_a_checkpoint_are_counted_once(tmp_path: Path) -> None:
         for name in plain.tensors["activation_gradients"]:
             found, wanted = (each.spectrum("activation_gradients", name, 0) for each in (run, plain))
             assert (found.count, found.absmax) == (wanted.count, wanted.absmax), (how, name)
+
+
+class Evaluated(nn.Module):
+    """In the middle of its training forward, a thread of its own evaluates it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self(torch.full((4, 8), 1e6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if torch.is_grad_enabled():
+            thread = threading.Thread(target=self.evaluate)
+            thread.start()
+            thread.join(HANG_SECONDS)
+        return self.second(x)
+
+
+def test_an_evaluation_on_another_thread_is_not_recorded(tmp_path: Path) -> None:
+    run = watched_step(Evaluated(), tmp_path / "run", torch.randn(4, 8))
+    for name in ("first:input", "first:output", "second:input", "second:output", "model:output"):
+        spectrum = run.spectrum("activations", name, 0)
+        assert spectrum.count == (8 if name in ("second:output", "model:output") else 32) and spectrum.absmax < 1e3
 
 
 def test_a_tensor_that_two_taps_see_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,7 @@ class WatchSession:
         self.muted = False
         self._held: dict[str, bool] = {}  # what was due when muted
         self.live = False  # inside a training forward of the root
+        self.live_thread = 0  # whose forward that is
         self.left = False  # in a child of the process that watches
         self.elsewhere: set[int] = set()  # threads whose last backward was another model's
         self.shadow: ShadowStep | None = None

@@ -100,7 +100,7 @@ class Steps(torch_hooks.TrainingEvents):
         self._end_unled()
         self.begin()
         self._trained_forwards += model.training
-        self.core.live = True
+        self.core.live, self.core.live_thread = True, threading.get_ident()
         if self._looks:
             self._looks -= 1
             self._look(model)
@@ -163,6 +163,8 @@ class Steps(torch_hooks.TrainingEvents):
 
     def forward_ends(self) -> None:
         """The root module has returned, or raised."""
+        if self.core.live and self.core.live_thread != threading.get_ident():  # an evaluation on a thread of its own
+            return
         self.core.live = False
         self.core.flush()
 

@@ -179,7 +179,7 @@ class Taps:
             if core.shadow is not None:
                 core.shadow.meet(tap.name, tap.role, found)
             return
-        if core.muted:
+        if core.muted or self._is_evaluated_elsewhere():
             return
         recomputing = autograd_graph.backward_running() != -1
         if recomputing:
@@ -191,6 +191,11 @@ class Taps:
         if core.due.forward:
             for path, x in found:
                 self._see_one(tap.prefix + path, x, recomputing)
+
+    def _is_evaluated_elsewhere(self) -> bool:
+        """Return True in an evaluation on a thread of its own, in the middle of another's training forward."""
+        core = self.core
+        return core.live and not torch.is_grad_enabled() and core.live_thread != threading.get_ident()
 
     def _pass(self) -> None:
         """A module is called inside a `torch.func` transform: its tensors have no values that could be read."""
