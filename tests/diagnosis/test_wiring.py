@@ -532,6 +532,7 @@ def test_an_epsilon_that_dominates_at_the_start_only_is_a_note(tmp_path: Path) -
     for name, last, severity in (
         ("at the start", 7, "info"),
         ("until it ends", 23, "warning"),
+        ("for most of it", 14, "warning"),
         ("late", 20, "warning"),
     ):
         train(tmp_path / name, between=small_until(last), every=1)

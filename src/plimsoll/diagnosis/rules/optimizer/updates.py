@@ -262,7 +262,10 @@ class EpsilonDominates(Rule):
             evidence = {"worst": spots[0].name, "below_epsilon": spots[0].value, "epsilon": epsilon}
             until = last_of(cells, spans)
             # Where a branch begins at zero, or nearly so, what comes before its factor gets next to nothing at first.
-            is_over = np.count_nonzero(cells.steps > until) >= self.samples
+            # That is over soon.
+            after = np.count_nonzero(cells.steps > until)
+            lasted = len(cells.steps) - after - min(first for _, first, _ in spans)
+            is_over = after >= max(self.samples, lasted)
             yield self.finding(
                 "info" if is_over else "warning", spots, evidence, until_step=until, collection="optimizer",
                 meaning=_OVER_EPSILON if is_over else None, advice="No action is needed." if is_over else None,
