@@ -46,6 +46,13 @@ def test_a_second_session_continues(tmp_path: Path) -> None:
     assert run.settings == {"lr": 2} and [s["session"] for s in run.manifest["sessions"]] == [1, 2]
 
 
+def test_a_session_that_follows_one_without_a_step_says_so(tmp_path: Path) -> None:
+    making.written(tmp_path, [], 1.0)
+    making.written(tmp_path, [0, 1], 1.0)
+    (continued,) = (event for event in Run(tmp_path).events() if event.kind == "continued")
+    assert continued.message == "continued by session 2 before its first step"
+
+
 @pytest.mark.parametrize("compacted", [True, False])
 def test_resume_from_replaces_what_lay_there_and_after(tmp_path: Path, compacted: bool) -> None:
     making.written(tmp_path, range(10), 1.0)

@@ -132,7 +132,8 @@ class RankFolder:
     def _note_continued(self, resume_from: int | None) -> None:
         details: dict[str, object] = {"session": len(self._sessions), "last_step": self.last_step}
         replaced = "" if resume_from is None else f"; what lay at step {resume_from} and after is replaced"
-        message = f"continued by session {len(self._sessions)} after step {self.last_step}{replaced}"
+        after = "before its first step" if self.last_step is None else f"after step {self.last_step}"
+        message = f"continued by session {len(self._sessions)} {after}{replaced}"
         self.found.append(("continued", message, details | {"resume_from": resume_from}))
 
     def _former_manifest(self) -> dict[str, Any]:
