@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 _SHORTEST = 1e-3  # numbers below it are written with an exponent
 _LONGEST = 1e9  # and from here on
 _LONGEST_NAME = 60  # characters of one name that a line shows
+_LONGEST_MESSAGE = 160
 _LOG = logging.getLogger("plimsoll")
 _DIGITS = re.compile(r"\d+")
 
@@ -238,6 +239,19 @@ def shown(name: str) -> str:
     clean = printable(name, lines=False)
     half = _LONGEST_NAME // 2 - 2
     return clean if len(clean) <= _LONGEST_NAME else f"{clean[:half]}...{clean[-half:]}"
+
+
+def one_line(message: str) -> str:
+    r"""Write an error's message for a line: its first line, control characters escaped, a long end left out.
+
+    >>> one_line("CUDA out of memory.\nTried to allocate 3 GiB")
+    'CUDA out of memory. ...'
+    """
+    first, *others = message.splitlines() or [""]
+    clean = printable(first, lines=False)
+    if len(clean) > _LONGEST_MESSAGE:
+        return f"{clean[:_LONGEST_MESSAGE]}..."
+    return f"{clean} ..." if others else clean
 
 
 def _patterns(name: str) -> list[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """How a run ended: by an exception, a signal, killed, in order, or not yet."""
 
+import contextlib
 import json
 import signal
 import sys
@@ -60,6 +61,19 @@ def test_an_early_end_is_said(end: str, how: str, severity: str, says: str, tmp_
     (finding,) = (f for f in diagnose(tmp_path / "run") if f.rule == "run-ended")
     assert (finding.severity, finding.since_step) == (severity, step)
     assert done.returncode != -signal.SIGKILL or finding.evidence["ended_by"] == "killed"
+
+
+def test_a_long_message_is_said_from_its_beginning_on(tmp_path: Path) -> None:
+    says = "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 8.00 GiB"
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with contextlib.suppress(RuntimeError), pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+        for _ in range(3):
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+        raise RuntimeError(f"{says}\n{'See the documentation. ' * 20}")
+    text = CliRunner().invoke(app, ["check", str(tmp_path / "run")], env={"COLUMNS": "400"}).stdout
+    assert all(f"RuntimeError: {says} ..." in line for line in text.splitlines()[:2]), text
 
 
 @pytest.mark.parametrize("end", ["sys.exit(0)", "break"])

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from plimsoll.cli import messages
 from plimsoll.cli.terminal import console
-from plimsoll.text import counted, number, printable
+from plimsoll.text import counted, number, one_line, printable
 
 if TYPE_CHECKING:
     from plimsoll.cli.checked_run import CheckedRun
@@ -76,11 +76,9 @@ def _counts(run: "CheckedRun") -> str:
 
 
 def _reach(run: "CheckedRun") -> str:
-    from plimsoll.diagnosis import shown
-
     last_step, ending = run.view.last_step, run.early_end
     reach = "nothing recorded" if last_step < 0 else f"through step {last_step:,}"
-    return reach if ending is None else f"{reach}; {shown(str(ending))}"
+    return reach if ending is None else f"{reach}; {one_line(str(ending))}"
 
 
 def _lines(finding: "Finding") -> list[Text | Padding]:

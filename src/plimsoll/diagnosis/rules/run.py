@@ -15,7 +15,7 @@ from plimsoll.diagnosis.view import View
 from plimsoll.runs.reading import by_rank
 from plimsoll.runs.reading.by_rank import ByRank
 from plimsoll.tensor_collections import LABELS
-from plimsoll.text import counted
+from plimsoll.text import counted, one_line
 
 _MEANING = {
     "exception": "The training did not reach its end: an exception ended it.",
@@ -249,7 +249,7 @@ class RunEnded(Rule):
         by = context.text("ended_by")
         return Phrase(
             what=f"{_PHRASES.get(by, 'the process was gone without closing the run')} {context.at}",
-            effect=context.text("message") if by in _PHRASES else "",
+            effect=one_line(str(context.finding.evidence.get("message", ""))) if by in _PHRASES else "",
             remedy="" if by == "interrupt" else "continue from the last checkpoint",
         )
 
