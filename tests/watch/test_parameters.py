@@ -74,6 +74,34 @@ def test_a_custom_optimizer(tmp_path: Path) -> None:
     assert set(run.tensors["optimizer"]) == {"weight:history.0", "weight:history.1", "overall:norm"}
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer that lets the one inside it step, and changes the weights after it, as Lookahead does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {"lr": 1.0})
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        for p in self.param_groups[0]["params"]:
+            p.mul_(0.999)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_of_an_optimizer_around_another_the_one_inside_is_read_once(given: bool, tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = Around(torch.optim.AdamW(model.parameters()))
+    with pl.watch(model, *([optimizer] if given else []), run=tmp_path / "run", every=1):
+        train(model, optimizer, batches(3, 4, 8))
+    run = only_run(tmp_path / "run")
+    assert list(run.steps) == [0, 1, 2]
+    for collection in ("weights", "gradients", "updates"):
+        for name, p in model.named_parameters():
+            assert [run.spectrum(collection, name, step).count for step in run.steps] == [p.numel()] * 3
+    assert "0.weight:exp_avg" in run.tensors["optimizer"] and not run.events()
+
+
 def test_an_optimizer_is_found_when_none_is_given(tmp_path: Path) -> None:
     model, other = mlp(), mlp()
     first, second = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[2].parameters())

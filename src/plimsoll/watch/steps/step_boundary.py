@@ -268,11 +268,12 @@ class Steps(torch_hooks.TrainingEvents):
     # -- optimizers ----------------------------------------------------------------------------------------------------
 
     # Optimizers that are given a closure run forward and backward inside their step: what begins there settles the step
-    # before, and the optimizers that are in the middle of theirs enter the new one.
+    # before, and the optimizers that are in the middle of theirs enter the new one. Of an optimizer and the one that it
+    # has inside, such as Lookahead's, only the latter is read: it has the gradients and the state.
     @contained
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer's step is called."""
-        if is_capturing():
+        if is_capturing() or innermost(optimizer) is not optimizer:
             return
         if self._takes(optimizer):
             # Of a call of torch.autograd.grad nothing else reports the end.
