@@ -348,6 +348,13 @@ class Pair(nn.Module):
         return result, self.aside(result)
 
 
+class Turned(nn.Module):
+    """A permutation of the model's input, and the logarithm of its determinant, as in a flow."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.flip(1), torch.zeros_like(x)
+
+
 class Sum(nn.Module):
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         return pair[0] + pair[1]
@@ -357,12 +364,14 @@ def test_a_constant_that_a_module_returns_with_its_result_is_no_dead_layer(tmp_p
     for name, aside, rules in (
         ("no bias of attention", torch.zeros_like, []),
         ("mask", torch.ones_like, []),
+        ("of the input", None, []),
         ("ReLU that nothing activates", lambda x: (x - 100).relu(), ["dead-layer"]),
         ("result held at 1", lambda x: F.threshold(x, 100.0, 1.0), ["outputs-alike"]),
     ):
         for collect in ({}, {"collect": ["activations"]}):
             path = tmp_path / f"{name} {len(collect)}"
-            train(path, nn.Sequential(Pair(aside), Sum(), nn.Tanh(), nn.Linear(32, 4)), **collect)
+            first = [Turned(), Sum(), nn.Linear(8, 32)] if aside is None else [Pair(aside), Sum()]
+            train(path, nn.Sequential(*first, nn.Tanh(), nn.Linear(32, 4)), **collect)
             found = [f for f in diagnose(path, rules=["dead-layer", "outputs-alike"]) if f.severity != "info"]
             if not collect or not rules:  # else nothing tells them from a constant
                 assert [f.rule for f in found] == rules, path.name

@@ -62,10 +62,10 @@ def always_zero(cells: Cells | None) -> set[str]:
     return {cells.names[layer] for layer in np.flatnonzero(silent).tolist()}
 
 
-# A module may return a constant with its result: a mask, or the position bias of an attention that has none. A gradient
-# comes back to the result only. Without gradients of activations, what was never anything but that counts as one.
+# A module may return a constant with its result: a mask, the position bias of an attention that has none, the log
+# determinant of a permutation. No gradient comes back to it, be the result trained or the model's input.
 def is_constant_aside(view: View, outputs: Cells, span: tuple[int, int, int]) -> bool:
-    """Return True if an output stands still since its first sample, gets no gradient, and another of its module's does.
+    """Return True if an output stands still since its first sample, gets no gradient, and another of its module lives.
 
     Args:
         view: The run.
@@ -78,12 +78,12 @@ def is_constant_aside(view: View, outputs: Cells, span: tuple[int, int, int]) ->
     if not aside or outputs.recorded[layer, :first].any():
         return False
     passed = view.cells("activation_gradients")
-    of_result = outputs if passed is None else passed
-    steps = (of_result.steps >= outputs.steps[first]) & (of_result.steps <= outputs.steps[last])
-    seen = {of_result.names[i] for i in np.flatnonzero(of_result.recorded[:, steps].any(axis=1)).tolist()}
-    if passed is None:
-        seen -= always_zero(outputs) | {name}
-    return name not in seen and any(other.startswith(module + aside) for other in seen)
+    if passed is not None and name in passed.names:
+        steps = (passed.steps >= outputs.steps[first]) & (passed.steps <= outputs.steps[last])
+        if passed.recorded[passed.names.index(name), steps].any():
+            return False
+    others = set(outputs.names) - always_zero(outputs) - {name}
+    return any(other.startswith(module + aside) for other in others)
 
 
 # Only clear products count, as of the format's normal numbers: sums of others may underflow.
