@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from plimsoll.text import clause, number, percent, power, steps
+from plimsoll.text import clause, number, percent, power, shortened, steps
 from tests import house
 from tests.support.cases import each
 
@@ -53,3 +53,14 @@ def test_an_error_within_a_sentence_has_no_period_of_its_own() -> None:
         "": "",
     }.items():
         assert clause(ValueError(text)) == wanted and clause(text) == wanted
+
+
+def test_a_long_name_keeps_its_numbers_and_what_they_count() -> None:
+    lora = "base_model.model.model.layers.11.self_attn.q_proj.lora_A.default.weight"
+    assert shortened(lora, 80) == lora
+    assert shortened(lora, 61) == "base_model...layers.11.self_attn.q_proj.lora_A.default.weight"
+    assert shortened(lora, 48) == "base_model...layers.11...lora_A.default.weight"
+    attention = "encoder.block.{0-3}.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert shortened(attention, 60) == "encoder.block.{0-3}.layer.0...relative_attention_bias.weight"
+    for name in ("x" * 100, "a." + "b" * 100, "a" * 30 + ".1.2.3.4.5.6.7.8.9." + "b" * 30, "." * 100, "a..b." * 20):
+        assert len(shortened(name, 48)) <= 48 and "..." in shortened(name, 48)

@@ -16,6 +16,7 @@ _SHORTEST = 1e-3  # numbers below it are written with an exponent
 _LONGEST = 1e9  # and from here on
 _LONGEST_NAME = 60  # characters of one name that a line shows
 _LONGEST_MESSAGE = 160
+_GAP = re.compile(r"\.(?:\0\.)+")  # where parts of a name are left out
 _LOG = logging.getLogger("plimsoll")
 _DIGITS = re.compile(r"\d+")
 
@@ -235,10 +236,30 @@ def grouped(names: Sequence[str], most: int = 3) -> str:
 
 
 def shown(name: str) -> str:
-    """Write a name for a line: control characters escaped, long middles left out."""
-    clean = printable(name, lines=False)
-    half = _LONGEST_NAME // 2 - 2
-    return clean if len(clean) <= _LONGEST_NAME else f"{clean[:half]}...{clean[-half:]}"
+    """Write a name for a line: control characters escaped, and not longer than a line."""
+    return shortened(printable(name, lines=False), _LONGEST_NAME)
+
+
+# The number of a layer says more than what it is wrapped in: `base_model...layers.1.self_attn.q_proj.lora_A.default`.
+def shortened(name: str, most: int) -> str:
+    """Return a name of at most `most` characters: parts between dots left out, numbers and what they count last.
+
+    >>> shortened("base_model.model.model.layers.11.self_attn.q_proj.lora_A.default", 48)
+    'base_model...layers.11...q_proj.lora_A.default'
+    """
+    if len(name) <= most:
+        return name
+    parts = name.split(".")
+    kept: list[str | None] = list(parts)
+    for i in range(1, len(parts) - 1):
+        if any(part[:1].isdigit() or part[:1] == "{" for part in parts[i : i + 2]):
+            continue
+        kept[i] = None
+        short = _GAP.sub("...", ".".join("\0" if part is None else part for part in kept))
+        if len(short) <= most:
+            return short
+    half = most // 2 - 2
+    return f"{name[:half]}...{name[-half:]}"
 
 
 def one_line(message: str) -> str:

@@ -13,7 +13,7 @@ from plimsoll.diagnosis.finding import Action, Finding, Severity, Spot, collecti
 from plimsoll.diagnosis.tables.cells import Cells
 from plimsoll.diagnosis.view import View
 from plimsoll.runs import Event
-from plimsoll.text import printable
+from plimsoll.text import printable, shortened
 
 Mask = NDArray[np.bool_]
 Where = Literal["anywhere", "same module"]
@@ -286,9 +286,7 @@ class Rule(ABC):
 
 def short(name: str) -> str:
     """Return a name as a sentence can contain it."""
-    clean = shown(name)
-    half = _LONGEST_NAME // 2 - 2
-    return clean if len(clean) <= _LONGEST_NAME else f"{clean[:half]}...{clean[-half:]}"
+    return shortened(printable(name, lines=False), _LONGEST_NAME)
 
 
 def layer_spans(holds: Mask, recorded: Mask, least: float) -> list[tuple[int, int, int]]:
