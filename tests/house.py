@@ -100,11 +100,11 @@ def code_lines(source: str) -> int:
     tree = ast.parse(source)
     apart: set[int] = set()
     for node in ast.walk(tree):
-        is_text = (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        )
-        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
-            apart.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        match node:
+            case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant(value=str())):
+                apart.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            case _:
+                pass
     held: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _LAYOUT:
