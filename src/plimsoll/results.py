@@ -1,7 +1,7 @@
 """Bases of results: text that notebooks show instead of fields, and data that JSON can hold."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
@@ -41,8 +41,19 @@ def fields_of(record: Any) -> dict[str, Any]:
     return {part.name: as_data(getattr(record, part.name)) for part in fields(record)}
 
 
-def as_data(value: object) -> Any:
-    """Return a value as JSON can hold it. A record is what its `to_dict` returns, or else its fields.
+def _record_or_text(value: object) -> Any:
+    """Return what a record's `to_dict` returns, or else its fields; of other objects their text."""
+    if hasattr(value, "to_dict"):
+        return cast("Any", value).to_dict()
+    return fields_of(value) if is_dataclass(value) else str(value)
+
+
+def as_data(value: object, other: Callable[[object], Any] = _record_or_text) -> Any:
+    """Return a value as JSON can hold it.
+
+    Args:
+        value: Any value. NaN and infinities become their names.
+        other: Makes data of an object that JSON has no kind for. Default: of a record its fields, else the text.
 
     >>> as_data({"low": 0.5, "high": float("inf"), "window": (1, 2)})
     {'low': 0.5, 'high': 'inf', 'window': [1, 2]}
@@ -52,9 +63,7 @@ def as_data(value: object) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(key): as_data(item) for key, item in cast("Mapping[object, object]", value).items()}
+        return {str(key): as_data(item, other) for key, item in cast("Mapping[object, object]", value).items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [as_data(item) for item in cast("Iterable[object]", value)]
-    if hasattr(value, "to_dict"):
-        return cast("Any", value).to_dict()
-    return fields_of(value) if is_dataclass(value) else str(value)
+        return [as_data(item, other) for item in cast("Iterable[object]", value)]
+    return other(value)

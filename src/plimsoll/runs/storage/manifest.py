@@ -9,7 +9,6 @@ readers leave them out.
 import functools
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
@@ -23,6 +22,7 @@ from typing import Any, cast
 
 from plimsoll.errors import PlimsollError, RunError
 from plimsoll.formats import get_element
+from plimsoll.results import as_data
 from plimsoll.runs.columns.schema import SCHEMA, Series
 from plimsoll.runs.storage import atomic_files, parts as _parts
 from plimsoll.runs.storage.limits import MANIFEST_BYTES, RANGES, DamageError, check_depth, from_json, shown, whole
@@ -75,7 +75,7 @@ def fresh(*, rank: int, world_size: int, settings: Mapping[str, object]) -> dict
         "closed": None,
         "rank": rank,
         "world_size": world_size,
-        "settings": plain(settings),
+        "settings": as_data(settings, str),
         "thin": [],
         "dropped": {},
         "sessions": [],
@@ -195,19 +195,6 @@ def listing(series: Iterable[Series]) -> dict[str, dict[str, dict[str, object]]]
 def session_entries(sessions: Iterable[Session]) -> list[dict[str, object]]:
     """Return the manifest's entry for sessions."""
     return [asdict(session) for session in sessions]
-
-
-def plain(value: object) -> Any:
-    """Return the value as JSON-able data. What JSON lacks, such as NaN, becomes text."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in cast("Mapping[object, object]", value).items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in cast("Iterable[object]", value)]
-    return str(value)
 
 
 @functools.cache  # each look-up parses a package's metadata: 5 ms for every run that begins

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from plimsoll.errors import PlimsollError
+from plimsoll.results import as_data
 from plimsoll.runs.columns.arrow import Table
 from plimsoll.runs.columns.schema import KINDS, Kind, Series, rows_table
 from plimsoll.runs.columns.spectrum_columns import spectra_table
 from plimsoll.runs.records import Event, Scalars, size_bytes
-from plimsoll.runs.storage import manifest
 from plimsoll.runs.writing.rank_folder import RankFolder
 from plimsoll.text import warn_user
 
@@ -111,7 +111,7 @@ class Buffer:
             "step": _step(event.step),
             "kind": str(event.kind),
             "message": str(event.message),
-            "details": json.dumps(manifest.plain(event.details)),
+            "details": json.dumps(as_data(event.details, str)),
             "time": float(event.time),
         }
         self._rows["events"].append([row])

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from plimsoll.checks import integer, items, number
 from plimsoll.errors import ArgumentError, PlimsollError, RunError
+from plimsoll.results import as_data
 from plimsoll.runs.records import Record, Sink
 from plimsoll.runs.storage import lock, manifest, parts
 from plimsoll.runs.storage.location import Folder, folder_to_write
@@ -163,7 +164,7 @@ class RunWriter:
                 f"RunWriter.write_manifest: expected names that the manifest does not use itself; got {taken}. "
                 "Choose other names."
             )
-        self._worker.change({name: manifest.plain(value) for name, value in more.items()})
+        self._worker.change({name: as_data(value, str) for name, value in more.items()})
 
     def flush(self, timeout: float | None = 60.0) -> bool:
         """Wait until all queued records are on disk or counted as dropped.

@@ -40,3 +40,11 @@ def test_a_record_is_its_fields_in_their_order() -> None:
 
 def test_other_values_have_their_own_data_or_are_text() -> None:
     assert as_data([_Own(), None, Path("a"), 3]) == [{"mine": 1}, None, "a", 3]
+
+
+def test_what_a_manifest_holds_is_text_where_json_has_no_kind_for_it() -> None:
+    assert as_data({"own": (_Own,), "nan": float("nan")}, lambda value: type(value).__name__) == {
+        "own": ["type"],
+        "nan": "nan",
+    }
+    assert as_data([_Inner(share=0.5, at=(1, 2))], str) == ["_Inner(share=0.5, at=(1, 2))"]
