@@ -8,6 +8,7 @@ the context is not changed.
 
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import replace
 from types import TracebackType
@@ -23,7 +24,7 @@ from plimsoll.kernels.dtypes import SIXTEEN_BIT
 
 
 class OpenContexts(threading.local):
-    """What a thread has open of a re-entrant context."""
+    """The entries of a re-entrant context that a thread has not left yet."""
 
     def __init__(self) -> None:
         self.stack: list[contextlib.AbstractContextManager[object]] = []
@@ -34,15 +35,15 @@ class OpenContexts(threading.local):
         return bool(self.stack)
 
 
-class Reentrant(contextlib.ContextDecorator):
+class Reentrant(contextlib.ContextDecorator, ABC):
     """Context that a thread may enter again inside, and a decorator too."""
 
     def __init__(self) -> None:
         self._open = OpenContexts()
 
+    @abstractmethod
     def _context(self) -> contextlib.AbstractContextManager[object]:
         """Return a new context for one entry."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         context = self._context()
