@@ -253,7 +253,7 @@ class _Search(torch_hooks.TrainingEvents):
         self._scale: float | None = None
         self._settings: list[BadSetting] = []  # of the optimizers that step
         self._spoiled: tuple[BadSetting, Any] | None = None
-        self._unreached = ""  # shapes of what the closure returned, where nothing shows the loss in it
+        self._without_loss = ""  # shapes of what the closure returned, where nothing shows the loss in it
 
     def run(self, closure: Callable[[], Any]) -> Fault | None:
         """Runs the closure, and says what is found."""
@@ -273,10 +273,10 @@ class _Search(torch_hooks.TrainingEvents):
                 self._before.put_back()
         if error is not None and fault is None:
             raise error
-        if fault is None and self._unreached:
+        if fault is None and self._without_loss:
             warnings.warn(
-                f"locate: expected the closure to call backward or to return the loss; got shapes {self._unreached}. "
-                "Only the forward was looked at. Return one number that requires gradients.",
+                f"locate: expected the closure to call backward or to return the loss; got shapes "
+                f"{self._without_loss}. Only the forward was looked at. Return one number that requires gradients.",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -291,7 +291,7 @@ class _Search(torch_hooks.TrainingEvents):
         if loss is not None:
             loss.backward()
         elif any(x.requires_grad for x in tensors_in(result)):
-            self._unreached = ", ".join(str(list(x.shape)) for x in tensors_in(result))
+            self._without_loss = ", ".join(str(list(x.shape)) for x in tensors_in(result))
 
     def _last_looks(self, names: Names) -> None:
         names.learn(self._witness.roots.values(), self._optimizers)

@@ -340,7 +340,7 @@ class _Tap(ModuleHook):
         """Record once that a complex tensor is left out."""
         core = self.taps.core
         if isinstance(x, Tensor) and x.is_complex() and core.live and core.due.activations and not core.muted:
-            core.readable(x, "activations", self.prefix)
+            core.readable(x, "activations", self.prefix)  # which records what it cannot read
 
 
 class _Before(_Tap):
