@@ -35,7 +35,7 @@ from plimsoll.watch.steps.flight_recorder import Recorder
 from plimsoll.watch.steps.model_structure import Structure
 from plimsoll.watch.steps.nonfinite_origin import Origin
 from plimsoll.watch.steps.step_boundary import Steps
-from plimsoll.watch.steps.wiring import Wiring
+from plimsoll.watch.steps.wiring.listener import Wiring
 from plimsoll.watch.taps.cast_counts import Casts
 from plimsoll.watch.taps.compiled_taps import inlined_only
 from plimsoll.watch.taps.module_taps import ModuleHook, Taps

@@ -27,7 +27,7 @@ from plimsoll.watch.steps.losses import MAIN, Losses, total
 from plimsoll.watch.steps.model_structure import Structure
 from plimsoll.watch.steps.nonfinite_origin import Origin
 from plimsoll.watch.steps.turns import Turns
-from plimsoll.watch.steps.wiring import Wiring
+from plimsoll.watch.steps.wiring.listener import Wiring
 from plimsoll.watch.taps.cast_counts import Casts
 from plimsoll.watch.taps.compiled_taps import is_capturing
 from plimsoll.watch.taps.module_taps import Taps

@@ -33,7 +33,7 @@ _NO_ZERO = "first moments without a zero"
 class KeptNarrow(Rule):
     """FP32 weights, gradients, moments, whole numbers or sums that something rounds.
 
-    It reads facts of `plimsoll.watch.steps.kept_narrow` and of the graph behind the loss, and numbers of modules.
+    It reads facts of `plimsoll.watch.steps.wiring` and numbers of modules.
     """
 
     id = "kept-narrow"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
-from plimsoll.watch.steps.model_facts import is_plain, living, some_values
+from plimsoll.watch.steps.wiring.weights import is_plain, living, some_values
 
 _FIRST = 8  # steps in which weights and gradients are compared
 _STREAK = 3  # of them on end

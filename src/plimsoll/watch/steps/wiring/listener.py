@@ -44,18 +44,20 @@ from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import autograd_graph, torch_hooks
 from plimsoll.watch.names import clean
-from plimsoll.watch.parameters.averages import Averages
 from plimsoll.watch.parameters.optimizer_tensors import has_gradients, has_unscaled, innermost, parameters_of
 from plimsoll.watch.parameters.updates import OWN, kind_of
 from plimsoll.watch.session import WatchSession, contained
-from plimsoll.watch.steps.followed_optimizer import FollowedGradient, FollowedOptimizer
-from plimsoll.watch.steps.kept_narrow import (
+from plimsoll.watch.steps.wiring.averages import Averages
+from plimsoll.watch.steps.wiring.followed import FollowedGradient, FollowedOptimizer
+from plimsoll.watch.steps.wiring.kept_narrow import (
     are_nearest,
     flush_of,
     rounding_of,
     share_of_zeros,
 )
-from plimsoll.watch.steps.model_facts import (
+from plimsoll.watch.steps.wiring.schedules import Schedules
+from plimsoll.watch.steps.wiring.targets import Targets
+from plimsoll.watch.steps.wiring.weights import (
     ClearedStates,
     EvaluationMode,
     FirstWeights,
@@ -66,8 +68,6 @@ from plimsoll.watch.steps.model_facts import (
     norms_of_last_batch,
     norms_of_one_value,
 )
-from plimsoll.watch.steps.schedules import Schedules
-from plimsoll.watch.steps.targets import Targets
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
 _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gradient are named

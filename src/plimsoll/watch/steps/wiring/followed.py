@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from plimsoll.kernels.device_value import DeviceValue, number
-from plimsoll.watch.steps.kept_narrow import Moments, Roundings
-from plimsoll.watch.steps.model_facts import Clipping, Overwrites, Sums
-from plimsoll.watch.steps.schedules import Rates
+from plimsoll.watch.steps.wiring.kept_narrow import Moments, Roundings
+from plimsoll.watch.steps.wiring.schedules import Rates
+from plimsoll.watch.steps.wiring.weights import Clipping, Overwrites, Sums
 
 _FOLLOWED = 3  # parameters of each optimizer
 _FIRST_STEPS, _PERIOD, _LOOK = 64, 64, 8  # in which they are followed: the first ones, then the first of each period

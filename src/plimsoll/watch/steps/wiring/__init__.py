@@ -1,0 +1,1 @@
+"""Checks of how a training is wired, by facts that no spectrum shows."""
