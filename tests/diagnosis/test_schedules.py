@@ -25,7 +25,7 @@ from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.kernels import device_value
 from plimsoll.report.verdicts.run_summary import phrase_of
 from plimsoll.runs import Run
-from plimsoll.watch.steps import schedules
+from plimsoll.watch.steps.wiring import schedules
 from tests.support.cases import each
 from tests.support.diagnosis.faults import wired
 from tests.support.diagnosis.stories import LAYERS, constant, make_story

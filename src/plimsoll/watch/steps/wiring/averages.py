@@ -7,17 +7,18 @@ spectrum. So a few 16-bit tensors in no optimizer are followed, each beside the 
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection
-from typing import cast
+from collections.abc import Collection
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
-from plimsoll.runs import Event, Record
 from plimsoll.watch.names import clean
 from plimsoll.watch.session import WatchSession
+from plimsoll.watch.steps.wiring.checks import Fact, FollowedOptimizer, Training, TrainingCheck
+from plimsoll.watch.steps.wiring.followed import is_plain
 
 _FORMATS = {dtype: FORMATS[dtype].name for dtype in SIXTEEN_BIT}
 _FOLLOWED = 16  # copies
@@ -31,26 +32,34 @@ _STILL = 0.1  # of their values may move
 _SHARE = 0.1  # of the sample: less does not matter
 
 
-class Averages:
-    """The copies that one watch follows."""
+class Averages(TrainingCheck):
+    """Averages, counters and running statistics of a training that are kept in 16 bits."""
 
-    def __init__(self, core: WatchSession) -> None:
-        self.core = core
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
         self._copies: list[_Copy] | None = None
+        self._steps = 0  # that were seen
         self._looked = 0  # after so many steps
         self._stuck: set[str] = set()  # names, as said
         self._moving: set[str] = set()  # those of them that were seen to move later
         self._counters: list[_Counter] = []
         self._statistics: list[_Statistic] = []
 
-    def step_ends(self, steps: int, owned: Callable[[], Collection[int]]) -> None:
-        """Note an optimizer's step count; `owned`: all optimizers' parameters, by id."""
-        if steps % _EVERY == 0 or (steps < _EVERY and steps & (steps - 1) == 0):
-            self.look(steps, owned())
+    def step_ends(self, optimizer: Any, followed: FollowedOptimizer) -> None:
+        """An optimizer's step has returned."""
+        before, self._steps = self._steps, self.training.steps
+        steps = self._steps
+        if steps > before and (steps % _EVERY == 0 or (steps < _EVERY and steps & (steps - 1) == 0)):
+            self._look()
+
+    def closes(self) -> None:
+        """The watch closes."""
+        self._look()
 
     @torch.no_grad()
-    def look(self, steps: int, owned: Collection[int]) -> None:
+    def _look(self) -> None:
         """Compare the copies with the last look's values; the first look chooses them."""
+        steps, owned = self.training.steps, self.training.owned()
         passed, self._looked = steps - self._looked, steps
         if self._copies is None:
             self._copies = _chosen(self.core, owned)
@@ -74,34 +83,32 @@ class Averages:
             self._hand_over([copy for copy, _ in seen], DeviceValue(torch.stack([counts for _, counts in seen])))
 
     def _read_counter(self, counter: "_Counter") -> None:
-        read, step = counter.read(), self.core.step
-        if read is None:
+        value = counter.read()
+        if value is None:
             return
 
-        def produce() -> list[Record]:
-            if counter.is_stuck(*read):
-                return [_event(step, "counter stuck", [counter.name], format=counter.format)]
-            return []
+        def read() -> list[Fact]:
+            stuck = counter.is_stuck(*value)
+            return [_fact("counter stuck", [counter.name], format=counter.format)] if stuck else []
 
-        self.core.writer.submit(produce, 100, numbers=True)
+        self.facts.read(read, size_bytes=100, numbers=True)
 
     def _read_statistic(self, statistic: "_Statistic") -> None:
-        counts, step = statistic.look(), self.core.step
+        counts = statistic.look()
         if counts is None:
             return
 
-        def produce() -> list[Record]:
-            if statistic.is_stuck(counts):
-                return [_event(step, "average stuck", [statistic.name], format=statistic.format)]
-            return []
+        def read() -> list[Fact]:
+            stuck = statistic.is_stuck(counts)
+            return [_fact("average stuck", [statistic.name], format=statistic.format)] if stuck else []
 
-        self.core.writer.submit(produce, 100, numbers=True)
+        self.facts.read(read, size_bytes=100, numbers=True)
 
     def _hand_over(self, copies: "list[_Copy]", counts: DeviceValue) -> None:
-        step, of = self.core.step, len(copies)
+        of = len(copies)
         facts = [(copy.name, copy.format, copy.size) for copy in copies]
 
-        def produce() -> list[Record]:
+        def read() -> list[Fact]:
             table = cast("list[list[int]]", counts.tensor().tolist())
             fact_of_name: dict[str, str] = {}
             moving: list[str] = []
@@ -112,15 +119,15 @@ class Averages:
                     fact_of_name[name] = fmt
             self._stuck.update(fact_of_name)
             self._moving.update(moving)
-            records: list[Record] = []
+            found: list[Fact] = []
             if fact_of_name:
                 fmt = next(iter(fact_of_name.values()))
-                records.append(_event(step, "average stuck", list(fact_of_name), format=fmt, of=of))
+                found.append(_fact("average stuck", list(fact_of_name), format=fmt, of=of))
             if moving:
-                records.append(_event(step, "average moves", moving))
-            return records
+                found.append(_fact("average moves", moving))
+            return found
 
-        self.core.writer.submit(produce, 100 * of, numbers=True)
+        self.facts.read(read, size_bytes=100 * of, numbers=True)
 
 
 class _Copy:
@@ -248,7 +255,7 @@ def _statistics(core: WatchSession) -> list[_Statistic]:
     found: list[_Statistic] = []
     for raw, x in list[tuple[str, Tensor]]() if model is None else model.named_buffers():
         name = raw.rpartition(".")[2]
-        if x.dtype in _FORMATS and name in ("running_mean", "running_var") and _is_plain(x):
+        if x.dtype in _FORMATS and name in ("running_mean", "running_var") and is_plain(x):
             found.append(_Statistic(clean(raw), x))
     return found[:_FOLLOWED]
 
@@ -257,7 +264,7 @@ def _counters(core: WatchSession) -> list[_Counter]:
     """Return the first of the model's 16-bit buffers of one value."""
     model = core.model()
     buffers = list[tuple[str, Tensor]]() if model is None else list(model.named_buffers())
-    single = [(clean(raw), x) for raw, x in buffers if x.dtype in _FORMATS and x.numel() == 1 and _is_plain(x)]
+    single = [(clean(raw), x) for raw, x in buffers if x.dtype in _FORMATS and x.numel() == 1 and is_plain(x)]
     return [_Counter(name, x) for name, x in single[:_FOLLOWED]]
 
 
@@ -270,12 +277,12 @@ def _chosen(core: WatchSession, owned: Collection[int]) -> list[_Copy]:
         return []
     trained: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
     for raw, p in model.named_parameters():
-        if id(p) in owned and _is_plain(p):
+        if id(p) in owned and is_plain(p):
             trained.setdefault((p.shape, p.device), []).append((clean(raw), p))
     mine = [
         (clean(raw), x)
         for raw, x in itertools.chain(model.named_parameters(), model.named_buffers())
-        if x.dtype in _FORMATS and id(x) not in owned and x.grad is None and _is_plain(x)
+        if x.dtype in _FORMATS and id(x) not in owned and x.grad is None and is_plain(x)
         if (x.shape, x.device) in trained
     ]
     copies: list[_Copy] = []
@@ -286,11 +293,6 @@ def _chosen(core: WatchSession, owned: Collection[int]) -> list[_Copy]:
         if any(likeness):
             copies.append(_Copy(name, x, weight))
     return copies
-
-
-def _is_plain(x: Tensor) -> bool:
-    plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta and not x.is_inference()
-    return plain and x.numel() > 0 and x.is_contiguous()
 
 
 def _likeness(name: str, weight: str) -> tuple[int, int]:
@@ -312,6 +314,6 @@ _MESSAGES = {
 }
 
 
-def _event(step: int, fact: str, names: list[str], **details: object) -> Event:
-    message = f"{_MESSAGES[fact].format(len(names))}: {', '.join(names[:3])}"
-    return Event(step=step, kind="wiring", message=message, details={"fact": fact, "parameters": names, **details})
+def _fact(name: str, parameters: list[str], **details: object) -> Fact:
+    message = f"{_MESSAGES[name].format(len(parameters))}: {', '.join(parameters[:3])}"
+    return Fact(name, message, {"parameters": parameters, **details})

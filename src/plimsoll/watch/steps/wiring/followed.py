@@ -1,18 +1,14 @@
-"""An optimizer from step to step: a few of its parameters, and what its backwards have done to their gradients."""
+"""A few weights of an optimizer and their gradients, from step to step."""
 
 import weakref
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plimsoll.kernels.device_value import DeviceValue, number
-from plimsoll.watch.steps.wiring.kept_narrow import Moments, Roundings
-from plimsoll.watch.steps.wiring.schedules import Rates
-from plimsoll.watch.steps.wiring.weights import Clipping, Overwrites, Sums
 
-_FOLLOWED = 3  # parameters of each optimizer
-_FIRST_STEPS, _PERIOD, _LOOK = 64, 64, 8  # in which they are followed: the first ones, then the first of each period
+_VALUES = 256  # of a weight or a gradient that is followed
 
 
 class FollowedGradient:
@@ -92,82 +88,26 @@ class FollowedGradient:
         return g is not None and g is left and g._version == self.after_backward  # noqa: SLF001
 
 
-class MicroBatches:
-    """Backwards of one step, and whether gradients were cleared between them."""
-
-    def __init__(self, followed: "list[FollowedGradient]") -> None:
-        self._followed = followed
-        self._weights: list[int] = []  # versions, when the last backward had ended
-        self._backwards = self._cleared = 0
-        self.lost = 0  # steps on end with cleared gradients between all backwards
-
-    # Between the two passes of SAM weights move. A backward of an adversarial example is one more than the loss is
-    # divided by.
-    def backward_begins(self) -> None:
-        """A backward begins: gradients that were set to None or zero since the last one count."""
-        if self._backwards:
-            gradients = [followed.gradient() for followed in self._followed]
-            self._cleared += self._versions() == self._weights and all(
-                g is None or followed.was_cleared() for g, followed in zip(gradients, self._followed, strict=True)
-            )
-
-    def backward_ends(self) -> None:
-        """A backward has reached the parameters."""
-        self._backwards += 1
-        self._weights = self._versions()
-
-    def step_begins(self, divisors: "list[int]") -> int:
-        """The optimizer's step begins; return the number of backwards of which one is left, 0 if all count.
-
-        Args:
-            divisors: Whole numbers that the loss was divided by.
-        """
-        many, cleared = self._backwards, self._cleared
-        self._backwards = self._cleared = 0
-        alone = many > 1 and cleared == many - 1 and many in divisors
-        self.lost = self.lost + 1 if alone else 0
-        return many if alone else 0
-
-    def _versions(self) -> list[int]:
-        weights = [followed.param() for followed in self._followed]
-        return [-1 if p is None or p.is_inference() else p._version for p in weights]  # noqa: SLF001
+def living(weights: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    """Return the weights that are still there."""
+    return [p for ref in weights if (p := ref()) is not None]
 
 
-class FollowedOptimizer:
-    """State of one optimizer that has parameters of the model."""
+def gradients_of(weights: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    """Return the gradients of the weights that have one that can be read."""
+    return [p.grad for p in living(weights) if p.grad is not None and is_plain(p.grad)]
 
-    def __init__(self, optimizer: Any) -> None:
-        self.name = type(optimizer).__name__
-        self.size = 0  # so many in its groups
-        own: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
-        self.followed = [FollowedGradient(own[place]) for place in places[:_FOLLOWED]]
-        self.sums = Sums(own[place] for place in places[:_FOLLOWED])
-        self.overwrites = Overwrites(own[place] for place in places[:_FOLLOWED])
-        self.clipping = Clipping(own[place] for place in places[:_FOLLOWED])
-        self.roundings = Roundings(own[place] for place in places[:_FOLLOWED])
-        self.moments = Moments(own[place] for place in places[:_FOLLOWED])
-        self.steps = 0
-        self.follows = True  # in this step
-        self.empty = self.carried = self.scaled = 0  # steps on end
-        self.carried_some = 0  # steps, on end or not
-        self.had_gradients = False
-        self.from_scaled = False  # the backward of a scaled loss has reached the parameters since the last step
-        self.was_scaled = False  # and they were stepped on as it left them
-        self.was_unscaled = False  # the scaler has unscaled gradients to which this backward may add
-        self.dropped = False  # something else has changed those since
-        self.mixed = 0  # backwards that did
-        self.micro = MicroBatches(self.followed)
-        self.unclipped = 0  # steps on end at which the norm for clipping was of no gradient
-        self.rounded = 0  # steps at which it was looked whether micro-batches are rounded away
-        self.rates = Rates()
 
-    def step_ends(self) -> None:
-        """Prepare for the next step."""
-        if self.follows:
-            for followed in self.followed:
-                followed.step_ends()
-        before, self.follows = self.follows, self.steps < _FIRST_STEPS or self.steps % _PERIOD < _LOOK
-        if self.follows and not before:
-            self.followed = [FollowedGradient(p) for followed in self.followed if (p := followed.param()) is not None]
-            self.micro = MicroBatches(self.followed)
+def is_plain(x: Tensor) -> bool:
+    """Return True for a tensor that can be read as it lies in memory."""
+    plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta and not x.is_inference()
+    if not plain or not x.numel() or not x.is_contiguous():
+        return False
+    return x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.element_size()  # FSDP frees some
+
+
+def some_values(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return first values of tensors, or None if not readable on one device."""
+    if not tensors or len({x.device for x in tensors}) > 1 or not all(map(is_plain, tensors)):
+        return None
+    return torch.cat([x.detach().reshape(-1)[:_VALUES].float() for x in tensors])

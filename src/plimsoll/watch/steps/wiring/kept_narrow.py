@@ -1,16 +1,17 @@
-"""Facts on values that are kept with fewer digits than their dtype has.
+"""Checks of values that are kept with fewer digits than their dtype has.
 
 - Weights that something rounds to a 16-bit format, or to codes of 8 bits times a scale, after each step.
 - Gradients that are rounded between the backward and the step, so that small ones become zero.
 - Second moments in 16 bits, whose decay rounding undoes.
 - Second moments that went through FP16, in a checkpoint, so that small ones became zero.
+- An epsilon of Adam that is zero in the FP16 of its second moments.
 
-All are read from a few values of a few FP32 weights, in the first steps or where a tensor was replaced. Nothing here
-waits for a device.
+All but the last are read from a few values of a few FP32 weights, in the first steps or where a tensor was replaced.
 """
 
+import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,10 +19,11 @@ from torch import Tensor
 
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
-from plimsoll.watch.steps.wiring.weights import is_plain, living, some_values
+from plimsoll.watch.parameters.updates import OWN, kind_of
+from plimsoll.watch.steps.wiring.checks import REPEATS, Fact, FollowedOptimizer, OptimizerCheck, Training
+from plimsoll.watch.steps.wiring.followed import is_plain, living, some_values
 
 _FIRST = 8  # steps in which weights and gradients are compared
-_STREAK = 3  # of them on end
 _SAMPLE = 1024  # values of a weight; in FP32 nearly all differ, in BF16 some 700 of them
 _CODES = 256  # of 8 bits: by chance no more of these many values are equal
 _FP32_EXPONENT_BITS = 8
@@ -32,6 +34,7 @@ _ZERO = 0.01  # of the second moments
 _LOOKS = 8  # at second moments that were replaced
 _COUNTS = 5 + len(SIXTEEN_BIT)  # numbers of `_rounded`
 EIGHT_BIT_CODES = "8-bit codes"  # no format: their scale is not known
+_FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 # Bits of a significand after the first; the fewest first, since values with few digits lie on every wider grid too.
 _FORMATS = {
@@ -40,46 +43,67 @@ _FORMATS = {
 }
 
 
-class Roundings:
-    """Some values of an optimizer's FP32 weights and gradients around its first steps."""
+class Roundings(OptimizerCheck):
+    """FP32 weights that are rounded after an optimizer's first steps, and gradients before them."""
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._weights = [weakref.ref(p) for p in weights if p.dtype == torch.float32 and is_plain(p)]
+    only_followed = False
+
+    def __init__(self, training: Training, followed: FollowedOptimizer) -> None:
+        super().__init__(training, followed)
+        self._weights = _plain_fp32(followed)
         self._steps = 0
         self._before: Tensor | None = None  # weights before a step, after it, and gradients after the backward
         self._after: Tensor | None = None
         self._gradients: Tensor | None = None
-        self.weights: list[DeviceValue] = []
-        self.gradients: list[DeviceValue] = []
+        self._of_weights: list[DeviceValue] = []  # counts of each step
+        self._of_gradients: list[DeviceValue] = []
 
-    @property
-    def is_over(self) -> bool:
-        """True once the first steps have passed."""
+    def _is_over(self) -> bool:
+        """Return True once the first steps have passed."""
         return self._steps >= _FIRST or not self._weights
 
     def backward_ends(self) -> None:
         """A backward has added to the gradients."""
-        if not self.is_over:
+        if not self._is_over():
             self._gradients = some_values(self._graded())
 
-    def step_begins(self) -> None:
+    def step_begins(self, optimizer: Any) -> None:
         """The optimizer's step begins."""
-        if self.is_over:
+        if self._is_over():
             return
         now, given = some_values(living(self._weights)), some_values(self._graded())
         before, after, passed = self._before, self._after, self._gradients
         if now is not None and before is not None and after is not None and now.shape == before.shape == after.shape:
             largest = max(living(self._weights), key=torch.Tensor.numel).detach().reshape(-1)[:_SAMPLE]
-            self.weights.append(DeviceValue(torch.cat([_rounded(before, after, now).float(), largest])))
+            self._of_weights.append(DeviceValue(torch.cat([_rounded(before, after, now).float(), largest])))
         if given is not None and passed is not None and given.shape == passed.shape:
-            self.gradients.append(DeviceValue(_flushed(passed, given)))
+            self._of_gradients.append(DeviceValue(_flushed(passed, given)))
         self._before, self._after, self._gradients = now, None, None
+        self._record("weights rounded", "weights are rounded to {} after each step", self._of_weights, rounding_of)
+        self._record("gradients rounded", "gradients are rounded to {} before each step", self._of_gradients, flush_of)
 
-    def step_ends(self) -> None:
+    def step_ends(self, optimizer: Any) -> None:
         """The optimizer's step has returned."""
-        if not self.is_over:
+        if not self._is_over():
             self._steps += 1
             self._after = some_values(living(self._weights))
+
+    def _record(
+        self, fact: str, message: str, counts: list[DeviceValue],
+        judge: "Callable[[Sequence[DeviceValue]], dict[str, str | float] | None]",
+    ) -> None:  # fmt: skip
+        """Record a rounding once it was seen at enough steps."""
+        if len(counts) < REPEATS or self.facts.has(fact):
+            return
+        steps, name = tuple(counts), self.followed.name
+
+        def read() -> list[Fact]:
+            found = judge(steps)
+            if found is None:
+                return []
+            return [Fact(fact, message.format(found["format"]), {"optimizer": name, **found})]
+
+        self.facts.read(read, once=True)
 
     def _graded(self) -> list[Tensor]:
         return [p.grad for p in living(self._weights) if p.grad is not None and p.grad.dtype == torch.float32]
@@ -99,9 +123,9 @@ def _rounded(before: Tensor, after: Tensor, now: Tensor) -> Tensor:
 def rounding_of(steps: Sequence[DeviceValue]) -> dict[str, str | float] | None:
     """Return the format that weights are rounded to between steps, and the share of updates lost, by name.
 
-    None if they are not at the last `_STREAK` steps.
+    None if they are not at the last `REPEATS` steps.
     """
-    rows = [step.tensor() for step in steps[-_STREAK:]]
+    rows = [step.tensor() for step in steps[-REPEATS:]]
     counts = [cast("list[float]", row[:_COUNTS].tolist()) for row in rows]
     if not all(c[1] >= _HALF * c[0] and c[0] >= _FEWEST for c in counts):
         return None
@@ -130,7 +154,7 @@ def flush_of(steps: Sequence[DeviceValue]) -> dict[str, str | float] | None:
 
     If no format holds all values as they are, they were scaled in between, and only their digits show it.
     """
-    counts = [cast("list[int]", step.tensor().tolist()) for step in steps[-_STREAK:]]
+    counts = [cast("list[int]", step.tensor().tolist()) for step in steps[-REPEATS:]]
     nonzero, lost = sum(c[0] for c in counts), sum(c[1] for c in counts)
     if nonzero - lost < _FEWEST or lost < _LOST * nonzero:
         return None
@@ -150,25 +174,46 @@ def flush_of(steps: Sequence[DeviceValue]) -> dict[str, str | float] | None:
     return {"format": formats[(holds or fewer)[0]].name, "lost": lost / nonzero, "certain": bool(holds)}
 
 
-class Moments:
+class Moments(OptimizerCheck):
     """Second moments of a few FP32 weights: their dtype, and whether they were replaced."""
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._weights = [weakref.ref(p) for p in weights if p.dtype == torch.float32 and is_plain(p)]
+    only_followed = False
+
+    def __init__(self, training: Training, followed: FollowedOptimizer) -> None:
+        super().__init__(training, followed)
+        self._weights = _plain_fp32(followed)
         self._mark: tuple[int, int] | None = None  # identity and version of one, as the last step has left it
         self._looks = 0
         self._old: tuple[Tensor, Tensor, float] | None = None  # moments and gradients before a step, and the decay
-        self.format, self.decay = "", 0.0
-        self.stepped: list[DeviceValue] = []
+        self._format, self._decay = "", 0.0
+        self._stepped: list[DeviceValue] = []
+
+    def step_begins(self, optimizer: Any) -> None:
+        """The optimizer's step begins."""
+        name, steps = self.followed.name, tuple(self._stepped)
+        if (replaced := self._replaced(optimizer)) is not None:
+
+            def read() -> list[Fact]:
+                details = {"optimizer": name, "lost": _share_of_zeros(replaced), "format": "fp16"}
+                message = f"second moments of {name} went through FP16, and some became zero"
+                return [Fact("moments flushed", message, details)] if details["lost"] else []
+
+            self.facts.read(read)
+        if len(steps) == REPEATS:
+            message = f"second moments of {name} are kept in {self._format}, and their decay is rounded away"
+            self.facts.later(
+                "moments narrow", message, lambda: _are_nearest(steps), optimizer=name, format=self._format,
+                decay=self._decay,
+            )  # fmt: skip
 
     # One tensor shows whether the state was replaced: it is loaded as a whole. That is looked at before each step.
-    def step_begins(self, optimizer: Any) -> DeviceValue | None:
+    def _replaced(self, optimizer: Any) -> DeviceValue | None:
         """Note the moments before a step. Return counts of those that were replaced since the last one."""
         x = self._first_of(optimizer)
         if x is None:
             return None
         if x.dtype in SIXTEEN_BIT:
-            if len(self.stepped) < _STREAK:
+            if len(self._stepped) < REPEATS:
                 self._follow(optimizer, self._found(optimizer))
             return None
         if (id(x), x._version) == self._mark or self._looks >= _LOOKS:  # noqa: SLF001  (public in all but name)
@@ -197,7 +242,7 @@ class Moments:
         if new is not None and new.shape == old[0].shape:
             nearest = (old[0] * old[2] + (1 - old[2]) * old[1].square()).to(found[0][1].dtype).float()
             moved = new != old[0]
-            self.stepped.append(DeviceValue(torch.stack([moved.sum(), (moved & (new == nearest)).sum()])))
+            self._stepped.append(DeviceValue(torch.stack([moved.sum(), (moved & (new == nearest)).sum()])))
         self._old = None
 
     def _first_of(self, optimizer: Any) -> Tensor | None:
@@ -219,7 +264,7 @@ class Moments:
             return
         old, given = some_values([x for _, x in found]), some_values(gradients)
         if old is not None and given is not None and old.shape == given.shape:
-            self.format, self.decay, self._old = FORMATS[dtype].name, decay, (old, given, decay)
+            self._format, self._decay, self._old = FORMATS[dtype].name, decay, (old, given, decay)
 
     def _found(self, optimizer: Any) -> list[tuple[Tensor, Tensor]]:
         found: list[tuple[Tensor, Tensor]] = []
@@ -233,13 +278,54 @@ class Moments:
         return found
 
 
-def are_nearest(steps: Sequence[DeviceValue]) -> bool:
+# With an epsilon of 2^-25 or less and its state in FP16, Adam divides by zero from the first step on: too soon for a
+# rule that wants two samples.
+class LostEpsilon(OptimizerCheck):
+    """An epsilon of Adam that is zero in the format of its second moments."""
+
+    only_followed = False
+
+    def step_ends(self, optimizer: Any) -> None:
+        """The optimizer's step has returned; the first one makes its state."""
+        if self.followed.steps != 1:
+            return
+        names, lost, least = self.training.names(), list[str](), math.inf
+        for group in optimizer.param_groups if kind_of(optimizer) == OWN else ():
+            epsilon = group.get("eps")
+            if not isinstance(epsilon, int | float):
+                continue
+            for p in group["params"]:
+                state: Mapping[str, object] = optimizer.state.get(p, {})
+                moments = [state.get(key) for key in _ROOTED]
+                halves = [x for x in moments if isinstance(x, Tensor) and x.dtype == torch.float16]
+                if halves and epsilon <= _FP16_ZERO and id(p) in names:
+                    lost.append(names[id(p)])
+                    least = min(least, float(epsilon))
+        if lost:
+            name = self.followed.name
+            self.facts.say(
+                "epsilon lost",
+                f"{name} keeps second moments in FP16, where its epsilon of {least:g} is zero: it divides by zero "
+                "where a second moment is zero.",
+                key=f"epsilon lost: {name}",
+                optimizer=name,
+                epsilon=least,
+                parameters=lost,
+            )
+
+
+def _plain_fp32(followed: FollowedOptimizer) -> list[weakref.ref[Tensor]]:
+    weights = living(followed.weights)
+    return [weakref.ref(p) for p in weights if p.dtype == torch.float32 and is_plain(p)]
+
+
+def _are_nearest(steps: Sequence[DeviceValue]) -> bool:
     """Return True if moments were rounded to nearest at these steps."""
     counts = [cast("list[int]", step.tensor().tolist()) for step in steps]
     return all(changed >= _FEWEST and nearest >= _MOST * changed for changed, nearest in counts)
 
 
-def share_of_zeros(counts: DeviceValue) -> float:
+def _share_of_zeros(counts: DeviceValue) -> float:
     """Return the share of zeros among moments that FP16 holds exactly, else 0."""
     firsts, nonzero, zeros, off = cast("list[int]", counts.tensor().tolist())
     share = zeros / max(zeros + nonzero, 1)

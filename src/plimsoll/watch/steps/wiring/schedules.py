@@ -1,4 +1,4 @@
-"""Facts on learning rates and weight decay, and on the schedules that set the rates.
+"""Checks of learning rates and weight decay, and of the schedules that set the rates.
 
 Rates are read from the parameter groups before each step of an optimizer:
 
@@ -16,7 +16,7 @@ import copy
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,8 @@ from torch import Tensor
 
 from plimsoll.kernels.device_value import DeviceValue, number, ready, resolved
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
-from plimsoll.runs import Event, Record
 from plimsoll.watch.parameters.updates import OWN, kind_of
-from plimsoll.watch.session import WatchSession
+from plimsoll.watch.steps.wiring.checks import Fact, FollowedOptimizer, Training, TrainingCheck
 
 _TINY = 2.0**-17  # of the highest rate that a group has had: less moves nothing in a training's usual number of steps
 _ENDED, _AGAIN = 0.01, 0.25  # of a rate's peak: a schedule has come to its end, and rises again
@@ -196,36 +195,30 @@ class MetricCourse:
         return mean if away >= _AWAY * size and away > threshold * (size if relative else 1.0) else math.nan
 
 
-class Schedules:
-    """Recorder of the facts on schedules, rates and decays of a watch.
+class Schedules(TrainingCheck):
+    """Schedules, rates and decays of a training's optimizers."""
 
-    Args:
-        core: The watch.
-        say: Records a fact once for each key, as `Wiring` does.
-        names: Returns the names of the model's parameters, by identity.
-    """
-
-    def __init__(
-        self, core: WatchSession, say: Callable[..., None], names: Callable[[], Mapping[int, str]]
-    ) -> None:  # fmt: skip
-        self._core, self._say, self._names = core, say, names
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._rates: weakref.WeakKeyDictionary[FollowedOptimizer, Rates] = weakref.WeakKeyDictionary()
         self._metrics: weakref.WeakKeyDictionary[Any, MetricCourse | None] = weakref.WeakKeyDictionary()
 
-    def step_begins(self, optimizer: Any, name: str, rates: Rates) -> None:
-        """Record what is new of the optimizer's rates and decays."""
+    def step_begins(self, optimizer: Any, followed: FollowedOptimizer) -> None:
+        """An optimizer's step is called: record what is new of its rates and decays."""
+        name, rates = followed.name, self._rates_of(followed)
         groups: list[dict[str, Any]] = optimizer.param_groups
         rates.highest += [0.0] * (len(groups) - len(rates.highest))
         for place, group in enumerate(groups):
             if isinstance(rate := group.get("lr"), float) and rates.highest[place] < rate < math.inf:
                 rates.highest[place] = rate
         if not rates.steps:
-            rates.is_whole = not optimizer.state and self._core.step == 0
+            rates.is_whole = not optimizer.state and self.core.step == 0
             self._look_at_added_decay(optimizer, name)
         rates.steps += 1
         first = groups[0].get("lr") if groups else None
-        if isinstance(first, float) and math.isfinite(first) and rates.first.rises_again(first, self._core.step):
+        if isinstance(first, float) and math.isfinite(first) and rates.first.rises_again(first, self.core.step):
             at = rates.first.lowest_at
-            self._say(
+            self.facts.say(
                 "rate rises again", f"the rate of {name} had come to its end at step {at:,} and rises again",
                 key=f"rate rises again: {name}", optimizer=name, lowest_at=at, rate=first,
                 lowest=rates.first.lowest, peak=rates.first.peak,
@@ -246,7 +239,7 @@ class Schedules:
         before, rates.groups = rates.groups, now
         if now == before or (not before and not any(rate or decay for rate, decay in now)):
             return
-        names = self._names()
+        names = self.training.names()
         groups = [
             {"rate": rate, "decay": decay, "parameters": [n for p in group["params"] if (n := names.get(id(p)))]}
             for (rate, decay), group in zip(now, optimizer.param_groups, strict=True)
@@ -254,7 +247,7 @@ class Schedules:
         ]
         bad = sorted({f"rate {rate}" for rate, _ in now if rate})
         bad += ["decay lost to rounding"] if any(decay for _, decay in now) else []
-        self._core.say(
+        self.core.say(
             "wiring",
             f"{name}: {', '.join(bad) or 'as usual'}",
             fact="groups",
@@ -263,16 +256,20 @@ class Schedules:
             of=len(now),
         )
 
-    def made(self, scheduler: Any, rates: Rates) -> None:
-        """Note that a schedule was made for an optimizer."""
-        rates.beginnings.made(scheduler, self._core.step + bool(rates.steps))
+    def schedule_made(self, scheduler: Any, followed: FollowedOptimizer) -> None:
+        """A schedule of learning rates was made."""
+        rates = self._rates_of(followed)
+        rates.beginnings.made(scheduler, self.core.step + bool(rates.steps))
+
+    def _rates_of(self, followed: FollowedOptimizer) -> Rates:
+        return self._rates.setdefault(followed, Rates())
 
     def _say_again(self, name: str, beginnings: Beginnings) -> None:
         if beginnings.cut is None:
             return
         moves, length, rate = beginnings.cut
         of = f" of {length:,}" if length else ""
-        self._say(
+        self.facts.say(
             "schedule again", f"the schedule of {name} was made again after {moves:,}{of} rates, and starts over",
             key=f"schedule again: {name}", optimizer=name, began_at=beginnings.began_at, moves=moves, length=length,
             before=rate, rate=beginnings.first[0],
@@ -290,7 +287,7 @@ class Schedules:
             if not isinstance(base, float) or not isinstance(rate, float) or not 0 < base < _LARGEST_BASE:
                 continue
             if rate < highest and abs(highest - base * base) <= _SAME * base * base:
-                self._say(
+                self.facts.say(
                     "rate squared", f"the highest rate of {name} is {highest:g}, the square of {base:g}",
                     key=f"rate squared: {name}", optimizer=name, base=base, highest=highest, steps=rates.steps,
                 )  # fmt: skip
@@ -300,7 +297,7 @@ class Schedules:
         """Record the matrices of which an Adam adds much decay to the gradients."""
         if type(optimizer) not in _ADAPTIVE or kind_of(optimizer) != OWN:
             return
-        names, listed = self._names(), list[dict[str, Any]]()
+        names, listed = self.training.names(), list[dict[str, Any]]()
         for group in optimizer.param_groups:
             decay = group.get("weight_decay")
             matrices = [n for p in group["params"] if p.dim() > 1 and (n := names.get(id(p)))]
@@ -309,17 +306,10 @@ class Schedules:
                 listed.append({"decay": float(decay), "parameters": matrices})
         if listed:
             message = f"{name} adds a weight decay of {listed[0]['decay']:g} to the gradients"
-            self._say("decay added", message, key=f"decay added: {name}", optimizer=name, groups=listed)
+            self.facts.say("decay added", message, key=f"decay added: {name}", optimizer=name, groups=listed)
 
-    def plateau_steps(self, scheduler: Any, metric: object, name: str, *, lowered: bool) -> None:
-        """Take a call of `ReduceLROnPlateau`; record one that waits for the wrong direction, or has no metric.
-
-        Args:
-            scheduler: The schedule, after the call.
-            metric: What it was given.
-            name: Its optimizer's name.
-            lowered: Whether the call has lowered a rate.
-        """
+    def plateau_steps(self, scheduler: Any, metric: object, followed: FollowedOptimizer, *, lowered: bool) -> None:
+        """A `ReduceLROnPlateau` has taken a metric: record one that waits for the wrong direction, or has none."""
         if scheduler not in self._metrics:
             # A schedule that goes on from a checkpoint has had better metrics that were not seen.
             window = max(int(scheduler.patience), _WINDOW)
@@ -331,20 +321,19 @@ class Schedules:
         course.take(metric)
         if not lowered:
             return
-        step, mode, count = self._core.step, str(scheduler.mode), course.count
+        name, mode, count = followed.name, str(scheduler.mode), course.count
         snapshot = course.snapshot()
         threshold, is_relative = float(scheduler.threshold), scheduler.threshold_mode == "rel"
         patience = int(scheduler.patience)
 
-        def produce() -> list[Record]:
+        def read() -> list[Fact]:
             snapshot.settle()
             if snapshot.undefined > patience and not course.is_said:
                 course.is_said = True
                 message = (
                     f"ReduceLROnPlateau lowers the rate of {name} after {snapshot.undefined} metrics of NaN or Inf"
                 )
-                details = {"fact": "plateau undefined", "optimizer": name, "metrics": snapshot.undefined}
-                return [Event(step=step, kind="wiring", message=message, details=details)]
+                return [Fact("plateau undefined", message, {"optimizer": name, "metrics": snapshot.undefined})]
             mean = snapshot.moved_away(threshold, relative=is_relative)
             if math.isnan(mean) or course.is_said:
                 return []
@@ -352,12 +341,11 @@ class Schedules:
             way = "risen" if mode == "min" else "fallen"
             message = f"ReduceLROnPlateau lowers the rate of {name}, and its metric has {way} since the first call"
             details = {
-                "fact": "plateau misread", "optimizer": name, "mode": mode, "first": snapshot.first, "now": mean,
-                "metrics": count,
+                "optimizer": name, "mode": mode, "first": snapshot.first, "now": mean, "metrics": count,
             }  # fmt: skip
-            return [Event(step=step, kind="wiring", message=message, details=details)]
+            return [Fact("plateau misread", message, details)]
 
-        self._core.writer.submit(produce, 200)
+        self.facts.read(read)
 
 
 def _rate_of(group: Mapping[str, Any], highest: float) -> str:

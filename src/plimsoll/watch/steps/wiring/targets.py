@@ -1,4 +1,4 @@
-"""Facts on a loss, by the graph behind it, and on its targets.
+"""Checks of a loss, by the graph behind it, and of its targets.
 
 - A softmax over the rows of a batch, outputs that meet all targets, the number of classes, a first loss far off.
 - Scores where logarithms are wanted, and targets that the function before the loss cannot put out.
@@ -8,16 +8,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from plimsoll.kernels.device_value import DeviceValue, number, resolved
-from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import autograd_graph
-from plimsoll.watch.session import WatchSession
+from plimsoll.watch.steps.wiring.checks import Fact, Training
 
 _SOME = 4096  # targets of a batch
 _ROUNDING = 1e-3  # by which a number may pass a bound
@@ -29,26 +27,18 @@ _ALMOST_ALL = 0.9  # of a batch
 _SAMPLES = 10  # at least
 _HALF = 0.5
 _ONE_CLASS = "one class"
-_SEEN = "next seen"
 _OTHERS = 0.2  # of the samples of one class are of another class than most: the class changes
 
 
 class Targets:
-    """The losses of one training, and their targets.
+    """The losses of one training, and their targets."""
 
-    Args:
-        core: The session.
-        say: Records a fact at once, once for each key.
-        later: Records a fact on the background thread if a function says that it holds.
-    """
-
-    def __init__(self, core: WatchSession, say: Callable[..., None], later: Callable[..., None]) -> None:
-        self.core, self._say, self._later = core, say, later
+    def __init__(self, training: Training) -> None:
+        self._facts = training.facts
         self._looks = 0
         self._error = ("", 0)  # of the last backward that was looked at, and its sign
         self._samples = 0
         self._classes: Counter[int] = Counter()  # of samples whose targets are nearly all of one class
-        self._found: set[str] = set()  # facts that the background thread has recorded
 
     # Drawn at random, batches are not nearly all of one class and then of another. Where one class is frequent, it is
     # always that one; but two losses may each have their own. Nothing here waits for a device: the background thread
@@ -56,7 +46,7 @@ class Targets:
     def look_at_classes(self, loss: Tensor) -> None:
         """Look whether the targets of this batch are of one class, and those of other batches of another."""
         found = list(autograd_graph.targets_of(loss))
-        if len(found) != 1 or _ONE_CLASS in self._found:
+        if len(found) != 1 or self._facts.has(_ONE_CLASS):
             return
         targets, left_out = found[0]
         some = targets[:: 1 + len(targets) // _SOME]
@@ -64,15 +54,14 @@ class Targets:
             return
         middle = some[len(some) // 2]
         counts = DeviceValue(torch.stack([middle, (some == middle).sum(), (some != left_out).sum()]))
-        step = self.core.step
 
-        def produce() -> list[Record]:
+        def read() -> list[Fact]:
             label, same, counted = cast("list[int]", counts.tensor().tolist())
-            return self._count(label, same / counted, step) if counted >= _FEWEST and label != left_out else []
+            return self._count(label, same / counted) if counted >= _FEWEST and label != left_out else []
 
-        self.core.writer.submit(produce, 200)
+        self._facts.read(read, once=True)
 
-    def _count(self, label: int, share: float, step: int) -> list[Record]:
+    def _count(self, label: int, share: float) -> list[Fact]:
         """Count a sample; return the fact once it is clear."""
         self._samples += 1
         if share >= _ALMOST_ALL:
@@ -81,12 +70,8 @@ class Targets:
         most = max(self._classes.values(), default=0)
         if self._samples < _SAMPLES or alike < _HALF * self._samples or alike - most < _OTHERS * alike:
             return []
-        if _ONE_CLASS in self._found:
-            return []
-        self._found.add(_ONE_CLASS)
         message = f"{alike} of {self._samples} sampled batches have targets of one class, and not always the same"
-        details = {"fact": _ONE_CLASS, "batches": alike, "of": self._samples, "classes": len(self._classes)}
-        return [Event(step=step, kind="wiring", message=message, details=details)]
+        return [Fact(_ONE_CLASS, message, {"batches": alike, "of": self._samples, "classes": len(self._classes)})]
 
     # What a backward that no step follows maximises, as for an adversarial input, is not trained.
     def step_begins(self, optimizer: Any) -> None:
@@ -98,17 +83,17 @@ class Targets:
             message = (
                 f"{who} maximises the loss, which is {error}" if ascends else f"the loss is the negative of {error}"
             )
-            self._say("maximised", message, error=error, optimizer=who if ascends else "")
+            self._facts.say("maximised", message, error=error, optimizer=who if ascends else "")
 
     def look_behind(self, loss: Tensor, scale: Tensor | None, *, is_first: bool) -> None:
         """Look for a softmax over the batch, and outputs that meet each target; note the number of classes."""
         self._looks += 1
         if rows := autograd_graph.softmax_over_rows(loss):
             message = f"the loss takes a log softmax over {rows} rows, not over the classes"
-            self._say("softmax over rows", message, rows=rows)
+            self._facts.say("softmax over rows", message, rows=rows)
         if pairs := autograd_graph.spread_outputs(loss):
             message = f"the loss takes {pairs} outputs and {pairs} targets as {pairs} x {pairs} pairs: shapes differ"
-            self._say("pairs", message, rows=pairs)
+            self._facts.say("pairs", message, rows=pairs)
         self._error = autograd_graph.error_of(loss)
         self._look_at_values(loss)
         self._look_at_tokens(loss)
@@ -117,7 +102,9 @@ class Targets:
         if classes > 1:
             # Of a loss that is multiplied by hand, as one that is scaled so, guessing costs as many times as much.
             times = 1 / divisor if 0 < divisor < 1 else 1.0
-            self._say("classes", f"the loss is a mean cross entropy of {classes} classes", classes=classes, times=times)
+            self._facts.say(
+                "classes", f"the loss is a mean cross entropy of {classes} classes", classes=classes, times=times
+            )
             if is_first:
                 self._look_at_first_loss(loss.detach() * (divisor if scale is None else divisor / scale), classes)
 
@@ -125,14 +112,14 @@ class Targets:
     def _look_at_values(self, loss: Tensor) -> None:
         """Look for probabilities or scores where logarithms are wanted, and targets that no output can reach."""
         if autograd_graph.divergence_of_probabilities(loss):
-            self._say("no logarithms", "kl_div is given probabilities, not their logarithms", function="kl_div")
+            self._facts.say("no logarithms", "kl_div is given probabilities, not their logarithms", function="kl_div")
         for given in autograd_graph.given_for_logarithms(loss):
             if not given.numel():  # of an empty batch
                 continue
             highest = number(given.detach().amax())
             message = "nll_loss is given numbers above zero, which no logarithm of a probability is"
             key = f"no logarithms {self._looks}"
-            self._later(
+            self._facts.later(
                 "no logarithms", message, lambda highest=highest: (resolved(highest) or 0.0) > _ROUNDING, key=key,
                 function="nll_loss",
             )  # fmt: skip
@@ -140,7 +127,7 @@ class Targets:
             slack = _ROUNDING * (high - low if high < math.inf else 1.0)
             some = targets.detach().reshape(-1)[:: 1 + targets.numel() // _SOME]
             share = number(((some < low - slack) | (some > high + slack)).float().mean())
-            self._later(
+            self._facts.later(
                 "out of reach", f"{name} puts out {low:g} to {high:g}, and targets are outside",
                 lambda share=share: (resolved(share) or 0.0) >= _OUTSIDE, key=f"out of reach {name} {self._looks}",
                 function=name, low=f"{low:g}", high=f"{high:g}",
@@ -148,17 +135,16 @@ class Targets:
 
     def _look_at_first_loss(self, loss: Tensor, classes: int) -> None:
         """Record a first loss that is many times that of guessing."""
-        first, step = number(loss), self.core.step
+        first = number(loss)
 
-        def produce() -> list[Record]:
+        def read() -> list[Fact]:
             value = float(resolved(first) or 0.0)
             if not _FAR * math.log(classes) < value < math.inf:
                 return []
             message = f"the first loss is {value:.4g}; guessing among {classes} classes costs {math.log(classes):.4g}"
-            details = {"fact": "begins far off", "loss": value, "classes": classes}
-            return [Event(step=step, kind="wiring", message=message, details=details)]
+            return [Fact("begins far off", message, {"loss": value, "classes": classes})]
 
-        self.core.writer.submit(produce, 200)
+        self._facts.read(read)
 
     # A padding token follows itself. In other texts few tokens do.
     def _look_at_tokens(self, loss: Tensor) -> None:
@@ -181,26 +167,22 @@ class Targets:
             numbers = DeviceValue(
                 torch.stack([counted.sum(), alike.sum(), moved.sum(), (share > _HALF).to(alike).sum()])
             )
-            step = self.core.step
 
-            def produce(numbers: DeviceValue = numbers, step: int = step) -> list[Record]:
+            def read(numbers: DeviceValue = numbers) -> list[Fact]:
                 of, same, apart, is_seen = cast("list[int]", numbers.tensor().tolist())
-                if of < _TOKENS or same != of or apart < _FEWEST or not is_seen or _SEEN in self._found:
+                if of < _TOKENS or same != of or apart < _FEWEST or not is_seen:
                     return []
-                self._found.add(_SEEN)
-                message = "the targets are the tokens at the next places, which attention sees"
-                return [Event(step=step, kind="wiring", message=message, details={"fact": _SEEN})]
+                return [Fact("next seen", "the targets are the tokens at the next places, which attention sees", {})]
 
-            self.core.writer.submit(produce, 200)
+            self._facts.read(read, once=True)
 
     def _compare(self, targets: Tensor, tokens: Tensor, left_out: int, causal: Tensor | None) -> None:
         counted, same, ends = targets != left_out, targets == tokens, targets[:: len(targets) - 1]
         padded = (same & counted & (targets == ends[:, None])).sum(1)  # padding is at either end
         known = torch.zeros_like(ends[0]) if causal is None else causal.to(ends)
         numbers = DeviceValue(torch.stack([counted.sum(), (same & counted).sum(), *padded, *ends, known]))
-        step = self.core.step
 
-        def produce() -> list[Record]:
+        def read() -> list[Fact]:
             of, alike, *rest, is_causal = cast("list[int]", numbers.tensor().tolist())
             padding, token = max(zip(rest[:2], rest[2:], strict=True))
             if of < _TOKENS:
@@ -211,10 +193,6 @@ class Targets:
                 fact, message = "padding counted", f"most targets are token {token}, where the model is given it, too"
             else:
                 return []
-            if fact in self._found:
-                return []
-            self._found.add(fact)
-            details = {"fact": fact, "share": padding / of, "token": token}
-            return [Event(step=step, kind="wiring", message=message, details=details)]
+            return [Fact(fact, message, {"share": padding / of, "token": token})]
 
-        self.core.writer.submit(produce, 200)
+        self._facts.read(read, once=True)
