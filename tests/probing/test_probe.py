@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.formats.catalogue import BLOCKS, ELEMENTS, TARGETS
-from plimsoll.probing.question import Question
+from plimsoll.probing.result import Question
 from tests.support.cases import each
 
 

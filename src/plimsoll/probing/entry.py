@@ -27,8 +27,7 @@ from plimsoll.kernels.dtypes import TRAINING
 from plimsoll.microscope.draws import untouched
 from plimsoll.probing import forward, sources
 from plimsoll.probing.comparison import Calls, Comparison, Context, compare
-from plimsoll.probing.question import Question
-from plimsoll.probing.result import Probe, module_of
+from plimsoll.probing.result import Probe, Question, module_of
 from plimsoll.runs import Run
 from plimsoll.runs.records import FLIPS, MARGIN
 from plimsoll.spectrum import measure

@@ -7,7 +7,7 @@ from plimsoll.diagnosis import Finding
 from plimsoll.diagnosis.finding import Severity, Spot
 from plimsoll.diagnosis.planning.modules import Module
 from plimsoll.formats import BlockFormat, Format, Plan
-from plimsoll.probing.question import Question
+from plimsoll.probing.result import Question
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 from plimsoll.tensor_collections import FORWARD, LABELS

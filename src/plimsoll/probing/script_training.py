@@ -16,8 +16,7 @@ from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.microscope.draws import untouched
 from plimsoll.probing.comparison import Calls
 from plimsoll.probing.entry import COLLECT, examine
-from plimsoll.probing.question import Question
-from plimsoll.probing.result import Probe
+from plimsoll.probing.result import Probe, Question
 from plimsoll.text import clause
 from plimsoll.watch import lifecycle
 from plimsoll.watch.hooks import torch_hooks

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from plimsoll.diagnosis.planning.format_choice import NATIVE, Judge, Verdict
 from plimsoll.diagnosis.planning.loss_forecast import Consequence, Forecast
-from plimsoll.diagnosis.planning.loss_scale import HIGHEST
 from plimsoll.diagnosis.planning.modules import Module
+from plimsoll.diagnosis.planning.series_windows import HIGHEST
 from plimsoll.formats import BF16, FP32, ROLES
 from plimsoll.formats.cost_table import CostTable
 

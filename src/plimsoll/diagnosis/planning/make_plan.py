@@ -12,9 +12,8 @@ from plimsoll.diagnosis.finding import grouped
 from plimsoll.diagnosis.planning.budgeted_choice import Option, cheapest, options, share_of_bf16
 from plimsoll.diagnosis.planning.format_choice import Judge, Verdict, outward
 from plimsoll.diagnosis.planning.loss_forecast import SPREAD, Consequence, Forecast
-from plimsoll.diagnosis.planning.loss_scale import Scales, solve
 from plimsoll.diagnosis.planning.modules import Module, computes, modules_of, named
-from plimsoll.diagnosis.planning.series_windows import Collection
+from plimsoll.diagnosis.planning.series_windows import Collection, Scales, loss_scales
 from plimsoll.diagnosis.view import View, view_of
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.formats import BF16, ROLES, Plan, Role, catalogue, get
@@ -197,7 +196,7 @@ def plan(
         chosen = [_choice(judge, module, target.lower(), fallback.lower()) for module in modules]
     else:
         chosen = _within(budget, judge, forecast, table, modules, target.lower(), fallback.lower())
-    scales = solve(
+    scales = loss_scales(
         {c.module.name: c.verdict.gradients for c in chosen if c.forward == "fp16"},
         margin=judge.margin,
         layer_scales=layer_scales,

@@ -1,13 +1,17 @@
-"""Usable shifts of a plan's series at every step, and losses over the whole run.
+"""Usable shifts of a plan's series at every step, losses over the whole run, and the loss scale.
 
 Element formats have windows of shifts. A block format scales each block itself: its losses are in the run's block
 records, if there are any of that block length. Without them a bound is known. No block's largest value is beyond the
 tensor's absmax, and a block's scale rises with its largest value. So a value is lost at most if it would be at the
 scale of the tensor's absmax.
+
+FP16 modules have one loss scale if one works for all, else one for each layer, or for as many layers as it can. Windows
+are of the true gradients; a module's own scale includes the loss scale.
 """
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +27,10 @@ from plimsoll.diagnosis.view import View
 from plimsoll.formats import BlockFormat, Format
 from plimsoll.spectrum import Interval
 
+_FLOOR = -14  # of a loss scaler's scale
+_UNKNOWN_SCALE = 16  # where nothing is known
+HIGHEST = 24  # what a loss scale begins with at most: higher ones change nothing that is rounded
+_HIGHEST_OF_LAYER = 100  # `LayerScaler`'s
 _SLACK = 1 + 2.0**-20  # of NVFP4's scales, which are rounded to FP32
 _NEVER = 10_000  # a shift that no format can need
 
@@ -321,3 +329,46 @@ def spare(steps: Ints, largest: Floats, trained: int) -> float:
     moved = np.abs(np.diff(tops))
     scale = float(moved.mean()) * (1 + 2 / math.sqrt(len(moved))) if len(moved) else _UNKNOWN
     return scale * max(math.log((apart - 1) * (1 - _RISK) / _RISK), 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """Exponents of the loss scale and of modules that need their own; `unserved` have none at this loss scale."""
+
+    loss: int
+    layers: Mapping[str, int]
+    unserved: tuple[str, ...] = ()
+
+
+def loss_scales(windows: Mapping[str, Window], *, margin: int, layer_scales: bool) -> Scales:
+    """Return the loss scales for modules that each have a usable one."""
+    ranges = {name: _range(window, margin) for name, window in windows.items() if window.bounded}
+    if not ranges:
+        return Scales(loss=_UNKNOWN_SCALE, layers={})
+    low, high = max(low for low, _ in ranges.values()), min(high for _, high in ranges.values())
+    if max(low, _FLOOR) <= high:
+        return Scales(loss=_within(low, high), layers={})
+    if layer_scales:
+        own = {name: min(high, _HIGHEST_OF_LAYER) for name, (_, high) in ranges.items()}
+        usual = int(statistics.median_low(own.values()))
+        return Scales(loss=min(max(usual, _FLOOR), HIGHEST), layers=own)
+    return _for_most(ranges)
+
+
+def _range(window: Window, margin: int) -> tuple[int, int]:
+    return window.low, window.high - margin
+
+
+def _within(low: int, high: int) -> int:
+    return min(high, max(low, HIGHEST))
+
+
+def _for_most(ranges: Mapping[str, tuple[int, int]]) -> Scales:
+    """Return the scale that works for most modules, of several the one with most room."""
+    serving = {k: [n for n, (low, high) in ranges.items() if low <= k <= high] for k in {h for _, h in ranges.values()}}
+    best = max((k for k in serving if k >= _FLOOR), key=lambda k: (len(serving[k]), -k), default=None)
+    if best is None:
+        return Scales(loss=_UNKNOWN_SCALE, layers={}, unserved=tuple(ranges))
+    served = serving[best]
+    low, high = max(ranges[n][0] for n in served), min(ranges[n][1] for n in served)
+    return Scales(loss=_within(low, high), layers={}, unserved=tuple(n for n in ranges if n not in served))

@@ -13,7 +13,7 @@ from plimsoll.cli.script import runner
 from plimsoll.cli.script.runner import AnswerSession
 from plimsoll.errors import ArgumentError
 from plimsoll.formats.catalogue import TARGETS
-from plimsoll.probing.question import Question
+from plimsoll.probing.result import Question
 
 if TYPE_CHECKING:
     from plimsoll.probing import Probe

@@ -1,6 +1,6 @@
 """Rules of losses that are given what they cannot use, and of their targets.
 
-These rules read the facts of `plimsoll.watch.steps.wiring.targets`, events of kind "wiring".
+These rules read the facts of `plimsoll.watch.steps.wiring.loss_graph`, events of kind "wiring".
 """
 
 from collections.abc import Iterator

@@ -17,8 +17,7 @@ from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 from plimsoll.watch.names import clean
 from plimsoll.watch.session import WatchSession
-from plimsoll.watch.steps.wiring.checks import Fact, FollowedOptimizer, Training, TrainingCheck
-from plimsoll.watch.steps.wiring.followed import is_plain
+from plimsoll.watch.steps.wiring.checks import Fact, FollowedOptimizer, Training, TrainingCheck, is_plain
 
 _FORMATS = {dtype: FORMATS[dtype].name for dtype in SIXTEEN_BIT}
 _FOLLOWED = 16  # copies

@@ -16,8 +16,17 @@ from torch import Tensor
 from plimsoll.kernels.device_value import DeviceValue, resolved
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 from plimsoll.watch.parameters.optimizer_tensors import has_gradients
-from plimsoll.watch.steps.wiring.checks import REPEATS, FollowedOptimizer, OptimizerCheck, Training
-from plimsoll.watch.steps.wiring.followed import FollowedGradient, gradients_of, is_plain, living, some_values
+from plimsoll.watch.steps.wiring.checks import (
+    REPEATS,
+    FollowedGradient,
+    FollowedOptimizer,
+    OptimizerCheck,
+    Training,
+    gradients_of,
+    is_plain,
+    living,
+    some_values,
+)
 
 _SOME = 6  # steps in which gradients were carried over, among others in which they were not
 _CLIPPED = 8  # steps in which it is looked for clipping

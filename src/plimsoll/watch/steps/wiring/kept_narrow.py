@@ -20,8 +20,16 @@ from torch import Tensor
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 from plimsoll.watch.parameters.updates import OWN, kind_of
-from plimsoll.watch.steps.wiring.checks import REPEATS, Fact, FollowedOptimizer, OptimizerCheck, Training
-from plimsoll.watch.steps.wiring.followed import is_plain, living, some_values
+from plimsoll.watch.steps.wiring.checks import (
+    REPEATS,
+    Fact,
+    FollowedOptimizer,
+    OptimizerCheck,
+    Training,
+    is_plain,
+    living,
+    some_values,
+)
 
 _FIRST = 8  # steps in which weights and gradients are compared
 _SAMPLE = 1024  # values of a weight; in FP32 nearly all differ, in BF16 some 700 of them

@@ -26,8 +26,10 @@ from plimsoll.watch.steps.wiring.checks import (
     OptimizerCheck,
     Training,
     TrainingCheck,
+    is_plain,
+    living,
+    some_values,
 )
-from plimsoll.watch.steps.wiring.followed import is_plain, living, some_values
 
 _KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = 256  # whose rows are compared
