@@ -1,8 +1,10 @@
 """Forty injected faults, each named by its rule at its layer within its steps; and what must be no alarm."""
 
+import math
 from collections.abc import Callable
 
-from plimsoll.diagnosis import RULES, SEVERITIES
+from plimsoll.diagnosis import RULES, SEVERITIES, Rule
+from plimsoll.diagnosis.rules.registry import rule_of
 from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS, INNOCENT, Fault
 from tests.support.diagnosis.recorded import ONE_WORKER, Recorded
@@ -21,6 +23,9 @@ def test_a_fault_is_named(fault: Fault, recorded: Callable[[Story], Recorded]) -
     finding = severe[0]
     assert fault.layer is None or finding.where[0].startswith(fault.layer), finding
     assert fault.first <= finding.since_step <= max(fault.last, fault.first), finding
+    for f in findings:
+        has_numbers = any(not math.isnan(spot.value) for spot in f.spots)
+        assert not has_numbers or rule_of(f).location_item is not Rule.location_item, f"{f.rule}: no unit"
 
 
 @each("name", INNOCENT)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ class OverflowAhead(Rule):
     advice = "Run these layers in BF16 or FP32, or clamp them: a value held at the maximum does little harm."
     actions = ("to_bf16", "clamp")
     figure = "spectrogram"
+    location_item = EvidenceItem("Binades left")
 
     binades: float = threshold(1.0, "half of the largest value: one doubling away")
     within: float = threshold(5.0, "a trend is reported from so many binades below the top on")
@@ -64,8 +65,8 @@ class OverflowAhead(Rule):
                 continue
             near = layer_spans(distance < self.binades, ~np.isnan(distance), self.samples)
             if near:
-                spots = worst(cells, near, -distance)
-                evidence = {"binades_left": -spots[0].value, "worst": spots[0].name}
+                spots = [replace(spot, value=-spot.value) for spot in worst(cells, near, -distance)]
+                evidence = {"binades_left": spots[0].value, "worst": spots[0].name}
                 yield self.finding("alarm", spots, evidence, until_step=last_of(cells, near), collection=collection)
             yield from self._coming(cells, distance, {layer for layer, *_ in near})
 
@@ -86,14 +87,14 @@ class OverflowAhead(Rule):
                 coming += self._trend_of(cells, distance[layer], cells.names[layer])
         if not coming:
             return
-        coming.sort(key=lambda each: each[0].value)
-        first = coming[0]
+        coming.sort(key=lambda each: each[1].steps_to(0.0))
+        spot, rise, _ = coming[0]
         evidence = {
-            "binades_left": -first[1].end,
-            "steps_to_overflow": first[0].value,
-            "binades_per_1000_steps": 1000 * first[1].slope,
-            "confidence": first[1].confidence,
-            "worst": first[0].name,
+            "binades_left": spot.value,
+            "steps_to_overflow": rise.steps_to(0.0),
+            "binades_per_1000_steps": 1000 * rise.slope,
+            "confidence": rise.confidence,
+            "worst": spot.name,
         }
         until = max(until for *_, until in coming)
         spots = [spot for spot, *_ in coming]
@@ -118,7 +119,7 @@ class OverflowAhead(Rule):
 
     def _trend_of(self, cells: Cells, distance: Floats, name: str) -> list[tuple[Spot, Trend, int]]:
         known = np.flatnonzero(~np.isnan(distance))
-        spot, last, until = None, None, 0
+        since, last, until = -1, None, 0
         for samples in looks(len(known)):
             seen = known[:samples]
             if not distance[seen[-1]] < self.within:
@@ -129,9 +130,8 @@ class OverflowAhead(Rule):
             elapsed = float(cells.steps[seen[-1]] - cells.steps[seen[0]])
             if rise.steps_to(0.0) <= self.horizon * elapsed:
                 until = int(cells.steps[seen[-1]])
-                spot = spot or Spot(name=name, since_step=until, value=rise.steps_to(0.0))
-                last = rise
-        return [(spot, last, until)] if spot is not None and last is not None else []
+                since, last = until if since < 0 else since, rise
+        return [] if last is None else [(Spot(name=name, since_step=since, value=-last.end), last, until)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from plimsoll.diagnosis.finding import Finding, Spot, shown
-from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, find_spans, threshold
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, find_spans, threshold
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.tables.wiring_facts import facts
 from plimsoll.diagnosis.view import View
@@ -68,6 +68,7 @@ class RankDiffers(Rule):
     )
     advice = "Compare one batch of this rank with one of another: its files, its labels, its normalisation, its shard."
     figure = "loss_and_scale"
+    location_item = EvidenceItem("Times the size of the others")
 
     blocks: float = threshold(12, "blocks of five steps in a row: by chance the same of three ranks once in 10^5 runs")
     margin: float = threshold(0.5, "times the others' loss")

@@ -95,9 +95,8 @@ class NormOfFewValues(Rule):
         for event in facts(view, fact)[:1]:
             names = [f"{name}:output" for name in listed_in(event, "modules") if f"{name}:output" in ran]
             if len(names) >= self.layers:
-                value = float(evidence.get("values", 1))
                 yield self.finding(
-                    "warning", [Spot(name=name, since_step=event.step, value=value) for name in names],
+                    "warning", [Spot(name=name, since_step=event.step) for name in names],
                     evidence | {"layers": len(names)}, until_step=max(view.last_step, event.step),
                     collection="activations", meaning=meaning, advice=advice,
                 )  # fmt: skip
@@ -221,6 +220,7 @@ class GradientsVanish(Rule):
         place = {name: i for i, name in enumerate(gradients.names)}
         zeros, alive = gradients.zero_fraction, False
         spots: list[Spot] = []
+        at_limit = 0.0
         for layer, name in enumerate(outputs.names):
             module, _, kind = name.rpartition(":")
             into, out = place.get(name), place.get(f"{module}:input")
@@ -229,10 +229,10 @@ class GradientsVanish(Rule):
                 stopped = leaves <= (1 - self.saturated) * comes
                 if stopped.all() and (share[layer, mine] >= self.saturated).all():
                     alive |= bool((comes > 0).all())  # behind saturated layers all may be zero
-                    most = float(share[layer, mine].max())
-                    spots.append(Spot(name=name, since_step=int(outputs.steps[mine[0]]), value=most))
+                    at_limit = max(at_limit, float(share[layer, mine].max()))
+                    spots.append(Spot(name=name, since_step=int(outputs.steps[mine[0]])))
         if alive and len(spots) >= self.layers:
-            evidence = {"layers": len(spots), "at_their_limit": max(spot.value for spot in spots)}
+            evidence = {"layers": len(spots), "at_their_limit": at_limit}
             yield self.finding(
                 "warning", spots, evidence, until_step=int(outputs.steps[mine[-1]]), collection="activations",
                 meaning="These layers are saturated from the start: most outputs are at 1 or -1, where the derivative "

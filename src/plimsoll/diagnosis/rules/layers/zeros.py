@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -106,6 +106,7 @@ class DeadLayer(Rule):
         "zeros": EvidenceItem(unit="share"),
         "never_alive": EvidenceItem(hide_zero=True),
     }
+    location_item = EvidenceItem("Zeros", "share")
 
     zeros: float = threshold(0.999, "of an output's values; ReLU, dropout and masks leave more than that")
     samples: float = threshold(5, LEAVE_ZERO)
@@ -339,7 +340,8 @@ class DeadLayer(Rule):
         alive_now = [bool((nonzero[layer, np.flatnonzero(judged[layer])[-few:]] > 0).all()) for layer, *_ in spans]
         is_over = all(alive_now)
         spans = spans if is_over else [span for span, now in zip(spans, alive_now, strict=True) if not now]
-        spots = sorted(worst(cells, spans, values, modules.main_layers(cells)), key=lambda spot: spot.since_step)
+        largest_first = worst(cells, spans, values, modules.main_layers(cells))
+        spots = sorted((replace(spot, value=1.0) for spot in largest_first), key=lambda spot: spot.since_step)
         never, until = sum(np.nanmax(nonzero[layer]) == 0 for layer, *_ in spans), last_of(cells, spans)
         unknown = never > 0 and bool(narrow.censors.any())
         stops = None if unknown else where_gradients_stop(view, spots[0].since_step, int(self.samples))
@@ -395,6 +397,7 @@ class InputsSmall(Rule):
     figure = "spectrogram"
     explained_by = {Nonfinite.id: "anywhere", CastFlushes.id: "same module", UnderflowHigh.id: "same module"}
     items = {"largest_input": EvidenceItem("Largest input of the model"), "zeros": EvidenceItem(unit="share")}
+    location_item = EvidenceItem("Zeros", "share")
 
     small: float = threshold(2.0**-6, "pixels divided by 255 twice are below 2^-7; inputs are made of size 1 or so")
 

@@ -48,6 +48,7 @@ class KeptNarrow(Rule):
         "decay": EvidenceItem("Decay of the second moments"),
         "terms": EvidenceItem("Numbers added"),
     }
+    location_item = EvidenceItem("Value", "share")  # or, above 1, a number
 
     lost: float = threshold(0.25, "of the updates of weights: fewer are a note; and of the first moments")
     samples: float = threshold(3, _SAMPLES)

@@ -210,7 +210,7 @@ class SecondMomentLost(Rule):
             return
         first = events[0]
         listed = cast("list[str]", first.details.get("parameters", []))
-        spots = [Spot(name=f"{name}:exp_avg_sq", since_step=first.step, value=0.0) for name in listed]
+        spots = [Spot(name=f"{name}:exp_avg_sq", since_step=first.step) for name in listed]
         evidence = {
             "format": "fp16", "epsilon": float(cast("float", first.details.get("epsilon", 0.0))),
             "epsilon_is_zero": "yes", "parameters": len(listed),

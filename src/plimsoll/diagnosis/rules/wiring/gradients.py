@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from plimsoll.diagnosis.finding import Finding, Severity
-from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, find_spans, threshold
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, find_spans, threshold
 from plimsoll.diagnosis.rules.layers.zeros import DeadLayer
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.wiring_facts import FROZEN, first_fact, frozen_weights, listed_in
@@ -135,6 +135,7 @@ class GradientsMishandled(Rule):
     meaning = "The optimizer gets gradients that are not those of the step's loss."
     advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."
     figure = "loss_and_scale"
+    items = {"cause": EvidenceItem("Gradients")}
 
     samples: float = threshold(5, "five equal norms are no coincidence")
     tolerance: float = threshold(0.002, "rounding of FP16 gradients, summed")
@@ -167,7 +168,7 @@ class GradientsMishandled(Rule):
         steps = np.zeros(0, dtype=np.int64) if cells is None else cells.steps[erased_samples(view)]
         if len(steps) >= self.samples:
             yield self._finding(
-                view, "alarm", int(steps[0]), _ERASED, "all gradients", until_step=int(steps[-1]),
+                view, "alarm", int(steps[0]), _ERASED, "all parameters", until_step=int(steps[-1]),
                 meaning="The backward pass gives gradients, and all of them are zero when the optimizer steps.",
                 advice="Look between backward() and step(). Clipping by a norm that is infinite multiplies gradients "
                 "by 0: compute the norm in FP32. So does zero_grad() in the wrong place.",
@@ -192,7 +193,7 @@ class GradientsMishandled(Rule):
         since = self._unscaled_twice(view)
         if since is not None:
             yield self._finding(
-                view, "warning", since, _TWICE, "all gradients",
+                view, "warning", since, _TWICE, "all parameters",
                 meaning="The optimizer gets gradients that are too small by the loss scale.",
                 advice="scaler.step(optimizer) divides by the scale: take the division by hand out. If two scalers "
                 "share the parameters, use one, and give it the sum of the losses.",
@@ -220,7 +221,7 @@ class GradientsMishandled(Rule):
         for known in _MISHANDLED:
             event = first_fact(view, known.fact)
             if event is not None:
-                whose = str(event.details.get("optimizer") or "all gradients")
+                whose = str(event.details.get("optimizer") or "all parameters")
                 details = {**event.details, "format": str(event.details.get("format", "")).upper()}
                 yield self._finding(
                     view, known.severity, event.step, known.cause, whose,
@@ -249,7 +250,7 @@ class GradientsMishandled(Rule):
         if divided is not None:
             by = divided.details.get("by")
             yield self._finding(
-                view, "warning", divided.step, _DIVIDED, "all gradients",
+                view, "warning", divided.step, _DIVIDED, "all parameters",
                 meaning=f"The loss is divided by {by} twice, and a step has {by} micro-batches: gradients are {by} "
                 "times too small.",
                 advice="Divide the loss of a micro-batch once. prepare(accumulate=...), Accelerate and Lightning "

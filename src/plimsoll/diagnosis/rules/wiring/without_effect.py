@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, threshold
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
 from plimsoll.diagnosis.tables.trend import exceeds_start
 from plimsoll.diagnosis.tables.wiring_facts import (
     facts,
@@ -314,7 +314,7 @@ class OptimizerIdle(Rule):
         whose = str(event.details.get("optimizer", ""))
         evidence = ({"optimizer": whose} if whose else {}) | {"cause": cause}
         names = [name for group in groups for name in group.get("parameters", ())]
-        spots = [Spot(name=name, since_step=event.step, value=0.0) for name in names]
+        spots = [Spot(name=name, since_step=event.step) for name in names]
         last = max(view.last_step, event.step) if until is None else until
         return self.finding(
             severity, spots, evidence, since_step=event.step, until_step=last, advice=advice, meaning=meaning,
@@ -331,6 +331,8 @@ class DecayLost(Rule):
     meaning = "Rounding undoes the weight decay at every step, however many steps there are."
     advice = "Keep FP32 master weights (MasterWeights), round stochastically, or compensate (bf16-kahan)."
     figure = "loss_and_scale"
+    items = {"lost_of_each_weight": EvidenceItem(unit="share")}
+    location_item = EvidenceItem("Lost", "share")
     is_secondary = True
 
     share: float = threshold(0.01, "of each weight, added up over the steps; less has no effect that matters")
