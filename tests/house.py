@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "plimsoll"
 LAB = ROOT / "lab" / "src" / "plimsoll_lab"
 PAGE = {".js", ".css", ".html"}
 GOALS = {
-    "Lines of Python and of the page in src": "at most 62,000",
+    "Lines of Python and of the page in src": "at most 62,000: missed, since more hold code",
     "Modules": "at most 420",
     "Modules in the largest folder": "at most 14",
     "Imports of another folder's underscored modules": "0",

@@ -9,12 +9,15 @@ of the discriminator, and micro-batches add up.
 
 import itertools
 import threading
+import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from plimsoll.kernels.device_value import DeviceValue
-from plimsoll.watch.hooks.autograd_graph import backward_running
+from plimsoll.kernels.device_value import DeviceValue, number
+from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.hooks.autograd_graph import backward_running, is_multiple_of_scaled, is_scaled_by
 from plimsoll.watch.parameters.optimizer_tensors import Marks, Parameters, parameters_of
 from plimsoll.watch.session import WatchSession
 
@@ -249,6 +252,50 @@ class Losses:
     def start_step(self) -> None:
         """The next step starts."""
         self._taken = {}
+
+
+class ScaledLosses:
+    """Losses that a scaler has scaled, to record what the script computed."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # losses by what the scaler made of them
+        self._scaler: weakref.ref[Any] | None = None
+
+    def scaler(self) -> Any:
+        """Return the scaler that scaled last; None once it is gone."""
+        return self._scaler and self._scaler()
+
+    def add(self, scaler: Any, loss: Tensor, scaled: Tensor) -> None:
+        """Note that a scaler has scaled a loss."""
+        self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
+        scale = getattr(scaler, "_scale", None)
+        twice = isinstance(scale, Tensor) and is_multiple_of_scaled(loss, scale)
+        self._known[id(scaled)] = (weakref.ref(scaled), self._unscaled(loss) if twice else loss.detach())
+        self._scaler = weakref.ref(scaler)
+
+    def value_of(self, roots: list[Tensor]) -> float | DeviceValue | None:
+        """Return the loss that the script goes back from: a number, or the sum of several, without the loss scale."""
+        if not roots or any(root.numel() != 1 for root in roots):
+            return None
+        seeds = torch_hooks.seeds()
+        if len(roots) == 1 and not seeds:
+            return number(self._unscaled(roots[0]))
+        parts = [self._unscaled(root).reshape(()) for root in roots]
+        if len(seeds) == len(parts):  # a loss that is to rise: backward(-one)
+            parts = [
+                x if seed is None else x * seed.detach().reshape(()).sign()
+                for x, seed in zip(parts, seeds, strict=True)
+            ]
+        return number(torch.stack([part.to(parts[0].device) for part in parts]).sum())
+
+    def _unscaled(self, loss: Tensor) -> Tensor:
+        known = self._known.get(id(loss))
+        if known is not None and known[0]() is loss:
+            return known[1]
+        scale = getattr(self.scaler(), "_scale", None)
+        if isinstance(scale, Tensor) and is_scaled_by(loss, scale):  # it was divided, or added up, after
+            return loss.detach() / scale
+        return loss.detach()
 
 
 class _Step:

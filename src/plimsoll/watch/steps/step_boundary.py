@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels.device_value import DeviceValue, number
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.autograd_graph import backward_running, is_multiple_of_scaled, is_scaled_by
+from plimsoll.watch.hooks.autograd_graph import backward_running
 from plimsoll.watch.hooks.torch_hooks import is_transformed, outside_transforms
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.parameters.optimizer_tensors import Parameters, has_unscaled, innermost
@@ -23,7 +23,7 @@ from plimsoll.watch.parameters.updates import Probe
 from plimsoll.watch.session import WatchSession, contained, contained_reader
 from plimsoll.watch.settings import COLLECTIONS
 from plimsoll.watch.steps.flight_recorder import Recorder, StepScalars
-from plimsoll.watch.steps.losses import MAIN, Losses, total
+from plimsoll.watch.steps.losses import MAIN, Losses, ScaledLosses, total
 from plimsoll.watch.steps.model_structure import Structure
 from plimsoll.watch.steps.nonfinite_origin import Origin
 from plimsoll.watch.steps.turns import Turns
@@ -57,6 +57,7 @@ class Steps(torch_hooks.TrainingEvents):
         self._microbatches = 1
         self._trained_forwards = 0  # of this step, with the model in training mode
         self.losses = Losses(core, parameters)
+        self._scaled_losses = ScaledLosses()
         self._broken = False  # the loss of the last backward is not finite
         self._micro_losses: list[float | DeviceValue] = []  # of this step's backwards, for a pipeline
         self._turns = Turns(core)
@@ -65,8 +66,6 @@ class Steps(torch_hooks.TrainingEvents):
         self._scale: float | DeviceValue | None = None
         self._skipped: float | DeviceValue | None = None
         self._scaler: weakref.ref[Any] | None = None
-        self._scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # losses by what a scaler made of them
-        self._scales: weakref.ref[Any] | None = None  # the scaler that made them
         self._stepped_by_scaler: set[int] = set()
         self._awaits_update = False  # a scaler has stepped one of ours in this step
 
@@ -189,7 +188,7 @@ class Steps(torch_hooks.TrainingEvents):
         self._end_unled()
         if self.core.shadow is not None:
             self.core.shadow.backward_begins()
-        value = self._value(roots) if len(roots) == len(listed) else None
+        value = self._scaled_losses.value_of(roots) if len(roots) == len(listed) else None
         if value is not None and self.core.ranks.world > 1:
             self._micro_losses.append(value)
         self.losses.backward_begins(value, roots)
@@ -241,30 +240,6 @@ class Steps(torch_hooks.TrainingEvents):
         if self.core.shadow is not None:
             self.core.shadow.backward_ends()
 
-    def _value(self, roots: list[Tensor]) -> float | DeviceValue | None:
-        """The loss that the script goes back from: a number, or the sum of several."""
-        if not roots or any(root.numel() != 1 for root in roots):
-            return None
-        seeds = torch_hooks.seeds()
-        if len(roots) == 1 and not seeds:
-            return number(self._unscaled(roots[0]))
-        parts = [self._unscaled(root).reshape(()) for root in roots]
-        if len(seeds) == len(parts):  # a loss that is to rise: backward(-one)
-            parts = [
-                x if seed is None else x * seed.detach().reshape(()).sign()
-                for x, seed in zip(parts, seeds, strict=True)
-            ]
-        return number(torch.stack([part.to(parts[0].device) for part in parts]).sum())
-
-    def _unscaled(self, loss: Tensor) -> Tensor:
-        known = self._scaled.get(id(loss))
-        if known is not None and known[0]() is loss:
-            return known[1]
-        scale = getattr(None if self._scales is None else self._scales(), "_scale", None)
-        if isinstance(scale, Tensor) and is_scaled_by(loss, scale):  # it was divided, or added up, after
-            return loss.detach() / scale
-        return loss.detach()
-
     # -- optimizers ----------------------------------------------------------------------------------------------------
 
     # Optimizers that are given a closure run forward and backward inside their step: what begins there settles the step
@@ -299,7 +274,7 @@ class Steps(torch_hooks.TrainingEvents):
         found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
         if isinstance(found_inf, Tensor):
             self._note_skip(found_inf)
-        scaler = self._scales and self._scales()
+        scaler = self._scaled_losses.scaler()
         if has_unscaled(scaler, optimizer):  # a script that looks at the gradients itself may call no scaler's step
             self._awaits(scaler)
         self.losses.step_ends(optimizer)
@@ -328,11 +303,7 @@ class Steps(torch_hooks.TrainingEvents):
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:
         """A scaler has scaled a loss."""
         if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
-            self._scaled = {key: known for key, known in self._scaled.items() if known[0]() is not None}
-            scale = getattr(scaler, "_scale", None)
-            twice = isinstance(scale, Tensor) and is_multiple_of_scaled(loss, scale)
-            self._scaled[id(scaled)] = (weakref.ref(scaled), self._unscaled(loss) if twice else loss.detach())
-            self._scales = weakref.ref(scaler)
+            self._scaled_losses.add(scaler, loss, scaled)
 
     @contained
     def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None:
