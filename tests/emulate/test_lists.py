@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from plimsoll import Policy
 from plimsoll.emulate.casting import CATEGORIES, CUDA, OperationLists, operation_name
 from plimsoll.emulate.dispatch.operation_kernels import overloads
 from plimsoll.errors import ArgumentError
@@ -46,6 +47,8 @@ def test_rows_say_everything() -> None:
     assert lists.rows() == [("mm", "low"), ("addmm", "banned"), ("exp", "banned")]
     rebuilt = {category: frozenset(n for n, c in CUDA.rows() if c == category) for category in CATEGORIES}
     assert OperationLists(**rebuilt) == CUDA
+    assert repr(lists) == "<OperationLists low: 1, high: 0, promote: 0, banned: 2; rows() names them>"
+    assert len(repr(Policy())) < 200
 
 
 def test_lists_pickle_and_hash_by_value() -> None:

@@ -73,6 +73,11 @@ class OperationLists:
             listed = getattr(self, field.name)
             yield field.name, (listed,) if isinstance(listed, str) else listed
 
+    # All names are a hundred and more, and would hide everything else in the `repr` of a policy.
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{category}: {len(getattr(self, category))}" for category in CATEGORIES)
+        return f"<OperationLists {counts}; rows() names them>"
+
     def of(self, operation: object) -> Category | None:
         """Return "low", "high", "promote", "banned", or None: the operation's list."""
         name = operation_name(operation, "OperationLists.of")
