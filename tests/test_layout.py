@@ -38,7 +38,7 @@ def test_an_underscored_module_is_imported_from_its_own_folder_alone(files: list
 def test_the_map_of_the_source_names_what_there_is() -> None:
     text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text("utf-8")
     start = text.index("## Where is what")
-    paths = re.findall(r"`([a-z_0-9]+/[a-z_0-9/.]*)`", text[start : text.index("- A package under", start)])
+    paths = re.findall(r"`([a-z_0-9]+/[a-z_0-9/.]*)`", text[start : text.index("## How to add", start)])
     assert [
         path for path in paths if path != "lab/" and not (house.SOURCE / path.removeprefix("src/plimsoll/")).exists()
     ] == []
