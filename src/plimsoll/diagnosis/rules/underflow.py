@@ -1,7 +1,8 @@
 """Underflow: how much narrow formats flush to zero, and whether that grows.
 
-Both rules judge what happened in tensors of narrow formats. `estimates.format_losses` separates it from structural
-zeros. For the effect of another format there is `whatif`.
+Both rules judge what happened in tensors of narrow formats; `UnderflowHigh` also judges modules that compute in one and
+whose outputs are wide again. `estimates.format_losses` separates underflow from structural zeros. For the effect of
+another format there is `whatif`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,14 @@ from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, module_ends
 from plimsoll.diagnosis.tables.trend import Trend, looks, trend
 from plimsoll.diagnosis.view import View
-from plimsoll.formats import E4M3, E5M2, FP16
+from plimsoll.formats import E4M3, E5M2, FP16, Format
 from plimsoll.tensor_collections import UNDERFLOW_ORDER
 from plimsoll.text import percent
 
 _SOUND = 0.01  # T6: below 1 % of a module's gradients is sound
 _HARMLESS = "Activation gradients underflow, but hardly any of the weight gradients, which are sums of them."
-_ODD_RATE = 10  # shares in 1,000 steps: a trend of a few steps, whose rate says nothing
-_WITHIN = "within a module"
+_MOST_PLAUSIBLE_RATE = 10  # shares per 1,000 steps: more is a trend of a few steps, whose rate says nothing
+_INSIDE = "within a module"
 # Formats of more exponents have no floor that a module's values come near. Those of other makers' FP8 end at powers of
 # two that values of sound modules have as well.
 FLUSHING = (FP16, E5M2, E4M3)
@@ -59,12 +60,12 @@ class UnderflowHigh(ScaleRule):
     # Gradients of parameters are judged by module, activations and their gradients one by one and more mildly: much of
     # these may be lost without harm (Micikevicius et al. 2018: in an SSD values below 2^-27 do not matter).
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding for each collection."""
-        alone = view.cells("gradients") is None
+        """Yield one finding for each collection, for each emulated format, and for modules that underflow inside."""
+        no_parameter_gradients = view.cells("gradients") is None
         weights_are_sound = False  # whether the parameters' gradients were recorded and lose next to nothing
         yield from self._flushed_from_the_output_on(view)
-        yield from self._within_modules(view)
-        for collection in UNDERFLOW_ORDER:
+        yield from self._inside_modules(view)
+        for collection in UNDERFLOW_ORDER:  # gradients before activation gradients
             narrow = view.narrow(collection)
             if narrow is None or not narrow.censors.any():
                 continue
@@ -74,17 +75,18 @@ class UnderflowHigh(ScaleRule):
                 lost = np.maximum(modules.harmful_underflow(narrow), flushed_before(view, cells, modules))
                 fractions = np.where(view.solved(cells.steps), np.nan, lost)
                 weights_are_sound = not layer_spans(fractions > _SOUND, ~np.isnan(fractions), self.samples)
-                yield from self._judged(cells, fractions, modules.main_layers(cells), collection, True)
+                yield from self._judged(cells, fractions, modules.main_layers(cells), collection, may_alarm=True)
             else:
                 backward = collection == "activation_gradients"
                 fractions = np.where(backward & view.solved(cells.steps), np.nan, narrow.fraction)
-                for finding in self._judged(cells, fractions, cells.names, collection, alone and backward):
+                may_alarm = no_parameter_gradients and backward
+                for finding in self._judged(cells, fractions, cells.names, collection, may_alarm=may_alarm):
                     harmless = weights_are_sound and backward
                     yield replace(finding, severity="info", meaning=_HARMLESS, actions=()) if harmless else finding
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the format, the largest share, and where."""
-        if context.cause == _WITHIN:
+        if context.cause == _INSIDE:
             return Phrase(
                 what=f"values have underflowed in {context.format} within {context.place} {context.since}: up to "
                 f"{percent(context.number('worst_lost'))} of what it puts out is zero",
@@ -102,10 +104,10 @@ class UnderflowHigh(ScaleRule):
 
     def is_fatal(self, finding: Finding, last_step: int) -> bool:  # noqa: ARG002  (zeros stay zeros)
         """Return whether a module puts out next to nothing: what comes after it cannot learn."""
-        return finding.evidence.get("cause") == _WITHIN
+        return finding.evidence.get("cause") == _INSIDE
 
     def _flushed_from_the_output_on(self, view: View) -> Iterator[Finding]:
-        """Yield parameter gradients that are zero since an emulated format flushed activations'."""
+        """Yield parameter gradients that are zero since an emulated format flushed those of activations."""
         outputs, narrow = view.cells("activation_gradients"), view.narrow("gradients")
         if outputs is None or narrow is None:
             return
@@ -113,17 +115,16 @@ class UnderflowHigh(ScaleRule):
         silent = (modules.total(cells.total(cells.nonzero)) == 0).astype(np.float64)
         for steps, formats in view.emulations:
             fmt = formats.get(outputs.collection)
-            emulated = _within(outputs.steps, steps)[outputs.at]
+            emulated = _are_in(outputs.steps, steps)[outputs.at]
             if fmt is None or not emulated.any() or outputs.nonzero[emulated].any():
                 continue
-            judged = _within(cells.steps, steps) & ~view.solved(cells.steps)
-            yield from self._judged(
-                cells, np.where(judged, silent, np.nan), modules.main_layers(cells), cells.collection, True, fmt
-            )
+            judged = _are_in(cells.steps, steps) & ~view.solved(cells.steps)
+            fractions, names = np.where(judged, silent, np.nan), modules.main_layers(cells)
+            yield from self._judged(cells, fractions, names, cells.collection, may_alarm=True, fmt=fmt)
 
-    # What comes out may be FP32 again. It is zero or one of the few smallest numbers of the narrow format, or the root
-    # of one, as in a norm that is computed from squares: at each sample the least of them is exactly the smallest.
-    def _within_modules(self, view: View) -> Iterator[Finding]:
+    # What comes out may be FP32 again. Formats are tried from the widest one on, and one is reported: values at the
+    # bottom of one format are not at that of another.
+    def _inside_modules(self, view: View) -> Iterator[Finding]:
         """Yield one finding of modules that compute in a narrow format in which next to nothing is left."""
         cells = view.cells("activations")
         if cells is None:
@@ -132,13 +133,9 @@ class UnderflowHigh(ScaleRule):
         zeros, least, most = cells.zero_fraction, -cells.highest(-cells.columns["absmin"]), cells.true_absmax
         ends = module_ends(cells)
         for fmt in FLUSHING:
-            at_bottom = np.zeros(cells.shape, dtype=bool)
-            for power in (1.0, 0.5):
-                at_bottom |= (np.abs(least / fmt.smallest_subnormal**power - 1) <= _EXACT) & (
-                    most < fmt.smallest_normal**power
-                )
+            at_bottom = _are_at_bottom(least, most, fmt)
             lost = np.full(cells.shape, np.nan)
-            for _, into, out in ends:
+            for _module, into, out in ends:
                 alive = wide[out] & (zeros[into] < zeros[out] - self.values)
                 lost[out] = np.where(at_bottom[out] & alive, zeros[out], np.where(most[out] > 0, 0.0, np.nan))
             spans = layer_spans(lost > self.values, ~np.isnan(lost), self.samples)
@@ -146,7 +143,7 @@ class UnderflowHigh(ScaleRule):
                 continue
             spots = worst(cells, spans, lost)
             evidence = {
-                "cause": _WITHIN, "layers": len(spots), "worst": spots[0].name, "worst_lost": spots[0].value,
+                "cause": _INSIDE, "layers": len(spots), "worst": spots[0].name, "worst_lost": spots[0].value,
                 "format": fmt.name,
             }  # fmt: skip
             name = fmt.name.upper()
@@ -165,7 +162,8 @@ class UnderflowHigh(ScaleRule):
         fractions: Floats,
         names: Sequence[str],
         collection: str,
-        alarms: bool,
+        *,
+        may_alarm: bool,
         fmt: str | None = None,
     ) -> Iterator[Finding]:
         spans = layer_spans(fractions > self.values, ~np.isnan(fractions), self.samples)
@@ -173,7 +171,7 @@ class UnderflowHigh(ScaleRule):
             return
         spots = worst(cells, spans, fractions, names)
         many = len(spans) > self.layers * len(names)
-        severe = alarms and (many or spots[0].value > self.grave)
+        severe = may_alarm and (many or spots[0].value > self.grave)
         evidence = {
             "layers": len(spots),
             "of_layers": len(names),
@@ -188,7 +186,7 @@ class UnderflowHigh(ScaleRule):
 
 @dataclass(frozen=True, kw_only=True)
 class UnderflowRising(ScaleRule):
-    """The early rule: underflow that grows will not stop by itself."""
+    """Gradients whose underflow grows over the steps."""
 
     id = "underflow-rising"
     says = "the share of gradients that underflows grows"
@@ -219,17 +217,16 @@ class UnderflowRising(ScaleRule):
         cells, modules = narrow.cells, Modules.of(narrow.cells)
         fractions = np.where(view.solved(cells.steps), np.nan, modules.harmful_underflow(narrow))
         names = modules.main_layers(cells)
-        rising = [
-            (i, *self._rise(cells, fractions[i]))
-            for i in range(len(names))
-            if np.fmax.reduce(fractions[i], initial=-np.inf) > self.watch  # of a module that has nothing finite, no
-        ]
-        risen = [(i, line, since, until) for i, line, since, until in rising if line is not None]
-        if not risen:
+        rises: list[tuple[str, Trend, int, int]] = []
+        for name, shares in zip(names, fractions, strict=True):
+            if np.fmax.reduce(shares, initial=-np.inf) > self.watch:  # no module that has nothing finite
+                line, since, until = self._rise(cells, shares)
+                rises += [] if line is None else [(name, line, since, until)]
+        if not rises:
             return
-        risen.sort(key=lambda each: -each[1].end)
-        spots = [Spot(name=names[i], since_step=since, value=t.end) for i, t, since, _ in risen]
-        worst_trend = risen[0][1]
+        rises.sort(key=lambda rise: -rise[1].end)
+        spots = [Spot(name=name, since_step=since, value=line.end) for name, line, since, _ in rises]
+        worst_trend = rises[0][1]
         severity: Severity = "alarm" if worst_trend.end > self.change else "warning"
         result = self.finding(
             severity,
@@ -242,7 +239,7 @@ class UnderflowRising(ScaleRule):
                 "layers": len(spots),
                 "outlook": "watch",
             },
-            until_step=max(until for *_, until in risen),
+            until_step=max(until for *_, until in rises),
             collection="gradients",
         )
         yield self._with_outlook(result, view) if severity == "alarm" else result
@@ -254,7 +251,7 @@ class UnderflowRising(ScaleRule):
         return Phrase(
             what=f"the underflow of parameter gradients of {context.place} has been rising, seen {context.since}, to "
             f"{percent(context.number('to'))}",
-            effect=f"by {percent(rate / 10)} in 100 steps" if rate < _ODD_RATE else "",
+            effect=f"by {percent(rate / 10)} in 100 steps" if rate < _MOST_PLAUSIBLE_RATE else "",
             remedy="check again after twice as many steps" if watch else remedy_words(context),
         )
 
@@ -262,8 +259,8 @@ class UnderflowRising(ScaleRule):
         """Return whether it is an alarm. The advice of a warning is to check again later."""
         return finding.severity == "alarm"
 
-    def _rise(self, cells: Cells, fractions: Floats) -> "tuple[Trend | None, int, int]":
-        """Return the last significant rise above `watch`, and its first and last look."""
+    def _rise(self, cells: Cells, fractions: Floats) -> tuple[Trend | None, int, int]:
+        """Return the significant rise that ends highest, and the first and last step at which there was one."""
         known = np.flatnonzero(~np.isnan(fractions))
         last, since, until = None, 0, 0
         for samples in looks(len(known)):
@@ -286,5 +283,16 @@ class UnderflowRising(ScaleRule):
         return replace(found, evidence=evidence, advice=str(remedy), actions=actions)
 
 
-def _within(steps: Ints, wanted: range) -> NDArray[np.bool_]:
+# The least magnitude is exactly the smallest number of the format, and all are among its few smallest. In a norm that
+# is computed from squares, they are the roots of those.
+def _are_at_bottom(least: Floats, most: Floats, fmt: Format) -> NDArray[np.bool_]:
+    """Return True where values are what next to nothing leaves in a format, or the roots of it."""
+    found = np.zeros(least.shape, dtype=bool)
+    for power in (1.0, 0.5):
+        is_smallest = np.abs(least / fmt.smallest_subnormal**power - 1) <= _EXACT
+        found |= is_smallest & (most < fmt.smallest_normal**power)
+    return found
+
+
+def _are_in(steps: Ints, wanted: range) -> NDArray[np.bool_]:
     return (steps >= wanted.start) & (steps < wanted.stop)
