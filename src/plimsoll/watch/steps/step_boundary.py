@@ -46,12 +46,12 @@ class Steps(torch_hooks.TrainingEvents):
         self.origin: Origin | None = None
         self.structure: Structure | None = None
         self._given = optimizers  # the user has named the optimizers: others are not ours
-        self._ended = False
-        self._sealed = False
+        self._ended = False  # the step may have ended
+        self._sealed = False  # and the next forward is planned
         self._inside: list[Any] = []  # optimizers whose step is running
         self._thread: int | None = None  # that trains the model
-        self._has_stepped = False  # there, or only run a forward so far
-        self._looks = 2  # forwards at whose beginning it is asked what distributes the model
+        self._has_stepped = False  # an optimizer of ours has stepped on that thread
+        self._looks = 2  # forwards that still look for what distributes the model
         self._emulated: dict[str, str] = {}  # formats that results were rounded to in the last forward
         self._emulations = 0  # how often that has changed
         self._microbatches = 1
@@ -61,12 +61,12 @@ class Steps(torch_hooks.TrainingEvents):
         self._broken = False  # the loss of the last backward is not finite
         self._micro_losses: list[float | DeviceValue] = []  # of this step's backwards, for a pipeline
         self._turns = Turns(core)
-        self._unled = not optimizers  # as long as no optimizer steps, and nobody says where a step ends
+        self._without_optimizer = not optimizers  # as long as no optimizer steps, and nobody says where a step ends
         self._probe: Probe | None = None
         self._scale: float | DeviceValue | None = None
         self._skipped: float | DeviceValue | None = None
         self._scaler: weakref.ref[Any] | None = None
-        self._stepped_by_scaler: set[int] = set()
+        self._stepped: set[int] = set()  # optimizers, by identity, since the scaler's last update
         self._awaits_update = False  # a scaler has stepped one of ours in this step
 
     # -- forward and backward ------------------------------------------------------------------------------------------
@@ -87,7 +87,8 @@ class Steps(torch_hooks.TrainingEvents):
             return
         if taps is None or WatchSession.repeating or not torch.is_grad_enabled() or backward_running() != -1:
             return
-        if not (model.training or taps.takes_eval_forward or self._trains_in_eval_mode(taps)):
+        self._follow_eval_mode(taps)
+        if not (model.training or taps.takes_eval_forward):
             taps.saw_eval_forward = True
             return
         if is_transformed():
@@ -96,16 +97,16 @@ class Steps(torch_hooks.TrainingEvents):
         if not self._has_stepped:
             self._thread = threading.get_ident()
         self.core.flush()  # what a backward that raised has left
-        self._end_unled()
+        self._end_without_optimizer()
         self.begin()
         self._trained_forwards += model.training
         self.core.live, self.core.live_thread = True, threading.get_ident()
         if self._looks:
             self._looks -= 1
-            self._look(model)
+            self._look_for_parallelism(model)
         if self.structure is not None:
             self.structure.follow()
-        self._look_for_emulation()
+        self._record_emulation()
 
     @contained
     def begin_transformed(self) -> None:
@@ -115,12 +116,12 @@ class Steps(torch_hooks.TrainingEvents):
         if self.core.live or backward_running() != -1:
             return
         with outside_transforms():
-            self._end_unled()
+            self._end_without_optimizer()
             self.begin()
         if self.core.shadow is not None:
             self.core.shadow.begin_transformed()
 
-    def _look_for_emulation(self) -> None:
+    def _record_emulation(self) -> None:
         """Record the formats in which the forward is emulated, since its tensors are FP32."""
         by_key = {key: name for formats in torch_hooks.emulated for key, name in formats().items()}
         if by_key != self._emulated and self._emulations < _EMULATIONS:
@@ -131,8 +132,8 @@ class Steps(torch_hooks.TrainingEvents):
             )
             self.core.say("emulation", message, formats=by_key)
 
-    def _look(self, model: nn.Module) -> None:
-        """Finds what has come to distribute the model since the watch was made."""
+    def _look_for_parallelism(self, model: nn.Module) -> None:
+        """Find what distributes the model and was set up after the watch was made."""
         torch_hooks.look_for_pipelines()
         try:
             new = self.core.ranks.look(model)
@@ -185,7 +186,7 @@ class Steps(torch_hooks.TrainingEvents):
             return
         self.core.elsewhere.discard(thread)
         self.core.flush()  # parts of the model may have been called by themselves
-        self._end_unled()
+        self._end_without_optimizer()
         if self.core.shadow is not None:
             self.core.shadow.backward_begins()
         value = self._scaled_losses.value_of(roots) if len(roots) == len(listed) else None
@@ -196,7 +197,7 @@ class Steps(torch_hooks.TrainingEvents):
 
     @contained
     def norm_taken(self, norm: Any, tensors: int) -> None:
-        """The norm of some gradients was taken, to clip them."""
+        """The norm of some gradients was taken, to clip them: if it is not finite, all gradients are counted."""
         if isinstance(norm, Tensor) and norm.device.type == "cpu" and norm.numel() == 1 and not norm.is_meta:
             self.parameters.suspect |= not math.isfinite(float(norm.detach()))
 
@@ -219,21 +220,21 @@ class Steps(torch_hooks.TrainingEvents):
             self.begin()
             self.parameters.backwards += 1
             self.parameters.suspect |= self._broken
-            if self._unled and self.core.ranks.world == 1:
+            if self._without_optimizer and self.core.ranks.world == 1:
                 self.parameters.read_early()
                 self._probe = Probe(p for _, p in self.parameters.members() if p.grad is not None)
         self._shadow_follows()
 
-    def _end_unled(self, *, closing: bool = False) -> None:
+    def _end_without_optimizer(self, *, closing: bool = False) -> None:
         """End a step without an optimizer: the script itself has changed the weights."""
-        if not self._unled or self._probe is None or self._inside:
+        if not self._without_optimizer or self._probe is None or self._inside:
             return
         # Gradients are dropped, too, that another model's loss has left here: where weights can be seen, they decide.
         if self._probe.is_moved(unknown=closing or self.losses.are_used()):
             self.losses.take_all()
             self.parameters.leave_early()
             self._probe = None
-            self._candidate()
+            self._mark_possible_end()
             self.settle()
 
     def _shadow_follows(self) -> None:
@@ -270,16 +271,16 @@ class Steps(torch_hooks.TrainingEvents):
                 self.losses.others_step()
             return
         self._inside.remove(optimizer)
-        self._stepped_by_scaler.add(id(optimizer))
+        self._stepped.add(id(optimizer))
         found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
         if isinstance(found_inf, Tensor):
-            self._note_skip(found_inf)
+            self._skipped = number(found_inf.detach())
         scaler = self._scaled_losses.scaler()
         if has_unscaled(scaler, optimizer):  # a script that looks at the gradients itself may call no scaler's step
             self._awaits(scaler)
         self.losses.step_ends(optimizer)
         self.parameters.leave(optimizer)
-        self._candidate()
+        self._mark_possible_end()
 
     def _takes(self, optimizer: Any) -> bool:
         if optimizer not in self.parameters.optimizers:
@@ -290,9 +291,9 @@ class Steps(torch_hooks.TrainingEvents):
             self.parameters.adopt(optimizer)
             if self._given:
                 who = type(optimizer).__name__
-                message = f"{who} has come to step parameters of the model, and is recorded from here on"
+                message = f"{who} updates parameters of the model too, and is recorded from here on"
                 self.core.say("optimizer", message, optimizer=who)
-        self._unled, self._probe = False, None
+        self._without_optimizer, self._probe = False, None
         if backward_running() == -1:  # else it may be a device's thread
             self._thread, self._has_stepped = threading.get_ident(), True
         return True
@@ -312,10 +313,11 @@ class Steps(torch_hooks.TrainingEvents):
         if not self._takes(optimizer):
             return
         self._awaits(scaler)
-        if id(optimizer) in self._stepped_by_scaler:
-            self._stepped_by_scaler.discard(id(optimizer))
+        if id(optimizer) in self._stepped:
+            self._stepped.discard(id(optimizer))
             if isinstance(scaler, torch.amp.GradScaler):
-                self.parameters.judge(optimizer, finite=not isinstance(self._skipped, float) or not self._skipped)
+                known_skip = isinstance(self._skipped, float) and self._skipped > 0
+                self.parameters.judge(optimizer, finite=not known_skip)
             return
         self.losses.step_begins(optimizer)
         self._turns.enter(optimizer)
@@ -325,8 +327,8 @@ class Steps(torch_hooks.TrainingEvents):
         self.parameters.enter(optimizer)
         self.losses.step_ends(optimizer)
         self.parameters.leave(optimizer, stepped=False)
-        self._note_skip(True)
-        self._candidate()
+        self._skipped = 1.0
+        self._mark_possible_end()
 
     def _awaits(self, scaler: Any) -> None:
         """Take the step's scale from a scaler, whose update ends the step."""
@@ -339,7 +341,7 @@ class Steps(torch_hooks.TrainingEvents):
         """A scaler is about to change its scale."""
         for optimizer in list(self.parameters.optimizers):
             # Unscaled and not stepped: the script has skipped the step by itself.
-            if id(optimizer) not in self._stepped_by_scaler and has_unscaled(scaler, optimizer):
+            if id(optimizer) not in self._stepped and has_unscaled(scaler, optimizer):
                 self.scaler_step_ends(scaler, optimizer)
         if self._awaits_update and self._scaler is not None and self._scaler() is scaler:
             self._scale = _scale_of(scaler)
@@ -349,29 +351,24 @@ class Steps(torch_hooks.TrainingEvents):
         """A scaler has changed its scale."""
         if self._awaits_update and self._scaler is not None and self._scaler() is scaler:
             self._awaits_update = False
-            self._stepped_by_scaler.clear()
-            self._candidate()
-
-    def _note_skip(self, found: Tensor | bool) -> None:
-        if isinstance(found, Tensor):
-            self._skipped = number(found.detach())
-        else:
-            self._skipped = 1.0
+            self._stepped.clear()
+            self._mark_possible_end()
 
     # -- the boundary --------------------------------------------------------------------------------------------------
 
     @property
     def next_step(self) -> int:
-        """The number of the first step that has not ended."""
-        return self.core.step + (self._ended and not self._inside)
+        """The number of the first step that has not ended; one that an optimizer is making has not."""
+        has_ended = self._ended and not self._inside
+        return self.core.step + 1 if has_ended else self.core.step
 
     # No hook has seen the forward of a compiled model, so that the step before may not be settled yet.
     @property
     def step_of_backward(self) -> int:
         """The number of the step that a backward which begins now belongs to."""
-        return self.core.step + self._ended
+        return self.core.step + 1 if self._ended else self.core.step
 
-    def _candidate(self) -> None:
+    def _mark_possible_end(self) -> None:
         """The step may have ended here."""
         self._ended = True
         if self._sealed or backward_running() != -1 or self._inside:
@@ -394,17 +391,17 @@ class Steps(torch_hooks.TrainingEvents):
             self.taps.attach(self.core.due.forward)
 
     def settle(self) -> None:
-        """End the step: hand its measurements to the log, and plan the next one."""
+        """End the step: hand its measurements to the recorder, and plan the next one."""
         core = self.core
         self._hand_over()
         self._turns.end()
-        core.step, self._ended = core.step + 1, False  # both: after an interrupt the step is settled again, or no more
+        core.step, self._ended = core.step + 1, False  # in one statement: an interrupt must not leave one of both done
         core.on_request = max(0, core.on_request - 1)
         core.plan(core.step, self._turns.number(core.step))
         self._attach_taps()
         self.parameters.start_step()
         self.losses.start_step()
-        self._stepped_by_scaler.clear()
+        self._stepped.clear()
         self._sealed = self._awaits_update = False
         self._scale = self._skipped = None
         self._microbatches, self._micro_losses = 1, []
@@ -426,26 +423,26 @@ class Steps(torch_hooks.TrainingEvents):
             if not self._sealed:
                 taps.compiled.seal()
             taps.forget()
-            self._trains_in_eval_mode(taps)
+            self._follow_eval_mode(taps)
             taps.saw_eval_forward = False
         if core.shadow is not None:
             core.shadow.end_step()
-        self.recorder.end_step(self._facts(), sample)
+        self.recorder.end_step(self._scalars_of_step(), sample)
 
     def settle_if_ended(self, *, closing: bool = False) -> None:
         """Settles a step whose end is provisional still."""
-        self._end_unled(closing=closing)
+        self._end_without_optimizer(closing=closing)
         if self._ended and not self._inside:
             self.settle()
 
     def end_by_hand(self) -> None:
         """The user says that the step ends here."""
-        self._unled, self._probe = False, None
+        self._without_optimizer, self._probe = False, None
         self.losses.take_all()
-        self._candidate()
+        self._mark_possible_end()
         self.settle()
 
-    def _facts(self) -> StepScalars:
+    def _scalars_of_step(self) -> StepScalars:
         count = self.parameters.count_nonfinite()
         losses = self.losses.end_step(self._microbatches)
         if self._microbatches > 1 and self._micro_losses:  # a pipeline; with FSDP gradients come after its backwards
@@ -459,16 +456,13 @@ class Steps(torch_hooks.TrainingEvents):
             skipped=self._skipped,
         )
 
-    def _trains_in_eval_mode(self, taps: Taps) -> bool:
-        """Return True if a step has come of forwards in eval mode alone.
-
-        Such forwards looked like evaluation until then.
-        """
+    # Forwards in eval mode look like evaluation until a step has come of them alone.
+    def _follow_eval_mode(self, taps: Taps) -> None:
+        """Take forwards in eval mode as training from now on if the step was made of nothing else."""
         stepped = self._ended and taps.saw_eval_forward and self.parameters.backwards
         if stepped and not self._trained_forwards and not taps.takes_eval_forward:
             taps.takes_eval_forward = True
             self.core.say("eval mode", "the model is trained in eval mode: its activations are recorded from here on")
-        return taps.takes_eval_forward
 
     @contained
     def process_ends(self, reason: str, message: str, seconds: float) -> None:
