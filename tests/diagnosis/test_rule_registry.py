@@ -7,7 +7,7 @@ import re
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +62,37 @@ def test_what_the_words_of_a_rule_come_from_is_in_its_evidence(tmp_path: Path) -
     for rule in RULES:
         text = source[Path(inspect.getfile(type(rule)))]
         assert all(text.count(f'"{name}"') > 1 for name in rule.items), rule.id
+
+
+def test_each_fact_of_the_wiring_is_recorded_and_read() -> None:
+    """A fact's name is written where it is recorded and where a rule reads it: a spelling mistake loses the finding."""
+    recorded, looked_up, read = set[str](), set[str](), set[str]()
+    for path in (SOURCE / "watch").rglob("*.py"):
+        for call in calls_in(path, "record", "record_if", "say", "Fact", "_fact", "_record"):
+            recorded |= texts(call.args[:1]) | texts(word.value for word in call.keywords if word.arg == "fact")
+    for path in (SOURCE / "diagnosis").rglob("*.py"):
+        read |= texts(ast.walk(ast.parse(path.read_text("utf-8"))))
+        for call in calls_in(path, "facts", "first_fact", "_Mishandled"):
+            looked_up |= texts(call.args[1:2]) | texts(word.value for word in call.keywords if word.arg == "fact")
+    facts = recorded - {"wiring"}
+    assert len(looked_up) > 30 and not looked_up - facts, "read, and recorded by no check"
+    of_wiring = set[str]()
+    for path in (SOURCE / "watch" / "steps" / "wiring").glob("*.py"):
+        for call in calls_in(path, "record", "record_if", "Fact", "_fact", "_record"):
+            of_wiring |= texts(call.args[:1])
+    assert len(of_wiring) > 40 and not of_wiring - read, "recorded, and read by no rule"
+
+
+def calls_in(path: Path, *names: str) -> Iterator[ast.Call]:
+    """Calls of functions or methods with these names."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in names:
+            yield node
+
+
+def texts(nodes: Iterable[ast.AST]) -> set[str]:
+    """Those of the nodes that are literal strings."""
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def test_no_rule_is_named_outside_its_module() -> None:

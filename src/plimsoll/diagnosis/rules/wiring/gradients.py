@@ -69,8 +69,8 @@ _MISHANDLED = (
     _Mishandled(
         fact="carried at some steps",
         cause=_AT_SOME,
-        meaning="At {carried} of the first {of} steps gradients were added to those of the step before: the optimizer "
-        "steps on some batches twice.",
+        meaning="At {carried} of {of} steps that were looked at, gradients were added to those of the step before: the "
+        "optimizer steps on some batches twice.",
         advice="Call optimizer.zero_grad() after each optimizer.step(). To add up N micro-batches, step once in N "
         "backwards, where gradients are set to zero.",
     ),
@@ -103,6 +103,13 @@ _MISHANDLED = (
         meaning="The loss is divided by {backwards} micro-batches, and gradients are cleared before each: a step "
         "follows the last one alone, and a part of it.",
         advice="Call zero_grad() once a step, before the first micro-batch or after the optimizer's step.",
+    ),
+    _Mishandled(
+        fact="clipped early",
+        cause=_CLIPPED,
+        meaning="Gradients are clipped after each micro-batch, and the next one is added to what is left: the last "
+        "micro-batches count far more than the first.",
+        advice="Clip once a step, after the backward of the last micro-batch.",
     ),
     _Mishandled(
         fact="clipped nothing",
@@ -143,10 +150,11 @@ class GradientsMishandled(Rule):
     clear: float = threshold(0.01, "of the sum of magnitudes: smaller sums show nothing")
     follows: float = threshold(0.5, "powers of the scale: 1 where a term has a scaled value, 2 where it has its square")
 
-    # The first three causes are facts. Gradients that were clipped while scaled, and unscaled afterwards, have a norm
-    # (or a largest value) that times the loss scale is the same round number at every step. Those that something sets
-    # to zero before the step are all zero, while the backward gives the activations others. Those that were unscaled
-    # twice have biases whose gradients times the loss scale add up to the gradients of their module's output.
+    # Most causes are facts, the others are read from numbers. Gradients that were clipped while scaled, and unscaled
+    # afterwards, have a norm (or a largest value) that times the loss scale is the same round number at every step.
+    # Those that something sets to zero before the step are all zero, while the backward gives the activations others.
+    # Those that were unscaled twice have biases whose gradients times the loss scale add up to the gradients of their
+    # module's output.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each."""
         yield from self._of_facts(view)
@@ -238,14 +246,6 @@ class GradientsMishandled(Rule):
                 meaning=f"One term of the loss was added without the loss scale. The gradients of {listed} come from "
                 "it alone: they are divided by a scale that they never had, and hardly move these weights.",
                 advice="Give the scaler the sum of all losses: scaler.scale(first + second).backward().",
-            )  # fmt: skip
-        clipped = first_fact(view, "clipped early")
-        if clipped is not None:
-            yield self._finding(
-                view, "warning", clipped.step, _CLIPPED, str(clipped.details.get("optimizer", "")),
-                meaning="Gradients are clipped after each micro-batch, and the next one is added to what is left: the "
-                "last micro-batches count far more than the first.",
-                advice="Clip once a step, after the backward of the last micro-batch.",
             )  # fmt: skip
         if divided is not None:
             by = divided.details.get("by")

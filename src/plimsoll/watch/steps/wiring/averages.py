@@ -90,7 +90,7 @@ class Averages(TrainingCheck):
             stuck = counter.is_stuck(*value)
             return [_fact("counter stuck", [counter.name], format=counter.format)] if stuck else []
 
-        self.facts.read(read, size_bytes=100, numbers=True)
+        self.facts.record_from(read, size_bytes=100, numbers=True)
 
     def _read_statistic(self, statistic: "_Statistic") -> None:
         counts = statistic.look()
@@ -101,7 +101,7 @@ class Averages(TrainingCheck):
             stuck = statistic.is_stuck(counts)
             return [_fact("average stuck", [statistic.name], format=statistic.format)] if stuck else []
 
-        self.facts.read(read, size_bytes=100, numbers=True)
+        self.facts.record_from(read, size_bytes=100, numbers=True)
 
     def _hand_over(self, copies: "list[_Copy]", counts: DeviceValue) -> None:
         of = len(copies)
@@ -126,7 +126,7 @@ class Averages(TrainingCheck):
                 found.append(_fact("average moves", moving))
             return found
 
-        self.facts.read(read, size_bytes=100 * of, numbers=True)
+        self.facts.record_from(read, size_bytes=100 * of, numbers=True)
 
 
 class _Copy:

@@ -32,33 +32,36 @@ class Fact(NamedTuple):
 
 
 class Facts:
-    """Recorder of the facts on one training."""
+    """Recorder of the facts on one training, each once."""
 
     def __init__(self, core: WatchSession) -> None:
         self._core = core
-        self._recorded: set[str] = set()
+        self._keys: set[str] = set()  # of what was recorded, or is being decided
 
-    def has(self, fact: str) -> bool:
-        """Return True if a fact was recorded."""
-        return fact in self._recorded
+    def has(self, key: str) -> bool:
+        """Return True if a fact was recorded under this key, or is being decided."""
+        return key in self._keys
 
-    def say(self, fact: str, message: str, *, warn: bool = False, key: str = "", **details: object) -> None:
+    def record(self, fact: str, message: str, *, warn: bool = False, key: str = "", **details: object) -> None:
         """Record a fact, once for each key. Default: the key is the fact itself."""
-        if (key or fact) not in self._recorded:
-            self._recorded.add(key or fact)
+        if (key or fact) not in self._keys:
+            self._keys.add(key or fact)
             self._core.say("wiring", message, once=None, warn=warn, fact=fact, **details)
 
-    def later(
+    def record_if(
         self, fact: str, message: str, holds: Callable[[], bool], key: str = "", *, optimizer: str = "",
         **details: object,
     ) -> None:  # fmt: skip
-        """Record a fact on the background thread if `holds` returns True there. It is called once for each key."""
-        if (key or fact) not in self._recorded:
-            self._recorded.add(key or fact)
-            found = Fact(fact, message, {"optimizer": optimizer, **details})
-            self.read(lambda: [found] if holds() else [])
+        """Record a fact on the background thread if `holds` returns True there. It is called once for each key.
 
-    def read(
+        Default: the key is the fact itself. So what does not hold the first time is not looked at again.
+        """
+        if (key or fact) not in self._keys:
+            self._keys.add(key or fact)
+            found = Fact(fact, message, {"optimizer": optimizer, **details})
+            self.record_from(lambda: [found] if holds() else [])
+
+    def record_from(
         self, read: Callable[[], Iterable[Fact]], *, once: bool = False, size_bytes: int = 400, numbers: bool = False
     ) -> None:
         """Record the facts that `read` returns on the background thread, where it may wait for a device.
@@ -72,8 +75,8 @@ class Facts:
         step = self._core.step
 
         def produce() -> list[Record]:
-            facts = [fact for fact in read() if not (once and fact.name in self._recorded)]
-            self._recorded.update(fact.name for fact in facts)
+            facts = [fact for fact in read() if not (once and fact.name in self._keys)]
+            self._keys.update(fact.name for fact in facts)
             return [
                 Event(step=step, kind="wiring", message=message, details={"fact": name, **details})
                 for name, message, details in facts
@@ -86,46 +89,47 @@ class FollowedGradient:
     """A parameter's gradient, from one step of its optimizer to the next."""
 
     __slots__ = (
-        "after_backward",
-        "after_step",
-        "before",
-        "before_backward",
         "carried",
+        "found",
+        "found_version",
         "kept",
+        "kept_version",
         "left",
+        "left_version",
         "param",
         "size",
     )
 
+    # Tensors and versions: -1 where there is no gradient.
     def __init__(self, p: Tensor) -> None:
         self.param = weakref.ref(p)
-        self.kept: weakref.ref[Tensor] | None = None  # the gradient that the last step has left
-        self.after_step = self.before_backward = self.after_backward = -1  # versions
-        self.before: weakref.ref[Tensor] | None = None  # the gradient that the last backward has found
-        self.left: weakref.ref[Tensor] | None = None  # and the one that it has left
-        self.carried = False  # the last backward was added to it
-        self.size: float | DeviceValue | None = None  # its largest magnitude before that
+        self.kept: weakref.ref[Tensor] | None = None  # kept from the last step, and only added to since
+        self.found: weakref.ref[Tensor] | None = None  # found by the last backward when it began
+        self.left: weakref.ref[Tensor] | None = None  # left by it when it ended
+        self.kept_version = self.found_version = self.left_version = -1
+        self.carried = False  # the last backward added to the gradient that was kept
+        self.size: float | DeviceValue | None = None  # largest magnitude of the kept gradient before it did
 
     def gradient(self) -> Tensor | None:
-        """The gradient as it is now; None for one that has no versions."""
+        """Return the gradient as it is now; None for one that has no versions."""
         p = self.param()
         g = None if p is None else p.grad
         return g if g is not None and g.layout == torch.strided and not g.is_inference() else None
 
     def step_ends(self) -> None:
-        """Notes the gradient that the step has left."""
+        """Note the gradient that the step has left."""
         g = self.gradient()
         self.kept = None if g is None else weakref.ref(g)
-        self.after_step = -1 if g is None else g._version  # noqa: SLF001  (public in all but name)
+        self.kept_version = _version(g)
         self.carried = False
 
     def backward_begins(self, measure: bool) -> None:
-        """Notes the gradient that the backward finds, and asks for its size if `measure`."""
+        """Note the gradient that the backward finds, and its size if `measure`."""
         g = self.gradient()
-        self.before = None if g is None else weakref.ref(g)
-        self.before_backward = -1 if g is None else g._version  # noqa: SLF001
+        self.found = None if g is None else weakref.ref(g)
+        self.found_version = _version(g)
         same = g is not None and self.kept is not None and self.kept() is g
-        if g is None or not same or self.before_backward != self.after_step:  # set to None or zero, or changed
+        if g is None or not same or self.found_version != self.kept_version:  # set to None or zero, or changed
             # Set to None, so gradients that another model's backward adds later are not carried over.
             self.kept, self.carried = None, False
         elif measure and not self.carried:
@@ -134,74 +138,86 @@ class FollowedGradient:
             self.size = number(plain.abs().amax()) if plain.numel() and not hasattr(plain, "placements") else 0.0
 
     def backward_ends(self) -> bool:
-        """Notes what the backward has done; whether it reached the parameter."""
+        """Note the gradient that the backward leaves; return True if it reached the parameter."""
         g = self.gradient()
-        self.after_backward = -1 if g is None else g._version  # noqa: SLF001
+        self.left_version = _version(g)
         if g is None:
             return False
-        reached = self.after_backward != self.before_backward or self.before is None or self.before() is not g
+        reached = self.left_version != self.found_version or self.found is None or self.found() is not g
         if reached and self.kept is not None and self.kept() is g:
-            self.carried, self.after_step = True, self.after_backward
+            self.carried, self.kept_version = True, self.left_version
         self.left = weakref.ref(g)
         return reached
 
     def was_cleared(self) -> bool:
-        """Return True if the gradient was written since the last backward and is all zero on a CPU."""
+        """Return True if the gradient was set to None since the last backward, or to zero on a CPU."""
         g = self.gradient()
-        if g is None or g.device.type != "cpu" or g._version == self.after_backward:  # noqa: SLF001
-            return g is None
+        if g is None:
+            return True
+        if g.device.type != "cpu" or g._version == self.left_version:  # noqa: SLF001
+            return False  # looking at values on another device would wait for it
         return not g.detach().any()
 
     def is_as_backward_left_it(self) -> bool:
         """Return True if nothing has changed the gradient since the last backward."""
         g = self.gradient()
         left = None if self.left is None else self.left()
-        return g is not None and g is left and g._version == self.after_backward  # noqa: SLF001
+        return g is not None and g is left and g._version == self.left_version  # noqa: SLF001
+
+
+# A tensor's version rises with every change in place. It is public in all but name.
+def _version(g: Tensor | None) -> int:
+    return -1 if g is None else g._version  # noqa: SLF001
 
 
 class FollowedOptimizer:
     """One optimizer that has parameters of the model, from step to step.
 
-    Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a
-    few parameters are followed, in the first steps and then in some of every 64, since errors last.
+    Gradients are followed by identity and version. Only a few parameters are followed, in the first steps and then in
+    some of every 64, since errors last.
+
+    Args:
+        optimizer: The optimizer.
+        params: Its parameters that are the model's, or masters of those.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, params: Sequence[Tensor]) -> None:
         self.name = type(optimizer).__name__
         self.size = 0  # parameters in its groups
         self.steps = 0
         self.had_gradients = False  # when the step began
-        own: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
-        self.weights = [weakref.ref(own[place]) for place in places]
-        self.gradients = [FollowedGradient(own[place]) for place in places]
-        self.follows = True  # in this step
-        self.measures = False  # sizes of the gradients that a backward finds
+        places = sorted({0, len(params) // 2, len(params) - 1}) if params else []
+        self.weights = [weakref.ref(params[place]) for place in places]
+        self.gradients = [FollowedGradient(params[place]) for place in places]
+        self.is_followed = True  # in this step
+        self.measures = False  # sizes of the gradients that a backward finds; `CarriedGradients` asks for them
         self.reached = False  # by the last backward, in a step in which it is followed
         self.checks: list[OptimizerCheck] = []
 
     def backward_begins(self) -> None:
         """A backward begins."""
-        for gradient in self.gradients if self.follows else ():
-            gradient.backward_begins(self.measures)
+        if self.is_followed:
+            for gradient in self.gradients:
+                gradient.backward_begins(self.measures)
 
     def backward_ends(self) -> None:
         """A backward has ended."""
-        reached = [gradient.backward_ends() for gradient in self.gradients if self.follows]
+        reached = [gradient.backward_ends() for gradient in self.gradients if self.is_followed]
         self.reached = any(reached)
 
     def step_ends(self) -> None:
         """Prepare for the next step."""
-        if self.follows:
+        was_followed = self.is_followed
+        self.is_followed = self.steps < _FIRST_STEPS or self.steps % _PERIOD < _LOOK
+        if was_followed:
             for gradient in self.gradients:
                 gradient.step_ends()
-        before, self.follows = self.follows, self.steps < _FIRST_STEPS or self.steps % _PERIOD < _LOOK
-        if self.follows and not before:
+        elif self.is_followed:
             self.gradients = [FollowedGradient(p) for old in self.gradients if (p := old.param()) is not None]
 
-    def events(self) -> "list[OptimizerCheck]":
-        """Return the checks that this step's events concern."""
-        return [check for check in self.checks if self.follows or not check.only_followed]
+    def active_checks(self) -> "list[OptimizerCheck]":
+        """Return the checks that look at this step."""
+        return [check for check in self.checks if self.is_followed or check.looks_at_every_step]
 
 
 class Training:
@@ -213,9 +229,9 @@ class Training:
         self.optimizers: weakref.WeakKeyDictionary[Any, FollowedOptimizer] = weakref.WeakKeyDictionary()
         self.foreign: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how often looked at
         self.backwards = 0
-        self.since_step = 0  # backwards since any optimizer has stepped
+        self.backwards_since_step = 0  # of any optimizer
         self.steps = 0  # the most of any optimizer, which may be gone when the watch closes
-        self.is_of_scaled = False  # the backward that runs is of a loss that a scaler has scaled
+        self.is_of_scaled_loss = False  # the backward that runs is of a loss that a scaler has scaled
         self.divisors: list[int] = []  # whole numbers that the loss was divided by
         self.norms: list[int] = []  # of how many gradients each norm since the last step was taken
         self._scaler: weakref.ref[Any] | None = None
@@ -224,13 +240,13 @@ class Training:
     def backward_begins(self, tensors: Any) -> None:
         """A backward begins, of these tensors."""
         self.backwards += 1
-        self.since_step += 1
+        self.backwards_since_step += 1
         loss = None if self._scaled is None else self._scaled()
-        self.is_of_scaled = loss is not None and tensors is loss
+        self.is_of_scaled_loss = loss is not None and tensors is loss
 
     def step_ends(self) -> None:
         """An optimizer's step has returned."""
-        self.since_step = 0
+        self.backwards_since_step = 0
         self.norms = []
 
     def loss_scaled(self, scaler: Any, scaled: Any) -> None:
@@ -243,7 +259,7 @@ class Training:
         scale = getattr(self._scaler and self._scaler(), "_scale", None)
         return scale if isinstance(scale, Tensor) else None
 
-    def scales(self) -> Callable[[], bool]:
+    def loss_is_scaled(self) -> Callable[[], bool]:
         """Return a function that tests the loss scale against 1 once it is known."""
         scale = self.scale()
         value = None if scale is None else number(scale.detach())
@@ -304,7 +320,7 @@ class TrainingCheck:
 class OptimizerCheck:
     """Check of one optimizer's steps. Each method is an event, and does nothing by default."""
 
-    only_followed: ClassVar[bool] = True  # events of steps in which the optimizer is not followed are left out
+    looks_at_every_step: ClassVar[bool] = False  # default: at those in which its optimizer is followed
 
     def __init__(self, training: Training, followed: FollowedOptimizer) -> None:
         self.training, self.facts, self.followed = training, training.facts, followed

@@ -54,7 +54,7 @@ _FORMATS = {
 class Roundings(OptimizerCheck):
     """FP32 weights that are rounded after an optimizer's first steps, and gradients before them."""
 
-    only_followed = False
+    looks_at_every_step = True
 
     def __init__(self, training: Training, followed: FollowedOptimizer) -> None:
         super().__init__(training, followed)
@@ -111,7 +111,7 @@ class Roundings(OptimizerCheck):
                 return []
             return [Fact(fact, message.format(found["format"]), {"optimizer": name, **found})]
 
-        self.facts.read(read, once=True)
+        self.facts.record_from(read, once=True)
 
     def _graded(self) -> list[Tensor]:
         return [p.grad for p in living(self._weights) if p.grad is not None and p.grad.dtype == torch.float32]
@@ -185,7 +185,7 @@ def flush_of(steps: Sequence[DeviceValue]) -> dict[str, str | float] | None:
 class Moments(OptimizerCheck):
     """Second moments of a few FP32 weights: their dtype, and whether they were replaced."""
 
-    only_followed = False
+    looks_at_every_step = True
 
     def __init__(self, training: Training, followed: FollowedOptimizer) -> None:
         super().__init__(training, followed)
@@ -206,10 +206,10 @@ class Moments(OptimizerCheck):
                 message = f"second moments of {name} went through FP16, and some became zero"
                 return [Fact("moments flushed", message, details)] if details["lost"] else []
 
-            self.facts.read(read)
+            self.facts.record_from(read)
         if len(steps) == REPEATS:
             message = f"second moments of {name} are kept in {self._format}, and their decay is rounded away"
-            self.facts.later(
+            self.facts.record_if(
                 "moments narrow", message, lambda: _are_nearest(steps), optimizer=name, format=self._format,
                 decay=self._decay,
             )  # fmt: skip
@@ -291,7 +291,7 @@ class Moments(OptimizerCheck):
 class LostEpsilon(OptimizerCheck):
     """An epsilon of Adam that is zero in the format of its second moments."""
 
-    only_followed = False
+    looks_at_every_step = True
 
     def step_ends(self, optimizer: Any) -> None:
         """The optimizer's step has returned; the first one makes its state."""
@@ -311,7 +311,7 @@ class LostEpsilon(OptimizerCheck):
                     least = min(least, float(epsilon))
         if lost:
             name = self.followed.name
-            self.facts.say(
+            self.facts.record(
                 "epsilon lost",
                 f"{name} keeps second moments in FP16, where its epsilon of {least:g} is zero: it divides by zero "
                 "where a second moment is zero.",

@@ -1,7 +1,7 @@
-"""Listener to a training's events that hands them to the checks of its wiring.
+"""Listener that sends a training's events to the checks of its wiring.
 
-What is wired wrongly leaves the numbers finite and plausible, so it is recorded as facts and not guessed from spectra.
-The modules beside this one say what they look for. Nothing here waits for a device.
+A wiring error leaves finite, plausible numbers, so the checks record facts and guess nothing from spectra. Each module
+of this folder lists what its checks look for. Nothing here waits for a device.
 """
 
 from collections.abc import Iterable
@@ -15,12 +15,14 @@ from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.steps.wiring.averages import Averages
 from plimsoll.watch.steps.wiring.checks import REPEATS, FollowedOptimizer, OptimizerCheck, Training, TrainingCheck
 from plimsoll.watch.steps.wiring.gradients import (
+    AddedToUnscaled,
     CarriedGradients,
     ClearedMicroBatches,
-    Clipping,
+    EarlyClipping,
+    EmptyClipping,
     MissingGradients,
     RoundedSums,
-    ScaledGradients,
+    ScaledSteps,
 )
 from plimsoll.watch.steps.wiring.kept_narrow import LostEpsilon, Moments, Roundings
 from plimsoll.watch.steps.wiring.loss_graph import LossGraph
@@ -30,9 +32,10 @@ from plimsoll.watch.steps.wiring.schedules import Schedules
 from plimsoll.watch.steps.wiring.weights import ClearedStates, FirstWeights, Overwrites
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
-_FEWEST = 3  # backwards by which a watch that closes may be judged
+_FEWEST = 3  # backwards without which nothing is judged when the watch closes
 
-# In this order, at each event.
+# When a step begins, the checks of the training come first, at all other events those of the optimizers. So
+# `LossGraph` has set the divisors of the loss before `ClearedMicroBatches` reads them.
 _TRAINING_CHECKS: tuple[type[TrainingCheck], ...] = (
     LossGraph,
     FirstWeights,
@@ -47,10 +50,12 @@ _TRAINING_CHECKS: tuple[type[TrainingCheck], ...] = (
 )
 _OPTIMIZER_CHECKS: tuple[type[OptimizerCheck], ...] = (
     CarriedGradients,
-    ScaledGradients,
+    ScaledSteps,
+    AddedToUnscaled,
     ClearedMicroBatches,
     RoundedSums,
-    Clipping,
+    EarlyClipping,
+    EmptyClipping,
     MissingGradients,
     Overwrites,
     Roundings,
@@ -66,11 +71,12 @@ class Wiring(torch_hooks.TrainingEvents):
         self.core = core
         self._training = Training(core)
         self._checks = [check(self._training) for check in _TRAINING_CHECKS]
-        known = list(optimizers)
-        if known and not [o for o in known if self._meet(o) is not None]:
-            names = ", ".join(type(optimizer).__name__ for optimizer in known)
+        given = list(optimizers)
+        followed = [self._follow(optimizer) for optimizer in given]
+        if given and not any(followed):
+            names = ", ".join(type(optimizer).__name__ for optimizer in given)
             message = f"no parameter of {names} is one of the model's"
-            self._training.facts.say("foreign optimizer", message, optimizer=names)
+            self._training.facts.record("foreign optimizer", message, optimizer=names)
         core.at_close.append(self._close)
 
     @contained
@@ -81,7 +87,7 @@ class Wiring(torch_hooks.TrainingEvents):
         self._training.backward_begins(tensors)
         for optimizer, followed in list(self._training.optimizers.items()):
             followed.backward_begins()
-            for check in followed.events():
+            for check in followed.active_checks():
                 check.backward_begins(optimizer)
         for check in self._checks:
             check.backward_begins(tensors)
@@ -92,9 +98,9 @@ class Wiring(torch_hooks.TrainingEvents):
         if self._is_idle():
             return
         self._training.norms.append(tensors)
-        if self._training.since_step:
+        if self._training.backwards_since_step:
             for followed in list(self._training.optimizers.values()):
-                for check in followed.events():
+                for check in followed.active_checks():
                     check.norm_taken()
 
     @contained
@@ -104,7 +110,7 @@ class Wiring(torch_hooks.TrainingEvents):
             return
         for followed in list(self._training.optimizers.values()):
             followed.backward_ends()
-            for check in followed.events():
+            for check in followed.active_checks():
                 check.backward_ends()
         for check in self._checks:
             check.backward_ends()
@@ -112,13 +118,13 @@ class Wiring(torch_hooks.TrainingEvents):
     @contained
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer's step is called."""
-        followed = None if self._is_idle() else self._meet(optimizer)
+        followed = None if self._is_idle() else self._follow(optimizer)
         if followed is None:
             return
         followed.had_gradients = has_gradients(optimizer)
         for check in self._checks:
             check.step_begins(optimizer, followed)
-        for check in followed.events():
+        for check in followed.active_checks():
             check.step_begins(optimizer)
 
     @contained
@@ -130,10 +136,10 @@ class Wiring(torch_hooks.TrainingEvents):
             return
         followed.steps += 1
         training.steps = max(training.steps, followed.steps)
-        for other in list(training.optimizers.values()):
-            for check in other.checks if other is not followed else ():
-                check.other_steps()
-        for check in followed.events():
+        others = [other for other in list(training.optimizers.values()) if other is not followed]
+        for check in (check for other in others for check in other.checks):
+            check.other_steps()
+        for check in followed.active_checks():
             check.step_ends(optimizer)
         followed.step_ends()
         training.step_ends()
@@ -159,13 +165,13 @@ class Wiring(torch_hooks.TrainingEvents):
         if followed is not None:
             for check in followed.checks:
                 check.scaler_step_ends()
-            followed.steps += not followed.steps  # a step that a scaler skips is one
+            followed.steps = max(followed.steps, 1)  # it is in use, although the scaler may have skipped the step
             self._training.steps = max(self._training.steps, followed.steps)
 
     @contained
     def plateau_steps(self, scheduler: Any, metric: Any, lowered: bool) -> None:
         """A `ReduceLROnPlateau` has taken a metric."""
-        followed = None if self._is_idle() else self._meet(innermost(scheduler.optimizer))
+        followed = None if self._is_idle() else self._follow(innermost(scheduler.optimizer))
         if followed is None:
             return
         for check in self._checks:
@@ -174,7 +180,7 @@ class Wiring(torch_hooks.TrainingEvents):
     @contained
     def schedule_made(self, scheduler: Any) -> None:
         """A schedule of learning rates was made."""
-        followed = None if self._is_idle() else self._meet(innermost(scheduler.optimizer))
+        followed = None if self._is_idle() else self._follow(innermost(scheduler.optimizer))
         if followed is None:
             return
         for check in self._checks:
@@ -182,15 +188,16 @@ class Wiring(torch_hooks.TrainingEvents):
 
     @contained
     def _close(self) -> None:
-        for check in self._checks if self._training.backwards >= _FEWEST else ():
-            check.closes()
+        if self._training.backwards >= _FEWEST:
+            for check in self._checks:
+                check.closes()
 
     def _is_idle(self) -> bool:
         core = self.core
         return not core.open or core.muted or core.is_elsewhere() or WatchSession.repeating or is_capturing()
 
-    def _meet(self, optimizer: Any) -> FollowedOptimizer | None:
-        """Return the optimizer's state; None if it has none of the model's parameters."""
+    def _follow(self, optimizer: Any) -> FollowedOptimizer | None:
+        """Return the optimizer's state, made when it is seen first; None if it has none of the model's parameters."""
         training = self._training
         followed = training.optimizers.get(optimizer)
         if followed is None and training.foreign.get(optimizer, 0) >= REPEATS:
@@ -198,16 +205,19 @@ class Wiring(torch_hooks.TrainingEvents):
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         if followed is not None and followed.size == size:
             return followed
+        given: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         model = training.model()
-        mine = {id(p) for p in model.parameters()} if model is not None else set[int]()
-        params = [p for p in parameters_of(optimizer) if id(p) in mine]
-        if not params:
+        of_model = {id(p) for p in model.parameters()} if model is not None else set[int]()
+        # Of masters `parameters_of` has the model's weights.
+        pairs = [pair for pair in zip(given, parameters_of(optimizer), strict=True) if id(pair[1]) in of_model]
+        if not pairs:
             training.foreign[optimizer] = training.foreign.get(optimizer, 0) + 1
             return None
         if followed is None:
-            followed = training.optimizers[optimizer] = FollowedOptimizer(optimizer)
+            followed = FollowedOptimizer(optimizer, [p for p, _ in pairs if p.requires_grad])
             followed.checks = [check(training, followed) for check in _OPTIMIZER_CHECKS]
+            training.optimizers[optimizer] = followed
         followed.size = size
         for check in self._checks:
-            check.optimizer_met(followed, params)
+            check.optimizer_met(followed, [weight for _, weight in pairs])
         return followed

@@ -35,7 +35,6 @@ _TOKENS = 32
 _ALMOST_ALL = 0.9  # of a batch
 _SAMPLES = 10  # at least
 _HALF = 0.5
-_ONE_CLASS = "one class"
 _OTHERS = 0.2  # of the samples of one class are of another class than most: the class changes
 _LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
 _PAIR = 2  # values of which a norm leaves 1 and -1, whatever they are
@@ -59,7 +58,7 @@ class LossGraph(TrainingCheck):
         """A backward begins, of these tensors."""
         training = self.training
         self._squashed = ""
-        is_first = training.since_step == 1
+        is_first = training.backwards_since_step == 1
         first_of_step = is_first and training.steps <= REPEATS
         sampled = is_first and self.core.sample is not None
         if not training.optimizers or not (self._looks or first_of_step or sampled):
@@ -81,19 +80,21 @@ class LossGraph(TrainingCheck):
         """A backward has ended."""
         if self._squashed and any(followed.reached for followed in self.training.optimizers.values()):
             message = f"the loss applies a {self._squashed} to the results of a {self._squashed}"
-            self.facts.say("squashed twice", message, function=self._squashed)
+            self.facts.record("squashed twice", message, function=self._squashed)
 
     def loss_scaled(self, loss: Tensor, scale: Tensor) -> None:
         """A loss was scaled."""
         if autograd_graph.is_multiple_of_scaled(loss, scale):
-            self.facts.later("scaled twice", "a loss that was scaled already is scaled again", self.training.scales())
+            self.facts.record_if(
+                "scaled twice", "a loss that was scaled already is scaled again", self.training.loss_is_scaled()
+            )
 
     def step_begins(self, optimizer: Any, followed: FollowedOptimizer) -> None:
         """An optimizer's step is called."""
         self._targets.step_begins(optimizer)
-        if self._divided and self._divided == self.training.since_step:
+        if self._divided and self._divided == self.training.backwards_since_step:
             message = f"the loss is divided by {self._divided} twice, the number of micro-batches of a step"
-            self.facts.say("divided twice", message, by=self._divided)
+            self.facts.record("divided twice", message, by=self._divided)
 
     def _look_behind(self, loss: Tensor) -> None:
         self._divided = autograd_graph.divided_twice(loss)
@@ -102,7 +103,7 @@ class LossGraph(TrainingCheck):
         if dtype in SIXTEEN_BIT and count >= 2 ** (FORMATS[dtype].mantissa_bits + 1):
             fmt = FORMATS[dtype].name
             message = f"the loss adds {count:,} numbers one by one in {fmt}"
-            self.facts.say("loss added up", message, terms=count, format=fmt)
+            self.facts.record("loss added up", message, terms=count, format=fmt)
         names, scale = self.training.names(), self.training.scale()
         self._look_at_batch_norms(loss, names)
         is_first = self.training.backwards == 1 and not self.facts.has("scaled twice")  # else the loss is not known
@@ -111,7 +112,7 @@ class LossGraph(TrainingCheck):
             leaves = autograd_graph.unscaled_leaves(loss, scale)
             if apart := [names[id(leaf)] for leaf in leaves if id(leaf) in names]:
                 message = f"only a part of the loss carries the loss scale: {listed(apart)} get gradients without it"
-                self.facts.later("part unscaled", message, self.training.scales(), parameters=apart)
+                self.facts.record_if("part unscaled", message, self.training.loss_is_scaled(), parameters=apart)
         for table, indices in autograd_graph.rows_looked_up(loss):
             if id(table) in names:
                 self._look_at_indices(names[id(table)], indices.detach())
@@ -123,9 +124,11 @@ class LossGraph(TrainingCheck):
         pairs = sorted(self._pairs[0].intersection(*self._pairs))
         if len(self._pairs) == _LOOKS and pairs:
             message = f"{listed(pairs)} normalise two values of a channel"
-            self.facts.say("norm of two values", message, modules=pairs)
+            self.facts.record("norm of two values", message, modules=pairs)
         if last := norms_of_last_batch(self.training.model()):
-            self.facts.say("norm of the last batch", f"{listed(last)} evaluate by the last batch alone", modules=last)
+            self.facts.record(
+                "norm of the last batch", f"{listed(last)} evaluate by the last batch alone", modules=last
+            )
 
     # Autocast casts a weight once, and keeps the cast until its outermost context is left. The same cast in the graph
     # of a later step, of a weight that was written since, is one that nobody has made again.
@@ -142,7 +145,7 @@ class LossGraph(TrainingCheck):
                 stale.append(names[id(leaf)])
         if stale:
             message = f"the forward uses casts of {listed(stale)} from before the last step: autocast has kept them"
-            self.facts.say("stale casts", message, parameters=stale)
+            self.facts.record("stale casts", message, parameters=stale)
 
     # Whole numbers above 256 that BF16 holds are even, above 512 multiples of four: as many as that by chance are none.
     def _look_at_indices(self, name: str, indices: Tensor) -> None:
@@ -157,7 +160,7 @@ class LossGraph(TrainingCheck):
                 return some >= _INDICES and whole == some
 
             message = f"the indices of {name} have been rounded to {fmt}: neighbours have become the same"
-            self.facts.later(
+            self.facts.record_if(
                 "indices rounded", message, holds, key=f"{fmt} {name} {self._looks}", parameters=[name], format=fmt
             )
 
@@ -178,7 +181,7 @@ class Targets:
     def look_at_classes(self, loss: Tensor) -> None:
         """Look whether the targets of this batch are of one class, and those of other batches of another."""
         found = list(autograd_graph.targets_of(loss))
-        if len(found) != 1 or self._facts.has(_ONE_CLASS):
+        if len(found) != 1 or self._facts.has("one class"):
             return
         targets, left_out = found[0]
         some = targets[:: 1 + len(targets) // _SOME]
@@ -191,7 +194,7 @@ class Targets:
             label, same, counted = cast("list[int]", counts.tensor().tolist())
             return self._count(label, same / counted) if counted >= _FEWEST and label != left_out else []
 
-        self._facts.read(read, once=True)
+        self._facts.record_from(read, once=True)
 
     def _count(self, label: int, share: float) -> list[Fact]:
         """Count a sample; return the fact once it is clear."""
@@ -203,7 +206,7 @@ class Targets:
         if self._samples < _SAMPLES or alike < _HALF * self._samples or alike - most < _OTHERS * alike:
             return []
         message = f"{alike} of {self._samples} sampled batches have targets of one class, and not always the same"
-        return [Fact(_ONE_CLASS, message, {"batches": alike, "of": self._samples, "classes": len(self._classes)})]
+        return [Fact("one class", message, {"batches": alike, "of": self._samples, "classes": len(self._classes)})]
 
     # What a backward that no step follows maximises, as for an adversarial input, is not trained.
     def step_begins(self, optimizer: Any) -> None:
@@ -215,17 +218,17 @@ class Targets:
             message = (
                 f"{who} maximises the loss, which is {error}" if ascends else f"the loss is the negative of {error}"
             )
-            self._facts.say("maximised", message, error=error, optimizer=who if ascends else "")
+            self._facts.record("maximised", message, error=error, optimizer=who if ascends else "")
 
     def look_behind(self, loss: Tensor, scale: Tensor | None, *, is_first: bool) -> None:
         """Look for a softmax over the batch, and outputs that meet each target; note the number of classes."""
         self._looks += 1
         if rows := autograd_graph.softmax_over_rows(loss):
             message = f"the loss takes a log softmax over {rows} rows, not over the classes"
-            self._facts.say("softmax over rows", message, rows=rows)
+            self._facts.record("softmax over rows", message, rows=rows)
         if pairs := autograd_graph.spread_outputs(loss):
             message = f"the loss takes {pairs} outputs and {pairs} targets as {pairs} x {pairs} pairs: shapes differ"
-            self._facts.say("pairs", message, rows=pairs)
+            self._facts.record("pairs", message, rows=pairs)
         self._error = autograd_graph.error_of(loss)
         self._look_at_values(loss)
         self._look_at_tokens(loss)
@@ -234,7 +237,7 @@ class Targets:
         if classes > 1:
             # Of a loss that is multiplied by hand, as one that is scaled so, guessing costs as many times as much.
             times = 1 / divisor if 0 < divisor < 1 else 1.0
-            self._facts.say(
+            self._facts.record(
                 "classes", f"the loss is a mean cross entropy of {classes} classes", classes=classes, times=times
             )
             if is_first:
@@ -244,14 +247,16 @@ class Targets:
     def _look_at_values(self, loss: Tensor) -> None:
         """Look for probabilities or scores where logarithms are wanted, and targets that no output can reach."""
         if autograd_graph.divergence_of_probabilities(loss):
-            self._facts.say("no logarithms", "kl_div is given probabilities, not their logarithms", function="kl_div")
+            self._facts.record(
+                "no logarithms", "kl_div is given probabilities, not their logarithms", function="kl_div"
+            )
         for given in autograd_graph.given_for_logarithms(loss):
             if not given.numel():  # of an empty batch
                 continue
             highest = number(given.detach().amax())
             message = "nll_loss is given numbers above zero, which no logarithm of a probability is"
             key = f"no logarithms {self._looks}"
-            self._facts.later(
+            self._facts.record_if(
                 "no logarithms", message, lambda highest=highest: (resolved(highest) or 0.0) > _ROUNDING, key=key,
                 function="nll_loss",
             )  # fmt: skip
@@ -259,7 +264,7 @@ class Targets:
             slack = _ROUNDING * (high - low if high < math.inf else 1.0)
             some = targets.detach().reshape(-1)[:: 1 + targets.numel() // _SOME]
             share = number(((some < low - slack) | (some > high + slack)).float().mean())
-            self._facts.later(
+            self._facts.record_if(
                 "out of reach", f"{name} puts out {low:g} to {high:g}, and targets are outside",
                 lambda share=share: (resolved(share) or 0.0) >= _OUTSIDE, key=f"out of reach {name} {self._looks}",
                 function=name, low=f"{low:g}", high=f"{high:g}",
@@ -276,7 +281,7 @@ class Targets:
             message = f"the first loss is {value:.4g}; guessing among {classes} classes costs {math.log(classes):.4g}"
             return [Fact("begins far off", message, {"loss": value, "classes": classes})]
 
-        self._facts.read(read)
+        self._facts.record_from(read)
 
     # A padding token follows itself. In other texts few tokens do.
     def _look_at_tokens(self, loss: Tensor) -> None:
@@ -306,7 +311,7 @@ class Targets:
                     return []
                 return [Fact("next seen", "the targets are the tokens at the next places, which attention sees", {})]
 
-            self._facts.read(read, once=True)
+            self._facts.record_from(read, once=True)
 
     def _compare(self, targets: Tensor, tokens: Tensor, left_out: int, causal: Tensor | None) -> None:
         counted, same, ends = targets != left_out, targets == tokens, targets[:: len(targets) - 1]
@@ -327,4 +332,4 @@ class Targets:
                 return []
             return [Fact(fact, message, {"share": padding / of, "token": token})]
 
-        self._facts.read(read, once=True)
+        self._facts.record_from(read, once=True)

@@ -65,7 +65,7 @@ class EvaluationMode(TrainingCheck):
             }  # fmt: skip
             return [Fact("evaluation mode", message, details)]
 
-        self.facts.read(read)
+        self.facts.record_from(read)
 
 
 class FrozenNorms(TrainingCheck):
@@ -101,7 +101,7 @@ class FrozenNorms(TrainingCheck):
         self._moved = Counter({name: self._moved[name] + 1 for name in moved})
         if norms := sorted(clean(name) for name, looks in self._moved.items() if looks == REPEATS):
             message = f"{listed(norms)} have frozen weights, and running statistics that follow the data"
-            self.facts.say("frozen norms follow", message, modules=norms)
+            self.facts.record("frozen norms follow", message, modules=norms)
 
 
 class NarrowNorms(TrainingCheck):
@@ -110,7 +110,7 @@ class NarrowNorms(TrainingCheck):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         if narrow := _norms_of_one_value(training.model()):
-            self.facts.say("norm of one value", f"{listed(narrow)} normalise single values", modules=narrow)
+            self.facts.record("norm of one value", f"{listed(narrow)} normalise single values", modules=narrow)
 
 
 def _norms_of_one_value(model: nn.Module | None) -> list[str]:

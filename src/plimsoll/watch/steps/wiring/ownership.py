@@ -82,7 +82,7 @@ class Ownership(TrainingCheck):
         if self._ungraded:
             names = list(self._ungraded.values())
             message = f"{len(names)} parameters of {who} have had no gradient so far ({listed(names)})"
-            self.facts.say("without gradient", message, parameters=names, of=len(trained), optimizers=who)
+            self.facts.record("without gradient", message, parameters=names, of=len(trained), optimizers=who)
 
     def _trained(self) -> dict[int, str]:
         """Return the names of the parameters that require gradients, and keep which they are."""
@@ -97,7 +97,7 @@ class Ownership(TrainingCheck):
         self._unowned = {key: name for key, name in trained.items() if key not in owned and key in self._graded}
         names = [name for name in self._unowned.values() if name not in before]
         if names:
-            self.facts.say(
+            self.facts.record(
                 "in no optimizer",
                 f"{len(names)} parameters get gradients and are in no optimizer that has stepped ({listed(names)}): "
                 "they do not change. Give them to an optimizer, or set requires_grad to False.",
@@ -135,7 +135,7 @@ class Ownership(TrainingCheck):
         if frozen:
             name = followed.name
             message = f"{name} steps on frozen parameters, which have gradients still: {listed(frozen)}"
-            self.facts.say("frozen stepped", message, key=f"frozen: {name}", optimizer=name, parameters=frozen)
+            self.facts.record("frozen stepped", message, key=f"frozen: {name}", optimizer=name, parameters=frozen)
 
     # `torch.func.functional_call` runs a model with weights that no module has, and leaves the model's own alone.
     def _look_for_other_parameters(self) -> None:
@@ -143,7 +143,7 @@ class Ownership(TrainingCheck):
         own = [p for p in model.parameters() if p.requires_grad] if model is not None else []
         if own and all(p.grad is None for p in own):
             message = "the model is called with other parameters than its own: these get no gradient"
-            self.facts.say("other parameters", message)
+            self.facts.record("other parameters", message)
 
 
 class NeverStepped(TrainingCheck):
@@ -151,7 +151,7 @@ class NeverStepped(TrainingCheck):
 
     def backward_begins(self, tensors: Any) -> None:
         """A backward begins, of these tensors."""
-        if self.training.since_step == _PATIENCE and not self.training.steps:
+        if self.training.backwards_since_step == _PATIENCE and not self.training.steps:
             self._look()
 
     def step_ends(self, optimizer: Any, followed: FollowedOptimizer) -> None:
@@ -176,7 +176,7 @@ class NeverStepped(TrainingCheck):
         some = self.training.steps > 0
         if never or not some:
             who = ", ".join(never) or "no optimizer with the model's parameters"
-            self.facts.say(
+            self.facts.record(
                 "never stepped",
                 f"{who}: not a step in {backwards:,} backward passes"
                 + (", in which others stepped." if some else ", so no step moves the weights."),

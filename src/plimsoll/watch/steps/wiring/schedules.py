@@ -218,7 +218,7 @@ class Schedules(TrainingCheck):
         first = groups[0].get("lr") if groups else None
         if isinstance(first, float) and math.isfinite(first) and rates.first.rises_again(first, self.core.step):
             at = rates.first.lowest_at
-            self.facts.say(
+            self.facts.record(
                 "rate rises again", f"the rate of {name} had come to its end at step {at:,} and rises again",
                 key=f"rate rises again: {name}", optimizer=name, lowest_at=at, rate=first,
                 lowest=rates.first.lowest, peak=rates.first.peak,
@@ -269,7 +269,7 @@ class Schedules(TrainingCheck):
             return
         moves, length, rate = beginnings.cut
         of = f" of {length:,}" if length else ""
-        self.facts.say(
+        self.facts.record(
             "schedule again", f"the schedule of {name} was made again after {moves:,}{of} rates, and starts over",
             key=f"schedule again: {name}", optimizer=name, began_at=beginnings.began_at, moves=moves, length=length,
             before=rate, rate=beginnings.first[0],
@@ -287,7 +287,7 @@ class Schedules(TrainingCheck):
             if not isinstance(base, float) or not isinstance(rate, float) or not 0 < base < _LARGEST_BASE:
                 continue
             if rate < highest and abs(highest - base * base) <= _SAME * base * base:
-                self.facts.say(
+                self.facts.record(
                     "rate squared", f"the highest rate of {name} is {highest:g}, the square of {base:g}",
                     key=f"rate squared: {name}", optimizer=name, base=base, highest=highest, steps=rates.steps,
                 )  # fmt: skip
@@ -306,7 +306,7 @@ class Schedules(TrainingCheck):
                 listed.append({"decay": float(decay), "parameters": matrices})
         if listed:
             message = f"{name} adds a weight decay of {listed[0]['decay']:g} to the gradients"
-            self.facts.say("decay added", message, key=f"decay added: {name}", optimizer=name, groups=listed)
+            self.facts.record("decay added", message, key=f"decay added: {name}", optimizer=name, groups=listed)
 
     def plateau_steps(self, scheduler: Any, metric: object, followed: FollowedOptimizer, *, lowered: bool) -> None:
         """A `ReduceLROnPlateau` has taken a metric: record one that waits for the wrong direction, or has none."""
@@ -345,7 +345,7 @@ class Schedules(TrainingCheck):
             }  # fmt: skip
             return [Fact("plateau misread", message, details)]
 
-        self.facts.read(read)
+        self.facts.record_from(read)
 
 
 def _rate_of(group: Mapping[str, Any], highest: float) -> str:

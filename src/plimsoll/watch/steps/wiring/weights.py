@@ -93,7 +93,7 @@ class FirstWeights(TrainingCheck):
             equal = [n for n, (moved, apart) in zip(names, table, strict=True) if moved > 0 and apart <= _NEAR * moved]
             return [Fact("equal rows", "units are copies of each other", {"parameters": equal})] if equal else []
 
-        self.facts.read(read)
+        self.facts.record_from(read)
 
     # DistributedDataParallel sends rank 0's weights to all ranks, unless `init_sync` is off. Ranks that drew other
     # weights then average gradients that fit none of their models.
@@ -112,7 +112,7 @@ class FirstWeights(TrainingCheck):
             finite = {name: some for name, some in listed.items() if all(math.isfinite(x) for x in some)}
             return [Fact("first weights", "what this rank begins with", {"weights": finite})] if finite else []
 
-        self.facts.read(read, size_bytes=4000)
+        self.facts.record_from(read, size_bytes=4000)
 
 
 class Overwrites(OptimizerCheck):
@@ -152,7 +152,7 @@ class Overwrites(OptimizerCheck):
         if len(undone := tuple(self._undone)) == REPEATS:
             name = self.followed.name
             message = f"the updates of {name} are undone after each step: something else writes the weights"
-            self.facts.later("updates undone", message, lambda: _are_undone(undone), optimizer=name)
+            self.facts.record_if("updates undone", message, lambda: _are_undone(undone), optimizer=name)
 
     @torch.no_grad()
     def step_ends(self, optimizer: Any) -> None:
@@ -198,7 +198,7 @@ class ClearedStates(TrainingCheck):
         if len(self._lasted) == REPEATS:
             steps, name = max(self._lasted), followed.name
             message = f"the state of {name} is cleared every {steps} steps or so, or another begins without one"
-            self.facts.say("state cleared", message, optimizer=name, steps=steps, times=REPEATS)
+            self.facts.record("state cleared", message, optimizer=name, steps=steps, times=REPEATS)
 
     def step_ends(self, optimizer: Any, followed: FollowedOptimizer) -> None:
         """An optimizer's step has returned."""
