@@ -131,7 +131,7 @@ def close_watches(place: Path, rounds: int) -> list[dict[str, object]]:
 
 def judge_at_the_end(place: Path, quick: bool) -> list[dict[str, object]]:
     """How long the verdict takes for a run near the size up to which it is given, and how large that run is."""
-    from plimsoll.report.verdicts.end_of_run import MOST_BYTES, verdict_at_end
+    from plimsoll.report.verdicts.verdict_sentence import MOST_BYTES, verdict_at_end
 
     folder = place / "large"
     run_log.write(folder, 60 if quick else 300, 50 if quick else 1000)

@@ -72,7 +72,7 @@ def test_judging_a_recorded_run_loads_nothing_of_live_training() -> None:
 # Importing one of these is what a command, a script or a page does that only reads.
 READING = (
     "plimsoll.spectrum", "plimsoll.runs", "plimsoll.runs.reading.run", "plimsoll.diagnosis", "plimsoll.diagnosis.rules",
-    "plimsoll.report", "plimsoll.report.verdicts.run_summary", "plimsoll.report.verdicts.end_of_run",
+    "plimsoll.report", "plimsoll.report.verdicts.run_summary", "plimsoll.report.verdicts.verdict_sentence",
     "plimsoll.report.figure_registry", "plimsoll.report.single_file.html_report",
     "plimsoll.report.single_file.markdown_report", "plimsoll.cli", "plimsoll.cli.screens.findings",
 )  # fmt: skip

@@ -12,7 +12,7 @@ from benchmarks.trust.contradictions import contradictions
 from benchmarks.trust.record import notes_of, place, unsound
 from benchmarks.trust.registry import Case, Fault, Kind
 from plimsoll.diagnosis import SEVERITIES, Finding, View, diagnose
-from plimsoll.report.verdicts.run_summary import leading_first
+from plimsoll.report.verdicts.verdict_sentence import leading_first
 from plimsoll.runs import Run
 
 Outcome = Literal["named", "flagged", "missed", "misleading"]

@@ -14,7 +14,7 @@ import torch
 from plimsoll.diagnosis import RULES, Finding, Rule, View, diagnose, threshold
 from plimsoll.diagnosis.tables.trend import looks, trend
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.report.verdicts.run_summary import verdict
+from plimsoll.report.verdicts.verdict_sentence import verdict
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.support.diagnosis.faults import FAULTS, falling, put, zeroed
 from tests.support.diagnosis.stories import LAYERS, SOUND, constant, make_story

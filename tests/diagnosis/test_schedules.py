@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.kernels import device_value
-from plimsoll.report.verdicts.run_summary import phrase_of
+from plimsoll.report.verdicts.verdict_sentence import phrase_of
 from plimsoll.runs import Run
 from plimsoll.watch.steps.wiring import schedules
 from tests.support.cases import each

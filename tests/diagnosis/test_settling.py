@@ -9,7 +9,7 @@ import numpy as np
 
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.diagnosis.tables.trend import goes_on
-from plimsoll.report.verdicts.run_summary import phrase_of
+from plimsoll.report.verdicts.verdict_sentence import phrase_of
 from plimsoll.runs import Run
 from tests.support.cases import each
 from tests.support.diagnosis.stories import LAYERS, Size, constant, make_story, of_layer

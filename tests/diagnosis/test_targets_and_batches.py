@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import plimsoll as pl
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.diagnosis.finding import Finding
-from plimsoll.report.verdicts.run_summary import verdict
+from plimsoll.report.verdicts.verdict_sentence import verdict
 from plimsoll.runs import Run
 from tests.support.cases import each
 from tests.support.diagnosis.trainings import seeded_mlp

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
-from plimsoll.report.verdicts.run_summary import verdict
+from plimsoll.report.verdicts.verdict_sentence import verdict
 from plimsoll.runs import Event, Run
 from tests.support.diagnosis.stories import constant, make_story, since
 

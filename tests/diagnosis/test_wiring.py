@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.precision import KahanWeights, MasterWeights
-from plimsoll.report.verdicts.run_summary import phrase_of, verdict
+from plimsoll.report.verdicts.verdict_sentence import phrase_of, verdict
 from plimsoll.runs import Run
 from plimsoll.scaling import StaticScaler
 from tests.support.cases import each

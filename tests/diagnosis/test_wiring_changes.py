@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
-from plimsoll.report.verdicts.run_summary import phrase_of
+from plimsoll.report.verdicts.verdict_sentence import phrase_of
 from plimsoll.runs import Run
 from tests.support.cases import each
 from tests.support.diagnosis.faults import wired

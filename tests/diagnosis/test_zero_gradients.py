@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
-from plimsoll.report.verdicts.run_summary import verdict
+from plimsoll.report.verdicts.verdict_sentence import verdict
 from plimsoll.runs import Run
 from tests.support.cases import each
 

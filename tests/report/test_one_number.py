@@ -22,7 +22,8 @@ from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
 from plimsoll.report import html, markdown, summary
 from plimsoll.report.live.server.answers import Api
 from plimsoll.report.verdicts import summary_text
-from plimsoll.report.verdicts.run_summary import Summary, leading
+from plimsoll.report.verdicts.run_summary import Summary
+from plimsoll.report.verdicts.verdict_sentence import leading
 from plimsoll.runs import Event, Run, RunWriter
 from plimsoll.text import capital
 from plimsoll_lab.result import Training

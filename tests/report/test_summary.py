@@ -14,7 +14,8 @@ from plimsoll.diagnosis.rules.registry import rule_of
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.report import markdown, summary
 from plimsoll.report.verdicts import summary_text
-from plimsoll.report.verdicts.run_summary import LONGEST, Summary, leading, verdict
+from plimsoll.report.verdicts.run_summary import Summary
+from plimsoll.report.verdicts.verdict_sentence import LONGEST, leading, verdict
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS, WORDS, A, B, Fault

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report.verdicts import summary_text
-from plimsoll.report.verdicts.run_summary import verdict
+from plimsoll.report.verdicts.verdict_sentence import verdict
 from plimsoll.watch.hooks.autograd_graph import widens
 
 

@@ -13,7 +13,7 @@ import torch
 
 import plimsoll as pl
 from plimsoll import display
-from plimsoll.report.verdicts import end_of_run
+from plimsoll.report.verdicts import verdict_sentence
 from plimsoll.runs import RunWriter, Scalars
 from plimsoll.runs.storage import atomic_files
 from tests.support.diagnosis.stories import SOUND
@@ -121,16 +121,16 @@ def test_a_script_that_never_closes_gets_its_verdict_as_it_ends(tmp_path: Path) 
 
 def test_a_large_run_is_not_judged_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = SOUND.write(tmp_path / "sound")
-    assert end_of_run.verdict_at_end(run) == (
+    assert verdict_sentence.verdict_at_end(run) == (
         "healthy",
         "Healthy through step 199: no parameter gradients lost to underflow.",
     )
-    monkeypatch.setattr(end_of_run, "MOST_BYTES", 1000)
-    assert end_of_run.verdict_at_end(run) is None
+    monkeypatch.setattr(verdict_sentence, "MOST_BYTES", 1000)
+    assert verdict_sentence.verdict_at_end(run) is None
 
 
 def test_a_run_of_several_ranks_is_not_judged_at_the_end(tmp_path: Path) -> None:
     for rank in range(2):
         with RunWriter(tmp_path / "ranks", rank=rank, world_size=2) as writer:
             writer.write(Scalars(step=0, values={"loss": 1.0}))
-    assert end_of_run.verdict_at_end(tmp_path / "ranks") is None
+    assert verdict_sentence.verdict_at_end(tmp_path / "ranks") is None

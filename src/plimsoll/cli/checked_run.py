@@ -22,14 +22,14 @@ class CheckedRun:
     @property
     def state(self) -> str:
         """The highest severity in one word: healthy, warning, alarm or empty."""
-        from plimsoll.report.verdicts.run_summary import state_of
+        from plimsoll.report.verdicts.verdict_sentence import state_of
 
         return state_of(self.view, self.findings)
 
     @property
     def verdict(self) -> str:
         """The run in one sentence."""
-        from plimsoll.report.verdicts.run_summary import verdict
+        from plimsoll.report.verdicts.verdict_sentence import verdict
 
         return verdict(self.view, self.findings)
 
@@ -68,7 +68,7 @@ def judge(
     Raises a `RunError` if nothing was recorded that could be judged.
     """
     from plimsoll.diagnosis import View, diagnose
-    from plimsoll.report.verdicts.run_summary import leading_first
+    from plimsoll.report.verdicts.verdict_sentence import leading_first
 
     view = View(opened.run, until)
     findings = leading_first(diagnose(view, rules=select, thresholds=thresholds), view.last_step)

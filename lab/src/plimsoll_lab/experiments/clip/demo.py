@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis import Finding, View, diagnose
-from plimsoll.report.verdicts.run_summary import LOSS_STEPS, leading_first, verdict
+from plimsoll.report.verdicts.run_summary import LOSS_STEPS
+from plimsoll.report.verdicts.verdict_sentence import leading_first, verdict
 from plimsoll.runs import Run
 from plimsoll.text import percent
 from plimsoll_lab.bench import Bench

@@ -29,7 +29,7 @@ from plimsoll.report.page.answers import (
     whole,
     within,
 )
-from plimsoll.report.verdicts.run_summary import Summary, renewed, summary
+from plimsoll.report.verdicts.run_summary import Summary, summary, with_present_numbers
 from plimsoll.tensor_collections import LABELS
 
 # -- `Verdicts`: verdicts on runs, made in the background --------------------------------------------------------------
@@ -249,7 +249,7 @@ class Api:
         verdict = self.verdicts.for_page(listed)
 
         def make(view: LiveView) -> bytes:
-            return encoded(run_answer(view, renewed(_summary_of(verdict), view), self.root))
+            return encoded(run_answer(view, with_present_numbers(_summary_of(verdict), view), self.root))
 
         _, body = self.live.answer(run_id, ("run", verdict.serial), make)
         live = listed.is_live(self._clock())
