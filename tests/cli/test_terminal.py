@@ -114,7 +114,7 @@ def test_a_defect_keeps_its_traceback_and_obeys_nothing(
     with pytest.raises(SystemExit) as ended:
         main()
     error = capsys.readouterr().err
-    assert ended.value.code == 1 and error.startswith("Traceback (most recent call last):\n")
+    assert ended.value.code == 3 and error.startswith("Traceback (most recent call last):\n")
     assert "RuntimeError: \\x1b[2J" in error
     checked(error)
 

@@ -264,8 +264,9 @@ class _Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
     # An error that Plimsoll raises on purpose is a message on stderr and exit code 2, never a traceback. Anything else
-    # is a defect of Plimsoll, and keeps its traceback. If records of a run are missing, the command still answers, and
-    # exits with 2 instead of 0: the missing records might have changed the answer.
+    # is a defect of Plimsoll, and keeps its traceback: `main` exits with 3, which is the code of no answer. If records
+    # of a run are missing, the command still answers, and exits with 2 instead of 0: the missing records might have
+    # changed the answer.
     def invoke(self, ctx: Any) -> object:
         """Run the command."""
         runs = start_reading()
@@ -351,7 +352,8 @@ def main() -> None:
             messages.error(f"expected room for the output; got {error.strerror}. Make room, or write it elsewhere.")
             sys.exit(2)
         print(printable(traceback.format_exc()), file=sys.stderr, end="")  # noqa: T201
-        sys.exit(1)
+        messages.error("This is a defect of Plimsoll, and no answer. Please report it with the lines above.")
+        sys.exit(3)
     if script is not None:
         gc.set_threshold(*thresholds)  # as under plain Python
         script()
