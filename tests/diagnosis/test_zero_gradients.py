@@ -58,6 +58,18 @@ class Straight(Rounded):
     straight = True
 
 
+class Reader(nn.Module):
+    """A layer beside one that sees the input and a row of padding, of which one goes on."""
+
+    def __init__(self, into: int, out: int, *, reads_padding: bool) -> None:
+        super().__init__()
+        self.own, self.value, self.row = nn.Linear(into, out), nn.Linear(into, out), int(reads_padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.stack([x, torch.zeros_like(x)], dim=1)
+        return self.own(x) + self.value(rows)[:, self.row]
+
+
 class WithoutGraph(nn.Linear):
     """A layer that computes with a cast of its weight, made under no_grad."""
 
@@ -205,6 +217,10 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         {"model": layers(lambda i, o: Factors(i, o, drawn=False))}, ("dead-layer", AT_ZERO),
     ),
     "both factors zero, of the root": ({"model": Factors(8, 4, drawn=False)}, ("dead-layer", AT_ZERO)),
+    "padding is read alone": (
+        {"model": layers(lambda i, o: Reader(i, o, reads_padding=True))},
+        ("dead-layer", "inputs of zero wherever gradients come"),
+    ),
     "rounded weights": ({"model": layers(Rounded)}, ("dead-layer", NO_SLOPE)),
     "first moments in E4M3": (
         {"model": layers(nn.Linear), "optimizer": lambda m: Moments(m, torch.float8_e4m3fn, 1.0), "size": 0.01},
@@ -230,6 +246,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
 RIGHT: dict[str, dict[str, Any]] = {
     "one factor zero": {"model": layers(lambda i, o: Adapted(i, o, drawn=True))},
     "one factor zero, as parameters": {"model": layers(lambda i, o: Factors(i, o, drawn=True))},
+    "padding is left out": {"model": layers(lambda i, o: Reader(i, o, reads_padding=False))},
     "rounded weights, straight through": {"model": layers(Straight)},
     "first moments in E4M3 at a scale": {
         "model": layers(nn.Linear), "optimizer": lambda m: Moments(m, torch.float8_e4m3fn, 2.0**12), "size": 0.01,

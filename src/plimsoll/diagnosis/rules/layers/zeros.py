@@ -55,6 +55,7 @@ _INPUTS_SMALL = "inputs-small"
 _SQUARES = "squares beyond FP16 within a norm"
 _MANY = 0.25  # of what a norm puts out
 _NO_SLOPE = "a weight without a slope"
+_ZERO_INPUTS = "inputs of zero wherever gradients come"
 _NOTHING_LEFT = "underflow, or no gradient"
 _NO_GRADIENTS = (
     "Their gradients are all zero, and did not underflow: no gradient comes to these layers, or only zeros come into "
@@ -214,6 +215,12 @@ class DeadLayer(Rule):
                 what=f"all gradients of {context.place} have been zero {context.since}, and those of the bias not",
                 remedy="pass gradients through the rounding of the weight",
             )
+        if context.cause == _ZERO_INPUTS:
+            return Phrase(
+                what=f"all gradients of {context.place} have been zero {context.since}: they come only to inputs that "
+                "are zero, as padding is",
+                remedy="look at the mask",
+            )
         if context.cause == _NOTHING_LEFT:
             return Phrase(
                 what=f"all {context.tensors} of {context.place} have been zero {context.since}: they underflow, or "
@@ -351,20 +358,22 @@ class DeadLayer(Rule):
         )  # fmt: skip
 
     # A layer's weight and bias get their gradients from the same output. If only the weight's is zero, although
-    # its input is not, the forward computes with something of the weight that has no slope. Products that are too small
-    # for the gradient's format are left out. The first samples decide, for good.
+    # its input is not, the forward computes with something of the weight that has no slope; or gradients come only to
+    # rows of the input that are zero. Products that are too small for the gradient's format are left out. The first
+    # samples decide, for good.
     def _without_slope(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of weights whose gradients are zero, although their biases' are not."""
+        """Yield findings of weights whose gradients are zero, although their biases' are not."""
         cells, inputs = view.cells("gradients"), view.cells("activations")
         if cells is None or inputs is None:
             return
         norms = {name for event in facts(view, ONE_VALUE_NORM) for name in listed_in(event, "modules")}
         _, mine, theirs = np.intersect1d(cells.steps, inputs.steps, return_indices=True)
         nonzero, size = cells.total(cells.nonzero), cells.highest(cells.columns["absmax"])
-        floor = cells.highest(cells.by_format(lambda fmt: fmt.smallest_normal))
+        floor, counts = cells.highest(cells.by_format(lambda fmt: fmt.smallest_normal)), cells.total_of("count")
+        zeros = inputs.total_of("zeros")
         biases = {name: place for place, name in enumerate(cells.names)}
         entries = {name: place for place, name in enumerate(inputs.names)}
-        spots: list[Spot] = []
+        spots: dict[str, list[Spot]] = {_NO_SLOPE: [], _ZERO_INPUTS: []}
         for place, name in enumerate(cells.names):
             module, _, kind = name.rpartition(".")
             bias, entry = biases.get(f"{module}.bias"), entries.get(f"{module}:input")
@@ -374,16 +383,38 @@ class DeadLayer(Rule):
                 clear = size[bias, mine] * inputs.true_absmax[entry, theirs] >= floor[place, mine]
             seen = mine[clear][: int(self.samples)]
             if len(seen) >= self.samples and (nonzero[place, seen] == 0).all():
-                spots.append(Spot(name=name, since_step=int(cells.steps[seen[0]]), value=1.0))
-        if spots:
-            evidence = {"first": spots[0].name, "layers": len(spots), "cause": _NO_SLOPE}
-            yield self.finding(
-                "warning", spots, evidence, until_step=view.last_step, collection="gradients",
-                meaning="The gradients of these weights are always zero, and those of their biases are not: "
-                "what the layer computes from the weight has no slope.",
-                advice="If the forward rounds the weight (round, sign, a cast to integers), pass the gradient through "
-                "the rounding: weight + (rounded - weight).detach(), a straight-through estimator.",
-            )  # fmt: skip
+                of_rows = zeros[entry, theirs[clear][: int(self.samples)]]
+                width = counts[place, seen] / counts[bias, seen]  # of a row of the input
+                cause = _ZERO_INPUTS if ((of_rows > 0) & (of_rows % width == 0)).all() else _NO_SLOPE
+                spots[cause].append(Spot(name=name, since_step=int(cells.steps[seen[0]]), value=1.0))
+        for cause, (meaning, advice) in _OF_WEIGHTS_ALONE.items():
+            if spots[cause]:
+                evidence = {"first": spots[cause][0].name, "layers": len(spots[cause]), "cause": cause}
+                yield self.finding(
+                    "warning", spots[cause], evidence, until_step=view.last_step, collection="gradients",
+                    meaning=f"The gradients of these weights are always zero, and those of their biases are not: "
+                    f"{meaning}",
+                    advice=advice,
+                )  # fmt: skip
+
+
+# What a finding says of weights whose gradients are zero while those of their biases are not, by cause.
+_OF_WEIGHTS_ALONE = {
+    _NO_SLOPE: (
+        "what the layer computes from the weight has no slope.",
+        (
+            "If the forward rounds the weight (round, sign, a cast to integers), pass the gradient through the "
+            "rounding: weight + (rounded - weight).detach(), a straight-through estimator."
+        ),
+    ),
+    _ZERO_INPUTS: (
+        "gradients come only to rows of the input that are zero, as those of padding are.",
+        (
+            "Look at the mask: one of the other meaning lets attention read the padding and nothing else. True takes "
+            "part in scaled_dot_product_attention, and is left out in the key_padding_mask of MultiheadAttention."
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
