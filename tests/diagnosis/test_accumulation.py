@@ -44,3 +44,28 @@ def test_micro_batches_that_a_16_bit_sum_rounds_away_are_named(name: str, tmp_pa
         ("warning", "rounded away as they are added up")
     ] * wrong
     assert all("1024 micro-batches are accumulated in BF16" in f.meaning for f in found)
+
+
+def carried(path: Path, order: list[type[torch.optim.Optimizer]], cleared: type[torch.optim.Optimizer]) -> list[str]:
+    """Whose gradients are said to be kept, of two optimizers of which one clears without a trace."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    optimizers = [kind(part.parameters(), lr=1e-3) for kind, part in zip(order, model, strict=True)]
+    with pl.watch(model, run=path, every=5, collect=("weights",), quiet=True):
+        for _ in range(12):
+            model(torch.randn(16, 8)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                for p in optimizer.param_groups[0]["params"] if isinstance(optimizer, cleared) else ():
+                    p.grad.data.zero_()
+    events = [e.details for e in pl.Run(path).events() if e.details.get("fact") == "carried over"]
+    return [str(details["optimizer"]) for details in events]
+
+
+@pytest.mark.parametrize("cleared", [torch.optim.SGD, torch.optim.Adam])
+def test_gradients_that_one_optimizer_clears_do_not_hide_those_that_another_keeps(
+    cleared: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    other = "Adam" if cleared is torch.optim.SGD else "SGD"
+    for number, order in enumerate(([torch.optim.SGD, torch.optim.Adam], [torch.optim.Adam, torch.optim.SGD])):
+        assert carried(tmp_path / str(number), order, cleared) == [other]

@@ -54,10 +54,11 @@ class Facts:
     ) -> None:  # fmt: skip
         """Record a fact on the background thread if `holds` returns True there. It is called once for each key.
 
-        Default: the key is the fact itself. So what does not hold the first time is not looked at again.
+        Default: the key is the fact with the optimizer's name. What does not hold at first is not looked at again.
         """
-        if (key or fact) not in self._keys:
-            self._keys.add(key or fact)
+        key = key or f"{fact} {optimizer}".rstrip()
+        if key not in self._keys:
+            self._keys.add(key)
             found = Fact(fact, message, {"optimizer": optimizer, **details})
             self.record_from(lambda: [found] if holds() else [])
 

@@ -43,6 +43,7 @@ class CarriedGradients(OptimizerCheck):
         self._steps = 0  # that were looked at
         self._carried = 0  # those with all gradients carried over
         self._in_a_row = 0
+        self._is_decided = False
 
     def step_begins(self, optimizer: Any) -> None:
         """The optimizer's step begins."""
@@ -58,14 +59,12 @@ class CarriedGradients(OptimizerCheck):
                 at = f" at {_SOME} of {self._steps} steps that were looked at"
                 self._record("carried at some steps", at, "zero_grad() is not called at each step")
         is_near = self._in_a_row >= REPEATS - 1 or self._carried >= _SOME - 1
-        self.followed.measures = is_near and not self._is_decided()
-
-    def _is_decided(self) -> bool:
-        return self.facts.has("carried over") or self.facts.has("carried at some steps")
+        self.followed.measures = is_near and not self._is_decided
 
     def _record(self, fact: str, at: str, why: str) -> None:
-        if self._is_decided():
+        if self._is_decided:
             return
+        self._is_decided = True
         name = self.followed.name
         sizes = [gradient.size for gradient in self.followed.gradients if gradient.size is not None]
         self.facts.record_if(
