@@ -377,3 +377,21 @@ def test_custom_scalers_keep_their_settings() -> None:
     scaler = DynamicScaler("cpu", init_scale=4.0)
     loop = prepare(model, adamw(model), "fp16-master", scaler=scaler)
     assert run_closures(loop, batches(1))[0].scale == 4.0
+
+
+def test_a_closure_that_raises_is_not_among_those_that_are_repeated() -> None:
+    model = net()
+    loop = prepare(model, adamw(model), "fp16-master", max_retries=2)
+    with pytest.raises(pl.errors.ArgumentError):
+        loop.step(lambda: None)  # type: ignore[arg-type,return-value]
+    assert [o.stepped for o in run_closures(loop, batches(2))] == [True, True]
+
+
+def test_a_step_that_fails_leaves_no_micro_batch_behind() -> None:
+    model = net()
+    loop = prepare(model, adamw(model), "amp-fp16")
+    with pytest.raises(pl.errors.StateError):
+        loop.step(lambda: torch.ones((), requires_grad=True) * 1.0)  # reaches no parameter
+    assert loop.state_dict()["step"] == 0
+    run_closures(loop, batches(1))
+    assert loop.state_dict()["step"] == 1

@@ -336,3 +336,12 @@ def test_packages_that_cannot_be_loaded_ahead_are_no_traceback(monkeypatch: pyte
 
     monkeypatch.setattr(plotly_parts, "empty_figure", stopped)
     launch._load_slow_packages()
+
+
+def test_a_run_of_many_or_huge_settings_has_its_model_in_the_list() -> None:
+    many = {f"s{i}": i for i in range(200)}
+    settings = run_index.settings_of(
+        {"settings": {"huge": 10**400, "scale": 1e20, **many}, "model": "M", "parameters": 3}
+    )
+    assert settings["model"] == "M" and settings["parameters"] == 3 and len(settings) <= 64
+    assert str(settings["huge"]).startswith("1000") and settings["scale"] == 1e20

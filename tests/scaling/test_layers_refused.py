@@ -383,3 +383,11 @@ def test_a_torch_without_wide_gradients(monkeypatch: pytest.MonkeyPatch) -> None
     LayerScaler(made("sequential"))
     with pytest.raises(UnsupportedTensorError, match="got 0.weight \\(torch.float16\\).* or use torch 2.10 or newer"):
         LayerScaler(made("sequential").half())
+
+
+@each("scale", [0.0, -8.0, 3.0, float("inf"), float("nan")])
+def test_scales_that_are_no_powers_of_two_are_refused(scale: float) -> None:
+    scaler = LayerScaler(made("sequential"))
+    name = next(iter(scaler.scales))
+    with pytest.raises(ArgumentError, match="begin_with: expected powers of two"):
+        scaler.begin_with({name: scale})

@@ -277,6 +277,9 @@ class _Group(TyperGroup):
             raise typer.Exit(2) from error
         except _UsageError as error:
             raise _refused(error, ctx) from error
+        except typer.Exit:  # the command's own answer, such as an alarm, is the exit code
+            report_missing_records(runs)
+            raise
         if report_missing_records(runs):
             raise typer.Exit(2)
         return result

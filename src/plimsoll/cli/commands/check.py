@@ -50,17 +50,12 @@ def check(
 ) -> None:
     """Report problems of runs: where, since when, and the fix.
 
-    Exit code 0: no alarm. 1: an alarm, or what --fail-on names. 2: a run cannot be judged.
+    Exit code 1: a finding as severe as --fail-on. 2: a run cannot be judged, or records are missing. Else 0.
     """
     form = form_of("check", as_json, output_format, "text")
     thresholds = dict(_assignment(text) for text in changed or ())
     if rules:
-        others = {"RUN": runs, "--select": select, "--until": until is not None}
-        if given := [name for name, value in others.items() if value]:
-            raise ArgumentError(
-                f"check: expected --rules without {given[0]}, since it lists all rules and judges no run; got both. To "
-                "judge by some rules write --select RULE."
-            )
+        _check_alone(runs, select, until, form)
         _print_rules(thresholds, form)
         return
     if not runs:
@@ -86,6 +81,18 @@ def check(
         raise typer.Exit(1)
     if any(run.missing for run in checked):
         raise typer.Exit(2)
+
+
+def _check_alone(runs: object, select: object, until: int | None, form: str) -> None:
+    """Check that nothing is given with `--rules` that has no effect there."""
+    if form not in ("text", "json"):
+        raise ArgumentError(f"check: expected --rules as text or json; got --output-format {form}. Leave it out.")
+    given = [name for name, value in (("RUN", runs), ("--select", select), ("--until", until is not None)) if value]
+    if given:
+        raise ArgumentError(
+            f"check: expected --rules without {given[0]}, since it lists all rules and judges no run; got both. To "
+            "judge by some rules write --select RULE."
+        )
 
 
 def _checked(
@@ -137,6 +144,7 @@ def _unjudged_as_data(label: str, message: str) -> dict[str, object]:
 def _assignment(text: str) -> tuple[str, float]:
     """Return ``underflow-high.values=0.1`` as a name and a number."""
     name, sign, value = text.partition("=")
+    name = name.strip()
     try:
         threshold = float(value)
     except ValueError:
@@ -146,7 +154,7 @@ def _assignment(text: str) -> tuple[str, float]:
             f"check: expected --set RULE.THRESHOLD=VALUE with a number; got {text!r}. "
             "For instance --set underflow-high.values=0.1."
         )
-    return name.strip(), threshold
+    return name, threshold
 
 
 def _print_rules(thresholds: dict[str, float], form: str) -> None:

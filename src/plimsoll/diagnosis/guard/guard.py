@@ -52,9 +52,9 @@ def check_arguments(
             raise ArgumentError(f"Guard: expected actions by their names; got {name!r}. {hint}")
     if on_finding is not None and not callable(on_finding):
         raise ArgumentError(f"Guard: expected on_finding as a function; got {on_finding!r}. Write on_finding=print.")
-    for word, value in (("every", every), ("kept", kept)):
+    for word, value, usual in (("every", every, 50), ("kept", kept, 3)):
         if type(value) is not int or value < 1:
-            raise ArgumentError(f"Guard: expected {word} as a whole number of 1 or more; got {value!r}. Use 50.")
+            raise ArgumentError(f"Guard: expected {word} as a whole number of 1 or more; got {value!r}. Use {usual}.")
     if isinstance(cpu_share, bool) or not isinstance(cpu_share, int | float) or not 0 < cpu_share <= 1:
         raise ArgumentError(f"Guard: expected cpu_share above 0 and up to 1; got {cpu_share!r}. Use 0.05.")
     if severity not in get_args(Severity):
@@ -240,8 +240,8 @@ class Guard:
         self._check_open("look")
         self._access.settle()
         self._access.hand_over()
-        new_look = self._checker.now(self._access.step - 1)
-        self._asked, self._meets = new_look, True
+        self._meets = True  # first: all ranks wait for each other at the next step's end, whatever fails here
+        new_look = self._asked = self._checker.now(self._access.step - 1)
         if new_look is None and self._ranks.decides:
             self._access.record(
                 "guard", "a check was skipped: not all records were on disk in time", {"action": "none"}
@@ -299,13 +299,22 @@ class Guard:
         finally:
             self._busy = False
 
+    # Ranks that agree wait for each other: an error of one must not keep it from coming.
     def _go_on(self) -> None:
         for remedy in self._remedies.values():
-            remedy.between()
+            try:
+                remedy.between()
+            except Exception as error:  # noqa: BLE001  (P2)
+                self._access.failed("Guard", error)
         step = self._access.step
         due = step > 1 and (step - 1) % self._every == 0
         if not self._ranks.several or due or self._meets:
-            order = self._ranks.agree(self._decision(step))
+            try:
+                decided = self._decision(step)
+            except Exception as error:  # noqa: BLE001  (P2)
+                self._access.failed("Guard", error)
+                decided = None
+            order = self._ranks.agree(decided)
             self._meets = False
             if order is not None:
                 self._act(order, step)

@@ -240,7 +240,9 @@ def _within(
     offers = [options(judge, forecast, table, module, pairs_of(target), fallback) for module in modules]
     picked = cheapest(offers, budget * forecast.loss / SPREAD)
     if picked is None:
-        least = sum(min(option.increase for option in each) for each in offers) * SPREAD / forecast.loss * 1.001
+        least = (
+            sum(min(option.increase for option in each) for each in offers) * SPREAD / forecast.loss * 1.01
+        )  # since three digits may round down
         raise ArgumentError(
             f"plan: expected a budget of at least {least:.3g}, the predicted increase in the widest formats; got "
             f"budget={budget!r}. Allow more."
@@ -279,7 +281,7 @@ def _with_scales(judge: Judge, choice: FormatChoice, scales: Scales, fallback: s
         window = choice.verdict.gradients
         why = (
             f"activation gradients: FP16 needs a loss scale of 2^{window.low} to 2^{window.high - judge.margin} here, "
-            f"and 2^{scales.loss} works for most other modules"
+            "and no single one works for all modules"
         )
         return _fallback(judge, choice.module, replace(choice.verdict, why=why), fallback)
     return replace(choice, scales={"gradients": scales.layers[name]} if name in scales.layers else {})

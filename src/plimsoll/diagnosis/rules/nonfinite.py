@@ -288,10 +288,12 @@ class Nonfinite(Rule):
                 remedy="restore the last checkpoint before it; locate() finds the operation",
             )
         broken = int(context.number("steps_with_gradients"))
-        skipped = len([s for s in context.view.skips if finding.since_step <= s <= finding.until_step])
+        steps, numbers = context.view.scalar("nonfinite")
+        steps = steps[(numbers > 0) & (steps >= finding.since_step) & (steps <= finding.until_step)]
+        all_skipped = len(steps) > 0 and context.view.skips.issuperset(steps.tolist())
         return Phrase(
             what=f"gradients overflowed at {counted(broken, 'step')} {context.since}",
-            effect="and each was skipped" if skipped >= broken else "",
+            effect="and each was skipped" if all_skipped else "",
             remedy="lower the scale or the learning rate, or use BF16",
         )
 
@@ -451,7 +453,7 @@ def _room_above(view: View, broken: Ints) -> float | None:
     """
     if not view.scaled or len(broken) < _LEAST:
         return None
-    room, gap = np.full(len(broken), np.inf), np.zeros(len(broken), dtype=np.int64)
+    room, sound = np.full(len(broken), np.inf), np.zeros(0, dtype=np.int64)
     for collection in WITH_LOSS_SCALE:
         narrow = view.narrow(collection)
         if narrow is None:
@@ -466,9 +468,11 @@ def _room_above(view: View, broken: Ints) -> float | None:
             continue
         following = np.searchsorted(steps, broken)
         highest = np.maximum(at[np.maximum(following - 1, 0)], at[np.minimum(following, len(steps) - 1)])
-        room, gap = np.minimum(room, -(highest + np.log2(view.scale_at(broken)))), following
+        room = np.minimum(room, -(highest + np.log2(view.scale_at(broken))))
+        sound = np.union1d(sound, steps)
     far = np.isfinite(room) & (room >= _ROOM)
-    return math.floor(room[far].min()) if len(np.unique(gap[far])) >= _LEAST else None
+    between = np.unique(np.searchsorted(sound, broken)[far])  # how many sound samples came before each
+    return math.floor(room[far].min()) if len(between) >= _LEAST else None
 
 
 def _overflow_first(view: View, since: int) -> bool:

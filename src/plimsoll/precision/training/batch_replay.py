@@ -41,6 +41,10 @@ class Batch:
         """Save the closure after its first run."""
         self._variables.append(variables_of(self._closures[-1][0]))
 
+    def drop_last(self) -> None:
+        """Forget the closure that has raised in its first run."""
+        self._closures.pop()
+
     def clear(self) -> None:
         """Drop all closures at the end of a step."""
         self._closures.clear()

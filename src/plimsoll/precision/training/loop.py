@@ -172,9 +172,9 @@ class Loop(LoopControl):
     def forward(self) -> Generator[None]:
         """Context of a training forward and its loss, with the level's arithmetic."""
         self._enter("forward")
-        if self._accumulate > 1 and self._applied.fp8 is not None:
-            self._applied.fp8.hold_weights()
         try:
+            if self._accumulate > 1 and self._applied.fp8 is not None:
+                self._applied.fp8.hold_weights()
             with self._applied.computing.forward(), gradients_stay(self._model, not self._last_micro):
                 yield
         finally:
@@ -189,8 +189,8 @@ class Loop(LoopControl):
         """
         self._enter("evaluate")
         modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
         try:
+            self._model.eval()
             with torch.no_grad(), self._applied.computing.forward():
                 yield self._model
         finally:
@@ -225,7 +225,11 @@ class Loop(LoopControl):
         if self._micro < self._accumulate:
             reason = f"accumulating: {self._micro} of {self._accumulate}"
             return StepOutcome(stepped=False, scale=self._scale(), reason=reason)
-        stepped, retries = self._finish_or_repeat()
+        try:
+            stepped, retries = self._finish_or_repeat()
+        except BaseException:
+            self.zero_grad()  # or the micro-batches of a step that has failed would count for the next
+            raise
         return self._end_of_step(stepped, retries)
 
     def zero_grad(self) -> None:
@@ -245,7 +249,11 @@ class Loop(LoopControl):
             self._run(closure)
             return
         self._batch.begin(closure)
-        self._run(closure)
+        try:
+            self._run(closure)
+        except BaseException:
+            self._batch.drop_last()
+            raise
         self._batch.end()
 
     def _run(self, closure: Callable[[], Tensor]) -> None:
@@ -431,6 +439,7 @@ class Loop(LoopControl):
 
         A state of another level is converted, as a schedule would: values that both levels keep in FP32 pass exactly.
         """
+        self._check_open("load_state_dict")
         checkpoint.checked(state, optimizers=len(self._given), schedulers=len(self._schedulers))
         self.zero_grad()
         self._follow(self._stage_named(state["precision"]), fresh=False)

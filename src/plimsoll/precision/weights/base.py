@@ -337,12 +337,13 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
             state_dict = before(self, state_dict) or state_dict
         pairs = self._numbered()
         entries = checked_entries(f"{self.operation}.load_state_dict", state_dict, pairs)
+        steps = int(state_dict["steps"])  # before anything is changed
         self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k not in _OURS})
         for number, pair in pairs.items():
             pair.forget()
             pair.store.load(pair.weight.detach(), entries[number])
             pair.settle()
-        self.steps, self._factor = int(state_dict["steps"]), None
+        self.steps, self._factor = steps, None
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

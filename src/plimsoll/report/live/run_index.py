@@ -8,6 +8,7 @@ open is listed alone in between.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -121,8 +122,9 @@ def settings_of(manifest: Mapping[str, object]) -> dict[str, Setting]:
     """
     settings = cast("Mapping[str, object]", manifest.get("settings") or {})
     facts = {name: manifest[name] for name in ("model", "parameters") if name in manifest}
-    entries = [*_flat(settings, "", 2), *facts.items()]
-    return {name[:_LONGEST_SETTING]: _setting(value) for name, value in entries[:_MOST_SETTINGS]}
+    most = _MOST_SETTINGS - len(facts)
+    entries = [*itertools.islice(_flat(settings, "", 2), most), *facts.items()]
+    return {name[:_LONGEST_SETTING]: _setting(value) for name, value in entries}
 
 
 def _flat(settings: Mapping[str, object], prefix: str, depth: int) -> Iterator[tuple[str, object]]:
@@ -136,7 +138,9 @@ def _flat(settings: Mapping[str, object], prefix: str, depth: int) -> Iterator[t
 def _setting(value: object) -> Setting:
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int | float) and math.isfinite(value) and abs(value) <= _LARGEST:
+    if isinstance(value, int) and abs(value) <= _LARGEST:
+        return value
+    if isinstance(value, float) and math.isfinite(value):
         return value
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= _LONGEST_SETTING else f"{text[:_LONGEST_SETTING]}\N{HORIZONTAL ELLIPSIS}"
@@ -172,16 +176,16 @@ class StoredRuns:
         self._lock = threading.Lock()
         self._runs: dict[str, tuple[float, Files]] = {}  # by path within the folder: when it was listed, its files
         self._modified: dict[str, float] = {}
-        if not place.tree():
+        if not place.tree():  # a store has no empty folders
             raise ArgumentError(
                 f"serve: expected a folder that runs were copied to; got {self.shown}, where nothing is. Correct the "
                 "address, or copy a run there first."
             )
 
-    # Raises `ArgumentError` where nothing at all is there: a store has no empty folders.
     def find(self) -> list[Path]:
         """The folders of all runs."""
-        now, runs = self._clock(), _by_run(self._place.tree())
+        runs = _by_run(self._place.tree())
+        now = self._clock()  # after the listing, which may take long
         with self._lock:
             self._runs = {name: (now, files) for name, files in runs.items()}
         return [self.folder / name if name else self.folder for name in sorted(runs)]

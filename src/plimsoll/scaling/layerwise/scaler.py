@@ -210,9 +210,14 @@ class LayerScaler(LossScaler, name="layer"):
             scales: Powers of two by module, with the loss scale included.
 
         Raises:
-            ArgumentError: A module has no scale.
+            ArgumentError: A module has no scale, or a scale is no power of two.
         """
         self._layers.check_names("LayerScaler.begin_with", scales)
+        for name, scale in scales.items():
+            if not 0 < scale < math.inf or math.frexp(scale)[0] != 0.5:
+                raise ArgumentError(
+                    f"LayerScaler.begin_with: expected powers of two; got {scale!r} for {name}. Use 2.0**16, say."
+                )
         for name, scale in scales.items():
             self._choice.whole[self._layers.names.index(name)] = clamped(math.frexp(scale)[1] - 1)
         self._end(due=True)
@@ -245,7 +250,7 @@ class LayerScaler(LossScaler, name="layer"):
         self._now = self._init_scale
 
     def _observe(self, optimizer: Any, found_inf: Tensor) -> None:
-        # A loss that is not finite itself has nothing to do with the scales.
+        # A loss that is not finite itself says nothing of the layers' scales.
         if found_inf.item() and all(bool(loss.isfinite().all()) for loss in self._losses):
             self._broken |= broken_units(self._layers)
         if not hasattr(optimizer, "collect_gradients"):
@@ -274,7 +279,8 @@ class LayerScaler(LossScaler, name="layer"):
         if overflowed:
             # If all units or none are affected, the overflow is between the loss and the model's output, where only the
             # loss scale applies.
-            lowers = self._choice.rule == "zhao" or len(self._broken) in (0, len(self._layers.from_the_loss()))
+            all_or_none = not self._broken or len(self._broken) == len(self._layers.from_the_loss())
+            lowers = self._choice.rule == "zhao" or all_or_none
             return max(self._now * self._backoff_factor, self._min_scale) if lowers else self._now
         if self._clean % self._growth_interval == 0:
             return min(self._now * self._growth_factor, self._max_scale)
