@@ -476,3 +476,28 @@ def test_what_is_recorded_while_another_thread_closes_is_written_or_counted(tmp_
             steps += 1
             begun.set()
     assert len(Run(tmp_path).scalars("loss")[0]) + writer.dropped.get("closed", 0) == steps
+
+
+def test_parts_of_a_kind_whose_folder_was_removed_are_reported_as_lost(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run")
+    writer.write(Scalars(step=0, values={"loss": 1.0}))
+    making.write_steps(writer, [0])
+    assert writer.flush()
+    shutil.rmtree(writer.path / "scalars")
+    making.write_steps(writer, [1])
+    assert writer.flush()
+    writer.close()
+    run = Run(writer.path, warn=False)
+    assert run.steps == [0, 1] and any("scalars" in problem for problem in run.missing)
+
+
+def test_a_flush_after_a_close_that_was_too_late_waits_for_the_rest(tmp_path: Path) -> None:
+    writer, hold = RunWriter(tmp_path / "run"), threading.Event()
+    writer.submit(lambda: hold.wait() and [], 100)
+    writer.write(Scalars(step=0, values={"loss": 1.0}))
+    with pytest.warns(RuntimeWarning, match="could not be closed"):
+        writer.close(timeout=0)
+    assert not writer.flush(timeout=0)
+    hold.set()
+    assert writer.flush(timeout=HANG_SECONDS)
+    assert Run(tmp_path / "run").scalars("loss")[1].tolist() == [1.0]

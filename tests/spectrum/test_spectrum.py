@@ -172,6 +172,7 @@ def test_norm_does_not_overflow_where_fp16_would() -> None:
 
 def test_std_of_equal_and_of_huge_values() -> None:
     assert measure(torch.full((7,), 0.1)).std == 0
+    assert measure(torch.full((2,), 1e200, dtype=torch.float64)).std == 0
     huge = measure(torch.tensor([1e200, -1e200], dtype=torch.float64))
     assert huge.sumsq == math.inf and huge.norm == math.inf and huge.std == 1e200
     assert Spectrum.from_dict(json.loads(json.dumps(huge.to_dict(), allow_nan=False))) == huge

@@ -1,5 +1,6 @@
 """The largest attention score of each head, against scores that tests compute themselves."""
 
+import functools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -211,3 +212,29 @@ def test_attention_on_another_thread_is_not_the_models(tmp_path: Path) -> None:
         return run.spectrum("activations", series, 0).absmax
 
     assert largest("meanwhile", Meanwhile()) == largest("alone", Plain())
+
+
+def test_heads_of_nan_are_counted_where_masked_ones_are_left_out() -> None:
+    query, key = torch.randn(1, 3, 7, 4), torch.randn(1, 3, 7, 4)
+    query[0, 1, 2, 0] = math.nan
+    mask = torch.ones(1, 3, 7, 7, dtype=torch.bool)
+    mask[0, 2] = False
+    scores = module_taps.largest_scores(query, key, {"attn_mask": mask})
+    assert scores is not None and len(scores) == 2 and scores.isnan().sum() == 1
+
+
+def test_a_wrapper_that_is_put_around_attention_meanwhile_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original = functional.scaled_dot_product_attention
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", original)  # put back as the test ends
+    model = Model(Attention())
+    with pl.watch(model, run=tmp_path / "run", quiet=True):
+        inner = functional.scaled_dot_product_attention
+
+        @functools.wraps(inner)
+        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+            return inner(*args, **kwargs)
+
+        functional.scaled_dot_product_attention = wrapper
+    assert functional.scaled_dot_product_attention is wrapper

@@ -99,3 +99,33 @@ def test_numbers_are_not_dropped_where_spectra_are(tmp_path: Path) -> None:
             w.log(index=step)
     run = only_run(tmp_path / "run")
     assert run.scalars("loss")[0].tolist() == run.scalars("index")[1].tolist() == list(range(120))
+
+
+class Twice(nn.Module):
+    """A module that is called twice on one tensor, then once on others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Sigmoid(), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = 2 * x[0]  # not an input of the model, which has a series of its own
+        total = self.gate(first) + self.gate(first)
+        for each in x[1:]:
+            total = total + self.gate(2 * each)
+        return self.head(total)
+
+
+@pytest.mark.parametrize("rows", [1024, 32])
+def test_a_tensor_that_one_module_sees_twice_counts_twice_and_others_once(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plimsoll.watch.sample.BANK_ROWS", rows)
+    torch.manual_seed(0)
+    model = Twice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+        first = torch.randn(4, 3)
+        model([first, *torch.randn(100, 4, 3)]).square().mean().backward()
+        optimizer.step()
+    assert only_run(tmp_path / "run").spectrum("activations", "gate:input", 0).count == 102 * 12

@@ -1,5 +1,6 @@
 """P2: whatever fails, training goes on, nothing hangs, and what was lost is reported."""
 
+import dataclasses
 import gc
 import math
 import multiprocessing
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.report import summary
 from plimsoll.runs import Run
+from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.session import WatchSession, nothing_recorded, watches_muted
 from tests.support import processes
 from tests.support.patience import HANG_SECONDS
 from tests.support.watch.recording import batches, mlp, only_run, train
@@ -289,3 +293,74 @@ def test_a_child_process_leaves_the_run_alone(method: str, tmp_path: Path) -> No
         assert list(only_run(tmp_path / "run").steps) == [0, 1, 2]
     finally:
         torch.set_num_threads(threads)
+
+
+def test_an_output_that_cannot_be_looked_at_stops_nothing(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Output:
+        value: torch.Tensor
+        unset: torch.Tensor = dataclasses.field(init=False)
+
+    class Inner(nn.Linear):
+        def forward(self, x: torch.Tensor) -> object:  # type: ignore[override]
+            return Output(super().forward(x))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).value
+
+    model = Outer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the failure is said
+        with pl.watch(model, optimizer, run=tmp_path / "run", every=1, quiet=True):
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+    assert Run(tmp_path / "run").tensors["gradients"] == ("inner.weight", "inner.bias")
+
+
+def test_what_mutes_a_watch_may_overlap_and_nest(tmp_path: Path) -> None:
+    model = mlp()
+    with pl.watch(model, run=tmp_path / "run", every=1, quiet=True):
+        first, second = nothing_recorded(), nothing_recorded()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert WatchSession.repeating  # the second is not over
+        second.__exit__(None, None, None)
+        assert not WatchSession.repeating
+        with watches_muted(), watches_muted():
+            pass
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(4, next(model.parameters()).shape[1])).sum().backward()
+        optimizer.step()
+    assert "activations" in Run(tmp_path / "run").tensors
+
+
+def test_a_scaler_whose_step_calls_that_of_its_base_steps_once(tmp_path: Path) -> None:
+    class Mine(torch.amp.GradScaler):
+        def step(self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object) -> float | None:
+            return super().step(optimizer, *args, **kwargs)
+
+    model, scaler = mlp(), Mine("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1, scaler=scaler, quiet=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(4, next(model.parameters()).shape[1])).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    run = Run(tmp_path / "run")
+    assert run.steps == [0, 1, 2] and not [event for event in run.events() if event.kind == "skip"]
+
+
+def test_a_watch_that_closes_within_a_trial_is_not_notified_after_it(tmp_path: Path) -> None:
+    model = mlp()
+    watch = pl.watch(model, run=tmp_path / "run", quiet=True)
+    with torch_hooks.exclusive(torch_hooks.TrainingEvents()):
+        watch.close()
+    assert torch_hooks.listeners() == [] and torch.autograd.backward.__module__ == "torch.autograd"

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.watch.hooks.torch_hooks import is_transformed
 from plimsoll.watch.names import clean
-from plimsoll.watch.session import WatchSession
+from plimsoll.watch.session import WatchSession, begin_repetition, end_repetition
 from plimsoll.watch.shadow import replay
 from plimsoll.watch.shadow.capture import CapturedCall
 from plimsoll.watch.shadow.comparisons import Comparisons, compared
@@ -114,7 +114,7 @@ class ClosureShadow(Shadow):
         leaves = {id(p): leaf(p, self.wide) for p in root.parameters()}
         real = {clean(name): (p.grad, leaves[id(p)]) for name, p in root.named_parameters()}
         after, self._forwards = RandomState(call.devices), 0
-        WatchSession.repeating = True
+        begin_repetition()
         try:
             dropouts = call.listen(root, closure) if draws_by_dtype(call.devices) else None
             self._running = (call, Counter(), [], Decisions())
@@ -130,7 +130,8 @@ class ClosureShadow(Shadow):
                 call.gradients = {0: torch.ones_like(loss)}
                 call.send_back([loss], [x for x in leaves.values() if x.requires_grad])
         finally:
-            self._running, WatchSession.repeating = None, False
+            self._running = None
+            end_repetition()
             after.restore()
         if self.core.due.gradients:
             for name, (g, reference) in real.items():

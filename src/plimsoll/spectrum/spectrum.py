@@ -128,7 +128,7 @@ class Spectrum(SpectrumRecord):
         """
         if not sys.float_info.min <= self.sumfourth < math.inf:
             return math.nan
-        # The ratio of two means of squares, since the square of one could leave the range.
+        # In two divisions, since the square of `sumsq` could leave the range of float64.
         return max(self.sumfourth / self.sumsq / (self.sumsq / self.finite), 1.0)
 
     @property
@@ -139,6 +139,8 @@ class Spectrum(SpectrumRecord):
         """
         if not self.finite:
             return math.nan
+        if self.min == self.max:  # of huge values the sums below leave the range of float64
+            return 0.0
         variance = max(self.sumsq / self.finite - self.mean * self.mean, 0.0)
         # No deviation exceeds half the range (Popoviciu). This also removes the rounding error of equal values.
         return min(math.sqrt(variance), self.max / 2 - self.min / 2)

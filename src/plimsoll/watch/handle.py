@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from plimsoll import kernels
-from plimsoll.checks import initialized, items
+from plimsoll.checks import initialized, integer, items
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels.device_value import DeviceValue, number, resolved
 from plimsoll.runs import RunWriter, Scalars, as_sink
@@ -257,7 +257,7 @@ class Watch:
         step, now = self._core.step, time.time()
         if any(isinstance(value, DeviceValue) for value in values.values()):
             self._core.writer.submit(
-                lambda: [Scalars(step=step, values=_all_resolved(values), time=now)], 100 * len(values)
+                lambda: [Scalars(step=step, values=_all_resolved(values), time=now)], 100 * len(values), numbers=True
             )
         else:
             self._core.writer.write(Scalars(step=step, values=_all_resolved(values)))
@@ -271,13 +271,9 @@ class Watch:
         Raises:
             ArgumentError: `steps` is below 1, or the watch is closed.
         """
-        if not self._is_open("request"):
-            return
-        if steps < 1:
-            raise ArgumentError(
-                f"Watch.request: expected 1 step or more; got steps={steps!r}. Give how many to sample."
-            )
-        self._steps.request(steps)
+        many = integer("Watch.request", "steps", steps, low=1, remedy="Give how many to sample.")
+        if self._is_open("request"):
+            self._steps.request(many)
 
     def step(self) -> None:
         """End the current step, for loops without an optimizer or scaler."""

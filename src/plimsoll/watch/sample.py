@@ -86,7 +86,7 @@ class Rows:
 
     @property
     def used(self) -> int:
-        """Rows taken so far."""
+        """Rows taken so far, with those that `adopt` left free in the banks before."""
         return (len(self.banks) - 1) * BANK_ROWS + self.next
 
     @property
@@ -96,7 +96,7 @@ class Rows:
 
     @property
     def repeats(self) -> int:
-        """Entries of series that have another."""
+        """Number of entries beyond the first of each series."""
         return len(self.index) - len(self._distinct)
 
     def take(self) -> tuple[Tensor, int, int]:
@@ -157,8 +157,9 @@ class Rows:
         merged: dict[int, int] = {}  # row -> the row that it is added to
         for row, mine in entries.items():
             if apart.isdisjoint(mine):
-                key = frozenset(
-                    (self.series[e], e in scaled, e in empty, self.factors.get(e, 1.0)) for e in mine
+                # In a tuple, since a row may be entered twice for one series: it then counts twice.
+                key = tuple(
+                    sorted((self.series[e], e in scaled, e in empty, self.factors.get(e, 1.0)) for e in mine)
                 )  # fmt: skip
                 target = first.setdefault(key, row)
                 if target != row:
@@ -194,7 +195,8 @@ class Rows:
         self.scaled = [number[e] for e in self.scaled if e in number]
         self.unless_empty = [number[e] for e in self.unless_empty if e in number]
         self.factors = {number[e]: factor for e, factor in self.factors.items() if e in number}
-        self.updates = [number[e] for e in self.updates]
+        self._distinct = set(self.series)
+        self.updates = [number[e] for e in self.updates if e in number]
         self.last_bins = {number[e]: place for e, place in self.last_bins.items() if e in number}
         self.errors = [errors._replace(entry=number[errors.entry]) for errors in self.errors if errors.entry in number]
 
@@ -287,9 +289,9 @@ class Sample:
         return self._pool.row_bytes * sum([rows.held for rows in self._rows.values()])
 
     def fold(self) -> bool:
-        """Add up rows of the same series if that frees enough; return whether it did."""
-        worth = [rows for rows in self._rows.values() if rows.repeats > len(rows.index) // 64]
-        return sum(rows.fold() for rows in worth) > 0
+        """Add up rows of the same series where there are enough of them; return True if there were."""
+        folded = [rows.fold() for rows in self._rows.values() if rows.repeats > len(rows.index) // 64]
+        return any(folded)
 
     def flush(self) -> None:
         """Measure what waits on any device."""
@@ -391,7 +393,9 @@ class _Part:
         columns: dict[str, NDArray[np.float64]] = {}
 
         def column(name: str) -> NDArray[np.float64]:
-            return columns.setdefault(name, np.full(len(self.rows.index), np.nan))
+            if name not in columns:
+                columns[name] = np.full(len(self.rows.index), np.nan)
+            return columns[name]
 
         host = {position: moves.tensor().numpy() for position, moves in self._moves.items()}
         for entry in self.rows.updates:

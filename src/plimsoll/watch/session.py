@@ -99,7 +99,9 @@ class StepSchedule:
 class WatchSession:
     """State of one watch."""
 
-    repeating: ClassVar[bool] = False  # a shadow step's repetition runs, of whichever watch: nothing of it is recorded
+    # True while a shadow step's repetition runs, or another one, of whichever watch: nothing of it is recorded.
+    repeating: ClassVar[bool] = False
+    repetitions: ClassVar[int] = 0
 
     def __init__(self, model: nn.Module, name: str, settings: Settings, writer: RunWriter, ranks: Ranks) -> None:
         self.model = weakref.ref(model)
@@ -107,12 +109,13 @@ class WatchSession:
         self.step = 0
         self.due = StepSchedule()
         self._intervals = set(settings.intervals.values())
-        self.on_request = 0  # so many further steps are sampled whole
+        self.on_request = 0  # so many steps are sampled whole, the present one included
         self.open = True
         self.pool = Pool(settings.block)
         self.sample: Sample | None = None
         self.ring_only: frozenset[str] = frozenset()  # collections that this step has for the recorder alone
         self.muted = False
+        self._mutes = 0  # that have not ended
         self._held: dict[str, bool] = {}  # what was due when muted
         self.live = False  # inside a training forward of the root
         self.live_thread = 0  # whose forward that is
@@ -132,8 +135,7 @@ class WatchSession:
 
         A thread of its own may train this model meanwhile.
         """
-        # Meanwhile nothing may read gradients: they are written without Python's lock, and who reads one then may
-        # crash.
+        # Autograd writes gradients without Python's lock: reading one meanwhile can crash.
         return bool(self.elsewhere) and threading.get_ident() in self.elsewhere
 
     def plan(self, step: int, number: int | None = None) -> None:
@@ -186,13 +188,24 @@ class WatchSession:
             setattr(self.due, name, self.open and asked)
         self.due.forward = self.due.activations or self.due.activation_gradients
 
-    def mute(self, muted: bool) -> None:
-        """Ignore a forward and its backward, or stop ignoring."""
-        if muted:
-            self._held = {name: flag for name, flag in vars(self.due).items() if flag}
-        for name in self._held:
-            setattr(self.due, name, self.open and not muted)
-        self.muted = muted
+    def mute(self) -> None:
+        """Record nothing until as many calls of `unmute` have come."""
+        with _lock:
+            self._mutes += 1
+            if self._mutes == 1:
+                self._held = {name: flag for name, flag in vars(self.due).items() if flag}
+                for name in self._held:
+                    setattr(self.due, name, False)
+                self.muted = True
+
+    def unmute(self) -> None:
+        """End one `mute`."""
+        with _lock:
+            self._mutes -= 1
+            if self._mutes == 0:
+                for name in self._held:
+                    setattr(self.due, name, self.open)
+                self.muted = self.left
 
     def shut(self) -> None:
         """Stop all measurements."""
@@ -211,15 +224,15 @@ class WatchSession:
 
     def series_of(self, collection: str, name: str, x: Tensor, dtype: torch.dtype | None = None) -> int:
         """The number of a series; `dtype` is a narrower one that the values came through."""
+        wanted, is_plain = dtype or x.dtype, type(x) in _PLAIN
         known = self._plain_series[collection].get(name)
-        if known is not None and known[0] is (dtype or x.dtype) and type(x) in _PLAIN:
+        if is_plain and known is not None and known[0] is wanted and known[1] == x.device:
             return known[2]
-        sharded = type(x) not in _PLAIN and hasattr(x, "placements")
+        sharded = not is_plain and hasattr(x, "placements")
+        number = self._series_of(collection, name, wanted, sharded)
         if not sharded:
-            number = self._series_of(collection, name, dtype or x.dtype, sharded)
-            self._plain_series[collection][name] = dtype or x.dtype, x.device, number
-            return number
-        return self._series_of(collection, name, dtype or x.dtype, sharded)
+            self._plain_series[collection][name] = wanted, x.device, number
+        return number
 
     def _series_of(self, collection: str, name: str, dtype: torch.dtype, sharded: bool) -> int:
         key = (collection, name, dtype, sharded)
@@ -259,8 +272,7 @@ class WatchSession:
                 entry is None or entry[0] is not x.dtype or entry[1] != x.device or type(x) not in _PLAIN
                 or x.layout is not torch.strided or x.is_neg() or name in narrowed
             ):  # fmt: skip
-                # Whole numbers are counts of steps and the like. Complex values are a part of the model: it is said
-                # that they are left out.
+                # Integer tensors, such as counts of steps, are left out. Of complex ones an event says so.
                 plain = self.readable(x, collection, name) if x.is_floating_point() or x.is_complex() else None
                 if plain is None:
                     continue
@@ -382,10 +394,13 @@ class WatchSession:
 
 
 _cores: "weakref.WeakSet[WatchSession]" = weakref.WeakSet()
+_lock = threading.Lock()  # around what several threads count
 
 
 def _after_fork() -> None:
-    WatchSession.repeating = False
+    global _lock  # noqa: PLW0603  (another thread may have held it)
+    _lock = threading.Lock()
+    WatchSession.repeating, WatchSession.repetitions = False, 0
     for core in list(_cores):
         core.leave()
 
@@ -397,12 +412,26 @@ if hasattr(os, "register_at_fork"):
 @contextlib.contextmanager
 def nothing_recorded() -> Generator[None]:
     """Context in which no watch of this process records anything."""
-    before, WatchSession.repeating = WatchSession.repeating, True
+    begin_repetition()
     try:
         with watches_muted():
             yield
     finally:
-        WatchSession.repeating = before
+        end_repetition()
+
+
+def begin_repetition() -> None:
+    """Record nothing in any watch until as many calls of `end_repetition` have come."""
+    with _lock:
+        WatchSession.repetitions += 1
+        WatchSession.repeating = True
+
+
+def end_repetition() -> None:
+    """End one `begin_repetition`."""
+    with _lock:
+        WatchSession.repetitions = max(0, WatchSession.repetitions - 1)  # a fork may have ended it
+        WatchSession.repeating = WatchSession.repetitions > 0
 
 
 @contextlib.contextmanager
@@ -410,14 +439,14 @@ def watches_muted() -> Generator[None]:
     """Context in which the present watches record nothing; one begun inside does."""
     # By identity, since each session has several listeners.
     sessions = {id(core): core for core in (getattr(listener, "core", None) for listener in torch_hooks.listeners())}
-    cores = [core for core in sessions.values() if isinstance(core, WatchSession) and not core.muted]
+    cores = [core for core in sessions.values() if isinstance(core, WatchSession)]
     for core in cores:
-        core.mute(True)
+        core.mute()
     try:
         yield
     finally:
         for core in cores:
-            core.mute(False)
+            core.unmute()
 
 
 def contained(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:

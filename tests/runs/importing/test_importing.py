@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import shutil
 import struct
 import zlib
 from collections.abc import Callable
@@ -381,6 +382,8 @@ def test_a_path_says_whose_run_it_is(tmp_path: Path) -> None:
     assert [pl.Run.of(path).path.name for path in (table, events, tmp_path / "tb", offline)] == [
         "losses", "tb", "tb", "offline"
     ]  # fmt: skip
+    shutil.copytree(tmp_path / "tb", tmp_path / "lr0.001")
+    assert pl.Run.of(tmp_path / "lr0.001").path.name == "lr0.001"
     assert pl.parity(table, events, tolerance=1.0, until=1).verdict == "undecided"
     for path in (tmp_path / "none.csv", tmp_path / "none", "memory://nowhere"):
         assert tracker_files.kind_of(path) is None

@@ -4,6 +4,7 @@ Each call reads only the rows that it needs. New records of an open run are visi
 """
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -164,8 +165,8 @@ class Run:
             return cls(to)
         temporary = Path(tempfile.mkdtemp(prefix="plimsoll-"))
         try:
-            whole = Path(path).resolve()
-            name = whole.parent.name if kind != "csv" and whole.is_file() else whole.stem
+            source = Path(path).resolve()
+            name = source.stem if kind == "csv" else source.parent.name if source.is_file() else source.name
             folder = temporary / (name or "run")
             table.write(folder, kind)
             run = cls(folder)
@@ -523,10 +524,10 @@ class Run:
         return np.setdiff1d(self._contents.steps(), before).tolist()
 
     def follow(self, *, poll_seconds: float = 1.0, timeout: float | None = None) -> Iterator[list[int]]:
-        """Yield the existing steps, then new ones as they come, until the run is closed.
+        """Yield the steps with spectra that exist, then new ones, until the run is closed.
 
         Args:
-            poll_seconds: Time between two looks at the folder.
+            poll_seconds: Time between two looks at the folder. Default: 1.
             timeout: Seconds without new steps after which to end. A killed writer closes nothing. Default: no limit.
         """
         new, last_news = self.steps, time.monotonic()
@@ -536,10 +537,12 @@ class Run:
                 last_news = time.monotonic()
             closed = self.closed  # asked for first: what came before the end is then seen
             new = self._look()
-            if not new and (closed or (timeout is not None and time.monotonic() - last_news >= timeout)):
+            if new:
+                continue
+            remaining = math.inf if timeout is None else timeout - (time.monotonic() - last_news)
+            if closed or remaining <= 0:
                 return
-            if not new:
-                time.sleep(poll_seconds)
+            time.sleep(min(poll_seconds, remaining))
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         """Return a notebook's output: the verdict, and the loss figure if it can be drawn."""

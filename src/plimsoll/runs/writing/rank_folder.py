@@ -118,14 +118,14 @@ class RankFolder:
         self.last_step = self._last_step()  # of earlier sessions, as far as it is valid
         self._next = max([0, *(p.last for p in self._parts), *(s.first_flush for s in self._sessions)]) + 1
         self._sessions.append(manifest.new_session(self._sessions, self._next, resume_from))
+        if resume_from is not None and self.last_step is not None:
+            self.last_step = min(self.last_step, resume_from - 1) if resume_from > 0 else None
         if former:
             self._note_continued(resume_from)
         elif self._parts and not self.found:
             name = manifest.file_name(self.rank)
             message = f"{name}: was missing; what lay there and its settings are not known"
             self.found.append(("damaged", message, {"file": name}))
-        if resume_from is not None and self.last_step is not None:
-            self.last_step = min(self.last_step, resume_from - 1)
         self.write_manifest()
         self._remove_replaced()
 
@@ -220,7 +220,13 @@ class RankFolder:
         self._lock.renew()
         if missing:
             with self._guard:
-                self._parts, self._lost = _parts.split(_parts.listed(Folder(self.path), self.rank)[0])[0], []
+                found = _parts.split(_parts.listed(Folder(self.path), self.rank)[0])[0]
+                known, there = {part.name: part for part in self._parts}, {part.name for part in found}
+                # If a part of the folder is left, what has gone with the rest is missing; else the run begins again.
+                self._lost = (
+                    [*self._lost, *(part for name, part in known.items() if name not in there)] if found else []
+                )
+                self._parts = [known.get(part.name, part) for part in found]  # with their numbers of rows
             self.write_manifest()
         return missing
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plimsoll.errors import PlimsollError
 from plimsoll.runs.columns import step_table
 from plimsoll.runs.columns.spectrum_columns import columns_of
 from plimsoll.runs.columns.step_table import StepTable
@@ -118,10 +117,15 @@ class Worker:
 
     def flush(self, timeout: float | None) -> bool:
         """Wait until all records are on disk; return False if they are not, or too late."""
-        if self._closed or threading.current_thread() is self._thread:
+        if threading.current_thread() is self._thread:
             return self._closed and not len(self._buffer)
         mark = _Mark(threading.Event(), [])
-        self._queue.put((mark, 0, self._numbers))
+        with self._guard:
+            closed = self._closed
+            if not closed:
+                self._queue.put((mark, 0, self._numbers))  # under the guard: it comes before the last mark
+        if closed:
+            return signal_deferral.wait(self._last.done.wait, timeout) and not len(self._buffer)
         return signal_deferral.wait(mark.done.wait, timeout) and mark.result == [True]
 
     def close(self, timeout: float | None) -> None:
@@ -157,14 +161,14 @@ class Worker:
             try:
                 item, size, room = self._queue.get(timeout=self._patience())
             except queue.Empty:
-                self._write()
+                self._write_contained()
                 continue
             self._contained(item)
             with self._guard:
                 room.used -= size
             del item  # its arrays are not kept alive while the thread waits
             if self._deadline is not None and time.monotonic() >= self._deadline:
-                self._write()
+                self._write_contained()
 
     def _patience(self) -> float:
         return _IDLE_SECONDS if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -174,13 +178,25 @@ class Worker:
         try:
             self._handle(item)
         except Exception as error:  # noqa: BLE001  (P2: nothing in here may stop training, or this thread)
-            reason = "produce failed" if isinstance(item, _Produce) else "invalid record"
-            self._dropped.count(
-                reason, 1, f"plimsoll: a record for {self._flusher.path} is lost ({reason}: {error!r})."
-            )
             if isinstance(item, _Mark):
+                self._warn_of_failed_write(error)
                 item.done.set()
-                self._running = self._running and not item.closing
+                if item.closing:
+                    self._running = False
+                return
+            reason = "produce failed" if isinstance(item, _Produce) else "invalid record"
+            message = f"plimsoll: a record for {self._flusher.path} is lost ({reason}: {error!r})."
+            self._dropped.count(reason, 1, message)
+
+    def _write_contained(self) -> None:
+        """Write the buffer. No exception leaves this function."""
+        try:
+            self._write()
+        except Exception as error:  # noqa: BLE001  (likewise)
+            self._warn_of_failed_write(error)
+
+    def _warn_of_failed_write(self, error: Exception) -> None:
+        self._dropped.warn_once("write", f"plimsoll: {self._flusher.path} could not be written: {error!r}")
 
     def _handle(self, item: _Item) -> None:
         if isinstance(item, _Produce):
@@ -190,7 +206,10 @@ class Worker:
             self._flusher.change(item.entries)
             self._expect_write()
         elif isinstance(item, _Mark):
-            self._end(item) if item.closing else self._answer(item)
+            if item.closing:
+                self._end(item)
+            else:
+                self._answer(item)
         else:
             self._take(item)
 
@@ -233,7 +252,7 @@ class Worker:
             self._deadline = time.monotonic() + self._flush_seconds
 
     def _answer(self, mark: _Mark) -> None:
-        mark.result.append(self._write() and self._write_rest())
+        mark.result.append(self._write_all())
         self._feed.flush()
         mark.done.set()
 
@@ -250,8 +269,10 @@ class Worker:
             self._expect_write()
         return written
 
-    def _write_rest(self) -> bool:
-        """Write the events that writing itself has caused."""
+    def _write_all(self) -> bool:
+        """Write the buffer, then the events that writing itself has caused; return True if nothing is left."""
+        if not self._write():
+            return False
         self._remember(self._flusher.events())
         return not len(self._buffer) or self._write()
 
@@ -261,15 +282,16 @@ class Worker:
         try:
             for step in sorted(self._steps):
                 self._complete(step)
-            _ = self._write() and self._write_rest()  # before all that may take long
+            self._write_all()  # before all that may take long
             self._feed.end()
             if not signal_deferral.is_hurried():
                 self._flusher.compact_all()
             self._feed.close()
-            _ = self._write() and self._write_rest()
+            self._write_all()
             self._buffer.give_up(self._flusher.path)
             self._flusher.close(self._registry.series)
-        except (OSError, PlimsollError) as error:
+        except Exception as error:  # noqa: BLE001  (P2)
             self._dropped.warn_once("close", f"plimsoll: {self._flusher.path} could not be closed in order: {error}")
+            self._flusher.abandon()  # the lock at least is given back
         finally:
             mark.done.set()

@@ -61,7 +61,7 @@ class TrainingEvents:
         """A CUDA graph, which may hold whole steps, is about to run again."""
 
     def backward_ends(self) -> None:
-        """A backward has returned, or has raised an error."""
+        """A backward has returned. One that raises an error sends nothing."""
 
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:
         """A scaler has scaled a loss."""
@@ -98,6 +98,7 @@ gradient_factor_providers: list[Callable[[Any], float]] = []
 emulated: list[Callable[[], Mapping[str, str]]] = []
 
 _listeners: list["weakref.ref[TrainingEvents]"] = []
+_set_aside: list["weakref.ref[TrainingEvents]"] = []  # those that are not notified, see `exclusive`
 _undo: list[Callable[[], None]] = []
 _patched: dict[type, list[Callable[[], None]]] = {}
 _scaler_classes: list[type] = [torch.amp.GradScaler]
@@ -156,16 +157,16 @@ def unsubscribe(listener: TrainingEvents) -> None:
 
 @contextlib.contextmanager
 def exclusive(listener: TrainingEvents) -> Generator[None]:
-    """Context in which only this listener is notified, for a trial of the training."""
-    subscribe(listener)
+    """Context in which the listeners that were there before are not notified, for a trial of the training."""
+    global _set_aside  # noqa: PLW0603  (the list of listeners is one for all)
     with _lock:
-        others = [ref for ref in _listeners if ref() is not listener]
-        _listeners[:] = [ref for ref in _listeners if ref() is listener]
+        before, _set_aside = _set_aside, [*_set_aside, *_listeners]
+    subscribe(listener)
     try:
         yield
     finally:
         with _lock:
-            _listeners[:0] = others
+            _set_aside = before
         unsubscribe(listener)
 
 
@@ -227,7 +228,7 @@ def _notify(event: str, *facts: object) -> None:
         return
     for ref in tuple(_listeners):
         listener = ref()
-        if listener is not None:
+        if listener is not None and not any(ref is other for other in _set_aside):
             getattr(listener, event)(*facts)
 
 
@@ -314,7 +315,7 @@ def _replaying(original: Any) -> Any:
 
 
 def _patch_scaler(kind: type) -> None:
-    """Wraps the methods of a scaler's class, those that the class itself defines."""
+    """Wrap the methods of a scaler's class and of its bases."""
     for owner in kind.__mro__:
         if owner in _patched or owner is object:
             continue
@@ -393,11 +394,37 @@ def _acts(scaler: Any) -> bool:
     return not callable(enabled) or bool(enabled())
 
 
+class _Calls(threading.local):
+    """Methods of scalers that run on this thread."""
+
+    def __init__(self) -> None:
+        self.running: set[tuple[int, str]] = set()
+
+
+_calls = _Calls()
+
+
+# A class whose method calls that of its base is wrapped as both, and one call is one event.
+@contextlib.contextmanager
+def _outermost(scaler: Any, method: str) -> Generator[bool]:
+    """Context of a scaler's call: True if it is to be reported."""
+    key = id(scaler), method
+    if key in _calls.running or not _acts(scaler):
+        yield False
+        return
+    _calls.running.add(key)
+    try:
+        yield True
+    finally:
+        _calls.running.discard(key)
+
+
 def _scaling(original: Any) -> Any:
     @functools.wraps(original)
     def scale(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        scaled = original(self, outputs, *args, **kwargs)
-        if _acts(self):
+        with _outermost(self, "scale") as reported:
+            scaled = original(self, outputs, *args, **kwargs)
+        if reported:
             _notify("loss_scaled", self, outputs, scaled)
         return scaled
 
@@ -407,8 +434,9 @@ def _scaling(original: Any) -> Any:
 def _stepping(original: Any) -> Any:
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, optimizer, *args, **kwargs)
-        if _acts(self):
+        with _outermost(self, "step") as reported:
+            result = original(self, optimizer, *args, **kwargs)
+        if reported:
             _notify("scaler_step_ends", self, optimizer)
         return result
 
@@ -418,11 +446,12 @@ def _stepping(original: Any) -> Any:
 def _updating(original: Any) -> Any:
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _acts(self):
-            return original(self, *args, **kwargs)
-        _notify("scaler_update_begins", self)
-        result = original(self, *args, **kwargs)
-        _notify("scaler_update_ends", self)
+        with _outermost(self, "update") as reported:
+            if reported:
+                _notify("scaler_update_begins", self)
+            result = original(self, *args, **kwargs)
+        if reported:
+            _notify("scaler_update_ends", self)
         return result
 
     return update
@@ -441,7 +470,7 @@ def _patch_excepthook() -> None:
 
 
 def said(kind: type[BaseException], error: BaseException | None) -> str:
-    """Return an exception in one line, whatever its own text does."""
+    """Return an exception's kind and text, whatever its own text does."""
     try:
         return f"{kind.__name__}: {error}"
     except Exception as another:  # noqa: BLE001  (a text that cannot be made must not hide the exception)

@@ -131,12 +131,12 @@ class Parameters:
 
     @contained_reader("gradients")
     def read_gradients(self, optimizer: Any) -> None:
-        """Reads the gradients that an optimizer is given, and those that no optimizer has."""
+        """Read the gradients that an optimizer is given."""
         self._graded.add(id(optimizer))
         known = self._known(optimizer)
-        if not self.core.due.gradients and known.on_cpu and (not self._counts or self._seem_finite(known)):
-            return
         masters = {id(weight): master for master, weight in masters_of(optimizer)}
+        if not self.core.due.gradients and known.on_cpu and (not self._counts or self._seem_finite(known, masters)):
+            return
         # A fused optimizer is given scaled gradients, and the scale; Plimsoll's scalers unscale first, and mark it.
         scale = getattr(optimizer, "grad_scale", None)
         scaled = isinstance(scale, Tensor) and not getattr(scale, "plimsoll_unscaled", False)
@@ -146,11 +146,11 @@ class Parameters:
     # Their non-finite values are counted if something says that there are some: the loss, a scaler's skip, the norm
     # that clipping takes, or a few small gradients. A NaN that arises in a backward spreads to the gradients of all
     # layers before it. On other devices all are counted at every step, which the training does not wait for.
-    def _seem_finite(self, known: _Steered) -> bool:
+    def _seem_finite(self, known: _Steered, masters: Mapping[int, Tensor]) -> bool:
         """Return True if nothing indicates NaN or Inf in a CPU optimizer's gradients."""
         if self.suspect:
             return False
-        grads = [_inner(g) for p in known.probed if (g := p.grad) is not None]
+        grads = [_inner(g) for p in known.probed if (g := _gradient(p, masters.get(id(p)))) is not None]
         plain = [as_real(g) for g in grads if type(g) is Tensor and g.layout is torch.strided]
         return not kernels.count_nonfinite(plain)
 
@@ -216,7 +216,9 @@ class Parameters:
             counts = [kernels.new_counts(1)]
         if len(counts) <= 1:
             return counts[0] if counts else None
-        return torch.stack([count.to(counts[0].device, non_blocking=True) for count in counts]).sum()
+        # To a GPU if there is one: a copy to the CPU may be read before it has arrived.
+        device = next((count.device for count in counts if count.device.type != "cpu"), counts[0].device)
+        return torch.stack([count.to(device, non_blocking=True) for count in counts]).sum()
 
     @property
     def _counts(self) -> bool:

@@ -24,7 +24,7 @@ from plimsoll.runs import Scalars
 from plimsoll.watch.hooks.autograd_graph import backward_running
 from plimsoll.watch.hooks.torch_hooks import is_transformed
 from plimsoll.watch.names import clean, tensors_in
-from plimsoll.watch.session import WatchSession, contained
+from plimsoll.watch.session import WatchSession, begin_repetition, contained, end_repetition
 from plimsoll.watch.settings import SHADOWED, Settings
 from plimsoll.watch.shadow import data_parallel, replay
 from plimsoll.watch.shadow.capture import CapturedCall, CapturedForward, watch_calls
@@ -300,7 +300,7 @@ class Shadow:
         assert root is not None
         leaves, sharding = leaves_of(root), hooks_of_sharding(root)
         after, outputs = RandomState(call.devices), list[Tensor]()
-        WatchSession.repeating = True
+        begin_repetition()
         try:
             dropouts, low, high = None, Decisions(), Decisions()
             if draws_by_dtype(call.devices) or self._decides:
@@ -322,7 +322,8 @@ class Shadow:
             self._tally.add_all(low, high)
             self._decides = bool(high.made)
         finally:
-            self._running, WatchSession.repeating = None, False
+            self._running = None
+            end_repetition()
             after.restore()
         self._taken = True
         if self.core.due.gradients:

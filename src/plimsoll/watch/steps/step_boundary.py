@@ -159,7 +159,10 @@ class Steps(torch_hooks.TrainingEvents):
     def trial(self, stage: Any, begins: bool) -> None:
         """A pipeline's stage runs on made-up values, or has done so."""
         if unwrapped(stage.submod) is self.core.model():
-            self.core.mute(begins)
+            if begins:
+                self.core.mute()
+            else:
+                self.core.unmute()
 
     def forward_ends(self) -> None:
         """The root module has returned, or raised."""

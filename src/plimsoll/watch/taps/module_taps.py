@@ -154,7 +154,7 @@ class Taps:
                 hooks.move_to_end(handle.id)
 
     def forget(self) -> None:
-        """The forward is over: what was seen in it is not the next one's."""
+        """Forget what this step has seen. Its backward is over."""
         self._sights.clear()
         self._hooked.clear()
         self._without_graph.clear()
@@ -222,8 +222,30 @@ class Taps:
             rows.enter(row, core.series_of("activations", name, scores))
 
     @contained
+    def module_begins(self, tap: "_Tap", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is called."""
+        tensors = tensors_among(args, kwargs)
+        self.see(tap, tensors)
+        if not tensors and args:
+            tap.say_complex(args[0])
+        if self.graph_names is not None and not is_transformed():
+            self.graph_names.add_inputs(tap.name, tensors)
+
+    @contained
+    def module_ends(self, tap: "_Tap", module: nn.Module, output: Any) -> None:
+        """A module has returned."""
+        tensors = tensors_in(output)
+        self.see(tap, tensors)
+        if not tensors:
+            tap.say_complex(output)
+        if self.graph_names is not None and not is_transformed():
+            self.graph_names.add_outputs(tap.name, tensors)
+        if tensors and tensors[0][1].dtype in SIXTEEN_BIT:
+            self.narrow(tap.name, module, tensors[0][1].dtype)
+
+    @contained
     def narrow(self, name: str, module: nn.Module, dtype: torch.dtype) -> None:
-        """Note that autocast ran the module in 16 bits, and so its parameters' gradients."""
+        """Note that the module's output is in 16 bits: gradients of its FP32 parameters come through that dtype."""
         for key, p in module.named_parameters(recurse=False):
             full = key if name == self.core.name else f"{name}.{key}"
             if p.dtype == torch.float32 and self._narrowed.get(full) is not dtype:
@@ -263,9 +285,10 @@ class Taps:
     # Where checkpointing is not re-entrant, the graph of the first forward goes on and its hooks are called. Where it
     # is, the recomputation's own tensors have the gradients, but for the checkpoint's inputs, which have them already.
     def _brings_gradient(self, name: str, x: Tensor, recomputing: bool) -> bool:
-        """Return True if the gradient of a tensor is still to be counted under a name."""
+        """Count a tensor; return True if its gradient is to be recorded under this name."""
         if not recomputing:
-            (self._hooked if x.requires_grad else self._without_graph)[name] += 1
+            counts = self._hooked if x.requires_grad else self._without_graph
+            counts[name] += 1
             return x.requires_grad
         if not x.requires_grad or (self._hooked[name] and not self._without_graph[name]):
             return False
@@ -352,12 +375,7 @@ class _Before(_Tap):
         if torch.compiler.is_compiling():
             return self.taps.compiled.inputs(self.name, args, kwargs)
         self.taps.inside.append(self.name)
-        tensors = tensors_among(args, kwargs)
-        self.taps.see(self, tensors)
-        if not tensors and args:
-            self.say_complex(args[0])
-        if self.taps.graph_names is not None and not is_transformed():
-            self.taps.graph_names.add_inputs(self.name, tensors)
+        self.taps.module_begins(self, args, kwargs)
         return None
 
 
@@ -369,17 +387,11 @@ class _After(_Tap):
             return None
         if torch.compiler.is_compiling():
             return self.taps.compiled.outputs(self.name, output)
-        tensors = tensors_in(output)
         inside = self.taps.inside
-        if inside and inside[-1] == self.name:
-            inside.pop()
-        self.taps.see(self, tensors)
-        if not tensors:
-            self.say_complex(output)
-        if self.taps.graph_names is not None and not is_transformed():
-            self.taps.graph_names.add_outputs(self.name, tensors)
-        if tensors and (dtype := tensors[0][1].dtype) in SIXTEEN_BIT:
-            self.taps.narrow(self.name, module, dtype)
+        if self.name in inside:  # above it are modules that have raised, and whose error was caught
+            while inside.pop() != self.name:
+                pass
+        self.taps.module_ends(self, module, output)
         return None
 
 
@@ -416,26 +428,33 @@ class Listener(Protocol):
         ...
 
 
-_listeners: "weakref.WeakSet[Listener]" = weakref.WeakSet()
+_listeners: "tuple[weakref.ref[Listener], ...]" = ()  # replaced as a whole: attention on other threads reads it
+_installed: Any = None  # the function that is in torch's place
 _lock = threading.Lock()
 _NAMES = ("value", "attn_mask", "dropout_p", "is_causal")
 
 
 def listen_to_attention(listener: Listener) -> None:
     """Call a listener at every attention from now on."""
+    global _listeners, _installed  # noqa: PLW0603  (torch's function is one for all)
     with _lock:
-        _listeners.add(listener)
-        if not hasattr(functional.scaled_dot_product_attention, "plimsoll_original"):
-            functional.scaled_dot_product_attention = _observed(functional.scaled_dot_product_attention)
+        _listeners = (*_others(listener), weakref.ref(listener))
+        if _installed is None:
+            _installed = functional.scaled_dot_product_attention = _observed(functional.scaled_dot_product_attention)
 
 
 def end_listening(listener: Listener) -> None:
     """Remove a listener; with the last one torch is restored, unless wrapped since."""
+    global _listeners, _installed  # noqa: PLW0603  (likewise)
     with _lock:
-        _listeners.discard(listener)
-        original = getattr(functional.scaled_dot_product_attention, "plimsoll_original", None)
-        if original is not None and not len(_listeners):
-            functional.scaled_dot_product_attention = original
+        _listeners = _others(listener)
+        if not _listeners and functional.scaled_dot_product_attention is _installed:
+            functional.scaled_dot_product_attention = _installed.plimsoll_original
+            _installed = None
+
+
+def _others(listener: Listener) -> "tuple[weakref.ref[Listener], ...]":
+    return tuple(ref for ref in _listeners if ref() not in (None, listener))
 
 
 def _observed(original: Callable[..., Tensor]) -> Any:
@@ -443,7 +462,7 @@ def _observed(original: Callable[..., Tensor]) -> Any:
     def scaled_dot_product_attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.compiler.is_compiling():
             # Most steps are not due, and a step may call attention a hundred times.
-            for listener in [each for each in _listeners if each.attached]:
+            for listener in [each for ref in _listeners if (each := ref()) is not None and each.attached]:
                 listener.attends(query, key, {**dict(zip(_NAMES, args, strict=False)), **kwargs})
         return original(query, key, *args, **kwargs)
 
@@ -473,7 +492,8 @@ def largest_scores(query: Tensor, key: Tensor, rest: dict[str, Any]) -> Tensor |
     with _as_written(q.device.type):
         scores = (q @ k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         largest = _masked(scores, chosen, rest, rows).amax((-2, -1)).reshape(-1)
-        return largest[largest > -math.inf] if largest.is_cpu else largest  # on a GPU it would wait for their number
+        # On a GPU it would wait for their number. NaN stays: it is what is looked for.
+        return largest[largest != -math.inf] if largest.is_cpu else largest
 
 
 def leave_out_masked(row: Tensor) -> None:
