@@ -40,8 +40,8 @@ ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 SUPPORT = ROOT / "tests" / "support"  # where the scripts lie that ranks run
 _NEEDED = (
-    "numba", "torch._dynamo", "torch.distributed.tensor", "scipy.linalg", "pyarrow.parquet", "pydantic", "typer.main",
-    "rich.console", "rich.table", "plotly.graph_objects",
+    "numba", "torch._dynamo", "torch.distributed.tensor", "scipy.linalg", "scipy.interpolate", "pyarrow.compute",
+    "pyarrow.parquet", "pydantic.type_adapter", "typer.main", "rich.console", "rich.table", "plotly.graph_objects",
 )  # fmt: skip
 used = [0.0]  # CPU seconds of all such processes that have ended
 _USED = "used"  # a file of the CPU seconds of other processes' processes
