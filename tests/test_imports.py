@@ -55,18 +55,21 @@ def test_the_probe_sees_what_is_loaded() -> None:
     assert "rich" in loaded_by("import rich")
 
 
-def test_casting_and_measuring_load_neither_triton_nor_the_command_line() -> None:
-    loaded = loaded_by("import plimsoll; plimsoll.cast, plimsoll.measure")
-    assert "torch" in loaded
-    assert not loaded & {"triton", "typer", "rich", "plotly", "fastapi"}
-
-
-def test_judging_a_recorded_run_loads_nothing_of_live_training() -> None:
-    probe = (
-        "import sys, plimsoll; plimsoll.diagnose, plimsoll.whatif, plimsoll.plan, plimsoll.diff; print(*sys.modules)"
+def test_live_training_measuring_and_casting_are_loaded_when_they_are_asked_for() -> None:
+    """By one interpreter: what one step loads is there until the last."""
+    steps = (
+        "import plimsoll, plimsoll.spectrum",
+        "plimsoll.diagnose, plimsoll.whatif, plimsoll.plan, plimsoll.diff",
+        "plimsoll.spectrum.measure",
+        "plimsoll.cast, plimsoll.measure",
     )
+    probe = "import sys\n" + "\n".join(f"{step}\nprint(*sys.modules)" for step in steps)
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert not {"plimsoll.watch", "plimsoll.precision", "torch._dynamo"} & set(result.stdout.split())
+    first, judging, measuring, last = (set(line.split()) for line in result.stdout.splitlines())
+    assert not first & _HEAVY
+    assert not judging & {"plimsoll.watch", "plimsoll.precision", "torch._dynamo"}
+    assert "torch" in measuring
+    assert not last & {"triton", "typer", "rich", "plotly", "fastapi"}
 
 
 # Importing one of these is what a command, a script or a page does that only reads.
@@ -126,8 +129,7 @@ def test_what_if_and_the_page_need_no_torch(tmp_path: Path) -> None:
     assert not loaded_by(code) & {"torch", "numba", "triton", "fastapi", "pandas"}
 
 
-def test_measuring_is_loaded_when_it_is_asked_for() -> None:
-    assert "torch" in loaded_by("import plimsoll.spectrum; plimsoll.spectrum.measure")
+def test_a_name_that_a_package_has_not_is_an_attribute_error() -> None:
     assert "measure" in dir(plimsoll.spectrum)
     with pytest.raises(AttributeError, match="module 'plimsoll.spectrum' has no attribute 'measures'"):
         getattr(plimsoll.spectrum, "measures")  # noqa: B009  (a name that type checkers know is not there)

@@ -3,12 +3,11 @@
 import importlib
 import inspect
 import pickle
-import subprocess
-import sys
 
 import pytest
 
 from plimsoll.moved import MOVED
+from tests.support import processes
 from tests.support.cases import each
 
 
@@ -32,5 +31,5 @@ def test_other_modules_of_the_old_layout_are_gone_and_none_is_imported_unasked()
     probe = (
         "import sys, plimsoll.scaling; print(*[name for name in sys.modules if '._' in name and 'plimsoll' in name])"
     )
-    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == []
+    result = processes.python("-c", probe)
+    assert (result.returncode, result.stdout.split()) == (0, []), result.stderr

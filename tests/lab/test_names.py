@@ -1,8 +1,6 @@
 """The names of `plimsoll_lab`: those for type checkers and those that are found are the same; a worker loads few."""
 
 import ast
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 
 import plimsoll_lab as lab
 from plimsoll.version import __version__
-from tests.support.patience import HANG_SECONDS
+from tests.support import processes
 
 
 def test_every_list_of_names_is_the_same() -> None:
@@ -30,10 +28,8 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 
 def test_a_worker_loads_no_experiment() -> None:
     script = "import sys, plimsoll_lab.running.workers; print('plimsoll_lab.registry' in sys.modules)"
-    finished = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_SECONDS
-    )
-    assert finished.stdout.split() == ["False"]
+    finished = processes.python("-c", script)
+    assert finished.stdout.split() == ["False"], finished.stderr
 
 
 def test_the_laboratory_needs_the_plimsoll_of_its_own_version() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.runs import Event, Run, RunWriter, Scalars
+from tests.support import processes
 from tests.support.patience import HANG_SECONDS
 from tests.support.runs import making
 
@@ -37,7 +38,7 @@ while True:
 def killed(path: Path, first: int, after: float) -> int:
     """Writes in another process from step `first` on, and kills it; the last step that was reported as on disk."""
     with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path), str(first)], stdout=subprocess.PIPE, text=True
+        [processes.commands() / "python", "-c", WRITER, str(path), str(first)], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
