@@ -40,6 +40,15 @@ def shown(page: Any, seen: Any, file: Path) -> Iterator[Any]:
     assert {url for url in seen.requests if not url.startswith(("blob:", "data:"))} == {address(file)}
 
 
+@pytest.fixture(scope="module")
+def looked_at(browser: Any, file: Path) -> Iterator[Any]:
+    """The report, opened once for the tests that change nothing in it."""
+    with open_page(browser, viewport={"width": 1280, "height": 900}) as (page, seen):
+        page.goto(address(file))
+        yield page
+        assert {url for url in seen.requests if not url.startswith(("blob:", "data:"))} == {address(file)}
+
+
 DRAWN = ".picture .js-plotly-plot"
 
 
@@ -62,18 +71,18 @@ def test_the_verdict_is_seen_first_and_figures_when_they_are_scrolled_to(shown: 
     assert drawn(shown) > before
 
 
-def test_a_figure_is_in_the_pages_font_and_colours(shown: Any) -> None:
-    shown.wait_for_selector(f"{DRAWN} .xtick text")
-    fonts = shown.evaluate(
+def test_a_figure_is_in_the_pages_font_and_colours(looked_at: Any) -> None:
+    looked_at.wait_for_selector(f"{DRAWN} .xtick text")
+    fonts = looked_at.evaluate(
         "[...document.querySelectorAll('.xtick text, body')].map(e => getComputedStyle(e).fontFamily)"
     )
     assert len({font.split(",")[0] for font in fonts}) == 1
-    assert shown.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(255, 255, 255)"
+    assert looked_at.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(255, 255, 255)"
 
 
-def test_no_figure_offers_to_upload_its_data(shown: Any) -> None:
-    shown.wait_for_selector(f"{DRAWN} .modebar-btn", state="attached")
-    titles = shown.locator(".modebar-btn").evaluate_all("all => all.map(each => each.dataset.title)")
+def test_no_figure_offers_to_upload_its_data(looked_at: Any) -> None:
+    looked_at.wait_for_selector(f"{DRAWN} .modebar-btn", state="attached")
+    titles = looked_at.locator(".modebar-btn").evaluate_all("all => all.map(each => each.dataset.title)")
     assert "Download plot as a PNG" in titles
     assert not [title for title in titles if re.search("share|cloud|upload|send", title, re.IGNORECASE)]
 
@@ -106,13 +115,15 @@ def test_a_heat_map_is_chosen(shown: Any) -> None:
     expect(plot.locator(".main-svg").first).to_be_visible()
 
 
-def test_what_the_registry_offers_is_drawn_unless_a_finding_shows_it(shown: Any, run: Path) -> None:
-    shown.get_by_role("link", name="Pictures").click()
+def test_what_the_registry_offers_is_drawn_unless_a_finding_shows_it(looked_at: Any, run: Path) -> None:
+    looked_at.get_by_role("link", name="Pictures").click()
     above = {finding.figure for finding in diagnose(run)}
     offered = [d["figure"] for d in _offered(run, "scale")]
     assert len(offered) > 3 and set(offered) & above
-    expect(shown.locator(".offered .picture:not([hidden])")).to_have_count(len([f for f in offered if f not in above]))
-    labels = shown.locator("#layers-figure option").all_inner_texts()
+    expect(looked_at.locator(".offered .picture:not([hidden])")).to_have_count(
+        len([f for f in offered if f not in above])
+    )
+    labels = looked_at.locator("#layers-figure option").all_inner_texts()
     assert sorted(labels) == sorted(str(d["label"]) for d in _offered(run, "layers"))
 
 
@@ -217,22 +228,13 @@ def test_without_scripts_all_of_the_text_is_there(browser: Any, file: Path) -> N
         assert page.locator("table").last.locator("tbody tr").count() == 12
 
 
-def test_a_narrow_window_shows_all_of_it(browser: Any, file: Path) -> None:
+def test_a_narrow_window_shows_all_of_it_and_no_words_below_buttons(browser: Any, file: Path) -> None:
     with open_page(browser, viewport={"width": 400, "height": 800}) as (page, _):
         page.goto(address(file))
         page.wait_for_selector(DRAWN)
         page.evaluate("dispatchEvent(new Event('beforeprint')); dispatchEvent(new Event('afterprint'))")  # draws all
         expect(page.locator(f"{DRAWN} .main-svg").last).to_be_attached()
         assert page.evaluate("document.documentElement.scrollWidth") == 400
-
-
-def test_the_buttons_of_a_figure_cover_none_of_its_words(browser: Any, run: Path, tmp_path: Path) -> None:
-    page_file = html(run, tmp_path / "narrow.html")
-    with open_page(browser, viewport={"width": 400, "height": 800}) as (page, _):
-        page.goto(address(page_file))
-        page.wait_for_selector(DRAWN)
-        page.evaluate("dispatchEvent(new Event('beforeprint')); dispatchEvent(new Event('afterprint'))")  # draws all
-        expect(page.locator(f"{DRAWN} .main-svg").last).to_be_attached()
         covered = page.evaluate(
             "[...document.querySelectorAll('.js-plotly-plot')].flatMap(plot => {"
             " const bar = plot.querySelector('.modebar').getBoundingClientRect();"
@@ -244,17 +246,19 @@ def test_the_buttons_of_a_figure_cover_none_of_its_words(browser: Any, run: Path
         assert page.locator(".annotation-text-g", has_text="since step").count() and covered == []
 
 
-def test_every_control_has_a_name_and_headings_are_in_order(shown: Any) -> None:
-    shown.wait_for_selector(DRAWN)
-    names = shown.evaluate(
+def test_every_control_has_a_name_and_headings_are_in_order(looked_at: Any) -> None:
+    looked_at.wait_for_selector(DRAWN)
+    names = looked_at.evaluate(
         "[...document.querySelectorAll('select, input, button')]"
         ".map(e => e.labels?.[0]?.textContent || e.getAttribute('aria-label') || e.textContent)"
     )
     assert names and all(name.strip() for name in names)
-    levels = shown.evaluate("[...document.querySelectorAll('main :is(h1,h2,h3,h4)')].map(h => Number(h.tagName[1]))")
+    levels = looked_at.evaluate(
+        "[...document.querySelectorAll('main :is(h1,h2,h3,h4)')].map(h => Number(h.tagName[1]))"
+    )
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
-    assert shown.locator("main, header, nav, footer").count() >= 4
+    assert looked_at.locator("main, header, nav, footer").count() >= 4
 
 
 # -- what comes from a run
