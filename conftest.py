@@ -15,6 +15,10 @@ os.environ.setdefault("PLIMSOLL_QUIET", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# What is flushed to the disk outlasts a loss of power, which no test brings about, and each of thousands of times takes
+# up to 3 ms. tests/runs/test_files.py sees that it is done; processes that tests start do it.
+os.fsync = lambda _file: None
+
 import doctest
 import inspect
 import re
