@@ -48,12 +48,14 @@ def test_the_map_of_the_source_names_what_there_is() -> None:
 
 def test_sections_of_docstrings_begin_a_line() -> None:
     """Or the reference would show arguments and errors as one paragraph."""
+    section = re.compile(r"\S (Args|Attributes|Returns|Raises|Yields):")
     lost = [
         f"{path}:{node.lineno}"
         for path in MODULES
+        if section.search(path.read_text("utf-8"))  # parsing all files would take two seconds
         for node in house.statements(path)
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and re.search(r"\S (Args|Attributes|Returns|Raises|Yields):", ast.get_docstring(node) or "")
+        and section.search(ast.get_docstring(node) or "")
     ]
     assert lost == []
 

@@ -54,10 +54,16 @@ def cell(figure: Any, row: str, step: int, which: int = 0) -> float:
 # -- all of them
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_until_is_a_run_that_has_come_so_far(name: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole_and_part(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("until")
     story = make_story(gradient_std=of_layer(A, since(100, constant(2.0**-36), constant(2.0**-8)), constant(2.0**-8)))
-    whole, part = story.write(tmp_path / "whole"), story.write(tmp_path / "part", until=60)
+    return story.write(root / "whole"), story.write(root / "part", until=60)
+
+
+@each("name", FIGURES)
+def test_until_is_a_run_that_has_come_so_far(name: str, whole_and_part: tuple[Path, Path]) -> None:
+    whole, part = whole_and_part
     text, wanted = (FIGURES[name](path, **more).to_json() for path, more in ((whole, {"until": 60}), (part, {})))
     if name == "before_after":  # its legend has the run's folder
         text = text.replace("whole", "part")
