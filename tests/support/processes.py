@@ -344,6 +344,7 @@ def _run(kind: str, arguments: Sequence[str]) -> None:
 
 def _import() -> None:
     """Imports what nearly every test process needs; none of it may start a thread, which no fork would have."""
+    os.fsync = os.fstat  # type: ignore[assignment]  (as in conftest.py)
     imported: dict[str, ModuleType] = {}
     atexit.register(_leave, imported)  # the first that is registered is the last that runs
     own = set(sys.modules)
