@@ -37,7 +37,8 @@ def main(server: str, python: str, arguments: list[str]) -> None:
             signal.signal(number, lambda number, _: os.kill(pid, number))
         code = int(answers.readline().split()[0])
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
 

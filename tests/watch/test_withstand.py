@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import warnings
@@ -193,7 +192,8 @@ def test_pandas_is_not_imported_by_a_watched_training(tmp_path: Path) -> None:
 
 def test_killed_at_any_moment_the_run_is_readable(tmp_path: Path) -> None:
     script = """
-        import sys, torch, plimsoll as pl
+        import os, sys, torch, plimsoll as pl
+        print(os.getpid())
         model = torch.nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         w = pl.watch(model, optimizer, run=sys.argv[1], every=1)
@@ -203,13 +203,12 @@ def test_killed_at_any_moment_the_run_is_readable(tmp_path: Path) -> None:
                 w.flush()
                 print(step, flush=True)
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
-    )
+    command = [processes.commands() / "python", "-c", textwrap.dedent(script), tmp_path / "run"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    flushed = [int(process.stdout.readline()) for _ in range(4)][-1]
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    pid, *_, flushed = [int(process.stdout.readline()) for _ in range(5)]
+    os.kill(pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     process.stdout.close()
     run = Run(tmp_path / "run")
     assert set(range(flushed + 1)) <= set(run.steps)
@@ -277,7 +276,8 @@ def test_nothing_of_a_watch_runs_in_a_forked_child(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_leaves_the_run_alone(method: str, tmp_path: Path) -> None:
+def test_a_child_process_leaves_the_run_alone(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(processes.commands() / "python"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # torch's own threads do not outlive a fork
     try:
