@@ -108,7 +108,7 @@ def test_a_tensor_that_two_taps_see_is_measured_once(tmp_path: Path) -> None:
 def test_gradient_accumulation_compiled(tmp_path: Path) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    call = torch.compile(model, fullgraph=True)
+    call = torch.compile(model, fullgraph=True, backend="aot_eager")
     with pl.watch(model, optimizer, run=tmp_path / "run", every=2):
         for index, x in enumerate(batches(8, 4, 8)):
             call(x).sum().backward()
@@ -125,9 +125,9 @@ def test_a_model_compiled_and_called_before_is_compiled_again(how: str, tmp_path
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     call = model
     if how == "method":
-        model.compile(fullgraph=True)
+        model.compile(fullgraph=True, backend="aot_eager")
     else:
-        call = torch.compile(model, fullgraph=True)
+        call = torch.compile(model, fullgraph=True, backend="aot_eager")
     train(call, optimizer, [x])
     with pl.watch(call if how == "handed over" else model, optimizer, run=tmp_path / "run", every=1):
         train(call, optimizer, [y, x])
@@ -141,7 +141,7 @@ def test_a_model_compiled_and_called_before_is_compiled_again(how: str, tmp_path
 def test_a_graph_of_another_model_of_the_same_class_is_not_taken(tmp_path: Path) -> None:
     watched, other = Blocks(), Blocks()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (watched, other)]
-    calls = [torch.compile(model, fullgraph=True) for model in (watched, other)]
+    calls = [torch.compile(model, fullgraph=True, backend="aot_eager") for model in (watched, other)]
     with pl.watch(watched, optimizers[0], run=tmp_path / "run", every=1):
         for x in batches(2, 4, 8):
             train(calls[1], optimizers[1], [x])
@@ -169,7 +169,7 @@ def test_steps_that_are_not_due_run_a_graph_without_taps(tmp_path: Path) -> None
 def test_evaluation_of_a_compiled_model_is_not_recorded(tmp_path: Path) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    call = torch.compile(model, fullgraph=True)
+    call = torch.compile(model, fullgraph=True, backend="aot_eager")
     with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
         for x in batches(2, 4, 8):
             train(call, optimizer, [x])
