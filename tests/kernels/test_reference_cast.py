@@ -67,9 +67,9 @@ def every_pattern(dtype: torch.dtype, backend: str) -> torch.Tensor:
 def every_expected(fmt: Format, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     """The scalar reference's nearest-even results for all patterns: saturating, and not."""
     spec = spec_of(fmt)
-    values = every_pattern(dtype, "all").to(torch.float64).tolist()
-    overflowing = np.array(scalar.round_all(spec, values, saturate=False))
-    beyond = ~np.isfinite(overflowing) & (np.abs(values) > float(spec.max)) & (spec.signed | (np.array(values) > 0))
+    values = every_pattern(dtype, "all").to(torch.float64).numpy()
+    overflowing = scalar.round_all(spec, values, saturate=False)
+    beyond = ~np.isfinite(overflowing) & (np.abs(values) > float(spec.max)) & (spec.signed | (values > 0))
     return np.where(beyond, np.copysign(float(spec.max), values), overflowing), overflowing
 
 

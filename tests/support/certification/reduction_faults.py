@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,7 +81,7 @@ def _short_then_wide(terms, add):
 REDUCTIONS = (
     Planted(
         id="fp16 accumulator in a product",
-        function=Product(accumulate=torch.float16),
+        function=Product(accumulate=np.float16),
         fmt="fp16",
         kind="matmul",
         rows=("accumulator", "accumulator-range"),
@@ -125,7 +126,7 @@ REDUCTIONS = (
     ),
     Planted(
         id="products rounded before they are added",
-        function=Product(accumulate=torch.float16, product=lambda term: term.half().double()),
+        function=Product(accumulate=np.float16, product=lambda term: term.astype(np.float16).astype(np.float64)),
         fmt="fp16",
         kind="matmul",
         rows=("accumulator", "accumulator-range"),

@@ -122,14 +122,14 @@ class Summation:
 class Product:
     """A matrix product, one term after another: right by default, in FP32 with exact products."""
 
-    accumulate: torch.dtype = torch.float32
+    accumulate: type = np.float32
     operand: Callable[[Tensor], Tensor] = lambda values: values
-    product: Callable[[Tensor], Tensor] = lambda term: term
+    product: Callable[[Array], Array] = lambda term: term
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        left, right = self.operand(a.double()), self.operand(b.double())
-        total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)
-        for k in range(a.shape[1]):
-            total += self.product(left[:, k, None] * right[None, k])
-            total = total.to(self.accumulate).double()
-        return total.to(self.accumulate)
+        left, right = self.operand(a.double()).numpy(), self.operand(b.double()).numpy()
+        total = np.zeros((a.shape[0], b.shape[1]), self.accumulate)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for k in range(a.shape[1]):
+                total = (total + self.product(left[:, k, None] * right[k])).astype(self.accumulate)
+        return torch.from_numpy(total)

@@ -12,6 +12,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
 Mode = Literal["nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"]
 Rule = Literal["floor", "ceil", "rceil", "even"]
 MODES: tuple[Mode, ...] = ("nearest_even", "nearest_away", "toward_zero", "up", "down")
@@ -45,7 +47,7 @@ class Spec:
             return Fraction(mantissa, 2**self.mantissa_bits) * two(1 - self.bias)
         return (1 + Fraction(mantissa, 2**self.mantissa_bits)) * two(exponent - self.bias)
 
-    @property
+    @cached_property
     def lowest_exponent(self) -> int:
         """Of normal numbers: exponent field 1 with a sign; field 0 in E8M0, which has no zero to keep it for."""
         return 1 - self.bias if self.signed else -self.bias
@@ -131,31 +133,33 @@ def round_value(spec: Spec, value: float, mode: Mode, saturate: bool, word: int 
     return _signed(spec, magnitude, negative)
 
 
-def round_all(spec: Spec, values: Sequence[float], saturate: bool) -> list[float]:
+def round_all(spec: Spec, values: np.ndarray, saturate: bool) -> np.ndarray:
     """Each value to nearest even, which is the same for both signs.
 
     Rounding keeps the order, so all that lies between two magnitudes of one result has that result too.
     """
-    magnitudes = sorted({abs(value) for value in values if not math.isnan(value)})
-    held: dict[float, float] = {}
+    numbers = ~np.isnan(values)
+    magnitudes, places = np.unique(np.abs(values[numbers]), return_inverse=True)
+    held, rounded = np.empty_like(magnitudes), np.zeros(len(magnitudes), bool)
 
     def known(at: int) -> float:
-        if magnitudes[at] not in held:
-            held[magnitudes[at]] = round_value(spec, magnitudes[at], "nearest_even", saturate)
-        return held[magnitudes[at]]
+        if not rounded[at]:
+            held[at], rounded[at] = round_value(spec, float(magnitudes[at]), "nearest_even", saturate), True
+        return float(held[at])
 
     waiting = [(0, len(magnitudes) - 1)]
     while waiting:
         low, high = waiting.pop()
         below, above = known(low), known(high)
         if below == above or (math.isnan(below) and math.isnan(above)):
-            held.update(dict.fromkeys(magnitudes[low:high], below))
+            held[low:high] = below
         elif high - low > 1:
             waiting += [(low, (low + high) // 2), ((low + high) // 2, high)]
-    return [
-        math.nan if math.isnan(v) or (v < 0 and not spec.signed) else _signed(spec, held[abs(v)], _negative(v))
-        for v in values
-    ]
+    found = np.full(values.shape, math.nan)
+    found[numbers] = held[places]
+    if not spec.signed:
+        return np.where(values < 0, math.nan, found)
+    return np.where(np.signbit(values) & (found != 0 if spec.top == "numbers, nan at -0" else True), -found, found)
 
 
 def round_fraction(spec: Spec, magnitude: Fraction, negative: bool, mode: Mode, saturate: bool, word: int = 0) -> float:
@@ -171,12 +175,13 @@ def _round_ratio(spec: Spec, top: int, bottom: int, negative: bool, mode: Mode, 
         return 0.0
     exponent = max(_floor_log2(top, bottom), spec.lowest_exponent)
     spacing = exponent - spec.mantissa_bits  # its exponent
-    over, under = top << max(-spacing, 0), bottom << max(spacing, 0)
-    below, rest = divmod(over, under)
+    left, right = (0, spacing) if spacing > 0 else (-spacing, 0)
+    under = bottom << right
+    below, rest = divmod(top << left, under)
     if rest:
         below += _goes_away(spec, below, exponent, rest, under, negative, mode, word)
     limit = spec.max
-    if (below << max(spacing, 0)) * limit.denominator <= limit.numerator << max(-spacing, 0):
+    if (below << right) * limit.denominator <= limit.numerator << left:
         return math.ldexp(below, spacing)
     if mode == "toward_zero" or mode == ("down", "up")[negative]:
         return float(spec.max)
@@ -277,11 +282,14 @@ def quantize_nvfp4(values: Sequence[float], scale: float, rule: Rule, mode: Mode
 
 
 def _quantize(values: Sequence[float], element: Spec, scale: Fraction, mode: Mode) -> Block:
+    top, bottom = scale.as_integer_ratio()
+    ratios = [abs(value).as_integer_ratio() for value in values]
     elements = [
-        _signed(element, round_fraction(element, abs(Fraction(v)) / scale, v < 0, mode, saturate=True), _negative(v))
-        for v in values
+        _signed(element, _round_ratio(element, over * bottom, under * top, v < 0, mode, saturate=True), _negative(v))
+        for v, (over, under) in zip(values, ratios, strict=True)
     ]
-    held = [math.copysign(float(abs(Fraction(e)) * scale), e) for e in elements]
+    ratios = [abs(e).as_integer_ratio() for e in elements]
+    held = [math.copysign(over * top / (under * bottom), e) for e, (over, under) in zip(elements, ratios, strict=True)]
     return Block(float(scale), elements, held)
 
 
