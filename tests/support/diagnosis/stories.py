@@ -4,6 +4,7 @@ optimizer state are random values of a given size at each step, held in a given 
 A story tells one fault by changing one of these; `SOUND` is what is changed.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,21 @@ def constant(value: float) -> Size:
     return lambda layer, step: value
 
 
+def unchanged(x: Tensor, layer: str, step: int) -> Tensor:
+    return x
+
+
+@functools.lru_cache(maxsize=200)
+def _drawn(step: int, scores: bool) -> tuple[Tensor, list[Tensor]]:
+    """Normal values, a layer a row, and how far each layer's scores lie below the largest: the same in all stories."""
+    random, drawn, below = torch.Generator().manual_seed(step), [], []
+    for _ in LAYERS:
+        drawn.append(torch.randn(3, VALUES, generator=random))
+        if scores:
+            below.append(torch.rand(16, generator=random))
+    return torch.stack(drawn, 1), below
+
+
 def of_layer(name: str, special: Size, others: Size) -> Size:
     return lambda layer, step: special(layer, step) if layer == name else others(layer, step)
 
@@ -54,14 +70,14 @@ class Story:
     skips_recorded: bool = True  # an event for each of them, as a watched scaler's have
     gradient_std: Size = lambda layer, step: 2.0**-8
     gradient_fmt: str = "fp16"
-    change_gradient: Make = lambda g, layer, step: g
+    change_gradient: Make = unchanged
     activation_std: Size = lambda layer, step: 1.0
     activation_fmt: str = "fp16"
-    change_activation: Make = lambda x, layer, step: x
+    change_activation: Make = unchanged
     input_size: float | None = None  # of what comes into the model
     weight_std: Size = lambda layer, step: 2.0**-5
     weight_fmt: str = "fp32"
-    change_weight: Make = lambda x, layer, step: x
+    change_weight: Make = unchanged
     moment_fmt: str = "fp32"
     unmoved: Size = lambda layer, step: 0.01
     update_ratio: Size = lambda layer, step: 2.0**-10
@@ -146,19 +162,22 @@ class Story:
 
     def _values(self, step: int, scale: float) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The values of all layers, a layer a row, in the order of `_series`; and the scores of each."""
-        random = torch.Generator().manual_seed(step)
-        drawn, tops = [], []
-        for layer in LAYERS:
-            drawn.append(torch.randn(3, VALUES, generator=random))
-            if self.score:
-                top = torch.full((16,), self.score(layer, step)) - torch.rand(16, generator=random)
-                tops.append(held_in(top, self.activation_fmt))
-        normal = torch.stack(drawn, 1)
+        normal, below = _drawn(step, self.score is not None)
+        tops = (
+            [
+                held_in(torch.full((16,), self.score(layer, step)) - away, self.activation_fmt)
+                for layer, away in zip(LAYERS, below, strict=True)
+            ]
+            if self.score
+            else []
+        )
 
         def of_size(x: Tensor, size: Size) -> Tensor:
             return x * torch.tensor([[size(layer, step)] for layer in LAYERS])
 
         def changed(change: Make, x: Tensor) -> Tensor:
+            if change is unchanged:
+                return x
             return torch.stack([change(row, layer, step) for row, layer in zip(x, LAYERS, strict=True)])
 
         gradient = changed(self.change_gradient, of_size(normal[0], self.gradient_std))
