@@ -15,10 +15,6 @@ os.environ.setdefault("PLIMSOLL_QUIET", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# What is flushed to the disk outlasts a loss of power, which no test brings about, and each of thousands of times takes
-# up to 3 ms. tests/runs/test_files.py sees that it is done; processes that tests start do it.
-os.fsync = lambda _file: None
-
 import doctest
 import inspect
 import re
@@ -35,7 +31,8 @@ pytest_plugins = ["tests.tiers", "tests.support.left_behind", "tests.support.dia
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Eight times for each of thousands of runs, and some 4 ms each; no test loses power. An unopened file still fails.
+# Eight times for each of thousands of runs, and some 4 ms each. No test loses power, and an unopened file still fails.
+# tests/runs/test_files.py sees that files are flushed.
 os.fsync = os.fstat
 
 # Triton reads this variable when it is imported, so it is set before any test module is.
