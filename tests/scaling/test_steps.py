@@ -298,7 +298,7 @@ def test_calls_out_of_order_are_errors_that_leave_the_scaler_as_it_was() -> None
     with pytest.raises(StateError, match="update: expected a scaled loss before it"):
         scaler.update()
     scaler.scale(parameter.sum()).backward()
-    with pytest.raises(StateError, match="update: expected a step of some optimizer before it; got none"):
+    with pytest.raises(StateError, match="update: expected a step of some optimizer before it, or unscale_; got none"):
         scaler.update()
     scaler.unscale_(optimizer)
     unscaled = parameter.grad.clone()
@@ -308,7 +308,7 @@ def test_calls_out_of_order_are_errors_that_leave_the_scaler_as_it_was() -> None
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update"):
         scaler.step(optimizer)
-    with pytest.raises(StateError, match="unscale_: expected to come before the step of SGD"):
+    with pytest.raises(StateError, match="unscale_: expected a call before the step of SGD"):
         scaler.unscale_(optimizer)
     scaler.update()
     assert scales(scaler, [False]) == [2.0**16]

@@ -243,8 +243,9 @@ class LossScaler(SavedScaler, ABC):
         """Divide the optimizer's gradients by the scale, in place.
 
         This is possible once between two updates. Call it before code that needs true gradients, such as clipping.
-        `step` calls it if you have not. Changes of the gradients after it are not checked again. Does not wait for the
-        device. The method `collect_gradients` of an optimizer (`plimsoll.MasterWeights`) is called first.
+        `step` calls it if you have not. Changes of the gradients after it are not checked again. It does not wait for
+        the device, but for a `LayerScaler`. The method `collect_gradients` of an optimizer (`plimsoll.MasterWeights`)
+        is called first.
 
         Numerics: the product is computed in float32 or wider, and rounded once to the gradient's dtype. It is exact if
         the scale is a power of two and nothing leaves the dtype's range. If a gradient is not finite before or after,
@@ -275,7 +276,7 @@ class LossScaler(SavedScaler, ABC):
         name = type(optimizer).__name__
         if state["stage"] is OptState.STEPPED:
             raise StateError(
-                f"{operation}: expected to come before the step of {name}; got a second call, as step() has already "
+                f"{operation}: expected a call before the step of {name}; got one after it, as step() has already "
                 "been called since the last update(). Call update() at the end of every iteration."
             )
         if operation == "unscale_" and state["stage"] is OptState.UNSCALED:
@@ -391,7 +392,8 @@ class LossScaler(SavedScaler, ABC):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration with the next scale, or with `new_scale`.
 
-        Does not wait for the device.
+        It does not wait for the device. A `LayerScaler` does, and on a GPU a `SpectralScaler` waits for the step
+        before.
 
         Args:
             new_scale: A number within the scaler's bounds. Or a one-element tensor on the scaler's device, which is
@@ -399,7 +401,7 @@ class LossScaler(SavedScaler, ABC):
 
         Raises:
             ArgumentError: `new_scale` is out of bounds, or a tensor of another shape or device.
-            StateError: No optimizer has stepped since the last update.
+            StateError: No optimizer's gradients were unscaled since the last update.
         """
         self._begins = True
         if not self._enabled:
@@ -412,8 +414,8 @@ class LossScaler(SavedScaler, ABC):
             flags = [f for state in self._per_optimizer_states.values() for f in state["found_inf_per_device"].values()]
             if not flags:
                 raise StateError(
-                    "update: expected a step of some optimizer before it; got none since the last update. Call "
-                    "scaler.step(optimizer) first, or give update(new_scale)."
+                    "update: expected a step of some optimizer before it, or unscale_; got none since the last update. "
+                    "Call scaler.step(optimizer) first, or give update(new_scale)."
                 )
             self._write(self._next_scale(combined(flags, scale.device)))
         self._end_iteration()
@@ -477,8 +479,8 @@ def _inverse(scale: Tensor) -> Tensor:
 def scaler_for(operation: str, scaler: object, model: nn.Module) -> Any:
     """Return `scaler`, or a new scaler for the model if it is a name in `SCALERS`.
 
-    Anything but a name is returned as it is. Raises an `ArgumentError` if no scaler has this name, or it has no
-    defaults.
+    Anything but a name is returned as it is. Raises an `ArgumentError` if no scaler has this name. `for_model` of a
+    scaler without defaults raises one, too.
     """
     if not isinstance(scaler, str):
         return scaler

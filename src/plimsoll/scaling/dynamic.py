@@ -30,7 +30,7 @@ class Hysteresis:
         overflows: The overflow that brings the count to this number lowers the scale, as does each one after it.
             Default: 1.
         kind: ``"consecutive"``: every clean step resets the count, so that single hard batches do not lower the scale.
-            DeepSpeed counts so with ``consecutive_hysteresis``. ``"windowed"``: growth of the scale resets the count,
+            DeepSpeed counts so with ``consecutive_hysteresis``. ``"windowed"``: each end of a growth interval does,
             so that overflows add up over a growth interval, as in Megatron-LM and in DeepSpeed without
             ``consecutive_hysteresis``. Default: ``"consecutive"``.
 
@@ -56,7 +56,7 @@ class RuleState(NamedTuple):
     """State of the rule from step to step."""
 
     scale: Number
-    clean: Number  # steps without overflow since the last overflow or growth
+    clean: Number  # steps without overflow since the last overflow, or the last end of an interval
     overflows: Number  # counted by the hysteresis
     ceiling: Number  # scale to regrow to, never below the scale
     unproven: Number  # whether the scale has grown, and not been proven since
@@ -137,12 +137,13 @@ class DynamicScaler(LossScaler, name="dynamic"):
         growth_interval: Number of clean steps before the scale grows. Default: 2000.
         enabled: Whether anything is scaled. Default: yes.
         min_scale: Smallest scale. Default: 2**-14.
-        max_scale: Largest scale. Default: the largest float32.
+        max_scale: Largest scale. A growth that would exceed it is left out. Default: the largest float32.
         hysteresis: Number of overflows in a row that lower the scale, or a `Hysteresis`. Default: 1.
         regrowth_interval: After a burst of hard batches the scale grows each time after this number of clean steps, up
             to its value before the burst. An overflow within this number of clean steps after a growth shows the
-            new limit: the scale stays there, and grows by `growth_interval`, so that gradients that have become larger
-            do not cost one step in ten. None: GradScaler's rule, exactly except for the bounds. Default: 10.
+            new limit: the scale is lowered, and grows by `growth_interval` from there, so that gradients that have
+            become larger do not cost one step in ten. None: GradScaler's rule, exactly except for the bounds. Default:
+            10.
         process_group: Ranks that skip together and have one scale. Not needed for DDP, whose gradients are the same on
             all ranks, nor for DTensor gradients (FSDP2, tensor parallel), whose ranks are known.
         sync_free: Whether the host never waits for the device, neither in `step` nor in `update`. Optimizers that
@@ -225,7 +226,7 @@ class DynamicScaler(LossScaler, name="dynamic"):
 
     def _advance_on_host(self, found_inf: Tensor) -> float:
         """Return the next scale, computed with Python numbers."""
-        # Tens of microseconds less than the same in tensors, which are on the host already.
+        # The tensors are on the host, and Python numbers are some tens of microseconds faster than their operations.
         scale, tracker = self._check_scale_growth_tracker("update")
         memory = cast("Tensor", self._memory)
         before = _numbers(memory)

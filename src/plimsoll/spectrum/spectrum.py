@@ -31,7 +31,7 @@ class Spectrum(SpectrumRecord):
 
     `plimsoll.measure`, `Spectrum.empty`, `from_row` and `from_dict` make one. ``+`` and ``sum`` merge several. `zeros`,
     `nans`, `pos_infs`, `neg_infs` and the sum of `binades` add up to `count`. Extremes are exact and never -0. Sums are
-    float64, 0 without finite values, and can be Inf for float64 tensors.
+    float64, and 0 without finite values. For float64 tensors they can be Inf, and `sum` can be NaN.
 
     Attributes:
         count: Number of values.
@@ -195,7 +195,7 @@ class Spectrum(SpectrumRecord):
             margin_binades: Number of binades to leave free, at least 0. Default: 1.
 
         Returns:
-            0 without nonzero finite values. None if 1 % or more is lost even there, by estimate: then no shift fits.
+            0 without nonzero finite values. None if 1 % or more is lost at that shift, by estimate: none fits then.
 
         Raises:
             ArgumentError: The margin is out of range.
@@ -253,7 +253,7 @@ class Spectrum(SpectrumRecord):
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all fields are equal. Two NaN extremes are equal."""
+        """Return whether all fields are equal, sums, source and blocks too. NaN equals NaN."""
         if not isinstance(other, Spectrum):
             return NotImplemented
         return (

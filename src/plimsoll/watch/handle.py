@@ -93,7 +93,8 @@ def watch(
         recorder: Facts and collections that are kept of each of the last `recorder_steps` steps, and written when
             something breaks. A collection in it is measured at every step. `Watch.recorder_bytes` is its memory.
         recorder_steps: Number of steps that the recorder keeps. Default: 50.
-        ranks: With several processes, ``"each"`` writes its part, or rank 0 writes for all (``"reduce"``).
+        ranks: With several processes, ``"each"`` writes its part, or rank 0 writes for all (``"reduce"``). Default:
+            ``"each"``.
         start_step: Number of the first step. The step of a restored checkpoint replaces the records of the run from
             there on. Default: 0, or the step after the last of the run in the folder.
         max_tensors: Largest number of tensors in one sample. Default: 100,000.
@@ -106,8 +107,8 @@ def watch(
             Refuse other runs. In a notebook they are kept under a numbered name.
         quiet: Whether the watch ends without printing the verdict on the run. Default: False, or True if the
             environment has ``PLIMSOLL_QUIET=1``.
-        settings: Hyperparameters and other facts to store with the run, by name. The live page shows them as columns
-            of its list. Default: the optimizers' class, rates and other numbers, as `optimizer`.
+        settings: Hyperparameters and other facts to store with the run, by name, next to class, rates and other numbers
+            of the given optimizers. The live page shows them as columns of its list. Default: nothing more.
 
     Returns:
         The handle on the watch.

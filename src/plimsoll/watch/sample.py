@@ -347,7 +347,7 @@ class _Part:
         return self.rows.used * self._pool.row_bytes
 
     def host_rows(self) -> NDArray[np.int64]:
-        """All rows, the caller's own."""
+        """Take the rows, as the caller's own. To be called once by each reader: the last call releases the banks."""
         with self._guard:
             self.readers -= 1
             host = self._read() if self._host is None else self._host

@@ -33,7 +33,9 @@ def check(
     fail_on: Annotated[
         Literal["warning", "alarm", "never"],
         typer.Option(
-            "--fail-on", metavar="SEVERITY", help="Exit with 1 for a finding this severe: warning, alarm or never."
+            "--fail-on",
+            metavar="SEVERITY",
+            help="Exit with 1 for a finding at least this severe: warning, alarm; never: in no case.",
         ),
     ] = "alarm",
     select: Annotated[

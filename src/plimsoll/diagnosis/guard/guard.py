@@ -135,16 +135,17 @@ class Guard:
       - "to_bf16": the modules named, or the whole run, compute in BF16.
       - "clamp": what the modules named return is held to FP16's largest value.
       - "skip": the next step changes nothing.
-      - "rollback": the last checkpoint from before the finding, handed over with `checkpoint`, is put back.
+      - "rollback": the last checkpoint that was saved before the finding, with `checkpoint`, is restored.
       - "stop": the training ends with `GuardStop`, after the run is flushed and `report` is written.
-    - `on_finding`: called between steps with each finding that is new, or graver than before.
+    - `on_finding`: called between steps when a rule first finds something in a collection, and again when its severity
+      rises.
     - `loop`: what `plimsoll.prepare` gave. `scaler`: that of a hand-written loop.
     - `every`: steps between looks. `cpu_share`: the share of one core that they may take in the mean; a look that is
       due too early for that, or while another is under way, is left out.
     - `severity`: the least that is acted on. `limits`: how often; see `Limits`.
     - `checkpoint`: what to save and put back, by name, where that is not the loop, or model, optimizers and scaler.
       `kept`: how many checkpoints are held.
-    - `rules`, `thresholds`: as `diagnose` has them.
+    - `rules`, `thresholds`: as for `diagnose`.
     - `report`: for "stop": where to write the HTML report, or a function that is given the run's folder.
 
     With several ranks each makes its guard, and all act at the same step: every `every` steps they meet in one small

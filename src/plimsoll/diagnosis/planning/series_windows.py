@@ -29,8 +29,8 @@ from plimsoll.spectrum import Interval
 
 _FLOOR = -14  # of a loss scaler's scale
 _UNKNOWN_SCALE = 16  # where nothing is known
-HIGHEST = 24  # what a loss scale begins with at most: higher ones change nothing that is rounded
-_HIGHEST_OF_LAYER = 100  # `LayerScaler`'s
+HIGHEST = 24  # a loss scale begins no higher unless a module needs it: higher ones change nothing that is rounded
+_LOWEST_OF_LAYER, _HIGHEST_OF_LAYER = -24, 100  # `LayerScaler`'s
 _SLACK = 1 + 2.0**-20  # of NVFP4's scales, which are rounded to FP32
 _NEVER = 10_000  # a shift that no format can need
 
@@ -203,10 +203,10 @@ class Collection:
         return Noise(values=self.values)
 
     def sums(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> tuple[float, float, float]:
-        """Return sums of magnitudes a step, over the later half of the steps.
+        """Return three sums of magnitudes for each step, over the later half of the steps.
 
-        They are those of the values that a cast makes zero, what it adds to those just above, which it raises to the
-        format's smallest value, and those of all values. 0 for block formats, whose records do not have them.
+        They are of the values that a cast makes zero, of what it adds to values that it raises to the format's smallest
+        one, and of all values. 0 for block formats, whose records do not have them.
         """
         if isinstance(fmt, BlockFormat):
             return 0.0, 0.0, 0.0
@@ -348,10 +348,11 @@ def loss_scales(windows: Mapping[str, Window], *, margin: int, layer_scales: boo
     low, high = max(low for low, _ in ranges.values()), min(high for _, high in ranges.values())
     if max(low, _FLOOR) <= high:
         return Scales(loss=_within(low, high), layers={})
-    if layer_scales:
-        own = {name: min(high, _HIGHEST_OF_LAYER) for name, (_, high) in ranges.items()}
+    own = {name: min(high, _HIGHEST_OF_LAYER) for name, (_, high) in ranges.items() if high >= _LOWEST_OF_LAYER}
+    if layer_scales and own:
         usual = int(statistics.median_low(own.values()))
-        return Scales(loss=min(max(usual, _FLOOR), HIGHEST), layers=own)
+        unserved = tuple(name for name in ranges if name not in own)
+        return Scales(loss=min(max(usual, _FLOOR), HIGHEST), layers=own, unserved=unserved)
     return _for_most(ranges)
 
 
@@ -364,7 +365,7 @@ def _within(low: int, high: int) -> int:
 
 
 def _for_most(ranges: Mapping[str, tuple[int, int]]) -> Scales:
-    """Return the scale that works for most modules, of several the one with most room."""
+    """Return the scale that works for most modules, of several the lowest."""
     serving = {k: [n for n, (low, high) in ranges.items() if low <= k <= high] for k in {h for _, h in ranges.values()}}
     best = max((k for k in serving if k >= _FLOOR), key=lambda k: (len(serving[k]), -k), default=None)
     if best is None:

@@ -2,10 +2,12 @@
 
 The first of these that applies decides the remedy:
 
-1. The scale collapsed and the overflow stayed in few layers: a scale for each layer, since all others can keep theirs.
-2. The scale collapsed otherwise: a scaler that recovers soon.
-3. No single scale works for all layers: a scale for each layer.
-4. A higher scale works for all layers: raise it. Else a scale for each layer if each has one that works, else BF16.
+1. The scale was set or restored too low: restore the scaler's state.
+2. The scale collapsed and the overflow stayed in few layers: a scale for each layer, since all others can keep theirs.
+3. The scale collapsed otherwise: a scaler that recovers soon.
+4. No single scale works for all layers: a scale for each layer.
+5. All findings are warnings that were over before the last sample: nothing.
+6. A higher scale works for all layers: raise it. Else a scale for each layer if each has one that works, else BF16.
 """
 
 import bisect
@@ -178,7 +180,7 @@ class ScaleLow(ScaleRule):
         )
 
     def _free(self, view: View, cells: Cells) -> Floats:
-        """Return the binades free above the format's largest value, at each step."""
+        """Return the binades from the largest gradient to the format's largest value, by step; Inf: unknown."""
         free = np.full(len(cells.steps), np.inf)
         for collection in WITH_LOSS_SCALE:
             narrow = view.narrow(collection)

@@ -208,10 +208,11 @@ class Loop(LoopControl):
     def step(self, loss: Tensor | Callable[[], Tensor]) -> StepOutcome:
         """Run one training step, or one micro-batch of it, and return its outcome.
 
-        It does not wait for the device. A closure runs the forward and returns the loss; the loop enters `forward`
-        around it. With ``max_retries`` the closure is repeated at a lower scale if gradients overflow, with random
-        generators and buffers restored. Everything that changes from batch to batch must therefore be bound to the
-        closure.
+        It waits for the device if there are schedulers, with `max_retries`, and under a scaler if an optimizer is not
+        fused. A step that raises drops its gradients. A closure runs the forward and returns the loss; the loop enters
+        `forward` around it. With ``max_retries`` the closure is repeated at a lower scale if gradients overflow, with
+        random generators and buffers restored. Everything that changes from batch to batch must therefore be bound to
+        the closure.
 
         With ``accumulate=N`` the gradient is the mean over N micro-batches (each loss is divided by N), and every N-th
         call steps. The outcome of the other calls reports that the loop accumulates.

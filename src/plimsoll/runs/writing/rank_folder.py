@@ -349,14 +349,14 @@ class RankFolder:
 
 
 def _prepare(path: Path) -> None:
-    """Create the folder. Reject one with other content."""
+    """Create the folder. Reject one that has content and nothing that looks like a run's."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         names = [p.name for p in path.iterdir() if not p.name.startswith(".")]
     except OSError as error:
         raise _not_to_be_written(path, error) from error
-    ours = set(names) & set(KINDS) or any(manifest.rank_of(name) is not None for name in names)
-    if names and not ours:
+    is_run = any(name in KINDS or manifest.rank_of(name) is not None for name in names)
+    if names and not is_run:
         raise RunError(
             f"RunWriter: expected an empty folder or one that holds a run; got {path} with {sorted(names)[:3]} in it. "
             "Give the run a folder of its own, for example one below this."

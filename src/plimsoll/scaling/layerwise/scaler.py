@@ -45,10 +45,11 @@ class LayerScaler(LossScaler, name="layer"):
     added before its other uses. A float16 parameter gets float32 gradients, because its true gradient may be too small
     for float16. `unscale_` rounds them to float16 unless the optimizer is a `MasterWeights`.
 
-    The factors are host numbers, chosen in `update`, which waits for the device. With the rule ``"spectra"`` the
-    largest gradient of each module over the last samples is `margin_binades` below the format's end. An overflow lowers
-    only the modules with non-finite gradients. With ``"zhao"`` they follow the published rule
-    (`docs/design/layer-scaling.md`), and an overflow lowers the loss scale.
+    The factors are host numbers, chosen in `update`. Both it and `unscale_` wait for the device. With the rule
+    ``"spectra"`` the largest gradient of each module over the last samples is `margin_binades` below the format's end.
+    An overflow lowers the modules with non-finite gradients; if these are all or none, it lowers the loss scale too.
+    With ``"zhao"`` they follow the published rule (`docs/design/layer-scaling.md`), and an overflow lowers the loss
+    scale.
 
     Torch does not support these here, and they are refused: torch.compile, fully_shard, tensor parallelism, torch.func
     transforms, second derivatives (run such a forward under `suspended`). `scale` refuses a tensor that leaves the
@@ -61,8 +62,8 @@ class LayerScaler(LossScaler, name="layer"):
         fmt: Element format of the gradients in the backward. Default: ``"fp16"``.
         init_scale: Loss scale. After an overflow it returns to it. Default: 2**16.
         device: Type of the device of the loss. Default: that of the model's first parameter.
-        every: Number of steps from one measurement of the gradients to the next. While factors change, every step is
-            measured. Default: 10.
+        every: Number of steps from one measurement of the gradients to the next. The step after an overflow, or after a
+            factor changed by more than 2 binades, is measured too. Default: 10.
         margin_binades: Binades above the largest gradient. Default: 2.
         slack_binades: Binades by which a factor may be lower than possible, so that neighbours share one. Default: 4.
         history: Number of samples over which the largest gradient is taken. Default: 8.

@@ -43,7 +43,7 @@ class SpectralScaler(LossScaler, name="spectral"):
     binade a step (`plimsoll.scaling.spectral.rule` has the whole rule).
 
     On a CPU the scale follows from the step before. On other devices an overflow lowers it for the very next step, and
-    spectra act one step later, so that the host waits for no step except the last. In sync-free mode the host never
+    spectra act one step later, so that the host waits only for the step before. In sync-free mode the host never
     waits, and spectra act when the device is done. An `update(new_scale)` holds for one step.
 
     Args:
@@ -139,7 +139,7 @@ class SpectralScaler(LossScaler, name="spectral"):
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """Lowest and highest exponent of the scales that fit all tensors, or None."""
+        """Lowest and highest exponent of the scales that fit all tensors, or None. Raises as `report` does."""
         return self.report().window
 
     # -- measurements of the unscale pass ------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class SpectralScaler(LossScaler, name="spectral"):
         self._summaries.append(join_ranks(summary, groups.values()))
 
     def _flags(self) -> tuple[bool, bool]:
-        """Return whether a gradient of this rank, and a loss, is float16."""
+        """Return whether any gradient so far was float16, and whether a loss of this iteration is."""
         return self._halves, any(loss.dtype is torch.float16 for loss in self._losses)
 
     def _banks_of(self, optimizer: Any) -> OptimizerBanks:

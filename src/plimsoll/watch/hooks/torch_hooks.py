@@ -1,6 +1,7 @@
-"""All hooks and monkey patches on torch, and their removal.
+"""Hooks and patches of torch that report a training's events, and their removal.
 
-They are installed with the first listener and removed with the last:
+Attention is patched in `taps.module_taps`, and a shadow step patches what it repeats. These are installed with the
+first listener and removed with the last:
 
 - global optimizer hooks (public in torch): an optimizer steps;
 - `torch.autograd.backward`, through which every ``loss.backward()`` goes: the loss, and that a backward begins;
