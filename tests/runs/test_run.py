@@ -413,3 +413,13 @@ def test_scalars_of_older_runs_have_no_times_also_once_newer_parts_are_merged_in
     assert steps.tolist() == list(range(40)) and np.isnan(times[0])
     assert before <= times[1] and (np.diff(times[1:]) >= 0).all()
     assert run.problems == [] and len(list((tmp_path / "scalars").iterdir())) < 40
+
+
+def test_a_collection_that_there_is_none_of_is_refused_at_once(path: Path) -> None:
+    run = Run(path)
+    for read in (run.spectra, run.errors, run.table):
+        with pytest.raises(NotRecordedError, match="expected a collection that was recorded; got 'gradient'"):
+            read("gradient")
+        with pytest.raises(ArgumentError):
+            read("gradients", steps=(1, 2))
+    assert list(run.spectra("nothing*")) == [] and list(run.spectra("optimizer")) == []

@@ -137,11 +137,15 @@ def watch(
     start_step = lifecycle.start_of(run, place.rank, root, optimizers, resume, start_step)
     stored = {**_facts(optimizers), **options.stored(settings)}
     writer = _writer(run, options, stored, place, start_step, made_sinks)
-    core = WatchSession(root, next(iter(names)), options, writer, place)
-    core.step = writer.next_step if start_step is None else start_step
     taken = {name: module for name, module in names.items() if selection.takes(name)}
     quiet = os.environ.get("PLIMSOLL_QUIET") == "1" if quiet is None else quiet
-    watched = Watch(core, root, taken, selection, optimizers, scaler, quiet=quiet)
+    try:
+        core = WatchSession(root, next(iter(names)), options, writer, place)
+        core.step = writer.next_step if start_step is None else start_step
+        watched = Watch(core, root, taken, selection, optimizers, scaler, quiet=quiet)
+    except BaseException:
+        writer.close()  # or the next watch of this folder would find a writer in this process
+        raise
     lifecycle.begins(root, Path(writer.path), place.rank, cast("Any", watched)._end)  # noqa: SLF001
     return watched
 

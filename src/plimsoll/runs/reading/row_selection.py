@@ -5,7 +5,7 @@ import fnmatch
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,17 +54,17 @@ class Steps:
     every: int = 1
 
     @classmethod
-    def of(cls, steps: slice | None) -> "Steps":
+    def of(cls, steps: object, operation: str) -> "Steps":
         """Return the range of a slice of step numbers, all for None."""
         if steps is None:
             return cls()
-        fields = (steps.start, steps.stop, steps.step)
-        if not all(f is None or isinstance(f, int) for f in fields) or (steps.step is not None and steps.step < 1):
+        if not _is_ascending(steps):
             raise ArgumentError(
-                f"Run.spectra: expected steps to be a slice of step numbers, ascending; got {steps}. "
+                f"{operation}: expected steps to be a slice of step numbers, ascending; got {steps!r}. "
                 "slice(100, 200) is from step 100 up to and not including 200."
             )
-        return cls(low=steps.start, high=steps.stop, every=1 if steps.step is None else steps.step)
+        given = cast("slice[int | None, int | None, int | None]", steps)
+        return cls(low=given.start, high=given.stop, every=1 if given.step is None else given.step)
 
     def may_be_in(self, part: Part) -> bool:
         """Return whether a part may have such steps."""
@@ -78,6 +78,16 @@ class Steps:
         if self.high is not None:
             result &= steps < self.high
         return result if self.every == 1 else result & ((steps - (self.low or 0)) % self.every == 0)
+
+
+def _is_ascending(steps: object) -> bool:
+    """Return True for a slice of whole numbers that goes upward."""
+    if not isinstance(steps, slice):
+        return False
+    start, stop, every = cast("tuple[object, object, object]", (steps.start, steps.stop, steps.step))
+    if not all(number is None or isinstance(number, int) for number in (start, stop, every)):
+        return False
+    return every is None or cast("int", every) >= 1
 
 
 def select(

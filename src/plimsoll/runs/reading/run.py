@@ -3,6 +3,7 @@
 Each call reads only the rows that it needs. New records of an open run are visible after `refresh`.
 """
 
+import itertools
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from plimsoll.runs.storage import limits
 from plimsoll.runs.storage.location import Folder, is_elsewhere, place_of
 from plimsoll.runs.storage.lock import write_for_reader
 from plimsoll.spectrum import ErrorSums, Spectrum
+from plimsoll.tensor_collections import NAMES
 
 
 class Run:
@@ -312,11 +314,14 @@ class Run:
             name: Name or glob. An existing name is not used as a glob. Default: all.
             steps: Slice of step numbers, ``slice(100, 200)``. Its step counts from its start. Default: all.
             raw: Whether to return stored values.
+
+        Raises:
+            NotRecordedError: The collection is none that there is, and no glob.
         """
-        wanted = Steps.of(steps)
-        for each in matching(self.tensors, collection):
-            names = matching(self.tensors[each], name)
-            yield from _spectra.read(self._contents, each, names, wanted, raw=raw)
+        wanted, chosen = Steps.of(steps, "Run.spectra"), self._chosen("Run.spectra", collection, name)
+        return itertools.chain.from_iterable(
+            _spectra.read(self._contents, each, names, wanted, raw=raw) for each, names in chosen
+        )
 
     def series(
         self, collection: str, name: str, statistic: str, *, raw: bool = False
@@ -368,13 +373,16 @@ class Run:
             name: Name or glob. An existing name is not used as a glob. Default: all.
             steps: Slice of step numbers, as for `spectra`. Default: all.
         """
-        for each, names in self._chosen(collection, name):
-            for one in names:
-                table = _spectra.rows(self._contents, each, one, statistics.COLUMNS, Steps.of(steps))
-                found, columns = statistics.merged(table, raw=False)
-                for row in np.flatnonzero(~np.isnan(columns["compared"])).tolist():
-                    sums = {field: float(columns[field][row]) for field in ERRORS}
-                    yield int(found[row]), each, one, ErrorSums(**sums)
+        wanted, chosen = Steps.of(steps, "Run.errors"), self._chosen("Run.errors", collection, name)
+        return self._errors_of([(each, one) for each, names in chosen for one in names], wanted)
+
+    def _errors_of(self, series: Sequence[tuple[str, str]], wanted: Steps) -> Iterator[tuple[int, str, str, ErrorSums]]:
+        for each, one in series:
+            table = _spectra.rows(self._contents, each, one, statistics.COLUMNS, wanted)
+            found, columns = statistics.merged(table, raw=False)
+            for row in np.flatnonzero(~np.isnan(columns["compared"])).tolist():
+                sums = {field: float(columns[field][row]) for field in ERRORS}
+                yield int(found[row]), each, one, ErrorSums(**sums)
 
     # -- the rest
 
@@ -458,8 +466,8 @@ class Run:
             steps: Slice of step numbers. Default: all.
             blocks: Whether to include the columns of block records, if there are any.
         """
-        chosen = self._chosen(collection, name)
-        return _spectra.table(self._contents, chosen, Steps.of(steps), blocks=blocks)
+        chosen = self._chosen("Run.table", collection, name)
+        return _spectra.table(self._contents, chosen, Steps.of(steps, "Run.table"), blocks=blocks)
 
     def to_pandas(self, collection: str | None = None, name: str | None = None, steps: slice | None = None) -> Any:
         """Return a pandas DataFrame of the scalars, or of the statistics of tensors.
@@ -487,7 +495,7 @@ class Run:
         >>> folder.cleanup()
         """
         if collection is None and name is None:
-            return statistics.scalar_frame(self._scalars(list(self.scalar_names)), Steps.of(steps))
+            return statistics.scalar_frame(self._scalars(list(self.scalar_names)), Steps.of(steps, "Run.to_pandas"))
         return statistics.tensor_frame(self.table(collection, name, steps, blocks=False))
 
     def plot(self, collection: str | None = None, name: str | None = None, **arguments: Any) -> Any:
@@ -557,8 +565,11 @@ class Run:
         ranks = f"{len(self.ranks)} of {self.world_size} ranks"
         return f"<Run: {self._folder.place}, {series} series, {span}, {ranks}, {state}>"
 
-    def _chosen(self, collection: str | None, name: str | None) -> list[tuple[str, list[str]]]:
+    def _chosen(self, operation: str, collection: str | None, name: str | None) -> list[tuple[str, list[str]]]:
         collections = matching(self.tensors, collection)
+        is_glob = collection is not None and any(sign in collection for sign in "*?[")
+        if collection is not None and not collections and not is_glob and collection not in NAMES:
+            raise unknown(operation, "a collection", collection, list(self.tensors), closed=self.closed)
         return [(each, matching(self.tensors[each], name)) for each in collections]
 
     def _check_series(self, operation: str, collection: str, name: str) -> None:
