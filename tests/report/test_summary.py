@@ -114,11 +114,11 @@ def test_a_rule_of_ones_own_is_named(tmp_path: Path) -> None:
     assert verdict(view, [own]) == "Warning: too-blue holds in sky since step 3."
 
 
-@pytest.mark.parametrize("rule", WORDS)
+@each("rule", WORDS)
 def test_no_verdict_is_longer_however_long_the_names(rule: str, tmp_path: Path) -> None:
     names = tuple("x" * 10_000 + str(i) for i in range(3))
     evidence = {"worst": names[0], "smallest_layer": names[0], "largest_layer": names[1], "format": "fp16", "lost": 0.9}
-    view = View(Run(SOUND.write(tmp_path / "run", until=5)))
+    view = View(Run(SOUND.write(tmp_path / rule, until=5)))
     for where in (names, names[:1]):
         one = finding(rule, where=where, collection="activations", evidence=evidence)
         assert len(verdict(view, [one, finding("nonfinite", since=3, where=names)])) <= LONGEST
