@@ -73,19 +73,20 @@ def pytest_collection_finish() -> None:
     _freeze()
 
 
-_frozen = [0]  # modules when that was last done
-_MANY = 50
+_frozen = 0  # modules when that was last done
+_MANY = 50  # modules that are worth to do it again
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """Keep the collector from what tests import later too, such as torch's compiler, once a test has ended."""
-    if len(sys.modules) > _frozen[0] + _MANY:
+    if len(sys.modules) > _frozen + _MANY:
         _freeze()
 
 
 def _freeze() -> None:
-    _frozen[0] = len(sys.modules)
+    global _frozen  # noqa: PLW0603  (pytest calls functions)
+    _frozen = len(sys.modules)
     gc.collect()
     gc.freeze()
 

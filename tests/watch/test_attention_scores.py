@@ -238,3 +238,8 @@ def test_a_wrapper_that_is_put_around_attention_meanwhile_stays(
 
         functional.scaled_dot_product_attention = wrapper
     assert functional.scaled_dot_product_attention is wrapper
+    assert run_of(Model(Attention()), tmp_path / "wrapped").spectrum("activations", NAME, 0).count == 6  # once
+    assert functional.scaled_dot_product_attention is wrapper
+    functional.scaled_dot_product_attention = original
+    assert run_of(Model(Attention()), tmp_path / "restored").spectrum("activations", NAME, 0).count == 6
+    assert functional.scaled_dot_product_attention is original

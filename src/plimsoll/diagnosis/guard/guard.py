@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 
@@ -26,6 +26,8 @@ from plimsoll.watch import Watch
 # -- arguments, checked ------------------------------------------------------------------------------------------------
 
 _KINDS: tuple[type[GuardAction], ...] = (LowerScale, RaiseScale, LayerScale, ToBF16, Clamp, Skip, Rollback)
+
+T = TypeVar("T")
 
 
 def check_arguments(
@@ -303,25 +305,27 @@ class Guard:
     # Ranks that agree wait for each other: an error of one must not keep it from coming.
     def _go_on(self) -> None:
         for remedy in self._remedies.values():
-            try:
-                remedy.between()
-            except Exception as error:  # noqa: BLE001  (P2)
-                self._access.failed("Guard", error)
+            self._contained(remedy.between)
         step = self._access.step
         due = step > 1 and (step - 1) % self._every == 0
         if not self._ranks.several or due or self._meets:
-            try:
-                decided = self._decision(step)
-            except Exception as error:  # noqa: BLE001  (P2)
-                self._access.failed("Guard", error)
-                decided = None
-            order = self._ranks.agree(decided)
+            order = self._ranks.agree(self._contained(lambda: self._decision(step)))
             self._meets = False
             if order is not None:
                 self._act(order, step)
         if due:
             self._access.hand_over()
             self._checker.ask(step - 1)
+
+    def _contained(self, call: Callable[[], T]) -> T | None:
+        """Return what a call returns; None if it raises, which is recorded. `GuardStop` goes on."""
+        try:
+            return call()
+        except GuardStop:
+            raise
+        except Exception as error:  # noqa: BLE001  (P2: a guard's mistake must not end the training)
+            self._access.failed("Guard", error)
+            return None
 
     def _decision(self, step: int) -> Order | None:
         """Return the order for the last look since the previous step, if any."""

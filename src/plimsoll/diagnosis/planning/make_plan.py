@@ -240,9 +240,8 @@ def _within(
     offers = [options(judge, forecast, table, module, pairs_of(target), fallback) for module in modules]
     picked = cheapest(offers, budget * forecast.loss / SPREAD)
     if picked is None:
-        least = (
-            sum(min(option.increase for option in each) for each in offers) * SPREAD / forecast.loss * 1.01
-        )  # since three digits may round down
+        increase = sum(min(option.increase for option in each) for each in offers)
+        least = 1.01 * increase * SPREAD / forecast.loss  # a little more, since three digits may round down
         raise ArgumentError(
             f"plan: expected a budget of at least {least:.3g}, the predicted increase in the widest formats; got "
             f"budget={budget!r}. Allow more."

@@ -372,6 +372,9 @@ class Run:
             collection: Name or glob. Default: all.
             name: Name or glob. An existing name is not used as a glob. Default: all.
             steps: Slice of step numbers, as for `spectra`. Default: all.
+
+        Raises:
+            NotRecordedError: The collection is none that there is, and no glob.
         """
         wanted, chosen = Steps.of(steps, "Run.errors"), self._chosen("Run.errors", collection, name)
         return self._errors_of([(each, one) for each, names in chosen for one in names], wanted)
@@ -465,6 +468,9 @@ class Run:
             name: Name or glob. Default: all.
             steps: Slice of step numbers. Default: all.
             blocks: Whether to include the columns of block records, if there are any.
+
+        Raises:
+            NotRecordedError: The collection is none that there is, and no glob.
         """
         chosen = self._chosen("Run.table", collection, name)
         return _spectra.table(self._contents, chosen, Steps.of(steps, "Run.table"), blocks=blocks)

@@ -314,6 +314,10 @@ class PartFlusher:
         finally:
             self._folder.close()
 
+    def release(self) -> None:
+        """Release the folder without a word in the manifest that the run was closed."""
+        self._folder.close()
+
     def abandon(self) -> None:
         """Abandon the folder in a forked child."""
         self._folder.abandon()

@@ -214,18 +214,19 @@ class RankFolder:
 
     def renew(self) -> bool:
         """Confirm folder and lock. Return True if a lost folder was created again."""
-        missing = not all((self.path / kind).is_dir() for kind in KINDS)
-        for kind in KINDS if missing else ():
-            (self.path / kind).mkdir(parents=True, exist_ok=True)
+        left = [kind for kind in KINDS if (self.path / kind).is_dir()]
+        missing = len(left) < len(KINDS)
+        if missing:
+            for kind in KINDS:
+                (self.path / kind).mkdir(parents=True, exist_ok=True)
         self._lock.renew()
         if missing:
             with self._guard:
                 found = _parts.split(_parts.listed(Folder(self.path), self.rank)[0])[0]
-                known, there = {part.name: part for part in self._parts}, {part.name for part in found}
-                # If a part of the folder is left, what has gone with the rest is missing; else the run begins again.
-                self._lost = (
-                    [*self._lost, *(part for name, part in known.items() if name not in there)] if found else []
-                )
+                known, names = {part.name: part for part in self._parts}, {part.name for part in found}
+                gone = [part for part in self._parts if part.name not in names]
+                # Without any of its folders the run begins again; else what was in those that have gone is lost.
+                self._lost = [*self._lost, *gone] if left else []
                 self._parts = [known.get(part.name, part) for part in found]  # with their numbers of rows
             self.write_manifest()
         return missing

@@ -292,6 +292,6 @@ class Worker:
             self._flusher.close(self._registry.series)
         except Exception as error:  # noqa: BLE001  (P2)
             self._dropped.warn_once("close", f"plimsoll: {self._flusher.path} could not be closed in order: {error}")
-            self._flusher.abandon()  # the lock at least is given back
+            self._flusher.release()
         finally:
             mark.done.set()

@@ -429,7 +429,7 @@ class Listener(Protocol):
 
 
 _listeners: "tuple[weakref.ref[Listener], ...]" = ()  # replaced as a whole: attention on other threads reads it
-_installed: Any = None  # the function that is in torch's place
+_installed: Any = None  # our function: the one that notifies, of several that others have wrapped in between
 _lock = threading.Lock()
 _NAMES = ("value", "attn_mask", "dropout_p", "is_causal")
 
@@ -439,7 +439,7 @@ def listen_to_attention(listener: Listener) -> None:
     global _listeners, _installed  # noqa: PLW0603  (torch's function is one for all)
     with _lock:
         _listeners = (*_others(listener), weakref.ref(listener))
-        if _installed is None:
+        if functional.scaled_dot_product_attention is not _installed:
             _installed = functional.scaled_dot_product_attention = _observed(functional.scaled_dot_product_attention)
 
 
@@ -448,9 +448,11 @@ def end_listening(listener: Listener) -> None:
     global _listeners, _installed  # noqa: PLW0603  (likewise)
     with _lock:
         _listeners = _others(listener)
-        if not _listeners and functional.scaled_dot_product_attention is _installed:
+        if _listeners:
+            return
+        if functional.scaled_dot_product_attention is _installed:
             functional.scaled_dot_product_attention = _installed.plimsoll_original
-            _installed = None
+        _installed = None
 
 
 def _others(listener: Listener) -> "tuple[weakref.ref[Listener], ...]":
@@ -460,7 +462,7 @@ def _others(listener: Listener) -> "tuple[weakref.ref[Listener], ...]":
 def _observed(original: Callable[..., Tensor]) -> Any:
     @functools.wraps(original)
     def scaled_dot_product_attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and scaled_dot_product_attention is _installed:
             # Most steps are not due, and a step may call attention a hundred times.
             for listener in [each for ref in _listeners if (each := ref()) is not None and each.attached]:
                 listener.attends(query, key, {**dict(zip(_NAMES, args, strict=False)), **kwargs})

@@ -56,6 +56,23 @@ _SQUARES = "squares beyond FP16 within a norm"
 _MANY = 0.25  # of what a norm puts out
 _NO_SLOPE = "a weight without a slope"
 _ZERO_INPUTS = "inputs of zero wherever gradients come"
+# What a finding says of weights whose gradients are zero while those of their biases are not, by cause.
+_OF_WEIGHTS_ALONE = {
+    _NO_SLOPE: (
+        "what the layer computes from the weight has no slope.",
+        (
+            "If the forward rounds the weight (round, sign, a cast to integers), pass the gradient through the "
+            "rounding: weight + (rounded - weight).detach(), a straight-through estimator."
+        ),
+    ),
+    _ZERO_INPUTS: (
+        "gradients come only to rows of the input that are zero, as those of padding are.",
+        (
+            "Look at the mask: one of the other meaning lets attention read the padding and nothing else. True takes "
+            "part in scaled_dot_product_attention, and is left out in the key_padding_mask of MultiheadAttention."
+        ),
+    ),
+}
 _NOTHING_LEFT = "underflow, or no gradient"
 _NO_GRADIENTS = (
     "Their gradients are all zero, and did not underflow: no gradient comes to these layers, or only zeros come into "
@@ -392,29 +409,9 @@ class DeadLayer(Rule):
                 evidence = {"first": spots[cause][0].name, "layers": len(spots[cause]), "cause": cause}
                 yield self.finding(
                     "warning", spots[cause], evidence, until_step=view.last_step, collection="gradients",
-                    meaning=f"The gradients of these weights are always zero, and those of their biases are not: "
-                    f"{meaning}",
+                    meaning=f"Gradients of these weights are always zero, and those of their biases are not: {meaning}",
                     advice=advice,
                 )  # fmt: skip
-
-
-# What a finding says of weights whose gradients are zero while those of their biases are not, by cause.
-_OF_WEIGHTS_ALONE = {
-    _NO_SLOPE: (
-        "what the layer computes from the weight has no slope.",
-        (
-            "If the forward rounds the weight (round, sign, a cast to integers), pass the gradient through the "
-            "rounding: weight + (rounded - weight).detach(), a straight-through estimator."
-        ),
-    ),
-    _ZERO_INPUTS: (
-        "gradients come only to rows of the input that are zero, as those of padding are.",
-        (
-            "Look at the mask: one of the other meaning lets attention read the padding and nothing else. True takes "
-            "part in scaled_dot_product_attention, and is left out in the key_padding_mask of MultiheadAttention."
-        ),
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)

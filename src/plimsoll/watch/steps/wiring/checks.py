@@ -325,6 +325,12 @@ class OptimizerCheck:
 
     def __init__(self, training: Training, followed: FollowedOptimizer) -> None:
         self.training, self.facts, self.followed = training, training.facts, followed
+        self.in_a_row = 0  # steps for which `repeats` got True
+
+    def repeats(self, holds: bool) -> bool:
+        """Take whether something holds at a step; return True if it does at `REPEATS` steps on end by now."""
+        self.in_a_row = self.in_a_row + 1 if holds else 0
+        return self.in_a_row == REPEATS
 
     def backward_begins(self, optimizer: Any) -> None:
         """A backward begins."""

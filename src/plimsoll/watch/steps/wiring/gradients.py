@@ -42,7 +42,6 @@ class CarriedGradients(OptimizerCheck):
         super().__init__(training, followed)
         self._steps = 0  # that were looked at
         self._carried = 0  # those with all gradients carried over
-        self._in_a_row = 0
         self._is_decided = False
 
     def step_begins(self, optimizer: Any) -> None:
@@ -50,15 +49,14 @@ class CarriedGradients(OptimizerCheck):
         gradients = self.followed.gradients
         carried = bool(gradients) and all(gradient.carried for gradient in gradients)
         self._steps += 1
-        self._in_a_row = self._in_a_row + 1 if carried else 0
         if carried:
             self._carried += 1
-            if self._in_a_row == REPEATS:
-                self._record("carried over", "", "nothing sets them to zero")
-            elif self._carried == _SOME:
-                at = f" at {_SOME} of {self._steps} steps that were looked at"
-                self._record("carried at some steps", at, "zero_grad() is not called at each step")
-        is_near = self._in_a_row >= REPEATS - 1 or self._carried >= _SOME - 1
+        if self.repeats(carried):
+            self._record("carried over", "", "nothing sets them to zero")
+        elif carried and self._carried == _SOME:
+            at = f" at {_SOME} of {self._steps} steps that were looked at"
+            self._record("carried at some steps", at, "zero_grad() is not called at each step")
+        is_near = self.in_a_row >= REPEATS - 1 or self._carried >= _SOME - 1
         self.followed.measures = is_near and not self._is_decided
 
     def _record(self, fact: str, at: str, why: str) -> None:
@@ -87,15 +85,13 @@ class ScaledSteps(OptimizerCheck):
         super().__init__(training, followed)
         self._reached = False  # the backward of a scaled loss has reached the parameters since the last step
         self._stepped = False  # the last step was on such gradients; a scaler's step that comes after it takes it back
-        self._in_a_row = 0
 
     def backward_begins(self, optimizer: Any) -> None:
         """A backward begins."""
         if not self._stepped:
             return
         self._stepped = False
-        self._in_a_row += 1
-        if self._in_a_row == REPEATS:
+        if self.repeats(True):
             name = self.followed.name
             self.facts.record_if(
                 "not unscaled",
@@ -119,11 +115,12 @@ class ScaledSteps(OptimizerCheck):
         self._stepped = self._reached and untouched and not by_itself
         self._reached = False
         if not self._stepped:
-            self._in_a_row = 0
+            self.repeats(False)
 
     def scaler_step_ends(self) -> None:
         """A scaler's step of the optimizer has returned."""
-        self._stepped, self._in_a_row = False, 0
+        self._stepped = False
+        self.repeats(False)
 
 
 class AddedToUnscaled(OptimizerCheck):
@@ -167,7 +164,6 @@ class ClearedMicroBatches(OptimizerCheck):
         super().__init__(training, followed)
         self._versions: list[int] = []  # of the weights, when the last backward had ended
         self._backwards = self._cleared = 0
-        self._in_a_row = 0  # steps with cleared gradients between all backwards
 
     # Between the two passes of SAM weights move. An adversarial step has one backward more than the loss is divided by,
     # so it does not count.
@@ -186,9 +182,7 @@ class ClearedMicroBatches(OptimizerCheck):
         """The optimizer's step begins."""
         many, cleared = self._backwards, self._cleared
         self._backwards = self._cleared = 0
-        is_last_alone = many > 1 and cleared == many - 1 and many in self.training.divisors
-        self._in_a_row = self._in_a_row + 1 if is_last_alone else 0
-        if self._in_a_row == REPEATS:
+        if self.repeats(many > 1 and cleared == many - 1 and many in self.training.divisors):
             message = f"gradients are cleared before each of {many} micro-batches: the step is of the last one alone"
             self.facts.record("cleared between", message, optimizer=self.followed.name, backwards=many)
 
@@ -275,11 +269,11 @@ class EarlyClipping(OptimizerCheck):
         self._steps = 0
         self._before: Tensor | None = None  # gradients when their norm was taken
         self._changed: Tensor | None = None  # how many values changed from then to the next backward
-        self._in_a_row: list[DeviceValue] = []  # those numbers, of steps that have one
+        self._counts: list[DeviceValue] = []  # those numbers, of steps on end
 
     def norm_taken(self) -> None:
         """The norm of gradients was taken: clipping multiplies them next."""
-        if self._steps < _FIRST and len(self._in_a_row) < REPEATS:
+        if self._steps < _FIRST and len(self._counts) < REPEATS:
             self._before = some_values(gradients_of(self._weights))
 
     # Gradients that were set to None or zero since begin a new sum: it is clipped as a whole.
@@ -294,11 +288,11 @@ class EarlyClipping(OptimizerCheck):
         """The optimizer's step has returned."""
         self._steps += 1
         changed, self._before, self._changed = self._changed, None, None
-        if len(self._in_a_row) == REPEATS:
+        if len(self._counts) == REPEATS:
             return
-        self._in_a_row = [] if changed is None else [*self._in_a_row, DeviceValue(changed)]
-        if len(self._in_a_row) == REPEATS:
-            counts, name = self._in_a_row, self.followed.name
+        self._counts = [] if changed is None else [*self._counts, DeviceValue(changed)]
+        if len(self._counts) == REPEATS:
+            counts, name = self._counts, self.followed.name
             message = f"gradients of {name} are clipped before the last micro-batch of a step is added"
             self.facts.record_if(
                 "clipped early", message, lambda: all((resolved(count) or 0) > 0 for count in counts), optimizer=name
@@ -311,16 +305,10 @@ class EmptyClipping(OptimizerCheck):
 
     looks_at_every_step = True
 
-    def __init__(self, training: Training, followed: FollowedOptimizer) -> None:
-        super().__init__(training, followed)
-        self._in_a_row = 0
-
     def step_ends(self, optimizer: Any) -> None:
         """The optimizer's step has returned."""
         norms = self.training.norms
-        is_empty = bool(norms) and not any(norms) and self.followed.had_gradients
-        self._in_a_row = self._in_a_row + 1 if is_empty else 0
-        if self._in_a_row == REPEATS:
+        if self.repeats(bool(norms) and not any(norms) and self.followed.had_gradients):
             name = self.followed.name
             message = f"the norm for clipping the gradients of {name} is of no gradient: nothing is clipped"
             self.facts.record("clipped nothing", message, optimizer=name)
@@ -333,16 +321,10 @@ class MissingGradients(OptimizerCheck):
 
     looks_at_every_step = True
 
-    def __init__(self, training: Training, followed: FollowedOptimizer) -> None:
-        super().__init__(training, followed)
-        self._in_a_row = 0
-
     def step_ends(self, optimizer: Any) -> None:
         """The optimizer's step has returned."""
         has = self.followed.had_gradients or has_gradients(optimizer)  # a closure makes them inside the step
-        is_missing = not has and self.training.backwards_since_step > 0
-        self._in_a_row = self._in_a_row + 1 if is_missing else 0
-        if self._in_a_row == REPEATS:
+        if self.repeats(not has and self.training.backwards_since_step > 0):
             name = self.followed.name
             self.facts.record(
                 "no gradients",
