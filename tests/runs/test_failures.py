@@ -502,3 +502,22 @@ def test_a_flush_after_a_close_that_was_too_late_waits_for_the_rest(tmp_path: Pa
     hold.set()
     assert writer.flush(timeout=HANG_SECONDS)
     assert Run(tmp_path / "run").scalars("loss")[1].tolist() == [1.0]
+
+
+def test_a_writer_whose_end_fails_gives_its_folder_back_and_is_not_closed_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_self: object) -> None:
+        raise MemoryError("none left")
+
+    writer = RunWriter(tmp_path / "run")
+    making.write_steps(writer, [0])
+    with monkeypatch.context() as patch:
+        patch.setattr("plimsoll.runs.writing.part_flusher.PartFlusher.compact_all", fails)
+        with pytest.warns(RuntimeWarning, match="could not be closed in order: none left"):
+            writer.close(timeout=HANG_SECONDS)
+    assert not Run(tmp_path / "run").closed
+    again = RunWriter(tmp_path / "run")
+    making.write_steps(again, [1])
+    again.close()
+    assert Run(tmp_path / "run").steps == [0, 1]
