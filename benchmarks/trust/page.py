@@ -25,7 +25,7 @@ groups of faults are by authors who had not read the rules. What was found of th
 
 | faults | what they are | named | in other words | missed | another cause | seen since |
 |---|---|---|---|---|---|---|
-| 16 | traps of low precision | 1 | 4 | 8 | 3 | 4 |
+| 16 | traps of low precision | 1 | 4 | 8 | 3 | 6 |
 | 20 | pitfalls of schedules, data and losses | 8 | 2 | 6 | 4 | 4 |
 | 12 | common mistakes, most of them of low precision | 6 | 0 | 6 | 0 | 2 |
 | 16 | everyday faults that public threads report | 9 | 1 | 4 | 2 | 7 |

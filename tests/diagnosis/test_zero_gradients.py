@@ -98,6 +98,17 @@ class Late(nn.Module):
         return x + self.own(x) * (self.calls > self.idle)
 
 
+class Routed(nn.Module):
+    """Two experts, of which the second gets the rows from number `first` on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.one, self.other, self.first = nn.Linear(32, 32), nn.Linear(32, 32), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.one(x[: self.first]), self.other(x[self.first :])])
+
+
 class Steps(nn.Module):
     """Values in steps of a tenth: nothing has a slope."""
 
@@ -276,6 +287,35 @@ def test_a_path_that_nothing_takes_is_named_until_it_is_taken(tmp_path: Path) ->
         (finding,) = diagnose(tmp_path / severity, rules=["dead-layer"])
         assert (finding.severity, finding.where) == (severity, ("1.own.weight",))
         assert "are not any more" in finding.meaning if severity == "info" else "nothing" in finding.advice.lower()
+
+
+def test_experts_without_rows_are_named_by_their_router(tmp_path: Path) -> None:
+    for first, rules in ((32, ["dead-layer"]), (16, [])):
+        path = tmp_path / str(first)
+        found = train(path, nn.Sequential(nn.Linear(8, 32), Routed(first), nn.Linear(32, 4)))
+        assert [f.rule for f in found] == rules
+        for finding in found:
+            assert finding.where == ("1.other.weight",) and finding.evidence["cause"] == "no rows"
+            assert "nothing has been routed to 1.other since step 0" in verdict(View(Run(path)), found)
+
+
+def test_what_grew_just_before_a_layer_died_is_named(tmp_path: Path) -> None:
+    for name in ("pushed", "cut"):
+        model, steps = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)), itertools.count()
+
+        def kill(model: nn.Module, name: str = name, steps: Any = steps) -> None:
+            if next(steps) == 5 and name == "pushed":
+                model[0].bias.grad.fill_(400.0)  # type: ignore[index, union-attr]
+            elif name == "cut":
+                model[1].register_forward_hook(lambda module, args, out: out * 0)  # type: ignore[index]
+
+        found = train(tmp_path / name, model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), before=kill)
+        dead, *_ = (f for f in found if f.rule == "dead-layer")
+        assert ("grew" in dead.evidence) == (name == "pushed")
+        if name == "pushed":
+            assert dead.evidence["grew"] == "0.bias" and float(dead.evidence["grew_times"]) > 100
+            assert "between steps 5 and 6, 0.bias became" in dead.meaning and "clip" in dead.advice
+            assert "when 0.bias had become" in verdict(View(Run(tmp_path / name)), [dead])
 
 
 def test_gradients_that_have_always_been_zero_in_fp16_may_underflow(tmp_path: Path) -> None:

@@ -484,7 +484,6 @@ class Stepped(nn.Linear):
     )
     + r"|param(eter)? groups?",
     misleading=rf"{SIDE}|swallow|loss scale|raise the (learning )?rate",
-    held_back=True,
 )
 def learned_step(run: Training, *, sound: bool = False) -> None:
     """A quantiser's learned step gets the sum of its weights' gradients, not divided by a root: it jumps past zero."""
@@ -632,7 +631,6 @@ class Experts(nn.Module):
     + r"|balance\b[^>]*(stay|stand|stop)",
     misleading=rf"{SIDE}|loss scale|learning rate",
     precision="bf16",
-    held_back=True,
 )
 def balance(run: Training, *, sound: bool = False) -> None:
     """The bias that balances experts was cast to BF16 with the model: near 1 it cannot move by 0.001."""

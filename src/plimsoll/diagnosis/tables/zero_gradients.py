@@ -1,4 +1,6 @@
-"""Tensors that are zero throughout, and where gradients stop or are set to zero."""
+"""Tensors that are zero throughout, what came before, and where gradients stop or are set to zero."""
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,6 +8,24 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis.tables.cells import Cells
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import FP16
+
+_GROWTH = 4.0  # between two samples: what makes a layer die at a step is far more than a training's usual growth
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A parameter that became many times as large between two samples, by its root mean square."""
+
+    name: str
+    after_step: int
+    step: int
+    size_before: float
+    size: float
+
+    @property
+    def times(self) -> float:
+        """How many times as large it became."""
+        return self.size / self.size_before
 
 
 def erased_samples(view: View) -> NDArray[np.bool_]:
@@ -60,6 +80,30 @@ def always_zero(cells: Cells | None) -> set[str]:
     counts = np.nansum(cells.total(cells.nonzero), axis=1) + np.nansum(cells.nonfinite, axis=1)
     silent = (counts == 0) & (np.count_nonzero(cells.recorded, axis=1) > 0)
     return {cells.names[layer] for layer in np.flatnonzero(silent).tolist()}
+
+
+def grown_before(view: View, since: int) -> Growth | None:
+    """Return the parameter that grew most up to a step from the sample before it; None if none grew much."""
+    cells = view.cells("weights")
+    place = np.searchsorted(cells.steps, since) if cells is not None else 0
+    if cells is None or not 0 < place < len(cells.steps) or cells.steps[place] != since:
+        return None
+    before, now = cells.rms[:, place - 1], cells.rms[:, place]
+    with np.errstate(all="ignore"):
+        times = np.where(before > 0, now / before, np.nan)
+    if np.isnan(times).all() or np.nanmax(times) < _GROWTH:
+        return None
+    most = int(np.nanargmax(times))
+    return Growth(cells.names[most], int(cells.steps[place - 1]), since, float(before[most]), float(now[most]))
+
+
+def without_rows(view: View, since: int, samples: int) -> set[str]:
+    """Return the modules that are called with no values at all, at the first samples from a step on."""
+    cells = view.cells("activations")
+    if cells is None:
+        return set()
+    counts = cells.total_of("count")[:, cells.steps >= since][:, :samples]  # judged once, for good
+    return {cells.names[place].rpartition(":")[0] for place in np.flatnonzero((counts == 0).all(axis=1)).tolist()}
 
 
 # A module may return a constant with its result: a mask, the position bias of an attention that has none, the log

@@ -33,12 +33,15 @@ from plimsoll.diagnosis.tables.wiring_facts import (
     without_gradient,
 )
 from plimsoll.diagnosis.tables.zero_gradients import (
+    Growth,
     always_zero,
     erased_samples,
+    grown_before,
     held_at_zero,
     is_constant_aside,
     lost_after_backward,
     where_gradients_stop,
+    without_rows,
 )
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import FP16
@@ -84,6 +87,13 @@ _HIDDEN = (
     "Nothing that these layers put out changes the loss. Look behind them for a mask that hides all of it, attention "
     "over another dimension than the places (batch_first), or a product with zeros."
 )
+_NO_ROWS = "no rows"
+_NOTHING_ROUTED = "Nothing is routed to these layers: they are called with no rows at all."
+_ROUTE = (
+    "Look at what chooses the rows of each (a router, and what balances it): a bias that balances in a 16-bit format "
+    "cannot take small steps. Or do without these layers."
+)
+_SLOWER = "Lower the learning rate of what grew, or clip its gradient. Re-initialise these layers if they stay so."
 LEAVE_ZERO = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
 
 
@@ -123,6 +133,8 @@ class DeadLayer(Rule):
         "first": EvidenceItem(unit="location"),
         "zeros": EvidenceItem(unit="share"),
         "never_alive": EvidenceItem(hide_zero=True),
+        "grew": EvidenceItem("Grew just before", "location"),
+        "grew_times": EvidenceItem("Times as large"),
     }
     location_item = EvidenceItem("Zeros", "share")
 
@@ -143,8 +155,13 @@ class DeadLayer(Rule):
             evidence: dict[str, float | int | str] = {
                 "first": spots[0].name, "layers": len(spots), "zeros": spots[0].value,
             }  # fmt: skip
-            evidence |= {"cause": _AT_ZERO, "at_zero": len(at_zero)} if at_zero else {}
-            meaning, advice = (_ZERO_ON_BOTH_SIDES, _AS_LORA) if at_zero else (None, None)
+            meaning, advice = None, None
+            if at_zero:
+                evidence |= {"cause": _AT_ZERO, "at_zero": len(at_zero)}
+                meaning, advice = _ZERO_ON_BOTH_SIDES, _AS_LORA
+            elif (grown := grown_before(view, spots[0].since_step)) is not None:
+                evidence |= _evidence_of(grown)
+                meaning, advice = f"{self.meaning} {_what_grew(grown)}", _SLOWER
             yield self.finding(
                 "warning", spots, evidence, until_step=until, collection="activations", meaning=meaning, advice=advice
             )
@@ -157,7 +174,7 @@ class DeadLayer(Rule):
 
     def _without_gradients(self, view: View, silent: _SilentGradients) -> Iterator[Finding]:
         """Yield one finding of layers whose gradients are zero in the backward too."""
-        lost = self._lost(view, silent)
+        lost, few = self._lost(view, silent), int(self.samples)
         spots = [spot for spot in silent.spots if spot not in lost]
         if spots and silent.is_over:
             yield self.finding(
@@ -180,9 +197,15 @@ class DeadLayer(Rule):
             evidence: dict[str, float | int | str] = {
                 "first": spots[0].name, "layers": len(spots), "never_alive": min(silent.never, len(spots)),
             }  # fmt: skip
+            meaning, advice = _NO_GRADIENTS, _HIDDEN if silent.never == len(silent.spots) else None
+            if all(spot.name.rpartition(".")[0] in without_rows(view, spot.since_step, few) for spot in spots):
+                evidence["cause"], meaning, advice = _NO_ROWS, _NOTHING_ROUTED, _ROUTE
+            elif (grown := grown_before(view, spots[0].since_step)) is not None:
+                evidence |= _evidence_of(grown)
+                meaning, advice = f"{_NO_GRADIENTS} {_what_grew(grown)}", _SLOWER
             yield self.finding(
-                "warning", spots, evidence, until_step=silent.until, collection="gradients", meaning=_NO_GRADIENTS,
-                advice=_HIDDEN if silent.never == len(silent.spots) else None,
+                "warning", spots, evidence, until_step=silent.until, collection="gradients", meaning=meaning,
+                advice=advice,
             )  # fmt: skip
 
     # A shadow step begins with the gradient that the loss gives the model's output, as it is. If that is zero, so is
@@ -248,6 +271,18 @@ class DeadLayer(Rule):
             until = f"until step {context.finding.until_step:,}"
             return Phrase(what=f"all {context.tensors} of {context.place} were zero {until}, and are not any more")
         of_outputs = context.finding.collection == "activations"
+        if context.cause == _NO_ROWS:
+            return Phrase(
+                what=f"nothing has been routed to {context.place} {context.since}",
+                remedy="look at the router and what balances it",
+            )
+        if grew := context.text("grew"):
+            times = f"{number(context.number('grew_times'))} times as large"
+            return Phrase(
+                what=f"all {'outputs' if of_outputs else context.tensors} of {context.place} have been zero "
+                f"{context.since}, when {grew} had become {times}",
+                remedy="lower its learning rate, or clip its gradient",
+            )
         if not of_outputs and context.number("never_alive") == context.number("layers"):
             return Phrase(
                 what=f"all {context.tensors} of {context.place} have been zero {context.since}, and this is no "
@@ -537,6 +572,17 @@ class StructuralZeros(Rule):
                 "through.",
                 advice="The argument of torch's dropout is the share to drop, not to keep. 0.1 to 0.5 is usual.",
             )  # fmt: skip
+
+
+def _evidence_of(grown: Growth) -> dict[str, float | int | str]:
+    return {"grew": grown.name, "grew_times": grown.times}
+
+
+def _what_grew(grown: Growth) -> str:
+    return (
+        f"Just before, between steps {grown.after_step:,} and {grown.step:,}, {grown.name} became "
+        f"{number(grown.times)} times as large: {number(grown.size_before)}, then {number(grown.size)}."
+    )
 
 
 def _and_parents(names: set[str]) -> set[str]:
