@@ -196,7 +196,7 @@ def test_it_ends_with_its_watch_and_leaves_nothing(end: str, tmp_path: Path) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop = pl.prepare(model, optimizer, "fp32") if end == "loop" else None
     watch = pl.watch(model, optimizer, run=tmp_path / "run")
-    of_the_watch = list(watch._core.at_close)
+    of_the_watch = list(watch._session.at_close)
     guard = Guard(watch, loop=loop)
     if end == "context":
         with guard:
@@ -206,7 +206,7 @@ def test_it_ends_with_its_watch_and_leaves_nothing(end: str, tmp_path: Path) -> 
     assert guard.closed and repr(guard) == "<Guard: no actions, closed, 0 acts>"
     guard.close()
     assert loop is None or loop._after_steps == ()
-    assert watch._core.at_close == ([] if end == "watch" else of_the_watch)
+    assert watch._session.at_close == ([] if end == "watch" else of_the_watch)
     for call in (guard.look, guard.checkpoint):
         with pytest.raises(ArgumentError, match="expected an open guard; got one that is closed"):
             call()

@@ -41,7 +41,7 @@ def measured(folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Cos
     optimizer = torch.optim.AdamW(model.parameters())
     reports: list[CostReport] = []
     with pl.watch(model, optimizer, run=folder, every=NEVER, quiet=True):
-        steps = next(s for s in torch_hooks.listeners() if isinstance(s, Steps) and s.core.model() is model)
+        steps = next(s for s in torch_hooks.listeners() if isinstance(s, Steps) and s.session.model() is model)
         probe = CostProbe(steps, optimizer, ROUNDS, reports.append)
         while not probe.finished:
             clock.kinds.append(probe._kind)

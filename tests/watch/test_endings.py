@@ -254,13 +254,13 @@ def handlers() -> Iterator[None]:
 
 def raised_while_settling(number: int, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has a signal come in the middle of the close, once the hooks are gone and nothing was written."""
-    shut = type(watch._core).shut
+    shut = type(watch._session).shut
 
-    def raising(core: Any) -> None:
+    def raising(session: Any) -> None:
         signal.raise_signal(number)
-        shut(core)
+        shut(session)
 
-    monkeypatch.setattr(type(watch._core), "shut", raising)
+    monkeypatch.setattr(type(watch._session), "shut", raising)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
@@ -362,7 +362,7 @@ def test_a_disk_that_hangs_holds_a_signal_up_for_a_bounded_time(
     assert hooks_of(model) == 0
     assert "could not be closed within 0.05 s of a signal; its last records may be lost" in caplog.text
     disk.go_on.set()
-    watch._core.writer._worker._thread.join(HANG_SECONDS)
+    watch._session.writer._worker._thread.join(HANG_SECONDS)
     whole(tmp_path / "run")
 
 
@@ -471,7 +471,7 @@ def test_a_second_sigterm_in_training_does_not_wait(
         signal.pthread_kill(main, signal.SIGTERM)  # while the first waits for this
         assert go_on.wait(HANG_SECONDS)
 
-    monkeypatch.setattr(watch._core.writer, "flush", flushing)
+    monkeypatch.setattr(watch._session.writer, "flush", flushing)
     releasing = threading.Thread(target=lambda: (wait_until(lambda: calls), go_on.set()))
     releasing.start()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -182,7 +182,7 @@ def test_where_the_place_is_not_known_the_finding_says_how_to_get_it(tmp_path: P
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with pl.watch(model, optimizer, run=tmp_path / "run", every=10, collect=["weights"]) as watch:
-        watch._core.due.traced = False  # as for a model on a device
+        watch._session.due.traced = False  # as for a model on a device
         for step in range(30):
             x = torch.randn(16, 8) * (math.nan if step == 13 else 1.0)
             optimizer.zero_grad()

@@ -87,7 +87,7 @@ def both(
 
 def opened() -> set[WatchSession]:
     """The sessions of the watches that are open."""
-    return {core for core in session._cores if core.open}
+    return {core for core in session._sessions if core.open}
 
 
 def waiting(core: WatchSession) -> int:
@@ -393,8 +393,8 @@ def test_a_model_within_another_has_a_queue_of_its_own(tmp_path: Path) -> None:
 
     def train(model: nn.Module) -> None:
         with pl.watch(model[0], run=tmp_path / f"inner {len(left)}", every=1):
-            cores = sorted(opened(), key=lambda core: core.name)
-            model[0].register_forward_hook(lambda *_: left.append([waiting(core) for core in cores]))
+            sessions = sorted(opened(), key=lambda core: core.name)
+            model[0].register_forward_hook(lambda *_: left.append([waiting(core) for core in sessions]))
             loop(model)
 
     queued, at_once = both(tmp_path, in_place, train)

@@ -369,7 +369,7 @@ def test_a_watch_that_closes_within_a_trial_is_not_notified_after_it(tmp_path: P
 def test_a_watch_that_cannot_begin_leaves_no_writer_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = mlp()
     with monkeypatch.context() as patch:
-        patch.setattr("plimsoll.watch.handle._forget_compiled", lambda _core: signal.raise_signal(signal.SIGINT))
+        patch.setattr("plimsoll.watch.handle._forget_compiled", lambda _session: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             pl.watch(model, run=tmp_path / "run", quiet=True)
     pl.watch(model, run=tmp_path / "run", quiet=True).close()

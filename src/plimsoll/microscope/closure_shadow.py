@@ -40,9 +40,9 @@ Observer = Callable[[str, list[str], Tensor, Tensor, Tensor], None]
 class _Observed(Comparisons):
     """Comparisons for an observer: collection, names, values, reference, errors."""
 
-    def __init__(self, core: WatchSession, observer: Observer) -> None:
+    def __init__(self, session: WatchSession, observer: Observer) -> None:
         super().__init__()
-        self._core, self._observer = core, observer
+        self._session, self._observer = session, observer
 
     def add(self, series: Iterable[int], values: Tensor, reference: Tensor, **_: Any) -> bool:
         """Hand a pair to the observer; return whether the two can be compared."""
@@ -50,8 +50,8 @@ class _Observed(Comparisons):
             return False
         numbers = list(series)
         if numbers:
-            names = [self._core.names[number] for number in numbers]
-            self._observer(self._core.collections[numbers[0]], names, values, reference, compared(values, reference))
+            names = [self._session.names[number] for number in numbers]
+            self._observer(self._session.collections[numbers[0]], names, values, reference, compared(values, reference))
         return True
 
 
@@ -59,21 +59,21 @@ class ClosureShadow(Shadow):
     """Shadow steps whose repetition is the closure itself."""
 
     def __init__(
-        self, core: WatchSession, root: nn.Module, begin: Callable[[], None], wide: torch.dtype, observer: Observer
+        self, session: WatchSession, root: nn.Module, begin: Callable[[], None], wide: torch.dtype, observer: Observer
     ) -> None:
         self.wide, self._observer = wide, observer
         self._inputs: list[list[Tensor]] = []  # of the root, at each of its calls in the real step
         self._forwards = 0  # of the repetition
-        super().__init__(core, root, begin)
+        super().__init__(session, root, begin)
         self.evaluates = True  # a model in evaluation mode is looked at too
 
     def _start(self) -> None:
         super()._start()
-        self._comparisons = _Observed(self.core, self._observer)
+        self._comparisons = _Observed(self.session, self._observer)
 
     def run(self, closure: Callable[[], Any]) -> Tensor:
         """Make a step and its repetition; return the loss. Gradients are the real step's."""
-        root = self.core.model()
+        root = self.session.model()
         assert root is not None
         call = CapturedCall(root, (), {})
         self._calls, self._inputs = [call], []
@@ -133,7 +133,7 @@ class ClosureShadow(Shadow):
             self._running = None
             end_repetition()
             after.restore()
-        if self.core.due.gradients:
+        if self.session.due.gradients:
             for name, (g, reference) in real.items():
                 if g is not None and reference.grad is not None:
                     self._see_gradient(name, g, reference.grad)
@@ -149,7 +149,7 @@ class ClosureShadow(Shadow):
 
     def _see_gradient(self, name: str, g: Tensor, reference: Tensor) -> None:
         values, expected = (x.detach().to_dense() for x in (g, reference))
-        plain = self.core.readable(values, "gradients", name)
+        plain = self.session.readable(values, "gradients", name)
         if plain is not None and plain.shape == expected.shape:
             self._observer("gradients", [name], plain, expected, compared(plain, expected))
 

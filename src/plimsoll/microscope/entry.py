@@ -122,7 +122,7 @@ def _all_draws(
 
 
 def _draw(w: Any, shadow: ClosureShadow, closure: Closure) -> float:
-    root = shadow.core.model()
+    root = shadow.session.model()
     assert root is not None
     for p in root.parameters():
         p.grad = None
@@ -133,9 +133,9 @@ def _draw(w: Any, shadow: ClosureShadow, closure: Closure) -> float:
 
 def _replaced(w: Any, root: nn.Module, wide: torch.dtype, found: Draws) -> ClosureShadow:
     """Give the watch the shadow of closures in place of its own."""
-    core, steps = w._core, w._steps  # noqa: SLF001  (a watch that this function has made)
-    core.shadow.detach()
-    core.shadow = shadow = ClosureShadow(core, root, steps.begin, wide, found.take)
+    session, steps = w._session, w._steps  # noqa: SLF001  (a watch that this function has made)
+    session.shadow.detach()
+    session.shadow = shadow = ClosureShadow(session, root, steps.begin, wide, found.take)
     steps.taps.takes_eval_forward = True
 
     def fail(where: str, error: Exception) -> None:
@@ -145,7 +145,7 @@ def _replaced(w: Any, root: nn.Module, wide: torch.dtype, found: Draws) -> Closu
             f"microscope: expected {where} to work; got {type(error).__name__}: {clause(error)}."
         ) from error
 
-    core.failed = fail  # a training goes on without what fails; here it is what was asked for
+    session.failed = fail  # a training goes on without what fails; here it is what was asked for
     return shadow
 
 

@@ -70,8 +70,8 @@ class ScriptTraining:
             self._remarks.append(f"Not judged: {found.model}, a further model of the script.")
             return
         listeners = [each for each in torch_hooks.listeners() if isinstance(each, Steps)]
-        self._watch = next(each for each in listeners if Path(each.core.writer.path) == found.path)
-        self._root, self._path = self._watch.core.model(), found.path
+        self._watch = next(each for each in listeners if Path(each.session.writer.path) == found.path)
+        self._root, self._path = self._watch.session.model(), found.path
         assert self._root is not None
         self._calls = Calls(self._root, self._steps)
         self._handle = self._root.register_forward_pre_hook(self._forward_begins)
@@ -79,7 +79,7 @@ class ScriptTraining:
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
         """Stop the script at the forward after the last step."""
         del module, args
-        if self._watch is None or self._watch.core.step < self._steps or os.getpid() != self._process:
+        if self._watch is None or self._watch.session.step < self._steps or os.getpid() != self._process:
             return
         self._stops += 1
         if self._stops > _MOST_STOPS and threading.current_thread() is threading.main_thread():
@@ -100,9 +100,9 @@ class ScriptTraining:
         if self._root is None or self._calls is None or why is not None:
             why = why or " ".join(self._remarks) or "no model was seen"
             raise PlimsollError(f"probe: expected a script with a training step; got one without: {clause(why)}.")
-        if self._watch is not None and self._watch.core.ranks.world > 1:
+        if self._watch is not None and self._watch.session.ranks.world > 1:
             raise ArgumentError(
-                f"probe: expected a script in one process; got world_size={self._watch.core.ranks.world}. Run it "
+                f"probe: expected a script in one process; got world_size={self._watch.session.ranks.world}. Run it "
                 "without torchrun."
             )
         root = unwrapped(self._root)

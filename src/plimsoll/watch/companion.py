@@ -19,38 +19,38 @@ from plimsoll.watch.steps.step_boundary import Steps
 class WatchAccess:
     """Access to a watch for its companions."""
 
-    def __init__(self, core: WatchSession, steps: Steps) -> None:
-        self._core, self._steps = core, steps
+    def __init__(self, session: WatchSession, steps: Steps) -> None:
+        self._session, self._steps = session, steps
 
     @property
-    def core(self) -> WatchSession:
+    def session(self) -> WatchSession:
         """The session, for `plimsoll.watch.session.contained`."""
-        return self._core
+        return self._session
 
     @property
     def path(self) -> Path:
         """The run's folder."""
-        return self._core.writer.path
+        return self._session.writer.path
 
     @property
     def rank(self) -> int:
         """This process's number among `world`."""
-        return self._core.ranks.rank
+        return self._session.ranks.rank
 
     @property
     def world(self) -> int:
         """Number of processes."""
-        return self._core.ranks.world
+        return self._session.ranks.world
 
     @property
     def model(self) -> nn.Module | None:
         """The model, unwrapped; None once it is gone."""
-        return self._core.model()
+        return self._session.model()
 
     @property
     def root(self) -> str:
         """Name of the root module."""
-        return self._core.name
+        return self._session.name
 
     @property
     def optimizers(self) -> list[Any]:
@@ -60,7 +60,7 @@ class WatchAccess:
     @property
     def step(self) -> int:
         """The number of the step that runs, or has ended and has no successor yet."""
-        return self._core.step
+        return self._session.step
 
     @property
     def next_step(self) -> int:
@@ -85,27 +85,27 @@ class WatchAccess:
 
     def flush(self, seconds: float) -> bool:
         """Wait until the run's folder has all records; return False if not in time."""
-        return self._core.writer.flush(seconds)
+        return self._session.writer.flush(seconds)
 
     def gather(self, seconds: float) -> bool:
         """Do the same on rank 0, with the flushed data of the ranks that it writes for."""
-        writer = self._core.writer
+        writer = self._session.writer
         return (not isinstance(writer, Collector) or writer.take_sent(seconds)) and writer.flush(seconds)
 
     def record(self, kind: str, message: str, details: Mapping[str, Any], *, warn: bool = False) -> None:
         """Record an event of the current step; with `warn`, warn the user too."""
-        self._core.say(kind, message, warn=warn, **details)
+        self._session.say(kind, message, warn=warn, **details)
 
     def failed(self, where: str, error: Exception) -> None:
         """Contain a failure: record it, and warn once."""
-        self._core.failed(where, error)
+        self._session.failed(where, error)
 
     def at_close(self, call: Callable[[], None]) -> Callable[[], None]:
         """Call a function when the watch closes; return a function that cancels that.
 
         It is kept until then, so it must not keep the model alive.
         """
-        calls = self._core.at_close
+        calls = self._session.at_close
         calls.append(call)
 
         def take_back() -> None:

@@ -75,7 +75,7 @@ class CostProbe:
     """
 
     def __init__(self, steps: Steps, optimizer: Any, rounds: int, done: Callable[[CostReport], None]) -> None:
-        self._steps, self._core, self._rounds, self._done = steps, steps.core, rounds, done
+        self._steps, self._session, self._rounds, self._done = steps, steps.session, rounds, done
         self._floor = _Floor(steps)
         self._order = random.Random(0)  # the same in each process of a training
         self._left: list[str] = []  # kinds of step still to come in this round
@@ -94,7 +94,7 @@ class CostProbe:
         if self._is_second:
             self._seconds.setdefault(self._kind, []).append(seconds)
             # The worker's share of a sample must not fall on the next kind of step.
-            self._core.writer.flush(_FLUSH_SECONDS)
+            self._session.writer.flush(_FLUSH_SECONDS)
             if not self._left and len(self._seconds[self._kind]) > self._rounds:
                 self._finish()
                 return
@@ -123,7 +123,7 @@ class CostProbe:
         """Sample the next step as its kind says."""
         if self._kind not in (_IDLE, FLOOR):
             names = NAMES if self._kind == EVERYTHING else (self._kind,)
-            self._core.settings = replace(self._core.settings, intervals=dict.fromkeys(names, NEVER))
+            self._session.settings = replace(self._session.settings, intervals=dict.fromkeys(names, NEVER))
             self._steps.request(1)
 
     def _now(self) -> float:
@@ -138,7 +138,7 @@ class CostProbe:
         self._done(self._report())
 
     def _report(self) -> CostReport:
-        model = self._core.model()
+        model = self._session.model()
         # The floor has fewer where code was compiled meanwhile.
         seconds = {kind: values[1:] for kind, values in self._seconds.items() if len(values) > self._rounds}
         idle = seconds[_IDLE]
@@ -202,7 +202,7 @@ class _Floor:
 
     def attach(self) -> None:
         """Measure from here on."""
-        model = self._steps.core.model()
+        model = self._steps.session.model()
         for module in () if model is None else model.modules():
             self._hooks.append(module.register_forward_hook(self._after_forward))
 

@@ -140,9 +140,9 @@ def watch(
     taken = {name: module for name, module in names.items() if selection.takes(name)}
     quiet = os.environ.get("PLIMSOLL_QUIET") == "1" if quiet is None else quiet
     try:
-        core = WatchSession(root, next(iter(names)), options, writer, place)
-        core.step = writer.next_step if start_step is None else start_step
-        watched = Watch(core, root, taken, selection, optimizers, scaler, quiet=quiet)
+        session = WatchSession(root, next(iter(names)), options, writer, place)
+        session.step = writer.next_step if start_step is None else start_step
+        watched = Watch(session, root, taken, selection, optimizers, scaler, quiet=quiet)
     except BaseException:
         writer.close()  # or the next watch of this folder would find a writer in this process
         raise
@@ -158,7 +158,7 @@ class Watch:
 
     def __init__(
         self,
-        core: WatchSession,
+        session: WatchSession,
         root: nn.Module,
         modules: Mapping[str, nn.Module],
         selection: Selection,
@@ -167,16 +167,16 @@ class Watch:
         *,
         quiet: bool = False,
     ) -> None:
-        self._core = core
-        parameters, recorder = Parameters(core, selection), Recorder(core)
+        self._session = session
+        parameters, recorder = Parameters(session, selection), Recorder(session)
         for optimizer in optimizers:
             parameters.adopt(optimizer)
-        self._steps = Steps(core, parameters, recorder, optimizers=bool(optimizers))
-        self._steps.casts = Casts(core, selection.takes)
+        self._steps = Steps(session, parameters, recorder, optimizers=bool(optimizers))
+        self._steps.casts = Casts(session, selection.takes)
         self._recorder = recorder
-        _forget_compiled(core)
+        _forget_compiled(session)
         # The registry of finalizers keeps what the watch needs alive for as long as the model is, and no longer.
-        self._closing = closing = Closing(core, self._steps, quiet=quiet)
+        self._closing = closing = Closing(session, self._steps, quiet=quiet)
         self._end = weakref.finalize(root, closing)
         try:
             self._begin(root, modules, selection, optimizers, scaler, closing)
@@ -193,41 +193,41 @@ class Watch:
         scaler: Any,
         closing: Closing,
     ) -> None:
-        core, parameters = self._core, self._steps.parameters
+        session, parameters = self._session, self._steps.parameters
         begins = _RootBegins(self._steps)
         closing.handles.append(root.register_forward_pre_hook(begins, with_kwargs=True, prepend=True))
-        tapped: Mapping[str, nn.Module] = modules if _wants_activations(core.settings) else {}
+        tapped: Mapping[str, nn.Module] = modules if _wants_activations(session.settings) else {}
         self._steps.taps = taps = Taps(
-            core, self._steps.begin, self._steps.begin_transformed, tapped, parameters.narrowed
+            session, self._steps.begin, self._steps.begin_transformed, tapped, parameters.narrowed
         )
         taps.follow(tapped)
-        self._steps.structure = Structure(core, parameters, selection, taps, tapped=bool(tapped))
+        self._steps.structure = Structure(session, parameters, selection, taps, tapped=bool(tapped))
         closing.handles.append(root.register_forward_hook(_RootEnds(self._steps), always_call=True))
-        shadow_step.attach(core, root, self._steps.begin)
-        _describe(core, root)
-        core.plan(core.step)
-        taps.attach(core.due.forward)
+        shadow_step.attach(session, root, self._steps.begin)
+        _describe(session, root)
+        session.plan(session.step)
+        taps.attach(session.due.forward)
         torch_hooks.subscribe(self._steps, scaler)
-        self._steps.wiring = Wiring(core, optimizers)
+        self._steps.wiring = Wiring(session, optimizers)
         torch_hooks.subscribe(self._steps.wiring)
-        self._steps.origin = origin = Origin(core, parameters, self._steps, root)
+        self._steps.origin = origin = Origin(session, parameters, self._steps, root)
         taps.graph_names = origin.names
         torch_hooks.subscribe(origin)
 
     @property
     def path(self) -> os.PathLike[str]:
         """The run's folder."""
-        return self._core.writer.path
+        return self._session.writer.path
 
     @property
     def step_index(self) -> int:
         """Number of the current step."""
-        return self._core.step
+        return self._session.step
 
     @property
     def closed(self) -> bool:
         """True if the watch is closed."""
-        return not self._core.open
+        return not self._session.open
 
     @property
     def recorder_bytes(self) -> int:
@@ -237,7 +237,7 @@ class Watch:
     @property
     def beside(self) -> WatchAccess:
         """The part of the watch that companions such as `Guard` may use."""
-        return WatchAccess(self._core, self._steps)
+        return WatchAccess(self._session, self._steps)
 
     def log(self, named: Mapping[str, Any] | None = None, /, **scalars: Any) -> None:
         """Record scalars of the current step. Does not wait for a device.
@@ -259,13 +259,13 @@ class Watch:
         values = {name: _loggable(name, value) for name, value in (*from_mapping, *scalars.items())}
         if not self._is_open("log"):
             return
-        step, now = self._core.step, time.time()
+        step, now = self._session.step, time.time()
         if any(isinstance(value, DeviceValue) for value in values.values()):
-            self._core.writer.submit(
+            self._session.writer.submit(
                 lambda: [Scalars(step=step, values=_all_resolved(values), time=now)], 100 * len(values), numbers=True
             )
         else:
-            self._core.writer.write(Scalars(step=step, values=_all_resolved(values)))
+            self._session.writer.write(Scalars(step=step, values=_all_resolved(values)))
 
     def request(self, steps: int = 1) -> None:
         """Sample the next steps whole, whatever the schedule is.
@@ -295,7 +295,7 @@ class Watch:
             return True
         self._steps.settle_if_ended()
         self._recorder.send_facts()
-        return self._core.writer.flush(timeout)
+        return self._session.writer.flush(timeout)
 
     def close(self) -> None:
         """End the watch: remove hooks, write the rest, print the verdict to stderr.
@@ -319,17 +319,17 @@ class Watch:
             self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"at step {self._core.step}"
-        return f"<Watch: {self._core.writer.path}, {state}>"
+        state = "closed" if self.closed else f"at step {self._session.step}"
+        return f"<Watch: {self._session.writer.path}, {state}>"
 
     def _is_open(self, operation: str) -> bool:
         """Return True if calls have an effect: not in a forked child."""
-        if self.closed and not self._core.left:
+        if self.closed and not self._session.left:
             raise ArgumentError(
-                f"Watch.{operation}: expected an open watch; got one of {self._core.writer.path} that is closed. "
+                f"Watch.{operation}: expected an open watch; got one of {self._session.writer.path} that is closed. "
                 "Call plimsoll.watch again: it continues the run."
             )
-        return not self._core.left
+        return not self._session.left
 
 
 class _RootBegins(ModuleHook):
@@ -347,8 +347,8 @@ class _RootBegins(ModuleHook):
                 taps.begin_root(module, args, kwargs)
             if (origin := self.steps.origin) is not None and torch.is_grad_enabled():
                 origin.forward_begins(args, kwargs)
-            if (core := self.steps.core).shadow is not None and core.live:
-                core.shadow.forward_begins(module, args, kwargs)
+            if (session := self.steps.session).shadow is not None and session.live:
+                session.shadow.forward_begins(module, args, kwargs)
 
 
 class _RootEnds(ModuleHook):
@@ -360,7 +360,7 @@ class _RootEnds(ModuleHook):
             self.steps.forward_ends()
             if (origin := self.steps.origin) is not None and torch.is_grad_enabled():
                 origin.forward_ends(output)
-            if (shadow := self.steps.core.shadow) is not None:
+            if (shadow := self.steps.session.shadow) is not None:
                 shadow.forward_ends(output)
 
 
@@ -447,29 +447,29 @@ def _writer(
     )
 
 
-def _forget_compiled(core: WatchSession) -> None:
+def _forget_compiled(session: WatchSession) -> None:
     """Have torch.compile compile again: code compiled before has no taps."""
     convert = sys.modules.get("torch._dynamo.convert_frame")
     if convert is not None and getattr(convert, "FRAME_COUNTER", 1):
         torch.compiler.reset()
-        core.say("recompiled", "what was compiled before the watch began is compiled again, with its taps")
+        session.say("recompiled", "what was compiled before the watch began is compiled again, with its taps")
 
 
-def _describe(core: WatchSession, root: nn.Module) -> None:
+def _describe(session: WatchSession, root: nn.Module) -> None:
     """Writes what there is to know about the watch into the run's manifest."""
     tied: dict[int, list[str]] = {}
     for name, p in root.named_parameters(remove_duplicate=False):
         tied.setdefault(id(p), []).append(clean(name))
     kind = class_of(root)
     backends = {status.name: status.detail for status in kernels.report()}
-    core.writer.write_manifest(
+    session.writer.write_manifest(
         model=f"{kind.__module__}.{kind.__qualname__}",
-        root=core.name,
+        root=session.name,
         parameters=sum(p.numel() for p in root.parameters()),
         fingerprint=lifecycle.fingerprint(root),
         tied={names[0]: names[1:] for names in tied.values() if len(names) > 1},
         backends=backends,
-        ranks=core.ranks.as_json(),
+        ranks=session.ranks.as_json(),
         lost_after=None,  # a rank that was lost in a session before is back
     )
 

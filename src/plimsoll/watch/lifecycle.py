@@ -277,16 +277,16 @@ class Closing:
         quiet: Whether `report` prints nothing.
     """
 
-    def __init__(self, core: WatchSession, steps: Steps, *, quiet: bool) -> None:
-        self._core, self._steps = core, steps
-        self._first_step, self._reported = core.step, quiet
+    def __init__(self, session: WatchSession, steps: Steps, *, quiet: bool) -> None:
+        self._session, self._steps = session, steps
+        self._first_step, self._reported = session.step, quiet
         self.handles: list[Any] = []
         self._lock = threading.RLock()
         self._busy = self._done = False
 
     def __call__(self) -> None:
         """End the watch, or wait for the thread that does."""
-        if self._core.left:
+        if self._session.left:
             return
         with signal_deferral.deferred(), self._lock:
             if self._busy or self._done:  # busy: something that is called at the end closes the watch
@@ -300,24 +300,30 @@ class Closing:
 
     def report(self) -> None:
         """Print the verdict and the next command to stderr, once, on the first rank."""
-        core = self._core
-        if self._reported or not self._done or core.left or core.ranks.rank != 0 or core.step == self._first_step:
+        session = self._session
+        if (
+            self._reported
+            or not self._done
+            or session.left
+            or session.ranks.rank != 0
+            or session.step == self._first_step
+        ):
             return
         self._reported = True
         with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed, or there is none
-            for line in verdict_lines(Path(core.writer.path)):
+            for line in verdict_lines(Path(session.writer.path)):
                 print(printable(f"plimsoll: {line}", lines=False), file=sys.stderr)  # noqa: T201
 
     def _end(self) -> None:
-        core, steps = self._core, self._steps
-        while core.at_close:
-            call = core.at_close[-1]
+        session, steps = self._session, self._steps
+        while session.at_close:
+            call = session.at_close[-1]
             try:
                 call()
             except Exception as error:  # noqa: BLE001  (P2: a guard's mistake must not keep the hooks in)
-                core.failed("close", error)
-            if call in core.at_close:  # it may have taken itself back
-                core.at_close.remove(call)
+                session.failed("close", error)
+            if call in session.at_close:  # it may have taken itself back
+                session.at_close.remove(call)
         for handle in self.handles:
             handle.remove()
         if steps.taps is not None:
@@ -325,13 +331,13 @@ class Closing:
         for listener in (steps, steps.wiring, steps.origin):
             if listener is not None:
                 torch_hooks.unsubscribe(listener)
-        if core.open:
+        if session.open:
             steps.settle_if_ended(closing=True)
             steps.recorder.send_facts()
-        if core.shadow is not None:  # it has counted until here
-            core.shadow.detach()
-        core.shut()
-        core.writer.close()
+        if session.shadow is not None:  # it has counted until here
+            session.shadow.detach()
+        session.shut()
+        session.writer.close()
 
 
 def finish(end: "weakref.finalize[Any, Any]") -> None:

@@ -154,7 +154,7 @@ class Finder:
 
     def verdict(self) -> str | None:
         """Why no training step was seen; None if one was, or the user knows why not."""
-        ended = (steps.core.step > first or cast("Any", steps)._ended for steps, first in self._watches)  # noqa: SLF001
+        ended = (steps.session.step > first or cast("Any", steps)._ended for steps, first in self._watches)  # noqa: SLF001
         if self._complained or any(ended):
             return None
         if self._watches:
@@ -220,8 +220,8 @@ class Finder:
     def _watched(self) -> Iterator[tuple[Steps, set[int]]]:
         """Each watch, with its model's parameters."""
         for steps, _ in self._watches:
-            model = steps.core.model()
-            if model is not None and steps.core.open:
+            model = steps.session.model()
+            if model is not None and steps.session.open:
                 yield steps, _ids_of(model)
 
     def _needs(self) -> list[_Need]:
@@ -261,9 +261,9 @@ class Finder:
         precision = None if self._arithmetic is None else self._arithmetic.begin(model, called, mine)
         if result is not None:
             if self._arithmetic is not None:
-                core = self._watches[-1][0].core
-                core.writer.write_manifest(precision=precision)
-                self._arithmetic.on_refusal(functools.partial(_note_refusal, core))
+                session = self._watches[-1][0].session
+                session.writer.write_manifest(precision=precision)
+                self._arithmetic.on_refusal(functools.partial(_note_refusal, session))
             self._on_found(replace(result, precision=precision))
         self._settled.update(done)
         for optimizer in done if called is not None else ():  # not inside the hook itself
@@ -272,9 +272,9 @@ class Finder:
     def _watch(
         self, model: nn.Module, root: nn.Module, mine: list[Optimizer], *, shared: bool, calling: bool
     ) -> Found | None:
-        own = [other for other in torch_hooks.listeners() if isinstance(other, Steps) and other.core.model() is root]
+        own = [other for other in torch_hooks.listeners() if isinstance(other, Steps) and other.session.model() is root]
         if own:
-            self._watches.append((own[0], own[0].core.step))
+            self._watches.append((own[0], own[0].session.step))
             self._complain(f"the script watches {type(root).__name__} itself: it is left to that")
             return None
         stepping = list(dict.fromkeys(map(innermost, mine)))  # master weights and the optimizer inside are one
@@ -292,7 +292,7 @@ class Finder:
         refs = [weakref.ref(optimizer) for optimizer in mine]
         end = weakref.finalize(root, self._gone, class_of(root), steps, handle.step_index, result.path, refs)
         end.atexit = False
-        self._list(steps.core.ranks.rank)
+        self._list(steps.session.ranks.rank)
         for optimizer in stepping if calling else ():
             if _is_stepping(optimizer):  # the forward runs in its closure
                 steps.optimizer_begins(optimizer)
@@ -370,11 +370,11 @@ class _Calls:
         return __call__
 
 
-def _note_refusal(core: WatchSession, line: str) -> None:
+def _note_refusal(session: WatchSession, line: str) -> None:
     """The run says when its model's arithmetic became another."""
-    if core.open:
-        core.say("precision", line)
-        core.writer.write_manifest(precision="the script's own precision")
+    if session.open:
+        session.say("precision", line)
+        session.writer.write_manifest(precision="the script's own precision")
 
 
 # An optimizer that `prepare` or `MasterWeights` was given has the masters in its groups, and modules have the weights.

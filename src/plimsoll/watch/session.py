@@ -128,7 +128,7 @@ class WatchSession:
         self._series: dict[tuple[str, str, torch.dtype, bool], int] = {}
         self._plain_series: dict[str, dict[str, _PlainSeries]] = {name: {} for name in COLLECTIONS}
         self._said: set[str] = set()
-        _cores.add(self)
+        _sessions.add(self)
 
     def is_elsewhere(self) -> bool:
         """Return True if this thread's backward is another model's.
@@ -393,7 +393,7 @@ class WatchSession:
         self.say("failure", message, once=f"{once} {lost}", warn=first, **details)
 
 
-_cores: "weakref.WeakSet[WatchSession]" = weakref.WeakSet()
+_sessions: "weakref.WeakSet[WatchSession]" = weakref.WeakSet()
 _lock = threading.Lock()  # around what several threads count
 
 
@@ -401,8 +401,8 @@ def _after_fork() -> None:
     global _lock  # noqa: PLW0603  (another thread may have held it)
     _lock = threading.Lock()
     WatchSession.repeating, WatchSession.repetitions = False, 0
-    for core in list(_cores):
-        core.leave()
+    for session in list(_sessions):
+        session.leave()
 
 
 if hasattr(os, "register_at_fork"):
@@ -438,19 +438,19 @@ def end_repetition() -> None:
 def watches_muted() -> Generator[None]:
     """Context in which the present watches record nothing; one begun inside does."""
     # By identity, since each session has several listeners.
-    sessions = {id(core): core for core in (getattr(listener, "core", None) for listener in torch_hooks.listeners())}
-    cores = [core for core in sessions.values() if isinstance(core, WatchSession)]
-    for core in cores:
-        core.mute()
+    of_listeners = [getattr(listener, "session", None) for listener in torch_hooks.listeners()]
+    sessions = list({id(session): session for session in of_listeners if isinstance(session, WatchSession)}.values())
+    for session in sessions:
+        session.mute()
     try:
         yield
     finally:
-        for core in cores:
-            core.unmute()
+        for session in sessions:
+            session.unmute()
 
 
 def contained(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
-    """Contain the exceptions of a method of an object with a `core`: record each once."""
+    """Contain the exceptions of a method of an object with a `session`: record each once."""
     return contained_reader()(method)
 
 
@@ -465,7 +465,7 @@ def contained_reader(
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001  (P2: whatever fails in watching must not stop training)
-                self.core.failed(method.__qualname__.removeprefix("_"), error, loses=collections)
+                self.session.failed(method.__qualname__.removeprefix("_"), error, loses=collections)
                 return None
 
         return harmless

@@ -46,7 +46,7 @@ def measure_example(rounds: int, layers: int = _LAYERS, width: int = _WIDTH) -> 
         model = Transformer(layers, width)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         with watch(model, optimizer, run=Path(folder) / "run", every=NEVER, quiet=True):
-            steps = next(steps for steps in _all_steps() if steps.core.model() is model)
+            steps = next(steps for steps in _all_steps() if steps.session.model() is model)
             probe = CostProbe(steps, optimizer, rounds, reports.append)
             while not probe.finished:
                 batch = torch.randint(_VOCABULARY, (_BATCH, _SEQUENCE + 1))
@@ -105,7 +105,7 @@ class CostSession:
     def _begin(self, found: Found) -> None:
         """A model is watched from now on; the first one is measured."""
         if self._probe is None:
-            steps = next(s for s in _all_steps() if Path(s.core.writer.path) == found.path)
+            steps = next(s for s in _all_steps() if Path(s.session.writer.path) == found.path)
             self._probe = CostProbe(steps, steps.parameters.optimizers[0], self._rounds, self._finish)
 
     def _finish(self, report: CostReport) -> None:

@@ -53,9 +53,9 @@ def locate_on_trigger(
 
     Raises `ArgumentError` if the watch is closed, or is one of several processes: those must `locate` together.
     """
-    core: WatchSession = watch._core  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    if watch.closed or core.ranks.world > 1:
-        problem = "one that is closed" if watch.closed else f"one of {core.ranks.world} processes"
+    session: WatchSession = watch._session  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    if watch.closed or session.ranks.world > 1:
+        problem = "one that is closed" if watch.closed else f"one of {session.ranks.world} processes"
         raise ArgumentError(
             f"locate_on_trigger: expected an open watch of a single process; got {problem}. In several processes, call "
             "plimsoll.locate on all of them together."
@@ -65,7 +65,7 @@ def locate_on_trigger(
             f"locate_on_trigger: expected a function that returns the loss; got {type(compute).__name__}. Write "
             "locate_on_trigger(watch, lambda x, y: loss_of(model(x), y))."
         )
-    return OnTrigger(core, compute, around, flush_share)
+    return OnTrigger(session, compute, around, flush_share)
 
 
 class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
@@ -76,12 +76,12 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
 
     def __init__(
         self,
-        core: WatchSession,
+        session: WatchSession,
         compute: Callable[P, R],
         around: Callable[[], contextlib.AbstractContextManager[Any]] | None,
         flush_share: float | None,
     ) -> None:
-        self.core = core
+        self.session = session
         self.faults: list[Fault] = []
         self._compute, self._around, self._flush_share = compute, around, flush_share
         self._calls: deque[_Call] = deque(maxlen=_MOST_CALLS)
@@ -93,11 +93,11 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
         ours = weakref.ref(
             cast("OnTrigger[Any, Any]", self)
         )  # the watch must not keep the model alive, which the function most likely has
-        core.at_close.append(lambda: _close(ours))
+        session.at_close.append(lambda: _close(ours))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function, and keeps what it was called with until the step is over."""
-        if not self.core.open or not torch.is_grad_enabled() or self._busy:
+        if not self.session.open or not torch.is_grad_enabled() or self._busy:
             return self._compute(*args, **kwargs)
         call = self._kept(args, kwargs)
         result = self._compute(*args, **kwargs)
@@ -113,7 +113,7 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
 
     @contained
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call":
-        return _Call(self.core.model(), args, kwargs)
+        return _Call(self.session.model(), args, kwargs)
 
     # -- what training does --------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
 
     def _look(self, optimizer: Any) -> None:
         """Locates, if the step has broken and its reason is new."""
-        if not self._calls or not self.core.open or {"loss", "nonfinite"} <= self._looked:
+        if not self._calls or not self.session.open or {"loss", "nonfinite"} <= self._looked:
             return
         reason = self._reason(optimizer)
         if reason is None and self._scaler is not None and self._again_at_most:
@@ -175,7 +175,7 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
         calls = list(self._calls)
         for some in [*([call] for call in calls), *([calls] if len(calls) > 1 else [])]:
             closure = self._repeating(some, some[0].inputs(self._compute))
-            fault = locate(closure, model=self.core.model(), flush_share=self._flush_share)
+            fault = locate(closure, model=self.session.model(), flush_share=self._flush_share)
             if fault is not None:
                 return fault
         return None
@@ -183,7 +183,7 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
     def _repeating(self, calls: "list[_Call]", inputs: dict[str, Any]) -> Callable[[], None]:
         def again() -> None:
             assert inputs is not None  # read here, so that a fault can call them by their names
-            model = self.core.model()
+            model = self.session.model()
             for p in () if model is None else model.parameters():
                 p.grad = None  # the broken one; locate puts it back
             for call in calls:
@@ -213,7 +213,7 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
         else:
             self.faults.append(fault)
             message, details = fault.sentence, {"reason": reason, "found": True, **fault.to_dict()}
-        self.core.writer.write(Event(step=self.core.step, kind="fault", message=message, details=details))
+        self.session.writer.write(Event(step=self.session.step, kind="fault", message=message, details=details))
 
 
 class _Call:

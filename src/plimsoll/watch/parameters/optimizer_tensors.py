@@ -45,8 +45,8 @@ class _Steered:
 class Parameters:
     """Reader of the model's parameters and of their optimizers, for one watch."""
 
-    def __init__(self, core: WatchSession, selection: Selection) -> None:
-        self.core, self._selection = core, selection
+    def __init__(self, session: WatchSession, selection: Selection) -> None:
+        self.session, self._selection = session, selection
         self._names: dict[int, tuple[weakref.ref[Tensor], str | None]] = {}
         self._owned: set[int] = set()  # parameters that some optimizer has
         self._late: set[int] = set()  # those that the model did not have when the watch began
@@ -55,8 +55,8 @@ class Parameters:
         self.narrowed: dict[str, torch.dtype] = {}  # parameters whose gradient came through a narrower dtype
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._kept: dict[int, _Steered] = {}  # by optimizer
-        self._kinds = UpdateKinds(core)
-        self._updates = Updates(core, self._kinds)
+        self._kinds = UpdateKinds(session)
+        self._updates = Updates(session, self._kinds)
         self._read_early: set[int] = set()
         self.start_step()
         self._learn()
@@ -106,9 +106,9 @@ class Parameters:
             known = self._known(optimizer)
             self._owned |= known.ids
             self._brought_up |= known.ids
-            if self.core.due.weights:
+            if self.session.due.weights:
                 self._read_weights(known.named)
-            if self.core.due.updates:
+            if self.session.due.updates:
                 self._updates.keep(known.named)
         if self.backwards and key not in self._graded:
             self.read_gradients(optimizer)
@@ -116,7 +116,7 @@ class Parameters:
     @contained_reader("updates", "optimizer")
     def leave(self, optimizer: Any, *, stepped: bool = True) -> None:
         """The optimizer has stepped, or a scaler has kept it from stepping."""
-        key, due = id(optimizer), self.core.due
+        key, due = id(optimizer), self.session.due
         if key not in self._graded:
             self.read_gradients(optimizer)
         if key in self._left:
@@ -135,7 +135,7 @@ class Parameters:
         self._graded.add(id(optimizer))
         known = self._known(optimizer)
         masters = {id(weight): master for master, weight in masters_of(optimizer)}
-        if not self.core.due.gradients and known.on_cpu and (not self._counts or self._seem_finite(known, masters)):
+        if not self.session.due.gradients and known.on_cpu and (not self._counts or self._seem_finite(known, masters)):
             return
         # A fused optimizer is given scaled gradients, and the scale; Plimsoll's scalers unscale first, and mark it.
         scale = getattr(optimizer, "grad_scale", None)
@@ -159,7 +159,7 @@ class Parameters:
         """Note a scaler's verdict on the gradients of an optimizer that steps or skips."""
         if finite:
             self._vouched.add(id(optimizer))
-        elif not self.core.due.gradients and not self.nonfinite:  # the few that were looked at were finite
+        elif not self.session.due.gradients and not self.nonfinite:  # the few that were looked at were finite
             self.suspect = True
             self.read_gradients(optimizer)
 
@@ -169,19 +169,19 @@ class Parameters:
     def read_early(self) -> None:
         """Read weights and gradients as a backward ends, since no optimizer may step."""
         self._drop_early()
-        core, params = self.core, self._all()
-        if core.due.weights:
+        session, params = self.session, self._all()
+        if session.due.weights:
             self._read_weights(params)
-        if core.due.updates:
+        if session.due.updates:
             self._updates.keep(params)
         self._read_gradients_of(params, scaled=False)
         self._brought_up |= {id(p) for p in params.values()}
-        self._read_early = core.series_in(BEFORE_UPDATE_OF_PARAMETERS)
+        self._read_early = session.series_in(BEFORE_UPDATE_OF_PARAMETERS)
 
     def _drop_early(self) -> None:
         """Drop the early reading: another backward or an optimizer has come."""
-        if self._read_early and self.core.sample is not None:
-            self.core.sample.drop_series(self._read_early)
+        if self._read_early and self.session.sample is not None:
+            self.session.sample.drop_series(self._read_early)
         self._read_early = set()
         self._brought_up.clear()
         self.nonfinite.clear()
@@ -189,13 +189,13 @@ class Parameters:
     @contained_reader("updates")
     def leave_early(self) -> None:
         """The weights were changed by the script itself."""
-        if self.core.due.updates:
+        if self.session.due.updates:
             self._updates.read(self._all())
 
     @contained_reader("weights", "gradients")
     def finish_step(self) -> None:
         """Read frozen weights, and gradients that no optimizer's step consumed."""
-        due = self.core.due
+        due = self.session.due
         if not (due.weights or due.gradients):
             return
         everything = self._all()
@@ -223,7 +223,7 @@ class Parameters:
     @property
     def _counts(self) -> bool:
         """True if non-finite gradient values are recorded."""
-        return "nonfinite" in self.core.settings.recorder
+        return "nonfinite" in self.session.settings.recorder
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -236,28 +236,28 @@ class Parameters:
         gradients = {name: _gradient(p, (masters or {}).get(id(p))) for name, p in params.items()}
         grads = {name: g for name, g in gradients.items() if g is not None}
         measured: list[str] = []
-        if self.core.due.gradients:
+        if self.session.due.gradients:
             dense = {name: g for name, g in grads.items() if not g.is_sparse}
             measured = self._measure("gradients", dense, scaled=scaled)
             for name, g in grads.items():
                 if g.is_sparse:
                     self._measure_sparse(name, g, scaled)
-            if self.core.shadow is not None:
-                self.core.shadow.compare_gradients(grads, self.narrowed)
+            if self.session.shadow is not None:
+                self.session.shadow.compare_gradients(grads, self.narrowed)
         if self._counts:
-            for name in measured if self.core.ranks.counts_plain else ():  # whose rows tell it
+            for name in measured if self.session.ranks.counts_plain else ():  # whose rows tell it
                 del grads[name]
             self._count(grads.values())
 
     def _measure(self, collection: str, named: Mapping[str, Tensor], *, scaled: bool = False) -> list[str]:
         """Measures what can be read, and returns its names."""
-        core = self.core
-        names, ready = core.gather(collection, named, self.narrowed if collection == "gradients" else {})
-        if not names or not core.has_room(len(names)):
+        session = self.session
+        names, ready = session.gather(collection, named, self.narrowed if collection == "gradients" else {})
+        if not names or not session.has_room(len(names)):
             return []
-        counts = collection == "gradients" and core.ranks.counts_plain
+        counts = collection == "gradients" and session.ranks.counts_plain
         for device, (tensors, series) in ready.items():
-            block = core.settings.block_of(collection)
+            block = session.settings.block_of(collection)
             bins = block if collection == "weights" else 0
             self._launch(device, tensors, series, scaled=scaled, counts=counts, block=block, bins=bins)
         return names
@@ -274,7 +274,7 @@ class Parameters:
         block: int,
         bins: int,
     ) -> None:
-        sample = self.core.sample
+        sample = self.session.sample
         assert sample is not None
         rows = sample.rows(device)
         for first, number, bank, span in rows.spans(len(tensors)):
@@ -289,18 +289,20 @@ class Parameters:
     def _measure_sparse(self, name: str, g: Tensor, scaled: bool) -> None:
         """Count stored values, the others as zeros; in blocks if the last axis is dense."""
         values = g.coalesce().values()
-        core = self.core
-        if not core.has_room():
+        session = self.session
+        if not session.has_room():
             return
-        rows, row = core.measure(values.detach())
+        rows, row = session.measure(values.detach())
         missing, here = g.numel() - values.numel(), rows.row(row)
         here[[row_layout.COUNT, row_layout.ZEROS]] += missing
-        if core.settings.block and g.dense_dim():
+        if session.settings.block and g.dense_dim():
             length = max(g.shape[-1], 1)
-            here[[row_layout.BLOCKS, row_layout.ZERO_BLOCKS]] += missing // length * -(-length // core.settings.block)
-        elif core.settings.block:
+            here[[row_layout.BLOCKS, row_layout.ZERO_BLOCKS]] += (
+                missing // length * -(-length // session.settings.block)
+            )
+        elif session.settings.block:
             here[row_layout.NARROW :] = 0  # its neighbours along the last axis are not next to it in memory
-        rows.enter(row, core.series_of("gradients", name, values), scaled=scaled)
+        rows.enter(row, session.series_of("gradients", name, values), scaled=scaled)
 
     def _read_state(self, optimizer: Any, params: Mapping[str, Tensor]) -> None:
         tensors: dict[str, Tensor] = {}
@@ -318,7 +320,7 @@ class Parameters:
         self._measure("optimizer", tensors)
 
     def _count(self, grads: Iterable[Tensor]) -> None:
-        for device, tensors in _listed(grads, self.core).items():
+        for device, tensors in _listed(grads, self.session).items():
             kernels.count_nonfinite_into(tensors, self._nonfinite_on(device), 0)
 
     def _nonfinite_on(self, device: torch.device) -> Tensor:
@@ -374,9 +376,9 @@ class Parameters:
 
     def are_sharded(self) -> bool:
         """Return True if FSDP holds the parameters, or they are parts of distributed ones."""
-        if self.core.ranks.world == 1:
+        if self.session.ranks.world == 1:
             return False
-        model = self.core.model()
+        model = self.session.model()
         return hasattr(model, "_fsdp_wrapped_module") or any(hasattr(p, "placements") for _, p in self.members())
 
     def ids_of(self, optimizer: Any) -> set[int]:
@@ -385,7 +387,7 @@ class Parameters:
 
     def label_of(self, ids: set[int]) -> str:
         """Return the one or few modules with just these parameters; "" if there is none."""
-        model = self.core.model()
+        model = self.session.model()
         named = [(clean(raw), id(p) in ids) for raw, p in model.named_parameters()] if model is not None else []
         paths = [name.split(".") for name, has in named if has]
         levels = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
@@ -400,7 +402,7 @@ class Parameters:
 
     def _learn(self) -> None:
         """Find the model's parameters by identity; again when unknown ones turn up."""
-        model = self.core.model()
+        model = self.session.model()
         named = [(clean(raw), p) for raw, p in model.named_parameters()] if model is not None else []
         takes = self._selection.takes
         # Put in place whole: another thread's optimizer may be asked for at this moment.
@@ -425,7 +427,7 @@ class Parameters:
     def _known(self, optimizer: Any) -> _Steered:
         """The optimizer's parameters, with names for those that are read here."""
         groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        state = (groups, self.core.ranks.wrapper, self.core.ranks.data_parallel, kind_of(optimizer))
+        state = (groups, self.session.ranks.wrapper, self.session.ranks.data_parallel, kind_of(optimizer))
         known = self._kept.get(id(optimizer))
         if known is None or known.state != state:
             params = list(parameters_of(optimizer))
@@ -437,7 +439,7 @@ class Parameters:
     def _named(self, params: Iterable[Tensor]) -> dict[str, Tensor]:
         params = list(params)
         self._meet(params)
-        named = ((self._name(p), p) for p in params if self.core.ranks.counts(p))
+        named = ((self._name(p), p) for p in params if self.session.ranks.counts(p))
         return {name: p for name, p in named if name is not None}
 
     def _meet(self, params: list[Tensor]) -> None:
@@ -452,7 +454,7 @@ class Parameters:
 
     def _all(self) -> dict[str, Tensor]:
         named = [(name, ref()) for ref, name in self._names.values()]
-        counts = self.core.ranks.counts
+        counts = self.session.ranks.counts
         return {name: p for name, p in named if name is not None and p is not None and counts(p)}
 
 
@@ -498,15 +500,15 @@ def _gradient(p: Tensor, master: Tensor | None) -> Tensor | None:
     return p.grad if own is None else own
 
 
-def _listed(grads: Iterable[Tensor], core: WatchSession) -> dict[torch.device, list[Tensor]]:
+def _listed(grads: Iterable[Tensor], session: WatchSession) -> dict[torch.device, list[Tensor]]:
     by_device: dict[torch.device, list[Tensor]] = {}
     for g in grads:
-        if not core.ranks.counts_plain and not hasattr(g, "placements"):
+        if not session.ranks.counts_plain and not hasattr(g, "placements"):
             continue
         if type(g) is Tensor and g.layout == torch.strided:
             plain = as_real(g)
         else:
-            plain = core.readable(g.coalesce().values() if g.is_sparse else g, "gradients")
+            plain = session.readable(g.coalesce().values() if g.is_sparse else g, "gradients")
         if plain is not None:
             by_device.setdefault(plain.device, []).append(plain)
     return by_device

@@ -36,8 +36,8 @@ _PROBED_TENSORS, _PROBED_VALUES = 8, 256
 class Updates:
     """Copies of the weights before a sampled step, and measurement of the changes."""
 
-    def __init__(self, core: WatchSession, kinds: "UpdateKinds") -> None:
-        self.core, self._kinds = core, kinds
+    def __init__(self, session: WatchSession, kinds: "UpdateKinds") -> None:
+        self.session, self._kinds = session, kinds
         self._before: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
         self._nothing: dict[torch.device, Tensor] = {}
@@ -50,11 +50,11 @@ class Updates:
         """Copies the weights before the step."""
         wanted = {name: p for name, p in params.items() if p.requires_grad}
         size = sum(p.numel() * p.element_size() for p in wanted.values())
-        if not wanted or not self.core.has_room(len(wanted), size):
+        if not wanted or not self.session.has_room(len(wanted), size):
             return
         pairs: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for name, p in wanted.items():
-            live = self.core.readable(p, "updates", name)
+            live = self.session.readable(p, "updates", name)
             if live is not None:
                 buffer = self._before[name] = self._buffer(name, live)
                 pairs.setdefault((live.device, live.dtype), []).append((buffer, live.detach()))
@@ -65,13 +65,13 @@ class Updates:
 
     def read(self, params: Mapping[str, Tensor]) -> None:
         """Measures the changes after the step."""
-        core = self.core
+        session = self.session
         pairs: dict[str, tuple[Tensor, Tensor]] = {}
         for name, p in params.items():
-            old, new = self._before.pop(name, None), core.readable(p, "updates", name)
+            old, new = self._before.pop(name, None), session.readable(p, "updates", name)
             if old is not None and new is not None:
                 pairs[name] = (old, new.detach())
-        sample = core.sample
+        sample = session.sample
         if sample is None:
             return
         self._kinds.look(pairs)
@@ -83,7 +83,7 @@ class Updates:
                 pushes = [self._push(params[name], device) for name in part]
                 kernels.update_into(list(olds), list(news), pushes, bank, list(span), rows.moves_of_bank())
                 for offset, name in enumerate(part):
-                    rows.updates.append(rows.enter(number + offset, core.series_of("updates", name, params[name])))
+                    rows.updates.append(rows.enter(number + offset, session.series_of("updates", name, params[name])))
 
     def _buffer(self, name: str, live: Tensor) -> Tensor:
         """Return memory for a copy: that of the step before, or new one."""
@@ -93,13 +93,13 @@ class Updates:
         return buffer
 
     def _samples_every_step(self) -> bool:
-        settings = self.core.settings
+        settings = self.session.settings
         return settings.intervals.get("updates") == 1 or "updates" in settings.recorded
 
     def _push(self, p: Tensor, device: torch.device) -> Tensor:
         """Return the gradient, which shows if a weight should have moved, or an empty one."""
         g = p.grad
-        plain = None if g is None or g.is_sparse else self.core.readable(g, "updates")
+        plain = None if g is None or g.is_sparse else self.session.readable(g, "updates")
         if plain is not None:
             return plain
         if device not in self._nothing:
@@ -129,8 +129,8 @@ class UpdateKinds:
     `plimsoll_update`: "masters", "stochastic" or "kahan".
     """
 
-    def __init__(self, core: WatchSession) -> None:
-        self._core = core
+    def __init__(self, session: WatchSession) -> None:
+        self._session = session
         self._recorded: dict[str, str] = {}
         self._who: dict[str, str] = {}  # the optimizer of each weight
         self._since: dict[str, int] = {}  # the step at which that was recorded
@@ -150,9 +150,9 @@ class UpdateKinds:
             self._recorded.update(dict.fromkeys(new, kind))
             who = type(optimizer).__name__
             self._who.update(dict.fromkeys(new, who))
-            self._since.update(dict.fromkeys(new, self._core.step))
+            self._since.update(dict.fromkeys(new, self._session.step))
             message = f"{who} steps {len(new)} 16-bit weights: {kind}"
-            self._core.say("update", message, optimizer=who, update=kind, parameters=new)
+            self._session.say("update", message, optimizer=who, update=kind, parameters=new)
 
     def follow(self, optimizer: Any, named: Mapping[str, Tensor]) -> None:
         """Follow a few values of an undeclared optimizer's weights, which show if lost updates come back.
@@ -181,7 +181,7 @@ class UpdateKinds:
             self._found.update(dict.fromkeys(names, way))
             return [Event(step=since, kind="update", message=message, details=details)]
 
-        self._core.writer.submit(produce, 400)
+        self._session.writer.submit(produce, 400)
 
     def look(self, changes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Look whether weights of an undeclared optimizer move by less than half their rounding.
@@ -217,7 +217,7 @@ class UpdateKinds:
             details = {"optimizer": who, "update": kind, "parameters": names}
             return [Event(step=looks.since, kind="update", message=message, details=details)]
 
-        self._core.writer.submit(produce, 400)
+        self._session.writer.submit(produce, 400)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

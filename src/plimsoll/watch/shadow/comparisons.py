@@ -102,8 +102,8 @@ _State = dict[str, tuple[int, int]]
 class GradientErrors:
     """The parameters' gradients of one shadow step."""
 
-    def __init__(self, core: WatchSession) -> None:
-        self.core = core
+    def __init__(self, session: WatchSession) -> None:
+        self.session = session
         self._expected: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}  # what the first backward has found
         self._left: _State | None = None  # what the last backward has left
@@ -145,7 +145,7 @@ class GradientErrors:
                 values, expected = g.detach().coalesce().values(), expected.coalesce().values()
             else:
                 values = g.detach() - self._before[name] if name in self._before else g.detach()
-            plain = self.core.readable(values, "gradients", name)
+            plain = self.session.readable(values, "gradients", name)
             if plain is not None and plain.shape == expected.shape and plain.device == expected.device:
                 self._rows[name] = compared(plain, expected)
 
@@ -161,7 +161,7 @@ class GradientErrors:
         if expected is None:  # nothing on this rank, as of a part that its samples do not use
             expected = torch.zeros_like(leaf(whole(p)), requires_grad=False)
         expected = ranks.mean(expected.to_dense())
-        return self.core.readable(part_of(expected, p), "gradients", name)
+        return self.session.readable(part_of(expected, p), "gradients", name)
 
     def taken(self, name: str, g: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
         """Return the repetition's gradient, the errors, and if `g` is unchanged since.
@@ -176,7 +176,7 @@ class GradientErrors:
     def _has_hooks(self, name: str, p: Tensor) -> bool:
         """Return True if the user's hooks may have changed the real gradient."""
         if getattr(p, "_backward_hooks", None):
-            self.core.say(
+            self.session.say(
                 "shadow", f"the gradient of {name} is not compared: it has hooks of its own", once=f"hooks {name}"
             )
             return True

@@ -55,18 +55,18 @@ def check(settings: Settings) -> None:
         )
 
 
-def attach(core: WatchSession, root: nn.Module, begin: Callable[[], None]) -> None:
+def attach(session: WatchSession, root: nn.Module, begin: Callable[[], None]) -> None:
     """Give the watch its shadow steps if asked for; training forwards call `begin`."""
-    if core.settings.shadow_every is not None:
-        core.shadow = Shadow(core, root, begin)
+    if session.settings.shadow_every is not None:
+        session.shadow = Shadow(session, root, begin)
 
 
 class Shadow:
     """The shadow steps of one watch."""
 
-    def __init__(self, core: WatchSession, root: nn.Module, begin: Callable[[], None]) -> None:
-        self.core, self._begin = core, begin
-        name = core.writer.path.name
+    def __init__(self, session: WatchSession, root: nn.Module, begin: Callable[[], None]) -> None:
+        self.session, self._begin = session, begin
+        name = session.writer.path.name
         self._name = f"{name}/{_opened[name]}"  # a run that is watched again meets under another name
         _opened[name] += 1
         self._running: tuple[CapturedCall, Counter[str], list[Tensor], Decisions] | None = None
@@ -85,7 +85,7 @@ class Shadow:
 
     def _start(self) -> None:
         self._calls: list[CapturedCall] = []
-        self._gradients = GradientErrors(self.core)
+        self._gradients = GradientErrors(self.session)
         self._comparisons, self._tally = Comparisons(), Tally()
         self._left_out: set[int] = set()  # series
         self._kept_bytes = 0
@@ -97,7 +97,7 @@ class Shadow:
     @property
     def due(self) -> bool:
         """True if the present step has a shadow."""
-        return self.core.open and self.core.settings.shadows(self.core.step)
+        return self.session.open and self.session.settings.shadows(self.session.step)
 
     # -- the real step -------------------------------------------------------------------------------------------------
 
@@ -114,11 +114,11 @@ class Shadow:
 
     def _meet(self, model: nn.Module) -> DataParallel | None:
         """The ranks that share the model, once all of them have come to this step."""
-        ranks = data_parallel.of(model, self.core.ranks)
+        ranks = data_parallel.of(model, self.session.ranks)
         if isinstance(ranks, str):
             self._reason = ranks
             return None
-        if ranks is not None and not data_parallel.meet(f"{self._name}/{self.core.step}", self.core.ranks.world):
+        if ranks is not None and not data_parallel.meet(f"{self._name}/{self.session.step}", self.session.ranks.world):
             self._reason = data_parallel.ABSENT
             return None
         return ranks
@@ -146,7 +146,7 @@ class Shadow:
 
         If they are, that call counts.
         """
-        root = self.core.model()
+        root = self.session.model()
         trains = root is not None and torch.is_grad_enabled() and (root.training or self.evaluates)
         if root is None or WatchSession.repeating or not trains or is_transformed():
             return call(*args, **kwargs)
@@ -178,17 +178,17 @@ class Shadow:
         """A tap has seen a tensor of the real step."""
         if not self._calls or not self.due:
             return
-        core, call = self.core, self._calls[-1]
+        session, call = self.session, self._calls[-1]
         seen = call.sight(name, x)
-        call.note_output(seen, name, core.name)
-        plain = core.readable(x, name)
+        call.note_output(seen, name, session.name)
+        plain = session.readable(x, name)
         if plain is None:
             return
-        if core.due.activations and not recomputing:
-            seen.series.append(core.series_of("activations", name, x))
+        if session.due.activations and not recomputing:
+            seen.series.append(session.series_of("activations", name, x))
             if not seen.noted:
                 call.keep(seen, self._has_room(plain), copied=self._changes.get(name, True))
-        if core.due.activation_gradients and x.requires_grad:
+        if session.due.activation_gradients and x.requires_grad:
             seen.names.append(name)
             if len(seen.names) == 1:
                 call.hook(x, functools.partial(self._gradient, call, seen))
@@ -196,7 +196,7 @@ class Shadow:
     @contained
     def see_compiled(self, site: tuple[str, int], names: Sequence[str], x: Tensor, *, gradient: bool) -> None:
         """Compiled code has come to a tensor of the real step, or to its gradient."""
-        core = self.core
+        session = self.session
         if not self._calls or WatchSession.repeating:
             return
         if not gradient:
@@ -204,34 +204,34 @@ class Shadow:
             call.compiled = True
             seen = call.sight_compiled(site, names[0])
             for name in names:
-                call.note_output(seen, name, core.name)
-            if core.due.activations:
-                seen.series = [core.series_of("activations", name, x) for name in names]
+                call.note_output(seen, name, session.name)
+            if session.due.activations:
+                seen.series = [session.series_of("activations", name, x) for name in names]
                 seen.values = self._has_room(x).detach().clone()
             return
         sighted = [seen for call in self._calls if (seen := call.sighted(site)) is not None]
-        if sighted and core.due.activation_gradients:
+        if sighted and session.due.activation_gradients:
             # Of several forwards the last is the first to get its gradient.
             seen = sighted[-1]
-            seen.gradient_series = [core.series_of("activation_gradients", name, x) for name in names]
+            seen.gradient_series = [session.series_of("activation_gradients", name, x) for name in names]
             seen.gradient, seen.gradient_version = self._has_room(x).detach().clone(), 0
 
     @contained
     def _gradient(self, call: CapturedCall, seen: CapturedForward, g: Tensor) -> None:
-        plain = self.core.readable(g, seen.names[0])
+        plain = self.session.readable(g, seen.names[0])
         if call in self._calls and plain is not None:
-            seen.gradient_series = [self.core.series_of("activation_gradients", name, g) for name in seen.names]
+            seen.gradient_series = [self.session.series_of("activation_gradients", name, g) for name in seen.names]
             # Not a copy: autograd adds to no gradient that somebody holds. What a later hook has changed is left out.
             seen.gradient, seen.gradient_version = self._has_room(plain).detach(), plain._version  # noqa: SLF001
 
     def _has_room(self, x: Tensor) -> Tensor:
         """Return the tensor; an empty one if there is no room, which nothing compares."""
         self._kept_bytes += x.numel() * x.element_size()
-        if self._kept_bytes <= self.core.settings.max_bytes:
+        if self._kept_bytes <= self.session.settings.max_bytes:
             return x
-        self.core.say(
+        self.session.say(
             "capped",
-            f"a shadow step's activations take more than max_bytes={self.core.settings.max_bytes:,}: the "
+            f"a shadow step's activations take more than max_bytes={self.session.settings.max_bytes:,}: the "
             "rest is left out. Raise it, or watch less with include= and collect=.",
             once="shadow copies", warn=True,
         )  # fmt: skip
@@ -248,8 +248,8 @@ class Shadow:
     @contained
     def backward_begins(self) -> None:
         """A backward begins: notes what gradients there are."""
-        root = self.core.model()
-        if self._calls and root is not None and self.core.due.gradients:
+        root = self.session.model()
+        if self._calls and root is not None and self.session.due.gradients:
             self._gradients.backward_begins(root)
 
     def backward_ends(self) -> None:
@@ -257,7 +257,7 @@ class Shadow:
         if backward_running() != -1:
             return  # a checkpoint's, in the midst of another
         calls = [call for call in self._calls if call.gradients]
-        root = self.core.model()
+        root = self.session.model()
         if not calls or root is None or (self._reason is not None and self._ranks is None):
             for call in calls:
                 call.gradients.clear()
@@ -270,7 +270,7 @@ class Shadow:
                 self._try(call)
         for call in calls:
             call.gradients.clear()
-        if self.core.due.gradients:
+        if self.session.due.gradients:
             averaged = self._ranks is None or self._ranks.averages
             if averaged and self._all_able():
                 self._compare_gradients_left(root)
@@ -287,7 +287,7 @@ class Shadow:
             self._repeat(call)
         except Exception as error:  # noqa: BLE001  (P2: whatever fails in watching must not stop training)
             self._reason = f"it raised {type(error).__name__}"
-            self.core.failed("the shadow step", error)
+            self.session.failed("the shadow step", error)
 
     # Parameters' gradients are added up over the step's backwards. Their errors are those of what the last backward has
     # left, before unscaling and clipping; their zeros are counted in what the optimizer is given.
@@ -296,7 +296,7 @@ class Shadow:
         self._gradients.backward_ends(root, self._ranks)
 
     def _repeat(self, call: CapturedCall) -> None:
-        root = self.core.model()
+        root = self.session.model()
         assert root is not None
         leaves, sharding = leaves_of(root), hooks_of_sharding(root)
         after, outputs = RandomState(call.devices), list[Tensor]()
@@ -326,7 +326,7 @@ class Shadow:
             end_repetition()
             after.restore()
         self._taken = True
-        if self.core.due.gradients:
+        if self.session.due.gradients:
             self._gradients.add({clean(raw): (p, leaves[id(p)].grad) for raw, p in root.named_parameters()})
 
     @contained
@@ -377,7 +377,7 @@ class Shadow:
 
     @contained
     def _compare_gradient(self, seen: CapturedForward, g: Tensor) -> None:
-        expected, divisor = seen.gradient, self.core.ranks.divisor
+        expected, divisor = seen.gradient, self.session.ranks.divisor
         if expected is None or expected._version != seen.gradient_version:  # noqa: SLF001
             return
         if self._comparisons.add(seen.gradient_series, expected, g, divisor=divisor, carries_scale=True):
@@ -395,7 +395,7 @@ class Shadow:
             if expected is None or self._reason is not None:
                 continue
             values = g.coalesce().values() if g.is_sparse else g
-            plain = self.core.readable(values, "gradients", name)
+            plain = self.session.readable(values, "gradients", name)
             if plain is None:
                 continue
             absent = g.numel() - values.numel()
@@ -405,7 +405,7 @@ class Shadow:
                 else gradient_row(plain, expected, errors, absent=absent)
             )
             if row is not None:
-                series = self.core.series_of("gradients", name, values, None if g.is_sparse else narrowed.get(name))
+                series = self.session.series_of("gradients", name, values, None if g.is_sparse else narrowed.get(name))
                 self._comparisons.add_row(series, row, carries_scale=True)
 
     @contained
@@ -414,13 +414,13 @@ class Shadow:
         calls, reason = self._calls, self._reason
         if self.due and not (self._taken and reason is None):
             reason = reason or (_NO_GRADIENT if calls else _UNSEEN)
-            self.core.say("shadow", f"shadow step not taken: {reason}")
-        elif self.due and self.core.sample is not None:
+            self.session.say("shadow", f"shadow step not taken: {reason}")
+        elif self.due and self.session.sample is not None:
             for call in calls:
                 self._left_out.update(call.unmatched())
-            self._comparisons.enter(self.core.sample, self._left_out)
+            self._comparisons.enter(self.session.sample, self._left_out)
             if scalars := self._tally.scalars():
-                self.core.writer.write(Scalars(step=self.core.step, values=scalars))
+                self.session.writer.write(Scalars(step=self.session.step, values=scalars))
         for call in calls:
             call.release()
         self._start()

@@ -59,9 +59,9 @@ class StepScalars:
 class Recorder:
     """The ring of one watch."""
 
-    def __init__(self, core: WatchSession) -> None:
-        self.core = core
-        steps = core.settings.recorder_steps
+    def __init__(self, session: WatchSession) -> None:
+        self.session = session
+        steps = session.settings.recorder_steps
         self._unsent: list[StepScalars] = []
         self._guard = (
             threading.RLock()
@@ -74,7 +74,7 @@ class Recorder:
         self._samples: deque[tuple[FinishedSample, StepScalars]] = deque()
         self._fired: dict[str, int] = {}
         send = weakref.WeakMethod(self.send_facts)
-        core.writer.before_read = lambda: method() if (method := send()) is not None else None
+        session.writer.before_read = lambda: method() if (method := send()) is not None else None
 
     def end_step(self, facts: StepScalars, sample: Sample | None) -> None:
         """Takes a finished step: what is due goes to the log, the rest into the ring."""
@@ -99,18 +99,18 @@ class Recorder:
             unsent = list(self._unsent)
             self._sent_at = time.monotonic()
             if unsent:
-                names = [name for name in ("loss", "scale", "nonfinite") if name in self.core.settings.recorder]
-                self.core.writer.submit(lambda: _scalars(unsent, names), 300 * len(unsent), numbers=True)
+                names = [name for name in ("loss", "scale", "nonfinite") if name in self.session.settings.recorder]
+                self.session.writer.submit(lambda: _scalars(unsent, names), 300 * len(unsent), numbers=True)
             del self._unsent[: len(unsent)]  # after it: what an interrupt leaves is sent once more
 
     def fire(self, reason: str, message: str, step: int | None = None, **details: object) -> None:
         """Writes what the ring holds, with the reason as an event."""
-        step = self.core.step if step is None else step
-        if step - self._fired.get(reason, -math.inf) < self.core.settings.recorder_steps:
+        step = self.session.step if step is None else step
+        if step - self._fired.get(reason, -math.inf) < self.session.settings.recorder_steps:
             return
         self._fired[reason] = step
         steps = [sealed.step for sealed, _ in self._samples]
-        self.core.writer.write(
+        self.session.writer.write(
             Event(step=step, kind="trigger", message=message, details={"reason": reason, "steps": steps, **details})
         )
         self.send_facts()
@@ -119,25 +119,25 @@ class Recorder:
             self._submit(sealed, facts)
 
     def _send_sample(self, sample: Sample, facts: StepScalars) -> None:
-        ring = self.core.ring_only
+        ring = self.session.ring_only
         if not sample.entries:
             sample.drop()
             return
         sealed = sample.sealed()
-        collections = self.core.collections
+        collections = self.session.collections
         due, waiting = sealed.split(lambda series: collections[series] in ring)
         if due is not None:
             self._submit(due, facts)
         if waiting is not None:
             self._samples.append((waiting, facts))
-        while len(self._samples) > self.core.settings.recorder_steps:
+        while len(self._samples) > self.session.settings.recorder_steps:
             self._samples.popleft()[0].drop()
 
     def _submit(self, sealed: FinishedSample, facts: StepScalars) -> None:
         def produce() -> list[Record]:
             return list(sealed.batches(resolved(facts.scale)))
 
-        self.core.writer.submit(produce, sealed.size_bytes)
+        self.session.writer.submit(produce, sealed.size_bytes)
 
     # The recorder fires on a non-finite loss or gradient, a loss spike, a fall of the loss scale, an exception that
     # leaves the training loop, and a signal; for one reason at most once in as many steps as it keeps.
@@ -149,7 +149,7 @@ class Recorder:
             message = (
                 f"the scaler skipped the step at scale {power(scale)}" if scale is not None else "the step was skipped"
             )
-            self.core.writer.write(Event(step=facts.step, kind="skip", message=message, details={"scale": scale}))
+            self.session.writer.write(Event(step=facts.step, kind="skip", message=message, details={"scale": scale}))
         others = {name: resolved(value) for name, value in facts.other_losses.items()}
         for name, value in {"loss": loss, **others}.items():
             if value is not None and not math.isfinite(value):

@@ -49,8 +49,8 @@ class _Running:
 class Losses:
     """The losses of one watch's model."""
 
-    def __init__(self, core: WatchSession, parameters: Parameters) -> None:
-        self.core, self._parameters = core, parameters
+    def __init__(self, session: WatchSession, parameters: Parameters) -> None:
+        self.session, self._parameters = session, parameters
         self._waiting: list[Loss] = []
         self._unplaced: list[Loss] = []  # that changed no gradient of ours
         self._after: Marks = {}  # the gradients when the last backward ended
@@ -195,7 +195,7 @@ class Losses:
         if not self._placed and any(p.grad is not None for p in parameters_of(optimizer)):
             who = type(optimizer).__name__
             message = f"{who} steps on gradients that no watched backward has left: its loss is not recorded"
-            self.core.say("loss", f"{message}. Record it with Watch.log(loss=...).", once="no loss", warn=True)
+            self.session.say("loss", f"{message}. Record it with Watch.log(loss=...).", once="no loss", warn=True)
         return []
 
     # Where a step evaluates its closure several times (LBFGS), its loss is that of the first evaluation: `step` returns
@@ -206,7 +206,7 @@ class Losses:
             f"{who} evaluates its closure several times a step ({count} times here): activations and their gradients "
             "are added up over all evaluations; the loss is that of the first, the gradients are those of the last"
         )
-        self.core.say("closure", message, once=f"closure {who}", optimizer=who, evaluations=count)
+        self.session.say("closure", message, once=f"closure {who}", optimizer=who, evaluations=count)
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Losses:
         if main is not None and len(main) > 1:
             count = len(main)
             message = f"{count} backwards make up a step: the loss is the sum of theirs, as the gradients are"
-            self.core.say("loss", message, once="accumulated", accumulated=count)
+            self.session.say("loss", message, once="accumulated", accumulated=count)
         totals: dict[str, float | DeviceValue] = {}
         for name, losses in taken.items():
             value = total([loss.value for loss in losses if loss.value is not None], microbatches)
@@ -246,7 +246,7 @@ class Losses:
                 message = (
                     f"the model's optimizers step on losses of their own: loss is that of {whose}; {name} is another's"
                 )
-                self.core.say("loss", message, once=name, name=name)
+                self.session.say("loss", message, once=name, name=name)
         return totals
 
     def start_step(self) -> None:

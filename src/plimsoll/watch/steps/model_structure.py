@@ -27,15 +27,15 @@ class Structure:
     """The modules and parameters of one watch's model."""
 
     def __init__(
-        self, core: WatchSession, parameters: Parameters, selection: Selection, taps: Taps, *, tapped: bool
+        self, session: WatchSession, parameters: Parameters, selection: Selection, taps: Taps, *, tapped: bool
     ) -> None:
-        self.core = core
+        self.session = session
         self._parameters, self._selection, self._taps, self._tapped = parameters, selection, taps, tapped
         self._events = 0
         self._learn()
 
     def _learn(self) -> None:
-        model = self.core.model()
+        model = self.session.model()
         modules: list[Any] = list(model.modules()) if model is not None else []
         self._parts: list[tuple[weakref.ref[Any], tuple[_Known, ...], tuple[_Known, ...]]] = [
             (weakref.ref(m), _known(m._parameters.values()), _known(m._modules.values()))  # noqa: SLF001
@@ -48,8 +48,8 @@ class Structure:
     @contained
     def follow(self) -> None:
         """Look in a sampled step for changes of the model, and record it as it is."""
-        model = self.core.model()
-        if self.core.sample is None or model is None or self.core.ranks.wrapper == "fully_shard":
+        model = self.session.model()
+        if self.session.sample is None or model is None or self.session.ranks.wrapper == "fully_shard":
             return
         if not self._is_changed():
             return
@@ -92,7 +92,7 @@ class Structure:
             return
         words = "; ".join(f"{len(names)} {what} ({_listed(names)})" for what, names in new_names.items())
         details: dict[str, Any] = {what: names[:_NAMED] for what, names in new_names.items()}
-        self.core.say("model changed", f"the model has changed, and is recorded as it is now: {words}", **details)
+        self.session.say("model changed", f"the model has changed, and is recorded as it is now: {words}", **details)
 
 
 def _known(values: Iterable[object]) -> tuple[_Known, ...]:

@@ -117,14 +117,14 @@ class Buffers:
     counted.
     """
 
-    def __init__(self, core: WatchSession) -> None:
-        self._core = core
+    def __init__(self, session: WatchSession) -> None:
+        self._session = session
         self._at_first: dict[str, DeviceValue] = {}
         self._said: set[str] = set()
 
     def look(self) -> None:
         """Counts those of now."""
-        model = self._core.model()
+        model = self._session.model()
         if model is None:
             return
         by_device: dict[torch.device, dict[str, Tensor]] = {}
@@ -141,7 +141,7 @@ class Buffers:
             self._hand_over(list(named), DeviceValue(counts))
 
     def _hand_over(self, names: list[str], counts: DeviceValue) -> None:
-        step, key = self._core.step, "\n".join(names)
+        step, key = self._session.step, "\n".join(names)
         before = self._at_first.setdefault(key, counts)
         if before is counts:
             return
@@ -156,14 +156,14 @@ class Buffers:
             details: dict[str, object] = {"where": "buffers", "names": broken_names[:_NAMED], "of": len(broken_names)}
             return [Event(step=step, kind="origin", message=message, details=details)]
 
-        self._core.writer.submit(produce, 16 * len(names))
+        self._session.writer.submit(produce, 16 * len(names))
 
 
 class Origin(torch_hooks.TrainingEvents):
     """Listener of forwards, backwards and steps that finds where NaN and Inf began."""
 
-    def __init__(self, core: WatchSession, parameters: Parameters, boundary: Boundary, model: nn.Module) -> None:
-        self.core, self._parameters, self._boundary = core, parameters, boundary
+    def __init__(self, session: WatchSession, parameters: Parameters, boundary: Boundary, model: nn.Module) -> None:
+        self.session, self._parameters, self._boundary = session, parameters, boundary
         self._graphs = GraphNames()
         self._inputs: list[tuple[str, weakref.ref[Tensor]]] = []
         self._held: list[Tensor] = []  # inputs that the backward may not keep
@@ -177,15 +177,15 @@ class Origin(torch_hooks.TrainingEvents):
         self._looks = 0  # backwards that are looked at since a scaler has skipped a step
         self._before_skip: _Place | None = None  # where NaN is, of a loss that is finite
         devices = {p.device.type for p in itertools.chain(model.parameters(), model.buffers())}
-        core.due.traced = devices <= {"cpu"}
-        self._buffers = Buffers(core)
+        session.due.traced = devices <= {"cpu"}
+        self._buffers = Buffers(session)
         self._buffers.look()
-        core.at_close.append(self._release)
+        session.at_close.append(self._release)
 
     @property
     def names(self) -> "GraphNames | None":
         """The names to add modules' inputs and outputs to in sampled steps, or None."""
-        return self._graphs if self.core.due.traced else None
+        return self._graphs if self.session.due.traced else None
 
     @contained
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ class Origin(torch_hooks.TrainingEvents):
         self._graphs.forget()
         self._release()
         self._inputs.clear()
-        if not self.core.due.traced:
+        if not self.session.due.traced:
             return
         self._room = _HELD_BYTES
         for path, x in tensors_among(args, kwargs):
@@ -204,7 +204,7 @@ class Origin(torch_hooks.TrainingEvents):
     @contained
     def forward_ends(self, output: Any) -> None:
         """The root module has returned: where that is finite, only the loss can have broken."""
-        if self.core.due.traced:
+        if self.session.due.traced:
             for _, x in tensors_in(output):
                 if x.grad_fn is not None and _is_read(x) and self._has_room(x):
                     # Without the graph, which a script may have dropped.
@@ -243,7 +243,7 @@ class Origin(torch_hooks.TrainingEvents):
     @contained
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer steps: gradients of a finite loss that are not finite are named."""
-        if self.core.sample is not None and not self.core.muted and not is_capturing():
+        if self.session.sample is not None and not self.session.muted and not is_capturing():
             self._buffers.look()
         if self._idle() or self._broken or self._scaled or optimizer not in self._parameters.optimizers:
             return
@@ -252,14 +252,14 @@ class Origin(torch_hooks.TrainingEvents):
         count = self._parameters.count_nonfinite()
         if count is None or count.device.type != "cpu" or not int(count):
             return
-        model = self.core.model()
+        model = self.session.model()
         named = [] if model is None else [(clean(name), p.grad) for name, p in model.named_parameters()]
         broken = [name for name, _ in self._broken_among(((n, g) for n, g in named if g is not None), masked=False)]
         if broken:
             ran = self._graphs.order
             last = max(broken, key=lambda name: ran.get(name.rpartition(".")[0], -1))
             first = [last, *(name for name in reversed(broken) if name != last)] if ran else broken[::-1]
-            self._say(_Place("gradients", first, "the loss was finite", step=self.core.step))
+            self._say(_Place("gradients", first, "the loss was finite", step=self.session.step))
         self._broken = True
 
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -295,12 +295,12 @@ class Origin(torch_hooks.TrainingEvents):
 
     def _place(self, loss: Tensor) -> "_Place | None":
         """Return the first non-finite value's location."""
-        model = self.core.model()
+        model = self.session.model()
         place = None if model is None else self._look(model, loss)
         return None if place is None else replace(place, step=self._boundary.step_of_backward)
 
     def _look(self, model: nn.Module, loss: Tensor) -> _Place:
-        inputs = [(f"{self.core.name}:input{path}", x) for path, ref in self._inputs if (x := ref()) is not None]
+        inputs = [(f"{self.session.name}:input{path}", x) for path, ref in self._inputs if (x := ref()) is not None]
         weights = ((clean(name), p) for name, p in model.named_parameters())
         for where, named in (("weights", weights), ("input", inputs)):
             broken = [name for name, _ in self._broken_among(named, masked=where != "weights")]
@@ -326,7 +326,7 @@ class Origin(torch_hooks.TrainingEvents):
             before = self._graphs.untracked_before(module) if first.comes_in else []
             return _Place("activations", before or [module], "needs no gradient" if before else "")
         last = names[-1][1] if names and not constant else ""
-        named = [last] if last and last != f"{self.core.name}:output" else []
+        named = [last] if last and last != f"{self.session.name}:output" else []
         more = f"in {_CONSTANTS[constant]}" if constant else "the outputs are finite"
         return _Place("loss", named, more, constant)
 
@@ -342,14 +342,14 @@ class Origin(torch_hooks.TrainingEvents):
                 if (buffer := buffers.get(each.value.data_ptr())) is not None:
                     return _Place("buffers", [buffer])
                 if weights and at < weights[-1]:
-                    return _Place("input", [f"{self.core.name}:input"])
-        modules = {id(p): clean(name).rpartition(".")[0] or self.core.name for name, p in model.named_parameters()}
+                    return _Place("input", [f"{self.session.name}:input"])
+        modules = {id(p): clean(name).rpartition(".")[0] or self.session.name for name, p in model.named_parameters()}
         inside = {id(leaf) for leaf in _leaves(node)}
         return _Place("compiled", list(dict.fromkeys(name for key, name in modules.items() if key in inside)))
 
     def _by_parameters(self, model: nn.Module, operations: list[Any]) -> list[tuple[int, str]]:
         """Return names in an unlearned graph: inputs and outputs of parameters' modules."""
-        modules = {id(p): clean(name).rpartition(".")[0] or self.core.name for name, p in model.named_parameters()}
+        modules = {id(p): clean(name).rpartition(".")[0] or self.session.name for name, p in model.named_parameters()}
         names: list[tuple[int, str]] = []
         for place, node in enumerate(operations):
             if is_compiled(node):  # of several modules
@@ -367,7 +367,7 @@ class Origin(torch_hooks.TrainingEvents):
         if (largest := self._largest_input()) is not None:
             details["largest_input"] = largest
         message = f"NaN or Inf began at step {place.step} in {_in_words(place)}"
-        self.core.writer.write(Event(step=place.step, kind="origin", message=message, details=details))
+        self.session.writer.write(Event(step=place.step, kind="origin", message=message, details=details))
 
     def _largest_input(self) -> float | None:
         """Return the largest finite magnitude that the model was given; None where no input is left."""
@@ -387,9 +387,9 @@ class Origin(torch_hooks.TrainingEvents):
     # The loss must be known without waiting, so this is for models on a CPU that run eagerly. `recorder=` names the
     # collections that a watch measures at every step elsewhere.
     def _idle(self) -> bool:
-        if not self.core.due.traced or not self.core.open or self._events >= _MOST_EVENTS:
+        if not self.session.due.traced or not self.session.open or self._events >= _MOST_EVENTS:
             return True
-        return self.core.muted or self.core.is_elsewhere() or WatchSession.repeating or is_capturing()
+        return self.session.muted or self.session.is_elsewhere() or WatchSession.repeating or is_capturing()
 
 
 class GraphNames:

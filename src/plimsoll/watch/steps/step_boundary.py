@@ -38,8 +38,8 @@ _EMULATIONS = 16  # changes that are recorded: a script may emulate every other 
 class Steps(torch_hooks.TrainingEvents):
     """Listener of the training's events that starts and ends the steps of one watch."""
 
-    def __init__(self, core: WatchSession, parameters: Parameters, recorder: Recorder, *, optimizers: bool) -> None:
-        self.core, self.parameters, self.recorder = core, parameters, recorder
+    def __init__(self, session: WatchSession, parameters: Parameters, recorder: Recorder, *, optimizers: bool) -> None:
+        self.session, self.parameters, self.recorder = session, parameters, recorder
         self.taps: Taps | None = None
         self.casts: Casts | None = None
         self.wiring: Wiring | None = None
@@ -56,11 +56,11 @@ class Steps(torch_hooks.TrainingEvents):
         self._emulations = 0  # how often that has changed
         self._microbatches = 1
         self._trained_forwards = 0  # of this step, with the model in training mode
-        self.losses = Losses(core, parameters)
+        self.losses = Losses(session, parameters)
         self._scaled_losses = ScaledLosses()
         self._broken = False  # the loss of the last backward is not finite
         self._micro_losses: list[float | DeviceValue] = []  # of this step's backwards, for a pipeline
-        self._turns = Turns(core)
+        self._turns = Turns(session)
         self._without_optimizer = not optimizers  # as long as no optimizer steps, and nobody says where a step ends
         self._probe: Probe | None = None
         self._scale: float | DeviceValue | None = None
@@ -83,7 +83,7 @@ class Steps(torch_hooks.TrainingEvents):
     def forward_begins(self, model: nn.Module) -> None:
         """The root module is called."""
         taps = self.taps
-        if self.core.muted:
+        if self.session.muted:
             return
         if taps is None or WatchSession.repeating or not torch.is_grad_enabled() or backward_running() != -1:
             return
@@ -96,11 +96,11 @@ class Steps(torch_hooks.TrainingEvents):
             return
         if not self._has_stepped:
             self._thread = threading.get_ident()
-        self.core.flush()  # what a backward that raised has left
+        self.session.flush()  # what a backward that raised has left
         self._end_without_optimizer()
         self.begin()
         self._trained_forwards += model.training
-        self.core.live, self.core.live_thread = True, threading.get_ident()
+        self.session.live, self.session.live_thread = True, threading.get_ident()
         if self._looks:
             self._looks -= 1
             self._look_for_parallelism(model)
@@ -111,15 +111,15 @@ class Steps(torch_hooks.TrainingEvents):
     @contained
     def begin_transformed(self) -> None:
         """The model, or a part of it, is called inside a `torch.func` transform: a step begins, unmeasured."""
-        self.core.say_transformed()
+        self.session.say_transformed()
         # Inside the model's own forward the step has begun, and a repetition of that forward runs the transform too.
-        if self.core.live or backward_running() != -1:
+        if self.session.live or backward_running() != -1:
             return
         with outside_transforms():
             self._end_without_optimizer()
             self.begin()
-        if self.core.shadow is not None:
-            self.core.shadow.begin_transformed()
+        if self.session.shadow is not None:
+            self.session.shadow.begin_transformed()
 
     def _record_emulation(self) -> None:
         """Record the formats in which the forward is emulated, since its tensors are FP32."""
@@ -130,70 +130,72 @@ class Steps(torch_hooks.TrainingEvents):
             message = (
                 f"results are rounded by an emulation: {named}" if by_key else "no emulation rounds results any more"
             )
-            self.core.say("emulation", message, formats=by_key)
+            self.session.say("emulation", message, formats=by_key)
 
     def _look_for_parallelism(self, model: nn.Module) -> None:
         """Find what distributes the model and was set up after the watch was made."""
         torch_hooks.look_for_pipelines()
         try:
-            new = self.core.ranks.look(model)
+            new = self.session.ranks.look(model)
         except ArgumentError as error:
-            self.core.failed("watch", error)
-            self.core.shut()
+            self.session.failed("watch", error)
+            self.session.shut()
             return
-        if self.taps is not None and self.core.ranks.mesh is not None:
+        if self.taps is not None and self.session.ranks.mesh is not None:
             self.taps.come_last()
         if new:
-            self.core.writer.write_manifest(ranks=self.core.ranks.as_json())
+            self.session.writer.write_manifest(ranks=self.session.ranks.as_json())
 
     @contained
     def gradients_divided(self, stage: Any, microbatches: int) -> None:
         """Note a pipeline's micro-batches, before it divides the weights' gradients."""
-        if unwrapped(stage.submod) is self.core.model():
+        if unwrapped(stage.submod) is self.session.model():
             self._microbatches = microbatches
-            factor = self.core.ranks.take_microbatches(microbatches)
-            if factor != 1 and self.core.sample is not None:
-                self.core.sample.rescale(factor)
+            factor = self.session.ranks.take_microbatches(microbatches)
+            if factor != 1 and self.session.sample is not None:
+                self.session.sample.rescale(factor)
 
     @contained
     def trial(self, stage: Any, begins: bool) -> None:
         """A pipeline's stage runs on made-up values, or has done so."""
-        if unwrapped(stage.submod) is self.core.model():
+        if unwrapped(stage.submod) is self.session.model():
             if begins:
-                self.core.mute()
+                self.session.mute()
             else:
-                self.core.unmute()
+                self.session.unmute()
 
     def forward_ends(self) -> None:
         """The root module has returned, or raised."""
-        if self.core.live and self.core.live_thread != threading.get_ident():  # an evaluation on a thread of its own
+        if (
+            self.session.live and self.session.live_thread != threading.get_ident()
+        ):  # an evaluation on a thread of its own
             return
-        self.core.live = False
-        self.core.flush()
+        self.session.live = False
+        self.session.flush()
 
     @contained
     def backward_begins(self, tensors: Any) -> None:
         """A backward was asked for, of these tensors."""
-        if self.core.muted or WatchSession.repeating or backward_running() != -1 or is_capturing():
+        if self.session.muted or WatchSession.repeating or backward_running() != -1 or is_capturing():
             return
         listed: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         roots = [root for root in listed if isinstance(root, Tensor)]
         thread = threading.get_ident()
         ours = self._thread
         if ours not in (None, thread) and self.parameters.reach(roots) not in ("ours", "both"):
-            self.core.elsewhere.add(thread)
+            self.session.elsewhere.add(thread)
             return
         # Before the model's first forward nobody knows its thread. Another's backward may last until gradients of ours
         # have come, and would be taken for theirs.
         if ours is None and thread != threading.main_thread().ident and self.parameters.reach(roots) == "others":
             return
-        self.core.elsewhere.discard(thread)
-        self.core.flush()  # parts of the model may have been called by themselves
+        self.session.elsewhere.discard(thread)
+        self.session.flush()  # parts of the model may have been called by themselves
         self._end_without_optimizer()
-        if self.core.shadow is not None:
-            self.core.shadow.backward_begins()
+        if self.session.shadow is not None:
+            self.session.shadow.backward_begins()
         value = self._scaled_losses.value_of(roots) if len(roots) == len(listed) else None
-        if value is not None and self.core.ranks.world > 1:
+        if value is not None and self.session.ranks.world > 1:
             self._micro_losses.append(value)
         self.losses.backward_begins(value, roots)
         self._broken = isinstance(value, float) and not math.isfinite(value)
@@ -214,16 +216,16 @@ class Steps(torch_hooks.TrainingEvents):
     @contained
     def backward_ends(self) -> None:
         """A backward has ended."""
-        if self.core.is_elsewhere():
+        if self.session.is_elsewhere():
             return
         within = backward_running() != -1
         if not within:
-            self.core.flush()
+            self.session.flush()
         if not within and self.losses.backward_ends():
             self.begin()
             self.parameters.backwards += 1
             self.parameters.suspect |= self._broken
-            if self._without_optimizer and self.core.ranks.world == 1:
+            if self._without_optimizer and self.session.ranks.world == 1:
                 self.parameters.read_early()
                 self._probe = Probe(p for _, p in self.parameters.members() if p.grad is not None)
         self._shadow_follows()
@@ -241,8 +243,8 @@ class Steps(torch_hooks.TrainingEvents):
             self.settle()
 
     def _shadow_follows(self) -> None:
-        if self.core.shadow is not None:
-            self.core.shadow.backward_ends()
+        if self.session.shadow is not None:
+            self.session.shadow.backward_ends()
 
     # -- optimizers ----------------------------------------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ class Steps(torch_hooks.TrainingEvents):
         if self._takes(optimizer):
             # Of a call of torch.autograd.grad nothing else reports the end.
             if backward_running() == -1:
-                self.core.flush()
+                self.session.flush()
             self._shadow_follows()
             self.losses.step_begins(optimizer)
             self._inside.append(optimizer)
@@ -295,7 +297,7 @@ class Steps(torch_hooks.TrainingEvents):
             if self._given:
                 who = type(optimizer).__name__
                 message = f"{who} updates parameters of the model too, and is recorded from here on"
-                self.core.say("optimizer", message, optimizer=who)
+                self.session.say("optimizer", message, optimizer=who)
         self._without_optimizer, self._probe = False, None
         if backward_running() == -1:  # else it may be a device's thread
             self._thread, self._has_stepped = threading.get_ident(), True
@@ -363,13 +365,13 @@ class Steps(torch_hooks.TrainingEvents):
     def next_step(self) -> int:
         """The number of the first step that has not ended; one that an optimizer is making has not."""
         has_ended = self._ended and not self._inside
-        return self.core.step + 1 if has_ended else self.core.step
+        return self.session.step + 1 if has_ended else self.session.step
 
     # No hook has seen the forward of a compiled model, so that the step before may not be settled yet.
     @property
     def step_of_backward(self) -> int:
         """The number of the step that a backward which begins now belongs to."""
-        return self.core.step + 1 if self._ended else self.core.step
+        return self.session.step + 1 if self._ended else self.session.step
 
     def _mark_possible_end(self) -> None:
         """The step may have ended here."""
@@ -384,23 +386,26 @@ class Steps(torch_hooks.TrainingEvents):
         self._plan_forward()
 
     def _plan_forward(self) -> None:
-        step = self.core.step + 1
-        self.core.plan_forward(step, self._turns.number(step))
+        step = self.session.step + 1
+        self.session.plan_forward(step, self._turns.number(step))
         self._attach_taps()
 
     def _attach_taps(self) -> None:
         """Attach the taps if the planned forward is due, and remove them otherwise."""
         if self.taps is not None:
-            self.taps.attach(self.core.due.forward)
+            self.taps.attach(self.session.due.forward)
 
     def settle(self) -> None:
         """End the step: hand its measurements to the recorder, and plan the next one."""
-        core = self.core
+        session = self.session
         self._hand_over()
         self._turns.end()
-        core.step, self._ended = core.step + 1, False  # in one statement: an interrupt must not leave one of both done
-        core.on_request = max(0, core.on_request - 1)
-        core.plan(core.step, self._turns.number(core.step))
+        session.step, self._ended = (
+            session.step + 1,
+            False,
+        )  # in one statement: an interrupt must not leave one of both done
+        session.on_request = max(0, session.on_request - 1)
+        session.plan(session.step, self._turns.number(session.step))
         self._attach_taps()
         self.parameters.start_step()
         self.losses.start_step()
@@ -412,15 +417,15 @@ class Steps(torch_hooks.TrainingEvents):
 
     def request(self, steps: int) -> None:
         """Asks for so many steps after the present one to be sampled whole."""
-        self.core.on_request = steps + 1
+        self.session.on_request = steps + 1
         if self._sealed:  # the next forward may be compiled, and looks at once
             self._plan_forward()
 
     @contained_reader(*COLLECTIONS)
     def _hand_over(self) -> None:
-        core, taps = self.core, self.taps
-        sample = core.sample
-        core.flush()
+        session, taps = self.session, self.taps
+        sample = session.sample
+        session.flush()
         self.parameters.finish_step()
         if taps is not None:
             if not self._sealed:
@@ -428,8 +433,8 @@ class Steps(torch_hooks.TrainingEvents):
             taps.forget()
             self._follow_eval_mode(taps)
             taps.saw_eval_forward = False
-        if core.shadow is not None:
-            core.shadow.end_step()
+        if session.shadow is not None:
+            session.shadow.end_step()
         self.recorder.end_step(self._scalars_of_step(), sample)
 
     def settle_if_ended(self, *, closing: bool = False) -> None:
@@ -451,7 +456,7 @@ class Steps(torch_hooks.TrainingEvents):
         if self._microbatches > 1 and self._micro_losses:  # a pipeline; with FSDP gradients come after its backwards
             losses[MAIN] = total(self._micro_losses, self._microbatches) or 0.0
         return StepScalars(
-            step=self.core.step,
+            step=self.session.step,
             loss=losses.pop(MAIN, None),
             other_losses=losses,
             scale=self._scale,
@@ -465,13 +470,15 @@ class Steps(torch_hooks.TrainingEvents):
         stepped = self._ended and taps.saw_eval_forward and self.parameters.backwards
         if stepped and not self._trained_forwards and not taps.takes_eval_forward:
             taps.takes_eval_forward = True
-            self.core.say("eval mode", "the model is trained in eval mode: its activations are recorded from here on")
+            self.session.say(
+                "eval mode", "the model is trained in eval mode: its activations are recorded from here on"
+            )
 
     @contained
     def process_ends(self, reason: str, message: str, seconds: float) -> None:
         """The process is about to end."""
         self.recorder.fire(reason, message)
-        self.core.writer.flush(seconds)
+        self.session.writer.flush(seconds)
 
 
 def _scale_of(scaler: Any) -> float | DeviceValue | None:

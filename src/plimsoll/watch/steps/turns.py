@@ -11,8 +11,8 @@ _AROUND_A_STEP = OF_PARAMETERS  # what can be read when an optimizer steps
 class Turns:
     """The turns of one watch's optimizers."""
 
-    def __init__(self, core: WatchSession) -> None:
-        self.core = core
+    def __init__(self, session: WatchSession) -> None:
+        self.session = session
         self._counts: dict[_Turn, int] = {}  # steps so far; of the first, the number of the step
         self._after: dict[tuple[_Turn, int], _Turn] = {}  # by turn, and how many there were of it in a row
         self._last: tuple[_Turn, int] | None = None
@@ -28,10 +28,10 @@ class Turns:
         passed = self._steps.get(key)
         if len(self._counts) > 1 or any(key not in turn for turn in self._counts):  # else the schedule has it
             for collection in _AROUND_A_STEP:
-                every = self.core.settings.intervals.get(collection)
+                every = self.session.settings.intervals.get(collection)
                 if every is not None and (passed is None or passed >= every):
-                    self.core.take(collection)
-        sampled = any(getattr(self.core.due, collection) for collection in _AROUND_A_STEP)
+                    self.session.take(collection)
+        sampled = any(getattr(self.session.due, collection) for collection in _AROUND_A_STEP)
         self._steps[key] = 1 if sampled or passed is None else passed + 1
 
     def end(self) -> None:
@@ -46,7 +46,7 @@ class Turns:
         elif before is not None:
             self._after[before] = turn
         if not self._counts:
-            self._counts[turn] = self.core.step
+            self._counts[turn] = self.session.step
         elif turn not in self._counts:
             self._counts[turn] = -1  # this one came unforeseen
         self._counts[turn] += 1

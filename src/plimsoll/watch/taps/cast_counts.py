@@ -33,10 +33,10 @@ class Casting(Protocol):
 class Casts:
     """Recorder of the casts of one watch's model."""
 
-    def __init__(self, core: WatchSession, takes: Callable[[str], bool]) -> None:
-        self.core, self._takes = core, takes
+    def __init__(self, session: WatchSession, takes: Callable[[str], bool]) -> None:
+        self.session, self._takes = session, takes
         # A run that goes on may say of other casts than there are now.
-        self._told: dict[str, dict[Role, dict[str, Any]]] | None = {} if core.step == 0 else None
+        self._told: dict[str, dict[Role, dict[str, Any]]] | None = {} if session.step == 0 else None
 
     # A module casts if it has a method `casts`; that of `plimsoll.fp8` is one, a user's own may be another. It is asked
     # at the end of each step that is sampled, after the backward, when all scales of the step are known and before a
@@ -45,8 +45,8 @@ class Casts:
     @contained
     def tell(self) -> None:
         """Record the casts at the step's end, if not known, and the scales that changed."""
-        model = self.core.model()
-        if self.core.sample is None or model is None:
+        model = self.session.model()
+        if self.session.sample is None or model is None:
             return
         table: dict[str, dict[Role, dict[str, Any]]] = {}
         scales: dict[str, Tensor] = {}
@@ -69,13 +69,13 @@ class Casts:
     def _found(self, model: nn.Module) -> Iterable[tuple[str, nn.Module, Mapping[str, tuple[str, float | Tensor]]]]:
         for full, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
             if callable(getattr(type(module), "casts", None)):  # asked first: at the end of each step, of all modules
-                name = clean(full) or self.core.name
+                name = clean(full) or self.session.name
                 if self._takes(name):
                     yield name, module, cast("Casting", module).casts()
 
     def _series(self, name: str, model: nn.Module, weight: nn.Parameter | None) -> dict[Role, str]:
         """Return each role's series; a shared weight is recorded by its first name."""
-        owner = "" if name == self.core.name else f"{name}."
+        owner = "" if name == self.session.name else f"{name}."
         named = f"{owner}weight"
         if weight is not None:
             named = next((clean(key) for key, p in model.named_parameters() if p is weight), named)
@@ -89,11 +89,11 @@ class Casts:
         message = (
             f"{len(table)} modules cast what they multiply to {', '.join(formats)}" if table else "no module casts"
         )
-        self.core.say(EVENT, message, modules=table)
-        self.core.writer.write_manifest(casts=table)
+        self.session.say(EVENT, message, modules=table)
+        self.session.writer.write_manifest(casts=table)
 
     def _tell_scales(self, scales: Mapping[str, Tensor]) -> None:
-        step, by_device = self.core.step, dict[torch.device, list[str]]()
+        step, by_device = self.session.step, dict[torch.device, list[str]]()
         for name, scale in scales.items():
             by_device.setdefault(scale.device, []).append(name)
         for names in by_device.values():
@@ -103,4 +103,4 @@ class Casts:
                 numbers = cast("list[float]", values.tensor().tolist())
                 return [Scalars(step=step, values=dict(zip(names, numbers, strict=True)))]
 
-            self.core.writer.submit(produce, _ROW_BYTES * len(names))
+            self.session.writer.submit(produce, _ROW_BYTES * len(names))

@@ -60,18 +60,18 @@ class _Sites:
         self.tapped: list[bool] = []  # whether the gradient is counted too
         self.capacity = capacity
 
-    def move_into(self, rows: Rows, core: WatchSession) -> None:
+    def move_into(self, rows: Rows, session: WatchSession) -> None:
         """Hands what was counted to the sample, and empties the rows."""
         used = len(self.names)
         for bank, collection in ((self.values, "activations"), (self.gradients, "activation_gradients")):
-            if not getattr(core.due, collection):
+            if not getattr(session.due, collection):
                 continue
             first = rows.adopt(bank[:used])
             scaled = collection == "activation_gradients"
-            factor = float(core.ranks.data_parallel * core.ranks.microbatches) if scaled else 1.0
+            factor = float(session.ranks.data_parallel * session.ranks.microbatches) if scaled else 1.0
             for site, (names, dtype) in enumerate(zip(self.names, self.dtypes, strict=True)):
                 for name in names if self.tapped[site] or not scaled else ():
-                    series = core.series_of(collection, name, bank, dtype)
+                    series = session.series_of(collection, name, bank, dtype)
                     rows.enter(first + site, series, scaled=scaled, factor=factor, unless_empty=True)
         self.empty()
 
@@ -84,14 +84,14 @@ class _Sites:
 class CompiledTaps:
     """The sites of one watch."""
 
-    def __init__(self, core: WatchSession, devices: set[torch.device], taps: int) -> None:
-        self.core, self.block = core, core.settings.block
+    def __init__(self, session: WatchSession, devices: set[torch.device], taps: int) -> None:
+        self.session, self.block = session, session.settings.block
         self.number = next(_numbers)
         self.traced: Any = WeakTensorKeyDictionary()  # a traced tensor's site, and the version that was counted there
         # A graph has two sites a tap at most; capacity for several graphs (shapes, dtypes) over a run's life.
         self.sites = {str(device): _Sites(device, 8 * taps + 256, self.block) for device in devices}
         self.captured = False  # there are taps in a CUDA graph
-        self.keeps = core.settings.shadow_every is not None
+        self.keeps = session.settings.shadow_every is not None
         _known[self.number] = self
 
     @property
@@ -103,10 +103,10 @@ class CompiledTaps:
         """Hands what was counted in this step to its sample."""
         for device, sites in self.sites.items():
             if sites.names:
-                if self.core.sample is None:
+                if self.session.sample is None:
                     sites.empty()
                 else:
-                    sites.move_into(self.core.sample.rows(torch.device(device)), self.core)
+                    sites.move_into(self.session.sample.rows(torch.device(device)), self.session)
 
     def inputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Counts a module's inputs; traced by the compiler."""
@@ -136,7 +136,7 @@ class CompiledTaps:
     # the compiler traces, and of its version: one that is changed in place since is measured again. The gradient of an
     # input that no module gave out cannot be read whole in compiled code, and is not recorded.
     def _tapped(self, name: str, x: Tensor) -> Tensor:
-        tapped = self.core.due.activation_gradients and x.requires_grad
+        tapped = self.session.due.activation_gradients and x.requires_grad
         if self._also(name, x, tapped=tapped):
             return x
         site = self._count(name, x, tapped=tapped)
@@ -159,7 +159,7 @@ class CompiledTaps:
 
     def _count(self, name: str, x: Tensor, *, tapped: bool) -> int:
         site = _new_site(self.number, name, str(x.device), x.dtype, tapped)
-        if site >= 0 and self.core.due.activations:
+        if site >= 0 and self.session.due.activations:
             kernels.measure_into([x.detach()], self.sites[str(x.device)].values, [site], block=self.block)
         if site >= 0 and self.keeps:
             torch.ops.plimsoll.keep_(x.detach(), self.sites[str(x.device)].values, self.number, site, False)
@@ -170,7 +170,7 @@ class CompiledTaps:
     # it if the step has one.
     def keep(self, x: Tensor, site: int, *, gradient: bool) -> None:
         """Hands a tensor to the shadow step; called by compiled code as it runs."""
-        shadow = self.core.shadow
+        shadow = self.session.shadow
         if shadow is not None and shadow.due and not is_capturing():
             device = str(x.device)
             shadow.see_compiled((device, site), self.sites[device].names[site], x, gradient=gradient)
@@ -178,12 +178,12 @@ class CompiledTaps:
     def capture(self, name: str, x: Tensor) -> None:
         """Counts a tensor while a CUDA graph is captured."""
         self.captured = True
-        tapped = self.core.due.activation_gradients and x.requires_grad
+        tapped = self.session.due.activation_gradients and x.requires_grad
         site = new_site(self, name, str(x.device), x.dtype, tapped)
         sites = self.sites.get(str(x.device))
         if sites is None or site < 0:
             return
-        if self.core.due.activations:
+        if self.session.due.activations:
             kernels.measure_into([x.detach()], sites.values, [site], block=self.block)
         if tapped:
             rows, block = sites.gradients, self.block
@@ -198,10 +198,10 @@ def new_site(taps: CompiledTaps, name: str, device: str, dtype: torch.dtype, tap
     """A site for a tensor; -1 where there is no room."""
     sites = taps.sites.get(device)
     if sites is None or len(sites.names) == sites.capacity:
-        taps.core.say("capped", f"no room to record {name} of a compiled graph on {device}", once="sites", warn=True)
+        taps.session.say("capped", f"no room to record {name} of a compiled graph on {device}", once="sites", warn=True)
         return -1
     if dtype in SIXTEEN_BIT and not _keeps_casts():
-        taps.core.say("rounding", _ROUNDING, once="rounding", warn=True)
+        taps.session.say("rounding", _ROUNDING, once="rounding", warn=True)
     sites.names.append([name])
     sites.dtypes.append(dtype)
     sites.tapped.append(tapped)
@@ -220,7 +220,7 @@ def _passes(taps: int) -> bool:
     """Return whether what is traced is inside a `torch.func` transform, and say that it is not measured."""
     if not is_transformed():
         return False
-    _known[taps].core.say_transformed()
+    _known[taps].session.say_transformed()
     return True
 
 

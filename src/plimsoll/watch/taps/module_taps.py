@@ -64,15 +64,15 @@ class Taps:
 
     def __init__(
         self,
-        core: WatchSession,
+        session: WatchSession,
         begin: Callable[[], None],
         begin_transformed: Callable[[], None],
         modules: Mapping[str, nn.Module],
         narrowed: dict[str, torch.dtype],
     ) -> None:
-        self.core, self._begin, self._narrowed = core, begin, narrowed
+        self.session, self._begin, self._narrowed = session, begin, narrowed
         self._begin_transformed = begin_transformed
-        self.compiled = CompiledTaps(core, _devices(modules), len(modules))
+        self.compiled = CompiledTaps(session, _devices(modules), len(modules))
         self.attached = True
         self.graph_names: NamesInGraphs | None = None
         self.saw_eval_forward = False
@@ -135,8 +135,8 @@ class Taps:
 
     def begin_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call the root's first tap, which was attached when its forward had begun."""
-        if self.core.name in self._handles:
-            for _, tap in self._handles[self.core.name][1]:
+        if self.session.name in self._handles:
+            for _, tap in self._handles[self.session.name][1]:
                 if isinstance(tap, _Before):
                     tap(module, args, kwargs)
 
@@ -171,55 +171,61 @@ class Taps:
     @contained_reader("activations", "activation_gradients")
     def see(self, tap: "_Tap", found: list[tuple[str, Tensor]]) -> None:
         """Records the tensors that a module takes or gives."""
-        core = self.core
+        session = self.session
         if is_transformed():
             self._pass()
             return
         if WatchSession.repeating:
-            if core.shadow is not None:
-                core.shadow.meet(tap.name, tap.role, found)
+            if session.shadow is not None:
+                session.shadow.meet(tap.name, tap.role, found)
             return
-        if core.muted or self._is_evaluated_elsewhere():
+        if session.muted or self._is_evaluated_elsewhere():
             return
         recomputing = autograd_graph.backward_running() != -1
         if recomputing:
             self._begin()  # a checkpoint whose first forward was under no_grad: nothing else has begun the step
-        elif not core.live:
+        elif not session.live:
             if not self._is_training_forward():
                 return
             self._begin()  # the root's own hook has not opened the step: a part of the model is called by itself
-        if core.due.forward:
+        if session.due.forward:
             for path, x in found:
                 self._see_one(tap.prefix + path, x, recomputing)
 
     def _is_evaluated_elsewhere(self) -> bool:
         """Return True in an evaluation on a thread of its own, in the middle of another's training forward."""
-        core = self.core
-        return core.live and not torch.is_grad_enabled() and core.live_thread != threading.get_ident()
+        session = self.session
+        return session.live and not torch.is_grad_enabled() and session.live_thread != threading.get_ident()
 
     def _pass(self) -> None:
         """A module is called inside a `torch.func` transform: its tensors have no values that could be read."""
-        core = self.core
-        if not (WatchSession.repeating or core.muted) and (core.live or self._is_training_forward()):
+        session = self.session
+        if not (WatchSession.repeating or session.muted) and (session.live or self._is_training_forward()):
             self._begin_transformed()
 
     @contained
     def attends(self, query: Tensor, key: Tensor, rest: dict[str, Any]) -> None:
         """Records the largest scores of an attention within the module that runs."""
-        core = self.core
-        if WatchSession.repeating or core.muted or not core.due.activations or not self.inside or not core.live:
+        session = self.session
+        if (
+            WatchSession.repeating
+            or session.muted
+            or not session.due.activations
+            or not self.inside
+            or not session.live
+        ):
             return
         if autograd_graph.backward_running() != -1 or not all(type(x) in _PLAIN for x in (query, key)):
             return
         if is_transformed():
             return
         scores = largest_scores(query, key, rest)
-        if scores is not None and core.has_room():
+        if scores is not None and session.has_room():
             name, masked = f"{self.inside[-1]}:{SCORES}", not scores.is_cpu and rest.get("attn_mask") is not None
-            rows, row = core.measure(scores, "activations", "" if masked else name)
+            rows, row = session.measure(scores, "activations", "" if masked else name)
             if masked:
                 leave_out_masked(rows.row(row))
-            rows.enter(row, core.series_of("activations", name, scores))
+            rows.enter(row, session.series_of("activations", name, scores))
 
     @contained
     def module_begins(self, tap: "_Tap", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -247,14 +253,14 @@ class Taps:
     def narrow(self, name: str, module: nn.Module, dtype: torch.dtype) -> None:
         """Note that the module's output is in 16 bits: gradients of its FP32 parameters come through that dtype."""
         for key, p in module.named_parameters(recurse=False):
-            full = key if name == self.core.name else f"{name}.{key}"
+            full = key if name == self.session.name else f"{name}.{key}"
             if p.dtype == torch.float32 and self._narrowed.get(full) is not dtype:
                 self._narrowed[full] = dtype
 
     def _is_training_forward(self) -> bool:
         if not torch.is_grad_enabled():
             return False
-        model = self.core.model()
+        model = self.session.model()
         if model is None or model.training or self.takes_eval_forward:
             return True
         self.saw_eval_forward = True
@@ -264,7 +270,7 @@ class Taps:
     # the first time. Their gradients are read all the same, since under re-entrant checkpointing only the second
     # forward has any.
     def _see_one(self, name: str, x: Tensor, recomputing: bool) -> None:
-        core = self.core
+        session = self.session
         if x.is_cuda and is_capturing():
             self.compiled.capture(name, x)
             return
@@ -272,15 +278,15 @@ class Taps:
         sight = self._sights.get(id(x))
         if sight is None or sight.ref() is not x or sight.version != version:
             sight = self._sights[id(x)] = _Sight(x, version)
-        if core.due.activations and not recomputing:
+        if session.due.activations and not recomputing:
             self._record(sight, name, x)
-        if core.due.activation_gradients and self._brings_gradient(name, x, recomputing):
+        if session.due.activation_gradients and self._brings_gradient(name, x, recomputing):
             if sight.gradients is None:
                 self._hook(sight, name, x)
             else:
                 sight.gradients.append(name)
-        if core.shadow is not None:
-            core.shadow.see(name, x, recomputing)
+        if session.shadow is not None:
+            session.shadow.see(name, x, recomputing)
 
     # Where checkpointing is not re-entrant, the graph of the first forward goes on and its hooks are called. Where it
     # is, the recomputation's own tensors have the gradients, but for the checkpoint's inputs, which have them already.
@@ -296,26 +302,26 @@ class Taps:
         return True
 
     def _record(self, sight: _Sight, name: str, x: Tensor) -> None:
-        core = self.core
-        if core.ranks.mesh is not None:
+        session = self.session
+        if session.ranks.mesh is not None:
             x = autograd_graph.dtensor_behind(x)
         rows = sight.rows
         if rows is None or sight.folds != rows.folds:  # else its row was added to that of other names
-            plain = core.readable(x, "activations", name)
-            if plain is None or not core.has_room():
+            plain = session.readable(x, "activations", name)
+            if plain is None or not session.has_room():
                 return
-            rows, sight.row = core.measure(plain, "activations", name)
+            rows, sight.row = session.measure(plain, "activations", name)
             sight.rows, sight.folds = rows, rows.folds
-        rows.enter(sight.row, core.series_of("activations", name, x))
+        rows.enter(sight.row, session.series_of("activations", name, x))
 
     def _hook(self, sight: _Sight, name: str, x: Tensor) -> None:
         sight.gradients = [name]
-        sample = self.core.sample
+        sample = self.session.sample
         assert sample is not None
         factor = torch_hooks.factor_of(x) if torch_hooks.gradient_factor_providers else 1.0
         take = functools.partial(self.gradient, sample, sight.gradients, factor)
         handle: Any = cast("Any", x).register_hook(
-            take if self.core.ranks.mesh is None else autograd_graph.gradient_reader(x, take)
+            take if self.session.ranks.mesh is None else autograd_graph.gradient_reader(x, take)
         )
         if x.is_leaf:  # a leaf outlives the step, and would keep the hook
             self._leaf_handles.append(handle)
@@ -323,19 +329,19 @@ class Taps:
     @contained_reader("activation_gradients")
     def gradient(self, sample: Sample, names: list[str], factor: float, g: Tensor) -> None:
         """Records an activation gradient under all the names of its tensor."""
-        core = self.core
-        if core.sample is not sample or not core.due.activation_gradients:
+        session = self.session
+        if session.sample is not sample or not session.due.activation_gradients:
             return  # a graph that was kept beyond its step
-        plain = core.readable(g, "activation_gradients", names[0])
-        if plain is None or not core.has_room():
+        plain = session.readable(g, "activation_gradients", names[0])
+        if plain is None or not session.has_room():
             return
-        if not core.ranks.alone:
-            factor *= core.ranks.factor
-            if core.ranks.divisor > 1:
-                plain = plain / core.ranks.divisor
-        rows, row = core.measure(plain, "activation_gradients", names[0])
+        if not session.ranks.alone:
+            factor *= session.ranks.factor
+            if session.ranks.divisor > 1:
+                plain = plain / session.ranks.divisor
+        rows, row = session.measure(plain, "activation_gradients", names[0])
         for name in names:
-            rows.enter(row, core.series_of("activation_gradients", name, g), scaled=True, factor=factor)
+            rows.enter(row, session.series_of("activation_gradients", name, g), scaled=True, factor=factor)
 
 
 # Hooks stay out of checkpoints: when a watched module is pickled or deep-copied, the copy holds a do-nothing callable
@@ -356,14 +362,14 @@ class _Tap(ModuleHook):
     role = ""
 
     def __init__(self, taps: Taps, name: str) -> None:
-        self.taps, self.due, self.name = taps, taps.core.due, name
+        self.taps, self.due, self.name = taps, taps.session.due, name
         self.prefix = f"{name}:{self.role}"
 
     def say_complex(self, x: object) -> None:
         """Record once that a complex tensor is left out."""
-        core = self.taps.core
-        if isinstance(x, Tensor) and x.is_complex() and core.live and core.due.activations and not core.muted:
-            core.readable(x, "activations", self.prefix)  # which records what it cannot read
+        session = self.taps.session
+        if isinstance(x, Tensor) and x.is_complex() and session.live and session.due.activations and not session.muted:
+            session.readable(x, "activations", self.prefix)  # which records what it cannot read
 
 
 class _Before(_Tap):

@@ -42,7 +42,7 @@ def main(folder: Path, port: int, rank: int, who: int) -> None:
             store.set(f"flushed {rank}", "1")
             store.wait([f"flushed {1 - rank}"])
             if rank == 0:
-                assert reduced._core.writer.take_sent(HANG_SECONDS) and reduced.flush()
+                assert reduced._session.writer.take_sent(HANG_SECONDS) and reduced.flush()
                 store.set("taken", "1")
             store.wait(["taken"])
             if rank == who:

@@ -61,9 +61,9 @@ class Averages(TrainingCheck):
         steps, owned = self.training.steps, self.training.owned()
         passed, self._looked = steps - self._looked, steps
         if self._copies is None:
-            self._copies = _chosen(self.core, owned)
-            self._counters = _counters(self.core)
-            self._statistics = _statistics(self.core)
+            self._copies = _chosen(self.session, owned)
+            self._counters = _counters(self.session)
+            self._statistics = _statistics(self.session)
             return
         if not passed:
             return
@@ -248,9 +248,9 @@ class _Statistic:
         return bool((eight - four).abs().sum() / 4 < (1 - _QUICK) ** 4.5 * (two - one).abs().sum())
 
 
-def _statistics(core: WatchSession) -> list[_Statistic]:
+def _statistics(session: WatchSession) -> list[_Statistic]:
     """Return the model's first running means and variances in 16 bits."""
-    model = core.model()
+    model = session.model()
     found: list[_Statistic] = []
     for raw, x in list[tuple[str, Tensor]]() if model is None else model.named_buffers():
         name = raw.rpartition(".")[2]
@@ -259,9 +259,9 @@ def _statistics(core: WatchSession) -> list[_Statistic]:
     return found[:_FOLLOWED]
 
 
-def _counters(core: WatchSession) -> list[_Counter]:
+def _counters(session: WatchSession) -> list[_Counter]:
     """Return the first of the model's 16-bit buffers of one value."""
-    model = core.model()
+    model = session.model()
     buffers = list[tuple[str, Tensor]]() if model is None else list(model.named_buffers())
     single = [(clean(raw), x) for raw, x in buffers if x.dtype in _FORMATS and x.numel() == 1 and is_plain(x)]
     return [_Counter(name, x) for name, x in single[:_FOLLOWED]]
@@ -269,9 +269,9 @@ def _counters(core: WatchSession) -> list[_Counter]:
 
 # Sixteen copies are chosen before their weights are sought, so that the names of these alone are compared, and not
 # those of a whole large model.
-def _chosen(core: WatchSession, owned: Collection[int]) -> list[_Copy]:
+def _chosen(session: WatchSession, owned: Collection[int]) -> list[_Copy]:
     """Return 16-bit tensors in no optimizer, with the trained weights named like them."""
-    model = core.model()
+    model = session.model()
     if model is None:
         return []
     trained: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}

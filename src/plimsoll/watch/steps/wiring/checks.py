@@ -34,8 +34,8 @@ class Fact(NamedTuple):
 class Facts:
     """Recorder of the facts on one training, each once."""
 
-    def __init__(self, core: WatchSession) -> None:
-        self._core = core
+    def __init__(self, session: WatchSession) -> None:
+        self._session = session
         self._keys: set[str] = set()  # of what was recorded, or is being decided
 
     def has(self, key: str) -> bool:
@@ -46,7 +46,7 @@ class Facts:
         """Record a fact, once for each key. Default: the key is the fact itself."""
         if (key or fact) not in self._keys:
             self._keys.add(key or fact)
-            self._core.say("wiring", message, once=None, warn=warn, fact=fact, **details)
+            self._session.say("wiring", message, once=None, warn=warn, fact=fact, **details)
 
     def record_if(
         self, fact: str, message: str, holds: Callable[[], bool], key: str = "", *, optimizer: str = "",
@@ -73,7 +73,7 @@ class Facts:
             size_bytes: Memory that `read` keeps until it has run.
             numbers: Whether it is queued with the scalars, which have room of their own.
         """
-        step = self._core.step
+        step = self._session.step
 
         def produce() -> list[Record]:
             facts = [fact for fact in read() if not (once and fact.name in self._keys)]
@@ -83,7 +83,7 @@ class Facts:
                 for name, message, details in facts
             ]
 
-        self._core.writer.submit(produce, size_bytes, numbers=numbers)
+        self._session.writer.submit(produce, size_bytes, numbers=numbers)
 
 
 class FollowedGradient:
@@ -224,9 +224,9 @@ class FollowedOptimizer:
 class Training:
     """State of a watched training that its checks share."""
 
-    def __init__(self, core: WatchSession) -> None:
-        self.core = core
-        self.facts = Facts(core)
+    def __init__(self, session: WatchSession) -> None:
+        self.session = session
+        self.facts = Facts(session)
         self.optimizers: weakref.WeakKeyDictionary[Any, FollowedOptimizer] = weakref.WeakKeyDictionary()
         self.foreign: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how often looked at
         self.backwards = 0
@@ -272,11 +272,11 @@ class Training:
 
     def model(self) -> nn.Module | None:
         """Return the model; None once it is gone."""
-        return self.core.model()
+        return self.session.model()
 
     def names(self) -> dict[int, str]:
         """Return the names of the model's parameters, by identity."""
-        model = self.core.model()
+        model = self.session.model()
         return {} if model is None else {id(p): clean(name) for name, p in model.named_parameters()}
 
     def owned(self) -> set[int]:
@@ -288,7 +288,7 @@ class TrainingCheck:
     """Check of a training as a whole. Each method is an event, and does nothing by default."""
 
     def __init__(self, training: Training) -> None:
-        self.training, self.facts, self.core = training, training.facts, training.core
+        self.training, self.facts, self.session = training, training.facts, training.session
 
     def backward_begins(self, tensors: Any) -> None:
         """A backward begins, of these tensors."""

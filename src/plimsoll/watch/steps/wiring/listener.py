@@ -67,9 +67,9 @@ _OPTIMIZER_CHECKS: tuple[type[OptimizerCheck], ...] = (
 class Wiring(torch_hooks.TrainingEvents):
     """Listener that records how a training is wired."""
 
-    def __init__(self, core: WatchSession, optimizers: Iterable[Any]) -> None:
-        self.core = core
-        self._training = Training(core)
+    def __init__(self, session: WatchSession, optimizers: Iterable[Any]) -> None:
+        self.session = session
+        self._training = Training(session)
         self._checks = [check(self._training) for check in _TRAINING_CHECKS]
         given = list(optimizers)
         followed = [self._follow(optimizer) for optimizer in given]
@@ -77,7 +77,7 @@ class Wiring(torch_hooks.TrainingEvents):
             names = ", ".join(type(optimizer).__name__ for optimizer in given)
             message = f"no parameter of {names} is one of the model's"
             self._training.facts.record("foreign optimizer", message, optimizer=names)
-        core.at_close.append(self._close)
+        session.at_close.append(self._close)
 
     @contained
     def backward_begins(self, tensors: Any) -> None:
@@ -193,8 +193,8 @@ class Wiring(torch_hooks.TrainingEvents):
                 check.closes()
 
     def _is_idle(self) -> bool:
-        core = self.core
-        return not core.open or core.muted or core.is_elsewhere() or WatchSession.repeating or is_capturing()
+        session = self.session
+        return not session.open or session.muted or session.is_elsewhere() or WatchSession.repeating or is_capturing()
 
     def _follow(self, optimizer: Any) -> FollowedOptimizer | None:
         """Return the optimizer's state, made when it is seen first; None if it has none of the model's parameters."""

@@ -60,7 +60,7 @@ class LossGraph(TrainingCheck):
         self._squashed = ""
         is_first = training.backwards_since_step == 1
         first_of_step = is_first and training.steps <= REPEATS
-        sampled = is_first and self.core.sample is not None
+        sampled = is_first and self.session.sample is not None
         if not training.optimizers or not (self._looks or first_of_step or sampled):
             return
         given: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)

@@ -80,7 +80,7 @@ class FrozenNorms(TrainingCheck):
     # frozen in half of the steps only. torch writes the running mean without raising its version.
     def step_begins(self, optimizer: Any, followed: FollowedOptimizer) -> None:
         """An optimizer's step is called: in a sampled step, record norms that have followed the data for some time."""
-        if self.core.sample is None:
+        if self.session.sample is None:
             return
         model = self.training.model()
         found = dict[str, tuple[int, int]]()

@@ -47,11 +47,11 @@ class Ownership(TrainingCheck):
         late = [self._unowned.pop(id(p)) for p in params if id(p) in self._unowned]
         if late:
             message = f"{followed.name} has taken {listed(late)}"
-            self.core.say("wiring", message, fact="joined", parameters=late)
+            self.session.say("wiring", message, fact="joined", parameters=late)
 
     def step_begins(self, optimizer: Any, followed: FollowedOptimizer) -> None:
         """An optimizer's step is called."""
-        sampled = self.core.sample is not None
+        sampled = self.session.sample is not None
         if not self._judged or self._due is not None or (self._ungraded and sampled):
             self._look_for_gradients()
         if sampled:
@@ -125,7 +125,7 @@ class Ownership(TrainingCheck):
         with_gradient = [id(p) for _, p in _all_parameters(self.training.model()) if p.grad is not None]
         late = [self._ungraded.pop(key) for key in with_gradient if key in self._ungraded]
         if late:
-            self.core.say("wiring", f"gradients have come to {listed(late)}", fact="gradient came", parameters=late)
+            self.session.say("wiring", f"gradients have come to {listed(late)}", fact="gradient came", parameters=late)
         self._graded.update(with_gradient)
 
     def _look_for_frozen(self, optimizer: Any, followed: FollowedOptimizer) -> None:

@@ -212,11 +212,11 @@ class Schedules(TrainingCheck):
             if isinstance(rate := group.get("lr"), float) and rates.highest[place] < rate < math.inf:
                 rates.highest[place] = rate
         if not rates.steps:
-            rates.is_whole = not optimizer.state and self.core.step == 0
+            rates.is_whole = not optimizer.state and self.session.step == 0
             self._look_at_added_decay(optimizer, name)
         rates.steps += 1
         first = groups[0].get("lr") if groups else None
-        if isinstance(first, float) and math.isfinite(first) and rates.first.rises_again(first, self.core.step):
+        if isinstance(first, float) and math.isfinite(first) and rates.first.rises_again(first, self.session.step):
             at = rates.first.lowest_at
             self.facts.record(
                 "rate rises again", f"the rate of {name} had come to its end at step {at:,} and rises again",
@@ -247,7 +247,7 @@ class Schedules(TrainingCheck):
         ]
         bad = sorted({f"rate {rate}" for rate, _ in now if rate})
         bad += ["decay lost to rounding"] if any(decay for _, decay in now) else []
-        self.core.say(
+        self.session.say(
             "wiring",
             f"{name}: {', '.join(bad) or 'as usual'}",
             fact="groups",
@@ -259,7 +259,7 @@ class Schedules(TrainingCheck):
     def schedule_made(self, scheduler: Any, followed: FollowedOptimizer) -> None:
         """A schedule of learning rates was made."""
         rates = self._rates_of(followed)
-        rates.beginnings.made(scheduler, self.core.step + bool(rates.steps))
+        rates.beginnings.made(scheduler, self.session.step + bool(rates.steps))
 
     def _rates_of(self, followed: FollowedOptimizer) -> Rates:
         return self._rates.setdefault(followed, Rates())

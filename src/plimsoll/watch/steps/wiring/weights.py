@@ -98,8 +98,12 @@ class FirstWeights(TrainingCheck):
     # DistributedDataParallel sends rank 0's weights to all ranks, unless `init_sync` is off. Ranks that drew other
     # weights then average gradients that fit none of their models.
     def _record_rank(self, model: nn.Module) -> None:
-        ranks = self.core.ranks
-        if ranks.wrapper != "DistributedDataParallel" or ranks.data_parallel < 2 or self.core.settings.ranks != "each":
+        ranks = self.session.ranks
+        if (
+            ranks.wrapper != "DistributedDataParallel"
+            or ranks.data_parallel < 2
+            or self.session.settings.ranks != "each"
+        ):
             return
         weights = [(clean(raw), p) for raw, p in model.named_parameters() if p.dim() > 1 and is_plain(p)]
         weights = weights[:: -(-len(weights) // _FIRST) or 1]
@@ -193,7 +197,7 @@ class ClearedStates(TrainingCheck):
         if p is None or begun is None or begun[0]() is not p or optimizer.state.get(p):
             return
         del self._begun[id(p)]
-        lasted = self.core.step - begun[1]
+        lasted = self.session.step - begun[1]
         self._lasted = [*self._lasted, lasted] if 0 < lasted < horizon else []
         if len(self._lasted) == REPEATS:
             steps, name = max(self._lasted), followed.name
@@ -205,7 +209,7 @@ class ClearedStates(TrainingCheck):
         p, _ = _first_with_gradient(optimizer)
         begun = None if p is None else self._begun.get(id(p))
         if p is not None and (begun is None or begun[0]() is not p) and optimizer.state.get(p):
-            self._begun[id(p)] = weakref.ref(p), self.core.step
+            self._begun[id(p)] = weakref.ref(p), self.session.step
 
 
 def _first_with_gradient(optimizer: Any) -> tuple[Tensor | None, float]:
