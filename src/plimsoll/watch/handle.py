@@ -314,7 +314,7 @@ class Watch:
     ) -> None:
         try:
             if kind is not None and not self.closed:
-                self._recorder.fire("exception", torch_hooks.said(kind, error))
+                self._recorder.fire("exception", torch_hooks.exception_text(kind, error))
         finally:
             self.close()
 

@@ -187,7 +187,7 @@ def _row(
     scale = _scale(plan, said, role, fmt)
     shift = math.frexp(scale)[1] - 1
     formats = (said.forward, said.backward)
-    bad = judge.bad(module, role, formats, shift)
+    bad = judge.loss_counts(module, role, formats, shift)
     why = judge.why_not_at(module, role, formats, shift)
     return PlanRow(
         module=module.name,

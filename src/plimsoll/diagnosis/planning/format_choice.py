@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from plimsoll.diagnosis.planning.modules import Module
-from plimsoll.diagnosis.planning.series_windows import Bad, Collection, Window
+from plimsoll.diagnosis.planning.series_windows import LossCounts, Collection, Window
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import ROLES, BlockFormat, Format, Role, catalogue, get
 from plimsoll.tensor_collections import BACKWARD, COLLECTIONS, FORWARD
@@ -139,12 +139,12 @@ class Judge:
         own = self._recorded("gradients", module.weight)
         return own and outputs + own
 
-    def bad(self, module: Module, role: Role, formats: tuple[str, str], shift: int) -> Bad | None:
+    def loss_counts(self, module: Module, role: Role, formats: tuple[str, str], shift: int) -> LossCounts | None:
         """Return a role's losses in its format over the run. None if it was not recorded."""
         parts = self.series(module, role, *formats)
         fmt = get(formats[1] if role == "gradients" else formats[0])
-        found = [collection.bad(names, fmt, shift) for collection, names in parts]
-        return sum(found, Bad()) if found else None
+        found = [collection.loss_counts(names, fmt, shift) for collection, names in parts]
+        return sum(found, LossCounts()) if found else None
 
     def values(self, module: Module) -> tuple[float, float]:
         """Return how many values a step casts in the forward and in the backward."""

@@ -358,7 +358,7 @@ def _shifts(choice: FormatChoice, scales: Scales) -> dict[Role, int]:
 def _predicted(judge: Judge, choice: FormatChoice, scales: Scales) -> dict[str, tuple[float, float, float]]:
     found: dict[str, tuple[float, float, float]] = {}
     for role, shift in _shifts(choice, scales).items():
-        bad = judge.bad(choice.module, role, (choice.forward, choice.backward), shift)
+        bad = judge.loss_counts(choice.module, role, (choice.forward, choice.backward), shift)
         if bad is not None:
             lost = bad.fraction
             found[role] = outward(lost.low, lost.estimate, lost.high)

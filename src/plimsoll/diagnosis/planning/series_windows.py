@@ -55,7 +55,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bad:
+class LossCounts:
     """Numbers of values that a format loses (least, about, most), and that overflow for certain or maybe."""
 
     lost: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -63,9 +63,9 @@ class Bad:
     values: float = 0.0  # nonzero ones
     hidden: float = 0.0  # zeros that may have been values
 
-    def __add__(self, other: "Bad") -> "Bad":
+    def __add__(self, other: "LossCounts") -> "LossCounts":
         low, estimate, high = (a + b for a, b in zip(self.lost, other.lost, strict=True))
-        return Bad(
+        return LossCounts(
             lost=(low, estimate, high),
             overflow=(self.overflow[0] + other.overflow[0], self.overflow[1] + other.overflow[1]),
             values=self.values + other.values,
@@ -152,19 +152,19 @@ class Collection:
         recorded = self.blocks is not None and bool(self.blocks.length[worst] == fmt.block)
         return float(share.max()), int(self.cells.steps[self.cells.at[worst]]), recorded
 
-    def bad(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> Bad:
+    def loss_counts(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> LossCounts:
         """Return a format's losses of the series over the whole run, times ``2**shift``."""
         rows = self._rows(names)
         values, hidden = float(self.cells.nonzero[rows].sum()), float(self.hidden[rows].sum())
         if isinstance(fmt, BlockFormat):
             found = self._lost_in_blocks(fmt)
             least, about, most = (float(each[rows].sum()) for each in (found.low, found.estimate, found.high))
-            return Bad(lost=(least, about, most), values=values, hidden=hidden)
+            return LossCounts(lost=(least, about, most), values=values, hidden=hidden)
         among = Populations(cells=self.cells.of_rows(rows))
         lost, over = among.lost(fmt, shift), among.overflow(fmt, shift)
         low, estimate, high = (float(each.sum()) for each in (lost.low, lost.estimate, lost.high))
         beyond = (float(over.low.sum()), float(over.high.sum()))
-        return Bad(lost=(low, estimate, high), overflow=beyond, values=values, hidden=hidden)
+        return LossCounts(lost=(low, estimate, high), overflow=beyond, values=values, hidden=hidden)
 
     def energy(self, names: Sequence[str]) -> float:
         """Return the series' sum of squares a step, over the later half of the steps."""

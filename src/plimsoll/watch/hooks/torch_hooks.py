@@ -463,14 +463,14 @@ def _patch_excepthook() -> None:
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            _notify("process_ends", "exception", said(kind, error), _SIGNAL_SECONDS)
+            _notify("process_ends", "exception", exception_text(kind, error), _SIGNAL_SECONDS)
         finally:
             original(kind, error, trace)
 
     _put(sys, "excepthook", excepthook, original, _undo)
 
 
-def said(kind: type[BaseException], error: BaseException | None) -> str:
+def exception_text(kind: type[BaseException], error: BaseException | None) -> str:
     """Return an exception's kind and text, whatever its own text does."""
     try:
         return f"{kind.__name__}: {error}"

@@ -28,7 +28,7 @@ _MARKED = 6  # parameters whose gradients show whether a backward has reached an
 Marks = dict[int, tuple[int, int] | None]  # of each parameter's gradient: identity and version
 
 
-class _Steered:
+class _OptimizerParameters:
     """The parameters that an optimizer steps, found once and kept while they stay."""
 
     def __init__(self, state: object, named: dict[str, Tensor], everything: list[Tensor]) -> None:
@@ -54,7 +54,7 @@ class Parameters:
         self._marked: dict[int, weakref.ref[Tensor]] | None = None
         self.narrowed: dict[str, torch.dtype] = {}  # parameters whose gradient came through a narrower dtype
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._kept: dict[int, _Steered] = {}  # by optimizer
+        self._kept: dict[int, _OptimizerParameters] = {}  # by optimizer
         self._kinds = UpdateKinds(session)
         self._updates = Updates(session, self._kinds)
         self._read_early: set[int] = set()
@@ -77,7 +77,7 @@ class Parameters:
     def owns(self, optimizer: Any) -> bool:
         """Return True if the optimizer has parameters of the model."""
         params = list(parameters_of(optimizer))
-        self._meet(params)  # `fully_shard` puts others in the place of those that were there
+        self._learn_names_of(params)  # `fully_shard` puts others in the place of those that were there
         names = self._names  # another thread may replace them
         return any(id(p) in self._members and id(p) in names and names[id(p)][0]() is p for p in params)
 
@@ -146,7 +146,7 @@ class Parameters:
     # Their non-finite values are counted if something says that there are some: the loss, a scaler's skip, the norm
     # that clipping takes, or a few small gradients. A NaN that arises in a backward spreads to the gradients of all
     # layers before it. On other devices all are counted at every step, which the training does not wait for.
-    def _seem_finite(self, known: _Steered, masters: Mapping[int, Tensor]) -> bool:
+    def _seem_finite(self, known: _OptimizerParameters, masters: Mapping[int, Tensor]) -> bool:
         """Return True if nothing indicates NaN or Inf in a CPU optimizer's gradients."""
         if self.suspect:
             return False
@@ -424,32 +424,32 @@ class Parameters:
             return None
         return known[1]
 
-    def _known(self, optimizer: Any) -> _Steered:
+    def _known(self, optimizer: Any) -> _OptimizerParameters:
         """The optimizer's parameters, with names for those that are read here."""
         groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
         state = (groups, self.session.ranks.wrapper, self.session.ranks.data_parallel, kind_of(optimizer))
         known = self._kept.get(id(optimizer))
         if known is None or known.state != state:
             params = list(parameters_of(optimizer))
-            known = self._kept[id(optimizer)] = _Steered(state, self._named(params), params)
+            known = self._kept[id(optimizer)] = _OptimizerParameters(state, self._named(params), params)
             self._kinds.record(optimizer, known.named)
             self._marked = None
         return known
 
     def _named(self, params: Iterable[Tensor]) -> dict[str, Tensor]:
         params = list(params)
-        self._meet(params)
+        self._learn_names_of(params)
         named = ((self._name(p), p) for p in params if self.session.ranks.counts(p))
         return {name: p for name, p in named if name is not None}
 
-    def _meet(self, params: list[Tensor]) -> None:
-        """Learns the names again if there is a parameter among these that is not known."""
+    def _learn_names_of(self, params: list[Tensor]) -> None:
+        """Learn the names of all parameters again if one of these is not known."""
         if all(id(p) in self._names and self._names[id(p)][0]() is p for p in params):
             return
-        strangers = {id(p) for p in params} - self._names.keys()
+        unknown = {id(p) for p in params} - self._names.keys()
         self._learn()
         for p in params:
-            if id(p) in strangers and id(p) not in self._names:
+            if id(p) in unknown and id(p) not in self._names:
                 self._names[id(p)] = (weakref.ref(p), None)  # another model's: not asked about again
 
     def _all(self) -> dict[str, Tensor]:

@@ -247,7 +247,7 @@ def _note(caller: Any) -> None:
 
 @torch.compiler.assume_constant_result
 def _also(taps: int, name: str, device: str, tapped: bool) -> bool:
-    known, (x, version) = _known[taps], _seen()
+    known, (x, version) = _known[taps], _take_noted()
     site, counted = (-1, -1) if x is None else known.traced.get(x, (-1, -1))
     if site < 0 or counted != version or (tapped and not known.sites[device].tapped[site]):
         return False
@@ -259,12 +259,12 @@ def _also(taps: int, name: str, device: str, tapped: bool) -> bool:
 
 @torch.compiler.assume_constant_result
 def _remember(taps: int, site: int) -> None:
-    x, version = _seen()
+    x, version = _take_noted()
     if x is not None:
         _known[taps].traced[x] = site, version
 
 
-def _seen() -> tuple[Tensor | None, int]:
+def _take_noted() -> tuple[Tensor | None, int]:
     """Return the last noted tensor and its version; None where nothing is traced."""
     x = _looked_at.pop() if _looked_at else None
     return x, 0 if x is None or x.is_inference() else x._version  # noqa: SLF001  (public in all but name)
