@@ -361,7 +361,7 @@ class Planner:
     def lost(self, pairs: Pairs) -> float:
         """Return the share of values that round to zero, which is what a plan by range goes by."""
         found = [
-            self.judge.bad(m, role, pair, self.shifts(m, *pair)[role]).fraction.estimate
+            self.judge.loss_counts(m, role, pair, self.shifts(m, *pair)[role]).fraction.estimate
             for m, pair in zip(self.modules, pairs, strict=True)
             for role in ROLES
         ]
@@ -380,7 +380,7 @@ class Planner:
         roles: tuple[Role, ...] = ("gradients",) if direction == "backward" else ("weights", "activations")
         for fmt in FORMATS:
             shifts = self.shifts(module, fmt, fmt)
-            found = [self.judge.bad(module, role, (fmt, fmt), shifts[role]).fraction.low for role in roles]
+            found = [self.judge.loss_counts(module, role, (fmt, fmt), shifts[role]).fraction.low for role in roles]
             if max(found) < TOLERANCE:
                 return fmt
         return FORMATS[-1]

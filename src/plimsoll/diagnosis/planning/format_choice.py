@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from plimsoll.diagnosis.planning.modules import Module
-from plimsoll.diagnosis.planning.series_windows import LossCounts, Collection, Window
+from plimsoll.diagnosis.planning.series_windows import Collection, LossCounts, Window
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import ROLES, BlockFormat, Format, Role, catalogue, get
 from plimsoll.tensor_collections import BACKWARD, COLLECTIONS, FORWARD
