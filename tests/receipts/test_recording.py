@@ -1,6 +1,7 @@
 """Rows: formats, places, casts and their causes, emulation, wrappers of tensors, memory."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +100,25 @@ def test_an_emulation_has_the_formats_that_it_emulates():
     found = receipt(model, step=lambda: step(forward="mxfp8_e4m3", accumulate="e8m10"))
     assert {(row.operands, row.accumulate) for row in products(found.rows)} == {(("mxfp8_e4m3", "mxfp8_e4m3"), "tf32")}
     assert any("products emulated" in note for note in found.notes)
+
+
+def test_casts_by_plimsolls_lists_are_those_of_autocast():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+    def step(context: Any) -> None:
+        with context:
+            y, again = model(X), model(X)
+        (y + again).float().sum().backward()
+
+    def facts(context: Any) -> tuple[object, ...]:
+        found = receipt(model, step=lambda: step(context))
+        return {(row.operation, row.cause, row.where, row.calls, row.note) for row in found.rows}, found.cache_hits
+
+    lists = facts(pl.emulate.Autocast(dtype=torch.bfloat16))
+    assert lists == facts(torch.autocast("cpu", torch.bfloat16))
+    found = receipt(model, step=lambda: step(pl.emulate("bf16")))
+    asked = {(row.phase, row.cause) for row in found.rows if row.kind == "cast"}
+    assert asked == {("forward", "autocast"), ("forward", "script"), ("backward", "backward")}
 
 
 def test_fp8_layers_have_their_codes():

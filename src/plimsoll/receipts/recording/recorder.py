@@ -44,8 +44,7 @@ _CAST_CALLS = frozenset(
 )
 _OURS = (str(Path(__file__).parents[2]) + os.sep,)
 _EMULATE, _FP8 = (f"{_OURS[0]}{package}{os.sep}" for package in ("emulate", "fp8"))
-_LISTS, _OPERATIONS = (f"{_EMULATE}{folder}{os.sep}" for folder in ("casting", "operations"))
-_RECIPE = f"{_EMULATE}recipe.py"
+_LISTS, _RECIPE, _OPERATIONS = f"{_EMULATE}casting.py", f"{_EMULATE}recipe.py", f"{_EMULATE}operations{os.sep}"
 _OBSERVERS = (__file__,)
 _GATHERING = frozenset(("embedding", "index_select", "gather", "index"))  # they read only what they return
 _OPERATOR = cast("Any", torch)._ops.OpOverload  # noqa: SLF001
@@ -122,7 +121,10 @@ class Observation:
     def _is_emulated(self) -> bool:
         if self._backward:
             return self._forward is not None and self._forward.emulated
-        return thread_frame.current() is not None and thread_frame.local.bypassed
+        frame = thread_frame.current()
+        if frame is None or not frame.rules or self._caller.file == _LISTS:  # lists only cast
+            return False
+        return thread_frame.local.bypassed
 
     def _is_internal(self) -> bool:
         """Return True for a cast that an emulation makes around its own operation: it is none of the step's."""
@@ -202,7 +204,7 @@ class Observation:
         caller, node = self._caller, self._place.node
         if node is not None and "original_aten" in node.meta:
             return cause_of(node, place_of(node))
-        if caller.file.startswith(_LISTS):
+        if caller.file == _LISTS:
             return "autocast"
         if self._emulated or caller.file == _RECIPE:
             return "emulation"
