@@ -214,6 +214,51 @@ def test_no_error_no_blame() -> None:
     assert blame.sentence == "Nothing contributes to the gradients' error: there is none."
 
 
+class Named(nn.Module):
+    """A model whose last layer has a name that is given."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.first, self.called = nn.Linear(WIDTH, WIDTH), name
+        self.add_module(name, nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.get_submodule(self.called)(torch.tanh(self.first(x))).mean()
+
+
+def test_a_module_called_loss_is_none_of_the_steps_own_operations() -> None:
+    x, shares = torch.randn(8, WIDTH), []
+    for name in ("last", "loss"):
+        torch.manual_seed(0)
+        model = Named(name)
+
+        def step(model: nn.Module = model) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(x).bfloat16()
+            return (y * 1.7 + 0.3).square()
+
+        blame, found = pl.microscope(model, step, draws=3).blame(), {}
+        for row in blame:
+            key = ("loss" if row.module in ("last", "loss") else row.module, row.direction)
+            found[key] = found.get(key, 0.0) + row.share
+        shares.append(found)
+    assert shares[1] == pytest.approx(shares[0], abs=1e-6)
+
+
+def test_gradients_that_overflow_are_no_error_of_zero() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)), torch.randn(8, WIDTH)
+
+    def step(scale: float) -> Tensor:
+        with pl.emulate("fp16"):
+            return (model(x).float() * torch.tensor([1.0, scale])).square().mean()
+
+    blame = pl.microscope(model, lambda: step(1e4), draws=3).blame(of="1.weight")
+    assert any("the step makes them NaN or infinite: gradient values of 1.weight." in note for note in blame.remarks)
+    report = pl.microscope(model, lambda: step(1e4) * 1e12, draws=3)
+    with pytest.raises(pl.StateError, match="expected gradients of finite values; got NaN or infinite ones"):
+        report.blame()
+
+
 def test_one_closure_is_varied_as_the_report_is() -> None:
     torch.manual_seed(0)
     model, x, y = Faulty("biased rounding"), torch.randn(64, WIDTH), torch.randint(0, CLASSES, (64,))

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812  (torch's custom)
 from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
-from plimsoll.microscope import ErrorReport
+from plimsoll.microscope import ErrorReport, ErrorRow
 from tests.support.cases import each
 
 CLASSES = 6
@@ -311,6 +311,7 @@ def test_one_deterministic_step_varies_the_weights() -> None:
     before = [p.clone() for p in model.parameters()]
     report = pl.microscope(model, lambda: low_loss(model, x, y))
     assert report.varied == "weights" and report.draws == 8 and len(set(report.losses)) > 1
+    assert len(report.losses) == 8  # without that of the draw that only showed that the step repeats
     assert all(torch.equal(p, kept) for p, kept in zip(model.parameters(), before, strict=True))
     row = report.row("0.weight", "gradients")
     assert row.noise > 0 and row.bias.low < row.relative_error
@@ -364,6 +365,44 @@ def test_nan_in_one_twin_only() -> None:
     assert row.made_nonfinite + row.values == 3 * 256
 
 
+def test_a_tensor_that_is_nan_in_all_draws_has_no_error() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+
+    def step() -> Tensor:
+        with pl.emulate("fp16"):
+            return model(x).float().square().mean() * 1e12  # its gradients overflow
+
+    row = pl.microscope(model, step, draws=3).row("weight", "gradients")
+    assert row.values == 0 and row.made_nonfinite == 3 * 16
+    assert all(math.isnan(value) for value in (row.relative_error, row.noise, row.snr_db))
+
+
+def test_draws_without_a_tensor_are_none_of_its_draws() -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x: Tensor, whole: bool) -> Tensor:
+            return self.b(self.a(x)) if whole else self.a(x)
+
+    model, batches = Skipping(), torch.randn(6, 16, 12)
+
+    def step(x: Tensor, whole: bool) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x, whole).float().square().mean()
+
+    def rows(wholes: tuple[bool, ...]) -> list[ErrorRow]:
+        closures = [lambda x=x, w=w: step(x, w) for x, w in zip(batches, wholes, strict=True)]
+        report = pl.microscope(model, closures, draws=6)
+        return [report.row("b:output", "activations"), report.row("b.weight", "gradients")]
+
+    last = rows((False,) * 3 + (True,) * 3)
+    batches = batches.flip(0)
+    for here, there in zip(last, rows((True,) * 3 + (False,) * 3), strict=True):  # the same batches, in another order
+        assert here.relative_error == pytest.approx(there.relative_error) and here.noise == pytest.approx(there.noise)
+
+
 def test_sixteen_bit_weights_without_masters_are_the_references_too() -> None:
     model = mlp().bfloat16()
     x, y = torch.randn(16, 12).bfloat16(), torch.randint(0, CLASSES, (16,))
@@ -402,6 +441,7 @@ def test_a_report_is_data() -> None:
     [
         ({"draws": 2}, "expected draws to be an integer of at least 3; got draws=2"),
         ({"reference": "fp16"}, "expected reference to be one of fp32, fp64; got reference='fp16'"),
+        ({"collect": None}, "expected collect to name some of .*; got collect=None"),
         ({"collect": ("weights",)}, r"expected collect to name some of gradients, activations"),
         ({"step": "loss"}, "expected step to be a closure that returns the loss"),
         ({"step": []}, "expected step to be a closure that returns the loss"),

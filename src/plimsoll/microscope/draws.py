@@ -198,6 +198,7 @@ class Draws:
 
 def _split(draws: list[_Draw]) -> tuple[ErrorSums, BiasAndNoise]:
     total = sum((draw.sums for draw in draws), ErrorSums())
+    draws = [draw for draw in draws if draw.sums.compared]  # the others have no error: not called, or nothing is finite
     norms = [draw.sums.referencesq**0.5 for draw in draws]
     energies = np.array([
         draw.sums.errorsq / norm**2 if norm > 0 else (0.0 if draw.sums.errorsq == 0 else np.inf)

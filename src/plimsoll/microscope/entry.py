@@ -1,5 +1,6 @@
 """`microscope`: errors of a low-precision step against a wide format's."""
 
+import math
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -79,7 +80,6 @@ def microscope(
     _check_place(model)
     root = unwrapped(model)
     found = Draws()
-    losses: list[float] = []
     with untouched(root), watches_muted(), tempfile.TemporaryDirectory(prefix="plimsoll-") as folder:
         w = watch(
             model, run=Path(folder) / "run", every=1 << 30, collect=chosen, recorder=(), shadow_every=1,
@@ -87,7 +87,7 @@ def microscope(
         )  # fmt: skip
         try:
             shadow = _replaced(w, root, wide, found)
-            varied = _all_draws(root, closures, draws, found, lambda closure: losses.append(_draw(w, shadow, closure)))
+            varied, losses = _all_draws(root, closures, draws, found, lambda closure: _draw(w, shadow, closure))
         finally:
             w.close()
     rows = tuple(_row(*key, *result) for key, result in found.results().items() if key[0] in chosen)
@@ -98,10 +98,11 @@ def microscope(
 
 
 def _all_draws(
-    root: nn.Module, closures: list[Closure], draws: int, found: Draws, make: Callable[[Closure], None]
-) -> str:
-    """Make the draws; return what differed between them."""
+    root: nn.Module, closures: list[Closure], draws: int, found: Draws, make: Callable[[Closure], float]
+) -> tuple[str, list[float]]:
+    """Make the draws; return what differed between them, and their losses."""
     perturbation: Perturbation | None = None
+    losses: list[float] = []
     varied = "batches" if len(closures) > 1 else "random numbers"
     try:
         while found.count < draws:
@@ -109,16 +110,17 @@ def _all_draws(
             if perturbation is not None:
                 perturbation.draw()
             found.begin()
-            make(closures[place])
+            losses.append(make(closures[place]))
             repeats = turn == 1 and place == 0 and perturbation is None
             if repeats and (len(closures) > 1 or found.is_repeated()):
                 found.forget_last()
+                losses.pop()
                 perturbation = Perturbation(root, found.typical_error())
                 varied = "weights" if len(closures) == 1 else varied
     finally:
         if perturbation is not None:
             perturbation.undo()
-    return varied
+    return varied, losses
 
 
 def _draw(w: Any, shadow: ClosureShadow, closure: Closure) -> float:
@@ -156,7 +158,7 @@ def _row(collection: str, name: str, sums: Any, errors: Any) -> ErrorRow:
         relative_error=errors.relative_error,
         bias=errors.bias,
         noise=errors.noise,
-        snr_db=sums.snr_db,
+        snr_db=sums.snr_db if sums.compared else math.nan,
         cosine=sums.cosine,
         along_reference=sums.along_reference,
         largest_error=sums.largest_error,
@@ -187,7 +189,8 @@ def _wide(reference: object) -> torch.dtype:
 
 
 def _collections(collect: object) -> tuple[str, ...]:
-    given = (collect,) if isinstance(collect, str) else tuple(cast("Iterable[Any]", collect))
+    several = cast("Iterable[Any]", collect if isinstance(collect, Iterable) else ())
+    given = (collect,) if isinstance(collect, str) else tuple(several)
     strange = [name for name in given if name not in SHADOWED]
     if strange or not given:
         raise ArgumentError(

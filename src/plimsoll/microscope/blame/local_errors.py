@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plimsoll.errors import StateError
-from plimsoll.microscope.blame.recording import Around, Call, CallRecord, Key, in_backward, intercepted, is_float
+from plimsoll.microscope.blame.recording import (
+    Around,
+    Call,
+    CallRecord,
+    Key,
+    calls_so_far,
+    in_backward,
+    intercepted,
+    is_float,
+)
 from plimsoll.watch.shadow.replay import RandomState, as_wide, borrowed, in_reference, leaf, widened
 
 Side = Literal["input", "output"]
@@ -301,8 +310,7 @@ class Reference:
 
     def _around(self, added: Mapping[Point, Tensor], points: dict[Point, Tensor]) -> Around:
         """Return what adds errors where modules are called, and notes the points."""
-        times: Counter[str] = Counter()
-        again: Counter[str] = Counter()
+        times, again = calls_so_far(), calls_so_far()
 
         def tap(x: Any, point: Point) -> Any:
             if not is_float(x):

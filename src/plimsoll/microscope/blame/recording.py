@@ -81,6 +81,14 @@ LOSS = "loss"  # name of the unit that is the closure itself, around the model
 Key = tuple[str, int]  # a module's name, and how many times it had been called
 
 
+def calls_so_far() -> Counter[str]:
+    """Return the numbers of calls by name at a step's start, where the closure itself was called.
+
+    A module may have the closure's name.
+    """
+    return Counter({LOSS: 1})
+
+
 @dataclass(slots=True, eq=False)
 class CallRecord:
     """One call of a module, or of the closure."""
@@ -123,7 +131,7 @@ class Recorder:
     ) -> None:
         """`called`: modules that are called; others belong to the module around them."""
         self._names, self._called, self._devices, self._at_exit = names, set(called), devices, at_exit
-        self._times: Counter[str] = Counter()
+        self._times = calls_so_far()
         self._stack: list[CallRecord] = []
         self.calls: list[CallRecord] = []
 

@@ -62,6 +62,7 @@ class Step:
         self.total: Gradients = {
             key: _finite(g.to(exact[key].dtype) - exact[key]) for key, g in real.items() if key in exact
         }
+        self.nonfinite = {key for key, g in real.items() if key in exact and not g.isfinite().all()}
 
     def contribution(self, errors: list[LocalErrors], direction: str) -> Gradients:
         """Return what local errors make of the gradients, in one direction."""
@@ -190,11 +191,16 @@ class _Search:
     def blame(self) -> Blame:
         """Return the contributions, as many as the budget allows."""
         gradients = self._step.reference.gradients
-        if not all(bool(g.isfinite().all()) for key, g in gradients.items() if key in self._wanted):
+        nonfinite = self._step.nonfinite & self._wanted
+        exact = all(bool(g.isfinite().all()) for key, g in gradients.items() if key in self._wanted)
+        if not exact or (nonfinite and not self._whole > 0):
             raise StateError(
                 "blame: expected gradients of finite values; got NaN or infinite ones. Find their origin with "
                 "plimsoll.locate."
             )
+        if nonfinite:
+            named = self._named(nonfinite)
+            self._remarks.append(f"Left out, since the step makes them NaN or infinite: gradient values of {named}.")
         rows: list[tuple[_Part, BlameRow]] = []
         if self._whole > 0:
             rows = self._modules()
@@ -379,9 +385,12 @@ class _Search:
         least = _NOTHING**2 * statistics.median(sizes.values()) if sizes else 0.0
         left_out = [key for key, size in sizes.items() if size < least and key in self._wanted]
         if left_out and step is self._step:
-            names = ", ".join(name for name, p in self._root.named_parameters() if id(p) in left_out)
-            self._remarks.append(f"Left out, since their gradients are zero but for rounding: {names}.")
+            named = self._named(left_out)
+            self._remarks.append(f"Left out, since their gradients are zero but for rounding: {named}.")
         return {key: 1 / squares[key] for key, size in sizes.items() if size >= least and key in self._wanted}
+
+    def _named(self, parameters: Collection[int]) -> str:
+        return ", ".join(name for name, p in self._root.named_parameters() if id(p) in parameters)
 
     def _row(self, part: _Part, share: float) -> BlameRow:
         return BlameRow(
