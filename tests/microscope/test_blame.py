@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 import plimsoll as pl
-from plimsoll.microscope.blame.result import Blame
+from plimsoll.microscope.blame.result import Blame, BlameRow
+from plimsoll.spectrum import Interval
 from tests.microscope.test_microscope import CLASSES, KINDS, example, low_loss
 from tests.support.cases import each
 
@@ -279,6 +280,12 @@ def test_a_blame_is_data() -> None:
         line[heads.index("module") :].startswith(row.module) for line, row in zip(lines[:12], blame, strict=False)
     )
     assert math.fsum(row.share for row in blame.rows) == pytest.approx(blame.explained)
+    unknown = Interval(low=0.0, estimate=math.nan, high=math.inf)
+    row = BlameRow(module="a", cast="operations", direction="forward", share=math.nan, bias=unknown, noise=math.nan)
+    blame = Blame(rows=(row,), of="gradients", relative_error=1.0, passes=4.0)
+    assert blame.sentence.startswith("unknown of the gradients' error comes from the operations of a in the forward")
+    data = json.loads(json.dumps(blame.to_dict(), allow_nan=False))
+    assert data["rows"][0]["share"] is None and data["rows"][0]["bias"] == {"low": 0, "estimate": None, "high": None}
 
 
 def test_what_cannot_be_asked_for() -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from plimsoll.checks import one_of
 from plimsoll.errors import NotRecordedError
-from plimsoll.microscope.blame.result import Blame, without_model
+from plimsoll.microscope.blame.result import Blame, ends_of, finite, without_model
 from plimsoll.results import NotebookRepr
 from plimsoll.spectrum import Interval
 from plimsoll.spectrum.error_sums import CONFIDENCE
@@ -72,9 +72,8 @@ class ErrorRow(NotebookRepr):
     def to_dict(self) -> dict[str, object]:
         """Return the row as data that JSON can hold; what is no finite number is None."""
         names = [name for name in self.__dataclass_fields__ if name != "bias"]
-        found: dict[str, object] = {name: _json(getattr(self, name)) for name in names}
-        ends = {name: _json(getattr(self.bias, name)) for name in ("low", "estimate", "high")}
-        return {**found, "bias": ends, "is_bias": self.is_bias}
+        found: dict[str, object] = {name: finite(getattr(self, name)) for name in names}
+        return {**found, "bias": ends_of(self.bias), "is_bias": self.is_bias}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +175,7 @@ class ErrorReport(NotebookRepr):
             "reference": self.reference,
             "draws": self.draws,
             "varied": self.varied,
-            "losses": [_json(loss) for loss in self.losses],
+            "losses": [finite(loss) for loss in self.losses],
             "rows": [row.to_dict() for row in self.rows],
         }
 
@@ -222,7 +221,3 @@ def _share(value: float) -> str:
     if not math.isfinite(value):
         return "unknown" if math.isnan(value) else "infinite"
     return percent(value) if value == 0 or value >= 1e-4 else number(value)
-
-
-def _json(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else cast("object", value)

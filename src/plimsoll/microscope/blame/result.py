@@ -1,5 +1,6 @@
 """`Blame`: what contributed how much to the error of a step's gradients."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn, overload
@@ -53,14 +54,10 @@ class BlameRow(NotebookRepr):
 
     def to_dict(self) -> dict[str, object]:
         """Return the row as data that JSON can hold."""
-        bias = (
-            None
-            if self.bias is None
-            else {"low": self.bias.low, "estimate": self.bias.estimate, "high": self.bias.high}
-        )
         return {
-            "module": self.module, "cast": self.cast, "direction": self.direction, "share": self.share, "bias": bias,
-            "noise": self.noise, "is_bias": self.is_bias,
+            "module": self.module, "cast": self.cast, "direction": self.direction, "share": finite(self.share),
+            "bias": None if self.bias is None else ends_of(self.bias), "noise": finite(self.noise),
+            "is_bias": self.is_bias,
         }  # fmt: skip
 
 
@@ -123,8 +120,9 @@ class Blame(NotebookRepr, Sequence[BlameRow]):
     def to_dict(self) -> dict[str, object]:
         """Return the blame as data that JSON can hold."""
         return {
-            "of": self.of, "relative_error": self.relative_error, "passes": self.passes, "explained": self.explained,
-            "sentence": self.sentence, "rows": [row.to_dict() for row in self.rows], "remarks": list(self.remarks),
+            "of": self.of, "relative_error": finite(self.relative_error), "passes": self.passes,
+            "explained": finite(self.explained), "sentence": self.sentence,
+            "rows": [row.to_dict() for row in self.rows], "remarks": list(self.remarks),
         }  # fmt: skip
 
 
@@ -137,4 +135,20 @@ def without_model(**_: object) -> NoReturn:
 
 
 def _share(value: float) -> str:
-    return f"-{percent(-value)}" if value < 0 else percent(value) if value <= 1 else f"{number(round(100 * value))} %"
+    return (
+        f"-{percent(-value)}"
+        if value < 0
+        else f"{number(round(100 * value))} %"
+        if 1 < value < math.inf
+        else percent(value)
+    )
+
+
+def finite(value: object) -> object:
+    """Return a value as JSON can hold it: None for what is no finite number."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def ends_of(bias: Interval) -> dict[str, object]:
+    """Return a bias with its interval as data that JSON can hold."""
+    return {name: finite(getattr(bias, name)) for name in ("low", "estimate", "high")}
