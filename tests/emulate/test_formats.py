@@ -128,6 +128,12 @@ def test_what_is_added_with_factor_zero_is_not_read() -> None:
         assert torch.equal(torch.addmm(torch.full((3,), torch.nan), a, a, beta=0), q(a) @ q(a))
 
 
+def test_a_product_over_nothing_is_zero() -> None:
+    x, w = torch.ones(2, 4, 0), torch.ones(3, 0)
+    with pl.emulate(forward=W):
+        assert torch.equal(x @ w.T, torch.zeros(2, 4, 3)) and torch.equal(F.linear(x[0], w), torch.zeros(4, 3))
+
+
 def test_bilinear_rounds_the_operands_of_its_two_products() -> None:
     a, b, w, bias = torch.randn(3, 4), torch.randn(3, 5), torch.randn(2, 4, 5), torch.randn(2)
     with pl.emulate(forward=W):
@@ -166,19 +172,19 @@ def test_a_convolution_in_blocks_rounds_along_the_channels_of_each_group(fmt: st
     assert torch.equal(dw, native(along(x, 0, False), w, along(dy, 0, False))[1])
 
 
-@each("mask", [None, "bool", "added", "causal", "nothing"])
+@each("mask", [None, "bool", "added", "causal", "both", "nothing"])
 def test_attention_rounds_the_operands_of_both_products(mask: str | None) -> None:
     x, k, v = leaf(2, 4, 5, 8), leaf(2, 2, 6, 8), leaf(2, 2, 6, 3)
     where = torch.rand(5, 6) > 0.3
     given: dict[str, Any] = {"enable_gqa": True}
-    if mask in ("bool", "added", "nothing"):
+    if mask in ("bool", "added", "both", "nothing"):
         where[:, 0] = True
         if mask == "nothing":
             where[2] = False
         given["attn_mask"] = torch.where(where, 0.0, -torch.inf) if mask == "added" else where
-    if mask == "causal":
-        given["is_causal"], where = True, torch.ones(5, 6, dtype=torch.bool).tril()
-    where = where if mask else torch.ones(5, 6, dtype=torch.bool)
+    where = where if mask and mask != "causal" else torch.ones(5, 6, dtype=torch.bool)
+    if mask in ("causal", "both"):
+        given["is_causal"], where = True, where.tril()
     y, grads = both(lambda *qkv: F.scaled_dot_product_attention(*qkv, **given), x, k, v, forward=W)
 
     def fake(x: Tensor) -> Tensor:
@@ -350,6 +356,10 @@ def test_everywhere_means_every_result() -> None:
     assert torch.equal(got, pl.cast(pl.cast(slope(a), G), G) * 1.3)
     with pl.emulate(forward="mxfp4", operations="all"):
         assert x.detach().sum().item() == x.detach().sum().item()  # no block in a scalar
+    out = torch.empty(8, 16)
+    with pl.emulate(forward=W, operations="all"):
+        assert torch.exp(x.detach(), out=out) is out
+    assert torch.equal(out, q(x.detach().exp()))
 
 
 def test_training_in_fp8_learns() -> None:
@@ -390,6 +400,10 @@ def test_a_backward_inside_of_a_graph_from_outside_is_not_rounded() -> None:
         ({"forward": W, "generator": 1}, "expected a generator with rounding='stochastic' only; got generator=1"),
         ({"forward": W, "rounding": "stochastic", "generator": torch.tensor(1)}, "expected generator to be an int or"),
         ({"forward": W, "operations": "gellu"}, "emulate: expected an operation of torch; got 'gellu'. Did you"),
+        ({"forward": W, "operations": ()}, r"emulate: expected operations that round; got operations=\(\)"),
+        ({"forward": W, "operations": None}, "emulate: expected operations to be an operation or several; got .*None"),
+        ({"forward": W, "scale": {"gradients": 2.0}}, "expected scales of what is cast; got one of gradients without"),
+        ({"precision": "fp16", "lists": "cuda"}, "emulate: expected lists to be OperationLists; got 'cuda'. Change"),
         ({"precision": "fp16", "operations": "all"}, "expected operations with a forward or a backward format"),
         ({"accumulate": "fp16", "operations": "linear"}, "expected operations with a forward or a backward format"),
         ({"accumulate": "mxfp4"}, "expected accumulate to be an element format; got mxfp4"),

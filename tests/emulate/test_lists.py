@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from plimsoll import Policy
+from plimsoll.emulate import Autocast
 from plimsoll.emulate.casting import CATEGORIES, CUDA, OperationLists, operation_name
 from plimsoll.emulate.dispatch.operation_kernels import overloads
 from plimsoll.errors import ArgumentError
@@ -72,6 +73,14 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         operation_name(3, "test")
     with pytest.raises(ArgumentError, match=r"got 'add_'. Did you mean"):
         CUDA.with_low("add_")
+
+
+def test_what_is_no_list_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="OperationLists: expected low to be an operation or several; got low=5"):
+        OperationLists(low=5)
+    with pytest.raises(ArgumentError, match="Autocast: expected lists to be OperationLists; got 'cuda'"):
+        Autocast("cuda")
+    assert OperationLists(low=torch.nn.functional.gelu).rows() == [("gelu", "low")]
 
 
 def test_one_operation_on_two_lists_is_refused() -> None:

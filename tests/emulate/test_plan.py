@@ -13,6 +13,7 @@ import plimsoll as pl
 from plimsoll.emulate import Emulation
 from plimsoll.formats import Plan
 from tests.support.cases import each
+from tests.support.patience import HANG_SECONDS
 
 SCALES = {"weights": 2.0**6, "activations": 2.0**3, "gradients": 2.0**20}
 PLAN = Plan(target="fp8", formats={"0": "e4m3", "2": "bf16"}, scales={"0": SCALES})
@@ -92,6 +93,34 @@ def test_it_holds_for_the_thread_that_opened_it() -> None:
         thread.join()
         assert not torch.equal(net(x), plain)
     assert torch.equal(found[0], plain)
+
+
+def test_another_thread_may_run_the_model_meanwhile() -> None:
+    class Meeting(nn.Module):
+        """Its forward in one thread begins inside of that in another, and ends after it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if threading.current_thread() is other:
+                begun.set()
+                ended.wait(HANG_SECONDS)
+            elif other.ident is None:
+                other.start()
+                begun.wait(HANG_SECONDS)
+            return self.linear(x)
+
+    net, x, found = nn.Sequential(Meeting()), torch.randn(5, 8), list[Tensor]()
+    begun, ended = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: found.append(net(x)))
+    with pl.emulate(Plan(target="bf16", formats={"0": "bf16"}), model=net):
+        net(x)
+        ended.set()
+        other.join()
+        assert (x @ x.mT).dtype is torch.float32
+    assert torch.equal(found[0], net(x))
 
 
 @each("kind", ["conv", "addmm", "matmul"])

@@ -16,7 +16,7 @@ from typing import Self
 
 import torch
 
-from plimsoll.emulate.casting import CUDA, CastCache, OperationLists
+from plimsoll.emulate.casting import CUDA, CastCache, OperationLists, check_lists
 from plimsoll.emulate.dispatch import frame_entry, thread_frame
 from plimsoll.emulate.dispatch.thread_frame import Frame
 from plimsoll.errors import ArgumentError
@@ -70,7 +70,8 @@ class Autocast(Reentrant):
         cache: Whether a weight that is used twice is cast once. Default: True.
 
     Raises:
-        ArgumentError: `dtype` is another one, or torch's own autocast is on too, so that two lists would cast one call.
+        ArgumentError: `lists` or `dtype` is something else, or torch's own autocast is on too, so that two lists would
+            cast one call.
 
     >>> with Autocast():
     ...     y = torch.randn(2, 3) @ torch.randn(3, 2)
@@ -92,6 +93,7 @@ class Autocast(Reentrant):
                 f"Autocast: expected dtype to be one of {', '.join(map(str, SIXTEEN_BIT))}; got {dtype}. For a format "
                 "that torch has no arithmetic for, use plimsoll.emulate."
             )
+        check_lists("Autocast", lists)
         self.lists, self.dtype, self.enabled, self.cache = lists, dtype, enabled, cache
 
     def _context(self) -> contextlib.AbstractContextManager[object]:

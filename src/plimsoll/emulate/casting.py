@@ -70,8 +70,7 @@ class OperationLists:
 
     def _given(self) -> Iterator[tuple[str, Iterable[object]]]:
         for field in fields(self):
-            listed = getattr(self, field.name)
-            yield field.name, (listed,) if isinstance(listed, str) else listed
+            yield field.name, several("OperationLists", field.name, getattr(self, field.name))
 
     # All names are a hundred and more, and would hide everything else in the `repr` of a policy.
     def __repr__(self) -> str:
@@ -114,6 +113,27 @@ class OperationLists:
         if category is not None:
             lists[category] |= names
         return replace(self, **lists)
+
+
+def several(asker: str, name: str, operations: object) -> Iterable[object]:
+    """Return the operations of an argument, which may be one or several."""
+    if isinstance(operations, str) or callable(operations):
+        return (operations,)
+    if not isinstance(operations, Iterable):
+        raise ArgumentError(
+            f"{asker}: expected {name} to be an operation or several; got {name}={operations!r}. Write their names, as "
+            "in ('matmul', 'softmax')."
+        )
+    return typed("Iterable[object]", operations)
+
+
+def check_lists(asker: str, lists: object) -> None:
+    """Raise `ArgumentError` unless it is `OperationLists` or None."""
+    if not isinstance(lists, OperationLists | None):
+        raise ArgumentError(
+            f"{asker}: expected lists to be OperationLists; got {lists!r}. Change plimsoll.emulate.CUDA, as in "
+            "CUDA.with_high('gelu')."
+        )
 
 
 # An operation has the name of torch's dispatcher, without its namespace: "linear", "softmax", "scatter_add". A list

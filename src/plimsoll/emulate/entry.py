@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plimsoll.emulate.casting import CUDA, OperationLists, operation_name
+from plimsoll.emulate.casting import CUDA, OperationLists, check_lists, operation_name, several
 from plimsoll.emulate.context import Emulation
 from plimsoll.emulate.module_regions import is_native
 from plimsoll.emulate.plan_context import PlannedEmulation, check_alone, plan_of
@@ -93,6 +93,7 @@ def emulate(
             f"emulate: expected a model with a plan only; got {type(model).__name__} with precision={precision!r}. "
             "Leave it out: the context holds for whatever runs inside."
         )
+    check_lists("emulate", lists)
     low = _dtype(precision)
     rounding = recipe(forward, backward, accumulate, chunk, cast_arguments)
     if low is None and rounding is None:
@@ -118,8 +119,12 @@ def _selection(operations: str | Iterable[object], recipe: Recipe | None) -> "st
     if isinstance(operations, str) and operations in ("matmul", "all"):
         selected: str | frozenset[str] = operations
     else:
-        listed = (operations,) if isinstance(operations, str) or callable(operations) else operations
-        selected = frozenset(operation_name(operation, "emulate") for operation in listed)
+        named = [operation_name(operation, "emulate") for operation in several("emulate", "operations", operations)]
+        if not named:
+            raise ArgumentError(
+                f"emulate: expected operations that round; got operations={operations!r}. Name some, or leave it out."
+            )
+        selected = frozenset(named)
     if selected != "matmul" and (recipe is None or (recipe.forward is None and recipe.backward is None)):
         raise ArgumentError(
             f"emulate: expected operations with a forward or a backward format; got operations={operations!r} and "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plimsoll.emulate.autocast import OpenContexts
 from plimsoll.formats import ModulePlan
 from plimsoll.kernels.dtypes import TRAINING
 from plimsoll.watch.taps.compiled_taps import inlined_only
@@ -103,11 +104,11 @@ class _Region:
         self, switch: Any, inside: ModulePlan, around: ModulePlan, enter: Callable[[ModulePlan], Context]
     ) -> None:
         self._switch, self._inside, self._around, self._enter = switch, inside, around, enter
-        self._open: list[contextlib.ExitStack] = []
+        self._open = OpenContexts()  # of each thread: another one may run the model outside of the context
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ARG002  (signature of a hook)
         stack = contextlib.ExitStack()
-        self._open.append(stack)
+        self._open.stack.append(stack)
         if not self._switch.on:
             return None
         stack.enter_context(self._enter(self._inside))
@@ -116,7 +117,7 @@ class _Region:
         return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002  (signature of a hook)
-        self._open.pop().close()
+        self._open.stack.pop().__exit__(None, None, None)
         if not self._switch.on or _in_16_bits(self._around):
             return None
         return cast_floating(output, torch.float32)

@@ -12,7 +12,7 @@ from plimsoll import checks
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, BlockFormat, Format, Role, get
 from plimsoll.rounding import cast, fake_quantize
-from plimsoll.rounding.arguments import plan
+from plimsoll.rounding.arguments import plan, signed
 from plimsoll.watch.thread_casts import active_casts
 
 _PASSED_ON = ("rounding", "saturate", "scale", "scale_rule", "generator")
@@ -177,12 +177,24 @@ def _check_arguments(forward: object, backward: object, arguments: Mapping[str, 
         plan("emulate", fmt, rounding=rounding, saturate=saturate, scale_rule=rule, axis=-1)
         for scale in _scales(arguments.get("scale")):
             cast(torch.zeros(1), fmt, rounding=rounding, scale=scale)
+    _check_roles(forward, backward, arguments.get("scale"))
     generator = arguments.get("generator")
     if generator is not None and arguments.get("rounding") != "stochastic":
         raise ArgumentError(
             f"emulate: expected a generator with rounding='stochastic' only; got generator={generator!r}. Leave it "
             "out, or round stochastically."
         )
+
+
+def _check_roles(forward: object, backward: object, scale: object) -> None:
+    """Raise `ArgumentError` for a scale of what is not cast."""
+    for role in cast_type("Mapping[Any, Any]", scale) if isinstance(scale, Mapping) else ():
+        if (backward if role == "gradients" else forward) is None:
+            name = "backward" if role == "gradients" else "forward"
+            raise ArgumentError(
+                f"emulate: expected scales of what is cast; got one of {role} without {name}=. Name a format, or leave "
+                "the scale out."
+            )
 
 
 def _scales(scale: object) -> list[Any]:
@@ -205,7 +217,7 @@ def _seeded(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in arguments.items() if name != "generator"}
     # One generator for all casts: each then draws other noise, in the order of the calls.
     if type(seed) is int:
-        return {**arguments, "generator": torch.Generator().manual_seed(seed)}
+        return {**arguments, "generator": torch.Generator().manual_seed(signed(seed))}
     if not isinstance(seed, torch.Generator) or seed.device.type != "cpu":
         raise ArgumentError(
             f"emulate: expected generator to be an int or a CPU torch.Generator; got {seed!r}. A key tensor would give "

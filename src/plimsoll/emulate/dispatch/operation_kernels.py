@@ -266,7 +266,7 @@ def _below(frame: Frame | None, key: Key, keys: Any, op: Any, args: Any, kwargs:
         return key.below(keys, op, args, kwargs)
     result = key.below(keys, op, args, kwargs, whole=True)
     with bypass():
-        return frame.tracer.native(op, args, result)
+        return frame.tracer.native(op, (*args, *kwargs.values()), result)  # a result may be written into `out`
 
 
 def run_intercepted(op: Any, args: Any, kwargs: Any, rules: Mapping[str, Rule] | None = None) -> Any:

@@ -80,7 +80,7 @@ class Products:
 
     def _batched(self, a: Tensor, b: Tensor, roles: tuple[Role, Role]) -> Any:
         if b.dim() == 2:
-            y: Any = self._product(a.reshape(-1, a.shape[-1]), b, roles)
+            y: Any = self._product(a.flatten(0, -2), b, roles)
             return y.reshape(*a.shape[:-1], b.shape[-1])
         batch = typed("tuple[int, ...]", torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
         flat_a = a.expand(*batch, *a.shape[-2:]).reshape(math.prod(batch), *a.shape[-2:])
@@ -184,7 +184,8 @@ class Attention:
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
         scores = self._products.matmul(q, k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         if is_causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
         # A row whose mask excludes every key has the result 0, as in torch. Softmax would give NaN.
