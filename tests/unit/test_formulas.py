@@ -139,6 +139,20 @@ def test_curves_keep_to_the_integrals_at_lengths_between_those_fitted(mult: floa
         )
 
 
+def test_curves_of_a_softmax_reach_its_limits() -> None:
+    # Towards 0, p is (1 + m (x - mean)) / n to first order.
+    for mult in (1e-3, 1e-6, 1e-12):
+        spread, slope, variance = softmax_curves(mult)
+        for n in (2, 50, 7777):
+            assert along(spread, n) == pytest.approx(mult**2 * (1 - 1 / n) / n, rel=1e-3)
+            assert along(slope, n) == pytest.approx((1 - 1 / n) / n, rel=1e-3)
+            assert along(variance, n) * n == pytest.approx(mult**2 * (1 - 1 / n), rel=1e-3)
+    logarithm = special.log_softmax(150 * np.random.default_rng(3).standard_normal((60_000, 7)), axis=1)
+    one = (logarithm - logarithm.mean()) ** 2
+    bound = 5 * one.mean(1).std() / math.sqrt(len(one))
+    assert log_variance(np.array([7.0]), 150.0)[0] == pytest.approx(one.mean(), abs=bound)
+
+
 def test_curves_of_attention_are_means_over_queries_and_rows() -> None:
     width, length = 16, 12
     lengths = np.sqrt(np.random.default_rng(2).chisquare(width, 400) / width)

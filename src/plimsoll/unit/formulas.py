@@ -342,7 +342,7 @@ def log_variance(lengths: Reals, mult: float) -> Reals:
     # u)` is `phi_0(e^u)^n`, and log T alone has a variance of pi^2 / 6.
     log_t = np.linspace(-10 * mult - math.log(float(lengths[-1])) - 30, 10 * mult + 5, 1200 + math.ceil(300 * mult))
     step = log_t[1] - log_t[0]
-    phi = np.exp(-np.outer(np.exp(log_t), np.exp(mult * _GRID))) @ _GRID_DENSITY
+    phi = np.exp(-np.exp(np.minimum(log_t[:, None] + mult * _GRID, 14.0))) @ _GRID_DENSITY
     survival = np.exp(lengths[:, None] * np.log(np.maximum(phi, 1e-300)))
     ends = step * (survival[:, 0] + survival[:, -1]) / 2
     first = survival.sum(1) * step - ends
@@ -354,11 +354,13 @@ def log_variance(lengths: Reals, mult: float) -> Reals:
 @functools.cache
 def softmax_curves(mult: float) -> tuple[Curve, Curve, Curve]:
     """Return the curves of `spread`, `slope` and a logarithm's variance."""
-    squares, cubes, pairs = _integrals(_LENGTHS, mult)
+    # Towards 0 the variances are proportional to the multiplier's square, and get lost in the integrals' rounding.
+    least = max(mult, 2.0**-8)
+    squares, cubes, pairs = _integrals(_LENGTHS, least)
     return (
-        _fitted(squares - 1 / _LENGTHS),
+        _fitted((squares - 1 / _LENGTHS) * (mult / least) ** 2),
         _fitted(squares - 2 * cubes + pairs),
-        _fitted(log_variance(_LENGTHS, mult) / _LENGTHS),
+        _fitted(log_variance(_LENGTHS, least) / _LENGTHS * (mult / least) ** 2),
     )
 
 

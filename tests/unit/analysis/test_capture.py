@@ -1,11 +1,13 @@
 import logging
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from plimsoll.unit.analysis.analyzer import source_of
 from plimsoll.unit.capture.captured_program import capture
 from plimsoll.unit.capture.gradient_graph import flow, operation_of
 from tests.support.cases import each
@@ -93,6 +95,25 @@ def test_what_cannot_be_captured_is_refused_with_its_place() -> None:
         ArgumentError, match=r"got OSError in the root module at .*test_capture.py:\d+: no such table. Ch"
     ):
         capture(Reading(), torch.randn(4, 8))
+
+
+def test_a_place_may_be_in_a_folder_whose_name_begins_like_torchs() -> None:
+    source = """
+class Model(nn.Linear):
+    def forward(self, x):
+        y = torch.linalg.pinv(super().forward(x))
+        return y if y.sum() > 0 else -y
+"""
+    for file in (f"{Path(torch.__file__).parent}vision/model.py", "/home/someone/torch/model.py"):
+        names = {"torch": torch, "nn": nn}
+        exec(compile(source, file, "exec"), names)
+        with pytest.raises(ArgumentError, match=re.escape(f"at {file}:5")):
+            capture(names["Model"](4, 4), torch.randn(2, 4))
+        exec(compile(source.replace(" if y.sum() > 0 else -y", ""), file, "exec"), names)
+        model = names["Model"](4, 4)
+        captured = capture(model, torch.randn(2, 4))
+        node = next(node for node in captured.graph.nodes if "pinv" in node.name)
+        assert source_of(node) == f"{file}:4"
 
 
 def test_a_fixed_batch_is_refused() -> None:

@@ -113,6 +113,8 @@ def test_a_table_has_eighty_columns_and_says_what_is_left_out() -> None:
 def test_what_does_not_exist_is_refused(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         made((0.0, 0.0)).ranked(**arguments)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ArgumentError, match="Audit.readings: expected kind to be .* got kind='view'"):
+        made((0.0, 0.0)).total("forward", "view")  # pyright: ignore[reportArgumentType]
 
 
 def test_data_is_json_and_an_audit_pickles() -> None:
@@ -166,6 +168,8 @@ def test_a_comparison_says_how_far_both_lie() -> None:
     assert ["layers.0", "linear", "-5.0", "+0.5", "-8.0", "0.0"] in lines
     assert ["layers.1", "linear", "+1.0", "0.0", "frozen", "+2.0"] in lines
     assert comparison.table(most=1).row_count == 2
+    with pytest.raises(ArgumentError, match="Comparison.table: expected most to be an integer of at least 1; got .*-1"):
+        comparison.table(most=-1)
 
 
 # -- functions of unit scaling

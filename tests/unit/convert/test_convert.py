@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -67,6 +68,11 @@ def test_parameters_are_drawn_by_the_seed_and_of_unit_variance() -> None:
     # 65,536 normal values: their standard deviation's own is 1/sqrt(2 * 65536) = 0.0028; five of them
     assert abs(one.weight.std().item() - 1) < 0.014
     assert not one.bias.any()
+    numpys = pl.unit.convert(nn.Linear(256, 256), torch.randn(4, 256), seed=np.int64(1))
+    assert torch.equal(one.weight, numpys.weight)
+    for seed in (1.5, "1", True, 2**64):
+        with pytest.raises(ArgumentError, match="convert: expected seed to be an integer from .*; got seed="):
+            pl.unit.convert(nn.Linear(2, 2), torch.randn(4, 2), seed=seed)
 
 
 def test_a_converted_model_trains(gpt: nn.Module) -> None:

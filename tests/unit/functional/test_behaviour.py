@@ -1,9 +1,11 @@
 """What every function withstands: dtypes, odd shapes, NaN, compilers, transforms, and arguments that it must refuse."""
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -263,6 +265,22 @@ def test_a_loss_has_torchs_value(reduction: str, arguments: dict[str, Any], extr
         torch.testing.assert_close(U.nll_loss(log, target, reduction=reduction, **arguments), expected)
 
 
+def test_a_weighted_loss_in_fp64_is_torchs_in_fp64() -> None:
+    x, target = torch.randn(7, 3, dtype=torch.float64).log_softmax(1), torch.tensor([1, 0, 2, 0, 2, 1, 0])
+    weight = torch.tensor([0.1, 0.7, 0.3], dtype=torch.float64)  # none of them is a value of FP32, nor is their sum
+    for name in ("cross_entropy", "nll_loss"):
+        own, torchs = (getattr(functions, name)(x, target, weight) for functions in (U, torch.nn.functional))
+        torch.testing.assert_close(own, torchs, rtol=1e-12, atol=0)
+
+
+def test_sizes_may_be_those_that_torch_takes() -> None:
+    x = torch.randn(2, 3, 6, 8)
+    assert torch.equal(U.avg_pool2d(x, np.int64(2)), U.avg_pool2d(x, 2))
+    kernel = torch.randn(4, 3, 3, 3)
+    assert torch.equal(U.conv2d(x, kernel, stride=np.int64(2)), U.conv2d(x, kernel, stride=2))
+    assert torch.equal(U.adaptive_avg_pool2d(x, (None, 4)), U.adaptive_avg_pool2d(x, (6, 4)))
+
+
 def test_a_loss_of_soft_targets_has_torchs_value() -> None:
     x, target = torch.randn(7, 3), torch.rand(7, 3)
     torch.testing.assert_close(U.cross_entropy(x, target), torch.nn.functional.cross_entropy(x, target))
@@ -319,6 +337,12 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "cross_entropy: expected reduction to be 'mean', 'sum' or 'none'; got reduction='avg'",
     ),
     (lambda: U.mse_loss(X, X[0]), "mse_loss: expected input and target of one shape; got (2, 4) and (4,)"),
+    (
+        lambda: U.scaled_dot_product_attention(X, X, X, scale=0.0),
+        "scaled_dot_product_attention: expected scale to be a finite number other than 0; got 0.0 (float)",
+    ),
+    (lambda: U.scaled_dot_product_attention(X, X, X, scale=math.nan), "other than 0; got nan (float)"),
+    (lambda: U.adaptive_avg_pool2d(torch.ones(1, 4, 4), 0), "to divide the input's 4 x 4; got 0 x 0"),
     (lambda: U.dropout(X, 1.5), "dropout: expected the share to drop between 0 and 1; got 1.5"),
     (
         lambda: U.residual_split(X, 1.0),

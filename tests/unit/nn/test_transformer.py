@@ -239,6 +239,14 @@ def test_unit_stacks_of_ones_own():
     assert [layer.taus for layer in own] == [[1 / (5 + i)] for i in range(4)]
     assert traits_of(own)["0.branch.1.linear1.weight"].depth == 4
     assert own(torch.randn(4, 8)).shape == (4, 8)
+    own[0] = unn.Residual(unn.MLP(8))
+    own += nn.Sequential(unn.Residual(unn.MLP(8)))
+    assert [layer.taus for layer in own] == [[1 / (6 + i)] for i in range(5)]
+    part = own[1:3]  # the layers themselves, which stay as they are in the stack
+    assert [layer.taus for layer in part] == [[1 / 7], [1 / 8]] and [len(own), own[-1].taus] == [5, [1 / 10]]
+    assert traits_of(part)["1.branch.1.linear1.weight"].depth == 5
+    own *= 2
+    assert [layer.taus for layer in own[:5]] == [[1 / (16 + i)] for i in range(5)]  # every layer is there twice
     nested = unn.Stack(nn.Sequential(unn.Residual(nn.Identity()), unn.Residual(nn.Identity())))
     assert [layer.taus for layer in nested[0]] == [[1 / 2], [1 / 3]]
 
@@ -281,6 +289,7 @@ def test_activations_by_name_function_or_module(activation):
             lambda: unn.TransformerEncoder(unn.TransformerEncoderLayer(8, 2), 2, enable_nested_tensor=True),
             "TransformerEncoder: expected enable_nested_tensor=False",
         ),
+        (lambda: unn.residual_tau(0, 0), "residual_tau: expected layers to be an integer of at least 1; got layers=0"),
         (lambda: unn.Residual(nn.Identity(), tau=0.0), "Residual: expected tau between 0 and 1"),
     ],
 )

@@ -182,6 +182,22 @@ def test_a_group_may_say_its_kind():
     assert [(g["lr_factor"], g["reference_lr"]) for g in optimizer.param_groups] == [(1.0, 1.0), (0.5, 3.0)]
     with pytest.raises(ArgumentError, match="expected a group's kind to be 'plain' or one of weight, .* got 'matrix'"):
         AdamW([{"params": [x], "kind": "matrix"}], lr=1.0)
+    for entry, message in (
+        ({"fan_in": -4}, "AdamW: expected fan_in to be an integer of at least 1; got fan_in=-4"),
+        ({"fan_in": 0}, "expected fan_in to be an integer of at least 1; got fan_in=0"),
+        ({"depth": 0}, "expected depth to be an integer of at least 1; got depth=0"),
+        ({"depth": 4, "kind": None}, "'kind' where it has 'fan_in' or 'depth'; got 'params', 'kind', 'depth'"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            AdamW([{**groups[0], **entry}], lr=1.0)
+    for given, message in (
+        ([{"lr": 1.0}], "expected a group to have 'params', .* got 'lr'"),
+        ([*groups, x], "expected parameters or groups of them; got 1 groups among 2 items"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            AdamW(given, lr=1.0)
+    with pytest.raises(ArgumentError, match="expected plain to be True, False or names of parameters; got plain=5"):
+        AdamW(nn.Linear(2, 2), lr=1.0, plain=5)
     with pytest.raises(ArgumentError, match="got a parameter of shape"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 

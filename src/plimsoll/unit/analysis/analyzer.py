@@ -18,7 +18,7 @@ from torch import fx
 from plimsoll.errors import ArgumentError
 from plimsoll.unit.analysis.parameters import parameter_changes
 from plimsoll.unit.analysis.residuals import Tau, residuals
-from plimsoll.unit.capture.captured_program import Captured
+from plimsoll.unit.capture.captured_program import TORCH, Captured
 from plimsoll.unit.capture.gradient_graph import (
     SINK,
     Cluster,
@@ -54,7 +54,7 @@ def module_of(node: fx.Node) -> str:
 def source_of(node: fx.Node) -> str | None:
     """Return ``file:line`` of an operation: the innermost line outside torch."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [(file, line) for file, line in frames if "/torch/" not in file]
+    own = [(file, line) for file, line in frames if not file.startswith(TORCH)]
     return ":".join(own[-1]) if own else None
 
 

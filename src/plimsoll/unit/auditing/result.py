@@ -26,6 +26,7 @@ By = Literal["scale", "fp16", "e4m3", "e5m2"]
 Absence = Literal["no_grad", "frozen", "never came"]
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+KINDS: tuple[Kind, ...] = ("operation", "parameter", "input")
 FORMATS = ("fp16", "e4m3", "e5m2")  # formats that readings are judged by
 
 _WIDTH, _NAME_WIDTH, _WORST_SHOWN = 80, 28, 12
@@ -235,7 +236,11 @@ class Comparison(NotebookRepr):
 
         Args:
             most: Largest number of operations. Default: all.
+
+        Raises:
+            ArgumentError: `most` is below 1.
         """
+        _check_most("Comparison.table", most)
         return _comparison_table(self._operations(), most)
 
     def to_dict(self) -> dict[str, object]:
@@ -325,7 +330,7 @@ class Audit(NotebookRepr):
             ArgumentError: An argument is none of these.
         """
         one_of("Audit.ranked", "by", by, ("scale", *FORMATS))
-        one_of("Audit.ranked", "kind", kind, ("operation", "parameter", "input"))
+        one_of("Audit.ranked", "kind", kind, KINDS)
         ranked = [r for r in self.readings(direction, kind) if by != "scale" or r.spoiled or not math.isnan(r.scale)]
         keys = {id(r): _badness(r, by) for r in ranked}
         return tuple(sorted(ranked, key=lambda r: keys[id(r)], reverse=True))
@@ -334,6 +339,7 @@ class Audit(NotebookRepr):
         """Yield the readings of a kind's rows in program order."""
         if direction is not None:
             one_of("Audit.readings", "direction", direction, DIRECTIONS)
+        one_of("Audit.readings", "kind", kind, KINDS)
         for row in self._of(kind):
             for side in DIRECTIONS if direction is None else (direction,):
                 reading = row.reading(side)
@@ -365,8 +371,7 @@ class Audit(NotebookRepr):
             ArgumentError: `order` is neither, or `most` is below 1.
         """
         one_of("Audit.table", "order", order, ("program", "worst"))
-        if most is not None:
-            integer("Audit.table", "most", most, low=1, remedy="Leave it out for all.")
+        _check_most("Audit.table", most)
         return _operations_table(self._ordered(order), most)
 
     def to_dict(self) -> dict[str, object]:
@@ -416,6 +421,11 @@ class Audit(NotebookRepr):
         if order == "program":
             return self.operations
         return list(dict.fromkeys(reading.row for reading in self.worst))
+
+
+def _check_most(operation: str, most: object) -> None:
+    if most is not None:
+        integer(operation, "most", most, low=1, remedy="Leave it out for all.")
 
 
 def _std(spectrum: Spectrum) -> str:

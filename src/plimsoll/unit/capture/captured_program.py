@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.unit.arguments import call_arguments
 
-_TORCH = str(Path(torch.__file__).parent)
+TORCH = str(Path(torch.__file__).parent) + os.sep  # where its own code begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +214,7 @@ def _place(trace: TracebackType | None, names: Mapping[int, str]) -> str:
 
 
 def _in_torch(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_filename == __file__
+    return frame.f_code.co_filename.startswith(TORCH) or frame.f_code.co_filename == __file__
 
 
 def _check_batch(program: torch.export.ExportedProgram, batch: int, model: nn.Module, operation: str) -> None:

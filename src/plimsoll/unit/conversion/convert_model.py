@@ -4,6 +4,7 @@ import warnings
 
 from torch import nn
 
+from plimsoll.checks import integer
 from plimsoll.errors import ArgumentError
 from plimsoll.unit.analysis.analyzer import Analysis, analyse
 from plimsoll.unit.analysis.parameters import tag_fan_ins
@@ -65,6 +66,8 @@ def convert(
     (torch.Size([100, 8]), [])
     """
     _check(model)
+    if seed is not None:  # as torch's generators take them
+        seed = integer("convert", "seed", seed, low=-(2**63), high=2**64 - 1, remedy="Use 0, for example.")
     with warnings.catch_warnings():  # nn.LSTM sets its own attributes during a capture, and restores them
         warnings.filterwarnings("ignore", message="(?s)The tensor attributes? .* assigned during export")
         captured = capture(model, example)

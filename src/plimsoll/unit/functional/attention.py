@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
+from plimsoll.errors import ArgumentError
 from plimsoll.unit import formulas
-from plimsoll.unit.arguments import check_floating, check_mult, check_probability
+from plimsoll.unit.arguments import check_floating, check_mult, check_probability, described
 from plimsoll.unit.formulas import Constraint, Factors, along, check_constraint
 from plimsoll.unit.functional.ideal_factors import (
     apply_checked,
@@ -121,7 +122,7 @@ def scaled_dot_product_attention(
         attn_mask: As in torch. Default: None.
         dropout_p: Share of weights that are dropped, from 0 to 1. Default: 0.
         is_causal: Whether a query attends only to keys up to its own position. Default: False.
-        scale: Multiplies the products of queries and keys. Default: width ** -1/2.
+        scale: Multiplies the products of queries and keys. Not 0. Default: width ** -1/2.
         enable_gqa: Whether several heads of the query share one head of key and value. Default: False.
         mult: Multiplies the products too. Must be above 0. Default: 1.
         constraint: How the four factors become one. None leaves each ideal. Default: `"gmean"`.
@@ -139,6 +140,11 @@ def scaled_dot_product_attention(
     # A plain number under a compiler too: the width of a head never changes, and the curves below need it.
     width = operator.index(query.shape[-1])
     score = mult * (math.copysign(scale, scale) if scale is not None else max(width, 1) ** -0.5)
+    if not 0 < abs(score) < math.inf:
+        raise ArgumentError(
+            f"{operation}: expected scale to be a finite number other than 0; got {described(scale)}. Leave it out for "
+            "width ** -1/2."
+        )
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
@@ -16,6 +17,7 @@ from plimsoll.unit.scaled_multiply import multiplied
 # -- pooling -----------------------------------------------------------------------------------------------------------
 
 Sizes = int | tuple[int, ...]
+MaybeSizes = int | tuple[int | None, ...] | None
 
 
 def avg_pool1d(
@@ -70,20 +72,21 @@ def avg_pool2d(
 
 def adaptive_avg_pool2d(
     input: Tensor,  # noqa: A002  (torch's name)
-    output_size: Sizes,
+    output_size: MaybeSizes,
     *,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
     """Return `torch.nn.functional.adaptive_avg_pool2d` at unit scale.
 
     A window has the input's size over the output's. `output_size` must divide the input's size. Otherwise windows
-    differ, and no factor fits all of them. Everything else is as in `avg_pool2d`.
+    differ, and no factor fits all of them. None is the input's size. Everything else is as in `avg_pool2d`.
     """
     # Before anything is read from the shape, which what is no tensor does not have.
     check_floating("adaptive_avg_pool2d", input=input)
-    rows, columns = per_dimension(output_size, 2)
     height, width = input.shape[-2:]
-    if height % rows or width % columns:
+    sizes = zip(per_dimension(output_size, 2), (height, width), strict=True)
+    rows, columns = (own if size is None else size for size, own in sizes)
+    if not rows or not columns or height % rows or width % columns:
         raise ArgumentError(
             f"adaptive_avg_pool2d: expected output_size to divide the input's {height} x {width}; got {rows} x "
             f"{columns}. Choose one that does, or pool with avg_pool2d."
@@ -149,9 +152,9 @@ def _areas(kernel: Sizes, stride: Sizes | None, dims: int) -> tuple[int, int]:
     return window, window if stride is None else math.prod(per_dimension(stride, dims))
 
 
-def per_dimension(sizes: Sizes, dims: int) -> tuple[int, ...]:
+def per_dimension(sizes: Any, dims: int) -> tuple[Any, ...]:
     """Return one size for each spatial dimension."""
-    values = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    values = tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)  # one may be NumPy's
     return values * dims if len(values) == 1 else values
 
 

@@ -148,7 +148,8 @@ def _counted(losses: Tensor, target: Tensor, weight: Tensor | None, ignored: int
     counts = target != ignored
     if weight is None:
         return counts.sum()
-    return (weight.detach().float()[torch.where(counts, target, 0)] * counts).sum()
+    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    return (wide[torch.where(counts, target, 0)] * counts).sum()
 
 
 def _classes(x: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -203,8 +203,7 @@ def linear(
         ArgumentError: `constraint` or `factors` is not allowed.
         UnsupportedTensorError: A tensor is not floating point.
     """
-    fan_out, fan_in = weight.shape[-2:] if weight.dim() > 1 else (1, weight.shape[-1])
-    return _linear("linear", input, weight, bias, constraint, factors, formulas.linear(fan_in, fan_out))
+    return _linear("linear", input, weight, bias, constraint, factors, formulas.linear)
 
 
 def linear_readout(
@@ -220,8 +219,7 @@ def linear_readout(
     So outputs start small at any width. That is u-muP's rule for outputs. The edge after it is a cut edge, so there is
     no constraint by default. Arguments and errors are those of `linear`.
     """
-    fan_out, fan_in = weight.shape[-2:] if weight.dim() > 1 else (1, weight.shape[-1])
-    return _linear("linear_readout", input, weight, bias, constraint, factors, formulas.readout(fan_in, fan_out))
+    return _linear("linear_readout", input, weight, bias, constraint, factors, formulas.readout)
 
 
 def embedding(
@@ -258,10 +256,11 @@ def _linear(
     bias: Tensor | None,
     constraint: Constraint | None,
     factors: Factors | None,
-    ideal: Factors,
+    formula: Callable[[int, int], Factors],
 ) -> Tensor:
     check_floating(operation, input=x, weight=weight, bias=bias)
-    factors = resolve_factors(operation, constraint, factors, ideal)
+    fan_out, fan_in = weight.shape[-2:] if weight.dim() > 1 else (1, weight.shape[-1])
+    factors = resolve_factors(operation, constraint, factors, formula(fan_in, fan_out))
     weight_factor = factors.weight
     if weight_factor is None:
         weight_factor = root(x.numel() // max(x.shape[-1], 1)) if x.numel() else 1.0

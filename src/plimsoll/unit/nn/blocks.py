@@ -1,5 +1,6 @@
 """Blocks of several modules: MLPs, residual branches, and stacks of branches."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, Self, cast, runtime_checkable
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from plimsoll.checks import integer
 from plimsoll.errors import ArgumentError
 from plimsoll.unit import (
     formulas,
@@ -134,9 +136,14 @@ def residual_tau(branch: int, layers: int) -> float:
         branch: Number of the branch, from 0 over the whole stack.
         layers: Number of layers.
 
+    Raises:
+        ArgumentError: A number is out of range.
+
     >>> [residual_tau(branch, layers=2) for branch in range(2)]
     [0.3333333333333333, 0.25]
     """
+    branch = integer("residual_tau", "branch", branch, low=0, remedy="The first one is 0.")
+    layers = integer("residual_tau", "layers", layers, low=1, remedy="Count the stack's layers.")
     return 1.0 / (layers + branch + 1)
 
 
@@ -210,6 +217,27 @@ class Stack(nn.Sequential):
     def __delitem__(self, idx: slice | int) -> None:
         super().__delitem__(idx)
         self._spread()
+
+    def __setitem__(self, idx: int, module: nn.Module) -> None:
+        super().__setitem__(idx, module)
+        self._spread()
+
+    def __iadd__(self, other: Iterable[nn.Module]) -> Self:
+        super().__iadd__(cast("Any", other))
+        return self._spread()
+
+    def __imul__(self, other: int) -> Self:
+        super().__imul__(other)
+        return self._spread()
+
+    def __getitem__(self, idx: slice | int) -> Any:
+        """Return a layer, or several with the shares and the depth that they have in this stack."""
+        if not isinstance(idx, slice):
+            return super().__getitem__(idx)
+        part = nn.Sequential(OrderedDict(list(self._modules.items())[idx]))
+        if len(self):
+            tag_depth(part, len(self))
+        return part
 
     def _spread(self) -> Self:
         spread(self, self)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from plimsoll.checks import integer
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.unit.optim.parameter_kinds import KINDS, Trait, lr_factor, trait_of, traits_of
 
@@ -65,6 +66,11 @@ def kinds_from(operation: str, model: nn.Module | None, plain: bool | Sequence[s
 def split(kinds: ParameterKinds, group: Group) -> list[Group]:
     """Split a group by kind and factor, with the entries `kind` and `lr_factor`."""
     own = group.get("kind")
+    if "params" not in group or (own is None and not group.keys().isdisjoint(("fan_in", "depth"))):
+        raise ArgumentError(
+            f"{kinds.operation}: expected a group to have 'params', and 'kind' where it has 'fan_in' or 'depth'; got "
+            f"{', '.join(map(repr, group))}. Without a kind, plimsoll.unit.tag_fan_in and tag_depth hold."
+        )
     parts: dict[tuple[str, float], list[Any]] = {}
     for item in _listed(group["params"]):
         name, parameter = cast("tuple[str | None, Tensor]", item if isinstance(item, tuple) else (None, item))
@@ -84,9 +90,13 @@ def groups_from(operation: str, params: Parameters) -> list[Group]:
             f"{tuple(params.shape)}. Put it into a list."
         )
     items = list(params)
-    if all(isinstance(item, dict) for item in items):
-        return [dict(cast("Group", item)) for item in items]
-    return [{"params": items}]
+    groups = [dict(cast("Group", item)) for item in items if isinstance(item, dict)]
+    if groups and len(groups) < len(items):
+        raise ArgumentError(
+            f"{operation}: expected parameters or groups of them; got {len(groups)} groups among {len(items)} items. "
+            "Put the others into a group."
+        )
+    return groups or [{"params": items}]
 
 
 def _stated(operation: str, kind: object, parameter: Tensor, group: Group) -> tuple[str, float]:
@@ -98,7 +108,11 @@ def _stated(operation: str, kind: object, parameter: Tensor, group: Group) -> tu
             f"{operation}: expected a group's kind to be 'plain' or one of {', '.join(KINDS)}; got {kind!r}. Leave it "
             "out if the model's modules tag it."
         )
-    trait = trait_of(cast("Any", kind), parameter, fan_in=group.get("fan_in"), depth=group.get("depth", 1))
+    fan_in, depth = group.get("fan_in"), group.get("depth", 1)
+    integer(operation, "depth", depth, low=1, remedy="Count the stack's layers.")
+    if fan_in is not None:
+        integer(operation, "fan_in", fan_in, low=1, remedy="Count the summed inputs.")
+    trait = trait_of(cast("Any", kind), parameter, fan_in=fan_in, depth=depth)
     return trait.kind, lr_factor(trait)
 
 
@@ -108,6 +122,11 @@ def _listed(params: object) -> list[Any]:
 
 def _matching(operation: str, named: dict[str, nn.Parameter], globs: Sequence[str]) -> frozenset[int]:
     globs = [globs] if isinstance(globs, str) else globs
+    if not isinstance(globs, Iterable) or not all(isinstance(glob, str) for glob in globs):
+        raise ArgumentError(
+            f"{operation}: expected plain to be True, False or names of parameters; got plain={globs!r}. Write "
+            "plain=['head.*'], for example."
+        )
     for glob in globs:
         if not fnmatch.filter(named, glob):
             raise ArgumentError(
