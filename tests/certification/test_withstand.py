@@ -1,6 +1,7 @@
 """Functions that raise, print, change their inputs, take long, return strange things, or need what is not there."""
 
 import functools
+import math
 import random
 import sys
 import time
@@ -180,6 +181,32 @@ def test_nothing_is_tried_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> N
     found = pl.certify(slower, "e4m3", seconds=11)
     untried = [row for row in found.rows if row.status == "not tried"]
     assert found.conforms and untried and "the limit of 11 s was reached" in untried[-1].detail
+
+
+@each("kind", ["cast", "unpack", "sum", "matmul"])
+def test_a_limit_before_the_first_results_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+    def slow(*given: Tensor) -> Tensor:
+        nonlocal now
+        now += 2
+        return given[0].float()
+
+    with pytest.raises(ArgumentError, match=r"certify: expected time for a few calls, .*; got seconds=1. Give it more"):
+        pl.certify(slow, "fp16", kind=kind, seconds=1)
+
+
+def test_sums_that_are_no_floating_numbers_are_refused() -> None:
+    for function in (lambda x: int(x.sum()), lambda x: x.sum().long()):
+        with pytest.raises(ArgumentError, match=r"expected a function of a vector .* returns int\d*, which is no floa"):
+            pl.certify(function, "fp32", kind="sum")
+
+
+def test_pythons_numbers_are_in_fp64() -> None:
+    found = pl.certify(lambda x: math.fsum(x.tolist()), "fp64", kind="sum")
+    assert found.row("single-terms").status == found.row("subnormal-terms").status == "conforms"
+    assert found.inferred.returns == "float64"
 
 
 def test_generators_are_as_before() -> None:

@@ -70,7 +70,8 @@ def certify(
         seconds: Limit of the time, checked between calls. What there was no time for is listed. Default: 60.
 
     Raises:
-        ArgumentError: The function takes no tensors of its kind, or an argument contradicts another.
+        ArgumentError: The function takes no tensors of its kind, there is no time to find that out, or an argument
+            contradicts another.
         FormatError: The format does not exist or does not fit the kind.
 
     >>> import torch
@@ -91,7 +92,13 @@ def certify(
     start = time.perf_counter()
     with kept_generators(place):
         caller = Caller(called, place, limit)
-        trial = _trial(caller, chosen, kind, rounding, scale_rule)
+        try:
+            trial = _trial(caller, chosen, kind, rounding, scale_rule)
+        except OutOfTimeError as error:
+            raise ArgumentError(
+                f"certify: expected time for a few calls, which show what the function takes and returns; got "
+                f"seconds={limit:g}. Give it more."
+            ) from error
         rows = tuple(
             _row(requirement, trial, source)
             for requirement in requirements.REQUIREMENTS.values()

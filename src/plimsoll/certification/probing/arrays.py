@@ -44,7 +44,8 @@ def read_values(returned: Any) -> Result:
         array: NDArray[Any] = np.asarray(cast("Any", returned))
         return Result(values=_of_array(array), dtype=array.dtype.name)
     if isinstance(returned, (int, float)) and not isinstance(returned, bool):
-        return Result(values=np.asarray(float(returned)), dtype=type(returned).__name__)
+        dtype = "float64" if isinstance(returned, float) else "int"  # "float" is FP32 to torch
+        return Result(values=np.asarray(float(returned)), dtype=dtype)
     raise CallFailedError(f"it returns {_kind(returned)}")
 
 

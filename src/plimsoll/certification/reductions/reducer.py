@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plimsoll.certification.certificate import Kind
-from plimsoll.certification.probing.arrays import CallFailedError, Result, Values, read_values
+from plimsoll.certification.probing.arrays import CallFailedError, Result, Values, format_of_dtype, read_values
 from plimsoll.certification.probing.caller import Caller, refusal
 from plimsoll.certification.probing.conventions import SIDE
 from plimsoll.formats import Format, get_element
@@ -59,6 +59,8 @@ class Reducer:
         start = time.perf_counter()
         result = call()
         self.seconds_per_call = time.perf_counter() - start
+        if format_of_dtype(result.dtype) is None:
+            raise CallFailedError(f"it returns {result.dtype}, which is no floating dtype")
         return result
 
     # ---------------------------------------------------------------------------------------------------- single calls
