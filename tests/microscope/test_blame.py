@@ -246,6 +246,13 @@ def test_a_module_called_loss_is_none_of_the_steps_own_operations() -> None:
     assert shares[1] == pytest.approx(shares[0], abs=1e-6)
 
 
+def test_sparse_gradients_are_judged_too() -> None:
+    model = nn.Sequential(nn.Embedding(7, WIDTH, sparse=True), nn.Linear(WIDTH, CLASSES))
+    ids, y = torch.randint(0, 7, (32,)), torch.randint(0, CLASSES, (32,))
+    blame = pl.microscope(model, lambda: in_bf16(model, ids, y), draws=3).blame(of="0.weight")
+    assert blame.explained == pytest.approx(1, abs=0.05) and blame[0].module == "1"
+
+
 def test_gradients_that_overflow_are_no_error_of_zero() -> None:
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)), torch.randn(8, WIDTH)
 

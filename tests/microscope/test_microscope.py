@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
 from plimsoll.microscope import ErrorReport, ErrorRow
+from plimsoll.watch.steps.losses import ScaledLosses
 from tests.support.cases import each
 
 CLASSES = 6
@@ -448,6 +449,11 @@ def test_a_report_is_data() -> None:
         ({"step": lambda: None}, "expected step to return the loss, .* got NoneType"),
         ({"step": lambda: torch.ones(2, requires_grad=True)}, r"got a tensor of shape \(2,\)"),
         ({"step": lambda: torch.ones(())}, "got a loss that requires no gradient"),
+        (
+            {"model": nn.Linear(12, 2, device="meta")},
+            "parameters that have values and require gradients; got Linear wi",
+        ),
+        ({"model": nn.ReLU()}, "expected a model with parameters that have values and .*; got ReLU without any"),
         ({"model": "model"}, "expected a torch.nn.Module as model; got str"),
     ],
 )
@@ -456,6 +462,36 @@ def test_what_cannot_be_asked_for(arguments: dict[str, object], message: str) ->
     given = {"model": model, "step": lambda: model(torch.ones(2, 12)).mean(), **arguments}
     with pytest.raises(pl.ArgumentError, match=message):
         pl.microscope(given.pop("model"), given.pop("step"), **given)
+
+
+def test_a_failure_of_the_watch_is_one_of_the_microscope(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: object, roots: object) -> None:
+        raise ValueError("no loss here")
+
+    model = mlp()
+    monkeypatch.setattr(ScaledLosses, "value_of", failing)
+    with pytest.raises(pl.StateError, match="microscope: expected .* to work; got ValueError: no loss here"):
+        pl.microscope(model, lambda: model(torch.ones(2, 12)).mean())
+
+
+def test_weights_of_8_bits_are_left_as_they_are() -> None:
+    class Coded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(12, 12)
+            self.codes = nn.Parameter(torch.randn(12, 12).to(torch.float8_e4m3fn), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x) @ self.codes.to(torch.float32)
+
+    model, x = Coded(), torch.randn(8, 12)
+
+    def step() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    report = pl.microscope(model, step, draws=3)
+    assert report.varied == "weights" and report.row("first.weight").relative_error > 0
 
 
 def test_a_closure_that_fetches_another_batch_is_refused() -> None:

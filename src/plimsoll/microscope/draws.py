@@ -19,7 +19,8 @@ from plimsoll.watch.thread_casts import active_casts
 # -- small random changes of weights and float inputs, which alter roundings -------------------------------------------
 
 # A value is multiplied by 1 + u, with u uniform and of a given root mean square. All passes of a draw, the reference's
-# too, have the same changes. Inputs of 16 bits are left alone: changed, they would have to be rounded.
+# too, have the same changes. Inputs of 16 bits are left alone: changed, they would have to be rounded. So are weights
+# of 8 bits, which are codes.
 
 LEAST, MOST = 2.0**-12, 2.0**-4
 
@@ -32,7 +33,8 @@ class Perturbation:
         self.size = min(max(size, LEAST), MOST)
         self._draw = 0
         self._narrow: set[int] = set()  # arguments of 16 bits, which a reference has in more
-        self._kept = [(p, p.detach().clone()) for p in root.parameters() if p.is_floating_point()]
+        changed = [p for p in root.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
+        self._kept = [(p, p.detach().clone()) for p in changed]
         self._handle = root.register_forward_pre_hook(self._change_inputs, with_kwargs=True)
 
     def draw(self) -> None:

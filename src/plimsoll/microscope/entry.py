@@ -140,7 +140,7 @@ def _replaced(w: Any, root: nn.Module, wide: torch.dtype, found: Draws) -> Closu
     session.shadow = shadow = ClosureShadow(session, root, steps.begin, wide, found.take)
     steps.taps.takes_eval_forward = True
 
-    def fail(where: str, error: Exception) -> None:
+    def fail(where: str, error: Exception, **_: object) -> None:
         if isinstance(error, PlimsollError):
             raise error
         raise StateError(
@@ -212,3 +212,8 @@ def _check_place(model: Any) -> None:
             f"microscope: expected a torch.nn.Module as model; got {type(model).__name__}. Give the module itself."
         )
     checks.initialized("microscope", model)
+    if not any(p.requires_grad and not p.is_meta for p in model.parameters()):
+        raise ArgumentError(
+            f"microscope: expected a model with parameters that have values and require gradients; got "
+            f"{type(model).__name__} without any. Load its weights, or let some require gradients."
+        )

@@ -344,7 +344,7 @@ class Reference:
     def _backward(self, ends: Iterable[Tensor], given: Iterable[Tensor], *, keep: bool) -> Gradients:
         wanted = {key: x for key, x in self._leaves.items() if x.requires_grad}
         found = _sent_back(ends, given, wanted, keep=keep)
-        return {key: g.detach().to_dense() for key, g in found.items()}
+        return {key: g.detach() for key, g in found.items()}
 
 
 def _sent_back(
@@ -357,7 +357,7 @@ def _sent_back(
     found = engine.run_backward(
         listed, seeds, keep, False, tuple(wanted.values()), allow_unreachable=True, accumulate_grad=False
     )
-    return {key: g for key, g in zip(wanted, found, strict=True) if g is not None}
+    return {key: g.to_dense() for key, g in zip(wanted, found, strict=True) if g is not None}
 
 
 def summed(found: Iterable[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:

@@ -212,8 +212,8 @@ class Recorder:
                 record.parameters[number, name] = p, gradients
                 if p.requires_grad and torch.is_grad_enabled():
                     lent.append((held, name, p))
-                    alias = p.view_as(p)
-                    alias.register_hook(gradients.append)
+                    alias: Tensor = torch.ops.aten.alias(p)  # as a view it would refuse sparse gradients
+                    alias.register_hook(functools.partial(_add, gradients))
                     held[name] = alias
         try:
             yield
@@ -260,6 +260,10 @@ def _again(call: Call, spec: Any, leaves: list[Any]) -> Any:
 
 def _copied(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def _add(found: list[Tensor], g: Tensor) -> None:
+    found.append(g.to_dense())
 
 
 def _store(found: dict[int, Tensor], place: int, g: Tensor) -> None:
