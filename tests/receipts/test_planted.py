@@ -38,3 +38,19 @@ def test_partial_sums_in_fp16_where_the_cpu_may_add_them_so(monkeypatch: pytest.
     model = nn.Linear(8, 4)
     found = receipt(model, step=scaled_step(model), declared="amp-fp16")
     assert {(d.kind, d.actual) for d in found.deviations} == {("accumulate", "partial sums in fp16")}
+
+
+def test_complex_numbers_count_as_their_parts():
+    class Fourier(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.mixing = nn.Parameter(torch.ones(5, 5, dtype=dtype))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.irfft(torch.fft.rfft(x).to(self.mixing.dtype) @ self.mixing)
+
+    x = torch.ones(4, 8)
+    for declared in ("fp32", "amp-bf16"):
+        assert not receipt(Fourier(torch.complex64), x, declared=declared).deviations
+    (found,) = receipt(Fourier(torch.complex128), x, declared="amp-bf16").deviations
+    assert (found.kind, found.actual) == ("weights", "complex128")

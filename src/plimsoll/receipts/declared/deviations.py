@@ -9,7 +9,7 @@ from plimsoll.receipts.assembly import line_of, module_of
 from plimsoll.receipts.declared.declaration import Declaration
 from plimsoll.receipts.recording.operations import MULTIPLYING, Entry, Switches, listed_as
 from plimsoll.receipts.recording.training import Recording
-from plimsoll.receipts.recording.values import SIXTEEN_BIT, is_code, narrower
+from plimsoll.receipts.recording.values import SIXTEEN_BIT, is_code, narrower, part_format
 from plimsoll.receipts.rows import Deviation, Row, TensorRow
 
 # -- the kinds, each with its meaning and a remedy; the worst first ----------------------------------------------------
@@ -165,8 +165,10 @@ def _of_product(declaration: Declaration, seen: _Seen) -> Iterator[Deviation]:
     if allowed is None:
         return
     actual = _factors(entry)
-    strange = [fmt for fmt in actual if fmt not in allowed]
-    if entry.part_of == ATTENTION:  # it computes in FP32 where it is made of products, and rounds once
+    parts = tuple(map(part_format, actual))
+    strange = [fmt for fmt in parts if fmt not in allowed]
+    # Attention computes in FP32 where it is made of products, and rounds once. No autocast casts complex numbers.
+    if entry.part_of == ATTENTION or parts != actual:
         strange = [fmt for fmt in strange if any(narrower(fmt, other) for other in allowed)]
     if not strange:
         return
@@ -295,7 +297,7 @@ def _of_tensors(declaration: Declaration, recording: Recording, tensors: Sequenc
         return
     for t in tensors:
         wanted = declaration.weights.get(t.module or "")
-        if t.role == "weights" and wanted is not None and t.format != wanted:
+        if t.role == "weights" and wanted is not None and part_format(t.format) != wanted:
             yield deviation("weights", t.name, wanted, t.format)
         elif t.role == "buffers" and wanted is not None and narrower(t.format, wanted):
             yield deviation("buffers", t.name, wanted, t.format)

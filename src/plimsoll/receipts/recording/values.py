@@ -29,6 +29,14 @@ def dtype_name(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
 
+_PARTS = {"complex32": "fp16", "complex64": "fp32", "complex128": "fp64"}
+
+
+def part_format(format_name: str) -> str:
+    """Return the format of both parts of complex numbers, and others as they are."""
+    return _PARTS.get(format_name, format_name)
+
+
 SIXTEEN_BIT = frozenset(map(dtype_name, dtypes.SIXTEEN_BIT))
 
 
@@ -59,7 +67,7 @@ def holds(wide: str, narrow: str) -> bool:
     A block's elements count, since its scale moves them.
     """
     try:
-        a, b = get(wide), get(narrow)
+        a, b = get(part_format(wide)), get(part_format(narrow))
     except FormatError:
         return wide == narrow
     if isinstance(b, BlockFormat):
