@@ -75,6 +75,35 @@ def test_parameters_are_drawn_by_the_seed_and_of_unit_variance() -> None:
             pl.unit.convert(nn.Linear(2, 2), torch.randn(4, 2), seed=seed)
 
 
+class Named(nn.Module):
+    """Parameters and modules of names that are no Python, or that a converted module has itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.ModuleDict({"class": nn.Linear(8, 8), "a b": nn.Linear(8, 8)})
+        self.code["class"].kept = nn.Linear(8, 8)
+        self.listed = nn.ParameterList([nn.Parameter(torch.ones(8, 8)) for _ in range(2)])
+        self.changed = nn.ParameterDict({"lambda": nn.Parameter(torch.ones(8, 8))})
+        self.coverage = nn.Parameter(torch.ones(8, 8))
+        self.register_buffer("like", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in (*self.code.values(), self.code["class"].kept):
+            x = module(x)
+        for weight in (*self.listed, self.changed["lambda"], self.coverage):
+            x = x @ weight
+        return x + self.like
+
+
+def test_modules_and_parameters_may_have_any_name() -> None:
+    x = torch.randn(4, 8)
+    converted = pl.unit.convert(Named(), x, seed=0).eval()
+    assert dict(converted.named_parameters()).keys() == dict(Named().named_parameters()).keys()
+    y = converted(x)
+    assert 0.2 < y.std() < 5 and torch.equal(pickle.loads(pickle.dumps(converted))(x), y)
+    torch.testing.assert_close(pl.unit.fold(converted)(x), y)
+
+
 def test_a_converted_model_trains(gpt: nn.Module) -> None:
     for optimizer in (lambda m: pl.unit.optim.AdamW(m, lr=0.5), lambda m: torch.optim.AdamW(m.parameters(), lr=0.05)):
         model = copy.deepcopy(gpt)

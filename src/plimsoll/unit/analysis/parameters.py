@@ -109,6 +109,7 @@ def tag_fan_ins(model: nn.Module, captured: Captured) -> None:
     """Tag the converted model's parameters with a fan-in that the shape lacks."""
     ties = {name: group for group in captured.ties for name in group}
     names = captured.parameters
+    modules: dict[str, nn.Module] = dict(cast("Any", model).named_modules(remove_duplicate=False))
     # A weight that is multiplied from the right, `x @ w`, sums over its first dimension. Torch's linear products and
     # convolutions sum over all but the first.
     for node in captured.graph.nodes:
@@ -119,7 +120,7 @@ def tag_fan_ins(model: nn.Module, captured: Captured) -> None:
             if fan is not None:
                 for path in ties.get(names[source.name], (names[source.name],)):
                     owner, _, name = path.rpartition(".")
-                    tag_fan_in(model.get_submodule(owner), **{name: fan})
+                    tag_fan_in(modules[owner], **{name: fan})
 
 
 def _fan_in(node: fx.Node, parameter: fx.Node) -> int | None:

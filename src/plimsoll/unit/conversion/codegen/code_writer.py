@@ -29,6 +29,7 @@ from plimsoll.unit.conversion.codegen.steps import (
     size_text,
     tensors_in,
 )
+from plimsoll.unit.conversion.converted_modules import Converted, Folded
 
 # -- tree of the calls in a recipe -------------------------------------------------------------------------------------
 
@@ -225,7 +226,8 @@ class Writer:
             size = self._sizes.expression(name, self._at_hand)
             used |= {self.local[tensor] for tensor in tensors_in(size)}
             return size_text(size, self.local)
-        return attribute_text(self._own(name))
+        parameter = self._recipe.sources[name].kind == "parameter"
+        return attribute_text(self._own(name), "_parameters" if parameter else "_buffers")
 
     def _own(self, name: str) -> str:
         source = self._recipe.sources[name]
@@ -319,24 +321,27 @@ class Writer:
         return lines
 
 
-def attribute_text(path: str) -> str:
+def attribute_text(path: str, holder: str = "_modules") -> str:
     """Return the text for a tensor or a module below `self`, by its dotted name.
 
-    >>> attribute_text("layers.0.weight"), attribute_text("code.weight")
-    ("self.layers._modules['0'].weight", "self._modules['code'].weight")
+    `holder`: where its owner keeps it.
+
+    >>> attribute_text("layers.0.weight", "_parameters"), attribute_text("code.class", "_parameters")
+    ("self.layers._modules['0'].weight", "self._modules['code']._parameters['class']")
     """
-    text = "self"
-    for i, name in enumerate(path.split(".")):
-        text += f"._modules[{name!r}]" if _hidden(name, first=i == 0) else f".{name}"
+    text, names = "self", path.split(".")
+    for i, name in enumerate(names):
+        kept = holder if i == len(names) - 1 else "_modules"
+        text += f".{kept}[{name!r}]" if _hidden(name) else f".{name}"
     return text
 
 
-def _hidden(name: str, *, first: bool) -> bool:
+def _hidden(name: str) -> bool:
     """Return whether `self.name` is no Python, or means something else."""
-    return not name.isidentifier() or (first and name in _PART_NAMES)
+    return not name.isidentifier() or keyword.iskeyword(name) or name in _PART_NAMES
 
 
-_PART_NAMES = frozenset({"code", "coverage", "changes", "kept", "forward", "reset_parameters"})
+_PART_NAMES = frozenset({*dir(Converted), *dir(Folded)})  # with those of every module
 
 
 # Python functions of torch, not bindings, that take the operator's arguments as they are.

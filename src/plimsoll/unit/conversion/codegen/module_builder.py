@@ -11,7 +11,7 @@ from plimsoll.unit.changes import Factor, Scale
 from plimsoll.unit.conversion.codegen.code_writer import Call, Writer, tree_of
 from plimsoll.unit.conversion.codegen.forward_signature import Signature, head_of, output_text
 from plimsoll.unit.conversion.codegen.steps import NORMS, Recipe, Ref, Step, name_of
-from plimsoll.unit.conversion.converted_modules import Code, Converted, Folded, Part, make
+from plimsoll.unit.conversion.converted_modules import Code, Converted, Folded, Part, make, named_modules
 from plimsoll.unit.formulas import Factors
 
 _INDENT = "    "
@@ -59,6 +59,7 @@ class Builder:
     ) -> None:
         self._recipe, self._source, self._signature = recipe, source, signature
         self._constants, self._base = constants, base
+        self._originals = dict(named_modules(source))
         self._versions: dict[Call, int] = {}  # index of the code that a call runs among those of its module
         self._made: dict[int, nn.Module] = {}  # by the original module, so that shared ones stay shared
         self._tensors: dict[int, Tensor] = {}
@@ -72,7 +73,7 @@ class Builder:
         replaced: dict[str, nn.Module] = {}
         for path, group in calls.items():
             if path:
-                original = self._source.get_submodule(path)
+                original = self._originals[path]
                 replaced[path] = leaf(original, group, folded=self._base is Folded) or self._part(original, path, group)
         root = make(self._root_code(tree), self._base)
         self._assemble(root, self._source, "", replaced)
@@ -96,7 +97,7 @@ class Builder:
             if text not in texts:
                 texts.append(text)
             self._versions[call] = texts.index(text)
-        original = self._source.get_submodule(path)
+        original = self._originals[path]
         name = _class_name(original)
         if len(texts) == 1:
             return Code(name=name, text=f"def forward{texts[0]}", like=like(original))
@@ -164,14 +165,14 @@ class Builder:
         """Register tensors that the model's code makes of numbers as transient buffers."""
         sources = self._recipe.sources
         constants = {name: source.paths[0] for name, source in sources.items() if source.kind == "constant"}
+        modules = dict(named_modules(root))
         for path, group in calls.items():
-            owner = root.get_submodule(path)
             for call in group:
                 for step in call.own_steps():
                     for name in step.refs():
                         if constants.get(name) in self._constants:
                             value = self._constants[constants[name]]
-                            owner.register_buffer(constants[name], value.detach().clone(), persistent=False)
+                            modules[path].register_buffer(constants[name], value.detach().clone(), persistent=False)
 
 
 def _inner_first(call: Call) -> Iterator[Call]:
