@@ -19,20 +19,9 @@ import torch
 from plimsoll.emulate.casting import CUDA, CastCache, OperationLists, check_lists
 from plimsoll.emulate.dispatch import frame_entry, thread_frame
 from plimsoll.emulate.dispatch.thread_frame import Frame
+from plimsoll.emulate.module_regions import OpenContexts
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
-
-
-class OpenContexts(threading.local):
-    """The entries of a re-entrant context that a thread has not left yet."""
-
-    def __init__(self) -> None:
-        self.stack: list[contextlib.AbstractContextManager[object]] = []
-
-    @property
-    def on(self) -> bool:
-        """True while the thread has any open."""
-        return bool(self.stack)
 
 
 class Reentrant(contextlib.ContextDecorator, ABC):

@@ -7,6 +7,7 @@ If the modules around it run without autocast, its outputs are cast to FP32.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plimsoll.emulate.autocast import OpenContexts
 from plimsoll.formats import ModulePlan
 from plimsoll.kernels.dtypes import TRAINING
 from plimsoll.watch.taps.compiled_taps import inlined_only
@@ -55,6 +55,18 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 Context = contextlib.AbstractContextManager[Any]
 NATIVE = tuple(TRAINING)  # formats that torch computes in
+
+
+class OpenContexts(threading.local):
+    """The entries of a re-entrant context that a thread has not left yet."""
+
+    def __init__(self) -> None:
+        self.stack: list[contextlib.AbstractContextManager[object]] = []
+
+    @property
+    def on(self) -> bool:
+        """True while the thread has any open."""
+        return bool(self.stack)
 
 
 class Switch:

@@ -13,11 +13,10 @@ from typing import Any
 from torch import nn
 
 from plimsoll import checks
-from plimsoll.emulate.autocast import OpenContexts
 from plimsoll.emulate.context import Emulation, eagerly
 from plimsoll.emulate.dispatch import frame_entry, thread_frame
 from plimsoll.emulate.dispatch.thread_frame import Frame
-from plimsoll.emulate.module_regions import NATIVE, Regions, is_native, named_modules
+from plimsoll.emulate.module_regions import NATIVE, OpenContexts, Regions, is_native, named_modules
 from plimsoll.emulate.operation_counts import Operations
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, ModulePlan, Plan
