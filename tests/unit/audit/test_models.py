@@ -227,6 +227,9 @@ def test_batches_of_one_and_of_none(rows: int) -> None:
     assert [r.forward.count for r in found.operations] == [4 * rows] * 2
     assert str(found).startswith("Audit of Sequential: 2 operations") and json.dumps(found.to_dict(), allow_nan=False)
     assert (found.worst == ()) is (rows == 0)
+    alone = audit(nn.Linear(8, 4), torch.randn(4, 8))
+    assert str(alone).startswith("Audit of Linear: 1 operation,")
+    assert "\n1 operation matched;" in str(alone.compare(alone))
 
 
 def test_wrapped_and_compiled_models_have_their_own_names() -> None:

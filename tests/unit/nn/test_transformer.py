@@ -272,6 +272,7 @@ def test_activations_by_name_function_or_module(activation):
             r"expected masks to be boolean or floating point; got torch.int32 of shape \(3, 3\)",
         ),
         (lambda: unn.TransformerEncoderLayer(8, 2, taus=(0.5,)), r"expected taus to be 2 shares, .* got \(0.5,\)"),
+        (lambda: unn.TransformerEncoderLayer(8, 2, taus=0.5), "expected taus to be 2 shares, .* got 0.5. Leave"),
         (
             lambda: unn.TransformerDecoderLayer(8, 2, taus=(0.5, 0.5, 1.0)),
             "TransformerDecoderLayer: expected tau between",

@@ -198,6 +198,7 @@ def test_a_group_may_say_its_kind():
             AdamW(given, lr=1.0)
     with pytest.raises(ArgumentError, match="expected plain to be True, False or names of parameters; got plain=5"):
         AdamW(nn.Linear(2, 2), lr=1.0, plain=5)
+    assert factors(AdamW(nn.Linear(2, 2), lr=1.0, plain=iter(["weight", "bias"])))["weight"] == 1.0
     with pytest.raises(ArgumentError, match="got a parameter of shape"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 

@@ -17,7 +17,7 @@ from plimsoll.checks import integer, one_of
 from plimsoll.errors import ArgumentError
 from plimsoll.results import NotebookRepr, as_data
 from plimsoll.spectrum import Spectrum
-from plimsoll.text import number, printable
+from plimsoll.text import counted, number, printable
 
 Kind = Literal["input", "operation", "parameter"]
 Direction = Literal["forward", "backward"]
@@ -265,7 +265,7 @@ class Comparison(NotebookRepr):
         lines = [
             textwrap.fill(f"Before: {_summary(self.before)}", _WIDTH, subsequent_indent="        "),
             textwrap.fill(f"After:  {_summary(self.after)}", _WIDTH, subsequent_indent="        "),
-            f"{len(pairs):,} operations matched; rows only before: {alone[0]:,}, only after: {alone[1]:,}.",
+            f"{counted(len(pairs), 'operation')} matched; rows only before: {alone[0]:,}, only after: {alone[1]:,}.",
         ]
         changed = sorted(pairs, key=_change, reverse=True)
         return "\n".join([*lines, *([_printed(_comparison_table(changed, _WORST_SHOWN))] if changed else [])])
@@ -488,7 +488,7 @@ def _comparison_table(pairs: Sequence[Pair], most: int | None) -> Table:
 
 def _summary(audit: Audit) -> str:
     """Return one line: the number of operations, and their scales' range."""
-    parts = [f"{len(audit.operations):,} operations"]
+    parts = [counted(len(audit.operations), "operation")]
     for direction in DIRECTIONS:
         scales = [r.scale for r in audit.readings(direction) if math.isfinite(r.scale)]
         if scales:

@@ -1,8 +1,8 @@
 """Convolutions and pooling at unit scale."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
@@ -154,7 +154,8 @@ def _areas(kernel: Sizes, stride: Sizes | None, dims: int) -> tuple[int, int]:
 
 def per_dimension(sizes: Any, dims: int) -> tuple[Any, ...]:
     """Return one size for each spatial dimension."""
-    values = tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)  # one may be NumPy's
+    # A number may be NumPy's.
+    values: tuple[Any, ...] = tuple(cast("Iterable[Any]", sizes)) if isinstance(sizes, (tuple, list)) else (sizes,)
     return values * dims if len(values) == 1 else values
 
 

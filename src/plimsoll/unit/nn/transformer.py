@@ -5,7 +5,7 @@ has no factors, so it is not used.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -265,8 +265,11 @@ class _Layer(nn.Module):
             self.activation_relu_or_gelu = 0  # an encoder of torch asks whether its fused path is possible
         delattr(self, "activation")
         self.activation = activation_from(type(self).__name__, activation, constraint)
-        self.taus = [residual_tau(i, 1) for i in range(branches)] if taus is None else list(taus)
-        _check_taus(type(self).__name__, self.taus, branches)
+        self.taus = (
+            [residual_tau(i, 1) for i in range(branches)]
+            if taus is None
+            else _checked_taus(type(self).__name__, taus, branches)
+        )
 
     def _residual(self, index: int, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
         """Run one branch, with its norm before it or after the sum."""
@@ -445,11 +448,13 @@ def _check_layer(operation: str, layer: object, wanted: type[nn.Module]) -> None
         )
 
 
-def _check_taus(operation: str, taus: list[float], branches: int) -> None:
-    if len(taus) != branches:
+def _checked_taus(operation: str, taus: object, branches: int) -> list[float]:
+    listed = list(cast("Iterable[Any]", taus)) if isinstance(taus, Iterable) else []
+    if len(listed) != branches:
         raise ArgumentError(
-            f"{operation}: expected taus to be {branches} shares, one for each branch; got {tuple(taus)!r}. Leave it "
-            "out for a stack's rule."
+            f"{operation}: expected taus to be {branches} shares, one for each branch; got {taus!r}. Leave it out for "
+            "a stack's rule."
         )
-    for tau in taus:
+    for tau in listed:
         check_tau(operation, tau)
+    return listed

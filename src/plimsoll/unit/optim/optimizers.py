@@ -120,13 +120,16 @@ def _listed(params: object) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(cast("Iterable[Any]", params))
 
 
-def _matching(operation: str, named: dict[str, nn.Parameter], globs: Sequence[str]) -> frozenset[int]:
-    globs = [globs] if isinstance(globs, str) else globs
-    if not isinstance(globs, Iterable) or not all(isinstance(glob, str) for glob in globs):
+def _matching(operation: str, named: dict[str, nn.Parameter], plain: object) -> frozenset[int]:
+    # An iterator gives its globs once.
+    several = isinstance(plain, Iterable) and not isinstance(plain, str)
+    listed: list[Any] = list(cast("Iterable[Any]", plain)) if several else [plain]
+    if not all(isinstance(glob, str) for glob in listed):
         raise ArgumentError(
-            f"{operation}: expected plain to be True, False or names of parameters; got plain={globs!r}. Write "
+            f"{operation}: expected plain to be True, False or names of parameters; got plain={plain!r}. Write "
             "plain=['head.*'], for example."
         )
+    globs: list[str] = listed
     for glob in globs:
         if not fnmatch.filter(named, glob):
             raise ArgumentError(
