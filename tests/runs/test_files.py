@@ -3,12 +3,15 @@
 import os
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from plimsoll.errors import ArgumentError
 from plimsoll.formats import Plan
+from plimsoll.report.single_file.html_report import checked_path
 from plimsoll.runs.storage import atomic_files
 
 
@@ -94,3 +97,21 @@ def test_no_link_can_lie_in_wait_under_the_hidden_name(
     first, second = opened
     assert first.name != second.name and not {first, second} & set(tmp_path.iterdir())
     assert all(name.name.startswith(atomic_files.HIDDEN) for name in opened)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes in folders")
+def test_a_device_or_pipe_does_not_give_way_to_a_file(tmp_path: Path) -> None:
+    """An administrator who writes to /dev/null would lose the device. A pipe needs no rights."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    refused: list[tuple[type[Exception], Callable[[], object]]] = [
+        (OSError, lambda: atomic_files.replacing(path).__enter__()),
+        (ArgumentError, lambda: atomic_files.write_text("report", path, "text")),
+        (ArgumentError, lambda: atomic_files.check_place("certify", path, [""])),
+        (ArgumentError, lambda: checked_path(path)),
+        (ArgumentError, lambda: Plan(target="fp16", formats={}).save(path)),
+    ]
+    for kind, write in refused:
+        with pytest.raises(kind, match=r"expected (the path of a file; got .*, a device or a pipe|a regular file)"):
+            write()
+    assert [p for p in tmp_path.iterdir() if stat.S_ISFIFO(p.stat().st_mode)] == list(tmp_path.iterdir()) == [path]

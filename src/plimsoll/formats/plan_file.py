@@ -67,6 +67,8 @@ def checked_path(operation: str, path: str | os.PathLike[str]) -> Path:
     target = Path(path)
     if target.is_dir():
         raise ArgumentError(f"{operation}: expected the path of a file; got {target}, a folder. Name a file in it.")
+    if target.exists() and not target.is_file():
+        raise ArgumentError(f"{operation}: expected the path of a file; got {target}, a device or a pipe. Name a file.")
     if not target.parent.is_dir():
         raise ArgumentError(
             f"{operation}: expected a path in a folder that exists; got {target}. Make its folder first."

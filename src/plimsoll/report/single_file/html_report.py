@@ -23,7 +23,7 @@ from plimsoll.report.single_file.embedded_answers import Offline, collection_of,
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary, summary
 from plimsoll.results import as_data
-from plimsoll.runs.storage.atomic_files import replacing
+from plimsoll.runs.storage.atomic_files import check_target, replacing
 from plimsoll.text import capital
 from plimsoll.version import __version__
 
@@ -79,8 +79,7 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
             f"report: expected a file that ends in .html, which is what a page is written in; got {path}. "
             f"Write to {path.with_suffix('.html').name}, and print that from a browser for a PDF."
         )
-    if path.is_dir():
-        raise ArgumentError(f"report: expected the path of a file; got {path}, a folder. Name a file in it.")
+    check_target("report", path)
     if not path.parent.is_dir():
         raise ArgumentError(f"report: expected a path in a folder that exists; got {path}. Make its folder first.")
     return path

@@ -1,6 +1,7 @@
 """Files that appear whole or not at all. All files of a run and of an answer are written here."""
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -19,7 +20,12 @@ HIDDEN = ".writing-"
 # others may write to, a link placed under a known name would redirect the writing.
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[BinaryIO]:
-    """Open a file that replaces `path` at the block's end, unless the block raises."""
+    """Open a file that replaces `path` at the block's end, unless the block raises.
+
+    What is there and is no regular file stays: an administrator who writes to /dev/null would lose the device.
+    """
+    if is_special(path):
+        raise FileExistsError(errno.EEXIST, "expected a regular file or none", str(path))
     temporary = path.with_name(f"{HIDDEN}{secrets.token_hex(8)}-{path.name}.tmp")
     opened = open_for_writing(temporary)
     try:
@@ -33,6 +39,11 @@ def replacing(path: Path) -> Generator[BinaryIO]:
             temporary.unlink()
         raise
     sync_folder(path.parent)
+
+
+def is_special(path: Path) -> bool:
+    """Return whether a path leads to a folder, a device or a pipe."""
+    return path.exists() and not path.is_file()
 
 
 def read(path: Path, limit_bytes: int) -> bytes:
@@ -123,13 +134,21 @@ def check_place(operation: str, path: str | os.PathLike[str], endings: Iterable[
         raise ArgumentError(
             f"{operation}: expected a file in a folder that exists; got {os.fspath(place)!r}. Make its folder first."
         )
+    check_target(operation, place)
     return place
+
+
+def check_target(operation: str, path: Path) -> None:
+    """Raise `ArgumentError` if what is at a path is a folder, a device or a pipe."""
+    if path.is_dir():
+        raise ArgumentError(f"{operation}: expected the path of a file; got {path}, a folder. Name a file in it.")
+    if is_special(path):
+        raise ArgumentError(f"{operation}: expected the path of a file; got {path}, a device or a pipe. Name a file.")
 
 
 def write_text(operation: str, file: Path, text: str) -> None:
     """Write a text file, whole or not at all."""
-    if file.is_dir():
-        raise ArgumentError(f"{operation}: expected the path of a file; got {file}, a folder. Name a file in it.")
+    check_target(operation, file)
     try:
         with replacing(file) as stream:
             stream.write(text.encode("utf-8", "replace"))
