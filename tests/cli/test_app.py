@@ -44,6 +44,7 @@ def test_an_unknown_command_is_refused_with_the_nearest() -> None:
 @each(
     ("words", "message"),
     [
+        (["-q"], "expected a command; got none. plimsoll -h lists them."),
         (["--nope"], "expected an option of plimsoll; got --nope. plimsoll -h lists the options."),
         (["checks"], "expected a command; got 'checks'. Did you mean check? plimsoll -h lists them."),
         (["help", "nope"], "expected a command; got 'nope'. plimsoll -h lists them."),
@@ -67,6 +68,16 @@ def test_usage_errors_have_the_form_of_all_errors(words: list[str], message: str
     result = CliRunner().invoke(app, words, prog_name="plimsoll")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"plimsoll: {message}") and result.stderr.count("\n") == 1
+
+
+@each("command", ["check", "ls", "diff", "receipt", "report", "whatif"])
+def test_a_path_that_no_system_has_is_one_line(command: str) -> None:
+    name = "x" * 5000
+    more = {"diff": [name], "report": ["-o", f"{name}.html"], "whatif": ["--format", "fp16"]}.get(command, [])
+    result = CliRunner().invoke(app, [command, name, *more], prog_name="plimsoll")
+    assert (result.exit_code, result.stdout) == (2, ""), result.exception
+    assert result.stderr.startswith("plimsoll: ") and result.stderr.count("\n") == 1
+    assert "File name too long" in result.stderr or "No such" in result.stderr
 
 
 GROUP = typer.main.get_command(app)

@@ -221,6 +221,28 @@ def test_a_recorded_run(tmp_path: Path):
     assert {row["operation"] for row in found["rows"]} == {"module"}
 
 
+def test_records_that_are_missing_take_the_exit_code_0_away(tmp_path: Path):
+    from plimsoll.runs import RunWriter, Scalars
+
+    with RunWriter(tmp_path / "run") as writer:
+        writer.write(Scalars(step=0, values={"loss": 1.0}))
+    assert here("run", cwd=tmp_path).exit_code == 0
+    next((tmp_path / "run" / "scalars").iterdir()).unlink()
+    result = here("run", cwd=tmp_path)
+    assert result.exit_code == 2 and "are missing, and the answer is from the rest" in result.stderr
+
+
+@each(("command", "ending"), [("receipt", "html"), ("probe", "toml")])
+def test_a_folder_that_the_script_removes_costs_the_file_and_not_the_answer(command: str, ending: str, tmp_path: Path):
+    script(tmp_path, "import shutil\nshutil.rmtree('answers')\n" + textwrap.dedent(LOOP))
+    (tmp_path / "answers").mkdir()
+    arguments = [command, "train.py", "-o", f"answers/answer.{ending}", "--json"]
+    arguments += ["--format", "fp16"] if command == "probe" else []
+    result = processes.python("-m", "plimsoll", *arguments, cwd=tmp_path, env=ENVIRONMENT)
+    assert (result.returncode, json.loads(result.stdout) != {}) == (2, True), result.stderr
+    assert "in a folder that exists" in result.stderr and "Traceback" not in result.stderr
+
+
 @each(
     "arguments, said",
     [
@@ -229,6 +251,7 @@ def test_a_recorded_run(tmp_path: Path):
         (("train.py", "--declared", "bf16"), "got --declared 'bf16', which can mean several"),
         (("train.py", "--declared", "none.toml"), "got 'none.toml', which is not there"),
         (("train.py", "-o", "r.pdf"), "expected --output to end in .html, .json, .md, .txt"),
+        (("train.py", "-o", "nowhere/r.HTML"), "expected --output in a folder that exists"),
         (("train.py", "-o", "nowhere/r.md"), "expected --output in a folder that exists"),
         (("empty",), "No Plimsoll run in"),
     ],

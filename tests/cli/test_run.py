@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,6 +130,17 @@ def test_torch_is_imported_by_the_script_and_not_before(tmp_path: Path) -> None:
     assert line.startswith("plimsoll: no training step was seen: no torch.optim.Optimizer was made in this process")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes in folders")
+def test_a_script_from_a_pipe_is_run_whole(tmp_path: Path) -> None:
+    """As the shell's ``plimsoll run <(...)`` gives it: what was read of it is gone."""
+    pipe = tmp_path / "script"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("print('a')\nprint('b')\n",), daemon=True)
+    writer.start()
+    result = watched(pipe, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "a\nb\n"), result.stderr
+
+
 # -- options
 
 
@@ -139,6 +151,8 @@ def test_torch_is_imported_by_the_script_and_not_before(tmp_path: Path) -> None:
         (["--warmup", "-1"], "--warmup"),
         (["--collect", "weights,loss"], "expected --collect to name some of weights, .*; got 'loss'"),
         (["--collect", "weights=often"], "expected --collect weights=N .*; got weights=often"),
+        (["--collect", "weights=1,gradients,weights"], "expected --collect to name each collection once; got weights"),
+        (["--collect", f"weights={'9' * 5000}"], "expected --collect weights=N"),
         (["--recorder", "everything"], "expected --recorder to name some of loss, .*; got 'everything'"),
         (["--precision", "fp16-master"], "expected --precision to be .*; got .fp16-master."),
     ],

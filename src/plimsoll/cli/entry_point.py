@@ -102,6 +102,8 @@ COMMANDS: tuple[Command, ...] = (
 
 GROUP = "plimsoll.commands"  # entry points of other distributions
 _MANY_OBJECTS = 100_000  # between two collections of the garbage collector; Python's own number is 700
+# Errors of paths that the system or its rights rule out, whatever is done with them.
+_NOT_TO_BE_USED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG}
 _OTHERS = "Other packages"  # heading of their commands
 # Arguments of a command that cannot be loaded are accepted, so that its own error is shown and no usage error.
 _ANY_ARGUMENTS: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
@@ -277,9 +279,15 @@ class _Group(TyperGroup):
             raise typer.Exit(2) from error
         except _UsageError as error:
             raise _refused(error, ctx) from error
-        except typer.Exit:  # the command's own answer, such as an alarm, is the exit code
-            report_missing_records(runs)
+        except typer.Exit as end:  # the command's own answer, such as an alarm, is the exit code
+            if report_missing_records(runs) and not end.exit_code:
+                raise typer.Exit(2) from end
             raise
+        except OSError as error:
+            if error.errno not in _NOT_TO_BE_USED or error.filename is None:
+                raise
+            messages.error(f"expected a path that can be used; got {error.filename!s:.300} ({error.strerror}).")
+            raise typer.Exit(2) from error
         if report_missing_records(runs):
             raise typer.Exit(2)
         return result

@@ -111,6 +111,8 @@ def explained(error: Any) -> str:
             return f"{operation}expected {error.option_name} alone; got a value for it. Leave the value out."
         return f"{operation}expected {error.option_name} {option.metavar}; got no value. {more}"
     parameter = getattr(error, "param", None)
+    if parameter is None and context.parent is None:
+        return f"expected a command; got none. {path} -h lists them."
     if parameter is None:
         extra = _EXTRA.search(error.message)
         got = f"{extra[1]} as well. Leave it out" if extra else f"something else ({error.message.rstrip('.')})"

@@ -114,15 +114,15 @@ class Printer:
         return 1 if self.fail and receipt.deviations else 0
 
     def _print(self, receipt: "Receipt") -> None:
-        if self.file is not None:
-            receipt.save(self.file)
         if self.as_json:
             messages.write_json(receipt.to_dict())
         elif not self._several:
             from plimsoll.cli.terminal import console
 
             console().print(receipt.table(full=self.rows))
-            if self.file is not None:
+        if self.file is not None:
+            receipt.save(self.file)  # after the answer, which a file that cannot be written must not cost
+            if not self.as_json and not self._several:
                 messages.write("")
                 messages.write_line(f"written to {self.file}")
 
@@ -165,7 +165,7 @@ def _file(output: str | None) -> Path | None:
     file = local_file("receipt", "--output", output, "receipt.html")
     if file is None:
         return None
-    if file.suffix not in ENDINGS:
+    if file.suffix.lower() not in ENDINGS:
         raise ArgumentError(
             f"receipt: expected --output to end in {', '.join(ENDINGS)}; got {file}. Choose one of these. Put -- "
             "before an option of the script."

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FACTS = ("loss", "scale", "nonfinite")
 BLOCKS = (16, 32)
 _ALL = ",".join(COLLECTIONS)
+_MOST_DIGITS = 18  # of an interval: steps are 64-bit integers
 # The levels that a script can be trained at as it is, with their aliases; likewise.
 PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "fp8-unit", "fp8-tensor", "o0", "o1")
 
@@ -277,11 +278,13 @@ def _collections(given: str, every: int) -> list[str] | dict[str, int]:
     names = _names("--collect", ",".join(name for name, _, _ in pairs), COLLECTIONS)
     if not any(sign for _, sign, _ in pairs):
         return names
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ArgumentError(f"run: expected --collect to name each collection once; got {twice[0]} twice. Drop one.")
     return {name: _interval(name, text) if sign else every for name, (_, sign, text) in zip(names, pairs, strict=True)}
 
 
 def _interval(name: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < 1:
         raise ArgumentError(
             f"run: expected --collect {name}=N with N a number of steps, 1 or more; got {name}={text}. Correct it."
         )

@@ -7,6 +7,7 @@ import io
 import os
 import pkgutil
 import runpy
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -74,7 +75,7 @@ class RunAfterCli(BaseException):
 def check(script: str, command: str = "run") -> None:
     """Raise `ArgumentError` in the command's words if there is no such script."""
     try:
-        if not Path(script).is_dir():
+        if stat.S_ISREG(Path(script).stat().st_mode):  # what a pipe holds can be read once only
             Path(script).open("rb").close()
     except OSError as error:
         raise ArgumentError(
@@ -142,11 +143,9 @@ def _lead_path(folder: str) -> None:
 
 def _code(path: str) -> CodeType:
     with io.open_code(path) as file:
-        compiled = pkgutil.read_code(file)
-    if compiled is not None:
-        return compiled
-    with io.open_code(path) as file:
-        return compile(file.read(), path, "exec", dont_inherit=True)
+        content = file.read()
+    compiled = pkgutil.read_code(io.BytesIO(content))
+    return compile(content, path, "exec", dont_inherit=True) if compiled is None else compiled
 
 
 # -- how it ends
@@ -299,7 +298,11 @@ class AnswerSession:
             return 2
         if self._failure is not None:
             messages.error(f"{self._failure}, after the step that is recorded here")
-        return self._show(answer, rank())
+        try:
+            return self._show(answer, rank())
+        except PlimsollError as error:  # the file cannot be written: the script has removed its folder
+            messages.failure(error)
+            return 2
 
     def _answer(self) -> Any:
         if self._made is None:

@@ -104,17 +104,22 @@ class _Printer:
     def show(self, found: "Probe", rank: int = 0) -> int:
         """Print the answer and write its plan, on the first rank; return the exit code."""
         if rank == 0:
-            if self._file is not None and found.plan is not None:
-                found.plan.save(self._file)
             if self._as_json:
                 messages.write_json(found.to_dict())
             else:
                 messages.write(str(found))
-            if self._file is not None and found.plan is None:
-                messages.error(f"no plan was written to {self._file}: there is none")
-            elif self._file is not None and not self._as_json:
-                messages.write_line(f"written to {self._file}")
+            if self._file is not None:
+                self._save(found, self._file)
         return 0 if found.fits else 1
+
+    def _save(self, found: "Probe", file: Path) -> None:
+        """Write the plan, after the answer, which a file that cannot be written must not cost."""
+        if found.plan is None:
+            messages.error(f"no plan was written to {file}: there is none")
+            return
+        found.plan.save(file)
+        if not self._as_json:
+            messages.write_line(f"written to {file}")
 
 
 def _is_script(target: str) -> bool:
