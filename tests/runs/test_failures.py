@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import math
 import os
 import shlex
 import shutil
@@ -246,6 +247,52 @@ def test_records_that_make_no_sense_cost_themselves(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert run.steps == [1] and run.scalars("loss")[0].tolist() == [2]
     assert writer.dropped == {"invalid record": 5}
+
+
+DEEP: dict[str, object] = {}
+for _ in range(100):
+    DEEP = {"deeper": DEEP}
+
+
+@pytest.mark.filterwarnings("ignore:plimsoll. a record for")
+@pytest.mark.parametrize(
+    "odd",
+    [
+        Scalars(step=1, values={"half\ud800": 2.0}),
+        Scalars(step=1, values={"é" * 70_000: 2.0}),
+        Scalars(step=1, values={"late": 2.0}, time=math.inf),
+        Scalars(step=1, values={"late": 2.0}, time=math.nan),
+        Event(step=1, kind="k" * 70_000, message="m"),
+        Event(step=1, kind="odd", message="no such file: \udcff.py"),
+        Event(step=1, kind="odd", message="m", time=math.inf),
+        Event(step=1, kind="odd", message="m", details={"text": "x" * (5 << 20)}),
+        Event(step=1, kind="odd", message="m", details=DEEP),
+    ],
+    ids=["half", "long", "inf", "nan", "kind", "message", "time", "large", "deep"],
+)
+def test_what_readers_would_refuse_costs_no_other_record(odd: Scalars | Event, tmp_path: Path) -> None:
+    """One word that is too long, and readers leave out the whole part."""
+    with RunWriter(tmp_path / "run") as writer:
+        writer.write(Scalars(step=0, values={"loss": 1.0}))
+        writer.write(Event(step=0, kind="sound", message="m"))
+        writer.write(odd)
+        writer.write(Scalars(step=2, values={"loss": 3.0}))
+    run = Run(tmp_path / "run")
+    assert run.scalar_times("loss")[0].tolist() == [0, 2] and "sound" in [event.kind for event in run.events()]
+    assert run.problems == []
+    is_kept = math.isfinite(odd.time)
+    assert run.dropped == ({} if is_kept else {"invalid record": 1})
+    steps = run.scalar_steps if isinstance(odd, Scalars) else [event.step for event in run.events()]
+    assert (1 in steps) == is_kept
+
+
+def test_a_series_whose_name_no_file_can_hold_is_recorded(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run") as writer:
+        for step in range(2):
+            writer.write(making.batch(writer, step, {("weights", "half\ud800"): torch.ones(3)}))
+    run = Run(tmp_path / "run")
+    assert run.tensors == {"weights": ("half?",)} and run.spectrum("weights", "half?", 1).count == 3
+    assert run.problems == []
 
 
 def test_where_warnings_are_errors_they_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

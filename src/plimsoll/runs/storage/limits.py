@@ -30,6 +30,7 @@ RANGES: Mapping[str, tuple[int, int]] = {
 }
 MANIFEST_BYTES = 32 << 20  # of a hundred thousand series it has some 8 MB
 MOST_NAMES = 100_000  # series of a collection, and scalars, that are read: a run of more is no training's
+WORD_BYTES = 1 << 16  # of a name, or of the kind of an event
 EVENT_BYTES = 4 << 20  # of the details of one event
 DEPTH = 64  # of lists and objects in each other; what is written here has six
 
@@ -40,6 +41,25 @@ def whole(value: object, what: str, kind: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise DamageError(f"{what}: expected a whole number from {low} to {high}, got {shown(value)}")
     return value
+
+
+# A part with one word that readers refuse would be lost as a whole.
+def stored_word(word: object) -> str:
+    """Return a name as parts can hold it: half characters are question marks, and a very long one is cut."""
+    text = str(word)
+    if text.isascii() and len(text) <= WORD_BYTES:
+        return text
+    return text.encode("utf-8", "replace")[:WORD_BYTES].decode("utf-8", "ignore")
+
+
+def stored_details(details: object) -> str:
+    """Return the JSON of an event's details, or of how long they are where readers would refuse them."""
+    text = json.dumps(details)
+    try:
+        check_depth(details, "details")
+    except DamageError as error:
+        return json.dumps({"left_out": str(error)})
+    return text if len(text) <= EVENT_BYTES else json.dumps({"left_out": f"details of {len(text):,} bytes"})
 
 
 def shown(value: object) -> str:

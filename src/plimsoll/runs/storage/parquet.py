@@ -30,7 +30,7 @@ from plimsoll.runs.columns.schema import (
 from plimsoll.runs.columns.spectrum_columns import list_items, numbers
 from plimsoll.runs.records import EXTRAS
 from plimsoll.runs.storage import atomic_files
-from plimsoll.runs.storage.limits import EVENT_BYTES, RANGES, DamageError, check_depth, from_json
+from plimsoll.runs.storage.limits import EVENT_BYTES, RANGES, WORD_BYTES, DamageError, check_depth, from_json
 from plimsoll.runs.storage.location import StorageLocation
 from plimsoll.runs.storage.parts import Part
 
@@ -41,7 +41,6 @@ _MAGNITUDE = (0.0, float("inf"))
 # A crafted first binade ended a reader inside scipy.
 _BINADES = (row_layout.LOWEST_BINADE, row_layout.LOWEST_BINADE + row_layout.BINADES - 1)
 _LENGTHS = (0, row_layout.BINADES)
-_WORD_BYTES = 1 << 16
 _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys((*COUNTS, *BLOCK_COUNTS), RANGES["count"]),
     **dict.fromkeys(("absmin", "absmax", "abssum", "sumsq", *ADDED, *EXTRAS), _MAGNITUDE),
@@ -91,7 +90,7 @@ def _check_column(column: Any, name: str, part: Part) -> None:
             raise DamageError(f"column {name}: NaN")
     elif name in _WORDS:
         words = pc.unique(column).cast(pa.string()) if pa.types.is_dictionary(column.type) else column
-        _check_range(pc.binary_length(words), f"{name}, bytes", (0, _WORD_BYTES))
+        _check_range(pc.binary_length(words), f"{name}, bytes", (0, WORD_BYTES))
     if name == "format":
         _check_formats(pc.unique(column).to_pylist())
     if name == "details":

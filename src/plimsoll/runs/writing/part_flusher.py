@@ -1,6 +1,5 @@
 """Buffer of records, and the flusher that writes it as parts."""
 
-import json
 import operator
 import os
 import threading
@@ -11,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from plimsoll.checks import number
 from plimsoll.errors import PlimsollError
 from plimsoll.results import as_data
 from plimsoll.runs.columns.arrow import Table
 from plimsoll.runs.columns.schema import KINDS, Kind, Series, rows_table
 from plimsoll.runs.columns.spectrum_columns import spectra_table
 from plimsoll.runs.records import Event, Scalars, size_bytes
+from plimsoll.runs.storage.limits import RANGES, stored_details, stored_word
 from plimsoll.runs.writing.rank_folder import RankFolder
 from plimsoll.text import warn_user
 
@@ -96,9 +97,9 @@ class Buffer:
     # Records are checked and converted to rows one by one, so that a record that cannot be stored costs only itself.
     def add_scalars(self, record: Scalars) -> None:
         """Add one step's scalars."""
-        step, time = _step(record.step), float(record.time)
+        step, time = _step(record.step), _time(record.time)
         rows = [
-            {"step": step, "name": str(name), "value": float(value), "time": time}
+            {"step": step, "name": stored_word(name), "value": float(value), "time": time}
             for name, value in record.values.items()
         ]
         if rows:
@@ -109,10 +110,10 @@ class Buffer:
         """Add an event."""
         row = {
             "step": _step(event.step),
-            "kind": str(event.kind),
-            "message": str(event.message),
-            "details": json.dumps(as_data(event.details, str)),
-            "time": float(event.time),
+            "kind": stored_word(event.kind),
+            "message": str(event.message).encode("utf-8", "replace").decode(),  # of errors: file names of any bytes
+            "details": stored_details(as_data(event.details, str)),
+            "time": _time(event.time),
         }
         self._rows["events"].append([row])
         self._add("events", size_bytes(event))
@@ -171,6 +172,13 @@ class Buffer:
 
 def _step(step: object) -> int:
     return int(np.int64(operator.index(step)))  # pyright: ignore[reportArgumentType]
+
+
+def _time(seconds: object) -> float:
+    low, high = RANGES["seconds"]
+    return number(
+        "RunWriter.write", "time", seconds, at_least=low, at_most=high, remedy="Give Unix seconds, or leave it out."
+    )
 
 
 def _in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from plimsoll.runs.columns.arrow import Table, pc
 from plimsoll.runs.columns.schema import KINDS, Kind, Series
 from plimsoll.runs.reading.spectra import merge_choices
 from plimsoll.runs.storage import atomic_files, manifest, parquet, parts as _parts
+from plimsoll.runs.storage.limits import stored_word
 from plimsoll.runs.storage.location import Folder
 from plimsoll.runs.storage.lock import Lock
 from plimsoll.runs.storage.parts import Part
@@ -43,8 +44,9 @@ class SeriesRegistry:
 
     def _registered(self, key: tuple[str, str, str, bool]) -> int:
         collection, name, fmt, shared = key
-        series = Series(collection=collection, name=name, format=Source(fmt).format, shared=shared)
-        canonical = (collection, name, series.format, shared)
+        stored = {"collection": stored_word(collection), "name": stored_word(name)}
+        series = Series(**stored, format=Source(fmt).format, shared=shared)
+        canonical = (series.collection, series.name, series.format, shared)
         with self._guard:
             if canonical not in self._numbers:
                 self.series.append(series)
