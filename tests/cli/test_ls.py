@@ -147,6 +147,15 @@ def test_a_damaged_run_costs_its_own_row(folder: Path, tmp_path: Path) -> None:
     assert rows["later"]["state"] == "damaged" and "schema" in rows["later"]["verdict"]
 
 
+@each("created", ["9999-12-31T23:59:59-23:00", "0001-01-01T00:00:00+23:00"])
+def test_a_time_beyond_the_calendar_costs_no_row(created: str, tmp_path: Path) -> None:
+    write(tmp_path / "sound", "2001-02-03T04:05:06+00:00", 3, 0.5)
+    write(tmp_path / "odd", created, 3, 0.5)
+    rows = {row["name"]: row["started"] for row in json.loads(run(tmp_path, "--json").stdout)}
+    assert rows == {"sound": "2001-02-03T04:05:06+00:00", "odd": None}
+    assert run(tmp_path).exit_code == 0
+
+
 def test_a_folder_without_a_run_exits_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for arguments, message in (

@@ -1,6 +1,7 @@
 """The reader: names, steps, following a live writer, and folders in which something is wrong."""
 
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -76,6 +77,7 @@ def test_collections_may_be_globs_too(path: Path) -> None:
         (slice(10, None, 20), [10, 30, 50]),
         (slice(None, None, 20), [0, 20, 40]),
         (slice(60, 90), []),
+        (slice(np.int64(10), np.int32(40), np.int8(10)), [10, 20, 30]),
     ],
 )
 def test_steps_are_sliced_by_their_numbers(path: Path, steps: slice | None, expected: list[int]) -> None:
@@ -145,6 +147,36 @@ def test_a_series_whose_steps_were_never_written_is_empty(tmp_path: Path) -> Non
     assert [column.tolist() for column in run.series("weights", "w", "std")] == [[], []]
     with pytest.raises(NotRecordedError, match=r"got 0\. The nearest are none\."):
         run.spectrum("weights", "w", 0)
+
+
+@pytest.mark.parametrize("step", [1.5, 9.5, True, None, "10", float("nan")])
+def test_a_step_that_is_no_whole_number_has_no_spectrum(path: Path, step: object) -> None:
+    """1.5 was answered with the spectrum of the next step."""
+    with pytest.raises(ArgumentError, match=r"Run.spectrum: expected step to be an integer; got step="):
+        Run(path).spectrum("gradients", "blocks.0.w", step)
+    assert Run(path).spectrum("gradients", "blocks.0.w", np.int64(10)).count == 11
+
+
+@pytest.mark.parametrize("name", ["", None, 3, b"run", "nul\0", "x" * 5000])
+def test_what_is_no_path_is_refused_in_words(name: object) -> None:
+    with pytest.raises(
+        (ArgumentError, RunError), match=r"Run: expected (the path of a run's folder|a folder that can)"
+    ):
+        Run(name)
+
+
+def test_a_list_of_a_script_s_runs_that_is_nested_too_deep_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "script.json").write_text('{"runs": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(RunError, match=r"script.json; got JSON that is nested deeper"):
+        Run(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows makes no links without rights")
+def test_a_run_that_is_read_through_a_link_has_what_is_in_memory_too(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(tmp_path / "run")
+    with RunWriter(tmp_path / "run", flush_seconds=3600) as writer:
+        writer.write(Scalars(step=0, values={"loss": 1.0}))
+        assert Run(tmp_path / "latest").scalars("loss")[0].tolist() == [0]
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty", "file"])

@@ -91,6 +91,28 @@ def test_a_restart_in_a_file_replaces_what_it_repeats(tmp_path: Path) -> None:
     assert values(run) == [(0, 9.0), (1, 5.0), (2, 3.0)]
 
 
+def test_a_file_with_the_newest_row_first_is_no_row_of_restarts(tmp_path: Path) -> None:
+    rows = "".join(f"{step},{50 + step},{step / 10}\n" for step in reversed(range(5)))
+    run = pl.Run.from_csv(csv(tmp_path, f"step,wall time,loss\n{rows}"))
+    assert values(run) == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert values(run, "elapsed_seconds") == [(step, float(step)) for step in range(5)]
+
+
+@each("delimiter", ["", "ab", "\n", 3])
+def test_a_delimiter_is_one_character(delimiter: Any, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="expected delimiter to be one character; got delimiter="):
+        pl.Run.from_csv(csv(tmp_path, "step,loss\n0,1\n"), delimiter=delimiter)
+
+
+def test_an_imported_run_is_kept_in_a_folder_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ArgumentError, match=r"Run.from_csv: expected a folder of this machine to write to; got the URI"
+    ):
+        pl.Run.from_csv(csv(tmp_path, "step,loss\n0,1\n"), to="s3://bucket/run")
+    assert [path.name for path in tmp_path.iterdir()] == ["losses.csv"]
+
+
 @each(
     "text,error,match",
     [
@@ -98,7 +120,12 @@ def test_a_restart_in_a_file_replaces_what_it_repeats(tmp_path: Path) -> None:
         ("loss,accuracy\n1,2\n", ArgumentError, "column of steps named step.*'loss', 'accuracy'"),
         ("step,loss\n", RunError, "expected scalars; got none"),
         ("step,loss\n1,a\n", RunError, "expected scalars; got none"),
-        ("step,loss\n1,1.0\n2,high\n", RunError, "number under 'loss', as before, in line 3; got 'high'"),
+        (f"step,{'x' * 70_000}\n1,1.0\n", RunError, "expected names of at most 65,536 bytes; got 'xxx"),
+        (
+            "step,loss\n1,1.0\n2,high\n",
+            RunError,
+            "^[^;]*losses.csv: expected a number under 'loss', as before, in line 3; got 'high'",
+        ),
         ("step,loss\n1.5,1.0\n", RunError, "whole number as the step in line 2; got '1.5'"),
         ("step,loss\n,1.0\n", RunError, "whole number as the step in line 2; got ''"),
         ("step,loss\ninf,1.0\n", RunError, "whole number as the step in line 2"),

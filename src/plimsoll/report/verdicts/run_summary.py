@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, cast
 
 import numpy as np
@@ -157,7 +157,7 @@ def _last(view: View, name: str) -> float | None:
 def unix_seconds(value: object) -> float | None:
     """Return a manifest's time in Unix seconds. None: it is no time."""
     try:
-        return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else None
+        return datetime.fromisoformat(value).astimezone(UTC).timestamp() if isinstance(value, str) else None
     except (ValueError, OverflowError, OSError):
         return None
 

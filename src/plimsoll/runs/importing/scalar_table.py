@@ -13,7 +13,7 @@ from plimsoll.errors import RunError
 from plimsoll.runs.columns.arrow import Table, array as arrow_array, pa, strings
 from plimsoll.runs.columns.schema import SCHEMAS
 from plimsoll.runs.storage import manifest, parquet
-from plimsoll.runs.storage.limits import MOST_NAMES
+from plimsoll.runs.storage.limits import MOST_NAMES, WORD_BYTES, shown, stored_word
 from plimsoll.runs.storage.parts import Part
 from plimsoll.version import __version__
 
@@ -56,6 +56,8 @@ class ScalarTable:
         Raises a `RunError` if there are more values or names than a run has, or the step is no step.
         """
         if name not in self._values:
+            if stored_word(name) != name:
+                raise RunError(f"{self.source}: expected names of at most {WORD_BYTES:,} bytes; got {shown(name)}.")
             if len(self._values) == MOST_NAMES:
                 raise RunError(f"{self.source}: expected at most {MOST_NAMES:,} scalars; got more. Leave some out.")
             self._steps[name], self._values[name], self._seconds[name] = array("q"), array("d"), array("d")
@@ -105,9 +107,12 @@ class ScalarTable:
             ) from error
 
     def _column(self, name: str) -> Column:
-        steps = np.array(self._steps[name], dtype=np.int64)
+        steps, values = np.array(self._steps[name], dtype=np.int64), np.array(self._values[name])
+        seconds = np.array(self._seconds[name])
+        if len(steps) > 2 and (np.diff(steps) < 0).all():  # a table with the newest row first, and no run restarted
+            steps, values, seconds = steps[::-1], values[::-1], seconds[::-1] - seconds[-1]
         lasting = without_replaced(steps)
-        return steps[lasting], np.array(self._values[name])[lasting], np.array(self._seconds[name])[lasting]
+        return steps[lasting], values[lasting], seconds[lasting]
 
 
 def _tables(columns: dict[str, Column]) -> Iterator[Table]:

@@ -39,6 +39,10 @@ def read_csv(path: Path, *, step: str | None, delimiter: str | None) -> ScalarTa
     that trackers name so, and cells are separated by a tab in a file that ends in .tsv, else by a comma.
     """
     table = ScalarTable(str(path))
+    if delimiter is not None and (not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in "\r\n"):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"{path}: expected delimiter to be one character; got delimiter={delimiter!r}. Use ';', for example."
+        )
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
             rows = csv.reader(
@@ -50,6 +54,8 @@ def read_csv(path: Path, *, step: str | None, delimiter: str | None) -> ScalarTa
                 if any(cells):
                     columns.add(table, rows.line_num, cells)
     except (OSError, csv.Error) as error:
+        if isinstance(error, RunError):  # which is an OSError too, and says what is wrong
+            raise
         raise RunError(f"{path}: expected a CSV file that can be read; got {error}. Look at the file.") from error
     return table
 
@@ -107,7 +113,7 @@ def _step_column(path: Path, names: Sequence[str], step: str | None) -> int:
     if step is not None:
         if step in names:
             return names.index(step)
-        near = nearest(step, names)
+        near = nearest(str(step), names)
         raise ArgumentError(
             f"{path}: expected a column of steps that the file has; got step={step!r}. "
             f"Its columns are {', '.join(near or names[:8])}."
@@ -193,6 +199,8 @@ def _payloads(path: Path) -> Iterator[bytes]:
             while (payload := _next_payload(file, path)) is not None:
                 yield payload
     except OSError as error:
+        if isinstance(error, RunError):
+            raise
         raise RunError(f"{path}: expected an event file that can be read; got {error}. Look at the file.") from error
 
 
@@ -339,6 +347,8 @@ def _messages(path: Path) -> Iterator[bytes]:
                     yield bytes(message)
                     message.clear()
     except OSError as error:
+        if isinstance(error, RunError):
+            raise
         raise RunError(f"{path}: expected a file that can be read; got {error}. Look at the file.") from error
 
 

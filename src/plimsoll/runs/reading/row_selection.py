@@ -3,6 +3,7 @@
 import difflib
 import fnmatch
 import functools
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -33,7 +34,7 @@ def unknown(operation: str, what: str, name: str, names: Sequence[str], *, close
 
     A run that is not `closed` may still get the name.
     """
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or sorted(names)[:3]
+    near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.4) or sorted(names)[:3]
     listed = ", ".join(repr(n) for n in near)
     advice = f"The nearest are {listed}." if near else "Nothing of this kind was recorded."
     if not closed:
@@ -58,13 +59,14 @@ class Steps:
         """Return the range of a slice of step numbers, all for None."""
         if steps is None:
             return cls()
-        if not _is_ascending(steps):
+        given = _whole_numbers(steps)
+        if given is None or (given[2] is not None and given[2] < 1):
             raise ArgumentError(
                 f"{operation}: expected steps to be a slice of step numbers, ascending; got {steps!r}. "
                 "slice(100, 200) is from step 100 up to and not including 200."
             )
-        given = cast("slice[int | None, int | None, int | None]", steps)
-        return cls(low=given.start, high=given.stop, every=1 if given.step is None else given.step)
+        low, high, every = given
+        return cls(low=low, high=high, every=1 if every is None else every)
 
     def may_be_in(self, part: Part) -> bool:
         """Return whether a part may have such steps."""
@@ -80,14 +82,16 @@ class Steps:
         return result if self.every == 1 else result & ((steps - (self.low or 0)) % self.every == 0)
 
 
-def _is_ascending(steps: object) -> bool:
-    """Return True for a slice of whole numbers that goes upward."""
+def _whole_numbers(steps: object) -> tuple[int | None, int | None, int | None] | None:
+    """Return the ends and the step of a slice of whole numbers, NumPy's among them. None: it is none."""
     if not isinstance(steps, slice):
-        return False
-    start, stop, every = cast("tuple[object, object, object]", (steps.start, steps.stop, steps.step))
-    if not all(number is None or isinstance(number, int) for number in (start, stop, every)):
-        return False
-    return every is None or cast("int", every) >= 1
+        return None
+    given = cast("tuple[Any, Any, Any]", (steps.start, steps.stop, steps.step))
+    try:
+        low, high, every = (None if number is None else operator.index(number) for number in given)
+    except TypeError:
+        return None
+    return low, high, every
 
 
 def select(

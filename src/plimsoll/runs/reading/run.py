@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll import display
+from plimsoll.checks import integer
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, values_of
@@ -29,7 +30,7 @@ from plimsoll.runs.reading.row_selection import Steps, matching, select, unknown
 from plimsoll.runs.reading.run_folder import RunContents, RunFolder, gone_writers, runs_below
 from plimsoll.runs.records import ERRORS, Event
 from plimsoll.runs.storage import limits
-from plimsoll.runs.storage.location import Folder, is_elsewhere, place_of
+from plimsoll.runs.storage.location import Folder, folder_to_write, is_elsewhere, place_of
 from plimsoll.runs.storage.lock import write_for_reader
 from plimsoll.spectrum import ErrorSums, Spectrum
 from plimsoll.tensor_collections import NAMES
@@ -163,7 +164,7 @@ class Run:
         cls, table: ScalarTable, kind: str, path: str | os.PathLike[str], to: str | os.PathLike[str] | None
     ) -> "Run":
         if to is not None:
-            table.write(Path(to), kind)
+            table.write(folder_to_write(f"Run.from_{kind}", to), kind)
             return cls(to)
         temporary = Path(tempfile.mkdtemp(prefix="plimsoll-"))
         try:
@@ -294,6 +295,7 @@ class Run:
             NotRecordedError: The name or the step was not recorded.
         """
         self._check_series("Run.spectrum", collection, name)
+        step = integer("Run.spectrum", "step", step, remedy="Run.steps has those that were recorded.")
         wanted = Steps(low=step, high=step + 1)
         for _, _, _, spectrum in _spectra.read(self._contents, collection, [name], wanted, raw=raw):
             return spectrum

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from plimsoll.errors import ArgumentError, MissingExtraError, PlimsollError, RunError
 from plimsoll.runs.columns.arrow import fs, pa
 from plimsoll.runs.storage import atomic_files
-from plimsoll.runs.storage.limits import MANIFEST_BYTES, DamageError
+from plimsoll.runs.storage.limits import MANIFEST_BYTES, DamageError, from_json
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _OF_FSSPEC = "fsspec+"
@@ -219,9 +219,11 @@ class Folder(StorageLocation):
             return sorted(path.name for path in (self.path / kind).iterdir())
         except FileNotFoundError:
             return []
-        except OSError as error:
-            if not self.path.is_dir():
-                return []
+        except NotADirectoryError:
+            if kind and self.path.is_dir():
+                raise
+            return []
+        except (OSError, ValueError) as error:  # of a NUL, or half a character
             if kind:
                 raise
             raise RunError(
@@ -316,6 +318,8 @@ class Stored(StorageLocation):
 def place_of(path: str | os.PathLike[str], filesystem: Any = None) -> StorageLocation:
     """Return a path's location, in `filesystem` if given, by scheme if it is a URI."""
     uri = path if isinstance(path, str) and is_uri(path) else None
+    if not isinstance(path, str | os.PathLike) or (path == "" and filesystem is None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"Run: expected the path of a run's folder, or a URI; got {path!r}. Name one.")
     if filesystem is not None and uri is not None:
         raise ArgumentError(
             "Run: expected a path within the filesystem that is given; got the URI "
@@ -385,7 +389,7 @@ def names_of_runs(place: StorageLocation) -> tuple[str, ...]:
     if SCRIPT_FILE not in place.names():
         return ()
     try:
-        names: Any = json.loads(place.read(SCRIPT_FILE))["runs"]
+        names: Any = from_json(place.read(SCRIPT_FILE), MANIFEST_BYTES)["runs"]
         sound = isinstance(names, list) and all(_is_folder_name(name) for name in cast("list[object]", names))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunError(f"Run: expected a list of a script's runs in {place}: {SCRIPT_FILE}; got {error}.") from error

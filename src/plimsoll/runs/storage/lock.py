@@ -228,7 +228,15 @@ def forget() -> None:
 def write_for_reader(folder: Path) -> None:
     """Write what this process has recorded of a run and not written yet."""
     for writer in writers():
-        if writer.path == folder.absolute():
+        if writer.path == folder.absolute() or _leads_to(folder, writer.path):
             if writer.before_read is not None:
                 writer.before_read()
             writer.flush(_READ_SECONDS)
+
+
+def _leads_to(folder: Path, other: Path) -> bool:
+    """Return whether a folder is another one, perhaps through a link or ``..``."""
+    try:
+        return folder.samefile(other)
+    except (OSError, ValueError):  # one of them is not there, or is no path
+        return False
