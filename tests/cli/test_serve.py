@@ -19,7 +19,7 @@ pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip 
 from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
-from plimsoll.errors import MissingExtraError
+from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.report.live.server import launch
 from plimsoll.runs import RunWriter, Scalars
 from tests.support import processes
@@ -162,6 +162,14 @@ def test_without_the_extra_the_install_line_is_told(
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None if name == package else whole(name))
     with pytest.raises(MissingExtraError, match=rf"expected the package {package}; got none.*'uvicorn>=0.29'$"):
         launch.serve(folder)
+
+
+def test_hosts_that_are_no_names_are_refused(folder: Path, ran: list[tuple[Any, int]]) -> None:
+    with pytest.raises(ArgumentError, match="serve: expected allow_hosts to be a list; got allow_hosts='box.local'"):
+        launch.serve(folder, port=0, allow_hosts="box.local")
+    with pytest.raises(ArgumentError, match="serve: expected the name or address of this machine; got host=None"):
+        launch.serve(folder, port=0, host=None)  # pyright: ignore[reportArgumentType]
+    assert not ran
 
 
 def test_importing_the_room_loads_no_server() -> None:

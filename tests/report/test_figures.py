@@ -191,6 +191,14 @@ def test_unknown_names_formats_and_shifts_are_refused(sound: Path) -> None:
         report.spectrogram(sound, "weights", f"{A}.weight", formats=["mxfp4"])
     with pytest.raises(ArgumentError, match="expected shift to be an integer from -2200 to 2200, or None; got 1.5"):
         report.spectrogram(sound, "weights", f"{A}.weight", shift=1.5)  # pyright: ignore[reportArgumentType]
+    shifted = [report.spectrogram(sound, "weights", f"{A}.weight", shift=shift) for shift in (3, np.int64(3))]
+    assert shifted[0] == shifted[1]
+
+
+@each("mark", [(0.0, "none"), (-1.0, "below"), (NAN, "nan"), (float("inf"), "all"), (1e-16,), 1e-16])
+def test_a_mark_that_has_no_place_among_magnitudes_is_refused(mark: Any, sound: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"spectrogram: expected mark\[0\] to be a number above 0"):
+        report.spectrogram(sound, "weights", f"{A}.weight", mark=mark)
 
 
 # -- heat maps

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plimsoll import report
+from plimsoll import report, row_layout
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.errors import NotRecordedError
 from plimsoll.report import figure_for
@@ -70,6 +70,18 @@ def test_a_run_of_scalars_lacks_collections(name: str, tmp_path: Path) -> None:
 def test_all_nan_is_no_exception(name: str, tmp_path: Path) -> None:
     story = make_story(change_gradient=lambda g, layer, step: g * NAN, scale=lambda s: NAN, loss=lambda s: NAN)
     assert is_said(FIGURES[name](story.write(tmp_path / "run", until=20)))
+
+
+def test_a_layer_in_focus_without_a_number_leaves_the_others_to_be_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunWriter(path) as writer:
+        series = np.array([writer.series("gradients", name_of(i), format="fp32") for i in range(80)])
+        rows = rows_of(np.zeros(80, dtype=int), 0)
+        rows[5] = 0
+        rows[5, [row_layout.COUNT, row_layout.NANS]] = 1000
+        writer.write(Batch(step=0, rows=rows, index=np.arange(80), series=series))
+    figures = [report.heatmap(path, kind, "gradients", focus=[name_of(5)]) for kind in ("norm", "absmax")]
+    assert all(is_said(figure) and len(figure.data[0].y) == 80 for figure in figures)
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -290,20 +290,45 @@ def test_a_heat_map_is_saved_as_the_numbers_that_hovering_shows(page: Any, site:
     assert set(saved_figure) == {"data", "layout"} and saved_figure["data"][0]["type"] == "heatmap"
 
 
+def module_of(page: Any, name: str) -> str:
+    return page.evaluate("document.querySelector('script[type=module]').src").replace("main.js", name)
+
+
 def test_lines_are_saved_with_a_column_for_each_and_formulas_as_text(page: Any, sweep: Served) -> None:
     at(page, sweep, "#/compare/rate 0/rate 1?find=acc")
     figure = drawn(page, ".scalars figure")
     figure.hover()
     rows = list(csv.reader(io.StringIO(saved(page, figure, "Download the numbers as CSV"))))
     assert rows[0] == ["step", "rate 0", "rate 1"] and [float(cell) for cell in rows[3]] == [2, 0.05, 0.075]
-    module = page.evaluate("document.querySelector('script[type=module]').src").replace("main.js", "figures/export.js")
     text = page.evaluate(
         "async (module) => (await import(module)).csv({ data: ["
         " { type: 'scatter', name: '=cmd()', x: [1, 2], y: [3, null] },"
         " { type: 'scatter', name: 'a,\"b\"', x: [2], y: [0.5] }], layout: { xaxis: { title: { text: 'step' } } } })",
-        module,
+        module_of(page, "figures/export.js"),
     )
     assert list(csv.reader(io.StringIO(text))) == [["step", "'=cmd()", 'a,"b"'], ["1", "3", ""], ["2", "", "0.5"]]
+
+
+def test_the_rows_of_two_heat_maps_in_one_figure_say_whose_they_are(page: Any, sweep: Served) -> None:
+    at(page, sweep, "")
+    text = page.evaluate(
+        "async (module) => (await import(module)).csv({ layout: { xaxis: { title: { text: 'step' } } }, data: ["
+        " { type: 'heatmap', name: 'rounded to zero', x: [1], y: ['a'], z: [[0.5]] },"
+        " { type: 'heatmap', name: 'zero before', x: [1], y: ['a'], z: [[0.25]] }] })",
+        module_of(page, "figures/export.js"),
+    )
+    head, *rows = csv.reader(io.StringIO(text))
+    assert head[0] == "series" and [row[0] for row in rows] == ["rounded to zero", "zero before"]
+
+
+def test_findings_alike_are_told_apart(page: Any, sweep: Served) -> None:
+    at(page, sweep, "")
+    alike = {"rule": "loss-spike", "collection": None, "since_step": 3}
+    keys = page.evaluate(
+        "async ([module, findings]) => (await import(module)).keysOf(findings)",
+        [module_of(page, "views/finding.js"), [alike, {**alike, "since_step": 4}, alike, alike]],
+    )
+    assert len(set(keys)) == 4 and keys[0] == "loss-spike|null|3"
 
 
 # -- the list

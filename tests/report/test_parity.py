@@ -65,6 +65,8 @@ def test_of_a_run_that_diverged_the_figure_says_so() -> None:
     assert figure.layout.meta["empty"] and "diverged" in figure.layout.annotations[0].text
     with pytest.raises(ArgumentError, match="expected the result of plimsoll.parity; got str"):
         report.parity("runs/bf16")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="write_parity: expected the result of plimsoll.parity; got str"):
+        report.write_parity("runs/bf16", "page.md")  # type: ignore[arg-type]
 
 
 @each("name", ["<script>alert(1)</script> loss", "loss\x1b[31m", "loss|*a*"])

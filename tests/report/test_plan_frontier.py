@@ -8,6 +8,7 @@ import pytest
 from plimsoll import report
 from plimsoll.diagnosis import View, plan
 from plimsoll.diagnosis.planning.frontier import frontier
+from plimsoll.errors import ArgumentError
 from plimsoll.report.figure_declaration import DECLARED
 from plimsoll.runs import Run
 from tests.support.diagnosis.planned import layers, written
@@ -45,5 +46,9 @@ def test_it_is_offered_where_a_run_has_what_it_needs(path: Path, tmp_path: Path)
     assert not DECLARED["plan_frontier"].cases(View(Run(fp16)))
     bare = written(tmp_path / "run", [layers(SIZES)])
     assert not DECLARED["plan_frontier"].cases(View(Run(bare)))
+    with pytest.raises(
+        ArgumentError, match="plan_frontier: expected target to be 'fp16', .* or 'cheapest'; got target='fp9'"
+    ):
+        report.plan_frontier(path, "fp9")
     empty = report.plan_frontier(bare)
     assert empty.layout.meta["empty"] and "needs the loss" in empty.layout.annotations[0].text

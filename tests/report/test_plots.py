@@ -69,6 +69,11 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         report.histogram(torch.ones(3))
     with pytest.raises(ArgumentError, match="expected shift to be an integer; got shift=1.5"):
         spectrum.plot(shift=1.5)
+    with pytest.raises(ArgumentError, match="histogram: expected shift to be an integer from -2200 to 2200"):
+        spectrum.plot(shift=10**400)
+    with pytest.raises(ArgumentError, match="histogram: expected formats to be a list; got formats='e4m3'"):
+        spectrum.plot("e4m3")
+    assert spectrum.plot(shift=np.int64(3)) == spectrum.plot(shift=3)
     with pytest.raises(FormatError):
         spectrum.plot(["mxfp4"])
 

@@ -334,6 +334,17 @@ def test_a_run_whose_parts_vanish_while_it_is_read(tmp_path: Path) -> None:
     made.close()
 
 
+def test_a_file_in_place_of_a_folder_of_parts_is_no_change_of_the_run(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run") as writer:
+        writer.write(Scalars(step=0, values={"loss": 1.0}))
+    shutil.rmtree(tmp_path / "run" / "spectra", ignore_errors=True)
+    (tmp_path / "run" / "spectra").write_bytes(b"")
+    made = app(tmp_path)
+    asked = TestClient(made, base_url="http://localhost").get("/api/runs/run")
+    assert asked.status_code == 200 and asked.json()["summary"]["findings"] is not None
+    made.close()
+
+
 def test_another_run_in_its_place_is_another_run(tmp_path: Path) -> None:
     SOUND.write(tmp_path / "run")
     made = app(tmp_path)

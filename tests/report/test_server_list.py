@@ -49,6 +49,14 @@ def test_runs_are_found_at_any_depth_as_run_find_does(tmp_path: Path) -> None:
     assert {run.id for run in found.runs()} == {"a", "b/c", "b/d/e", ".hidden", "with space", "ünï"}
 
 
+def test_a_problem_names_no_folder_above_the_one_that_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = a_run(tmp_path / "a") / "run.json"
+    manifest.write_text("{")
+    why = f"run.json: cannot be read ([Errno 13] Permission denied: '{manifest}')"
+    monkeypatch.setattr(run_index.RunFolder, "problems", property(lambda self: [why]))
+    assert RunsList(tmp_path).run("a").problem == why.replace(f"{tmp_path}/", "")
+
+
 def test_a_name_that_is_no_text_has_an_id_that_is(tmp_path: Path) -> None:
     odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe")
     try:

@@ -313,7 +313,8 @@ def _small(values: Floats) -> Any:
 def focused(matrix: Matrix, focus: Sequence[str]) -> tuple[Matrix, str]:
     """Only the rows in focus, where there are too many to see them among the others."""
     wanted = set(focus)
-    places = [i for i, name in enumerate(matrix.series) if name in wanted]
+    blank = np.isnan(matrix.values)
+    places = [i for i, name in enumerate(matrix.series) if name in wanted and not blank[i].all()]
     if not places or len(matrix.names) <= _FOCUS_ABOVE or len(places) == len(matrix.names):
         return matrix, ""
     chosen = Matrix(
@@ -424,7 +425,7 @@ def _zeros_painted(
         matrix = Matrix(names=cells.names, series=cells.names, steps=cells.steps, values=values)
         drawn = panel(matrix, "mean", "share", words, focus=focus, most_cells=MOST_CELLS // len(parts), top=1.0)
         axis = "y" if i == 0 else f"y{i + 1}"
-        traces.append({**drawn.trace, "yaxis": axis})
+        traces.append({**drawn.trace, "yaxis": axis, "name": words})
         layout[f"yaxis{axis[1:]}"] = {**drawn.axis, "domain": [max(top - part_height, 0.0), top]}
         notes.append({"text": f"<b>{words}</b>", "x": 1, "xref": "paper", "xanchor": "right", "y": top, "yref": "paper",
                       "yanchor": "bottom"})  # fmt: skip

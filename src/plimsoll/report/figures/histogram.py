@@ -1,13 +1,15 @@
 """`histogram` and `spectrogram`: values by power of two, against formats' limits."""
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from plimsoll import row_layout
+from plimsoll.checks import integer, items, number
 from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import Source, view_of
@@ -130,6 +132,7 @@ def _line_trace(one: LoadLine, at: Ints) -> Trace:
 
 # -- `spectrogram`: one tensor's values by step ------------------------------------------------------------------------
 
+_MOST_SHIFT = 2200  # from float64's smallest value to its largest
 _RAREST = -6.0  # power of ten of the share below which colours no longer differ
 _WIDE = 100  # binades: formats that reach farther are never a tensor's trouble
 _HEIGHT = 460
@@ -169,8 +172,9 @@ def spectrogram(
     """
     view = view_of(run, until, "spectrogram")
     series_checked(view, "spectrogram", collection, name)
-    _check_shift(shift)
-    chosen = None if formats is None else [element(fmt, "spectrogram") for fmt in formats]
+    shift = _checked_shift(shift)
+    mark = None if mark is None else _checked_mark(mark)
+    chosen = None if formats is None else _elements("spectrogram", formats)
     title = f"{capital(of(collection))} of {safe(name)}: where the values lie"
     meta = {"figure": "spectrogram", "collection": collection}
     mine = view.only(collection, name)
@@ -332,12 +336,30 @@ def _times(shift: int) -> str:
     return "1" if shift == 0 else power(shift)
 
 
-def _check_shift(shift: object) -> None:
-    if shift is not None and (isinstance(shift, bool) or not isinstance(shift, int) or abs(shift) > 2200):
+def _checked_shift(shift: object) -> int | None:
+    """Return a shift as an int, None as it is. NumPy integers are taken."""
+    try:
+        known = None if shift is None else operator.index(shift)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        known = _MOST_SHIFT + 1
+    if isinstance(shift, bool) or (known is not None and abs(known) > _MOST_SHIFT):
         raise ArgumentError(
-            f"spectrogram: expected shift to be an integer from -2200 to 2200, or None; got {shift!r}. "
-            "Shift k means that values are multiplied by 2**k; None takes the recorded loss scale."
+            f"spectrogram: expected shift to be an integer from -{_MOST_SHIFT} to {_MOST_SHIFT}, or None; got "
+            f"{shift!r}. Shift k means that values are multiplied by 2**k; None takes the recorded loss scale."
         )
+    return known
+
+
+def _checked_mark(mark: object) -> tuple[float, str]:
+    """Return a magnitude that can be marked, and what it is called."""
+    given: Sequence[Any] = cast("Sequence[Any]", mark) if isinstance(mark, tuple | list) else ()
+    value, says = given if len(given) == 2 else (None, None)
+    remedy = 'Give (1e-16, "epsilon squared"), for example.'
+    return number("spectrogram", "mark[0]", value, above=0, remedy=remedy), str(says)
+
+
+def _elements(operation: str, formats: Sequence[object]) -> list[Format]:
+    return [element(fmt, operation) for fmt in items(operation, "formats", formats)]
 
 
 # -- `histogram`: one spectrum's values --------------------------------------------------------------------------------
@@ -363,9 +385,9 @@ def histogram(spectrum: Spectrum, formats: Sequence[object] | None = None, *, sh
         raise ArgumentError(
             f"histogram: expected a Spectrum; got {type(spectrum).__name__}. Call plimsoll.measure, or Run.spectrum."
         )
-    if isinstance(shift, bool) or not isinstance(shift, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(f"histogram: expected shift to be an integer; got shift={shift!r}. Use 0.")
-    chosen = _own(spectrum) if formats is None else [element(fmt, "histogram") for fmt in formats]
+    shift = integer("histogram", "shift", shift, remedy="Use 0.")
+    shift = integer("histogram", "shift", shift, low=-_MOST_SHIFT, high=_MOST_SHIFT, remedy="Use 0.")
+    chosen = _own(spectrum) if formats is None else _elements("histogram", formats)
     title, meta = "Values by power of two", {"figure": "histogram", "count": spectrum.count}
     if not spectrum.nonzero:
         return empty_figure("histogram", title, f"No finite value but zero among {spectrum.count:,} values.", meta)

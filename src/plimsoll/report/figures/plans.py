@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 
+from plimsoll.checks import one_of
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis.planning.check import check_plan
 from plimsoll.diagnosis.planning.frontier import frontier
 from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Plan
+from plimsoll.formats.catalogue import TARGETS
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Statistic
 from plimsoll.report.drawing.plotly_parts import (
     BLUE,
@@ -227,6 +229,7 @@ def plan_frontier(
     - `measured`: pairs of a cost, as a share of that in BF16, and a measured increase, as a share of the loss.
     """
     view = view_of(run, until, "plan_frontier")
+    one_of("plan_frontier", "target", target, (*TARGETS, "cheapest"))
     title, meta = f"What {target.upper()} saves, and costs in loss", {"figure": "plan_frontier", "target": target}
     complete = {*FORWARD, *BACKWARD} <= set(view.run.tensors)
     points = frontier(view, target, costs=costs) if complete else []

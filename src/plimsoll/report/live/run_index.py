@@ -74,7 +74,7 @@ def listing_of(
     """The row of a run, broken or not. `mark` says of a file in it what changes when that is replaced."""
     name = (path.name or str(path)).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     try:
-        return _of_catalog(catalog(), run_id, name, path, modified, mark)
+        return _of_catalog(catalog(), run_id, name, path, root, modified, mark)
     except Exception as error:  # noqa: BLE001  (a manifest may hold anything, and must not cost the other rows)
         why = (
             within(str(error), root)[:_LONGEST] if isinstance(error, RunError) else f"damaged ({type(error).__name__})"
@@ -84,7 +84,7 @@ def listing_of(
 
 
 def _of_catalog(
-    catalog: RunFolder, run_id: str, name: str, path: Path, modified: float, mark: Callable[[str], str]
+    catalog: RunFolder, run_id: str, name: str, path: Path, root: Path, modified: float, mark: Callable[[str], str]
 ) -> Listed:
     manifests, head = catalog.manifests, catalog.head
     ends = [catalog.visible_end(part) for part in (*catalog.of("spectra"), *catalog.of("scalars"))]
@@ -103,7 +103,7 @@ def _of_catalog(
         modified=modified,
         tensors=len(names),
         ranks=len(catalog.ranks),
-        problem=unread[0][:_LONGEST] if unread else None,
+        problem=within(unread[0], root)[:_LONGEST] if unread else None,
         settings=settings_of(head),
     )
 
@@ -485,5 +485,5 @@ def _links_in(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
             return [folder / entry.name for entry in entries if entry.is_symlink()]
-    except FileNotFoundError:
+    except OSError:  # not there, no folder, or not to be listed: what is read of the run says so
         return []

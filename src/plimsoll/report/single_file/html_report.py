@@ -96,7 +96,7 @@ def _needs_plotly() -> None:
 
 def _page(view: View, title: str | None, findings: Sequence[Finding] | None) -> str:
     judged = summary(view, findings)
-    name = summary_text.cut(judged.name if title is None else title, 120) or "Run"
+    name = summary_text.cut(judged.name if title is None else str(title), 120) or "Run"
     collection = collection_of(view)
     answers = offline(view, collection) if collection else []
     content = embedded(view, judged, answers, collection)

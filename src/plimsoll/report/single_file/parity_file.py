@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from plimsoll.diagnosis import Parity
+from plimsoll.errors import ArgumentError
 from plimsoll.report.drawing.plotly_parts import TEMPLATES
 from plimsoll.report.page.assets import FILES, PLOTLY
 from plimsoll.report.results import parity as figure_of
@@ -57,10 +58,14 @@ def write_parity(found: Parity, path: str | os.PathLike[str]) -> Path:
         The path of the file.
 
     Raises:
-        ArgumentError: The ending is another one, or the path is a folder or in one that does not exist.
+        ArgumentError: It is no verdict, the ending is another one, or the path is a folder or in one that is missing.
         RunError: The file cannot be written.
         MissingExtraError: plotly is not installed, which a page needs.
     """
+    if not isinstance(found, Parity):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"write_parity: expected the result of plimsoll.parity; got {type(found).__name__}. Pass that."
+        )
     place = check_parity_path(path)
     write_text("parity", place, _FORMS[place.suffix.lower()](found))
     return place

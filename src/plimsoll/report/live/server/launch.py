@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from plimsoll.checks import items
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.report.live.security import ANY_ADDRESS, LOOPBACK
@@ -59,6 +60,7 @@ def serve(
         RunError: The store does not answer.
     """
     _require()
+    allow_hosts = items("serve", "allow_hosts", allow_hosts)
     from plimsoll.report.live.server.app import app
     from plimsoll.report.live.server.uvicorn_loop import run
 
@@ -158,6 +160,8 @@ def _listening(host: str, port: int) -> _Place:
         raise ArgumentError(
             f"serve: expected a port from 0 to 65535; got {port!r}. Name another with --port; 0 takes a free one."
         )
+    if not isinstance(host, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"serve: expected the name or address of this machine; got host={host!r}. Leave it out.")
     bare = host.removeprefix("[").removesuffix("]")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0]

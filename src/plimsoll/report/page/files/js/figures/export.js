@@ -55,7 +55,8 @@ function ofLines(traces, layout) {
 export function rowsOf({ data, layout }) {
   const drawn = data.filter((trace) => trace.meta?.table !== false && trace.visible !== false);
   const heat = drawn.filter((trace) => trace.type === "heatmap");
-  if (heat.length) return heat.flatMap((trace, i) => ofHeatMap(trace, layout).slice(i ? 1 : 0));
+  if (heat.length === 1) return ofHeatMap(heat[0], layout);
+  if (heat.length) return heat.flatMap((trace, i) => ofHeatMap(trace, layout).map((row, j) => [j ? text(trace.name) : "series", ...row]).slice(i ? 1 : 0));
   const numeric = drawn.every((trace) => trace.type === "scatter" && values(trace.x).every((x) => x === null || typeof x === "number"));
   if (numeric && layout.yaxis?.type !== "category") return ofLines(drawn.filter((trace) => trace.name), layout);
   const lines = drawn.flatMap((trace) => values(trace.x).map((x, i) => [text(trace.name ?? ""), typeof x === "number" ? x : text(x), pick(values(trace.y)[i])]));

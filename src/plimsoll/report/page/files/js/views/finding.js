@@ -9,8 +9,15 @@ import { badge, prose, title, whole } from "../words.js";
 
 const LOCATIONS = 12; // layers that are listed at once; the others unfold
 
-/** The key of a finding; its index may change while the run goes on. */
-export const keyOf = (finding) => `${finding.rule}|${finding.collection}|${finding.since_step}`;
+/** The keys of findings, whose indices may change while the run goes on. Those alike in rule, collection and step are numbered. */
+export function keysOf(findings) {
+  const seen = new Map();
+  return findings.map(({ rule, collection, since_step: since }) => {
+    const key = `${rule}|${collection}|${since}`, count = (seen.get(key) ?? 0) + 1;
+    seen.set(key, count);
+    return count > 1 ? `${key}|${count}` : key;
+  });
+}
 
 export class FindingView {
   #text = null;
@@ -19,9 +26,10 @@ export class FindingView {
     this.page = page;
     this.finding = null;
     this.index = -1;
+    this.key = null;
     this.element = el(isReport ? "article" : "section", { class: "finding", tabindex: isReport ? "-1" : null });
     this.figure = new Picture({
-      address: () => this.#address(), question: () => `finding ${this.finding && keyOf(this.finding)}`, onPick, level: isReport ? "h4" : "h3",
+      address: () => this.#address(), question: () => `finding ${this.key}`, onPick, level: isReport ? "h4" : "h3",
       height: () => this.page.run.figure_heights[this.index] ?? 400, title: () => title(this.finding?.figure ?? ""),
     });
   }
@@ -32,12 +40,12 @@ export class FindingView {
 
   /** Shows a finding, the one of this index. Returns whether anything of it is new. */
   show(finding, index) {
-    Object.assign(this, { finding, index });
+    Object.assign(this, { finding, index, key: keysOf(this.page.run.summary.findings)[index] });
     const text = JSON.stringify(finding);
     if (this.#text === text && this.element.contains(this.figure.element)) return false;
     const focused = this.element.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
     this.#text = text;
-    this.element.dataset.key = keyOf(finding);
+    this.element.dataset.key = this.key;
     this.element.setAttribute("aria-label", `${finding.severity}: ${clean(finding.shown.title)}`);
     const body = this.#body();
     if (this.element.contains(this.figure.element)) this.element.firstElementChild.replaceWith(body);

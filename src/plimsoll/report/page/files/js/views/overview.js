@@ -6,7 +6,7 @@ import { isReport } from "../embedded.js";
 import { Picture } from "../figures/picture.js";
 import { change, replace, to, values, visit, withState } from "../router.js";
 import { badge, tensorWords } from "../words.js";
-import { FindingView, keyOf } from "./finding.js";
+import { FindingView, keysOf } from "./finding.js";
 
 /** A drawing's name in an address: "heatmap:norm:weights". */
 const nameOf = ({ figure, arguments: given }) => [figure, ...Object.values(given)].join(":");
@@ -62,7 +62,7 @@ export class OverviewPart {
     const { findings } = this.page.run.summary;
     const index = route.part === "finding" ? route.finding : 0;
     this.unknown = route.part === "finding" && index >= findings.length;
-    this.chosen = findings[index] ? keyOf(findings[index]) : null;
+    this.chosen = keysOf(findings)[index] ?? null;
     this.#choose();
     if (route.part === "finding" && this.chosen) reveal(this.detail.element);
   }
@@ -79,9 +79,10 @@ export class OverviewPart {
     const { findings } = run.summary;
     setText(this.none, findings.length ? "" : nothing(run.summary));
     this.none.hidden = findings.length > 0;
-    renderList(this.list, findings, keyOf, () => this.#item(), (node, finding, index) => this.#fillItem(node, finding, index));
+    const keys = keysOf(findings);
+    renderList(this.list, findings, (_, index) => keys[index], () => this.#item(), (node, finding, index) => this.#fillItem(node, finding, index));
     // Until one is chosen it is the verdict's own, which comes first.
-    if (findings.length && (this.chosen === null || this.page.route.part === "overview")) this.chosen = keyOf(findings[0]);
+    if (findings.length && (this.chosen === null || this.page.route.part === "overview")) [this.chosen] = keys;
     this.#offered(values().get("layers"));
     if (isReport) this.#showAll();
     else if (this.shownOnce) this.#choose();
@@ -90,7 +91,7 @@ export class OverviewPart {
 
   #all() { return [this.detail, ...this.details, ...[...this.scale.children].map((node) => node.picture), this.layers, this.spectrogram]; }
 
-  #index() { return this.run.summary.findings.findIndex((finding) => keyOf(finding) === this.chosen); }
+  #index() { return keysOf(this.run.summary.findings).indexOf(this.chosen); }
 
   #at(drawing) {
     return drawing ? address(["runs", this.page.id, "figure", drawing.figure], drawing.arguments) : null;
