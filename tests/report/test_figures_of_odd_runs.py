@@ -72,6 +72,17 @@ def test_all_nan_is_no_exception(name: str, tmp_path: Path) -> None:
     assert is_said(FIGURES[name](story.write(tmp_path / "run", until=20)))
 
 
+def test_numbers_between_gaps_are_dots(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run") as writer:
+        for step, loss in enumerate([3.0, NAN, 2.0, NAN, 1.0, 1.0]):
+            writer.write(Scalars(step=step, values={"loss": loss}))
+    drawn = next(t for t in report.loss_and_scale(tmp_path / "run").data if t.name == "loss")
+    assert (
+        drawn.mode == "lines+markers"
+        and [bool(size) for size in drawn.marker.size] == [True, False, True] + [False] * 3
+    )
+
+
 def test_a_layer_in_focus_without_a_number_leaves_the_others_to_be_drawn(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunWriter(path) as writer:

@@ -321,6 +321,17 @@ def test_the_rows_of_two_heat_maps_in_one_figure_say_whose_they_are(page: Any, s
     assert head[0] == "series" and [row[0] for row in rows] == ["rounded to zero", "zero before"]
 
 
+def test_values_between_gaps_are_dots(page: Any, sweep: Served) -> None:
+    at(page, sweep, "")
+    drawn_as = page.evaluate(
+        "async ([module, mean, log]) => (await import(module)).traces({ step: mean.map((_, i) => i), mean }, "
+        "{ name: 'a', line: { color: '#000', dash: 'solid' } }, { axis: 'step', unit: 1, smoothing: 0.5, log }).pop()",
+        [module_of(page, "figures/scalar_grid.js"), [3, None, 2, -1, 1, 1], True],
+    )
+    assert drawn_as["mode"] == "lines+markers"
+    assert [size > 0 for size in drawn_as["marker"]["size"]] == [True, False, True, False, False, False]
+
+
 def test_findings_alike_are_told_apart(page: Any, sweep: Served) -> None:
     at(page, sweep, "")
     alike = {"rule": "loss-spike", "collection": None, "since_step": 3}

@@ -52,9 +52,18 @@ def test_runs_are_found_at_any_depth_as_run_find_does(tmp_path: Path) -> None:
 def test_a_problem_names_no_folder_above_the_one_that_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = a_run(tmp_path / "a") / "run.json"
     manifest.write_text("{")
-    why = f"run.json: cannot be read ([Errno 13] Permission denied: '{manifest}')"
+    why = f"run.json: cannot be read (Permission denied: '{manifest}')"
     monkeypatch.setattr(run_index.RunFolder, "problems", property(lambda self: [why]))
     assert RunsList(tmp_path).run("a").problem == why.replace(f"{tmp_path}/", "")
+
+
+def test_a_manifest_that_links_to_itself_costs_no_record(tmp_path: Path) -> None:
+    path = a_run(tmp_path / "a")
+    (path / "run.json").unlink()
+    (path / "run.json").symlink_to(path / "run.json")
+    why = "run.json: cannot be read (Too many levels of symbolic links); the parts are read without it"
+    assert RunsList(tmp_path).run("a").problem == why == Run(path, warn=False).problems[0]
+    run_index.refuse_links_out(path, tmp_path)
 
 
 def test_a_name_that_is_no_text_has_an_id_that_is(tmp_path: Path) -> None:

@@ -315,18 +315,26 @@ def plotted(values: Floats) -> NDArray[np.float32]:
 
 
 def line(x: Ints | Floats, y: Floats, name: str, colour: str, hover: str, **more: Any) -> Trace:
-    """Return a line over steps; `hover` is our own template, without a run's text."""
+    """Return a line over steps; `hover` is our own template, without a run's text. Points that it misses are dots."""
+    heights = plotted(y)
+    alone = _alone(heights)
     return {
         "type": "scatter",
-        "mode": "lines" if len(x) > 1 else "markers",
+        "mode": "markers" if len(x) <= 1 else "lines+markers" if alone.any() else "lines",
         "x": x,
-        "y": plotted(y),
+        "y": heights,
         "name": name,
         "line": {"color": colour, "width": 2, **more.pop("line", {})},
-        "marker": {"color": colour, "size": 7},
+        "marker": {"color": colour, "size": np.where(alone, 7, 0).tolist() if alone.any() and len(x) > 1 else 7},
         "hovertemplate": hover + "<extra></extra>",
         **more,
     }
+
+
+def _alone(heights: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Return which points are numbers between gaps, which no line reaches."""
+    known = np.pad(np.isfinite(heights), 1)
+    return known[1:-1] & ~known[:-2] & ~known[2:]
 
 
 def band(x: Ints | Floats, low: Floats, high: Floats, name: str, colour: str, **more: Any) -> list[Trace]:

@@ -474,7 +474,7 @@ def refuse_links_out(path: Path, root: Path, within_folders: bool = True) -> Non
     """Raise `RunError` if a run's folder, or a path in it, links out of the root."""
     folders = [path, *(path / kind for kind in KINDS if within_folders)]
     for place in [path, *(link for folder in folders for link in _links_in(folder))]:
-        if not place.resolve().is_relative_to(root):
+        if not Path(os.path.realpath(place)).is_relative_to(root):  # unlike resolve(), it takes loops of links
             raise RunError(
                 f"serve: expected a run that lies in the served folder; got a link out of it at {place.name!r}. Serve "
                 "the folder that it leads to."

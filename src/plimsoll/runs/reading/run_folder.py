@@ -235,7 +235,7 @@ class RunFolder:
         except RunError:
             raise
         except (OSError, DamageError) as error:
-            self._missing.append(f"{name}: cannot be read ({error}); the parts are read without it")
+            self._missing.append(f"{name}: cannot be read ({_reason(error)}); the parts are read without it")
             if rank in self.manifests:
                 found[rank] = self.manifests[rank]
         else:
@@ -346,7 +346,7 @@ class RunFolder:
         except (OSError, ValueError, LookupError, TypeError, MemoryError, NotImplementedError) as error:
             if _has_gone(error):
                 raise _GoneError from error
-            self._damaged[part] = f"{error}".splitlines()[0][:_LONGEST] if f"{error}" else type(error).__name__
+            self._damaged[part] = _reason(error)
             raise _DamagedError from error
 
     def _tried(self, part: Part, load: Callable[[StorageLocation, Part], Any]) -> Any:
@@ -362,6 +362,12 @@ class RunFolder:
 def _has_gone(error: Exception) -> bool:
     # pyarrow's FileNotFoundError may come without a number.
     return isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE
+
+
+def _reason(error: Exception) -> str:
+    """Return what failed in one line, without the absolute path that errors of a file system repeat."""
+    text = error.strerror if isinstance(error, OSError) and error.filename is not None else f"{error}"
+    return text.splitlines()[0][:_LONGEST] if text else type(error).__name__
 
 
 def _no_run(place: StorageLocation) -> NoRunError:

@@ -132,7 +132,7 @@ export class ScalarGrid {
     const seconds = axis === "time" ? Math.max(...lines.flatMap(({ answer }) => answer.time.slice(-1))) : 0;
     const [, unit, unitName] = UNITS.find(([from]) => seconds >= from) ?? UNITS.at(-1);
     const several = runs.length > 1;
-    const data = lines.flatMap(({ answer, run }) => traces(answer, run, { axis, unit, smoothing, several }));
+    const data = lines.flatMap(({ answer, run }) => traces(answer, run, { axis, unit, smoothing, several, log: this.log.checked }));
     const first = lines[0]?.answer;
     const about = [
       first?.each > 1 ? `each point: ${counted(first.each, "value")}, the mean` : "",
@@ -156,21 +156,29 @@ export class ScalarGrid {
 }
 
 /** The lines of one run: as recorded, and smoothed where that is asked for. */
-function traces(answer, run, { axis, unit, smoothing, several }) {
+export function traces(answer, run, { axis, unit, smoothing, several, log = false }) {
   const x = unit === 1 ? answer[axis] : answer[axis].map((value) => value / unit);
   const name = plain(short(run.name, 40));
-  const line = { type: "scatter", mode: x.length > 1 ? "lines" : "markers", x, name, hovertemplate: `%{y:.4~g}<extra>${several ? "%{fullData.name}" : ""}</extra>` };
+  const line = { type: "scatter", mode: "lines", x, name, hovertemplate: `%{y:.4~g}<extra>${several ? "%{fullData.name}" : ""}</extra>` };
   const { color, dash } = run.line;
-  const edge = { ...line, mode: "lines", line: { width: 0 }, hoverinfo: "skip", hovertemplate: undefined, showlegend: false };
+  const edge = { ...line, line: { width: 0 }, hoverinfo: "skip", hovertemplate: undefined, showlegend: false };
   const band = several || !answer.low ? [] : [
     { ...edge, y: answer.low, name: `${name}: lowest` },
     { ...edge, y: answer.high, name: `${name}: highest`, fill: "tonexty", fillcolor: `${color}38` },
   ];
-  if (!smoothing) return [...band, { ...line, y: answer.mean, line: { color, dash, width: 1.8 }, marker: { color } }];
+  const dots = dotted(answer.mean, color, log);
+  if (!smoothing) return [...band, { ...line, ...dots, y: answer.mean, line: { color, dash, width: 1.8 } }];
   return [
     { ...line, y: answer.mean, name: `${name}: as recorded`, line: { color, width: 1 }, opacity: 0.3, showlegend: false, hoverinfo: "skip", hovertemplate: undefined },
-    { ...line, y: smoothed(answer.mean, smoothing), line: { color, dash, width: 1.8 }, marker: { color } },
+    { ...line, ...dots, y: smoothed(answer.mean, smoothing), line: { color, dash, width: 1.8 } },
   ];
+}
+
+/** Dots where a point lies between gaps, so that no line reaches it. */
+function dotted(values, color, log) {
+  const known = (value) => value !== undefined && value !== null && !(log && value <= 0);
+  const alone = values.map((value, i) => known(value) && !known(values[i - 1]) && !known(values[i + 1]));
+  return alone.some(Boolean) ? { mode: "lines+markers", marker: { color, size: alone.map((is) => (is ? 6 : 0)) } } : {};
 }
 
 /** The exponential mean of all points so far. Divided by the sum of its weights, so that it does not begin at zero. */
