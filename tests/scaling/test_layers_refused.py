@@ -391,3 +391,23 @@ def test_scales_that_are_no_powers_of_two_are_refused(scale: float) -> None:
     name = next(iter(scaler.scales))
     with pytest.raises(ArgumentError, match="begin_with: expected powers of two"):
         scaler.begin_with({name: scale})
+
+
+@pytest.mark.skipif(not scaled_modules.WIDENS, reason="torch 2.10 and newer widen gradients")
+def test_a_scaler_that_is_off_or_closed_leaves_the_gradients_dtypes_alone() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 1)).half()
+    LayerScaler(model, enabled=False).begin_with({"0": 2.0**10})
+    assert model[0].weight.grad_dtype is torch.float16
+    scaler = LayerScaler(model)
+    scaler.close()
+    scaler.begin_with({"0": 2.0**10})
+    assert model[0].weight.grad_dtype is torch.float16
+
+
+@each("scale", ["8", None, 3.0, float("inf")])
+def test_scales_to_begin_with_are_powers_of_two(scale: Any) -> None:
+    scaler = LayerScaler(nn.Sequential(nn.Linear(2, 1)))
+    with pytest.raises(ArgumentError, match=r"begin_with: expected powers of two; got .* for 0\."):
+        scaler.begin_with({"0": scale})
+    with pytest.raises(ArgumentError, match=r"^LayerScaler: expected a torch.nn.Module; got int"):
+        LayerScaler(3)  # type: ignore[arg-type]

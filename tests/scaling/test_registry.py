@@ -148,11 +148,18 @@ def test_scales_that_cannot_be_set() -> None:
     assert scaler.scale_bounds == (2.0**-14, 2.0**20)
     with pytest.raises(StateError, match="set_scale: expected a scaled loss before it"):
         scaler.set_scale(4.0)
-    trained(scaler, nn.Linear(4, 1))
+    optimizer = trained(scaler, nn.Linear(4, 1))
     with pytest.raises(ArgumentError, match="set_scale: expected new_scale within the scaler's bounds"):
         scaler.set_scale(2.0**21)
     with pytest.raises(ArgumentError, match="set_scale: expected new_scale from"):
         scaler.set_scale(float("nan"))
+    for between in (lambda: scaler.scale(torch.ones(())), lambda: scaler.unscale_(optimizer)):
+        between()
+        with pytest.raises(StateError, match="set_scale: expected a call between two iterations"):
+            scaler.set_scale(4.0)
+    scaler.update(8.0)
+    scaler.set_scale(4.0)
+    assert scaler.get_scale() == 4.0
     off = DynamicScaler("cpu", enabled=False)
     off.set_scale(4.0)
     assert off.get_scale() == 1.0

@@ -180,6 +180,22 @@ def test_a_state_of_another_kind_gives_what_all_have_and_says_so() -> None:
     assert target.get_scale() == dynamic.get_scale() and target._hysteresis == Hysteresis(overflows=2)
 
 
+@each("kind", [DynamicScaler, SpectralScaler])
+def test_a_static_scalers_state_freezes_no_other_scaler(kind: Any) -> None:
+    scaler = kind("cpu")
+    with pytest.warns(UserWarning, match="a StaticScaler wrote the state"):
+        scaler.load_state_dict(StaticScaler(1024.0, device="cpu").state_dict())
+    assert scaler.scale_bounds == kind("cpu").scale_bounds
+    found = scales(scaler, [True, True])
+    assert found[0] == 1024.0 / 2 and found[1] < found[0]
+
+
+def test_a_static_scaler_takes_the_scale_of_gradscaler(recwarn: pytest.WarningsRecorder) -> None:
+    static = StaticScaler(64.0, device="cpu")
+    static.load_state_dict(torch.amp.GradScaler("cpu", init_scale=2.0**16).state_dict())
+    assert scales(static, [False, True]) == [2.0**16] * 2 and not recwarn.list
+
+
 def test_a_static_scalers_state_makes_gradscaler_static() -> None:
     stock = torch.amp.GradScaler("cpu")
     static = StaticScaler(64.0, device="cpu")

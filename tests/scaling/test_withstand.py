@@ -1,13 +1,14 @@
 """What a scaler must withstand: runs in which nothing goes as it should."""
 
 import math
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from plimsoll.errors import StateError
-from plimsoll.scaling import DynamicScaler, LossScaler, StaticScaler
+from plimsoll.errors import ArgumentError, StateError
+from plimsoll.scaling import DynamicScaler, LayerScaler, LossScaler, SpectralScaler, StaticScaler
 from tests.support.cases import each
 from tests.support.scaling.steps import mlp, outcomes, take, weight
 
@@ -173,3 +174,23 @@ def test_hooks_are_called_once_each_with_what_they_are_promised() -> None:
     assert calls == expected and scaler.outcome.grad_norm == 5.0
     scaler.update(4.0)
     assert calls == [*expected, "set"] and scaler.get_scale() == 4.0
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def test_losses_of_any_structure_keep_it() -> None:
+    scaler = DynamicScaler("cpu", init_scale=4.0)
+    pair = scaler.scale(Pair(torch.ones(()), torch.ones(())))
+    assert pair == Pair(torch.tensor(4.0), torch.tensor(4.0)) and type(pair) is Pair
+    for wrong in ({"loss": torch.ones(())}, "loss"):
+        with pytest.raises(ArgumentError, match=f"scale: expected a tensor .*; got {type(wrong).__name__}"):
+            scaler.scale(wrong)
+
+
+@each("make", [SpectralScaler, lambda device: LayerScaler(nn.Linear(2, 1), device=device)])
+def test_what_measures_gradients_needs_float64(make: Any) -> None:
+    with pytest.raises(ArgumentError, match="Scaler: expected a device with float64, .*; got device='mps'"):
+        make("mps")

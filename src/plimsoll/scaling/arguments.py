@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from plimsoll import checks
@@ -37,7 +38,16 @@ def check_within(operation: str, low: float, scale: float, high: float) -> None:
     if not low <= scale <= high:
         raise ArgumentError(
             f"{operation}: expected new_scale within the scaler's bounds, {low:g} to {high:g}; got {scale:g}. Create "
-            "the scaler with other bounds: min_scale, max_scale."
+            "the scaler with other bounds: min_scale, max_scale; StaticScaler has its scale alone."
+        )
+
+
+def check_measures(operation: str, device: str) -> None:
+    """Raise `ArgumentError` for a device without float64, in which gradients are measured."""
+    if torch.device(device).type == "mps":
+        raise ArgumentError(
+            f"{operation}: expected a device with float64, in which it measures gradients; got device={device!r}. Use "
+            "DynamicScaler there."
         )
 
 

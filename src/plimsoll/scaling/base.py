@@ -198,7 +198,7 @@ class LossScaler(SavedScaler, ABC):
             outputs: The loss, or an iterable of losses. Lists and tuples keep their type.
 
         Raises:
-            ArgumentError: `outputs` is neither.
+            ArgumentError: `outputs` is neither, or is a mapping.
         """
         return self._scaled(outputs, {}) if self._enabled else outputs
 
@@ -208,8 +208,9 @@ class LossScaler(SavedScaler, ABC):
                 self._losses.append(outputs.detach())
             return outputs * self._scale_on(outputs.device, copies)
         if isinstance(outputs, (list, tuple)):
-            return type(cast("Any", outputs))(self._scaled(x, copies) for x in cast("Iterable[Any]", outputs))
-        if isinstance(outputs, Iterable):
+            kind, scaled = type(cast("Any", outputs)), [self._scaled(x, copies) for x in cast("list[Any]", outputs)]
+            return kind(*scaled) if hasattr(kind, "_fields") else kind(scaled)
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, Mapping)):
             return (self._scaled(x, copies) for x in cast("Iterable[Any]", outputs))
         raise ArgumentError(
             f"scale: expected a tensor or an iterable of tensors; got {type(outputs).__name__}. Give it the loss."
@@ -436,10 +437,15 @@ class LossScaler(SavedScaler, ABC):
 
         Raises:
             ArgumentError: `scale` is no number, or is out of bounds.
-            StateError: No loss was scaled yet.
+            StateError: No loss was scaled yet, or one was since the last `update`.
         """
         if self._enabled:
             self._check_scale_growth_tracker("set_scale")
+            if self._losses or self._per_optimizer_states:  # whose gradients have the scale of before
+                raise StateError(
+                    "set_scale: expected a call between two iterations; got one after a loss was scaled and before "
+                    "update(), so that its gradients would be divided by another scale. Call it after update()."
+                )
             self._write(self._checked_scale("set_scale", scale))
             self._scale_set()
             self._begins = True

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -188,7 +188,7 @@ class SavedScaler(torch.amp.GradScaler):
 
         A scale outside of the bounds is clamped with a warning: 0 (to which GradScaler's may fall) and NaN become
         `min_scale`, Inf becomes `max_scale`. From a state of another kind of scaler only the common part is loaded,
-        with a warning. If nothing is scaled, the call does nothing.
+        with a warning, and from that of a `StaticScaler` the scale alone. If nothing is scaled, the call does nothing.
 
         Args:
             state_dict: The result of `state_dict`.
@@ -200,15 +200,26 @@ class SavedScaler(torch.amp.GradScaler):
             return
         saved = read_state(state_dict)
         extra = dict(saved.extra)
-        low, high = extra.pop("min_scale", self._min_scale), extra.pop("max_scale", self._max_scale)
+        least, most = self._bounds_for_states
+        low, high = extra.pop("min_scale", least), extra.pop("max_scale", most)
+        foreign = saved.kind not in (None, type(self).__name__)
+        if foreign and saved.growth_factor == 1:  # a constant scale's settings, with which no rule could move it
+            own = {"growth_factor": self._growth_factor, "backoff_factor": self._backoff_factor}
+            saved = replace(saved, growth_interval=self._growth_interval, growth_tracker=0, **own)
+            low, high = least, most
         scale = min(max(low, saved.scale), high)  # in this order NaN becomes the lower bound
         if scale != saved.scale:
             self._warn(f"a scale of {saved.scale:g} is outside of {low:g} to {high:g}; it is now {scale:g}")
-        if saved.kind not in (None, type(self).__name__):
+        if foreign:
             self._warn(f"a {saved.kind} wrote the state; only the common part of all scalers is loaded")
             extra = {}
         self._take(saved, scale, low, high)
         self._load(extra)
+
+    @property
+    def _bounds_for_states(self) -> tuple[float, float]:
+        """Bounds of a state that has none."""
+        return self._min_scale, self._max_scale
 
     def _warn(self, message: str) -> None:
         warnings.warn(f"load_state_dict of {type(self).__name__}: {message}.", stacklevel=3)

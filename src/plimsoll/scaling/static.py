@@ -61,6 +61,10 @@ class StaticScaler(LossScaler, name="static"):
     def _next_scale(self, found_inf: Tensor) -> float:  # noqa: ARG002
         return self._min_scale
 
+    @property
+    def _bounds_for_states(self) -> tuple[float, float]:
+        return arguments.SMALLEST, arguments.LARGEST  # its own are its scale, which a state replaces
+
     def _take(self, saved: SavedState, scale: float, low: float, high: float) -> None:  # noqa: ARG002
         super()._take(saved, scale, scale, scale)
         self._growth_factor = self._backoff_factor = 1.0

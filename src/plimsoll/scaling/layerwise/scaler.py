@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping
+from numbers import Real
 from typing import Any, Self, cast
 
 import torch
@@ -111,9 +112,12 @@ class LayerScaler(LossScaler, name="layer"):
         enabled: bool = True,
         process_group: Any = None,
     ) -> None:
+        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(f"LayerScaler: expected a torch.nn.Module; got {type(model).__name__}. Give the model.")
         checks.one_of("LayerScaler", "rule", rule, _RULES)
         first = next(model.parameters(), None)
         device = device or ("cpu" if first is None else first.device.type)
+        arguments.check_measures("LayerScaler", device)
         super().__init__(
             device, init_scale, enabled=enabled, min_scale=min_scale, max_scale=init_scale, process_group=process_group
         )
@@ -124,7 +128,7 @@ class LayerScaler(LossScaler, name="layer"):
         element = get_element(fmt, "LayerScaler")
         inner = unwrapped(model)
         self._layers = Layers(inner, element.name, units)
-        self._now = init_scale  # the loss scale, on the host
+        self._now = self._init_scale  # the loss scale, on the host
         self._choice = LayerExponents(
             self._layers,
             rule=rule,
@@ -215,7 +219,7 @@ class LayerScaler(LossScaler, name="layer"):
         """
         self._layers.check_names("LayerScaler.begin_with", scales)
         for name, scale in scales.items():
-            if not 0 < scale < math.inf or math.frexp(scale)[0] != 0.5:
+            if not isinstance(scale, Real) or not 0 < scale < math.inf or math.frexp(scale)[0] != 0.5:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ArgumentError(
                     f"LayerScaler.begin_with: expected powers of two; got {scale!r} for {name}. Use 2.0**16, say."
                 )
@@ -294,9 +298,10 @@ class LayerScaler(LossScaler, name="layer"):
 
     def _end(self, *, due: bool) -> None:
         self._layers.exponents = [whole - self._exponent for whole in self._choice.whole]
-        self._layers.meter.measuring = due
+        attached = bool(self._handles)  # not if disabled or closed
+        self._layers.meter.measuring = due and attached
         self._broken = set()
-        for parameter in self._halves():
+        for parameter in self._halves() if attached else ():
             set_gradient_dtype(parameter, torch.float32)
 
     def _save(self) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class SpectralScaler(LossScaler, name="spectral"):
         sync_free: bool = False,
     ) -> None:
         name = type(self).__name__
+        arguments.check_measures(name, device)
         super().__init__(
             device,
             init_scale,
