@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,8 +95,8 @@ def test_a_gradient_that_is_shared_is_divided_once() -> None:
     assert p.grad.tolist() == [1.0, 1.0]
 
 
-@each("scale", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_bad_scale_is_refused(scale: float) -> None:
+@each("scale", [0.0, -1.0, float("inf"), float("nan"), torch.tensor(0.0), torch.ones(2), "8"])
+def test_a_bad_scale_is_refused(scale: Any) -> None:
     model, masters = model_and_master_parameters([nn.Parameter(torch.ones(2).half())])
     with pytest.raises(ArgumentError, match="model_gradients_to_masters: expected scale to be finite and above zero"):
         model_gradients_to_masters(model, masters, scale)

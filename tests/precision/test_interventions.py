@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from plimsoll.errors import ArgumentError, StateError
+from plimsoll.formats import Plan
 from plimsoll.precision import Policy, prepare
+from plimsoll.scaling import LayerScaler
 from tests.support.cases import each
 from tests.support.precision.training import HERE, adamw, batches, contents, loss_of, net, run, run_closures
 
@@ -128,6 +130,14 @@ def test_a_change_that_cannot_be_leaves_all_as_it_was() -> None:
         loop.change("bf16")
     assert loop.policy == Policy() and loop.precision == "amp-fp16"
     run(loop, batches(2))
+    loop.close()
+    loop = prepare(model, adamw(model), "fp32")
+    LayerScaler(model)  # of which a model has one
+    layered = Plan(target="fp16", formats={"head": "fp16"}, scale=8.0, scales={"head": {"gradients": 8.0}})
+    with pytest.raises(ArgumentError, match="LayerScaler: expected a model without layer scales"):
+        loop.change(layered)
+    run(loop, batches(1))
+    assert loop.precision == "fp32"
     loop.close()
 
 

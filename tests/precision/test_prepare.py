@@ -395,3 +395,89 @@ def test_a_step_that_fails_leaves_no_micro_batch_behind() -> None:
     assert loop.state_dict()["step"] == 0
     run_closures(loop, batches(1))
     assert loop.state_dict()["step"] == 1
+
+
+class Breaking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ZeroDivisionError
+
+
+@each("closure", [False, True])
+@each("retries", [0, 2])
+def test_a_backward_that_raises_leaves_no_part_of_its_gradients(closure: bool, retries: int) -> None:
+    if retries and not closure:
+        return
+    model = net()
+    loop = prepare(model, adamw(model), "amp-fp16", accumulate=2, max_retries=retries)
+    run_closures(loop, batches(1))
+
+    def broken() -> Tensor:
+        return model.head(Breaking.apply(model.embed(torch.ones(2, 8)))).sum()  # the head's gradients come first
+
+    loss: Any = broken
+    if not closure:
+        with loop.forward():
+            loss = broken()
+    with pytest.raises(ZeroDivisionError):
+        loop.step(loss)
+    assert all(p.grad is None for p in model.parameters())
+    assert [o.stepped for o in run_closures(loop, batches(2))] == [False, True]
+
+
+def test_a_scheduler_that_raises_comes_after_a_step_that_is_done() -> None:
+    model = net()
+    optimizer = sgd(model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1)
+    loop = prepare(model, optimizer, "fp32", schedulers=schedule)
+    run(loop, batches(1))
+    for done in (2, 3):  # the schedule is at its end
+        with pytest.raises(ValueError, match="Tried to step"):
+            run(loop, batches(1))
+        assert loop.step_index == done and all(p.grad is None for p in model.parameters())
+
+
+def test_the_norm_of_complex_gradients_is_that_of_their_parts() -> None:
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.tensor([3.0 + 4.0j]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.turn * x).real
+
+    model = Rotated()
+    loop = prepare(model, sgd(model), "fp32", clip_norm=math.inf)
+    with loop.forward():
+        loss = model(torch.tensor([1.0 - 2.0j])).sum()
+    assert loop.step(loss).grad_norm == pytest.approx(math.sqrt(5.0))
+
+
+def test_a_scaler_that_is_given_by_its_name_goes_with_the_loop() -> None:
+    model = net()
+    with pytest.raises(pl.errors.ArgumentError, match="expected learning-rate schedulers"):
+        prepare(model, adamw(model), "amp-fp16", scaler="layer", schedulers=[3])
+    with pytest.raises(pl.errors.ArgumentError, match="expected no scaler at fp8-unit|unit-scaled"):
+        prepare(model, adamw(model), "fp8-unit", scaler="layer")
+    for _ in range(2):
+        loop = prepare(model, adamw(model), "amp-fp16", scaler="layer")
+        run(loop, batches(1))
+        loop.close()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_a_wrapper_that_cannot_be_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    loop = prepare(model, adamw(model), "fp32")
+
+    def refuse() -> None:
+        raise pl.errors.ArgumentError("not this one")
+
+    monkeypatch.setattr(loop, "_check_stages", refuse)
+    with pytest.raises(pl.errors.ArgumentError, match="not this one"):
+        loop.model = torch.compile(model)
+    assert loop.model is model

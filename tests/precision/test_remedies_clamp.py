@@ -108,6 +108,15 @@ def test_a_carrier_without_the_largest_value_stays_below_it() -> None:
         assert model(torch.tensor([1e5, -65536.0], dtype=torch.bfloat16)).tolist() == [65280.0, -65280.0]
 
 
+def test_calls_in_inference_mode_count_with_those_outside_of_it() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    clamp = clamp_residuals(model, "0")
+    for inside in (True, False, True):
+        with torch.inference_mode(inside):
+            model(torch.ones(1, 2))
+    assert clamp.counts()["0"] == Clamped(values=6, clamped=0, infinite=0)
+
+
 def test_other_formats() -> None:
     model = nn.Identity()
     with warnings.catch_warnings(), clamp_residuals(model, "model", "e4m3"):

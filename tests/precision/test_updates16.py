@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import plimsoll as pl
+from plimsoll.errors import ArgumentError
 from plimsoll.precision import KahanWeights, StochasticWeights
 from plimsoll.precision.weights.base import SixteenBitOptimizer
 from plimsoll.precision.weights.bfloat16 import mixed
@@ -113,6 +115,13 @@ def test_seeds_steps_and_parameters_have_noise_of_their_own() -> None:
     assert len(patterns) == 8
     for x in (*once, *other):  # half of the values go down: 1000 coins
         assert abs((x < 1).float().mean() - 0.5) < 5 * 0.5 / math.sqrt(1000)
+
+
+@each("seed", [1.5, "1", None])
+def test_a_seed_is_an_integer(seed: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(ArgumentError, match="StochasticWeights: expected seed to be an integer; got seed="):
+        StochasticWeights(torch.optim.SGD([weight]), seed=seed)
 
 
 def test_it_keeps_nothing_beside_the_weights() -> None:

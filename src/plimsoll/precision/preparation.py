@@ -15,6 +15,7 @@ from plimsoll.precision.levels.catalogue import Level, Precision, Schedule, sche
 from plimsoll.precision.levels.placement import has_borders
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.precision.training.loop import PREPARED, Loop
+from plimsoll.precision.training.plan_scaler import detach
 from plimsoll.precision.weights.base import SixteenBitOptimizer
 from plimsoll.scaling.base import LossScaler, scaler_for
 from plimsoll.watch import Watch
@@ -209,20 +210,27 @@ def prepare(
     schedule = schedule_of(precision)
     optimizers = optimizers_of(optimizer, root)
     check_numbers(clip_norm, accumulate, max_retries)
-    scaler = scaler_for("prepare", scaler, model)
-    check_scaler(scaler, [stage.level for stage in schedule.stages], max_retries)
     _check_policy(policy, schedule)
-    loop = Loop(
-        model,
-        optimizers,
-        schedule,
-        policy=Policy() if policy is None else policy,
-        scaler=scaler,
-        clip_norm=clip_norm,
-        accumulate=accumulate,
-        schedulers=check_schedulers(schedulers, optimizers),
-        max_retries=max_retries,
-    )
+    followed = check_schedulers(schedulers, optimizers)
+    made = scaler_for("prepare", scaler, model)
+    try:
+        check_scaler(made, [stage.level for stage in schedule.stages], max_retries)
+        loop = Loop(
+            model,
+            optimizers,
+            schedule,
+            policy=Policy() if policy is None else policy,
+            scaler=made,
+            owns_scaler=made is not scaler,
+            clip_norm=clip_norm,
+            accumulate=accumulate,
+            schedulers=followed,
+            max_retries=max_retries,
+        )
+    except Exception:
+        if made is not scaler:
+            detach(made)
+        raise
     if watch is not None:
         try:
             owned = not isinstance(watch, Watch)

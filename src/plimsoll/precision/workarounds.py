@@ -148,7 +148,10 @@ class ResidualClamp:
         values = torch.full((), x.numel(), dtype=torch.int64, device=x.device)
         seen = torch.stack([values, (size > largest).sum(), size.isinf().sum()])
         known = self._counts[name]
-        self._counts[name] = seen if known is None else known.add_(seen.to(known.device))
+        if known is not None and torch.compiler.is_compiling():
+            known.add_(seen.to(known.device))
+        else:  # not in place, since the counts of a call in inference mode cannot be written outside of it
+            self._counts[name] = seen if known is None else known + seen.to(known.device)
         if self._gradient == "zero":
             return x.clamp(-largest, largest)
         return cast("Any", _ClampPassing).apply(x, largest)

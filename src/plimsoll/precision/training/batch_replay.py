@@ -42,8 +42,8 @@ class Batch:
         self._variables.append(variables_of(self._closures[-1][0]))
 
     def drop_last(self) -> None:
-        """Forget the closure that has raised in its first run."""
-        self._closures.pop()
+        """Forget the closure that has raised in its first run, unless all are forgotten already."""
+        del self._closures[-1:]
 
     def clear(self) -> None:
         """Drop all closures at the end of a step."""

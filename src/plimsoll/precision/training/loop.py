@@ -24,8 +24,7 @@ from plimsoll.precision.training import checkpoint
 from plimsoll.precision.training.batch_replay import Batch
 from plimsoll.precision.training.loop_control import LoopControl
 from plimsoll.precision.training.optimizer_step import Stepped, lowered, step_plainly, step_scaled
-from plimsoll.precision.training.plan_scaler import begin_at, check_scaling, scaler_of
-from plimsoll.scaling.layerwise.scaler import LayerScaler
+from plimsoll.precision.training.plan_scaler import begin_at, check_scaling, detach, scaler_of
 from plimsoll.scaling.step import StepOutcome
 from plimsoll.watch import Watch
 from plimsoll.watch.names import unwrapped
@@ -50,6 +49,7 @@ class Loop(LoopControl):
         *,
         policy: Policy,
         scaler: Any,
+        owns_scaler: bool,
         clip_norm: float | None,
         accumulate: int,
         schedulers: Sequence[Any],
@@ -68,6 +68,7 @@ class Loop(LoopControl):
         self._forwards = 0
         self._closed = False
         self._given_scaler, self._made_scaler = scaler, cast("Any", None)
+        self._owns_scaler = owns_scaler  # it was given by its name
         self._group = process_group(model)
         self._check_stages()
         for optimizer in self._given:
@@ -100,8 +101,13 @@ class Loop(LoopControl):
                 f"loop.model: expected the prepared module in a wrapper; got another {type(wrapper).__name__}. "
                 "Write loop.model = DistributedDataParallel(loop.model)."
             )
+        before = self._model, self._group
         self._model, self._group = wrapper, process_group(wrapper)
-        self._check_stages()
+        try:
+            self._check_stages()
+        except ArgumentError:
+            self._model, self._group = before
+            raise
 
     @property
     def optimizer(self) -> Optimizer:
@@ -269,8 +275,12 @@ class Loop(LoopControl):
         if self._accumulate > 1:
             loss = loss / self._accumulate
         scaler = self.scaler
-        with self._applied.computing.backward(), gradients_stay(self._model, not self._last_micro):
-            (loss if scaler is None else scaler.scale(loss)).backward()
+        try:
+            with self._applied.computing.backward(), gradients_stay(self._model, not self._last_micro):
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        except BaseException:
+            self.zero_grad()  # or the part of a gradient that is there would count for the next step
+            raise
 
     def _finish_or_repeat(self) -> tuple[Stepped, int]:
         if self._skips is not None:
@@ -308,14 +318,14 @@ class Loop(LoopControl):
     def _end_of_step(self, stepped: Stepped, retries: int) -> StepOutcome:
         outcome = stepped.outcome.after_retries(retries) if retries else stepped.outcome
         self._loss = torch.stack([loss.reshape(()) for loss in self._losses]).mean()
+        self.zero_grad()
+        self._step_index += 1  # before the calls of others' code, which may raise
         if self._watch is not None and not self._watch.closed:
             norms = {} if stepped.norm is None else {"grad_norm": stepped.norm}
             self._watch.log(**norms, **({"retries": retries} if self._max_retries else {}))
         if self._schedulers and outcome.stepped:
             for scheduler in self._schedulers:
                 scheduler.step()
-        self.zero_grad()
-        self._step_index += 1
         self._follow(self._schedule.at(self._step_index))
         for call in self._after_steps:
             call()
@@ -486,8 +496,9 @@ class Loop(LoopControl):
         self.zero_grad()
         if self._owns_watch and self._watch is not None:
             self._watch.close()
-        if isinstance(self._made_scaler, LayerScaler):
-            self._made_scaler.close()
+        detach(self._made_scaler)
+        if self._owns_scaler:
+            detach(self._given_scaler)
         self._applied.take_back()
         PREPARED.discard(self._root)
 

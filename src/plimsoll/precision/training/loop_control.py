@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plimsoll.errors import ArgumentError, StateError
+from plimsoll.errors import StateError
 from plimsoll.precision.levels.active_level import ActiveLevel
 from plimsoll.precision.levels.catalogue import Precision, Schedule, schedule_of
 from plimsoll.precision.levels.policy import Policy
@@ -102,11 +102,11 @@ class LoopControl(ABC):
         self._policy = self._policy if policy is None else policy
         try:
             self._check_stages()
-        except ArgumentError:
+            if self._given_scaler is None and self._made_scaler is None:
+                self._made_scaler = scaler_of(self._model, self._schedule)
+        except Exception:
             self._schedule, self._policy = before
             raise
-        if self._given_scaler is None and self._made_scaler is None:
-            self._made_scaler = scaler_of(self._model, self._schedule)
         self._apply_again(*before)
         if precision is not None:
             begin_at(self._made_scaler, self._root, self._applied.stage)

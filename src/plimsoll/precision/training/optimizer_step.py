@@ -36,10 +36,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, bound: float) -> None:
-    """Scale gradients in place to a norm of at most the bound.
-
-    A non-finite norm makes them NaN.
-    """
+    """Scale gradients in place to a norm of at most the bound. After a norm of NaN or Inf they are of no use."""
     coefficient = (bound / (norm + _TINY)).clamp(max=1.0)
     on = {g.device: coefficient.to(g.device) for g in gradients}
     for g in gradients:
@@ -49,8 +46,9 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, bound: float) -> None:
 
 
 def _summed(g: Tensor) -> Tensor:
-    """Return the values of a gradient, with equal indices of a sparse one added."""
-    return g.coalesce()._values() if g.is_sparse else g  # noqa: SLF001
+    """Return the real values of a gradient, with equal indices of a sparse one added."""
+    plain = g.coalesce()._values() if g.is_sparse else g  # noqa: SLF001
+    return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
 def _by_mesh(sharded: Sequence[Tensor]) -> list[list[Any]]:

@@ -97,6 +97,12 @@ def begin_at(scaler: Any, root: nn.Module, stage: Stage) -> None:
         scaler.begin_with(layer_scales(root, stage))
 
 
+def detach(scaler: Any) -> None:
+    """Remove the hooks that a scaler has on its model."""
+    if isinstance(scaler, LayerScaler):
+        scaler.close()
+
+
 def _casts_scaled(root: nn.Module, stage: Stage) -> bool:
     plan = stage.plan
     return plan is not None and any(

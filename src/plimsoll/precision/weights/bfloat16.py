@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from plimsoll.checks import integer
 from plimsoll.errors import ArgumentError
 from plimsoll.precision.weights.base import CHUNK_BYTES, SixteenBitOptimizer
 from plimsoll.precision.weights.stores import Entry, Store, in_blocks, round_to, value_of
@@ -45,7 +46,7 @@ class StochasticWeights(SixteenBitOptimizer):
     update = "stochastic"
 
     def __init__(self, optimizer: Optimizer, *, seed: int = 0, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self.seed = seed
+        self.seed = integer(type(self).__name__, "seed", seed, remedy="Use 0.")
         super().__init__(optimizer, chunk_bytes)
 
     def _new_store(self, weight: Tensor) -> Store:

@@ -16,6 +16,7 @@ A loop that writes every step out does the same, with the same numbers, by three
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -159,20 +160,24 @@ def model_gradients_to_masters(model: Sequence[Tensor], masters: Sequence[Tensor
     with its master (float32 in the model) is divided in place.
     """
     _check("model_gradients_to_masters", model, masters)
-    if isinstance(scale, Tensor):
-        inverse = scale.double().reciprocal().float()
-    elif math.isfinite(scale) and scale > 0:
-        inverse = torch.tensor(1.0 / scale)
+    if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_cpu:
+        inverse = scale.double().reciprocal().float()  # not read, which would wait for the device
+    elif isinstance(scale, Tensor | Real) and _is_scale(scale):
+        inverse = torch.tensor(1.0 / float(scale))
     else:
         raise ArgumentError(
-            f"model_gradients_to_masters: expected scale to be finite and above zero; got scale={scale}. Give the "
-            "number that the loss was multiplied by."
+            f"model_gradients_to_masters: expected scale to be finite and above zero, and one number; got "
+            f"scale={scale}. Give the number that the loss was multiplied by."
         )
     for p, master in zip(model, masters, strict=True):
         if p is not master:
             master.grad = None if p.grad is None else in_float32(p.grad, inverse)
         elif p.grad is not None:
             p.grad.mul_(inverse.to(p.device))
+
+
+def _is_scale(scale: Any) -> bool:
+    return (not isinstance(scale, Tensor) or scale.numel() == 1) and 0 < float(scale) < math.inf
 
 
 @torch.no_grad()
