@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from plimsoll_lab.running import workers as product
 from plimsoll_lab.running.workers import Task, carry_out, named, workers_for
 
 # Workers are other interpreters: what they do is named, and is in the package or in the standard library.
-DIVIDED, INTERRUPTED, KILLED, PRINTED, THREADS = (
-    f"tests.support.lab.worker_tasks:{name}" for name in ("divided", "interrupted", "killed", "printed", "threads")
+DIVIDED, INTERRUPTED, KILLED, PRINTED, THREADS, WAITING = (
+    f"tests.support.lab.worker_tasks:{name}"
+    for name in ("divided", "interrupted", "killed", "printed", "threads", "waiting")
 )
 
 
@@ -55,6 +57,14 @@ def test_no_tasks_need_no_worker() -> None:
 def test_a_task_that_raises_is_told_with_its_traceback() -> None:
     with pytest.raises(PlimsollError, match=r"expected the training third to end(?s:.)*ZeroDivisionError"):
         carry_out(DIVIDED, [{"name": "third"}], workers=2)
+
+
+def test_a_task_that_raises_ends_the_others(tmp_path: Path) -> None:
+    tasks = [{"folder": str(tmp_path), "fails": fails} for fails in (True, False)]
+    with pytest.raises(PlimsollError, match="ZeroDivisionError"):
+        carry_out(WAITING, tasks, workers=2)
+    (tmp_path / "released").touch()
+    assert not (tmp_path / "ended").exists()
 
 
 def test_a_worker_that_dies_is_told() -> None:

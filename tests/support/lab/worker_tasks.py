@@ -2,14 +2,29 @@
 
 import os
 import signal
+from pathlib import Path
 
 import torch
 
 from plimsoll_lab.running.workers import Task
+from tests.support.patience import wait_until
 
 
 def divided(task: Task) -> float:
     return 1 / 0
+
+
+def waiting(task: Task) -> None:
+    """Fails once the other task runs, or waits for a file of the test, which is not there in time."""
+    running, released, ended = (Path(task["folder"]) / name for name in ("running", "released", "ended"))
+    if task["fails"]:
+        wait_until(running.exists)
+        raise ZeroDivisionError
+    running.touch()
+    try:
+        wait_until(released.exists)
+    finally:
+        ended.touch()
 
 
 def killed(task: Task) -> None:

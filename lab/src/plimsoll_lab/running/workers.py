@@ -119,7 +119,8 @@ def _elsewhere(function: str, tasks: Sequence[Task], workers: int) -> Generator[
     lines = [json.dumps({"function": function, "task": task}) for task in tasks]
     if not lines:
         return
-    with _hired(min(workers, len(lines))) as free, ThreadPoolExecutor(workers) as threads:
+    # Threads are waited for last: those that a task still runs in end with its process.
+    with ThreadPoolExecutor(workers) as threads, _hired(min(workers, len(lines))) as free:
         waiting = {threads.submit(_handed, free, line): number for number, line in enumerate(lines)}
         try:
             for answer in as_completed(waiting):
