@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.formats.catalogue import BLOCKS, ELEMENTS, TARGETS
+from plimsoll.probing import forward
 from plimsoll.probing.result import Question
 from tests.support.cases import each
 
@@ -376,3 +377,10 @@ def test_model_folders_that_cannot_be_used(folders: Path, tmp_path: Path, monkey
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(pl.MissingExtraError, match=r"probe: expected the package transformers; got none. Install it: "):
         pl.probe(tmp_path, fmt="fp16")
+
+
+def test_outputs_that_are_equal_at_first_are_judged_apart() -> None:
+    zeros, small, large = (pl.measure(torch.full((8,), value)) for value in (0.0, 1.0, 1e6))
+    spectra = {"activations": {"a:output": [(0, zeros), (1, small)], "b:output": [(0, zeros), (1, large)]}}
+    found = forward.findings(Question.of("fp16"), spectra, {})
+    assert [(finding.rule, finding.where, finding.since_step) for finding in found] == [("overflow", ("b:output",), 1)]

@@ -71,12 +71,12 @@ def _distinct(
     """Return the tensors to judge, each once: an output is the next module's input."""
     if collection != "activations":
         return tensors
-    found: dict[Spectrum, str] = {}
+    found: dict[tuple[Spectrum, ...], str] = {}
     for name in sorted(tensors, key=lambda name: (name not in cast, ":input" in name)):
         side = name.rpartition(":")[2]
         # Scores are inside of fused attention, and masks have the lowest number of FP32.
         if side != SCORES and "mask" not in side and (name in cast or not side.startswith("input")):
-            found.setdefault(tensors[name][0][1], name)
+            found.setdefault(tuple(spectrum for _, spectrum in tensors[name]), name)
     return {name: tensors[name] for name in found.values()}
 
 
