@@ -289,6 +289,27 @@ def test_several_optimizers_end_a_step_together(tmp_path: Path) -> None:
     assert ends == [0, 1, 2]
 
 
+def test_another_trainings_scaler_ends_no_step_and_hides_none(tmp_path: Path) -> None:
+    model, other = net(), nn.Linear(2, 1)
+    optimizer, others = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    scaler = scaler_at(1.0)
+    ends: list[int] = []
+    with pl.watch(model, optimizer, run=tmp_path / "run") as watch, Guard(watch) as guard:
+        guard._go_on = lambda: ends.append(watch.step_index)
+        for step in range(3):
+            by_hand_once(other, others, scaler)
+            assert len(ends) == step
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            assert len(ends) == step + 1
+
+
+def by_hand_once(model: nn.Module, optimizer: Any, scaler: Any) -> None:
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def test_the_stop_is_a_plimsoll_error_and_no_argument_error() -> None:
     assert issubclass(GuardStop, PlimsollError) and issubclass(GuardStop, RuntimeError)
     assert not issubclass(GuardStop, ArgumentError)

@@ -404,6 +404,27 @@ def test_a_report_that_fails_does_not_keep_the_training_going(tmp_path: Path) ->
     assert any("the guard's report failed" in event.message for event in pl.Run(tmp_path / "run").events())
 
 
+def test_a_flush_that_fails_does_not_keep_the_training_going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def broken(*_: object) -> None:
+        raise OSError("no room")
+
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=2) as watch:
+        guard = Guard(watch, ["stop"], dry_run=False, every=NEVER)
+        by_hand(model, optimizer, None, range(4))
+        with torch.no_grad():
+            model.a.weight[0, 0] = math.inf
+        by_hand(model, optimizer, None, range(4, 8))
+        guard.look()
+        monkeypatch.setattr(guard._access, "flush", broken)
+        with pytest.raises(GuardStop):
+            by_hand(model, optimizer, None, range(8, 10))
+    assert [(act.action, act.outcome) for act in guard.acts] == [("stop", "done")]
+    assert any("the guard's flush failed" in event.message for event in pl.Run(tmp_path / "run").events())
+
+
 def test_a_report_may_be_a_path(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -426,3 +447,11 @@ def test_master_weights_are_not_saved_in_part(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match="got rollback: SGD steps tensors other than the model's parameters"):
             Guard(watch, ["rollback"])
         assert Guard(watch, ["rollback"], checkpoint={"model": model, "masters": masters}).checkpoint()
+
+
+def test_complex_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.turn = nn.Parameter(torch.tensor([complex(1.0, math.nan)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pl.watch(model, optimizer, run=tmp_path / "run") as watch:
+        assert not Guard(watch, ["rollback"]).checkpoint()

@@ -88,6 +88,18 @@ def test_a_scale_stays_within_the_scalers_bounds(tmp_path: Path) -> None:
     assert scaler.get_scale() == 16.0
 
 
+def test_a_scale_at_a_bound_that_is_no_power_of_two_is_not_moved_away_from_it(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = DynamicScaler("cpu", init_scale=24.0, growth_interval=10**6, max_scale=24.0)
+    watch = pl.watch(model, optimizer, run=tmp_path / "run", every=2)
+    guard = Guard(watch, ["raise_scale"], scaler=scaler, dry_run=False, every=NEVER)
+    by_hand(model, optimizer, scaler, range(40), factor=1e-7, between=looking(guard))
+    watch.close()
+    assert any(f.rule == "underflow-high" for f in guard.findings)
+    assert guard.acts == () and scaler.get_scale() == 24.0
+
+
 def test_a_scale_that_swings_is_lowered(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -133,7 +133,8 @@ class CheckpointStore:
         """Return the weight that is not finite, in words; waits for the device."""
         model: Any = self._access.model
         for name, parameter in () if model is None else model.named_parameters():
-            known = parameter.is_floating_point() and parameter.element_size() > 1  # torch cannot ask this of 8 bits
+            # torch cannot ask this of 8 bits
+            known = parameter.is_complex() or (parameter.is_floating_point() and parameter.element_size() > 1)
             if known and not bool(parameter.detach().isfinite().all()):
                 return f"{name} holds values that are not finite"
         return None

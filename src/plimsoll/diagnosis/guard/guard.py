@@ -16,7 +16,7 @@ from plimsoll.diagnosis.guard.actions.base import GuardAction, Rollback, Skip, S
 from plimsoll.diagnosis.guard.actions.numerics import Clamp, LayerScale, LowerScale, RaiseScale, ToBF16
 from plimsoll.diagnosis.guard.checkpoints import CheckpointStore, Restore, Stateful, check_parts
 from plimsoll.diagnosis.guard.decisions import ActionChooser, BackgroundChecker
-from plimsoll.diagnosis.guard.records import ACTIONS, Act, Limits, Look, Order
+from plimsoll.diagnosis.guard.records import ACTIONS, Act, Limits, Look, Order, Outcome
 from plimsoll.diagnosis.guard.step_boundary import Boundary, HookedBoundary, LoopBoundary, ranks_of
 from plimsoll.diagnosis.rules.base import Rule
 from plimsoll.diagnosis.run_rules import rules_named, with_thresholds
@@ -359,21 +359,22 @@ class Guard:
         return self._remedies[action].propose(finding, since, tries, look)
 
     def _act(self, order: Order, step: int) -> None:
-        outcome, problem = "dry run" if self._dry_run else "done", None
-        if order.action == "stop" or self._dry_run:
-            self._note(order, step, outcome, problem)
         if self._dry_run:
+            self._note(order, step, "dry run")
             return
+        if order.action == "stop":  # which cannot fail, and writes the run and its report: this event is in both
+            self._note(order, step, "done")
         try:
             self._remedies[order.action].carry_out(order)
         except GuardStop:
             self.close()
             raise
         except Exception as error:  # noqa: BLE001  (P2: an act that fails leaves the training as it is)
-            outcome, problem = "failed", f"{type(error).__name__}: {error}"
-        self._note(order, step, outcome, problem)
+            self._note(order, step, "failed", f"{type(error).__name__}: {error}")
+        else:
+            self._note(order, step, "done")
 
-    def _note(self, order: Order, step: int, outcome: Any, problem: str | None) -> None:
+    def _note(self, order: Order, step: int, outcome: Outcome, problem: str | None = None) -> None:
         act = Act(
             step=step, action=order.action, rule=order.rule, where=order.where, since_step=order.since_step,
             before=order.before, after=order.after, reason=order.reason, outcome=outcome, problem=problem,

@@ -43,7 +43,8 @@ class HookedBoundary(torch_hooks.TrainingEvents):
     def __init__(self, access: WatchAccess, between: Callable[[], None]) -> None:
         self._access, self._between = access, between
         self._scaler: weakref.ref[Any] | None = None  # what has stepped one of our optimizers
-        self._scaled = False  # a loss was scaled in this step: its end is the scaler's update
+        # Scalers that have scaled a loss since their last update: the step's end is the update of ours.
+        self._scaling: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stepped: set[int] = set()
         torch_hooks.subscribe(self)
 
@@ -53,7 +54,7 @@ class HookedBoundary(torch_hooks.TrainingEvents):
 
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:  # noqa: ARG002
         """A scaler has scaled a loss."""
-        self._scaled = True
+        self._scaling.add(scaler)
 
     def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None:
         """A scaler's step has returned."""
@@ -62,13 +63,14 @@ class HookedBoundary(torch_hooks.TrainingEvents):
 
     def scaler_update_ends(self, scaler: Any) -> None:
         """A scaler has changed its scale."""
+        self._scaling.discard(scaler)  # it may be that of another training in this process
         if self._scaler is not None and self._scaler() is scaler:
             self._end()
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer's step has returned."""
         ours = self._access.optimizers
-        if self._scaled or optimizer not in ours:
+        if self._scaling or optimizer not in ours:
             return
         self._stepped.add(id(optimizer))
         if self._stepped >= {id(optimizer_of_ours) for optimizer_of_ours in ours}:
@@ -76,7 +78,7 @@ class HookedBoundary(torch_hooks.TrainingEvents):
 
     # What `between` raises leaves the user's call of `update` or `step`, whose work is done by then.
     def _end(self) -> None:
-        self._scaled = False
+        self._scaling.clear()
         self._stepped.clear()
         self._between()
 

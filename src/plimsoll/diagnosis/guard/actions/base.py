@@ -202,14 +202,17 @@ class Stop(GuardAction):
     def carry_out(self, order: Order) -> NoReturn:
         """Flushes the run, writes the report, and raises."""
         access = self.training.access
-        access.settle()
-        access.hand_over()
-        access.flush(_FLUSH_SECONDS)
+        try:
+            access.settle()
+            access.hand_over()
+            access.flush(_FLUSH_SECONDS)
+        except Exception as error:  # noqa: BLE001  (the training is to end, its run on disk or not)
+            access.failed("the guard's flush", error)
         where = None
         if self._report is not None and access.rank == 0:
             try:
                 where = self._report(access.path)
-            except Exception as error:  # noqa: BLE001  (the training is to end, report or not)
+            except Exception as error:  # noqa: BLE001  (likewise)
                 access.failed("the guard's report", error)
         report = f" The report is at {where}." if isinstance(where, Path) else ""
         raise GuardStop(

@@ -56,12 +56,11 @@ class LossScale(GuardAction):
             return "the loss is no longer scaled"
         low, high = getattr(scaler, "scale_bounds", (_LOWEST, _HIGHEST))
         bounded = min(max(exponent, math.ceil(math.log2(low))), math.floor(math.log2(high)))
-        now = float(scaler.get_scale())
-        if now > 0 and bounded == math.log2(now):
+        now, after = float(scaler.get_scale()), math.ldexp(1.0, bounded)
+        wanted = math.ldexp(1.0, exponent)
+        if after == now or (after > now) != (wanted > now):  # bounds need not be powers of two, and a scale may be 0
             return f"the scale is at its bound, {now:g}"
-        return self.order(
-            finding, since, reason, before=now, after=math.ldexp(1.0, bounded), targets=["the loss scale"]
-        )
+        return self.order(finding, since, reason, before=now, after=after, targets=["the loss scale"])
 
     def carry_out(self, order: Order) -> None:
         """Set the scale. Watches do not record it: the scaler's update ended the step."""
