@@ -321,3 +321,15 @@ def test_a_mask_that_the_loss_leaves_out_is_no_cause_of_what_breaks_a_gradient()
     mask = torch.tensor([True, False, False, False])
     fault = found(lambda: torch.where(mask, x.sqrt().masked_fill(~mask, -math.inf), 1.0).sum())
     assert "constant" not in fault.sentence and fault.reached == "the gradient of x"
+
+
+def test_complex_values_are_followed_to_the_loss():
+    x = torch.ones(3, dtype=torch.complex64, requires_grad=True)
+    fault = found(lambda: (x / 0).abs().sum())
+    assert (fault.operation, fault.reached, fault.error) == ("aten.div", "the loss", None)
+
+
+def test_a_class_without_weight_whose_logit_is_masked_is_no_missing_target():
+    logits = torch.tensor([[0.0, -math.inf]], requires_grad=True)
+    fault = found(lambda: nn.functional.nll_loss(logits, torch.tensor([1]), weight=torch.tensor([1.0, 0.0])))
+    assert fault.operation == "aten.nll_loss_forward" and "ignored" not in fault.sentence

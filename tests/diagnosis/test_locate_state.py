@@ -1,6 +1,7 @@
 """Locating changes nothing: neither what the closure computes, nor what is there afterwards."""
 
 import copy
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import locate
+from plimsoll.diagnosis.locating import locate_fault
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll.scaling import DynamicScaler, SpectralScaler
@@ -117,6 +119,24 @@ def test_all_is_put_back_after_a_fault_and_after_an_error():
     with pytest.raises(LookupError, match="no such batch"):
         locate(fails, model=model)
     assert_same(everything(model, optimizer), before)
+
+
+def test_all_is_put_back_if_the_description_of_a_fault_fails(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+
+    def step() -> None:
+        (model(torch.ones(1, 2)).sum() * math.inf).backward()
+        optimizer.step()
+
+    monkeypatch.setattr(locate_fault, "describe_fault", broken)
+    with pytest.raises(ZeroDivisionError):
+        locate(step, model=model)
+    assert torch.equal(model.weight, before) and model.weight.grad is None
 
 
 def test_what_is_computed_is_the_plain_step_to_the_bit():

@@ -174,6 +174,34 @@ def test_bad_function(tmp_path: Path):
     model = nn.Linear(4, 2)
     with pl.watch(model, run=tmp_path / "run") as watch, pytest.raises(ArgumentError, match="the loss; got int"):
         locate_on_trigger(watch, 3)
+    with pl.watch(model, run=tmp_path / "other") as watch:
+        with pytest.raises(ArgumentError, match=r"^locate_on_trigger: expected flush_share .* got flush_share=5"):
+            locate_on_trigger(watch, model, flush_share=5)
+        with pytest.raises(ArgumentError, match="expected around as a function that returns a context; got bool"):
+            locate_on_trigger(watch, model, around=True)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="expected a watch; got Linear"):
+        locate_on_trigger(model, lambda: model)  # type: ignore[arg-type]
+
+
+class DividedByZero(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] / 0
+
+
+def test_gradients_of_the_optimizer_that_steps_last_are_looked_at_too(tmp_path: Path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    first, last = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (1, 0))
+    with pl.watch(model, [first, last], run=tmp_path / "run") as watch:
+        step_loss = locate_on_trigger(watch, lambda x: model[1](DividedByZero.apply(model[0](x))).sum())
+        step_loss(torch.ones(1, 2)).backward()
+        first.step()
+        last.step()
+        assert [fault.operation for fault in step_loss.faults] == ["aten.div"]
 
 
 def test_the_recorder_says_how_to_locate(tmp_path: Path):

@@ -194,7 +194,7 @@ def _softmax(origin: Origin) -> str | None:
 
 
 def _nll(origin: Origin) -> str | None:
-    if origin.kind == "nan":
+    if origin.kind == "nan" and not any(o.spectrum is not None and o.spectrum.nonfinite for o in origin.inputs):
         return "nll_loss is a mean over no target (all are ignored), 0 / 0"
     return None
 

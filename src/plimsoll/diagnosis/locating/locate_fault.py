@@ -266,11 +266,13 @@ class _Search(torch_hooks.TrainingEvents):
         except Exception as raised:  # noqa: BLE001  (passed on below, or named in the fault)
             error = raised
         finally:
-            with torch.no_grad():
-                self._last_looks(names)
-                fault = None if error is not None and not self._witness.trail.origins else self._found(names, error)
-            if self._before is not None:
-                self._before.put_back()
+            try:
+                with torch.no_grad():
+                    self._last_looks(names)
+                    fault = None if error is not None and not self._witness.trail.origins else self._found(names, error)
+            finally:
+                if self._before is not None:
+                    self._before.put_back()
         if error is not None and fault is None:
             raise error
         if fault is None and self._without_loss:
@@ -416,12 +418,15 @@ def _check(closure: object, model: object, flush_share: object) -> None:
         )
     if model is not None:
         initialized("locate", model)
+    check_flush_share("locate", flush_share)
+
+
+def check_flush_share(operation: str, flush_share: object) -> None:
+    """Raise `ArgumentError` unless it is None or a fraction below 1."""
     if flush_share is None:
         return
     if isinstance(flush_share, bool) or not isinstance(flush_share, int | float) or not 0 <= flush_share < 1:
         raise ArgumentError(
-            f"locate: expected flush_share to be None or a fraction from 0 to below 1; got flush_share={flush_share!r}."
-            " Give 0.5 for half of the values."
+            f"{operation}: expected flush_share to be None or a fraction from 0 to below 1; got "
+            f"flush_share={flush_share!r}. Give 0.5 for half of the values."
         )
-    if math.isnan(flush_share):
-        raise ArgumentError("locate: expected flush_share to be a fraction; got nan. Give 0.5 for half of the values.")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.diagnosis.locating.fault import Fault
-from plimsoll.diagnosis.locating.locate_fault import locate
+from plimsoll.diagnosis.locating.locate_fault import check_flush_share, locate
 from plimsoll.diagnosis.locating.tracing.nonfinite_trail import count_nonfinite, readable
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Event
@@ -51,8 +51,13 @@ def locate_on_trigger(
     - `around`: the context that calls are in, if they are in one other than `torch.autocast`: ``around=loop.forward``.
     - `flush_share`: as for `locate`.
 
-    Raises `ArgumentError` if the watch is closed, or is one of several processes: those must `locate` together.
+    Raises `ArgumentError` if the watch is closed, or is one of several processes: those must `locate` together; and for
+    arguments that `locate` could not use.
     """
+    if not isinstance(watch, Watch):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"locate_on_trigger: expected a watch; got {type(watch).__name__}. Give what pl.watch(...) returned."
+        )
     session: WatchSession = watch._session  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     if watch.closed or session.ranks.world > 1:
         problem = "one that is closed" if watch.closed else f"one of {session.ranks.world} processes"
@@ -65,6 +70,12 @@ def locate_on_trigger(
             f"locate_on_trigger: expected a function that returns the loss; got {type(compute).__name__}. Write "
             "locate_on_trigger(watch, lambda x, y: loss_of(model(x), y))."
         )
+    if around is not None and not callable(around):
+        raise ArgumentError(
+            f"locate_on_trigger: expected around as a function that returns a context; got {type(around).__name__}. "
+            "Write around=loop.forward, without a call."
+        )
+    check_flush_share("locate_on_trigger", flush_share)
     return OnTrigger(session, compute, around, flush_share)
 
 
@@ -167,8 +178,11 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
         losses = [loss for call in self._calls for loss in call.losses]
         if _any_bad(losses):
             return "loss"
-        gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        return "nonfinite" if _any_bad(gradients) else None
+        # Of all of the model's parameters: with several optimizers, weights have moved once a later one steps.
+        model = self.core.model()
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        parameters = {id(p): p for p in (*stepped, *(() if model is None else model.parameters()))}.values()
+        return "nonfinite" if _any_bad(p.grad for p in parameters if p.grad is not None) else None
 
     def _located(self) -> Fault | None:
         """Return the fault of the first micro-batch with one, or of all, added up."""

@@ -402,7 +402,7 @@ class OperationCheck:
         plain = readable(x)
         assert plain is not None
         spectrum = cast("Spectrum", origin.outputs[0].spectrum)
-        if fresh is not None and fresh.shape != x.shape:
+        if fresh is not None and fresh.shape != plain.shape:  # of complex numbers, which are read as pairs
             fresh = None
         origin.worst, origin.first_index = name, first_bad(plain) if fresh is None else first_true(fresh)
         origin.value = float(plain[origin.first_index].item())
