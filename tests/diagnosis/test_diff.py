@@ -304,6 +304,9 @@ def test_what_cannot_be_compared_is_refused(runs: Callable[..., Path], tmp_path:
         diff(runs("mlp"), losses(tmp_path / "a", []))
     with pytest.raises(ArgumentError, match="expected tolerance from 0 to 1; got 5"):
         diff(runs("mlp"), runs("mlp"), tolerance=5)
+    for wrong in ({"tolerance": "5 %"}, {"formats": "tf32"}, {"until": "8"}, {"until": 2.5}):
+        with pytest.raises(ArgumentError, match=rf"expected {next(iter(wrong))} .*; got "):
+            diff(runs("mlp"), runs("mlp"), **wrong)
     with pytest.raises(RunError):
         diff(runs("mlp"), tmp_path / "nothing")
 

@@ -382,6 +382,8 @@ def test_what_is_no_run_is_refused(base: Any, match: str) -> None:
         ({"better": "more"}, "better to be 'lower' or 'higher'"),
         ({"run_noise": -0.1}, "run_noise to be a number"),
         ({"until": -1}, "up to step -1"),
+        ({"until": "9"}, "until to be an integer; got until='9'"),
+        ({"scalar": 5}, "better to be 'lower' or 'higher' for the scalar '5'"),
     ],
 )
 def test_arguments_are_checked(options: dict[str, Any], match: str) -> None:

@@ -445,6 +445,9 @@ def test_costs_that_cannot_be_are_refused(given: object, error: type[Exception],
 def test_the_frontier_falls_and_has_the_plans_on_it(trained: Path) -> None:
     points = frontier(View(Run(trained)), "fp8")
     costs, rises = [p.cost for p in points], [p.increase.estimate for p in points]
+    assert frontier(View(Run(trained)), "FP8") == points
+    with pytest.raises(ArgumentError, match="plan: expected a target among .*; got 'e4m3'. e4m3 is a format"):
+        frontier(View(Run(trained)), "e4m3")
     assert len(points) > 4 and costs == sorted(costs) and rises == sorted(rises, reverse=True)
     free = plan(trained, "fp8")
     assert (points[0].cost, points[0].increase.estimate) == pytest.approx((free.cost, free.predicted_loss.estimate))

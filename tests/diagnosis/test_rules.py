@@ -209,6 +209,11 @@ def test_a_rule_of_ones_own_is_applied(tmp_path: Path) -> None:
             {"thresholds": {"underflow-high.cats": 1.0}},
             "expected a threshold of underflow-high; got .*There are underf",
         ),
+        ({"rules": 3}, "diagnose: expected rules to be a list; got rules=3"),
+        ({"rules": [3]}, "diagnose: expected rules by their ids; got 3"),
+        ({"thresholds": ["underflow-high.values"]}, "diagnose: expected thresholds by their names; got \\['under"),
+        ({"thresholds": {3: 1.0}}, "diagnose: expected a threshold written as rule.threshold; got '3'"),
+        ({"until": "9"}, "View: expected until to be an integer; got until='9'"),
         ({"thresholds": {"underflow-high.values": -1.0}}, "expected underflow-high.values to be a number of 0 or more"),
     ],
 )

@@ -176,6 +176,9 @@ def test_what_cannot_be_asked_is_refused(trained: tuple, tmp_path: Path) -> None
         whatif(path, "fp16", 1.5)
     with pytest.raises(ArgumentError, match="whatif: expected no collection with inference=True"):
         whatif(path, "fp16", collection="weights", inference=True)
+    with pytest.raises(ArgumentError, match="whatif: expected collection by its name; got None"):
+        whatif(path, "fp16", collection=None)  # type: ignore[arg-type]
+    assert whatif(path, "fp16", np.int64(2)).shift == 2
     with pytest.raises(RunError, match="Run: expected the folder of a run"):
         whatif(tmp_path / "none", "fp16")
     answer: WhatIf = whatif(path, "fp16")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from plimsoll.checks import nearest
+from plimsoll.checks import items, nearest
 from plimsoll.diagnosis.finding import SEVERITIES, Finding
 from plimsoll.diagnosis.rules.base import Rule, Where
 from plimsoll.diagnosis.rules.loss_scale import with_remedy
@@ -75,7 +75,9 @@ def with_thresholds(rules: Sequence[Rule], thresholds: Mapping[str, float]) -> l
         ArgumentError: A rule or threshold does not exist, or a value is negative.
     """
     result = {rule.id: rule for rule in rules}
-    for key, value in thresholds.items():
+    if not isinstance(thresholds, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"diagnose: expected thresholds by their names; got {thresholds!r}. Give a dictionary.")
+    for key, value in {str(key): value for key, value in thresholds.items()}.items():
         rule_id, _, name = key.rpartition(".")
         known = {**_rules_for({rule_id} - result.keys()), **{rule.id: rule for rule in rules}}
         if rule_id not in known:
@@ -96,11 +98,14 @@ def rules_named(rules: Sequence[str | Rule] | None, expected: str = "rules by th
     if rules is None:
         return list(known_rules().values())
     selected: dict[str, Rule] = {}
-    for wanted in [rules] if isinstance(rules, str | Rule) else rules:
+    listed = [rules] if isinstance(rules, str | Rule) else items("diagnose", "rules", rules)
+    for wanted in listed:
         if isinstance(wanted, Rule):
             remember(wanted)
             selected[wanted.id] = wanted
             continue
+        if not isinstance(wanted, str):
+            raise ArgumentError(f"diagnose: expected {expected}; got {wanted!r}. Give ids, globs over ids, or rules.")
         known = _rules_for({wanted})
         ids = matching(list(known), wanted)
         if not ids and wanted in packaged_rules().errors:

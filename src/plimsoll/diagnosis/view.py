@@ -15,6 +15,7 @@ from typing import Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.checks import integer
 from plimsoll.diagnosis.estimates.block_counts import BlockCells, read_blocks
 from plimsoll.diagnosis.estimates.format_losses import FormatLosses
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, read, read_each
@@ -55,15 +56,14 @@ class View:
         until: The last step of the view. Default: all.
 
     Raises:
-        ArgumentError: `until` is negative.
+        ArgumentError: `until` is no integer, or negative.
     """
 
     def __init__(self, run: Run, until: int | None = None) -> None:
+        remedy = "Steps count from 0; leave it out for all that was recorded."
+        until = None if until is None else integer("View", "until", until, remedy=remedy)
         if until is not None and until < 0:
-            raise ArgumentError(
-                f"View: expected until to be a step, 0 or later; got until={until}. Steps count from 0; leave it out "
-                "for all that was recorded."
-            )
+            raise ArgumentError(f"View: expected until to be a step, 0 or later; got until={until}. {remedy}")
         self.run, self.until = run, until
         self.reads_all = False  # whether the first question about a collection reads all of them, in one pass
         self._cells: dict[str, Cells | None] = {}

@@ -3,11 +3,13 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll import checks
 from plimsoll.diagnosis.comparison.divergence import Divergence, Kind, Parting
 from plimsoll.diagnosis.comparison.paired_matrices import Pair, few, searching, sentences
 from plimsoll.diagnosis.tables.cells import Floats, Ints
@@ -341,7 +343,7 @@ def diff(
         ArgumentError: The runs have no series or no step in common.
         RunError: A folder has no run.
     """
-    if not 0 <= tolerance <= 1:
+    if not isinstance(tolerance, Real) or not 0 <= tolerance <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"diff: expected tolerance from 0 to 1; got {tolerance!r}. It is a share of values.")
     views = (_view(run_a, until), _view(run_b, until))
     owners: dict[str, int] = {}
@@ -387,7 +389,7 @@ def _losses(views: tuple[View, View]) -> tuple[Ints, Floats, Floats]:
 
 def _rounding(views: tuple[View, View], named: Sequence[object]) -> float:
     """Half a unit in the last place of the narrowest format in either run, or named."""
-    formats = [get(fmt) for fmt in named]
+    formats = [get(fmt) for fmt in checks.items("diff", "formats", named, remedy="Write formats=['tf32'].")]
     elements = [fmt.element if isinstance(fmt, BlockFormat) else fmt for fmt in formats]
     for view in views:
         for collection in view.run.tensors:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from plimsoll.checks import number, one_of
+from plimsoll.checks import integer, number, one_of
 from plimsoll.diagnosis.equivalence import noise
 from plimsoll.diagnosis.equivalence.curves import Aligned, Curve, aligned, curves_of, diverged
 from plimsoll.diagnosis.equivalence.noise import LEAST_RECORDS, Evidence, run_noise as run_noise_of, weights
@@ -73,7 +73,9 @@ def parity(
     'worse'
     """
     confidence = number("parity", "confidence", confidence, at_least=0.5, below=1, remedy="Use 0.95, for example.")
-    better = _direction(better, scalar)
+    if until is not None:
+        until = integer("parity", "until", until, remedy="It is a step; leave it out for all of them.")
+    better = _direction(better, str(scalar))
     sign = 1.0 if better == "lower" else -1.0
     sides = (curves_of(base, "base", scalar, until), curves_of(candidate, "candidate", scalar, until))
     fates = tuple(Fate.of(side, sides[0], sign) for side in sides)

@@ -10,7 +10,7 @@ import numpy as np
 from plimsoll.diagnosis.planning.budgeted_choice import cheapest, cost_of, options
 from plimsoll.diagnosis.planning.format_choice import Judge
 from plimsoll.diagnosis.planning.loss_forecast import Forecast
-from plimsoll.diagnosis.planning.make_plan import pairs_of
+from plimsoll.diagnosis.planning.make_plan import check_target, pairs_of
 from plimsoll.diagnosis.planning.modules import computes, modules_of
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import BF16
@@ -36,13 +36,14 @@ def frontier(
     costs: "str | os.PathLike[str] | Mapping[str, Any]" = "bytes",
 ) -> list[Point]:
     """Return plans of least cost at rising budgets; none if nothing can be predicted. Arguments as for `plan`."""
+    check_target(target)
     table, judge = cost_table(costs), Judge(view, tolerance=0.01, margin=None)
     modules = [module for module in modules_of(view) if computes(view, module)]
     forecast = Forecast(view, judge, modules)
     whole = sum(cost_of(judge, table, module, BF16.name, BF16.name) for module in modules)
     if not forecast.possible or not whole:
         return []
-    offers = [options(judge, forecast, table, module, pairs_of(target), "bf16") for module in modules]
+    offers = [options(judge, forecast, table, module, pairs_of(target.lower()), "bf16") for module in modules]
     most = sum(max(option.increase for option in each) for each in offers)
     if not most > 0:
         return []

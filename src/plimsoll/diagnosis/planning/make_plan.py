@@ -365,9 +365,14 @@ def _predicted(judge: Judge, choice: FormatChoice, scales: Scales) -> dict[str, 
     return found
 
 
-def _check(target: Any, tolerance: Any, margin: Any, fallback: Any) -> None:
+def check_target(target: Any) -> None:
+    """Raise `ArgumentError` unless it is a target, in upper or lower case."""
     if not isinstance(target, str) or target.lower() not in TARGETS:
         raise ArgumentError(f"plan: expected a target among {', '.join(TARGETS)}; got {target!r}. {_meant(target)}")
+
+
+def _check(target: Any, tolerance: Any, margin: Any, fallback: Any) -> None:
+    check_target(target)
     check_tolerance("plan", tolerance)
     if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int) or margin < 0):
         raise ArgumentError(

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from plimsoll.checks import items
 from plimsoll.diagnosis.finding import shown
 from plimsoll.diagnosis.tables.cells import Cells
 from plimsoll.diagnosis.view import View
@@ -142,7 +143,7 @@ def _has_matrix(name: str, owner: _Owner) -> bool:
 def named(view: View, argument: str, globs: Sequence[str]) -> set[str]:
     """Return the modules with parameters that match names or globs; ArgumentError for one that matches none."""
     owners, found = _owners(view), set[str]()
-    for glob in (globs,) if isinstance(globs, str) else globs:
+    for glob in map(str, (globs,) if isinstance(globs, str) else items("plan", argument, globs)):
         names = {glob} if glob in owners else {name for name in owners if fnmatch.fnmatchcase(name, glob)}
         if not names:
             some = ", ".join(shown(name) for name in list(owners)[:5]) or "none"

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
+from plimsoll.checks import integer
 from plimsoll.diagnosis.estimates.block_counts import BlockCells, BlockTallies
 from plimsoll.diagnosis.estimates.element_counts import Populations, Tallies
 from plimsoll.diagnosis.estimates.format_losses import FormatLosses
@@ -156,11 +157,11 @@ def whatif(
         ArgumentError: The shift is no integer in range.
     """
     chosen, view = _format(fmt), view_of(run, None, "whatif")
-    if shift is not None and (isinstance(shift, bool) or not isinstance(shift, int) or abs(shift) > 2200):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(
-            f"whatif: expected shift to be an integer from -2200 to 2200; got shift={shift!r}. "
-            "Values are multiplied by 2**shift. Without one, the best is chosen."
-        )
+    if shift is not None:
+        remedy = "Values are multiplied by 2**shift. Without one, the best is chosen."
+        shift = integer("whatif", "shift", shift, low=-2200, high=2200, remedy=remedy)
+    if not isinstance(collection, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"whatif: expected collection by its name; got {collection!r}. Write 'gradients'.")
     if inference and collection != "gradients":
         raise ArgumentError(
             f"whatif: expected no collection with inference=True, which means weights and activations; got "
