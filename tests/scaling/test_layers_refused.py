@@ -411,3 +411,7 @@ def test_scales_to_begin_with_are_powers_of_two(scale: Any) -> None:
         scaler.begin_with({"0": scale})
     with pytest.raises(ArgumentError, match=r"^LayerScaler: expected a torch.nn.Module; got int"):
         LayerScaler(3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"expected a signed format within float32's range; got fmt=e8m0"):
+        LayerScaler(nn.Linear(2, 1), fmt="e8m0")
+    with pytest.raises(ArgumentError, match="expected units as a function of a name and a module; got 3"):
+        LayerScaler(nn.Linear(2, 1), units=3)  # type: ignore[arg-type]

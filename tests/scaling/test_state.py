@@ -158,6 +158,11 @@ def test_states_that_are_none() -> None:
         scaler.load_state_dict({})
     with pytest.raises(StateError, match=r"got \['scale'\], without \['growth_factor', 'backoff_factor', 'growth_inte"):
         scaler.load_state_dict({"scale": 2.0})
+    with pytest.raises(StateError, match="expected numbers in a scaler's state; got .*'growth_interval': 'ten'"):
+        scaler.load_state_dict({**before, "growth_interval": "ten"})
+    for wrong in ("state.pt", [before]):
+        with pytest.raises(StateError, match=f"expected the result of state_dict.*; got {type(wrong).__name__}"):
+            scaler.load_state_dict(wrong)  # type: ignore[arg-type]
     assert scaler.state_dict() == before
 
 

@@ -194,3 +194,13 @@ def test_losses_of_any_structure_keep_it() -> None:
 def test_what_measures_gradients_needs_float64(make: Any) -> None:
     with pytest.raises(ArgumentError, match="Scaler: expected a device with float64, .*; got device='mps'"):
         make("mps")
+
+
+@each("kind", [DynamicScaler, SpectralScaler])
+def test_gradients_that_are_stored_as_conjugates_are_unscaled(kind: Any) -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), kind("cpu", init_scale=4.0)
+    scaler.scale((parameter.conj() * (2 + 1j)).real.sum()).backward()
+    assert parameter.grad is not None and parameter.grad.is_conj()
+    scaler.step(optimizer)
+    assert parameter.tolist() == [-1 - 1j] * 2

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from plimsoll import checks
 from plimsoll.errors import ArgumentError
+from plimsoll.formats import FP32, Format, get_element
 
 LARGEST = 3.4028234663852886e38  # of float32, the dtype of the scale
 SMALLEST = 2.0**-126  # smallest normal float32: the reciprocal of a smaller number may be Inf
@@ -49,6 +50,17 @@ def check_measures(operation: str, device: str) -> None:
             f"{operation}: expected a device with float64, in which it measures gradients; got device={device!r}. Use "
             "DynamicScaler there."
         )
+
+
+def check_format(operation: str, name: str, value: object) -> Format:
+    """Return the format of a backward pass: signed, and within float32's range."""
+    fmt = get_element(value, operation)
+    if fmt.max > FP32.max or not fmt.signed:
+        raise ArgumentError(
+            f"{operation}: expected a signed format within float32's range; got {name}={fmt.name}. Use 'fp16', the "
+            "backward pass's format under autocast."
+        )
+    return fmt
 
 
 def check_growth(operation: str, value: object) -> float:

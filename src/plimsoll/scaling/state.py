@@ -2,6 +2,7 @@
 
 import warnings
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -44,12 +45,14 @@ def write_state(state: SavedState) -> dict[str, Any]:
     }
 
 
-def read_state(saved: dict[str, Any]) -> SavedState:
+def read_state(saved: Mapping[str, Any]) -> SavedState:
     """Return the content of a saved state of a scaler or of a GradScaler.
 
     Raises:
         StateError: The state is empty, incomplete or of a newer schema.
     """
+    if not isinstance(saved, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StateError(f"load_state_dict: expected the result of state_dict(); got {type(saved).__name__}.")
     if not saved:
         raise StateError(
             "load_state_dict: expected the state of a scaler; got an empty one, possibly because it was saved from a "
@@ -68,15 +71,22 @@ def read_state(saved: dict[str, Any]) -> SavedState:
             f"load_state_dict: expected the entries of a scaler's state; got {sorted(map(str, saved))}, without "
             f"{missing}. Nothing was changed. Give a result of state_dict()."
         )
-    return SavedState(
-        scale=float(saved["scale"]),
-        growth_factor=float(saved["growth_factor"]),
-        backoff_factor=float(saved["backoff_factor"]),
-        growth_interval=int(saved["growth_interval"]),
-        growth_tracker=int(saved["_growth_tracker"]),
-        kind=kind,
-        extra=ours,
-    )
+    try:
+        return SavedState(
+            scale=float(saved["scale"]),
+            growth_factor=float(saved["growth_factor"]),
+            backoff_factor=float(saved["backoff_factor"]),
+            growth_interval=int(saved["growth_interval"]),
+            growth_tracker=int(saved["_growth_tracker"]),
+            kind=kind,
+            extra=ours,
+        )
+    except (TypeError, ValueError) as error:
+        entries = {name: saved[name] for name in _ENTRIES}
+        raise StateError(
+            f"load_state_dict: expected numbers in a scaler's state; got {entries}. Nothing was changed. Give a result "
+            "of state_dict()."
+        ) from error
 
 
 LOSSES = 16  # number of an iteration's losses that are checked when its step is skipped

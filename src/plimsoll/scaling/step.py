@@ -182,7 +182,10 @@ def _values(parameter: Tensor, meshes: dict[int, Any]) -> Tensor:
             f"unscale_: expected dense gradients, or sparse ones of layout torch.sparse_coo; got {gradient.layout} "
             f"({gradient.dtype}, {tuple(gradient.shape)}). Convert it with grad.to_sparse_coo()."
         )
-    gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    if gradient.is_complex():
+        if gradient.is_conj():  # of a parameter that was used as its conjugate: its values are not in memory yet
+            gradient = parameter.grad = gradient.resolve_conj()
+        gradient = torch.view_as_real(gradient)
     return gradient if type(gradient) is Tensor else gradient.detach().as_subclass(Tensor)
 
 

@@ -38,7 +38,7 @@ class Meter:
             return
         plain = g.detach()
         plain = plain.coalesce().values() if plain.is_sparse else plain
-        plain = torch.view_as_real(plain) if plain.is_complex() else plain
+        plain = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
         with self._lock:
             bank = self._banks.get(plain.device)
             if bank is None:
@@ -233,5 +233,5 @@ def _gradients(parameters: Iterable[Tensor]) -> Iterable[Tensor]:
         g = parameter.grad
         if g is not None:
             plain = g.coalesce().values() if g.is_sparse else g
-            plain = torch.view_as_real(plain) if plain.is_complex() else plain
+            plain = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
             yield plain.detach()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from plimsoll import checks
 from plimsoll.errors import ArgumentError, StateError
-from plimsoll.formats import get_element
 from plimsoll.scaling import arguments
 from plimsoll.scaling.base import FLOOR, LossScaler
 from plimsoll.scaling.layerwise.exponents import LayerExponents, RuleName, clamped
@@ -125,7 +124,9 @@ class LayerScaler(LossScaler, name="layer"):
         self.set_backoff_factor(backoff_factor)
         self.set_growth_interval(growth_interval)
         self._every = arguments.check_interval("LayerScaler", "every", every)
-        element = get_element(fmt, "LayerScaler")
+        element = arguments.check_format("LayerScaler", "fmt", fmt)
+        if units is not None and not callable(units):  # pyright: ignore[reportUnnecessaryComparison]
+            raise ArgumentError(f"LayerScaler: expected units as a function of a name and a module; got {units!r}.")
         inner = unwrapped(model)
         self._layers = Layers(inner, element.name, units)
         self._now = self._init_scale  # the loss scale, on the host

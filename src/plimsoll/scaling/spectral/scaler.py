@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plimsoll import checks, row_layout
 from plimsoll.errors import ArgumentError, NotRecordedError
-from plimsoll.formats import FP16, FP32, Format, get_element
+from plimsoll.formats import FP16, Format, get_element
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.scaling import arguments
 from plimsoll.scaling.base import FLOOR, LossScaler
@@ -105,7 +105,7 @@ class SpectralScaler(LossScaler, name="spectral"):
         )
         for word, value in (("init_scale", init_scale), ("min_scale", min_scale), ("max_scale", max_scale)):
             _check_power(name, word, value)
-        self._format = _check_format(name, format)
+        self._format = arguments.check_format(name, "format", format)
         remedy = "Use 0.5, or 2 if overflows are costly."
         self._margin = checks.number(name, "margin", margin, at_least=0, at_most=MOST_MARGIN, remedy=remedy)
         self._memory = Memory()
@@ -298,13 +298,3 @@ def _check_power(name: str, word: str, value: float) -> None:
             f"{name}: expected {word} as a power of two, which multiplies exactly; got {value!r}. Use "
             f"2.0**{round(math.log2(value))}."
         )
-
-
-def _check_format(name: str, format: object) -> Format:  # noqa: A002
-    fmt = get_element(format, name)
-    if fmt.max > FP32.max or not fmt.signed:
-        raise ArgumentError(
-            f"{name}: expected a signed format within float32's range; got format={fmt.name}. Use 'fp16', the backward "
-            "pass's format under autocast."
-        )
-    return fmt
