@@ -123,6 +123,7 @@ def test_states_that_are_none_are_refused_and_change_nothing() -> None:
     before, state = everything(loop, model), loop.state_dict()
     wrong: list[tuple[dict[str, Any], str]] = [
         ({**state, "schema": 2}, "expected a loop's state of schema 1; got schema 2, written by a newer"),
+        (None, "got NoneType"),  # type: ignore[list-item]
         ({"model": state["model"]}, "got a mapping without schema, precision, step, optimizers"),
         ({**state, "schedulers": []}, "a loop with 1 schedulers; got one with 0"),
         ({**state, "optimizers": [1, 2]}, "a loop with 1 optimizers; got one with 2"),

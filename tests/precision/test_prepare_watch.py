@@ -168,3 +168,19 @@ def test_a_folder_that_cannot_be_watched_into_leaves_the_model_free(tmp_path: Pa
         prepare(model, adamw(model), "bf16-master", watch=tmp_path / "file")
     assert isinstance(model.head, nn.Linear) and model.head.weight.dtype == torch.float32
     prepare(model, adamw(model), "bf16-master").close()
+
+
+def test_a_watch_that_would_record_nothing_of_the_model_is_refused(tmp_path: Path) -> None:
+    model = net()
+    other = net()
+    watch = pl.watch(other, run=tmp_path / "other")
+    with pytest.raises(pl.errors.ArgumentError, match="a watch of the model or a part of it; got one of another Net"):
+        prepare(model, adamw(model), "fp32", watch=watch)
+    watch.close()
+    with pytest.raises(pl.errors.ArgumentError, match="prepare: expected an open watch; got one that is closed"):
+        prepare(model, adamw(model), "fp32", watch=watch)
+    with (
+        pl.watch(model.hidden, run=tmp_path / "part") as watch,
+        prepare(model, adamw(model), "fp32", watch=watch) as loop,
+    ):
+        run(loop, batches(1))

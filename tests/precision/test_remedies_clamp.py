@@ -150,6 +150,8 @@ def test_under_compile() -> None:
             r"expected the names of modules; got 'blocks.\*', which none has. There are, among others: m",
         ),
         (((),), {}, "expected at least one module; got none"),
+        ((3,), {}, "expected modules to be a list; got modules=3"),
+        (([3],), {}, "expected the names of modules; got 3, which none has"),
         (("0", "mxfp8_e4m3"), {}, "expected a format of single numbers; got mxfp8_e4m3"),
         (("0",), {"gradient": "half"}, "expected gradient to be 'zero' or 'pass'; got gradient='half'"),
         (("0",), {"check_every": 0}, "expected check_every to be an integer of at least 1; got check_every=0"),
@@ -158,6 +160,8 @@ def test_under_compile() -> None:
 def test_mistakes(arguments: tuple[object, ...], options: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         clamp_residuals(stream(), *arguments, **options)
+    with pytest.raises(ArgumentError, match="expected a torch.nn.Module; got list"):
+        clamp_residuals([stream()], "0")  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:clamp_residuals")

@@ -211,6 +211,7 @@ def prepare(
     optimizers = optimizers_of(optimizer, root)
     check_numbers(clip_norm, accumulate, max_retries)
     _check_policy(policy, schedule)
+    _check_watch(watch, root)
     followed = check_schedulers(schedulers, optimizers)
     made = scaler_for("prepare", scaler, model)
     try:
@@ -239,6 +240,19 @@ def prepare(
             loop.close()
             raise
     return loop
+
+
+def _check_watch(watch: object, root: nn.Module) -> None:
+    if not isinstance(watch, Watch):
+        return
+    if watch.closed:
+        raise ArgumentError("prepare: expected an open watch; got one that is closed. Call plimsoll.watch again.")
+    watched = watch.beside.model
+    if watched is not None and watched not in root.modules() and root not in watched.modules():
+        raise ArgumentError(
+            f"prepare: expected a watch of the model or a part of it; got one of another {type(watched).__name__}. "
+            "Watch the model that is prepared."
+        )
 
 
 def _check_policy(policy: object, schedule: Schedule) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from plimsoll.checks import integer, nearest, one_of
+from plimsoll.checks import integer, items, nearest, one_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, Format, get
 from plimsoll.kernels.dtypes import FLOATING, SIXTEEN_BIT
@@ -70,6 +70,8 @@ def clamp_residuals(
     [[50000.0], [65504.0]]
     Clamped(values=2, clamped=1, infinite=0)
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"clamp_residuals: expected a torch.nn.Module; got {type(model).__name__}. Give the model.")
     number_format = get(fmt)
     if isinstance(number_format, BlockFormat):
         raise ArgumentError(
@@ -78,7 +80,7 @@ def clamp_residuals(
         )
     one_of("clamp_residuals", "gradient", gradient, ("zero", "pass"))
     integer("clamp_residuals", "check_every", check_every, low=1, remedy="Use 100.")
-    chosen = _matching(model, [modules] if isinstance(modules, str) else list(modules))
+    chosen = _matching(model, [modules] if isinstance(modules, str) else items("clamp_residuals", "modules", modules))
     return ResidualClamp(chosen, number_format.max, gradient, check_every, first=first)
 
 
@@ -218,14 +220,15 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _matching(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
+def _matching(model: nn.Module, patterns: list[Any]) -> dict[str, nn.Module]:
     named = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     known = {name or "model": module for name, module in named}
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
-        names = [pattern] if pattern in known else [name for name in known if fnmatch.fnmatchcase(name, pattern)]
+        globbed = known if isinstance(pattern, str) else ()
+        names = [pattern] if pattern in known else [name for name in globbed if fnmatch.fnmatchcase(name, pattern)]
         if not names:
-            near = nearest(pattern, known) or list(known)[:5]
+            near = nearest(str(pattern), known) or list(known)[:5]
             raise ArgumentError(
                 f"clamp_residuals: expected the names of modules; got {pattern!r}, which none has. "
                 f"There are, among others: {', '.join(near)}."

@@ -21,6 +21,8 @@ PARTS = ("schema", "precision", "step", "model", "optimizers", "scaler", "schedu
 
 def checked(state: Mapping[str, Any], *, optimizers: int, schedulers: int) -> None:
     """Raise for a state that does not fit the loop, before anything is loaded."""
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StateError(f"load_state_dict: expected a result of loop.state_dict(); got {type(state).__name__}.")
     schema = state.get("schema")
     if type(schema) is int and schema > SCHEMA:
         raise StateError(

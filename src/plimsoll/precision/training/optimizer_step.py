@@ -48,7 +48,7 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, bound: float) -> None:
 def _summed(g: Tensor) -> Tensor:
     """Return the real values of a gradient, with equal indices of a sparse one added."""
     plain = g.coalesce()._values() if g.is_sparse else g  # noqa: SLF001
-    return torch.view_as_real(plain) if plain.is_complex() else plain
+    return torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
 
 
 def _by_mesh(sharded: Sequence[Tensor]) -> list[list[Any]]:
