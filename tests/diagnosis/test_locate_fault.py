@@ -333,3 +333,9 @@ def test_a_class_without_weight_whose_logit_is_masked_is_no_missing_target():
     logits = torch.tensor([[0.0, -math.inf]], requires_grad=True)
     fault = found(lambda: nn.functional.nll_loss(logits, torch.tensor([1]), weight=torch.tensor([1.0, 0.0])))
     assert fault.operation == "aten.nll_loss_forward" and "ignored" not in fault.sentence
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_hinder_no_closure():
+    x: Any = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True)
+    assert found(lambda: (x * math.inf).to_padded_tensor(0.0).sum()).error is None

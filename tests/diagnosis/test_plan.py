@@ -322,7 +322,7 @@ def test_such_a_plan_trains(odd: Path) -> None:
         ({"margin_binades": -1}, "plan: expected margin_binades to be an integer of 0 or more; got -1"),
         ({"margin_binades": 1.0}, "plan: expected margin_binades to be an integer"),
         ({"include": 3}, "plan: expected include to be a list; got include=3"),
-        ({"exclude": [3]}, "plan: expected exclude to name modules with parameters; got '3', which matches none"),
+        ({"exclude": [3]}, "plan: expected exclude to name modules with parameters; got 3, which matches none"),
         ({"until": "9"}, "View: expected until to be an integer; got until='9'"),
         ({"fallback": "fp16"}, "plan: expected a fallback among bf16, tf32, fp32, whose range is FP32's; got 'fp16'"),
     ],

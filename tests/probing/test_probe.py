@@ -384,3 +384,11 @@ def test_outputs_that_are_equal_at_first_are_judged_apart() -> None:
     spectra = {"activations": {"a:output": [(0, zeros), (1, small)], "b:output": [(0, zeros), (1, large)]}}
     found = forward.findings(Question.of("fp16"), spectra, {})
     assert [(finding.rule, finding.where, finding.since_step) for finding in found] == [("overflow", ("b:output",), 1)]
+
+
+def test_batches_are_widened_with_the_model() -> None:
+    model = net().half()
+    halves = [(x.half(), y) for x, y in batches()]
+    found = pl.probe(model, halves, "fp16", loss=cross_entropy)
+    assert found.batches == 3 and "The model was widened to FP32 first." in found.remarks
+    assert all(p.dtype is torch.float16 for p in model.parameters())

@@ -145,8 +145,9 @@ def _of_model(
 ) -> Probe:
     checks.initialized("probe", model)
     root = unwrapped(model)
-    if any(p.is_floating_point() and p.dtype.itemsize < torch.float32.itemsize for p in root.parameters()):
+    if any(map(_is_narrow, root.parameters())):
         root = copy.deepcopy(root).float()
+        batches = pytree.tree_map_only(Tensor, lambda x: x.float() if _is_narrow(x) else x, list(batches))
         remarks = [*remarks, "The model was widened to FP32 first."]
     device = next((p.device for p in root.parameters()), torch.device("cpu"))
     with untouched(root), tempfile.TemporaryDirectory(prefix="plimsoll-") as folder:
@@ -165,6 +166,10 @@ def _of_model(
                 calls.close()
                 watched.close()
         return examine(root, Path(folder) / "run", calls, question, subject=subject, remarks=remarks)
+
+
+def _is_narrow(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype.itemsize < torch.float32.itemsize
 
 
 def _step(model: nn.Module, batch: Any, loss: Loss | None) -> None:

@@ -31,7 +31,7 @@ def readable(x: Tensor) -> Tensor | None:
     """Return the plain floating tensor that can be read; None without one."""
     if x.is_complex() and x.layout == torch.strided:
         return readable(torch.view_as_real(x.resolve_conj().detach()))
-    if not x.is_floating_point():
+    if not x.is_floating_point() or x.is_nested:
         return None
     if type(x) in _PLAIN and x.layout == torch.strided and not x.is_meta and not x.is_neg():
         return x.detach()
@@ -56,7 +56,8 @@ def spectrum_of(x: Tensor) -> Spectrum | None:
 
 def operand(name: str, x: Tensor, spectrum: Spectrum | None = None) -> Operand:
     """The record of a tensor."""
-    return Operand(name=name, dtype=dtype_name(x.dtype), shape=tuple(x.shape), spectrum=spectrum or spectrum_of(x))
+    shape = () if x.is_nested else tuple(x.shape)  # torch's nested tensors have none
+    return Operand(name=name, dtype=dtype_name(x.dtype), shape=shape, spectrum=spectrum or spectrum_of(x))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
