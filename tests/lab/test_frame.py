@@ -23,7 +23,9 @@ from plimsoll_lab import (
     perform,
     perform_all,
 )
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.results_folder import MARK, clear
+from plimsoll_lab.running import perform as product
 from tests.support.cases import each
 
 
@@ -226,3 +228,12 @@ def test_too_few_steps_are_refused_before_the_folder_is_touched(tmp_path: Path) 
     with pytest.raises(ArgumentError, match="lab clip: expected 100 steps or more"):
         perform("clip", tmp_path / "out", steps=99)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_result_names_the_device_that_was_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "check", lambda *_: None)  # as on a machine with a GPU
+    on_cpu = dataclasses.replace(TINY, settings=lambda _: {"device": "cpu"})
+    result = perform(on_cpu, tmp_path / "lab", device="cuda")
+    assert result.device == "cpu" and "gpu" not in result.versions
+    bench = Bench(runs=tmp_path, seed=0, device="cuda", steps=None, full=False, progress=Silent())
+    assert EXPERIMENTS["errors"].settings(bench)["device"] == "cpu"

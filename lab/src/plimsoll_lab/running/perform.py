@@ -53,6 +53,7 @@ def perform(
     target = Path(folder)
     bench = Bench(runs=target / RUNS, seed=seed, device=device, steps=steps, full=full, progress=progress or Silent())
     settings = chosen.settings(bench)
+    used = str(settings.get("device", device))  # an experiment may compute on the CPU alone
     clear(target, chosen.name)
     began = time.perf_counter()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device == "cuda" else []):
@@ -62,7 +63,7 @@ def perform(
     result = Result(
         experiment=chosen.name, claim=chosen.claim, source=chosen.source, seed=seed, settings=settings,
         measured=measured, folder=target, reports=reports, seconds=time.perf_counter() - began,
-        date=dt.datetime.now(dt.UTC).date().isoformat(), device=device, versions=_versions(device),
+        date=dt.datetime.now(dt.UTC).date().isoformat(), device=used, versions=_versions(used),
     )  # fmt: skip
     with replacing(target / RESULT) as file:
         file.write(json.dumps(result.to_dict(), indent=2, allow_nan=False).encode())
