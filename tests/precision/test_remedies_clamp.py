@@ -152,6 +152,7 @@ def test_under_compile() -> None:
         (((),), {}, "expected at least one module; got none"),
         ((3,), {}, "expected modules to be a list; got modules=3"),
         (([3],), {}, "expected the names of modules; got 3, which none has"),
+        (([["0"]],), {}, r"expected the names of modules; got \['0'\], which none has"),
         (("0", "mxfp8_e4m3"), {}, "expected a format of single numbers; got mxfp8_e4m3"),
         (("0",), {"gradient": "half"}, "expected gradient to be 'zero' or 'pass'; got gradient='half'"),
         (("0",), {"check_every": 0}, "expected check_every to be an integer of at least 1; got check_every=0"),

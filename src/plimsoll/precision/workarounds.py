@@ -225,8 +225,9 @@ def _matching(model: nn.Module, patterns: list[Any]) -> dict[str, nn.Module]:
     known = {name or "model": module for name, module in named}
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
-        globbed = known if isinstance(pattern, str) else ()
-        names = [pattern] if pattern in known else [name for name in globbed if fnmatch.fnmatchcase(name, pattern)]
+        names: list[str] = []
+        if isinstance(pattern, str):
+            names = [pattern] if pattern in known else [name for name in known if fnmatch.fnmatchcase(name, pattern)]
         if not names:
             near = nearest(str(pattern), known) or list(known)[:5]
             raise ArgumentError(

@@ -144,8 +144,9 @@ def named(view: View, argument: str, globs: Sequence[str]) -> set[str]:
     """Return the modules with parameters that match names or globs; ArgumentError for one that matches none."""
     owners, found = _owners(view), set[str]()
     for glob in (globs,) if isinstance(globs, str) else items("plan", argument, globs):
-        globbed = owners if isinstance(glob, str) else ()
-        names = {glob} if glob in owners else {name for name in globbed if fnmatch.fnmatchcase(name, glob)}
+        names = set[str]()
+        if isinstance(glob, str):
+            names = {glob} if glob in owners else {name for name in owners if fnmatch.fnmatchcase(name, glob)}
         if not names:
             some = ", ".join(shown(name) for name in list(owners)[:5]) or "none"
             raise ArgumentError(
