@@ -247,6 +247,10 @@ def test_it_keeps_no_model_alive(tmp_path: Path) -> None:
         ({"loop": object()}, "expected loop to be an open loop of pl.prepare"),
         ({"checkpoint": {"model": 3}}, "expected checkpoint to map names to objects with state_dict"),
         ({"checkpoint": 3}, "expected checkpoint to map names"),
+        ({"actions": 3}, "expected actions by their names; got 3"),
+        ({"limits": 3}, "expected limits as Limits"),
+        ({"actions": ["stop"], "report": 3}, "expected report as a path or a function; got 3"),
+        ({"actions": ["stop"], "report": ""}, "expected report as a path or a function; got ''"),
         ({"thresholds": {"scale-low.cats": 1.0}}, "expected a threshold of scale-low; got 'scale-low.cats'"),
     ],
 )

@@ -4,7 +4,7 @@ import difflib
 import functools
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast, get_args
@@ -38,6 +38,7 @@ def check_arguments(
     cpu_share: object,
     severity: object,
     kept: object,
+    limits: object,
 ) -> tuple[Action, ...]:
     """The actions that are allowed; raises `ArgumentError` for what makes no sense."""
     if not isinstance(watch, Watch):
@@ -46,12 +47,7 @@ def check_arguments(
         )
     if watch.closed:
         raise ArgumentError("Guard: expected an open watch; got one that is closed. Call pl.watch again.")
-    names = [actions] if isinstance(actions, str) else list(actions)
-    for name in names:
-        if name not in ACTIONS:
-            near = difflib.get_close_matches(str(name), ACTIONS, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(ACTIONS)}."
-            raise ArgumentError(f"Guard: expected actions by their names; got {name!r}. {hint}")
+    names = _action_names(actions)
     if on_finding is not None and not callable(on_finding):
         raise ArgumentError(f"Guard: expected on_finding as a function; got {on_finding!r}. Write on_finding=print.")
     for word, value, usual in (("every", every, 50), ("kept", kept, 3)):
@@ -61,6 +57,18 @@ def check_arguments(
         raise ArgumentError(f"Guard: expected cpu_share above 0 and up to 1; got {cpu_share!r}. Use 0.05.")
     if severity not in get_args(Severity):
         raise ArgumentError(f"Guard: expected severity to be info, warning or alarm; got {severity!r}. Use 'alarm'.")
+    if limits is not None and not isinstance(limits, Limits):
+        raise ArgumentError(f"Guard: expected limits as Limits(...); got {limits!r}. Leave it out for the usual ones.")
+    return names
+
+
+def _action_names(actions: object) -> tuple[Action, ...]:
+    names = [actions] if isinstance(actions, str) or not isinstance(actions, Iterable) else list(actions)
+    for name in names:
+        if name not in ACTIONS:
+            near = difflib.get_close_matches(str(name), ACTIONS, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(ACTIONS)}."
+            raise ArgumentError(f"Guard: expected actions by their names; got {name!r}. {hint}")
     return cast("tuple[Action, ...]", tuple(dict.fromkeys(names)))
 
 
@@ -90,7 +98,7 @@ def remedies_of(
     """Return the allowed actions; raise `ArgumentError` for an impossible one."""
     if report is not None and "stop" not in names:
         raise ArgumentError("Guard: expected report= together with the action stop; got it without. Allow stop.")
-    write = None if report is None else reporting(cast("Any", report))
+    write = None if report is None else reporting(report)
     made: dict[str, GuardAction] = {kind.action: kind(training) for kind in _KINDS if kind.action in names}
     if "stop" in names:
         made["stop"] = Stop(training, write)
@@ -175,7 +183,7 @@ class Guard:
         thresholds: Mapping[str, float] | None = None,
         report: "str | os.PathLike[str] | Callable[[Path], object] | None" = None,
     ) -> None:
-        names = check_arguments(watch, actions, on_finding, every, cpu_share, severity, kept)
+        names = check_arguments(watch, actions, on_finding, every, cpu_share, severity, kept, limits)
         applied = with_thresholds(rules_named(rules), thresholds or {})
         self._training = training_of(watch, loop, scaler, checkpoint, kept)
         self._remedies = remedies_of(names, self._training, report)

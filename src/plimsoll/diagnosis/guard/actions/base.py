@@ -1,6 +1,7 @@
 """Base class of actions, `GuardAction`, their state, and actions on the whole run."""
 
 import importlib.util
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from plimsoll import display
 from plimsoll.diagnosis.finding import Action, Finding
 from plimsoll.diagnosis.guard.checkpoints import CheckpointStore
 from plimsoll.diagnosis.guard.records import Look, Order, Value
-from plimsoll.errors import GuardStop, MissingExtraError
+from plimsoll.errors import ArgumentError, GuardStop, MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch.companion import WatchAccess
@@ -230,10 +231,14 @@ def html_writer() -> Callable[[Path, Path], object]:
     return display.function("report")
 
 
-def reporting(given: "str | Path | Callable[[Path], object]") -> Callable[[Path], object]:
+def reporting(given: "str | os.PathLike[str] | Callable[[Path], object]") -> Callable[[Path], object]:
     """Return the function that writes a report of a run: the given one, or one that writes HTML to the path."""
     if callable(given):
         return given
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        raise ArgumentError(
+            f"Guard: expected report as a path or a function; got {given!r}. Write report='stopped.html'."
+        )
     target = Path(given)
     write = html_writer()
 
