@@ -208,13 +208,13 @@ class LossScaler(SavedScaler, ABC):
                 self._losses.append(outputs.detach())
             return outputs * self._scale_on(outputs.device, copies)
         if isinstance(outputs, (list, tuple)):
-            kind, scaled = type(cast("Any", outputs)), [self._scaled(x, copies) for x in cast("list[Any]", outputs)]
+            kind = cast("Any", type(cast("Any", outputs)))
+            scaled = [self._scaled(x, copies) for x in cast("list[Any]", outputs)]
             return kind(*scaled) if hasattr(kind, "_fields") else kind(scaled)
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, Mapping)):
             return (self._scaled(x, copies) for x in cast("Iterable[Any]", outputs))
-        raise ArgumentError(
-            f"scale: expected a tensor or an iterable of tensors; got {type(outputs).__name__}. Give it the loss."
-        )
+        name = type(cast("object", outputs)).__name__
+        raise ArgumentError(f"scale: expected a tensor or an iterable of tensors; got {name}. Give it the loss.")
 
     def _scale_on(self, device: torch.device, copies: dict[torch.device, Tensor]) -> Tensor:
         if self._scale is None:

@@ -63,13 +63,14 @@ def check_arguments(
 
 
 def _action_names(actions: object) -> tuple[Action, ...]:
-    names = [actions] if isinstance(actions, str) or not isinstance(actions, Iterable) else list(actions)
+    several = isinstance(actions, Iterable) and not isinstance(actions, str)
+    names: list[object] = list(cast("Iterable[object]", actions)) if several else [actions]
     for name in names:
         if name not in ACTIONS:
             near = difflib.get_close_matches(str(name), ACTIONS, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(ACTIONS)}."
             raise ArgumentError(f"Guard: expected actions by their names; got {name!r}. {hint}")
-    return cast("tuple[Action, ...]", tuple(dict.fromkeys(names)))
+    return tuple(dict.fromkeys(cast("list[Action]", names)))
 
 
 def training_of(

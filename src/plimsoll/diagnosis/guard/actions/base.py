@@ -6,7 +6,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 from torch import nn
 
@@ -235,7 +235,7 @@ def reporting(given: "str | os.PathLike[str] | Callable[[Path], object]") -> Cal
     """Return the function that writes a report of a run: the given one, or one that writes HTML to the path."""
     if callable(given):
         return given
-    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+    if not isinstance(cast("object", given), str | os.PathLike) or not os.fspath(given):
         raise ArgumentError(
             f"Guard: expected report as a path or a function; got {given!r}. Write report='stopped.html'."
         )
