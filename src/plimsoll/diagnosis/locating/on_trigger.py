@@ -179,7 +179,7 @@ class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
         if _any_bad(losses):
             return "loss"
         # Of all of the model's parameters: with several optimizers, weights have moved once a later one steps.
-        model = self.core.model()
+        model = self.session.model()
         stepped = (p for group in optimizer.param_groups for p in group["params"])
         parameters = {id(p): p for p in (*stepped, *(() if model is None else model.parameters()))}.values()
         return "nonfinite" if _any_bad(p.grad for p in parameters if p.grad is not None) else None
