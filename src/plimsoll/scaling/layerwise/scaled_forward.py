@@ -77,12 +77,11 @@ def leave(mode: ForwardMode) -> None:
 # A TorchFunctionMode receives every operation but custom autograd functions. So while a scaled forward runs, the method
 # `torch.autograd.Function.apply` is replaced, and each such function becomes one operation.
 def _patch() -> Callable[[], None]:
-    before = _function.__dict__["apply"]
-    original = before.__func__
+    before = _function.__dict__["apply"]  # a classmethod, and of C from torch 2.15 on
 
-    @functools.wraps(original)
+    @functools.wraps(_function.apply)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        mode, run = present(), functools.partial(original, cls)
+        mode, run = present(), before.__get__(None, cls)
         if mode is None or mode.busy or not torch.is_grad_enabled() or cls in (Shift, OutputShift):
             return run(*args, **kwargs)
         if cls is CheckpointFunction:
