@@ -246,10 +246,12 @@ class Format:
             saturate: The user's choice, or None for the format's own: True for formats without Inf.
 
         Raises:
-            ArgumentError: False leaves no code to overflow to.
+            ArgumentError: It is none of the three, or False leaves no code to overflow to.
         """
         if saturate is None:
             return not self.has_inf
+        if not isinstance(saturate, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(f"saturate: expected True, False or None; got saturate={saturate!r}. Leave it out.")
         if not saturate and not (self.has_inf or self.has_nan):
             raise ArgumentError(
                 f"saturate: expected True or None for {self.name}, which has neither Inf nor NaN to overflow to; "

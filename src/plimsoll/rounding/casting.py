@@ -163,6 +163,8 @@ def tensor_scale(matrix: Tensor, fmt: BlockFormat, scale: float, scale_tensor: T
 
 
 def _carrier(x: Tensor, dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
+    if out is not None and not isinstance(out, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"cast: expected out to be a tensor; got {type(out).__name__}. Use torch.empty_like(x).")
     carrier = dtype if dtype is not None else x.dtype if out is None else out.dtype
     if carrier not in FLOATING and carrier not in EIGHT_BIT:
         raise ArgumentError(f"cast: expected dtype to be a floating torch dtype of at most 64 bits; got {carrier}.")

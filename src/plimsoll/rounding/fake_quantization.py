@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.formats import BlockFormat, get
+from plimsoll.formats import BlockFormat, Format, get
 from plimsoll.kernels.operators.checks import check_tensor
-from plimsoll.rounding.arguments import Generator, Plan, plan
+from plimsoll.rounding.arguments import Generator, Plan, check_generator, check_scale, plan
 from plimsoll.rounding.casting import cast_checked
 
 _BACKWARD_KEY = 0x5851F42D4C957F2D  # any odd constant, so that the two directions have different noise
@@ -52,7 +52,9 @@ def fake_quantize(
             )
     check_tensor(x, "fake_quantize")
     arguments = _Arguments(**cast_arguments)
-    return cast("Tensor", _FakeQuantize.apply(x, _plan(forward, arguments), _plan(backward, arguments), arguments))
+    formats = [None if fmt is None else get(fmt) for fmt in (forward, backward)]
+    in_blocks = any(isinstance(fmt, BlockFormat) for fmt in formats)
+    return cast("Tensor", _FakeQuantize.apply(x, *(_plan(fmt, arguments, in_blocks) for fmt in formats), arguments))
 
 
 class _Arguments(NamedTuple):
@@ -73,7 +75,7 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(x: Tensor, forward: Plan | None, _backward: Plan | None, arguments: _Arguments) -> Tensor:
         if forward is None:
             return x.view_as(x)
-        return cast_checked(x, forward, arguments.scale, arguments.generator if forward.stochastic else None)
+        return cast_checked(x, forward, arguments.scale, arguments.generator)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004  (torch's names)
@@ -87,13 +89,17 @@ class _FakeQuantize(torch.autograd.Function):
         return cast("Tensor", _FakeQuantize.apply(gradient, ctx.backward_plan, None, arguments)), None, None, None
 
 
-def _plan(fmt: object | None, arguments: _Arguments) -> Plan | None:
+def _plan(fmt: Format | BlockFormat | None, arguments: _Arguments, in_blocks: bool) -> Plan | None:
+    """Return the cast of one direction. The backward's is checked here too, not when its gradient comes."""
     if fmt is None:
         return None
-    rounding, saturate, _, scale_rule, axis, _ = arguments
-    if not isinstance(get(fmt), BlockFormat):
+    rounding, saturate, scale, scale_rule, axis, generator = arguments
+    if in_blocks and not isinstance(fmt, BlockFormat):
         scale_rule, axis = "floor", -1  # these belong to the block format of the other direction
-    return plan("fake_quantize", fmt, rounding=rounding, saturate=saturate, scale_rule=scale_rule, axis=axis)
+    made = plan("fake_quantize", fmt, rounding=rounding, saturate=saturate, scale_rule=scale_rule, axis=axis)
+    check_scale("fake_quantize", scale)
+    check_generator("fake_quantize", made, generator)
+    return made
 
 
 def _other_key(generator: Generator) -> Generator:

@@ -8,6 +8,7 @@ from torch import Tensor
 from plimsoll import kernels, row_layout
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import BlockFormat, Format
+from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING
 from plimsoll.kernels.operators.checks import check_tensor
 from plimsoll.kernels.torch_backend import from_codes, to_carrier
 from plimsoll.rounding import arguments
@@ -99,7 +100,7 @@ def pack(
     if is_sharded(x):
         raise UnsupportedTensorError("pack: expected a plain tensor; got a DTensor. Pack x.to_local() on each rank.")
     plan = arguments.plan("pack", fmt, rounding=rounding, saturate=saturate, scale_rule=scale_rule, axis=axis)
-    x = x.detach()
+    x, axis = x.detach(), plan.axis
     numbers = arguments.numbers("pack", x, plan, scale, generator)
     matrix = rows_of(x, axis, "pack")
     if isinstance(plan.format, BlockFormat):
@@ -130,11 +131,17 @@ def unpack(packed: Packed, *, dtype: torch.dtype | None = None) -> Tensor:
         packed: Codes that `pack` made.
         dtype: Dtype of the result. Default: None, that of the tensor that was packed.
 
+    Raises:
+        ArgumentError: `dtype` is no floating dtype.
+
     >>> import plimsoll
     >>> x = torch.randn(4, 100)
     >>> torch.equal(unpack(pack(x, "nvfp4")), plimsoll.cast(x, "nvfp4"))
     True
     """
+    dtype = packed.dtype if dtype is None else dtype
+    if dtype not in FLOATING and dtype not in EIGHT_BIT:
+        raise ArgumentError(f"unpack: expected dtype to be a floating torch dtype of at most 64 bits; got {dtype}.")
     fmt = packed.format
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     values = _decode(packed.single_codes(), element)
@@ -148,7 +155,7 @@ def unpack(packed: Packed, *, dtype: torch.dtype | None = None) -> Tensor:
         matrix = (blocks * factors[..., None]).flatten(1)[:, : matrix.shape[1]]
     if packed.scale is not None:
         matrix = matrix / packed.scale
-    return from_rows(to_carrier(matrix, dtype or packed.dtype), packed.shape, packed.axis).contiguous()
+    return from_rows(to_carrier(matrix, dtype), packed.shape, packed.axis).contiguous()
 
 
 def _decode(codes: Tensor, fmt: Format) -> Tensor:

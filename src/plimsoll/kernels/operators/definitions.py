@@ -77,27 +77,44 @@ def _block_arguments(spec: list[int], tensor_scale: Tensor | None, *numbers: Any
     return CastArguments(BlockSpec.from_ints(spec), *numbers)._replace(tensor_scale=tensor_scale)
 
 
-def _cast_out(x: Tensor, *arguments: Any) -> None:
+def _cast_into(x: Tensor, *arguments: Any) -> None:
     *numbers, out = arguments
     if x.numel():
         backend.choose(x).cast(x, out, _element_arguments(*numbers))
 
 
-def _block_cast_out(x: Tensor, *arguments: Any) -> None:
+def _block_cast_into(x: Tensor, *arguments: Any) -> None:
     *numbers, out = arguments
     if x.numel():
         backend.choose(x).block_cast(x, out, _block_arguments(*numbers))
 
 
+def _out(cast_into: Callable[..., None]) -> Callable[..., None]:
+    """Return a cast into a tensor of the caller, which may be `x` or another view of its memory."""
+
+    def cast_out(x: Tensor, *arguments: Any) -> None:
+        *numbers, out = arguments
+        one_memory = x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+        alike = (x.data_ptr(), x.stride(), x.dtype) == (out.data_ptr(), out.stride(), out.dtype)
+        # Backends may read a value of another view after they have written there.
+        written = torch.empty_like(out) if one_memory and not alike else out
+        cast_into(x, *numbers, written)
+        if written is not out:
+            out.copy_(written)
+        torch.autograd.graph.increment_version(out)  # what autograd saved of it it must not use now
+
+    return cast_out
+
+
 def _cast(x: Tensor, *arguments: Any) -> Tensor:
     out = _fake_like(x, *arguments)
-    _cast_out(x, *arguments[:-1], out)
+    _cast_into(x, *arguments[:-1], out)
     return out
 
 
 def _block_cast(x: Tensor, *arguments: Any) -> Tensor:
     out = _fake_like(x, *arguments)
-    _block_cast_out(x, *arguments[:-1], out)
+    _block_cast_into(x, *arguments[:-1], out)
     return out
 
 
@@ -197,15 +214,17 @@ def _vmap_absmax(_: Any, dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, int]
 
 def _over_blocks(operation: Callable[..., Any]) -> Callable[..., Any]:
     def rule(info: Any, dims: tuple[Any, ...], *arguments: Any) -> Any:
-        x, spec, over, *rest = arguments
-        if dims[2] is not None:  # each example has a tensor scale of its own
-            examples = zip(x.unbind(dims[0]), over.unbind(dims[2]), strict=True)
-            results = [operation(example, spec, scale, *rest) for example, scale in examples]
+        _, spec, over, scale, scale_tensor, seed, key, *dtype = arguments
+        x = _front(info, (*dims[:2], None, *dims[3:]), arguments, "cast")
+        if dims[2] is not None:  # each example has a tensor scale of its own, and a key
+            results = [
+                operation(example, spec, own, scale, scale_tensor, seed ^ i, None if key is None else key ^ i, *dtype)
+                for i, (example, own) in enumerate(zip(x, over.unbind(dims[2]), strict=True))
+            ]
             if isinstance(results[0], Tensor):
                 return torch.stack(results), 0
             return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0, 0)
-        x = _front(info, dims, arguments, "cast")
-        result = operation(x.flatten(0, 1), spec, over, *rest)
+        result = operation(x.flatten(0, 1), spec, over, scale, scale_tensor, seed, key, *dtype)
         if isinstance(result, Tensor):
             return result.unflatten(0, x.shape[:2]), 0
         return tuple(part.unflatten(0, x.shape[:2]) for part in result), (0, 0)
@@ -235,9 +254,9 @@ _OPERATORS = (
     ("update_", f"({_UPDATE}) -> ()", update, _fake_nothing),
     ("absmax", "(Tensor x) -> Tensor", _absmax, _fake_absmax),
     ("cast", f"(Tensor x, {_CAST}, ScalarType dtype) -> Tensor", _cast, _fake_like),
-    ("cast_out", f"(Tensor x, {_CAST}, Tensor(a!) out) -> ()", _cast_out, _fake_nothing),
+    ("cast_out", f"(Tensor x, {_CAST}, Tensor(a!) out) -> ()", _out(_cast_into), _fake_nothing),
     ("block_cast", f"(Tensor x, {_BLOCK}, ScalarType dtype) -> Tensor", _block_cast, _fake_like),
-    ("block_cast_out", f"(Tensor x, {_BLOCK}, Tensor(a!) out) -> ()", _block_cast_out, _fake_nothing),
+    ("block_cast_out", f"(Tensor x, {_BLOCK}, Tensor(a!) out) -> ()", _out(_block_cast_into), _fake_nothing),
     ("pack", f"(Tensor x, {_CAST}) -> Tensor", _pack, _fake_pack),
     ("block_pack", f"(Tensor x, {_BLOCK}) -> (Tensor, Tensor)", _block_pack, _fake_block_pack),
     ("fp8_cast", fp8_cast.SCHEMA, fp8_cast.run_cast, fp8_cast.empty_codes),
