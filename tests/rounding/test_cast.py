@@ -77,6 +77,26 @@ def test_out_is_written_and_returned(backend, fmt, dtype):
     assert_same(x, expected)
 
 
+@each("fmt", EVERY_KIND)
+def test_out_may_be_another_view_of_x(backend, fmt):
+    x = torch.linspace(1.0, 2.0, 64 * 64).view(64, 64)
+    expected = cast(x, fmt)
+    assert_same(cast(x, fmt, out=x.t()), expected)
+    memory = torch.linspace(1.0, 2.0, 5000)
+    expected = cast(memory[:-1], fmt)
+    assert_same(cast(memory[:-1], fmt, out=memory[1:]), expected)
+
+
+@each("fmt", EVERY_KIND)
+def test_a_result_in_out_is_a_change_that_autograd_sees(fmt):
+    x = torch.randn(32, requires_grad=True) * 2
+    y = x.square().sum()
+    with torch.no_grad():
+        cast(x, fmt, out=x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 @each("fmt", EVERY_KIND)
 def test_strides_change_nothing(backend, fmt, rounding):
@@ -190,6 +210,17 @@ def test_vmap_equals_a_loop(fmt, dim):
 def test_vmap_refuses_a_scale_for_each_example():
     with pytest.raises(UnsupportedTensorError, match="cast: expected one scale and one key for the whole batch"):
         torch.func.vmap(lambda x, s: cast(x, "e4m3", scale=s))(torch.randn(3, 4), torch.ones(3))
+    with pytest.raises(UnsupportedTensorError, match="cast: expected one scale and one key for the whole batch"):
+        torch.func.vmap(lambda s: cast(torch.ones(4), "nvfp4", scale=s))(torch.ones(3))
+
+
+@each("fmt", EVERY_KIND)
+@each("key", [3, torch.tensor(3)])
+def test_vmap_draws_other_noise_for_each_example(fmt, key):
+    x = torch.full((64,), 1 + 1 / 16)
+    found = torch.func.vmap(lambda x: cast(x, fmt, rounding="stochastic", generator=key))(torch.stack([x, x]))
+    assert_same(found[0], cast(x, fmt, rounding="stochastic", generator=key))
+    assert not torch.equal(found[0], found[1])
 
 
 BAD_ARGUMENTS = {
@@ -211,6 +242,10 @@ BAD_ARGUMENTS = {
         ArgumentError,
         r"expected axis to be one of -2 to 1; got 2 for shape \(2, 3\)",
     ),
+    "axis of no integer": ({"fmt": "mxfp4", "axis": 1.0}, ArgumentError, r"axis to be an integer; got axis=1\.0"),
+    "saturate of no bool": ({"saturate": "no"}, ArgumentError, "expected True, False or None; got saturate='no'"),
+    "saturate of blocks": ({"fmt": "mxfp4", "saturate": 0}, ArgumentError, "True or None for mxfp4.*got saturate=0"),
+    "out of no tensor": ({"out": [0.0]}, ArgumentError, "cast: expected out to be a tensor; got list"),
     "saturate": ({"fmt": "e2m1", "saturate": False}, ArgumentError, "neither Inf nor NaN to overflow to"),
     "block saturate": ({"fmt": "mxfp4", "saturate": False}, ArgumentError, "whose elements always saturate"),
     "scale": ({"scale": 0.0}, ArgumentError, "scale to be a number above 0; got scale=0.0"),

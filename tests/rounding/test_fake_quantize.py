@@ -107,5 +107,11 @@ def test_refusals():
         fake_quantize(x, "e4m3", dtype=torch.float16)
     with pytest.raises(UnsupportedTensorError, match="fake_quantize: expected a tensor of plain floating values"):
         fake_quantize(torch.arange(3), "e4m3")
+    with pytest.raises(ArgumentError, match="fake_quantize: expected a generator with rounding='stochastic' only"):
+        fake_quantize(x, "e4m3", generator=3)
+    with pytest.raises(ArgumentError, match="fake_quantize: expected scale_rule and axis with a block format only"):
+        fake_quantize(x, "e4m3", "e5m2", axis=0)
+    with pytest.raises(ArgumentError, match="fake_quantize: expected scale to be a number above 0; got scale=-1"):
+        fake_quantize(x, backward="e4m3", scale=-1)
     with pytest.raises(TypeError, match="roundin"):
         fake_quantize(x, "e4m3", roundin="up")

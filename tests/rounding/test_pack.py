@@ -104,6 +104,8 @@ def test_refusals():
         pack(torch.ones(2), "tf32")
     with pytest.raises(UnsupportedTensorError, match="pack: expected a tensor of plain floating values"):
         pack(torch.ones(2, dtype=torch.int32), "e4m3")
+    with pytest.raises(ArgumentError, match="unpack: expected dtype to be a floating torch dtype.*got torch.int32"):
+        unpack(pack(torch.ones(2), "e4m3"), dtype=torch.int32)
     with pytest.raises(FormatError, match="got 'e4'"):
         pack(torch.ones(2), "e4")
 
