@@ -427,6 +427,7 @@ def test_a_device_may_be_a_mapping_or_a_file(tmp_path: Path) -> None:
     ("given", "error", "message"),
     [
         ("h200x", ArgumentError, r"plan: expected costs to be one of bytes, a100, .*; got costs='h200x'"),
+        (5, ArgumentError, r"plan: expected costs to be one of bytes, a100, .*; got costs=5\."),
         ({"speed": 1.0}, ArgumentError, r"plan: expected costs with bandwidth .*; got costs=\{'speed': 1.0\}"),
         ({"rates": {"bf16": 1e14}}, ArgumentError, "plan: expected costs with bandwidth"),
         ({"bandwidth": 0.0}, ArgumentError, "plan: expected costs with bandwidth"),

@@ -196,6 +196,7 @@ def test_where_an_element_is_needed_a_block_format_is_refused():
 @each(
     ("fields", "reason"),
     [
+        ({"mantissa_bits": 3.0}, "integers as exponent_bits, mantissa_bits and bias"),
         ({"exponent_bits": 0}, "at least one exponent bit"),
         ({"exponent_bits": -1}, "field widths of zero or more"),
         ({"mantissa_bits": -1}, "field widths of zero or more"),
@@ -230,6 +231,10 @@ def test_a_format_may_reach_the_ends_of_float64_and_no_further():
     ("fields", "reason"),
     [
         ({"block": 0}, "a block of at least one value"),
+        ({"block": 16.0}, "a block of at least one value"),
+        ({"element": "e2m1"}, "element and scale to be formats, as of plimsoll.formats.get"),
+        ({"element": formats.TF32}, "elements of at most 16 bits and a scale of at most 8"),
+        ({"scale": formats.FP16}, "elements of at most 16 bits and a scale of at most 8"),
         ({"element": formats.E8M0}, "signed elements"),
         ({"tensor_scale": True}, r"a scale with a mantissa \(as E4M3\) under an FP32 tensor scale"),
     ],

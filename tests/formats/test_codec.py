@@ -5,6 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from plimsoll.errors import ArgumentError, FormatError
@@ -162,6 +163,8 @@ def test_negative_zero_goes_where_the_format_can_keep_it():
         (lambda: E2M1.decode(16), "from 0 to 15; got 16"),
         (lambda: FP16.decode(1 << 16), "from 0 to 65535; got 65536"),
         (lambda: E4M3.decode([1.0]), "expected integer codes; got dtype float64"),
+        (lambda: E4M3.decode([[1], [1, 2]]), "expected integer codes; got list"),
+        (lambda: E4M3.encode(torch.ones(1, requires_grad=True)), "Format.encode: expected numbers; got Tensor"),
         (lambda: E4M3.decode([True]), "expected integer codes; got dtype bool"),
         (
             lambda: E2M1.encode([[1, np.nan], [np.nan, 2]]),

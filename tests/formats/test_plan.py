@@ -8,6 +8,7 @@ import pickle
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -55,6 +56,22 @@ def test_every_field_survives_the_file(tmp_path):
     for field in dataclasses.fields(Plan):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         assert required or getattr(FULL, field.name) != Plan(target="x", formats={}).__getattribute__(field.name)
+
+
+def test_numbers_of_numpy_survive_the_file(tmp_path):
+    tenth = np.float64(0.1)
+    plan = Plan(
+        target="fp8",
+        formats={"a": "e4m3"},
+        tolerance=tenth,
+        cost=tenth,
+        budget=tenth,
+        predicted={"a": {"weights": (tenth, tenth, tenth)}},
+        predicted_loss=Interval(low=tenth, estimate=tenth, high=tenth),
+        increases={"a": (tenth, tenth)},
+    )
+    plan.save(tmp_path / "plan.toml")
+    assert Plan.load(tmp_path / "plan.toml") == plan
 
 
 def test_a_plan_of_nothing_survives_too(tmp_path):
@@ -202,6 +219,9 @@ def test_a_plan_is_data():
 @each(
     ("fields", "message"),
     [
+        ({"formats": ["a"]}, r"expected formats to be a mapping by module; got formats=\['a'\]"),
+        ({"scales": None}, "expected scales to be a mapping by module; got scales=None"),
+        ({"remarks": "One."}, "expected remarks to be a tuple of sentences; got remarks='One.'"),
         ({"scale": 3.0}, r"expected scale to be a power of two from 2\^-126 to 2\^127; got 3\.0"),
         ({"scale": 2.0**128}, "expected scale to be a power of two"),
         ({"scale": -2.0}, "expected scale to be a power of two"),
@@ -252,6 +272,7 @@ def test_unknown_formats_are_named_with_their_place(fields):
         {"notes": {"a": "\ud800"}},
         {"target": None},
         {"source": 3},
+        {"source": 0},
     ],
 )
 def test_what_no_file_could_hold_is_refused(fields):

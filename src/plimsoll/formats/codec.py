@@ -254,7 +254,7 @@ def _check_rounding(rounding: Rounding, generator: object) -> None:
 
 def _checked_codes(fmt: _Layout, codes: ArrayLike) -> NDArray[np.int64]:
     _check_width(fmt, "decode")
-    array = np.asarray(codes)
+    array = _as_array(codes, "decode", "integer codes")
     if array.dtype.kind not in "iu" and array.size:
         raise ArgumentError(
             f"Format.decode: expected integer codes; got dtype {array.dtype}. Format.encode makes codes of values."
@@ -270,10 +270,7 @@ def _checked_codes(fmt: _Layout, codes: ArrayLike) -> NDArray[np.int64]:
 
 def _as_float64(fmt: _Layout, values: ArrayLike) -> NDArray[np.float64]:
     """Return the values as float64, or raise if float64 would round one."""
-    try:
-        array: NDArray[Any] = np.asarray(values)
-    except (TypeError, ValueError) as error:  # ragged lists, and dtypes of torch that numpy lacks
-        raise ArgumentError(f"Format.encode: expected numbers; got {type(values).__name__}. {error}") from error
+    array = _as_array(values, "encode", "numbers")
     kind = array.dtype.kind
     # The floats of ml_dtypes have kind V and convert to float64. A structured dtype has kind V too, and does not.
     if kind not in "biufV" or array.dtype.names is not None or array.dtype.itemsize > 8:
@@ -288,6 +285,14 @@ def _as_float64(fmt: _Layout, values: ArrayLike) -> NDArray[np.float64]:
         )
     with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
         return array.astype(np.float64)
+
+
+def _as_array(values: ArrayLike, operation: str, what: str) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    # Ragged lists, dtypes of torch that numpy lacks, and tensors that require a gradient.
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"Format.{operation}: expected {what}; got {type(values).__name__}. {error}") from error
 
 
 def _refuse_what_it_lacks(fmt: _Layout, value: NDArray[np.float64]) -> None:

@@ -73,20 +73,19 @@ def cost_table(given: "str | os.PathLike[str] | Mapping[str, Any]") -> CostTable
     """
     if isinstance(given, Mapping):
         return _made("a mapping", given)
-    name = os.fspath(given)
-    if name.lower() in TABLES:
+    name = os.fspath(given) if isinstance(given, str | os.PathLike) else given
+    if isinstance(name, str) and name.lower() in TABLES:
         return TABLES[name.lower()]
-    path = Path(name)
-    if not path.is_file():
+    if not isinstance(name, str) or not Path(name).is_file():
         raise ArgumentError(
             f"plan: expected costs to be one of {', '.join(TABLES)}, a TOML file or a mapping; got costs={name!r}. "
             "Choose one, or give bandwidth and rates."
         )
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(Path(name).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ArgumentError(f"plan: expected costs in a TOML file; got {name}. {error}.") from error
-    return _made(path.stem, content)
+    return _made(Path(name).stem, content)
 
 
 def _made(name: str, content: Mapping[str, Any]) -> CostTable:

@@ -40,9 +40,10 @@ def write(plan: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     single = {"schema": SCHEMA, **{name: plan[name] for name in ("target", "default", "source", "costs")}}
     lines = [f"# {_COMMENTS['']}", *(f"{key} = {_toml(value)}" for key, value in single.items() if value is not None)]
     lines += [] if plan["scale"] is None else [f"scale = {_power(plan['scale'])}  # of the loss, to begin with"]
-    lines += [f"{name} = {plan[name]!r}" for name in _NUMBERS if plan[name] is not None]
+    # A number of NumPy has another repr.
+    lines += [f"{name} = {float(plan[name])!r}" for name in _NUMBERS if plan[name] is not None]
     rise: Interval | None = plan["predicted_loss"]
-    lines += [] if rise is None else [f"predicted_loss = [{rise.low!r}, {rise.estimate!r}, {rise.high!r}]"]
+    lines += [] if rise is None else [f"predicted_loss = {[float(x) for x in (rise.low, rise.estimate, rise.high)]!r}"]
     lines += ["remarks = [", *(f"    {_toml(remark)}," for remark in plan["remarks"]), "]"] if plan["remarks"] else []
     for title in _TABLES:
         table: Mapping[str, Any] = plan[title]
@@ -113,7 +114,7 @@ def _power(scale: float) -> str:
 
 
 def _fraction(part: float) -> str:
-    return repr(part).removesuffix(".0")
+    return repr(float(part)).removesuffix(".0")
 
 
 def _toml(value: object) -> str:

@@ -20,6 +20,9 @@ from plimsoll.text import percent
 Role = Literal["weights", "activations", "gradients"]  # operands of a module's products
 ROLES: tuple[Role, ...] = get_args(Role)
 
+_MAPPINGS = ("formats", "notes", "backward", "scales", "predicted", "increases")
+_OPTIONAL_TEXTS = ("default", "source", "costs")
+
 Loss = tuple[float, float, float]  # a fraction of values: at least, about, at most
 
 
@@ -116,6 +119,7 @@ class Plan(NotebookRepr):
     budget: float | None = None
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         _check_texts(self)
         _check_formats(self)
         _check_numbers(self)
@@ -223,8 +227,15 @@ def _ends(interval: Interval) -> dict[str, float]:
     return {name: getattr(interval, name) for name in ("low", "estimate", "high")}
 
 
+def _check_kinds(plan: Plan) -> None:
+    for names, kind, word in ((_MAPPINGS, Mapping, "mapping by module"), (("remarks",), tuple, "tuple of sentences")):
+        for name in names:
+            if not isinstance(getattr(plan, name), kind):
+                raise ArgumentError(f"Plan: expected {name} to be a {word}; got {name}={getattr(plan, name)!r}.")
+
+
 def _check_texts(plan: Plan) -> None:
-    optional = {name: getattr(plan, name) or "" for name in ("default", "source", "costs")}
+    optional = {name: "" if getattr(plan, name) is None else getattr(plan, name) for name in _OPTIONAL_TEXTS}
     texts: dict[Any, Any] = {"target": plan.target, **optional}
     named = [*plan.formats.items(), *plan.notes.items(), *plan.backward.items()]
     for where, value in (*texts.items(), *named, *(("remarks", remark) for remark in plan.remarks)):

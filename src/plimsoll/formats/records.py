@@ -6,6 +6,7 @@ numpy, so the command line and readers of old runs can use it without them.
 """
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -24,6 +25,7 @@ SPECIALS: tuple[Specials, ...] = ("ieee", "fn", "fnuz", "none")
 # float64 is the widest carrier: no format may reach outside it.
 _MAX_EXPONENT_BITS, _MAX_MANTISSA_BITS = 11, 52
 _HIGHEST_BINADE, _LOWEST_NORMAL_BINADE = 1023, -1022
+_MOST_ELEMENT_BITS, _MOST_SCALE_BITS = 16, 8  # of blocks: what packed codes have room for
 
 
 def set_fields(record: Any, state: Sequence[object]) -> None:
@@ -262,6 +264,8 @@ class Format:
 
 def _why_impossible(fmt: Format) -> str | None:
     e, m = fmt.exponent_bits, fmt.mantissa_bits
+    if not all(isinstance(number, numbers.Integral) for number in (e, m, fmt.bias)):
+        return "expected integers as exponent_bits, mantissa_bits and bias"
     if fmt.specials not in SPECIALS:
         return f"expected specials to be one of {', '.join(SPECIALS)}"
     if e == 0:
@@ -307,9 +311,9 @@ class BlockFormat:
 
     Args:
         name: The catalogue's name, in lower case.
-        element: Format of the elements; it has a sign.
+        element: Format of the elements, of at most 16 bits. It has a sign.
         block: Number of values that share a scale, at least 1.
-        scale: Format of the scales.
+        scale: Format of the scales, of at most 8 bits.
         tensor_scale: Whether there is an FP32 scale for the tensor, as in NVFP4. Default: False.
         in_report: Whether the single-file report answers what-if questions for it. Default: False.
         cuda_capability: First compute capability whose matrix units multiply it. Default: None, there is none.
@@ -331,20 +335,29 @@ class BlockFormat:
     cuda_capability: tuple[int, int] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise FormatError(f"BlockFormat: expected a block of at least one value; got {self!r}")
-        if not self.element.signed:
-            raise FormatError(f"BlockFormat: expected signed elements; got {self!r}")
-        if self.tensor_scale and not self.scale.signed:
-            raise FormatError(
-                "BlockFormat: expected a scale with a mantissa (as E4M3) under an FP32 tensor scale; got a pure "
-                f"exponent in {self!r}"
-            )
+        reason = _why_no_blocks(self)
+        if reason is not None:
+            raise FormatError(f"BlockFormat: {reason}; got {self!r}")
 
     @property
     def bits(self) -> float:
         """Bits of storage per value, including its share of the block's scale."""
         return self.element.bits + self.scale.bits / self.block
+
+
+def _why_no_blocks(fmt: BlockFormat) -> str | None:
+    parts: tuple[object, ...] = (fmt.element, fmt.scale)
+    if not all(isinstance(part, Format) for part in parts):
+        return "expected element and scale to be formats, as of plimsoll.formats.get"
+    if not isinstance(fmt.block, numbers.Integral) or fmt.block < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        return "expected a block of at least one value"
+    if not fmt.element.signed:
+        return "expected signed elements"
+    if fmt.element.bits > _MOST_ELEMENT_BITS or fmt.scale.bits > _MOST_SCALE_BITS:
+        return f"expected elements of at most {_MOST_ELEMENT_BITS} bits and a scale of at most {_MOST_SCALE_BITS}"
+    if fmt.tensor_scale and not fmt.scale.signed:
+        return "expected a scale with a mantissa (as E4M3) under an FP32 tensor scale, and no pure exponent"
+    return None
 
 
 # Up to Python 3.11.3 a frozen dataclass with slots would replace a method of this name in the class itself.
