@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
@@ -133,6 +134,17 @@ def test_a_name_a_format_and_a_dtype_ask_the_same() -> None:
     assert s.fit("e4m3").format == "e4m3"
 
 
+@each("kind", [np.int8, np.int32, np.int64])
+def test_a_shift_may_be_a_number_of_numpy(kind: type) -> None:
+    s = measure(torch.randn(1000), block=32)
+    shift = 2000 if kind is np.int64 else 3
+    for fmt in ("fp16", "mxfp4"):
+        assert s.fit(fmt, kind(shift)) == s.fit(fmt, shift)
+    assert s.best_shift("fp16", kind(3)) == s.best_shift("fp16", 3)
+    assert type(s.best_shift("fp16", kind(3))) is int
+    assert s.scaled(kind(3)) == s.scaled(3)
+
+
 def test_block_formats_need_their_block_record() -> None:
     x = torch.ones(64)
     message = r"Spectrum.fit: expected a spectrum measured with block=32 for mxfp4; got one {}\. "
@@ -180,6 +192,7 @@ def test_values_that_share_a_block_with_a_nan_or_inf_count_as_overflow() -> None
             ArgumentError,
             r"Spectrum.fit: expected shift to be an integer .* got shift=1\.0",
         ),
+        (lambda s: s.scaled(1.0), ArgumentError, r"Spectrum.scaled: expected shift to be an integer .* got shift=1\.0"),
         (lambda s: s.fit("fp16", True), ArgumentError, "got shift=True"),
         (lambda s: s.fit("fp16", 2201), ArgumentError, "from -2200 to 2200; got shift=2201. Shift k means"),
         (

@@ -23,10 +23,10 @@ def test_any_name_of_a_format_is_the_format() -> None:
     assert pickle.loads(pickle.dumps(Source("fp16", 8.0))) == Source("fp16", 8.0)
 
 
-@each("scale", [0.0, -1.0, math.inf, math.nan])
-def test_a_scale_is_positive_and_finite(scale: float) -> None:
+@each("scale", [0.0, -1.0, math.inf, math.nan, "much", None, 10**400])
+def test_a_scale_is_positive_and_finite(scale: object) -> None:
     with pytest.raises(ArgumentError, match=r"Source: expected a positive, finite scale; got scale="):
-        Source("fp16", scale)
+        Source("fp16", scale)  # type: ignore[arg-type]
 
 
 def test_a_source_is_an_element_format_with_a_name() -> None:

@@ -348,6 +348,8 @@ def nested(part: str, **changes: object) -> dict[str, object]:
         (bad(nans=1.0), r"expected an integer; got nans=1\.0"),
         (bad(sum="many"), 'expected a number, "nan", "inf" or "-inf"; got sum=\'many\''),
         (bad(sum=None), "got sum=None"),
+        (bad(sum=10**400), "got sum=1000"),
+        (nested("grid", mantissa_bits=53, quantum_exponent=-(10**9)), "a grid of at most 52 mantissa bits"),
         (
             bad(binades=[[128, 1]]),
             r"expected binades as a list of \[exponent, count\], .* -149 to 127.* got \[128, 1\]",

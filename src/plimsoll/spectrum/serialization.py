@@ -29,6 +29,7 @@ _GRID_FIELDS = ("mantissa_bits", "quantum_exponent")
 _BLOCK_FIELDS = ("block", *BLOCK_COUNTS, "depths", "maxima")
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MOST = 2**63 - 1
+_MOST_MANTISSA_BITS = 52
 
 
 def to_dict(s: SpectrumRecord) -> dict[str, object]:
@@ -86,6 +87,8 @@ def _why_impossible(s: SpectrumRecord) -> str | None:
         return "min <= max, and absmax the larger of their magnitudes"
     if s.nonzero and _ends(s.binades) != (_index(s.absmin), _index(s.absmax)):
         return "absmin and absmax in the first and the last binade with values"
+    if s.grid is not None and s.grid.mantissa_bits > _MOST_MANTISSA_BITS:
+        return f"a grid of at most {_MOST_MANTISSA_BITS} mantissa bits, float64's own"
     if s.grid is not None and not (s.nonzero and all(s.grid.holds(x) for x in (s.absmin, s.absmax, s.min, s.max))):
         return f"extremes on the grid {s.grid}"
     if s.blocks is None:
@@ -182,7 +185,8 @@ class _Reader:
         value = self._data[name]
         if isinstance(value, str) and value in _NONFINITE:
             return _NONFINITE[value]
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        too_large = isinstance(value, int) and abs(value) > _MOST
+        if isinstance(value, bool) or not isinstance(value, int | float) or too_large:
             self._fail(f'a number, "nan", "inf" or "-inf"; got {name}={value!r}')
         return float(value)
 

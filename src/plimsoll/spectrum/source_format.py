@@ -44,8 +44,9 @@ class Grid:
         """
         if value == 0:
             return True
-        spacing = self.spacing_exponent(math.frexp(value)[1] - 1)
-        return math.ldexp(value, -spacing).is_integer()
+        exponent = math.frexp(value)[1]
+        spacing = self.spacing_exponent(exponent - 1)
+        return spacing < exponent and (spacing <= exponent - 53 or math.ldexp(value, -spacing).is_integer())
 
     def union(self, other: "Grid") -> "Grid":
         """Return the coarsest grid with the numbers of both."""
@@ -90,7 +91,10 @@ class Source:
                 f"Source: expected a format that plimsoll.formats.get finds by name; got {fmt!r}. "
                 "A source is saved by name: use a catalogued format or an eXmY name."
             )
-        factor = float(scale)
+        try:
+            factor = float(scale)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor of several values
+            factor = math.nan
         if not (math.isfinite(factor) and factor > 0):
             raise ArgumentError(
                 f"Source: expected a positive, finite scale; got scale={scale!r}. "

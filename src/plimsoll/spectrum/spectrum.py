@@ -162,7 +162,7 @@ class Spectrum(SpectrumRecord):
         >>> Spectrum.empty().fit("fp16").lost
         Interval(low=0.0, high=0.0, estimate=0.0)
         """
-        resolved = element_fit.resolve(fmt, shift, "Spectrum.fit")
+        resolved, shift = element_fit.resolve(fmt, "Spectrum.fit"), element_fit.checked_shift("Spectrum.fit", shift)
         if isinstance(resolved, Format):
             return element_fit.fit_elements(self, resolved, shift)
         return block_fit.fit_blocks(self, resolved, shift)
@@ -210,9 +210,9 @@ class Spectrum(SpectrumRecord):
         in its first or last one.
 
         Raises:
-            ArgumentError: Values beyond the range of binades would return into it.
+            ArgumentError: The shift is out of range, or values beyond the range of binades would return into it.
         """
-        return record.scaled(self, shift)
+        return record.scaled(self, element_fit.checked_shift("Spectrum.scaled", shift))
 
     def plot(self, formats: Sequence[object] | None = None, *, shift: int = 0) -> Any:
         """Return a Plotly figure of the values by power of two, with formats' limits.

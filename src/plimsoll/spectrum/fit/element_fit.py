@@ -77,17 +77,21 @@ def _ends(fraction: Interval) -> str:
     return "" if fraction.exact else f" ({percent(fraction.low)} to {percent(fraction.high)})"
 
 
-def resolve(fmt: object, shift: int, operation: str) -> Format | BlockFormat:
-    """Return the format of a name, after a check of format and shift."""
+def resolve(fmt: object, operation: str) -> Format | BlockFormat:
+    """Return the format of a name, which must be one for values."""
     resolved = get(fmt)
     if isinstance(resolved, Format) and not resolved.signed:
         raise FormatError(
             f"{operation}: expected a format for values; got {resolved.name}, which has no sign and no zero, for the "
             "scales of block formats. Name the block format."
         )
-    remedy = "Shift k means that values are multiplied by 2**k."
-    checks.integer(operation, "shift", shift, low=-_LARGEST_SHIFT, high=_LARGEST_SHIFT, remedy=remedy)
     return resolved
+
+
+def checked_shift(operation: str, shift: object) -> int:
+    """Return a shift as an int. One of NumPy would wrap around in what follows."""
+    remedy = "Shift k means that values are multiplied by 2**k."
+    return checks.integer(operation, "shift", shift, low=-_LARGEST_SHIFT, high=_LARGEST_SHIFT, remedy=remedy)
 
 
 def fit_elements(s: SpectrumRecord, fmt: Format, shift: int) -> Fit:
@@ -129,7 +133,7 @@ def best_shift(s: SpectrumRecord, fmt: object, margin_binades: int) -> int | Non
     """Return the highest shift with a margin (`Spectrum.best_shift`)."""
     element = _element(fmt, "Spectrum.best_shift")
     remedy = "It is the number of binades to leave free between absmax and overflow: 1, for example."
-    checks.integer("Spectrum.best_shift", "margin_binades", margin_binades, low=0, remedy=remedy)
+    margin_binades = checks.integer("Spectrum.best_shift", "margin_binades", margin_binades, low=0, remedy=remedy)
     if not s.nonzero:
         return 0
     values = population(s)
@@ -186,7 +190,7 @@ def nothing_to_lose(s: SpectrumRecord, name: str, shift: int) -> Fit:
 
 
 def _element(fmt: object, operation: str) -> Format:
-    resolved = resolve(fmt, 0, operation)
+    resolved = resolve(fmt, operation)
     if isinstance(resolved, BlockFormat):
         raise FormatError(
             f"{operation}: expected an element format; got the block format {resolved.name}, which scales each block, "
