@@ -61,6 +61,14 @@ def test_plain_layers_are_refused_with_unit_scaling_but_at_the_users_word() -> N
     assert isinstance(root, fp8.Linear)
 
 
+def test_other_arguments_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"fp8.convert: expected a torch.nn.Module; got NoneType"):
+        fp8.convert(None, "tensor")  # type: ignore[arg-type]
+    for globs, message in ((5, "a list; got exclude=5"), ([None], r"names of modules or globs; got exclude=\[None\]")):
+        with pytest.raises(ArgumentError, match=f"fp8.convert: expected exclude to be {message}"):
+            fp8.convert(nn.Linear(16, 16), "tensor", exclude=globs)  # type: ignore[arg-type]
+
+
 def test_a_second_conversion_is_idempotent_or_refused() -> None:
     model = fp8.convert(unit_model(), "unit")
     state = model[0].fp8_recipe

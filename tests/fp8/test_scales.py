@@ -25,8 +25,9 @@ def test_the_largest_power_of_two_that_fits(fmt: Format) -> None:
 
 
 def test_where_a_magnitude_says_nothing_the_scale_is_one() -> None:
-    found = torch.tensor([0.0, math.nan, math.inf])
-    assert scale_for(found, E4M3, 2).tolist() == [1.0, 1.0, 1.0]
+    found = torch.tensor([0.0, -0.0, math.nan, math.inf, math.copysign(math.nan, -1)])
+    assert scale_for(found, E4M3, 2).tolist() == [1.0] * 5
+    assert scale_for(absmax_of(torch.zeros(3)), E4M3, 2) == 1.0
     assert float(scale_for(torch.tensor(1e-45), E4M3, 0)) == 2.0**126
     assert float(absmax_of(torch.empty(0, 3))) == 0.0
     assert float(absmax_of(torch.tensor([[-3.0, 2.0]], dtype=torch.bfloat16))) == 3.0

@@ -29,7 +29,7 @@ FORMATS: dict[Role, Format] = {"activations": E4M3, "weights": E4M3, "gradients"
 DTYPES: dict[Role, torch.dtype] = {role: dtype_of(fmt) for role, fmt in FORMATS.items()}
 
 _BIAS = 127
-_FRACTION = (1 << 23) - 1
+_MAGNITUDE, _FRACTION = (1 << 31) - 1, (1 << 23) - 1
 _TOP_FIELD = 255  # exponent field of NaN and Inf
 _LEAST, _MOST = 1, 253  # exponent fields of a normal float32 whose inverse is normal too
 _TOPS = {fmt: int(torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32)) for fmt in (E4M3, E5M2)}
@@ -50,7 +50,7 @@ def scale_for(absmax: Tensor, fmt: Format, margin: int) -> Tensor:
     between the scaled absmax and the largest value of the format.
     """
     # Integer arithmetic: a logarithm rounds values just below a power of two up to it.
-    bits = absmax.view(torch.int32)
+    bits = absmax.view(torch.int32) & _MAGNITUDE  # -0 and NaN of either sign are what they are without it
     field, fraction = bits >> 23, bits & _FRACTION
     top = _TOPS[fmt]
     shift = (top >> 23) - field - (fraction > (top & _FRACTION)).to(torch.int32) - margin

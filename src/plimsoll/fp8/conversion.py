@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from plimsoll import checks
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.fp8.linear import Linear
 from plimsoll.fp8.recipe import NO_FACTORS, Recipe, Scaling, checked
@@ -43,7 +44,10 @@ class Globs:
         cls, operation: str, model: nn.Module, include: str | Sequence[str] | None, exclude: str | Sequence[str] | None
     ) -> "Globs":
         """Return the globs, or raise `ArgumentError` if one matches no module."""
-        globs = cls(include=None if include is None else _listed(include), exclude=_listed(exclude or ()))
+        globs = cls(
+            include=None if include is None else _listed(operation, "include", include),
+            exclude=_listed(operation, "exclude", exclude or ()),
+        )
         names = [name for name, _ in modules_of(model)]
         for argument, patterns in (("include", globs.include or ()), ("exclude", globs.exclude)):
             for glob in patterns:
@@ -110,8 +114,11 @@ def _is_readout(module: nn.Linear) -> bool:
     return isinstance(module, unit_nn.LinearReadout) or kinds.get("weight") == "readout"
 
 
-def _listed(globs: str | Sequence[str]) -> tuple[str, ...]:
-    return (globs,) if isinstance(globs, str) else tuple(globs)
+def _listed(operation: str, name: str, globs: str | Sequence[str]) -> tuple[str, ...]:
+    listed = [globs] if isinstance(globs, str) else checks.items(operation, name, globs)
+    if not all(isinstance(glob, str) for glob in listed):
+        raise ArgumentError(f"{operation}: expected {name} to be names of modules or globs; got {name}={globs!r}.")
+    return tuple(listed)
 
 
 # -- conversion --------------------------------------------------------------------------------------------------------
@@ -158,6 +165,8 @@ def convert(
     ['2: excluded']
     """
     operation = "fp8.convert"
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"{operation}: expected a torch.nn.Module; got {type(model).__name__}. Give the model.")
     checked(operation, scaling, history, margin)
     sharded = is_sharded(model)
     globs = Globs.of(operation, model, include, exclude)
