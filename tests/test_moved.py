@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from plimsoll.moved import MOVED
+from plimsoll.moved import MOVED, Finder
 from tests.support import processes
 from tests.support.cases import each
 
@@ -28,6 +28,9 @@ def test_a_class_is_found_under_its_old_name(old: str) -> None:
 def test_other_modules_of_the_old_layout_are_gone_and_none_is_imported_unasked() -> None:
     with pytest.raises(ModuleNotFoundError, match="No module named 'plimsoll.watch._seams'"):
         importlib.import_module("plimsoll.watch._seams")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'fp8'"):
+        importlib.import_module("fp8._linear")  # a module of somebody else, which is missing
+    assert Finder().find_spec("fp8._linear", None) is None
     probe = (
         "import sys, plimsoll.scaling; print(*[name for name in sys.modules if '._' in name and 'plimsoll' in name])"
     )

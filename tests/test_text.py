@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from plimsoll.text import clause, number, percent, power, shortened, steps
+from plimsoll.text import clause, escaped_cell, grouped, number, percent, power, shortened, steps
 from tests import house
 from tests.support.cases import each
 
@@ -64,3 +64,12 @@ def test_a_long_name_keeps_its_numbers_and_what_they_count() -> None:
     assert shortened(attention, 60) == "encoder.block.{0-3}.layer.0...relative_attention_bias.weight"
     for name in ("x" * 100, "a." + "b" * 100, "a" * 30 + ".1.2.3.4.5.6.7.8.9." + "b" * 30, "." * 100, "a..b." * 20):
         assert len(shortened(name, 48)) <= 48 and "..." in shortened(name, 48)
+
+
+def test_names_that_come_twice_are_one() -> None:
+    assert grouped(["a.1", "a.1", "a.2", "b", "b"]) == "a.{1-2}, b"
+
+
+def test_a_cell_has_no_markup_of_its_own() -> None:
+    assert escaped_cell("blocks.0.exp_avg_sq") == "blocks.0.exp_avg_sq"
+    assert escaped_cell("__init__ ~~a~~ &lt;") == r"\_\_init\_\_ \~\~a\~\~ \&lt;"

@@ -103,8 +103,9 @@ class Finder:
         path: Sequence[str] | None,  # noqa: ARG002
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
-        """Finds the modules of the table."""
-        if fullname.removeprefix("plimsoll.") not in MOVED:
+        """Find the modules of the table."""
+        package, _, name = fullname.partition(".")
+        if package != "plimsoll" or name not in MOVED:
             return None
         loader: Any = self  # which is one by its methods
         return importlib.machinery.ModuleSpec(fullname, loader, is_package=True)  # some had modules below them
@@ -113,6 +114,6 @@ class Finder:
         """Leave the creation of the module to Python."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fills a module: what pickles look up in it are the classes that are there now."""
+        """Fill a module: what pickles look up in it are the classes that are there now."""
         new = importlib.import_module(f"plimsoll.{MOVED[module.__name__.removeprefix('plimsoll.')]}")
         module.__dict__.update({name: value for name, value in vars(new).items() if not name.startswith("__")})

@@ -17,6 +17,7 @@ _LONGEST = 1e9  # and from here on
 _LONGEST_NAME = 60  # characters of one name that a line shows
 _LONGEST_MESSAGE = 160
 _GAP = re.compile(r"\.(?:\0\.)+")  # where parts of a name are left out
+_MARKUP = re.compile(r"([\\|<*`\[&~]|(?<![^\W_])_|_(?![^\W_]))")  # of Markdown; underscores within a word are none
 _LOG = logging.getLogger("plimsoll")
 _DIGITS = re.compile(r"\d+")
 
@@ -201,11 +202,11 @@ def escaped_cell(text: str) -> str:
     >>> print(escaped_cell("a|b *c*"))
     a\|b \*c\*
     """
-    return re.sub(r"([\\|<*`\[])", r"\\\1", printable(text, lines=False))
+    return _MARKUP.sub(r"\\\1", printable(text, lines=False))
 
 
 def grouped(names: Sequence[str], most: int = 3) -> str:
-    """Write names of layers in few words: those that differ in one number are one.
+    """Write names of layers in few words, each once: those that differ in one number are one.
 
     >>> grouped([f"blocks.{i}.attn.qkv" for i in range(12)] + ["head"])
     'blocks.{0-11}.attn.qkv, head'
@@ -213,11 +214,11 @@ def grouped(names: Sequence[str], most: int = 3) -> str:
     'a, b, c and 2 more'
     """
     found: dict[str, list[tuple[str, str]]] = {}
-    for name in names:
+    left = dict.fromkeys(names)
+    for name in left:
         for pattern, number in _patterns(name):
             found.setdefault(pattern, []).append((name, number))
     parts: list[tuple[str, int]] = []
-    left = dict.fromkeys(names)
     while left:
         name = next(iter(left))
         alike = [found[pattern] for pattern, _ in _patterns(name)]
