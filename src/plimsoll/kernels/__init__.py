@@ -146,11 +146,6 @@ def update_into(
         definitions.update(old, new, pushes, bank, rows, moves)
 
 
-def new_errors(rows: int, device: torch.device | str = "cpu") -> Tensor:
-    """Empty rows of errors, for `compare_into`."""
-    return torch.zeros((rows, row_layout.ERRORS), dtype=torch.float64, device=device)
-
-
 def compare_into(values: Tensor, reference: Tensor, row: Tensor) -> None:
     """Add to a row of errors how values differ from a reference of the same shape.
 

@@ -187,7 +187,7 @@ _LAST_SUBNORMAL32 = 0x007F_FFFF
 
 # Of a part: addresses of old, new and push; how to read the push; length; row address in bank and in moves.
 PART_WORDS = 7
-_FLOAT16, _BFLOAT16 = 2, 1
+_FLOAT16 = 2
 
 
 @inlined

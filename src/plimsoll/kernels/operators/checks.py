@@ -62,7 +62,7 @@ def refuse(x: object, operation: str, place: str = "") -> NoReturn:
     elif isinstance(x, (bool, int, float)):
         remedy = "Write torch.tensor(x, dtype=torch.float64)."
     elif hasattr(x, "__iter__") and not isinstance(x, str):
-        remedy = "Write list(x)."
+        remedy = "Write list(x)." if operation == "measure" else "Give one tensor: torch.tensor(x) of numbers."
     else:
         remedy = "Give the tensor itself."
     several = ", or a list, tuple or mapping of them" if operation == "measure" else ""

@@ -30,7 +30,7 @@ LEAST_SWEPT = 16_384  # values of a tensor: below, moving what planes hold to th
 _LEAST_BINADES = 12  # below, comparing with one binade after another is as fast
 _ROOM_ABOVE = 4  # binades: the largest of many blocks exceeds that of one by less than the smallest falls below
 _INF32 = 0x7F80_0000
-BFLOAT16, FLOAT16 = 1, 2
+FLOAT16 = 2
 
 # What is known from block to block: the window's highest exponent; how many values planes hold; the range of exponents
 # that are in `counts`; whether values to come are worth a sweep.
