@@ -91,6 +91,7 @@ def _count(x: Tensor, row: Tensor, block: int) -> None:
 
 def _measure_blocks(row: Tensor, bits: Tensor, block: int) -> None:
     bits = as_rows(bits)
+    block = min(block, bits.shape[1])  # a longer one has a row of its own too
     ragged = -bits.shape[1] % block
     blocks = torch.nn.functional.pad(bits, (0, ragged)).reshape(-1, block)
     largest = blocks.amax(dim=1)

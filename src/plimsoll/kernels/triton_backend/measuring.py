@@ -251,6 +251,9 @@ def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumu
     """Count each tensor into its row; without `accumulate` the row starts empty."""
     if not accumulate:
         empty(bank, rows)
+    if block > min(_BLOCK_TILES.values()):  # it makes a tile as long, which need not be longer than the rows
+        longest = max((x.shape[-1] for x in tensors if x.dim()), default=1)
+        block = min(block, max(triton.next_power_of_2(longest), 2))
     by_dtype: dict[torch.dtype, list[_Job]] = {}
     alive: list[Tensor] = []  # contiguous copies, until the launches that read them are enqueued
     for x, row in zip(tensors, rows, strict=True):
@@ -282,7 +285,7 @@ def _job(x: Tensor, row: int, block: int) -> _Job:
 
 
 def _launch(jobs: list[_Job], dtype: torch.dtype, bank: Tensor, block: int) -> None:
-    tile = (_BLOCK_TILES if block else _TILES)[dtype.itemsize]
+    tile = max(_BLOCK_TILES[dtype.itemsize], block) if block else _TILES[dtype.itemsize]
     per_program, programs = share([job.slots for job in jobs], tile, bank.device)
     fixed: dict[str, Any] = {
         "WIDTH": bank.stride(0), "KIND": input_bits.kind(dtype), "POINTEE": input_bits.pointee(dtype), "BLOCK": block,

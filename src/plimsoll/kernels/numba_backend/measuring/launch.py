@@ -141,7 +141,7 @@ def _measure_blocks(x: Tensor, row: Any, block: int) -> None:
     step = height if matrix.is_contiguous() else max(1, _PIECE // columns)
     for start in range(0, height, step):
         dense = matrix[start : start + step].contiguous()
-        kernels.measure_blocks(dense.data_ptr(), kind, dense.shape[0], columns, block, row, values)
+        kernels.measure_blocks(dense.data_ptr(), kind, dense.shape[0], columns, min(block, columns), row, values)
 
 
 def _values_of_codes(dtype: torch.dtype) -> Any:
