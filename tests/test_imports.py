@@ -142,3 +142,17 @@ def test_names_of_live_training_come_when_asked_for() -> None:
     assert diagnosis.Guard.__name__ == "Guard" and callable(diagnosis.locate)
     with pytest.raises(AttributeError, match="module 'plimsoll.diagnosis' has no attribute 'guards'"):
         getattr(diagnosis, "guards")  # noqa: B009  (a name that type checkers know is not there)
+
+
+def test_a_default_device_does_not_matter() -> None:
+    """As where a model is built on the meta device, or `torch.set_default_device("cuda")` is on."""
+    code = """
+import torch, plimsoll
+from plimsoll import kernels
+codes, bank = torch.ones(3).to(torch.float8_e4m3fn), kernels.new_bank(1)
+with torch.device("meta"):
+    for name in plimsoll.__all__:
+        getattr(plimsoll, name)
+    kernels.measure_one(codes, bank, 0)
+"""
+    assert "torch" in loaded_by(code)

@@ -124,3 +124,11 @@ def test_the_default_generator_under_compile_draws_anew_each_time():
     compiled = torch.compile(lambda x: cast(x, "e4m3", rounding="stochastic"), fullgraph=True)
     x = torch.randn(1000)
     assert not torch.equal(compiled(x), compiled(x))
+
+
+def test_a_default_device_does_not_matter():
+    x = torch.randn(40)
+    expected = cast(x, "e4m3", rounding="stochastic", generator=torch.Generator().manual_seed(1))
+    with torch.device("meta"):
+        found = cast(x, "e4m3", rounding="stochastic", generator=torch.Generator(device="cpu").manual_seed(1))
+    assert torch.equal(found, expected)

@@ -8,6 +8,7 @@ of 16, as FP8 units require. Zeros add nothing to a sum.
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ _BIAS = 127
 _MAGNITUDE, _FRACTION = (1 << 31) - 1, (1 << 23) - 1
 _TOP_FIELD = 255  # exponent field of NaN and Inf
 _LEAST, _MOST = 1, 253  # exponent fields of a normal float32 whose inverse is normal too
-_TOPS = {fmt: int(torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32)) for fmt in (E4M3, E5M2)}
+_TOPS = {fmt: int(np.float32(fmt.max).view(np.int32)) for fmt in (E4M3, E5M2)}
 
 
 def absmax_of(x: Tensor) -> Tensor:

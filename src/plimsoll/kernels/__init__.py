@@ -192,7 +192,7 @@ def add_rows(bank: Tensor, targets: Sequence[int], rows: Tensor) -> None:
     if bank.device.type == "cpu":
         merge_rows(bank.numpy(), np.array(targets, np.int64), rows.numpy())
         return
-    index = torch.tensor(targets)
+    index = torch.tensor(targets, device="cpu")
     if bank.is_cuda:
         index = index.pin_memory()
     add_rows_by_torch(bank, index.to(bank.device, non_blocking=True), rows)

@@ -20,7 +20,7 @@ class DeviceValue:
             self._host = x.clone()
             return
         accelerator = x.device.type == "cuda"
-        self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=accelerator)
+        self._host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=accelerator)
         self._host.copy_(x, non_blocking=True)
         if accelerator:
             self._event = torch.cuda.Event()

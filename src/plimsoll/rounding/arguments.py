@@ -126,7 +126,7 @@ def _seed(x: Tensor, generator: Generator) -> tuple[int, Tensor | None]:
     if generator is None and torch.compiler.is_compiling():
         # A compiled graph draws from the device's default generator, so that no number returns to the host.
         return 0, torch.randint(-_SIGN, _SIGN - 1, (), dtype=torch.int64, device=x.device)
-    return int(torch.randint(-_SIGN, _SIGN - 1, (), dtype=torch.int64, generator=generator)), None
+    return int(torch.randint(-_SIGN, _SIGN - 1, (), dtype=torch.int64, generator=generator, device="cpu")), None
 
 
 def signed(seed: int) -> int:

@@ -4,7 +4,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from plimsoll.formats import BlockFormat, Format, Specials
+from plimsoll.formats import BlockFormat, Format
+from plimsoll.formats.records import SPECIALS
 
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic")
 NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(6)
@@ -13,8 +14,6 @@ OVERFLOW_INF, OVERFLOW_MAX, OVERFLOW_NAN = range(3)
 
 SCALE_RULES = ("floor", "ceil", "rceil", "even")
 FLOOR, CEIL, RCEIL, EVEN = range(4)
-
-_SPECIALS: tuple[Specials, ...] = ("ieee", "fn", "fnuz", "none")
 
 
 class CastSpec(NamedTuple):
@@ -33,7 +32,7 @@ class CastSpec(NamedTuple):
         """The spec for `fmt`; `saturate` is already resolved (`Format.saturates`)."""
         overflow = OVERFLOW_MAX if saturate else OVERFLOW_INF if fmt.has_inf else OVERFLOW_NAN
         return cls(
-            fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, _SPECIALS.index(fmt.specials), int(fmt.signed),
+            fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, SPECIALS.index(fmt.specials), int(fmt.signed),
             rounding, overflow,
         )  # fmt: skip
 
@@ -45,7 +44,7 @@ class CastSpec(NamedTuple):
             exponent_bits=self.exponent_bits,
             mantissa_bits=self.mantissa_bits,
             bias=self.bias,
-            specials=_SPECIALS[self.specials],
+            specials=SPECIALS[self.specials],
             signed=bool(self.signed),
         )
 

@@ -150,5 +150,5 @@ def _values_of_codes(dtype: torch.dtype) -> Any:
     # array of their own.
     known = _values.get(dtype)
     if known is None:
-        known = _values.setdefault(dtype, from_codes(torch.arange(256), FORMATS[dtype]).numpy())
+        known = _values.setdefault(dtype, from_codes(torch.arange(256, device="cpu"), FORMATS[dtype]).numpy())
     return known
