@@ -84,3 +84,9 @@ def test_lazy_layers_that_no_batch_has_met_are_refused_by_name(operation: str, t
     rule = f"{operation}: expected parameters that have a shape; got 1.weight, which is not initialized yet. "
     assert str(error.value) == f"{rule}Run the model once before."
     assert not (tmp_path / "run").exists()
+
+
+def test_a_long_value_is_cut() -> None:
+    with pytest.raises(ArgumentError) as raised:
+        checks.number("prepare", "clip_norm", "x" * 10_000, remedy="Use 1.0.")
+    assert len(str(raised.value)) < 300 and str(raised.value).endswith("xxx. Use 1.0.")

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 
 Choice = TypeVar("Choice")
+_MOST_SHOWN = 200  # characters of a value: that of a model has thousands
 
 
 def integer(
@@ -208,4 +209,4 @@ def _as_float(value: object) -> float | None:
 
 
 def _error(operation: str, rule: str, name: str, value: object, remedy: str) -> ArgumentError:
-    return ArgumentError(f"{operation}: expected {rule}; got {name}={value!r}. {remedy}")
+    return ArgumentError(f"{operation}: expected {rule}; got {name}={value!r:.{_MOST_SHOWN}}. {remedy}")
