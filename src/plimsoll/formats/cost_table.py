@@ -66,14 +66,14 @@ TABLES = {
 }
 
 
-def cost_table(given: "str | os.PathLike[str] | Mapping[str, Any]") -> CostTable:
+def cost_table(given: object) -> CostTable:
     """Return a device's table by name, or one from a mapping or a TOML file.
 
     A mapping or file has `bandwidth` and `rates`.
     """
     if isinstance(given, Mapping):
-        return _made("a mapping", given)
-    name = os.fspath(given) if isinstance(given, str | os.PathLike) else given
+        return _made("a mapping", cast("Mapping[str, Any]", given))
+    name = os.fspath(cast("os.PathLike[str]", given)) if isinstance(given, str | os.PathLike) else given
     if isinstance(name, str) and name.lower() in TABLES:
         return TABLES[name.lower()]
     if not isinstance(name, str) or not Path(name).is_file():

@@ -346,8 +346,7 @@ class BlockFormat:
 
 
 def _why_no_blocks(fmt: BlockFormat) -> str | None:
-    parts: tuple[object, ...] = (fmt.element, fmt.scale)
-    if not all(isinstance(part, Format) for part in parts):
+    if not all(isinstance(part, Format) for part in cast("list[object]", [fmt.element, fmt.scale])):
         return "expected element and scale to be formats, as of plimsoll.formats.get"
     if not isinstance(fmt.block, numbers.Integral) or fmt.block < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         return "expected a block of at least one value"

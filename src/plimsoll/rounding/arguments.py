@@ -94,7 +94,7 @@ def check_scale(operation: str, scale: float | Tensor | None) -> tuple[float, Te
     return checks.number(operation, "scale", scale, above=0, remedy="Use 1.0, for example."), None
 
 
-def check_generator(operation: str, plan: Plan, generator: Generator) -> None:
+def check_generator(operation: str, plan: Plan, generator: object) -> None:
     """Raise an `ArgumentError` for a generator that a cast cannot draw from."""
     if generator is None:
         return
