@@ -206,7 +206,7 @@ def escaped_cell(text: str) -> str:
 
 
 def grouped(names: Sequence[str], most: int = 3) -> str:
-    """Write names of layers in few words, each once: those that differ in one number are one.
+    """Write names of layers in few words: those that differ in one number are one.
 
     >>> grouped([f"blocks.{i}.attn.qkv" for i in range(12)] + ["head"])
     'blocks.{0-11}.attn.qkv, head'

@@ -81,7 +81,7 @@ def _index(operation: str, argument: str, value: str, known: tuple[str, ...]) ->
 
 
 def check_scale(operation: str, scale: float | Tensor | None) -> tuple[float, Tensor | None]:
-    """Return the scale as a number, or as a 0-d tensor. Raises an `ArgumentError` for others."""
+    """Return the scale as a number, or as a 0-d tensor, or raise `ArgumentError`."""
     if scale is None:
         return 1.0, None
     if isinstance(scale, Tensor):

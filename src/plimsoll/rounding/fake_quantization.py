@@ -90,7 +90,10 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def _plan(fmt: Format | BlockFormat | None, arguments: _Arguments, in_blocks: bool) -> Plan | None:
-    """Return the cast of one direction. The backward's is checked here too, not when its gradient comes."""
+    """Return the cast of one direction, with checked arguments.
+
+    The backward's are checked in the forward too, and not when a gradient comes.
+    """
     if fmt is None:
         return None
     rounding, saturate, scale, scale_rule, axis, generator = arguments

@@ -90,7 +90,10 @@ def _block_cast_into(x: Tensor, *arguments: Any) -> None:
 
 
 def _out(cast_into: Callable[..., None]) -> Callable[..., None]:
-    """Return a cast into a tensor of the caller, which may be `x` or another view of its memory."""
+    """Return a cast into a tensor of the caller.
+
+    It may be `x`, or another view of its memory.
+    """
 
     def cast_out(x: Tensor, *arguments: Any) -> None:
         *numbers, out = arguments
