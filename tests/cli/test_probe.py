@@ -91,6 +91,41 @@ def test_a_script_that_does_not(tmp_path: Path) -> None:
     assert found["plan"]["source"] == "train.py"
 
 
+def test_a_script_whose_weights_are_bf16(tmp_path: Path) -> None:
+    """Its calls are repeated in FP32. Where its own code casts to BF16, they cannot be."""
+    narrow = SCRIPT.replace("model = Net()", "model = Net().bfloat16()")
+    body = narrow.replace("torch.randn(8, 16)", "torch.randn(8, 16).bfloat16()")
+    result = of_script(tmp_path, "--format", "fp16", "1", body=body)
+    assert (result.returncode, result.stdout.splitlines()) == (
+        0,
+        [
+            "train.py fits FP16: nothing overflows or is lost, in 4 batches.",
+            "Plan: 2 modules: 2 in FP16; 16 bits a value.",
+            f"Next: {NEXT}",
+        ],
+    ), result.stderr
+    body = narrow.replace("self.first(x)", "self.first(x.to(torch.bfloat16))")
+    result = of_script(tmp_path, "--format", "fp16", "1", body=body)
+    assert result.returncode == 0 and "Traceback" not in result.stderr
+    assert "Not judged: decisions. The model failed when its calls were repeated in FP32: RuntimeError" in result.stdout
+
+
+def test_a_defect_in_the_answer_is_none(tmp_path: Path) -> None:
+    """Exit code 1 would say that the model does not fit."""
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    code = (
+        "import sys\n"
+        "from plimsoll.cli import main\n"
+        "from plimsoll.probing.script_training import ScriptTraining\n"
+        "ScriptTraining.answer = lambda self: {}['planted']\n"
+        "sys.argv = ['plimsoll', 'probe', 'train.py', '--format', 'fp16', '1']\n"
+        "main()"
+    )
+    done = processes.python("-c", code, cwd=tmp_path, env=ENVIRONMENT)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "KeyError: 'planted'\nplimsoll: This is a defect of Plimsoll, and no answer." in done.stderr
+
+
 def test_a_script_without_a_step_ends_with_2(tmp_path: Path) -> None:
     result = of_script(tmp_path, "--format", "fp16", "1", body=SCRIPT.replace("optimizer.step()", "raise KeyError"))
     assert (result.returncode, result.stdout) == (2, "")

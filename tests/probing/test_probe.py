@@ -271,6 +271,11 @@ def test_a_model_in_fp64_is_judged_as_it_is() -> None:
     assert "first.weight" in rules(pl.probe(huge, [x.double() for x, _ in batches()], "fp32"))["overflow"]
 
 
+def test_a_model_in_bf16_takes_batches_in_bf16() -> None:
+    found = pl.probe(net().bfloat16(), [(x.bfloat16(), y) for x, y in batches()], "fp16", loss=cross_entropy)
+    assert found.fits and found.remarks == ("The model was widened to FP32 first.",)
+
+
 def test_inner_products_of_attention_are_said_to_be_unjudged() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)

@@ -6,7 +6,6 @@ import gc
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -20,7 +19,7 @@ from plimsoll.cli.options import Quiet, with_repeated_names
 from plimsoll.cli.paths import report_missing_records, start_reading
 from plimsoll.cli.script.runner import RunAfterCli
 from plimsoll.errors import ArgumentError, MissingExtraError, PlimsollError
-from plimsoll.text import clause, printable
+from plimsoll.text import clause
 from plimsoll.version import __version__
 
 # -- the commands: for `plimsoll --help`, completion, tests ------------------------------------------------------------
@@ -362,9 +361,7 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             messages.error(f"expected room for the output; got {error.strerror}. Make room, or write it elsewhere.")
             sys.exit(2)
-        print(printable(traceback.format_exc()), file=sys.stderr, end="")  # noqa: T201
-        messages.error("This is a defect of Plimsoll, and no answer. Please report it with the lines above.")
-        sys.exit(3)
+        sys.exit(messages.defect())
     if script is not None:
         gc.set_threshold(*thresholds)  # as under plain Python
         script()

@@ -9,6 +9,7 @@ of the parser and of the API are put into the words of the command line. This mo
 import json
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,13 @@ def failure(raised: PlimsollError, more: str = "") -> str:
     message = f"{message} {more}".rstrip()
     error(message)
     return message
+
+
+def defect() -> int:
+    """Print the traceback of the exception at hand to standard error, and return the exit code of no answer, 3."""
+    print(printable(traceback.format_exc()), file=sys.stderr, end="")  # noqa: T201
+    error("This is a defect of Plimsoll, and no answer. Please report it with the lines above.")
+    return 3
 
 
 def _print(text: str) -> None:

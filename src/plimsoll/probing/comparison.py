@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from plimsoll.watch.names import module_names, tensors_in
 from plimsoll.watch.shadow.decisions import Decisions, Tally, class_axis, class_choice
+from plimsoll.watch.shadow.replay import widened
 
 Context = contextlib.AbstractContextManager[Any]
 
@@ -36,8 +37,7 @@ class Calls:
     def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         del module
         if len(self.kept) < self._most and torch.is_grad_enabled():
-            copied = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-            self.kept.append(copied)
+            self.kept.append(pytree.tree_map_only(Tensor, widened, (args, kwargs)))
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args
@@ -69,7 +69,10 @@ class _Forward:
 
 
 def compare(root: nn.Module, calls: Calls, enter: Callable[[], Context]) -> Comparison:
-    """Return how the kept calls differ in the format that `enter` opens; leaves the model in evaluation mode."""
+    """Return how the kept calls differ in the format that `enter` opens; leaves the model in evaluation mode.
+
+    The model's parameters are FP32 or wider, as the kept arguments are.
+    """
     root.eval()
     tally, broken = Tally(), dict[str, None]()
     for args, kwargs in calls.kept:

@@ -215,10 +215,18 @@ def examine(
     operands = forward.operands_of(modules, outputs=question.is_native)
     found = forward.findings(question, spectra, operands)
     uniform = forward.uniform(question, modules, spectra)
-    compared = compare(root, calls, lambda: _in_format(question, uniform, root))
+    if any(map(_is_narrow, root.parameters())):  # a script's own: the comparison is with FP32
+        root = copy.deepcopy(root).float()
+    compared, why = Comparison(), None
+    try:
+        compared = compare(root, calls, lambda: _in_format(question, uniform, root))
+    except Exception as error:  # noqa: BLE001  (of the model's own code, as where it casts to 16 bits by itself)
+        why = f"{type(error).__name__}: {clause(error)}"
     found += [*_broken(question, compared, found), *_flips(question, compared)]
     unjudged = [LABELS[name] for name in COLLECT if name not in view.run.tensors]
     not_judged = [f"Not judged: {', '.join(unjudged)}. There was no loss."] if unjudged else []
+    if why is not None:
+        not_judged.append(f"Not judged: decisions. The model failed when its calls were repeated in FP32: {why}.")
     opaque = [m.name for m in modules if m.opaque]
     if opaque:
         not_judged.append(f"Not judged: products inside {', '.join(opaque[:3])}, but for NaN and infinities.")

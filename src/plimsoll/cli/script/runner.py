@@ -296,6 +296,8 @@ class AnswerSession:
         except PlimsollError as error:
             messages.failure(error, f"{self._failure[0].upper()}{self._failure[1:]}." if self._failure else "")
             return 2
+        except Exception:  # noqa: BLE001  (Python's own exit code would be 1, which is an answer)
+            return messages.defect()
         if self._failure is not None:
             messages.error(f"{self._failure}, after the step that is recorded here")
         try:
