@@ -1,7 +1,4 @@
-"""What Plimsoll does so far, on a small transformer: measure its gradients, judge formats by them, check by casting.
-
-`make demo` runs it.
-"""
+"""A small transformer's gradients: measured, judged for several formats, and checked by casting."""
 
 import torch
 from rich.console import Console

@@ -1,6 +1,6 @@
 """One line records a training run; the run then answers what FP16 would have made of it, and when.
 
-The loop is left as it is. Every tenth step is sampled whole; loss and scale are there for every step.
+The loop stays as it is. Every tenth step is recorded completely, loss and scale at every step.
 """
 
 import tempfile

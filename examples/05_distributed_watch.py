@@ -1,6 +1,6 @@
-"""Two processes train one model, each on half of the batch; the run says what one process would have said.
+"""Two processes train one model, each on half of the batch; the run has what one process would have recorded.
 
-Each rank writes what it has, and nothing is exchanged while training: reading the run merges it.
+Each rank writes its own records, and nothing is exchanged while training. Reading the run merges them.
 """
 
 import tempfile

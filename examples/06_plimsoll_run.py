@@ -1,7 +1,7 @@
 """Watch a training script without changing a line of it: ``plimsoll run SCRIPT ARGS``.
 
-The script below knows nothing of Plimsoll. `plimsoll run` finds its model and its optimizer at the first training step,
-and records both. The script's arguments, output and exit status are its own.
+The script below does not import Plimsoll. `plimsoll run` finds its model and its optimizer at the first training step,
+and records both. The script's arguments, output and exit status stay as they are.
 """
 
 import subprocess

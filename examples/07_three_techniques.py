@@ -2,7 +2,7 @@
 
 FP32 accumulation: sums of products are kept in FP32 and rounded once. Loss scaling: gradients below 2^-24 are lifted
 above it before FP16 sees them. Master weights: updates that FP16 would swallow add up in FP32. The task has all three
-troubles: long sums of positive products, a loss that is a small mean, and a low learning rate. Without loss scaling, or
+problems: long sums of positive products, a loss that is a small mean, and a low learning rate. Without loss scaling, or
 without masters, no weight moves at all.
 """
 

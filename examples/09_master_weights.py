@@ -1,6 +1,6 @@
 """Why master weights: updates that 16 bits swallow, and four ways to keep them, at two to six bytes a weight.
 
-The same regression is trained with weights of bfloat16 alone, and with what Plimsoll keeps beside them. In bfloat16 the
+The same regression is trained with weights of bfloat16 alone, and with what Plimsoll keeps in addition. In bfloat16 the
 spacing of numbers is 1/128 of their size: once updates are less than half of that, nothing moves any more.
 """
 

@@ -1,6 +1,6 @@
-"""A run that heads for trouble, repaired while it trains: the guard raises the scale, and takes a NaN back.
+"""A run that fails, repaired while it trains: the guard raises the scale, and restores a checkpoint after a NaN.
 
-The same training three times: alone, with a guard that only says what it would do, and with one that does it.
+The same training three times: alone, with a guard that only reports its actions, and with one that takes them.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""A rule of your own: one class that finds, explains and words. It joins Plimsoll's rules on every surface."""
+"""Your own rule: one class that finds a problem and explains it. It appears wherever Plimsoll's rules do."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which precision did this step really run in? A receipt of a small transformer that is said to train in BF16."""
+"""Which precision did this step really run in? A receipt of a small transformer that should train in BF16."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812
