@@ -237,3 +237,19 @@ def test_an_interrupt_while_the_server_starts_leaves_no_traceback(tmp_path: Path
     )
     done = processes.python("-c", code, cwd=tmp_path)
     assert done.returncode == 0 and "Live page: http" in done.stdout and not done.stderr, done.stderr
+
+
+def test_an_interrupt_while_the_event_loop_is_made_leaves_no_traceback(tmp_path: Path) -> None:
+    """On a busy machine it comes between the line that shows the address and uvicorn's own handler."""
+    code = (
+        "import asyncio, signal\n"
+        "from plimsoll import report\n"
+        "made = asyncio.SelectorEventLoop.__init__\n"
+        "def interrupted(loop, *arguments, **keywords):\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    made(loop, *arguments, **keywords)\n"
+        "asyncio.SelectorEventLoop.__init__ = interrupted\n"
+        "report.serve('.', port=0)\n"
+    )
+    done = processes.python("-c", code, cwd=tmp_path)
+    assert done.returncode == 0 and "Live page: http" in done.stdout and not done.stderr, done.stderr

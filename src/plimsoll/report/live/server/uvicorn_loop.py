@@ -117,6 +117,17 @@ class PageServer(Server):
             )
         )
         self._made = made
+        self._captures = False
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Context in which a signal ends the server in order; uvicorn enters it again once the event loop runs."""
+        if self._captures:
+            yield
+            return
+        self._captures = True
+        with super().capture_signals():
+            yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends the application first, then as uvicorn does."""
@@ -131,9 +142,11 @@ class PageServer(Server):
 
 def run(made: App, listener: socket.socket) -> None:
     """Serves at a socket that listens, until Ctrl-C."""
+    server = PageServer(made)
     with _plain_logs(), contextlib.suppress(KeyboardInterrupt):  # uvicorn sends itself the signal again at its end
         try:
-            PageServer(made).run(sockets=[listener])
+            with server.capture_signals():  # else one that comes while asyncio makes its loop leaves tracebacks
+                server.run(sockets=[listener])
         finally:
             made.close()
 
