@@ -142,7 +142,10 @@ def test_a_plan_by_hand_needs_target_and_formats_only(tmp_path):
         (b'target = "fp8"', r"\(missing formats\)"),
         (b'target = "fp8"\nformats = "e4m3"', r"increases and notes to be tables.*\(wrong: formats\)"),
         (b'[target]\na = "b"\n[formats]', r"\(wrong: target\)"),
-        (b'target = "fp8"\ndefualt = "bf16"\n[formats]', r"the fields target, .*default.*\(found defualt\)"),
+        (
+            b'target = "fp8"\ndefualt = "bf16"\n[formats]',
+            r"the fields .*default.*\(found defualt\).* Correct it, or save",
+        ),
         (b'schema = 2\ntarget = "fp8"\n[formats]', r"expected schema 1, .*\(found 2\)"),
         (b"target = 8\n[formats]", r"expected Unicode text throughout; got 'target' = 8"),
         (b'target = "fp8"\n[formats]\na = 4', r"expected Unicode text throughout; got 'a' = 4"),

@@ -91,7 +91,7 @@ def read(path: str | os.PathLike[str], known: Sequence[str]) -> dict[str, Any]:
     schema = content.pop("schema", SCHEMA)
     reason = _why_damaged(content, schema, known)
     if reason is not None:
-        raise ArgumentError(f"Plan.load: expected {reason}; got {os.fspath(path)}. Save the plan again.")
+        raise ArgumentError(f"Plan.load: expected {reason}; got {os.fspath(path)}. Correct it, or save the plan again.")
     return _fields(content)
 
 
