@@ -93,7 +93,9 @@ def _under_frame(function: Callable[..., Any]) -> Callable[..., Any]:
 # open, the two functions that `torch.utils.checkpoint.checkpoint` calls run the user's function under its frame. A
 # checkpoint made inside recomputes correctly even if its backward runs after the patch is gone.
 _module: Any = _torch_checkpoint
+# From torch 2.15 on `checkpoint` calls another function than those that have imported the old one do, which calls it.
 _GENERATOR = "_checkpoint_without_reentrant_generator"
+_GENERATOR += "_impl" * hasattr(_module, f"{_GENERATOR}_impl")
 
 _lock = threading.Lock()
 _open = 0
