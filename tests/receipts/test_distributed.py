@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support import processes
+from tests.support.versions import is_older
 
 SCRIPT = Path(__file__).parents[1] / "support" / "receipts" / "sharded.py"
 
@@ -22,13 +23,14 @@ def test_steps_that_do_as_configured(found: dict[str, dict[str, Any]]):
     for name in ("ddp", "fully_sharded", "fully_sharded_and_reduced_in_fp32", "tensor_parallel"):
         assert found[name]["deviations"] == [], name
     assert found["ddp"]["reductions"] == [["backward", "", "fp32"]]
-    assert found["fully_sharded"]["reductions"] == [["backward", "0", "bf16"], ["backward", "1", "bf16"]]
+    fmt = "bf16" if is_older("2.15") else "fp32"  # of gradients whose policy says nothing of it
+    assert found["fully_sharded"]["reductions"] == [["backward", "0", fmt], ["backward", "1", fmt]]
     both = [["backward", "0", "fp32"], ["backward", "1", "fp32"]]
     assert found["fully_sharded_and_reduced_in_fp32"]["reductions"] == both
     said = {
         name: "fully_shard adds up gradients across ranks in bf16" in str(case["notes"]) for name, case in found.items()
     }
-    assert [name for name, is_said in said.items() if is_said] == ["fully_sharded"]
+    assert [name for name, is_said in said.items() if is_said] == ["fully_sharded"] * is_older("2.15")
     assert ["forward", "down", "bf16"] in found["tensor_parallel"]["reductions"]
 
 
@@ -39,7 +41,8 @@ def test_hooks_that_compress_gradients(found: dict[str, dict[str, Any]]):
 
 def test_a_reduction_that_the_policy_does_not_reach(found: dict[str, dict[str, Any]]):
     case = found["sharded_and_tensor_parallel"]
-    assert sorted(case["deviations"]) == [["gradient-reduction", "0", "bf16"], ["gradient-reduction", "1", "bf16"]]
+    narrow = [["gradient-reduction", "0", "bf16"], ["gradient-reduction", "1", "bf16"]]
+    assert sorted(case["deviations"]) == (narrow if is_older("2.15") else [])
     assert all("tensor-parallel mesh" in advice for advice in case["advice"])
 
 

@@ -1,5 +1,6 @@
 """Receipts of recorded runs: the formats at the borders of modules, and what a run cannot say."""
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_what_a_run_has_and_what_it_lacks(run: Run):
     # No gradient of the model's input was recorded, and no size of any tensor.
     assert next(row.formats for row in found.rows if row.phase == "backward" and row.module == "0") == "bf16"
     assert "unknown" in str(found) and " 0 B" not in str(found)
-    assert found.settings["torch"] == str(torch.__version__)
+    assert found.settings["torch"] == metadata.version("torch")
 
 
 @each(

@@ -81,8 +81,8 @@ def test_second_derivatives_and_what_to_do_about_them() -> None:
         return gradients(model, x)
 
     x = inputs()
-    expected = penalty(made("attention"), x)
-    model, x = made("attention"), inputs()
+    expected = penalty(made("recurrent"), x)
+    model, x = made("recurrent"), inputs()
     scaler = scaled(model)
     with pytest.raises(StateError, match="expected a backward without create_graph=True"):
         penalty(model, x)

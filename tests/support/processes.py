@@ -16,6 +16,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import select
 import shlex
@@ -46,6 +47,9 @@ _NEEDED = (
 used = [0.0]  # CPU seconds of all such processes that have ended
 _USED = "used"  # a file of the CPU seconds of other processes' processes
 _ABOVE = 200  # the numbers of files that no process has
+_LEAKS = re.compile(
+    r"^(?:nanobind:.*|(?: -)? leaked .*| - \.\.\. skipped remainder|See https://nanobind\.\S+)\n?", re.MULTILINE
+)
 _SHOWN = 15_000  # characters of what a rank that failed has said
 
 
@@ -183,10 +187,10 @@ class Process:
 
     @staticmethod
     def _read(file: BinaryIO) -> str:
-        """All that is in a file, which is closed."""
+        """All that is in a file, which is closed, but what Triton's bindings say of the modules that `_leave` left."""
         with file:
             file.seek(0)
-            return file.read().decode(errors="replace")
+            return _LEAKS.sub("", file.read().decode(errors="replace"))
 
 
 # -- the process that forks

@@ -144,7 +144,7 @@ def tensor_parallel() -> dict[str, Any]:
 
 @case
 def sharded_and_tensor_parallel() -> dict[str, Any]:
-    """pytorch issue 190626: reduce_dtype does not reach the reduction over the tensor-parallel mesh."""
+    """pytorch issue 190626: before 2.15, reduce_dtype does not reach the reduction over the tensor-parallel mesh."""
 
     def run() -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
