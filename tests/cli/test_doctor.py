@@ -48,6 +48,12 @@ def test_it_tells_versions_devices_backends_cache_and_extras() -> None:
         assert name in shown
 
 
+def test_a_torch_that_is_newer_than_those_tested_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, is_named in (("2.9.1", False), ("2.13.0+cpu", False), ("2.99.0a0+git", True), ("10.0.0", True)):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert ("the newest torch that Plimsoll was tested with is" in doctor().stdout) == is_named, version
+
+
 def test_json_says_the_same() -> None:
     parsed = json.loads(doctor("--json").stdout)
     assert parsed == json.loads(json.dumps(dataclasses.asdict(examine())))

@@ -18,7 +18,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll import __version__
 from plimsoll.cli import messages
 from plimsoll.cli.options import AsModule, Json, Quiet, ScriptArguments
 from plimsoll.cli.script import runner
@@ -27,6 +26,7 @@ from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.extras import EXTRAS, install_line
 from plimsoll.formats import BLOCKS, ELEMENTS
 from plimsoll.text import counted, percent
+from plimsoll.version import NEWEST_TESTED_TORCH, __version__
 
 if TYPE_CHECKING:
     from plimsoll.watch.cost import CostReport
@@ -110,6 +110,8 @@ def _print(machine: "Machine", target: Console) -> None:
     draw = glyphs(target)
     target.print(Text.assemble(("Plimsoll ", "bold"), (machine.plimsoll, "bold"), (f"  {machine.system}", "dim")))
     _section(target, "Versions", [(name, found or "not installed", "") for name, found in machine.versions.items()])
+    if _release(machine.versions["torch"] or "0.0") > _release(machine.newest_tested_torch):
+        _note(target, f"the newest torch that Plimsoll was tested with is {machine.newest_tested_torch}", "yellow")
     _section(target, "Devices", [row for device in machine.devices for row in _device_rows(device)])
     if len(machine.devices) == 1:
         _note(target, "no GPU: torch sees none")
@@ -217,6 +219,7 @@ class Machine:
 
     plimsoll: str
     versions: Mapping[str, str | None]
+    newest_tested_torch: str
     system: str
     devices: tuple[Device, ...]
     backends: tuple[Backend, ...]
@@ -242,6 +245,7 @@ def examine() -> Machine:
     return Machine(
         plimsoll=__version__,
         versions={"python": platform.python_version(), **{name: version(name) for name in packages}, "torch": _torch()},
+        newest_tested_torch=NEWEST_TESTED_TORCH,
         system=f"{platform.system()} {platform.machine()}",
         devices=(_cpu(), *_gpus()),
         backends=tuple(Backend(name=s.name, available=s.available, detail=s.detail) for s in kernels.report()),
@@ -257,6 +261,10 @@ def _torch() -> str:
     import torch
 
     return str(torch.__version__)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def version(package: str) -> str | None:
