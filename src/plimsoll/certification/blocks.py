@@ -146,10 +146,10 @@ def element_call(convention: CastConvention, fmt: Format | BlockFormat) -> tuple
         count = x.numel()
         blocks = -(-count // (block - 1))
         rows = -(-blocks * block // (SIDE * SIDE)) * SIDE + SIDE  # whole multiples, with room for the largest scale
-        room = torch.ones(rows * SIDE // block, block - 1, dtype=x.dtype)
+        room = torch.ones(rows * SIDE // block, block - 1, dtype=x.dtype, device=x.device)
         room.view(-1)[:count] = x.reshape(-1)
         # Values of a block format are put into blocks with the scale 1, and their magnitude must not change it.
-        anchor = torch.full((room.shape[0], 1), limit, dtype=x.dtype)
+        anchor = torch.full((room.shape[0], 1), limit, dtype=x.dtype, device=x.device)
         matrix = torch.cat([anchor, room], dim=1).reshape(rows, SIDE)
         if fmt.tensor_scale:
             matrix[-1, -block:] = fmt.element.max * fmt.scale.max

@@ -158,7 +158,7 @@ def _arguments(given: CodeTensors, fmt: Format | BlockFormat, form: Form) -> tup
         scales = torch.from_numpy(given.scales.astype(np.uint8))
         scales = scales if form.scales == "uint8" else scales.view(getattr(torch, form.scales))
     parts: list[object] = [scales, codes] if form.scales_first else [codes, scales]
-    return (*parts, torch.tensor(given.tensor_scale)) if fmt.tensor_scale else tuple(parts)
+    return (*parts, torch.tensor(given.tensor_scale, device="cpu")) if fmt.tensor_scale else tuple(parts)
 
 
 def _bytes_of(codes: Codes, form: Form) -> Tensor:
@@ -176,7 +176,11 @@ def _packed(given: CodeTensors, fmt: Format | BlockFormat) -> Packed:
     return Packed(
         codes=_bytes_of(given.codes, form),
         scales=None if given.scales is None else torch.from_numpy(given.scales.astype(np.uint8)),
-        tensor_scale=torch.tensor(given.tensor_scale) if isinstance(fmt, BlockFormat) and fmt.tensor_scale else None,
+        tensor_scale=(
+            torch.tensor(given.tensor_scale, device="cpu")
+            if isinstance(fmt, BlockFormat) and fmt.tensor_scale
+            else None
+        ),
         scale=None, format=fmt, shape=torch.Size(given.codes.shape), axis=-1, dtype=torch.float32,
     )  # fmt: skip
 

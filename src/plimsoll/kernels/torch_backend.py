@@ -288,7 +288,7 @@ def _power_of_two_scale(largest: Tensor, spec: BlockSpec) -> Tensor:
 
 
 def _fraction_of(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float64).view(torch.int64)) & _FRACTION
+    return int(torch.tensor(value, dtype=torch.float64, device="cpu").view(torch.int64)) & _FRACTION
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Perturbation:
     def _changed(self, x: Tensor, number: int) -> Tensor:
         size = max(self.size, torch.finfo(x.dtype).eps)
         generator = torch.Generator().manual_seed(1_000_003 * self._draw + number)
-        drawn = torch.rand(x.shape, generator=generator) - 0.5
+        drawn = torch.rand(x.shape, generator=generator, device="cpu") - 0.5
         return (x * (1 + (12**0.5 * size) * drawn.to(x.device))).to(x.dtype)
 
     def _change_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -243,6 +243,6 @@ class _Signs:
         held = self._held.get((device, SKETCH))
         if held is None or len(held) < rows:
             generator = torch.Generator().manual_seed(0)
-            drawn = torch.randint(0, 2, (rows, SKETCH), generator=generator, dtype=torch.int8)
+            drawn = torch.randint(0, 2, (rows, SKETCH), generator=generator, dtype=torch.int8, device="cpu")
             held = self._held[device, SKETCH] = (2 * drawn - 1).to(device)
         return held[:rows]

@@ -198,7 +198,7 @@ class _ClampPassing(torch.autograd.Function):
 
 def _largest_within(limit: float, dtype: torch.dtype) -> float:
     """Return the dtype's largest number up to the limit: 65,280 in bfloat16."""
-    number = torch.tensor(limit, dtype=torch.float64).to(dtype)
+    number = torch.tensor(limit, dtype=torch.float64, device="cpu").to(dtype)
     return float(number if float(number) <= limit else torch.nextafter(number, torch.zeros_like(number)))
 
 
@@ -396,7 +396,7 @@ def _check_betas(group: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 def _check_epsilon(group: dict[str, Any], dtype: torch.dtype, epsilon: Epsilon) -> None:
-    if group["fused"] or float(torch.tensor(group["eps"], dtype=dtype)) > 0:
+    if group["fused"] or float(torch.tensor(group["eps"], dtype=dtype, device="cpu")) > 0:
         return  # a fused step adds epsilon in float32
     smallest = _smallest(dtype)
     if epsilon == "refuse":

@@ -116,7 +116,9 @@ def random_tokens(model: nn.Module, batches: int) -> list[Any]:
         )
     length = min(_LENGTH, int(getattr(config, "max_position_embeddings", None) or _LENGTH) // 2)
     generator = torch.Generator().manual_seed(0)
-    return [{"input_ids": torch.randint(size, (_ROWS, length), generator=generator)} for _ in range(batches)]
+    return [
+        {"input_ids": torch.randint(size, (_ROWS, length), generator=generator, device="cpu")} for _ in range(batches)
+    ]
 
 
 def with_labels(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:

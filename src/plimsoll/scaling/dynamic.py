@@ -235,7 +235,7 @@ class DynamicScaler(LossScaler, name="dynamic"):
         tracker.fill_(after.clean)
         remembered = (after.overflows, after.ceiling, float(after.unproven))
         if remembered != before:
-            memory.copy_(torch.tensor(remembered))
+            memory.copy_(torch.tensor(remembered, device="cpu"))
         return float(after.scale)
 
     def _advance_on_device(self, found_inf: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ class DynamicScaler(LossScaler, name="dynamic"):
         overflows, ceiling, unproven = extra.get("memory", (0.0, self._init_scale, 0.0))
         self._init_memory = (float(overflows), float(ceiling), float(unproven))
         if self._memory is not None:
-            self._memory.copy_(torch.tensor(self._init_memory))
+            self._memory.copy_(torch.tensor(self._init_memory, device="cpu"))
 
 
 def _numbers(memory: Tensor) -> tuple[float, float, float]:

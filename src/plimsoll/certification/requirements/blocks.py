@@ -73,7 +73,9 @@ def tensor_scale(trial: Trial) -> Outcome:
     """Try tensors of several largest magnitudes, which must come back within FP32's rounding."""
     outcome, tolerance = Outcome(tried=0), 2.0**-7 if trial.blocks.carrier == "bfloat16" else 2.0**-20
     for largest in (1.0, 0.375, 5.0, 1e-6, 3e4):
-        x = torch.full((SIDE, SIDE), largest, dtype=torch.float64).to(getattr(torch, trial.blocks.carrier))
+        x = torch.full((SIDE, SIDE), largest, dtype=torch.float64, device="cpu").to(
+            getattr(torch, trial.blocks.carrier)
+        )
         values, exact = trial.blocks.convention.sized(x).values, float(x[0, 0])
         note = f"{trial.blocks.carrier}, a tensor of this value alone"
         right = np.isclose(values, exact, rtol=tolerance)
@@ -151,7 +153,7 @@ def ragged_block(trial: Trial) -> Outcome:
         # The second row's values are larger: a block that reads on into it takes its scale from there.
         values = np.linspace(0.125, 1.0, 3 * length).reshape(3, length) * np.array([[1.0], [100.0], [10.0]])
         x = torch.from_numpy(values).to(getattr(torch, trial.blocks.carrier))
-        full = torch.zeros(3, filled, dtype=x.dtype)
+        full = torch.zeros(3, filled, dtype=x.dtype, device=x.device)
         full[:, :length] = x
         expected = convention.sized(full).values.reshape(3, filled)[:, :length]
         rows = convention.sized(x).values.reshape(3, length)

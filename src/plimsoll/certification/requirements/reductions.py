@@ -292,7 +292,7 @@ def _layouts(reducer: Reducer, left: Values, right: Values) -> Iterator[tuple[st
     """Yield inputs of unusual strides with two matrices' values, or the left's row."""
 
     def stepped(tensor: Tensor) -> Tensor:
-        room = torch.empty((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)
+        room = torch.empty((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype, device=tensor.device)
         room.view(torch.uint8).fill_(1)
         view = room[..., ::2]
         view.copy_(tensor)

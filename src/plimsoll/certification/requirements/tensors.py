@@ -136,7 +136,7 @@ def _in_rows(trial: Trial, shapes: list[tuple[int, ...]]) -> Outcome:
     rows: list[Tensor] = []
     for tensor in tensors:
         count = max(1, -(-tensor.numel() // SIDE))
-        full = torch.ones(count * SIDE, dtype=tensor.dtype)
+        full = torch.ones(count * SIDE, dtype=tensor.dtype, device=tensor.device)
         full[: tensor.numel()] = tensor.reshape(-1)
         rows.append(full.reshape(count, SIDE))
     return _same_as(trial, tensors, rows)

@@ -49,7 +49,7 @@ def measure_example(rounds: int, layers: int = _LAYERS, width: int = _WIDTH) -> 
             steps = next(steps for steps in _all_steps() if steps.session.model() is model)
             probe = CostProbe(steps, optimizer, rounds, reports.append)
             while not probe.finished:
-                batch = torch.randint(_VOCABULARY, (_BATCH, _SEQUENCE + 1))
+                batch = torch.randint(_VOCABULARY, (_BATCH, _SEQUENCE + 1), device="cpu")
                 optimizer.zero_grad()
                 F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
                 optimizer.step()

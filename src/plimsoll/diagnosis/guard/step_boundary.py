@@ -122,11 +122,11 @@ class ManyRanks:
     def agree(self, order: Order | None) -> Order | None:
         """Return rank 0's decision; all ranks call it at the same step."""
         text = b"" if order is None else order.encoded()
-        size = torch.tensor([len(text)], dtype=torch.int64)
+        size = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
         torch.distributed.broadcast(size, 0, group=self._group)
         if not int(size.item()):
             return None
-        data = torch.zeros(int(size.item()), dtype=torch.uint8)
+        data = torch.zeros(int(size.item()), dtype=torch.uint8, device="cpu")
         if self.decides:
             data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         torch.distributed.broadcast(data, 0, group=self._group)

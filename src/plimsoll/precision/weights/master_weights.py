@@ -163,7 +163,7 @@ def model_gradients_to_masters(model: Sequence[Tensor], masters: Sequence[Tensor
     if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_cpu:
         inverse = scale.double().reciprocal().float()  # not read, which would wait for the device
     elif isinstance(scale, Tensor | Real) and _is_scale(scale):
-        inverse = torch.tensor(1.0 / float(scale))
+        inverse = torch.tensor(1.0 / float(scale), device="cpu")
     else:
         raise ArgumentError(
             f"model_gradients_to_masters: expected scale to be finite and above zero, and one number; got "

@@ -244,7 +244,7 @@ class Scratch:
     """CPU memory for open parameters, reused from step to step."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, device="cpu")
         self._used = 0
 
     @property
@@ -255,7 +255,7 @@ class Scratch:
     def start(self, size_bytes: int) -> None:
         """Free everything, and provide this size. Earlier tensors become invalid."""
         if self._memory.nbytes < size_bytes:
-            self._memory = torch.empty(size_bytes // _FLOAT32_BYTES)
+            self._memory = torch.empty(size_bytes // _FLOAT32_BYTES, device="cpu")
         self._used = 0
 
     # Fresh memory costs more than the step itself. On other devices torch's own allocator keeps freed memory.

@@ -229,7 +229,7 @@ def _scalar(value: Any) -> Tensor:
 def _normal(x: Tensor, number: int) -> Tensor:
     """Return random normal values for a gradient, from a separate generator."""
     generator = torch.Generator("cpu").manual_seed(number)
-    drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32)
+    drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
     return drawn.to(device=x.device, dtype=x.dtype)
 
 

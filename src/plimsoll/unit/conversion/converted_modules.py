@@ -287,4 +287,4 @@ def draw(parameter: Tensor, change: ParameterChange, *, seed: int | None, name: 
         parameter.normal_(std=change.std)
     else:
         stream = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()) << 16)
-        parameter.copy_(torch.empty(parameter.shape).normal_(std=change.std, generator=stream))
+        parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(std=change.std, generator=stream))

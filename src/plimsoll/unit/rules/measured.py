@@ -69,12 +69,14 @@ def measure_factors(
 def _run(
     function: Callable[[Mapping[str, Tensor]], Any], shapes: Mapping[str, tuple[int, ...]], means: Mapping[str, float]
 ) -> dict[str, tuple[float, ...]] | None:
-    drawn = {name: torch.randn(shape, dtype=torch.float64) + means[name] for name, shape in shapes.items()}
+    drawn = {
+        name: torch.randn(shape, dtype=torch.float64, device="cpu") + means[name] for name, shape in shapes.items()
+    }
     inputs = {name: x.requires_grad_() for name, x in drawn.items()}
     output = function(inputs)
     if not isinstance(output, Tensor) or not output.requires_grad:
         return None
-    seed = torch.randn(output.shape, dtype=output.dtype)
+    seed = torch.randn(output.shape, dtype=output.dtype, device=output.device)
     gradients = cast(
         "tuple[Tensor | None, ...]", torch.autograd.grad(output, list(inputs.values()), seed, allow_unused=True)
     )

@@ -50,7 +50,7 @@ def cast(x: Tensor, out: Tensor, arguments: CastArguments[CastSpec]) -> None:
         return
     offset = 0
     for piece, room in zip(pieces(x), pieces(out), strict=True):
-        rounded = torch.empty(piece.shape, dtype=out.dtype)
+        rounded = torch.empty(piece.shape, dtype=out.dtype, device="cpu")
         _cast_flat(piece.contiguous(), rounded, spec, *numbers, offset)
         room.copy_(rounded)
         offset += piece.numel()
@@ -62,7 +62,7 @@ def pack(x: Tensor, codes: Tensor, arguments: CastArguments[CastSpec]) -> None:
     if not spec.signed or x.dtype not in _KINDS:
         torch_backend.pack(x, codes, arguments)
         return
-    single = codes if codes.shape == x.shape else torch.empty(x.shape, dtype=torch.uint8)
+    single = codes if codes.shape == x.shape else torch.empty(x.shape, dtype=torch.uint8, device="cpu")
     _cast_flat(x.contiguous(), single, spec, _factor(arguments), _key(spec, arguments), 0)
     if single is not codes:
         codes.copy_(single[:, 0::2])
@@ -74,7 +74,7 @@ def block_cast(x: Tensor, out: Tensor, arguments: CastArguments[BlockSpec]) -> N
     if x.dtype not in _KINDS or out.dtype not in _KINDS:
         torch_backend.block_cast(x, out, arguments)
         return
-    written = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+    written = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device="cpu")
     _cast_blocks(x, written, _KINDS[out.dtype], None, arguments)
     if written is not out:
         out.copy_(written)

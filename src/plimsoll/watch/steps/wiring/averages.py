@@ -202,7 +202,7 @@ class _Counter:
             return False
         if len(self._increments) < 2 or self._increments[0] != self._increments[1]:  # an average, or a constant
             return False
-        following = float(torch.tensor(now + self._increments[0]).to(self._dtype))
+        following = float(torch.tensor(now + self._increments[0], device="cpu").to(self._dtype))
         self._reported = following == now
         return self._reported
 
