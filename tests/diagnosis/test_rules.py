@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from plimsoll.diagnosis import RULES, Finding, Rule, View, diagnose, threshold
+from plimsoll.diagnosis.finding import Spot
 from plimsoll.diagnosis.tables.trend import looks, trend
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.report.verdicts.verdict_sentence import verdict
@@ -327,3 +328,9 @@ def test_every_rule_and_threshold_is_explained() -> None:
             assert f"| `{name}` | {value:g} | {source} |" in sections[rule.id]
         assert all(f"`{action}`" in sections[rule.id] for action in rule.actions)
         assert f"`{rule.figure}`" in sections[rule.id]
+
+
+def test_spots_without_a_number_are_equal() -> None:
+    one, same = (Spot(name="a", since_step=3, value=float("nan")) for _ in range(2))
+    assert one == same and hash(one) == hash(same)
+    assert one != Spot(name="a", since_step=3, value=1.0) and one != Spot(name="b", since_step=3) and one != "a"

@@ -89,8 +89,9 @@ class _Unpadded(io.TextIOBase):
         return self._stream.write(_PADDING.sub("", text))
 
     def flush(self) -> None:
-        """Flush the stream below."""
-        self._stream.flush()
+        """Flush the stream below, unless it is closed: Python flushes this one once more as it ends."""
+        if not self._stream.closed:
+            self._stream.flush()
 
 
 def console(*, stderr: bool = False) -> Console:

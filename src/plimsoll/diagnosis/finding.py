@@ -1,5 +1,6 @@
 """`Finding`: the result of a rule, and the words for collections and layers."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -28,6 +29,16 @@ class Spot:
     name: str
     since_step: int
     value: float = float("nan")
+
+    # Dataclasses of Python 3.13 compare each field by itself, so that NaN would make a finding differ from its copy.
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Spot):
+            return NotImplemented
+        alike = self.value == other.value or (math.isnan(self.value) and math.isnan(other.value))
+        return alike and (self.name, self.since_step) == (other.name, other.since_step)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.since_step))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,12 +29,10 @@ def dtype_name(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
 
-_PARTS = {"complex32": "fp16", "complex64": "fp32", "complex128": "fp64"}
-
-
 def part_format(format_name: str) -> str:
     """Return the format of both parts of complex numbers, and others as they are."""
-    return _PARTS.get(format_name, format_name)
+    dtype = getattr(torch, format_name, None)
+    return dtype_name(dtype.to_real()) if isinstance(dtype, torch.dtype) and dtype.is_complex else format_name
 
 
 SIXTEEN_BIT = frozenset(map(dtype_name, dtypes.SIXTEEN_BIT))
