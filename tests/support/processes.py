@@ -48,7 +48,7 @@ used = [0.0]  # CPU seconds of all such processes that have ended
 _USED = "used"  # a file of the CPU seconds of other processes' processes
 _ABOVE = 200  # the numbers of files that no process has
 _LEAKS = re.compile(
-    r"^(?:nanobind:.*|(?: -)? leaked .*| - \.\.\. skipped remainder|See https://nanobind\.\S+)\n?", re.MULTILINE
+    r"^(?:nanobind:.*|(?: -)? leaked .*| - \.\.\. skipped remainder|See https://nanobind.*)\n?", re.MULTILINE
 )
 _SHOWN = 15_000  # characters of what a rank that failed has said
 
