@@ -26,7 +26,7 @@ CUSTOM = [
 FORMATS = [*NARROW, *map(get, GENERIC), *CUSTOM]
 TOPS = {"ieee": "inf and nan", "fn": "one nan", "fnuz": "numbers, nan at -0", "none": "numbers"}
 
-each_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+each_format = each("fmt", FORMATS, ids=lambda fmt: fmt.name)
 
 
 def spec_of(fmt: Format) -> scalar.Spec:

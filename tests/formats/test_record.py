@@ -11,7 +11,7 @@ from plimsoll.formats import BLOCKS, E2M1, E4M3, E5M2, ELEMENTS, FP16, Format, g
 from tests.support.cases import each
 
 RECORDS = [*ELEMENTS, *BLOCKS, get("e5m7")]
-each_record = pytest.mark.parametrize("fmt", RECORDS, ids=lambda fmt: fmt.name)
+each_record = each("fmt", RECORDS, ids=lambda fmt: fmt.name)
 
 
 @each_record

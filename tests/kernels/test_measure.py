@@ -141,7 +141,7 @@ def test_blocks(backend, dtype, block):
         assert_agrees(backend, [shaped], block)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("dtype", DTYPES, ids=str)
 def test_a_block_longer_than_a_row_is_the_row(backend, dtype):
     x = wide_values(2 * 1030).to(dtype).reshape(2, 1030)
     assert_agrees(backend, [x, x[:, :3]], 1024)

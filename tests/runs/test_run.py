@@ -17,6 +17,7 @@ from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from plimsoll.runs.storage.parts import Part
 from tests.runs.test_compact import die, many_parts, parts
+from tests.support.cases import each
 from tests.support.runs import making
 
 NAMES = ("head:output[0]", "head:output0", "blocks.0.w", "blocks.1.w", "blocks.*", "blocks.10.w")
@@ -149,7 +150,7 @@ def test_a_series_whose_steps_were_never_written_is_empty(tmp_path: Path) -> Non
         run.spectrum("weights", "w", 0)
 
 
-@pytest.mark.parametrize("step", [1.5, 9.5, True, None, "10", float("nan")])
+@each("step", [1.5, 9.5, True, None, "10", float("nan")])
 def test_a_step_that_is_no_whole_number_has_no_spectrum(path: Path, step: object) -> None:
     """1.5 was answered with the spectrum of the next step."""
     with pytest.raises(ArgumentError, match=r"Run.spectrum: expected step to be an integer; got step="):
@@ -157,7 +158,7 @@ def test_a_step_that_is_no_whole_number_has_no_spectrum(path: Path, step: object
     assert Run(path).spectrum("gradients", "blocks.0.w", np.int64(10)).count == 11
 
 
-@pytest.mark.parametrize("name", ["", None, 3, b"run", "nul\0", "x" * 5000])
+@each("name", ["", None, 3, b"run", "nul\0", "x" * 5000])
 def test_what_is_no_path_is_refused_in_words(name: object) -> None:
     with pytest.raises(
         (ArgumentError, RunError), match=r"Run: expected (the path of a run's folder|a folder that can)"
