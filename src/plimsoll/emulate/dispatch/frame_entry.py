@@ -94,8 +94,8 @@ def _under_frame(function: Callable[..., Any]) -> Callable[..., Any]:
 # checkpoint made inside recomputes correctly even if its backward runs after the patch is gone.
 _module: Any = _torch_checkpoint
 # From torch 2.15 on `checkpoint` calls another function than those that have imported the old one do, which calls it.
-_GENERATOR = "_checkpoint_without_reentrant_generator"
-_GENERATOR += "_impl" * hasattr(_module, f"{_GENERATOR}_impl")
+_OLD = "_checkpoint_without_reentrant_generator"
+_GENERATOR = f"{_OLD}_impl" if hasattr(_module, f"{_OLD}_impl") else _OLD
 
 _lock = threading.Lock()
 _open = 0
