@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plimsoll.emulate.autocast import Autocast
 from plimsoll.emulate.casting import CUDA
-from plimsoll.emulate.dispatch import operation_kernels, thread_frame
+from plimsoll.emulate.dispatch import frame_entry, operation_kernels, thread_frame
 from plimsoll.errors import ArgumentError
 from tests.support.cases import each
 from tests.support.emulate.calls import HIGH, LOW, NO_CPU_KERNEL, PROMOTE, made
@@ -187,10 +187,11 @@ def test_checkpoints_recompute_under_the_lists(reentrant: bool, inside: bool) ->
 
 def test_checkpointing_is_as_it_was_afterwards() -> None:
     module = torch.utils.checkpoint
-    before = module._checkpoint_without_reentrant_generator, module.CheckpointFunction.forward
+    before = getattr(module, frame_entry._GENERATOR), module.CheckpointFunction.forward
     with Autocast(), Autocast():
+        assert getattr(module, frame_entry._GENERATOR) is not before[0]
         assert module.CheckpointFunction.forward is not before[1]
-    assert (module._checkpoint_without_reentrant_generator, module.CheckpointFunction.forward) == before
+    assert (getattr(module, frame_entry._GENERATOR), module.CheckpointFunction.forward) == before
 
 
 def test_binary_cross_entropy_is_refused_with_advice() -> None:
