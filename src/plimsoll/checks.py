@@ -9,6 +9,7 @@ import math
 import numbers
 import operator
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
@@ -210,3 +211,10 @@ def _as_float(value: object) -> float | None:
 
 def _error(operation: str, rule: str, name: str, value: object, remedy: str) -> ArgumentError:
     return ArgumentError(f"{operation}: expected {rule}; got {name}={value!r:.{_MOST_SHOWN}}. {remedy}")
+
+
+def regular_file(operation: str, path: Path) -> None:
+    """Raise `ArgumentError` if what is at the path of a file to write is a folder, a device or a pipe."""
+    if path.exists() and not path.is_file():
+        kind, remedy = ("a folder", "Name a file in it.") if path.is_dir() else ("a device or a pipe", "Name a file.")
+        raise ArgumentError(f"{operation}: expected the path of a file; got {path}, {kind}. {remedy}")

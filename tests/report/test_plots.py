@@ -67,7 +67,7 @@ def test_what_cannot_be_drawn_is_refused() -> None:
     spectrum = pl.measure(torch.ones(3))
     with pytest.raises(ArgumentError, match="histogram: expected a Spectrum; got Tensor"):
         report.histogram(torch.ones(3))
-    with pytest.raises(ArgumentError, match="expected shift to be an integer; got shift=1.5"):
+    with pytest.raises(ArgumentError, match="expected shift to be an integer from -2200 to 2200; got shift=1.5"):
         spectrum.plot(shift=1.5)
     with pytest.raises(ArgumentError, match="histogram: expected shift to be an integer from -2200 to 2200"):
         spectrum.plot(shift=10**400)

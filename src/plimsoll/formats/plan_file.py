@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from plimsoll.checks import regular_file
 from plimsoll.errors import ArgumentError
 from plimsoll.intervals import Interval
 
@@ -66,10 +67,7 @@ def write(plan: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 def checked_path(operation: str, path: str | os.PathLike[str]) -> Path:
     """Return the path of a plan to write, or raise `ArgumentError`."""
     target = Path(path)
-    if target.is_dir():
-        raise ArgumentError(f"{operation}: expected the path of a file; got {target}, a folder. Name a file in it.")
-    if target.exists() and not target.is_file():
-        raise ArgumentError(f"{operation}: expected the path of a file; got {target}, a device or a pipe. Name a file.")
+    regular_file(operation, target)
     if not target.parent.is_dir():
         raise ArgumentError(
             f"{operation}: expected a path in a folder that exists; got {target}. Make its folder first."

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
-from plimsoll.checks import integer
 from plimsoll.diagnosis.estimates.block_counts import BlockCells, BlockTallies
 from plimsoll.diagnosis.estimates.element_counts import Populations, Tallies
 from plimsoll.diagnosis.estimates.format_losses import FormatLosses
@@ -23,6 +22,7 @@ from plimsoll.diagnosis.what_if.result import Prediction, WhatIf
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
 from plimsoll.formats import BlockFormat, Format, get
 from plimsoll.runs import Run
+from plimsoll.spectrum.fit.element_fit import checked_shift
 from plimsoll.tensor_collections import FORWARD
 
 # -- block formats, from the block records of a run --------------------------------------------------------------------
@@ -159,7 +159,7 @@ def whatif(
     chosen, view = _format(fmt), view_of(run, None, "whatif")
     if shift is not None:
         remedy = "Values are multiplied by 2**shift. Without one, the best is chosen."
-        shift = integer("whatif", "shift", shift, low=-2200, high=2200, remedy=remedy)
+        shift = checked_shift("whatif", shift, remedy)
     if not isinstance(collection, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"whatif: expected collection by its name; got {collection!r}. Write 'gradients'.")
     if inference and collection != "gradients":

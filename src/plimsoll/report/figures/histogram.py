@@ -1,7 +1,6 @@
 """`histogram` and `spectrogram`: values by power of two, against formats' limits."""
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -9,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from plimsoll import row_layout
-from plimsoll.checks import integer, items, number
+from plimsoll.checks import items, number
 from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import Source, view_of
@@ -41,6 +40,7 @@ from plimsoll.report.figure_declaration import figure
 from plimsoll.report.figures.usable_scales import element
 from plimsoll.report.figures.whole_run import loss_and_scale
 from plimsoll.spectrum import Spectrum
+from plimsoll.spectrum.fit.element_fit import checked_shift
 from plimsoll.text import capital, percent
 
 # -- load lines: the range of a format at its scale, drawn over the values ---------------------------------------------
@@ -132,7 +132,7 @@ def _line_trace(one: LoadLine, at: Ints) -> Trace:
 
 # -- `spectrogram`: one tensor's values by step ------------------------------------------------------------------------
 
-_MOST_SHIFT = 2200  # from float64's smallest value to its largest
+_OR_THE_LOSS_SCALE = "Shift k means that values are multiplied by 2**k; None takes the recorded loss scale."
 _RAREST = -6.0  # power of ten of the share below which colours no longer differ
 _WIDE = 100  # binades: formats that reach farther are never a tensor's trouble
 _HEIGHT = 460
@@ -172,7 +172,7 @@ def spectrogram(
     """
     view = view_of(run, until, "spectrogram")
     series_checked(view, "spectrogram", collection, name)
-    shift = _checked_shift(shift)
+    shift = None if shift is None else checked_shift("spectrogram", shift, _OR_THE_LOSS_SCALE)
     mark = None if mark is None else _checked_mark(mark)
     chosen = None if formats is None else _elements("spectrogram", formats)
     title = f"{capital(of(collection))} of {safe(name)}: where the values lie"
@@ -336,20 +336,6 @@ def _times(shift: int) -> str:
     return "1" if shift == 0 else power(shift)
 
 
-def _checked_shift(shift: object) -> int | None:
-    """Return a shift as an int, None as it is. NumPy integers are taken."""
-    try:
-        known = None if shift is None else operator.index(shift)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        known = _MOST_SHIFT + 1
-    if isinstance(shift, bool) or (known is not None and abs(known) > _MOST_SHIFT):
-        raise ArgumentError(
-            f"spectrogram: expected shift to be an integer from -{_MOST_SHIFT} to {_MOST_SHIFT}, or None; got "
-            f"{shift!r}. Shift k means that values are multiplied by 2**k; None takes the recorded loss scale."
-        )
-    return known
-
-
 def _checked_mark(mark: object) -> tuple[float, str]:
     """Return a magnitude that can be marked, and what it is called."""
     given: Sequence[Any] = cast("Sequence[Any]", mark) if isinstance(mark, tuple | list) else ()
@@ -385,8 +371,7 @@ def histogram(spectrum: Spectrum, formats: Sequence[object] | None = None, *, sh
         raise ArgumentError(
             f"histogram: expected a Spectrum; got {type(spectrum).__name__}. Call plimsoll.measure, or Run.spectrum."
         )
-    shift = integer("histogram", "shift", shift, remedy="Use 0.")
-    shift = integer("histogram", "shift", shift, low=-_MOST_SHIFT, high=_MOST_SHIFT, remedy="Use 0.")
+    shift = checked_shift("histogram", shift)
     chosen = _own(spectrum) if formats is None else _elements("histogram", formats)
     title, meta = "Values by power of two", {"figure": "histogram", "count": spectrum.count}
     if not spectrum.nonzero:

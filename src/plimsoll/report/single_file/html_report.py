@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from plimsoll.checks import regular_file
 from plimsoll.diagnosis import Finding, View, shown
 from plimsoll.diagnosis.estimates.usable_scales import scales
 from plimsoll.diagnosis.finding import collection_words
@@ -23,7 +24,7 @@ from plimsoll.report.single_file.embedded_answers import Offline, collection_of,
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary, summary
 from plimsoll.results import as_data
-from plimsoll.runs.storage.atomic_files import check_target, replacing
+from plimsoll.runs.storage.atomic_files import replacing
 from plimsoll.text import capital
 from plimsoll.version import __version__
 
@@ -79,7 +80,7 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
             f"report: expected a file that ends in .html, which is what a page is written in; got {path}. "
             f"Write to {path.with_suffix('.html').name}, and print that from a browser for a PDF."
         )
-    check_target("report", path)
+    regular_file("report", path)
     if not path.parent.is_dir():
         raise ArgumentError(f"report: expected a path in a folder that exists; got {path}. Make its folder first.")
     return path

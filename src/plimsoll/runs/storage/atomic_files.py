@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
+from plimsoll.checks import regular_file
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs.storage.limits import DamageError
 
@@ -24,7 +25,7 @@ def replacing(path: Path) -> Generator[BinaryIO]:
 
     What is there and is no regular file stays: an administrator who writes to /dev/null would lose the device.
     """
-    if is_special(path):
+    if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "expected a regular file or none", str(path))
     temporary = path.with_name(f"{HIDDEN}{secrets.token_hex(8)}-{path.name}.tmp")
     opened = open_for_writing(temporary)
@@ -39,11 +40,6 @@ def replacing(path: Path) -> Generator[BinaryIO]:
             temporary.unlink()
         raise
     sync_folder(path.parent)
-
-
-def is_special(path: Path) -> bool:
-    """Return whether a path leads to a folder, a device or a pipe."""
-    return path.exists() and not path.is_file()
 
 
 def read(path: Path, limit_bytes: int) -> bytes:
@@ -130,25 +126,17 @@ def check_place(operation: str, path: str | os.PathLike[str], endings: Iterable[
             f"{operation}: expected a file that ends in {', '.join(known)}; got {os.fspath(place)!r}. Choose one of "
             "these."
         )
-    if place.is_dir() or not place.parent.is_dir():
+    if not place.parent.is_dir():
         raise ArgumentError(
             f"{operation}: expected a file in a folder that exists; got {os.fspath(place)!r}. Make its folder first."
         )
-    check_target(operation, place)
+    regular_file(operation, place)
     return place
-
-
-def check_target(operation: str, path: Path) -> None:
-    """Raise `ArgumentError` if what is at a path is a folder, a device or a pipe."""
-    if path.is_dir():
-        raise ArgumentError(f"{operation}: expected the path of a file; got {path}, a folder. Name a file in it.")
-    if is_special(path):
-        raise ArgumentError(f"{operation}: expected the path of a file; got {path}, a device or a pipe. Name a file.")
 
 
 def write_text(operation: str, file: Path, text: str) -> None:
     """Write a text file, whole or not at all."""
-    check_target(operation, file)
+    regular_file(operation, file)
     try:
         with replacing(file) as stream:
             stream.write(text.encode("utf-8", "replace"))

@@ -88,9 +88,10 @@ def resolve(fmt: object, operation: str) -> Format | BlockFormat:
     return resolved
 
 
-def checked_shift(operation: str, shift: object) -> int:
+def checked_shift(
+    operation: str, shift: object, remedy: str = "Shift k means that values are multiplied by 2**k."
+) -> int:
     """Return a shift as an int. One of NumPy would wrap around in what follows."""
-    remedy = "Shift k means that values are multiplied by 2**k."
     return checks.integer(operation, "shift", shift, low=-_LARGEST_SHIFT, high=_LARGEST_SHIFT, remedy=remedy)
 
 
