@@ -300,18 +300,23 @@ def test_experts_without_rows_are_named_by_their_router(tmp_path: Path) -> None:
 
 
 def test_what_grew_just_before_a_layer_died_is_named(tmp_path: Path) -> None:
-    for name in ("pushed", "cut"):
+    for name in ("pushed", "cut", "cut, beside what grows from nothing"):
         model, steps = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)), itertools.count()
+        if "nothing" in name:
+            nn.init.constant_(model[2].bias, 1e-9)
 
         def kill(model: nn.Module, name: str = name, steps: Any = steps) -> None:
-            if next(steps) == 5 and name == "pushed":
+            step = next(steps)
+            if "nothing" in name:  # ten times as large at each step
+                model[2].bias.grad.copy_(-90 * model[2].bias)  # type: ignore[index, union-attr]
+            if step == 5 and name == "pushed":
                 model[0].bias.grad.fill_(400.0)  # type: ignore[index, union-attr]
-            elif name == "cut":
+            elif step == 5:
                 model[1].register_forward_hook(lambda module, args, out: out * 0)  # type: ignore[index]
 
         found = train(tmp_path / name, model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), before=kill)
         dead, *_ = (f for f in found if f.rule == "dead-layer")
-        assert ("grew" in dead.evidence) == (name == "pushed")
+        assert ("grew" in dead.evidence) == (name == "pushed"), name
         if name == "pushed":
             assert dead.evidence["grew"] == "0.bias" and float(dead.evidence["grew_times"]) > 100
             assert "between steps 5 and 6, 0.bias became" in dead.meaning and "clip" in dead.advice

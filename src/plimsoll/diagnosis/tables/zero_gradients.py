@@ -82,15 +82,16 @@ def always_zero(cells: Cells | None) -> set[str]:
     return {cells.names[layer] for layer in np.flatnonzero(silent).tolist()}
 
 
+# What begins at zero, or near it, grows many times at each of its first samples, and is no cause of anything.
 def grown_before(view: View, since: int) -> Growth | None:
-    """Return the parameter that grew most up to a step from the sample before it; None if none grew much."""
+    """Return the parameter that grew most up to a step from the sample before it; None if none grew suddenly."""
     cells = view.cells("weights")
     place = np.searchsorted(cells.steps, since) if cells is not None else 0
     if cells is None or not 0 < place < len(cells.steps) or cells.steps[place] != since:
         return None
-    before, now = cells.rms[:, place - 1], cells.rms[:, place]
+    earlier, before, now = (cells.rms[:, at] for at in (max(place - 2, 0), place - 1, place))
     with np.errstate(all="ignore"):
-        times = np.where(before > 0, now / before, np.nan)
+        times = np.where((before > 0) & (before < _GROWTH * earlier), now / before, np.nan)
     if np.isnan(times).all() or np.nanmax(times) < _GROWTH:
         return None
     most = int(np.nanargmax(times))

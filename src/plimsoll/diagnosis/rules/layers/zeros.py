@@ -198,7 +198,8 @@ class DeadLayer(Rule):
                 "first": spots[0].name, "layers": len(spots), "never_alive": min(silent.never, len(spots)),
             }  # fmt: skip
             meaning, advice = _NO_GRADIENTS, _HIDDEN if silent.never == len(silent.spots) else None
-            if all(spot.name.rpartition(".")[0] in without_rows(view, spot.since_step, few) for spot in spots):
+            rowless = {since: without_rows(view, since, few) for since in {spot.since_step for spot in spots}}
+            if all(spot.name.rpartition(".")[0] in rowless[spot.since_step] for spot in spots):
                 evidence["cause"], meaning, advice = _NO_ROWS, _NOTHING_ROUTED, _ROUTE
             elif (grown := grown_before(view, spots[0].since_step)) is not None:
                 evidence |= _evidence_of(grown)
