@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from tests.support import cases, fast_interpreter
+from tests.support.versions import is_older
 
 pytest_plugins = ["tests.tiers", "tests.support.left_behind", "tests.support.diagnosis.recorded"]
 
@@ -61,6 +62,24 @@ def _is_defined_in(finder: doctest.DocTestFinder, module: object, value: object)
 
 
 doctest.DocTestFinder._from_module = _is_defined_in  # noqa: SLF001
+
+
+# What Python 3.13 and torch 2.15 warn of besides. With the versions that are pinned, every warning is an error.
+_NEWER_WARNINGS = (
+    "ignore:.*torch.jit.script.*:FutureWarning",
+    "ignore:.*deprecated and (it is just left for JIT|will be removed in a future PyTorch):UserWarning",
+    "ignore:There is a performance drop because we have not yet implemented the batching rule:UserWarning",
+    "ignore:The tensor attributes .* were assigned during export:UserWarning",
+    "ignore:Guards may run slower on Python:RuntimeWarning",
+    "ignore:std.*degrees of freedom is <= 0:UserWarning",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ignore warnings that newer versions alone give."""
+    if sys.version_info >= (3, 13) or not is_older("2.15"):
+        for line in _NEWER_WARNINGS:
+            config.addinivalue_line("filterwarnings", line)
 
 
 def pytest_collection_finish() -> None:
