@@ -30,6 +30,12 @@ def test_the_readme_is_short() -> None:
     assert (ROOT / "README.md").read_text("utf-8").count("\n") <= 90
 
 
+def test_the_readme_shows_the_two_commands() -> None:
+    commands = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    for command in ("demo", "test"):  # the two that do everything on a new machine
+        assert f"`make {command}`" in (ROOT / "README.md").read_text("utf-8") and command in commands
+
+
 def test_there_are_blocks_to_run() -> None:
     assert blocks(ROOT / "README.md")
 
