@@ -378,6 +378,26 @@ def test_a_model_that_is_called_with_other_parameters_is_a_note(given: bool, tmp
     assert finding.evidence == {"cause": "it is called with other parameters"}
 
 
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "with parameters that require gradients"])
+@pytest.mark.parametrize("copies", [False, True], ids=["kept", "copied"])
+@pytest.mark.parametrize("graph", [False, True], ids=["without a graph", "with one"])
+def test_a_teacher_that_is_only_called_is_no_training(graph: bool, copies: bool, frozen: bool, tmp_path: Path) -> None:
+    student = seeded_mlp()
+    teacher = seeded_mlp().requires_grad_(not frozen)
+    optimizer = adamw(student)
+    with pl.watch(student, optimizer, run=tmp_path / "student", every=2), pl.watch(teacher, run=tmp_path / "teacher"):
+        for i in range(12):
+            if copies and i % 4 == 0:
+                teacher.load_state_dict(student.state_dict())
+            x = torch.randn(16, 8)
+            with torch.set_grad_enabled(graph):
+                wanted = teacher(x)
+            optimizer.zero_grad()
+            (student(x) - wanted.detach() + 0.1).square().mean().backward()
+            optimizer.step()
+    assert diagnose(tmp_path / "teacher", rules=RULES) == diagnose(tmp_path / "student", rules=RULES) == []
+
+
 def test_a_backward_without_an_optimizer_has_a_sentence(tmp_path: Path) -> None:
     model = seeded_mlp()
     with pl.watch(model, run=tmp_path / "run", every=2):

@@ -149,7 +149,7 @@ class OptimizerIdle(Rule):
         """Yield one finding for each way in which an optimizer is idle."""
         foreign, never = first_fact(view, "foreign optimizer"), first_fact(view, "never stepped")
         others = first_fact(view, "other parameters")
-        if others is not None and (foreign is not None or never is not None) and weights_stay(view) is not False:
+        if others is not None and weights_stay(view) is not False:
             foreign = never = None
             yield self._finding(
                 view, "info", others, _OTHERS,

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from plimsoll.watch.hooks.autograd_graph import leaves_of
 from plimsoll.watch.names import clean
 from plimsoll.watch.parameters.optimizer_tensors import parameters_of
 from plimsoll.watch.steps.wiring.checks import FollowedOptimizer, Training, TrainingCheck, listed
@@ -22,6 +23,7 @@ JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gr
 
 _MOST_KEPT = 256  # of a list or dict: more are data
 _FEWEST = 3  # backwards or steps by which it may be judged
+_LOOKED_AT = 20  # backwards after which a gradient is looked for, until there is one
 _PATIENCE = 200  # backwards, or steps of others, after which an optimizer that has not stepped is named
 
 
@@ -34,12 +36,21 @@ class Ownership(TrainingCheck):
         self._unowned: dict[int, str] = {}  # those that were said to be in no optimizer
         self._ungraded: dict[int, str] = {}  # and those to have no gradient
         self._judged = False
+        self._is_of_modules = False  # the backward reaches parameters of modules
         self._trainable: dict[int, weakref.ref[Tensor]] = {}  # when it was judged last
         self._due: int | None = None  # steps of an optimizer after which new parameters are judged
 
+    def backward_begins(self, tensors: Any) -> None:
+        """A backward begins, of these tensors."""
+        # A teacher has no gradient either: such a backward is its student's.
+        if self._may_have_others():
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            leaves = leaves_of([root for root in roots if isinstance(root, Tensor)])
+            self._is_of_modules = any(isinstance(leaf, nn.Parameter) for leaf in leaves.values())
+
     def backward_ends(self) -> None:
         """A backward has ended."""
-        if self.training.backwards == _FEWEST and not self.training.optimizers:
+        if self._may_have_others() and not self._is_of_modules:
             self._look_for_other_parameters()
 
     def optimizer_met(self, followed: FollowedOptimizer, params: list[Tensor]) -> None:
@@ -137,6 +148,10 @@ class Ownership(TrainingCheck):
             message = f"{name} steps on frozen parameters, which have gradients still: {listed(frozen)}"
             self.facts.record("frozen stepped", message, key=f"frozen: {name}", optimizer=name, parameters=frozen)
 
+    def _may_have_others(self) -> bool:
+        """Return True at the backward at which other parameters are looked for."""
+        return self.training.backwards == _FEWEST and not self.training.optimizers
+
     # `torch.func.functional_call` runs a model with weights that no module has, and leaves the model's own alone.
     def _look_for_other_parameters(self) -> None:
         model = self.training.model()
@@ -148,6 +163,15 @@ class Ownership(TrainingCheck):
 
 class NeverStepped(TrainingCheck):
     """Optimizers that make no step."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._is_trained = False  # a parameter has had a gradient
+
+    def backward_ends(self) -> None:
+        """A backward has ended."""
+        if not self._is_trained and self.training.backwards <= _LOOKED_AT:
+            self._is_trained = self._has_gradient()
 
     def backward_begins(self, tensors: Any) -> None:
         """A backward begins, of these tensors."""
@@ -174,7 +198,8 @@ class NeverStepped(TrainingCheck):
             if not followed.steps and any(id(p) not in stepped for p in parameters_of(optimizer))
         ]
         some = self.training.steps > 0
-        if never or not some:
+        # A teacher or a target network is only called: all backward passes are those of another model.
+        if never or (not some and (self._is_trained or self._has_gradient())):
             who = ", ".join(never) or "no optimizer with the model's parameters"
             self.facts.record(
                 "never stepped",
@@ -185,6 +210,10 @@ class NeverStepped(TrainingCheck):
                 others=some,
                 nonfinite=not some and self._gradients_are_broken(),
             )
+
+    def _has_gradient(self) -> bool:
+        model = self.training.model()
+        return model is not None and any(p.grad is not None for p in model.parameters())
 
     def _gradients_are_broken(self) -> bool:
         """Return True if a gradient holds NaN or Inf; waits for the device, once.
