@@ -361,43 +361,6 @@ def test_a_rate_that_is_another_again_is_one_of_the_past(tmp_path: Path) -> None
     ]
 
 
-@each("given", [True, False])
-def test_a_model_that_is_called_with_other_parameters_is_a_note(given: bool, tmp_path: Path) -> None:
-    model = seeded_mlp()
-    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(weights.values(), lr=0.1)
-    with pl.watch(model, optimizer if given else None, run=tmp_path / str(given), every=2):
-        for _ in range(12):
-            x = torch.randn(16, 8)
-            optimizer.zero_grad()
-            logits = torch.func.functional_call(model, weights, (x,))
-            nn.functional.cross_entropy(logits, x[:, :4].argmax(dim=1)).backward()
-            optimizer.step()
-    (finding,) = diagnose(tmp_path / str(given), rules=RULES)
-    assert (finding.rule, finding.severity) == ("optimizer-idle", "info")
-    assert finding.evidence == {"cause": "it is called with other parameters"}
-
-
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "with parameters that require gradients"])
-@pytest.mark.parametrize("copies", [False, True], ids=["kept", "copied"])
-@pytest.mark.parametrize("graph", [False, True], ids=["without a graph", "with one"])
-def test_a_teacher_that_is_only_called_is_no_training(graph: bool, copies: bool, frozen: bool, tmp_path: Path) -> None:
-    student = seeded_mlp()
-    teacher = seeded_mlp().requires_grad_(not frozen)
-    optimizer = adamw(student)
-    with pl.watch(student, optimizer, run=tmp_path / "student", every=2), pl.watch(teacher, run=tmp_path / "teacher"):
-        for i in range(12):
-            if copies and i % 4 == 0:
-                teacher.load_state_dict(student.state_dict())
-            x = torch.randn(16, 8)
-            with torch.set_grad_enabled(graph):
-                wanted = teacher(x)
-            optimizer.zero_grad()
-            (student(x) - wanted.detach() + 0.1).square().mean().backward()
-            optimizer.step()
-    assert diagnose(tmp_path / "teacher", rules=RULES) == diagnose(tmp_path / "student", rules=RULES) == []
-
-
 def test_a_backward_without_an_optimizer_has_a_sentence(tmp_path: Path) -> None:
     model = seeded_mlp()
     with pl.watch(model, run=tmp_path / "run", every=2):

@@ -188,7 +188,10 @@ def refuse_empty(opened: OpenRun, view: "View") -> None:
     first, last = min(opened.run.steps, default=-1), View(opened.run).last_step
     if last < 0:
         if opened.run.closed:
-            what = "Its watch was closed. Look at the messages of the script: a full disk, or no training step."
+            what = (
+                "Its watch was closed. Look at the messages of the script: a full disk, or no training step. Steps "
+                "through a frozen model are seen if the watch is given the optimizer."
+            )
         elif opened.run.was_abandoned:
             what = "Its process is gone, killed or ended by os._exit, and what it had measured by then is lost."
         else:

@@ -29,6 +29,7 @@ _HIDDEN = (
 _REGISTER = "Keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList."
 _SUMS = ("sum", "abssum", "sumsq"), ("abssum", "abssum", "sumsq")  # of weights, and what they are compared with
 _OTHERS = "it is called with other parameters"
+_INPUTS = "other tensors are learned through it"
 _FOREIGN = "its parameters are not the model's"
 _NEVER = "it has never stepped"
 _NEVER_NONFINITE = "it has never stepped, and its gradients hold NaN or Inf"
@@ -148,16 +149,25 @@ class OptimizerIdle(Rule):
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each way in which an optimizer is idle."""
         foreign, never = first_fact(view, "foreign optimizer"), first_fact(view, "never stepped")
-        others = first_fact(view, "other parameters")
-        if others is not None and weights_stay(view) is not False:
+        others, inputs = first_fact(view, "other parameters"), first_fact(view, "other tensors")
+        stay = weights_stay(view) is not False
+        if stay and (others is not None or inputs is not None):
             foreign = never = None
+        if stay and inputs is not None:
+            yield self._finding(
+                view, "info", inputs, _INPUTS,
+                "No action is needed if inputs, a prompt or an attack are what is learned. requires_grad_(False) on "
+                "the model saves the gradients of its weights.",
+                meaning="The model's own weights are not trained: gradients pass through it to other tensors.",
+            )  # fmt: skip
+        if stay and others is not None:
             yield self._finding(
                 view, "info", others, _OTHERS,
                 "No action is needed if torch.func.functional_call calls it. Activations and their gradients are then "
                 "what is recorded of the training.",
                 meaning="The model's own weights are not trained: it is called with others, which no module has.",
             )  # fmt: skip
-        if foreign is not None and weights_stay(view) is not False:
+        if stay and foreign is not None:
             yield self._finding(
                 view, "alarm", foreign, _FOREIGN,
                 "Make the optimizer from model.parameters() after the model was moved, copied or wrapped.",
@@ -200,6 +210,7 @@ class OptimizerIdle(Rule):
         rate += f" {'was' if is_over else 'is'} {cause.rpartition(' ')[2]} {span if is_over else context.since}"
         what, remedy = {
             _OTHERS: ("the model is called with other parameters than its own, which are not recorded", ""),
+            _INPUTS: (f"{who} steps on other tensors, learned through the model", ""),
             _FOREIGN: (f"the parameters of {who} are not the model's", "make it from model.parameters()"),
             _NEVER: (never, "call optimizer.step() after each backward"),
             _NEVER_NONFINITE: (

@@ -27,7 +27,7 @@ from plimsoll.watch.steps.wiring.gradients import (
 from plimsoll.watch.steps.wiring.kept_narrow import LostEpsilon, Moments, Roundings
 from plimsoll.watch.steps.wiring.loss_graph import LossGraph
 from plimsoll.watch.steps.wiring.modes import EvaluationMode, FrozenNorms, NarrowNorms
-from plimsoll.watch.steps.wiring.ownership import NeverStepped, Ownership
+from plimsoll.watch.steps.wiring.ownership import NeverStepped, OtherTensors, Ownership
 from plimsoll.watch.steps.wiring.schedules import Schedules
 from plimsoll.watch.steps.wiring.weights import ClearedStates, FirstWeights, Overwrites
 from plimsoll.watch.taps.compiled_taps import is_capturing
@@ -40,6 +40,7 @@ _TRAINING_CHECKS: tuple[type[TrainingCheck], ...] = (
     LossGraph,
     FirstWeights,
     Ownership,
+    OtherTensors,
     NeverStepped,
     ClearedStates,
     EvaluationMode,
@@ -73,7 +74,9 @@ class Wiring(torch_hooks.TrainingEvents):
         self._checks = [check(self._training) for check in _TRAINING_CHECKS]
         given = list(optimizers)
         followed = [self._follow(optimizer) for optimizer in given]
-        if given and not any(followed):
+        model = session.model()
+        is_trained = model is not None and any(p.requires_grad for p in model.parameters())
+        if given and is_trained and not any(followed):
             names = ", ".join(type(optimizer).__name__ for optimizer in given)
             message = f"no parameter of {names} is one of the model's"
             self._training.facts.record("foreign optimizer", message, optimizer=names)

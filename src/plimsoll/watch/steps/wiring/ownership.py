@@ -2,7 +2,7 @@
 
 - Parameters that require gradients and are in no optimizer, or in one and never get a gradient.
 - Frozen parameters that have gradients still, so that an optimizer steps on them.
-- A model that is called with other parameters than its own.
+- A model that is called with other parameters than its own, or through which other tensors are learned.
 - An optimizer that never steps.
 """
 
@@ -36,22 +36,8 @@ class Ownership(TrainingCheck):
         self._unowned: dict[int, str] = {}  # those that were said to be in no optimizer
         self._ungraded: dict[int, str] = {}  # and those to have no gradient
         self._judged = False
-        self._is_of_modules = False  # the backward reaches parameters of modules
         self._trainable: dict[int, weakref.ref[Tensor]] = {}  # when it was judged last
         self._due: int | None = None  # steps of an optimizer after which new parameters are judged
-
-    def backward_begins(self, tensors: Any) -> None:
-        """A backward begins, of these tensors."""
-        # A teacher has no gradient either: such a backward is its student's.
-        if self._may_have_others():
-            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            leaves = leaves_of([root for root in roots if isinstance(root, Tensor)])
-            self._is_of_modules = any(isinstance(leaf, nn.Parameter) for leaf in leaves.values())
-
-    def backward_ends(self) -> None:
-        """A backward has ended."""
-        if self._may_have_others() and not self._is_of_modules:
-            self._look_for_other_parameters()
 
     def optimizer_met(self, followed: FollowedOptimizer, params: list[Tensor]) -> None:
         """An optimizer is seen for the first time, or has other parameters, these of the model."""
@@ -148,17 +134,55 @@ class Ownership(TrainingCheck):
             message = f"{name} steps on frozen parameters, which have gradients still: {listed(frozen)}"
             self.facts.record("frozen stepped", message, key=f"frozen: {name}", optimizer=name, parameters=frozen)
 
-    def _may_have_others(self) -> bool:
-        """Return True at the backward at which other parameters are looked for."""
-        return self.training.backwards == _FEWEST and not self.training.optimizers
 
-    # `torch.func.functional_call` runs a model with weights that no module has, and leaves the model's own alone.
-    def _look_for_other_parameters(self) -> None:
+class OtherTensors(TrainingCheck):
+    """Trainings of other tensors than the model's parameters.
+
+    `torch.func.functional_call` runs a model with weights that no module has. Inputs, prompts or attacks are learned
+    through a model, whose own weights stay.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._reached: list[set[int]] = []  # leaves, by each of the first backwards
+        self._reaches_modules = False  # the last backward reaches parameters of some module
+
+    def backward_begins(self, tensors: Any) -> None:
+        """A backward begins, of these tensors."""
+        if self.training.backwards <= _LOOKED_AT and not self.training.optimizers:
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            leaves = leaves_of([root for root in roots if isinstance(root, Tensor)])
+            self._reached.append(set(leaves))
+            self._reaches_modules = any(isinstance(leaf, nn.Parameter) for leaf in leaves.values())
+
+    def backward_ends(self) -> None:
+        """A backward has ended."""
+        if self.training.backwards == _FEWEST and not self.training.optimizers:
+            self._look_for_other_weights()
+        if self.training.backwards == _LOOKED_AT:
+            self._look_for_inputs()
+
+    def closes(self) -> None:
+        """The watch closes."""
+        self._look_for_inputs()
+
+    # The backward of a student reaches parameters of modules, and a teacher has no gradient either.
+    def _look_for_other_weights(self) -> None:
         model = self.training.model()
         own = [p for p in model.parameters() if p.requires_grad] if model is not None else []
-        if own and all(p.grad is None for p in own):
+        if own and all(p.grad is None for p in own) and not self._reaches_modules:
             message = "the model is called with other parameters than its own: these get no gradient"
             self.facts.record("other parameters", message)
+
+    # A discriminator whose generator never steps has backwards of its own, which do not reach the generator.
+    def _look_for_inputs(self) -> None:
+        own = self.training.names().keys()
+        others = self.training.owned() - own
+        through = [leaves for leaves in self._reached if leaves & others]
+        if through and not self.training.optimizers and all(leaves & own for leaves in through):
+            who = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self.training.foreign))
+            message = f"{who} steps on other tensors, whose gradients come through the model"
+            self.facts.record("other tensors", message, optimizer=who)
 
 
 class NeverStepped(TrainingCheck):
