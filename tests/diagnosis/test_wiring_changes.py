@@ -152,6 +152,32 @@ def test_a_state_that_lasts_is_not(case: dict[str, Any], tmp_path: Path) -> None
     assert with_states(Path(tempfile.mkdtemp(dir=tmp_path)), **case) == []
 
 
+@each("drawn", [False, True])
+@each("cleared", [False, True])
+def test_a_cross_validation_begins_again_without_a_warning(cleared: bool, drawn: bool, tmp_path: Path) -> None:
+    model, path = seeded_mlp(), Path(tempfile.mkdtemp(dir=tmp_path)) / "run"
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+    with pl.watch(model, optimizer, run=path, every=4):
+        for _ in range(4):
+            model.load_state_dict(first)
+            if drawn:
+                model.apply(lambda layer: layer.reset_parameters() if hasattr(layer, "reset_parameters") else None)
+            if cleared:
+                optimizer.state.clear()
+            else:
+                optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+            for _ in range(32):
+                x = torch.randn(64, 8)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)).backward()
+                optimizer.step()
+    found = diagnose(path, rules=["state-cleared", "optimizer-idle", "loss-spike"])
+    assert {f.severity for f in found} <= {"info"}
+    if cleared and not drawn:
+        assert any(f.meaning.endswith("another training of the same model.") for f in found)
+
+
 def test_an_optimizer_without_a_state_is_not(tmp_path: Path) -> None:
     class Signs(torch.optim.Optimizer):
         def step(self, closure: Any = None) -> None:

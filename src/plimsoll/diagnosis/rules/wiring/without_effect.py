@@ -41,6 +41,9 @@ _PUT_BACK = "weights put back"
 _PUT_BACK_AFTER_A_RISE = (
     "All weights are the first ones again, as after a search for the rate: the loss had risen far above its start."
 )
+_PUT_BACK_BY_ANOTHER = (
+    "All weights are the first ones again, and an optimizer begins there: another training of the same model."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,23 +245,32 @@ class OptimizerIdle(Rule):
         with np.errstate(all="ignore"):
             away = np.abs(sums - sums[:, :1])
             moved = np.median(np.nan_to_num(away / size[:, :1], posinf=0.0), axis=0)
-            left = np.median(np.nan_to_num(away[:, 1:] / away[:, :-1], nan=np.inf), axis=0)
+            left = np.nan_to_num(away[:, 1:] / away[:, :-1], nan=np.inf)
+            # Of each kind of sum: weights that were drawn again have nearly the same magnitudes and squares.
+            left = np.median(left.reshape(len(_SUMS[0]), -1, left.shape[1]), axis=1).max(axis=0)
         jumps = 1 + np.flatnonzero((moved[:-1] >= self.moved) & (left <= self.left))
         whole = np.nansum(cells.nonfinite, axis=0) == 0  # sums leave out what is not finite
         jumps = jumps[(jumps >= self.samples) & whole[jumps] & whole[jumps - 1]]
         steps, loss = view.scalar("loss")
-        lost = np.array(
-            [not exceeds_start(steps, loss, *cells.steps[at - 1 : at + 1], times=self.risen) for at in jumps]
-        )
-        for was_lost, at in sorted(zip(lost.tolist(), jumps.tolist(), strict=True), key=lambda each: not each[0])[:1]:
+        begun = [event.step for event in facts(view, "begun again")]
+        notes = [
+            _PUT_BACK_BY_ANOTHER
+            if any(cells.steps[at - 1] < step <= cells.steps[at] for step in begun)
+            else _PUT_BACK_AFTER_A_RISE
+            if exceeds_start(steps, loss, *cells.steps[at - 1 : at + 1], times=self.risen)
+            else ""
+            for at in jumps
+        ]
+        for note, at in sorted(zip(notes, jumps.tolist(), strict=True), key=lambda each: bool(each[0]))[:1]:
             evidence = {"cause": _PUT_BACK, "as_at_step": int(cells.steps[0]), "moved": float(moved[at - 1])}
             yield self.finding(
-                "warning" if was_lost else "info", (), evidence, since_step=int(cells.steps[at]),
+                "info" if note else "warning", (), evidence, since_step=int(cells.steps[at]),
                 until_step=view.last_step, actions=(),
-                meaning=f"All weights are at once what they were at step {int(cells.steps[0])} again: something has "
-                "overwritten them, and what was learned until then is lost." if was_lost else _PUT_BACK_AFTER_A_RISE,
-                advice="If the run was resumed, copy the loaded model into the FP32 master weights, or load these too. "
-                "Else look for a load of old weights." if was_lost else "No action is needed if this was meant.",
+                meaning=note or f"All weights are at once what they were at step {int(cells.steps[0])} again: "
+                "something has overwritten them, and what was learned until then is lost.",
+                advice="No action is needed if this was meant." if note else
+                "If the run was resumed, copy the loaded model into the FP32 master weights, or load these too. Else "
+                "look for a load of old weights.",
             )  # fmt: skip
 
     def _never(self, view: View, event: Event) -> Iterator[Finding]:

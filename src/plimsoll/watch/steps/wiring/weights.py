@@ -12,6 +12,7 @@ thread, as soon as they are there.
 import math
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -38,6 +39,7 @@ _SIDE = 16  # rows, and values of each
 _NEAR = 1e-3  # of how far the weights have moved: rows that are nearer to each other move as one
 _FIRST = 16  # weights of which each rank records the first values
 _LEFT = 2.0**-5  # of an update: averages with a decay of 0.97 or more leave less
+_MOST_TRAININGS = 64  # of one watch, that are recorded: one for each task would be thousands
 _UNDONE, _EXACT = 0.99, 0.9  # of the values; exactly what they were are those that a mask or a grid holds
 
 
@@ -185,19 +187,27 @@ class ClearedStates(TrainingCheck):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self._begun: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # weights with a state, and since when
+        self._stepped: dict[int, _Stepped] = {}  # by the weight's identity
         self._lasted: list[int] = []  # steps, of states on end that were too short
+        self._trainings = 0  # that began with other weights than the one before had ended with
 
     # Second moments are means over 1 / (1 - beta2) steps. A state that is begun again on purpose, as for another phase
-    # of the training, lasts longer than that, or is not begun three times on end.
+    # of the training, lasts longer than that, or is not begun three times on end. With weights that were loaded or
+    # drawn again it is another training, as in a cross validation.
     def step_begins(self, optimizer: Any, followed: FollowedOptimizer) -> None:
         """An optimizer's step is called."""
         p, horizon = _first_with_gradient(optimizer)
-        begun = None if p is None else self._begun.get(id(p))
-        if p is None or begun is None or begun[0]() is not p or optimizer.state.get(p):
+        before = None if p is None else self._stepped.get(id(p))
+        if p is None or before is None or before.weight() is not p:
             return
-        del self._begun[id(p)]
-        lasted = self.session.step - begun[1]
+        if (followed.steps and not horizon) or optimizer.state.get(p):
+            return
+        del self._stepped[id(p)]
+        if p._version != before.version:  # noqa: SLF001  (public in all but name)
+            self._lasted = []
+            self._begins_again(followed)
+            return
+        lasted = self.session.step - before.since
         self._lasted = [*self._lasted, lasted] if 0 < lasted < horizon else []
         if len(self._lasted) == REPEATS:
             steps, name = max(self._lasted), followed.name
@@ -206,20 +216,39 @@ class ClearedStates(TrainingCheck):
 
     def step_ends(self, optimizer: Any, followed: FollowedOptimizer) -> None:
         """An optimizer's step has returned."""
-        p, _ = _first_with_gradient(optimizer)
-        begun = None if p is None else self._begun.get(id(p))
-        if p is not None and (begun is None or begun[0]() is not p) and optimizer.state.get(p):
-            self._begun[id(p)] = weakref.ref(p), self.session.step
+        p, horizon = _first_with_gradient(optimizer)
+        if p is None or (horizon and not optimizer.state.get(p)):
+            return
+        before = self._stepped.get(id(p))
+        if before is None or before.weight() is not p:
+            before = self._stepped[id(p)] = _Stepped(weakref.ref(p), self.session.step)
+        before.version = p._version  # noqa: SLF001  (likewise)
+
+    def _begins_again(self, followed: FollowedOptimizer) -> None:
+        self._trainings += 1
+        if self._trainings <= _MOST_TRAININGS:
+            message = f"other weights were loaded or drawn, and {followed.name} begins without a state"
+            self.facts.record("begun again", message, key=f"begun again {self._trainings}", optimizer=followed.name)
+
+
+@dataclass(slots=True)
+class _Stepped:
+    """A weight that an optimizer has stepped."""
+
+    weight: "weakref.ref[Tensor]"
+    since: int
+    version: int = 0  # as the last step left it
 
 
 def _first_with_gradient(optimizer: Any) -> tuple[Tensor | None, float]:
-    """Return the first weight of an Adam that has a gradient, and over how many steps its second moments go."""
+    """Return the first weight that has a gradient, and over how many steps an Adam's second moments go, else 0."""
     for group in optimizer.param_groups:
-        betas = cast("Sequence[object] | None", group.get("betas"))
-        beta = betas[1] if betas is not None and len(betas) > 1 else None
-        if isinstance(beta, float) and beta < 1:
-            weights: list[Tensor] = group["params"]
-            return next((p for p in weights if p.grad is not None), None), 1 / (1 - beta)
+        weights: list[Tensor] = group["params"]
+        for p in weights:
+            if p.grad is not None:
+                betas = cast("Sequence[object] | None", group.get("betas"))
+                beta = betas[1] if betas is not None and len(betas) > 1 else None
+                return p, 1 / (1 - beta) if isinstance(beta, float) and beta < 1 else 0.0
     return None, 0.0
 
 
