@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,51 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert list(run.steps) == [0, 1, 2, 3, 4, 5, 6]
     assert same(run.spectrum("weights", "0.weight", 6), model[0].weight) is False  # of before the last update
     assert list(run.scalars("loss")[0]) == list(range(7))
+
+
+def assigned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+
+
+def emptied_and_assigned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The new gradients may lie where the old ones lay."""
+    optimizer.zero_grad()
+    assigned(model, optimizer)
+
+
+def written(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        p.grad.normal_()
+
+
+@pytest.mark.filterwarnings("ignore:.*no watched backward:RuntimeWarning")
+@pytest.mark.parametrize("gradients", [assigned, emptied_and_assigned, written])
+def test_each_step_on_gradients_that_the_script_makes_without_a_backward_counts(
+    gradients: Callable[[nn.Module, torch.optim.Optimizer], None], tmp_path: Path
+) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=2):
+        for x in batches(9, 4, 8):
+            with torch.no_grad():
+                model(x)
+                gradients(model, optimizer)
+            expected = model[0].weight.grad.clone()
+            optimizer.step()
+    run = only_run(tmp_path / "run")
+    assert list(run.steps) == [0, 2, 4, 6, 8]
+    assert same(run.spectrum("gradients", "0.weight", 8), expected)
+
+
+def test_a_second_step_on_the_same_gradients_is_part_of_the_first(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+        for x in batches(4, 4, 8):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            for _ in range(3):
+                optimizer.step()
+    assert list(only_run(tmp_path / "run").steps) == [0, 1, 2, 3]

@@ -22,6 +22,7 @@ from plimsoll.watch.parameters.optimizer_tensors import Marks, Parameters, param
 from plimsoll.watch.session import WatchSession
 
 MAIN = "loss"
+_COMPARED = 6  # gradients by which it is seen that a script has assigned others
 _WAITING = 4096  # losses that wait for an optimizer; of parameters that nobody steps they would be ever more
 
 
@@ -60,6 +61,8 @@ class Losses:
         self._inside: dict[int, _Step] = {}  # by optimizer
         self._names: list[tuple[set[int], str]] = []  # of each optimizer that has stepped, what it has and is called
         self._taken: dict[str, list[Loss]] = {}  # in this step, by that name
+        # In this step: parameters, their gradients that came by no backward, and these gradients' versions.
+        self._assigned: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor], int]] = []
 
     # -- backwards -----------------------------------------------------------------------------------------------------
 
@@ -156,6 +159,9 @@ class Losses:
         if self._parameters.are_sharded():  # gradients of micro-batches are kept elsewhere until the last one
             waiting = [loss for loss in self._unplaced if loss not in waiting] + waiting
         losses = step.first or waiting or self._guessed(optimizer)
+        if not losses:
+            given = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None][:_COMPARED]
+            self._assigned = [(weakref.ref(p), weakref.ref(g), g._version) for p, g in given]  # noqa: SLF001
         for loss in losses:
             loss.taken = True
         taken = self._taken.setdefault(self._name(optimizer, step.ids), [])
@@ -173,6 +179,13 @@ class Losses:
         """
         now = self._parameters.gradient_marks()
         return any(now.get(key) != self._after.get(key) for loss in self._waiting for key in loss.holders)
+
+    # Gradients that a script computes by itself, with torch.autograd.grad, by hand or from differences of losses, come
+    # with no backward, and maybe with no forward, that would begin a step.
+    def are_assigned_again(self) -> bool:
+        """Return True if gradients of no backward that were stepped on in this step are others by now."""
+        kept = ((weight(), gradient(), version) for weight, gradient, version in self._assigned)
+        return any(p is not None and (g is None or p.grad is not g or g._version != v) for p, g, v in kept)  # noqa: SLF001
 
     def take_all(self) -> None:
         """A step has ended that no optimizer has made."""
@@ -251,7 +264,7 @@ class Losses:
 
     def start_step(self) -> None:
         """The next step starts."""
-        self._taken = {}
+        self._taken, self._assigned = {}, []
 
 
 class ScaledLosses:

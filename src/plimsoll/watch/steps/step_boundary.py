@@ -260,6 +260,8 @@ class Steps(torch_hooks.TrainingEvents):
             # Of a call of torch.autograd.grad nothing else reports the end.
             if backward_running() == -1:
                 self.session.flush()
+            if self._turns.has(optimizer) and self.losses.are_assigned_again():
+                self.begin()
             self._shadow_follows()
             self.losses.step_begins(optimizer)
             self._inside.append(optimizer)

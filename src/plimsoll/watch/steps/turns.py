@@ -34,6 +34,10 @@ class Turns:
         sampled = any(getattr(self.session.due, collection) for collection in _AROUND_A_STEP)
         self._steps[key] = 1 if sampled or passed is None else passed + 1
 
+    def has(self, optimizer: object) -> bool:
+        """Return True if the optimizer has stepped in this step."""
+        return id(optimizer) in self._now
+
     def end(self) -> None:
         """The step has ended."""
         if not self._now:
