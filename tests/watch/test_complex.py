@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ class Spectral(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (torch.fft.fft(x) @ self.modes).abs() + self.linear(x)
+
+
+@pytest.fixture
+def always_warned() -> Iterator[None]:
+    """Torch warns of some things once in a process."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)
 
 
 @pytest.mark.parametrize("options", [{}, {"every": 10}, {"shadow_every": 1}], ids=str)
@@ -132,3 +142,17 @@ def test_complex_activations_are_left_out_by_name_and_no_disk_is_blamed(tmp_path
         assert sum(message.startswith(f"activations wave:{role}: ") for message in said) == 1, said
     (finding,) = pl.diagnose(run, rules=["records-lost"])
     assert finding.severity == "info" and "disk" not in finding.advice
+
+
+@pytest.mark.usefixtures("always_warned")
+@pytest.mark.filterwarnings("error")
+def test_complex_layers_lose_no_imaginary_part(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.cfloat), nn.Linear(8, 4, dtype=torch.cfloat))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+        for x in batches(12, 4, 8):
+            optimizer.zero_grad()
+            model(torch.complex(x, x)).abs().square().mean().backward()
+            optimizer.step()
+    assert [event.message for event in only_run(tmp_path / "run").events() if event.kind == "failure"] == []

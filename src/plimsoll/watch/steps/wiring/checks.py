@@ -370,9 +370,9 @@ def gradients_of(weights: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return True for a tensor that can be read as it lies in memory."""
+    """Return True for a tensor of real numbers that can be read as it lies in memory."""
     plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta and not x.is_inference()
-    if not plain or not x.numel() or not x.is_contiguous():
+    if not plain or not x.numel() or not x.is_contiguous() or x.is_complex():
         return False
     return x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.element_size()  # FSDP frees some
 
