@@ -205,6 +205,13 @@ def test_an_alarm_is_a_note_once_the_loss_has_come_back(tmp_path: Path) -> None:
     assert live.since_step == after.since_step == 300
 
 
+def test_a_loss_that_ends_in_nan_is_not_said_to_be_low_at_the_end(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run", then(learned(300), [9e6, 1e29], np.full(50, np.nan)))
+    (found,) = diagnose(path, rules=RULE)
+    assert found.evidence["course"] == "diverged" and "now" not in found.evidence
+    assert "at the end" not in verdict(View(Run(path)), [found])
+
+
 @pytest.mark.parametrize("broken", ["loss", "loss:actor"])
 def test_each_loss_of_a_run_is_judged(broken: str, tmp_path: Path) -> None:
     """Those of its other optimizers as well; a finding says of which loss it is."""

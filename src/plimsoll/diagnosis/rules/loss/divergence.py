@@ -162,8 +162,9 @@ class LossSpike(Rule):
             "usual": rise.usual,
             "level": rise.level,
             "began_at": beginning(loss),
-            "now": now,
         }
+        if not broken:  # else the last losses are no numbers
+            evidence["now"] = now
         if name != "loss":
             evidence["loss"] = name
         speaks_of_one = course not in (
