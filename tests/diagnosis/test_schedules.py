@@ -474,6 +474,18 @@ def of_matrices(decay: float, of_others: float) -> Callable[[nn.Module], Any]:
     return make
 
 
+def warmed(decay: float, rate: float) -> Callable[[nn.Module], Any]:
+    """SGD whose rate begins at next to nothing."""
+
+    def make(model: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=decay)
+        scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 40))
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        return optimizer
+
+    return make
+
+
 optim = torch.optim
 DOMINATES: dict[str, tuple[Callable[[nn.Module], Any], Any]] = {
     "Adam": (made(optim.Adam, 0.1), None),
@@ -481,6 +493,8 @@ DOMINATES: dict[str, tuple[Callable[[nn.Module], Any], Any]] = {
     "RAdam": (made(optim.RAdam, 0.1, rate=2e-2), None),
     "RMSprop": (made(optim.RMSprop, 0.1), None),
     "of matrices alone": (of_matrices(0.1, 0.0), None),
+    "SGD": (made(optim.SGD, 0.1, 0.1, momentum=0.9), None),
+    "SGD with a warm-up": (warmed(0.1, 0.1), None),
     "with a loss scale": (made(optim.Adam, 0.1), lambda: torch.amp.GradScaler("cpu", init_scale=2.0**10)),
 }
 
@@ -502,7 +516,7 @@ SPARED = {
     "less than what is usual in AdamW": made(optim.Adam, 9e-3),
     "none": made(optim.Adam, 0.0),
     "SGD": made(optim.SGD, 5e-4, momentum=0.9),
-    "much in SGD": made(optim.SGD, 0.5, 0.1),
+    "usual in AdamW, in SGD": made(optim.SGD, 0.1, 1e-2),  # a thousand steps are left
     "of biases alone": of_matrices(0.0, 0.1),
 }  # fmt: skip
 

@@ -290,12 +290,19 @@ class EpsilonDominates(Rule):
         return {"mark": (float(epsilon) ** 2, "roots below epsilon")}
 
 
+_OF_SGD = (
+    "At each step SGD takes the learning rate times the decay from each weight, with momentum 1 / (1 - momentum) times "
+    "as much. Weights shrink until the loss's gradient is as large as the decay: what was learned is soon gone."
+)
+_FOR_SGD = "Use a far smaller decay: 1e-4 to 5e-4 is usual with SGD. 0.01 to 0.1 is meant for AdamW."
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecayDominates(Rule):
-    """Weight decay that an Adam adds to the gradients, where it rivals them."""
+    """Weight decay that an Adam or SGD adds to the gradients, where it rivals them."""
 
     id = "decay-dominates"
-    says = "the weight decay that Adam adds to the gradients rivals them, and weights have shrunk"
+    says = "the weight decay that Adam or SGD adds to the gradients rivals them, and weights have shrunk"
     meaning = (
         "Adam divides the sum of gradient and decay by its size. Where the decay is the larger part, weights shrink by "
         "up to the learning rate at each step, until the loss's gradient is as large as the decay."
@@ -343,9 +350,11 @@ class DecayDominates(Rule):
             "ratio": spots[0].value, "size": float(np.nanmedian(added.size[place, dominates])), "layers": len(spots),
         }  # fmt: skip
         lasts = bool(dominates[len(dominates) // 2 :].mean() >= 0.5)
+        words = {"meaning": _OF_SGD, "advice": _FOR_SGD} if added.optimizer == "SGD" else {}
         yield self.finding(
-            "warning" if lasts else "info", spots, evidence, until_step=int(added.steps[last]), collection="weights"
-        )
+            "warning" if lasts else "info", spots, evidence, until_step=int(added.steps[last]), collection="weights",
+            **words,
+        )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return whose decay it is, where, and since when."""
@@ -354,7 +363,7 @@ class DecayDominates(Rule):
             what=f"the weight decay of {decay:g} that {name} adds to the gradients has rivalled them in "
             f"{context.place} {context.since}",
             effect=f"and {context.layer} has shrunk to {percent(context.number('size'))}",
-            remedy="use AdamW, or a far smaller decay",
+            remedy="use a far smaller decay" if name == "SGD" else "use AdamW, or a far smaller decay",
         )
 
 

@@ -41,6 +41,7 @@ _ALIKE = 5  # different rates on end that are those of the start, bit for bit: n
 _LENGTHS = ("T_max", "total_steps", "total_iters")  # calls after which a schedule has come to its end
 _TIMES = 2  # that a schedule without a length has begun again in the middle of its rise
 _MUCH_DECAY = 0.01  # what is usual where it is taken from the weights; added to gradients, 1e-4 is
+_FORGOTTEN = 0.005  # of a weight, that SGD's decay takes at each step: of 200 steps ago a third is left
 # These add decay to the gradients unless they are asked to take it from the weights. AdamW is a class of its own.
 _ADAPTIVE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
 
@@ -294,8 +295,8 @@ class Schedules(TrainingCheck):
                 return
 
     def _look_at_added_decay(self, optimizer: Any, name: str) -> None:
-        """Record the matrices of which an Adam adds much decay to the gradients."""
-        if type(optimizer) not in _ADAPTIVE or kind_of(optimizer) != OWN:
+        """Record the matrices of which an Adam or SGD adds much decay to the gradients."""
+        if type(optimizer) not in (*_ADAPTIVE, torch.optim.SGD) or kind_of(optimizer) != OWN:
             return
         names, listed = self.training.names(), list[dict[str, Any]]()
         for group in optimizer.param_groups:
@@ -303,6 +304,8 @@ class Schedules(TrainingCheck):
             matrices = [n for p in group["params"] if p.dim() > 1 and (n := names.get(id(p)))]
             coupled = not group.get("decoupled_weight_decay", False)
             if isinstance(decay, int | float) and _MUCH_DECAY <= decay < math.inf and coupled and matrices:
+                if type(optimizer) is torch.optim.SGD and not _forgets(group):
+                    continue
                 listed.append({"decay": float(decay), "parameters": matrices})
         if listed:
             message = f"{name} adds a weight decay of {listed[0]['decay']:g} to the gradients"
@@ -346,6 +349,13 @@ class Schedules(TrainingCheck):
             return [Fact("plateau misread", message, details)]
 
         self.facts.record_from(read)
+
+
+def _forgets(group: dict[str, Any]) -> bool:
+    """Return True if SGD's decay takes a good part of each weight at each step, at the rate without a warm-up."""
+    rate, momentum = group.get("initial_lr", group.get("lr")), group.get("momentum", 0.0)
+    numbers = isinstance(rate, int | float) and isinstance(momentum, int | float) and momentum < 1
+    return numbers and rate * group["weight_decay"] / (1 - momentum) >= _FORGOTTEN
 
 
 def _rate_of(group: Mapping[str, Any], highest: float) -> str:
