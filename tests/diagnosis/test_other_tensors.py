@@ -8,6 +8,7 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import diagnose
+from plimsoll.runs import Run
 from tests.support.cases import each
 from tests.support.diagnosis.trainings import adamw, seeded_mlp
 
@@ -54,12 +55,16 @@ def test_a_teacher_that_is_only_called_is_no_training(graph: bool, copies: bool,
 def test_inputs_that_are_learned_through_a_model_are_no_fault(frozen: bool, given: bool, tmp_path: Path) -> None:
     tmp_path /= f"{frozen}-{given}"
     model, prompt = seeded_mlp().requires_grad_(not frozen), torch.randn(16, 8, requires_grad=True)
-    optimizer = torch.optim.Adam([prompt], 1e-2)
+    optimizer, printed = torch.optim.Adam([prompt], 1e-2), list[float]()
     with pl.watch(model, optimizer if given else None, run=tmp_path / "run", every=2):
         for _ in range(24):
             optimizer.zero_grad()
-            model(prompt).square().mean().backward()
+            loss = model(prompt).square().mean()
+            loss.backward()
             optimizer.step()
+            printed.append(loss.item())
+    if given:
+        assert Run(tmp_path / "run").scalars("loss")[1].tolist() == printed
     found = diagnose(tmp_path / "run", rules=RULES)
     causes = [] if frozen else ["other tensors are learned through it"]
     assert [(f.severity, f.evidence["cause"]) for f in found] == [("info", cause) for cause in causes]

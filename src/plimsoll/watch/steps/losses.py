@@ -158,7 +158,7 @@ class Losses:
         self._placed |= bool(waiting)
         if self._parameters.are_sharded():  # gradients of micro-batches are kept elsewhere until the last one
             waiting = [loss for loss in self._unplaced if loss not in waiting] + waiting
-        losses = step.first or waiting or self._guessed(optimizer)
+        losses = step.first or waiting or self._guessed(optimizer, step.ids)
         if not losses:
             given = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None][:_COMPARED]
             self._assigned = [(weakref.ref(p), weakref.ref(g), g._version) for p, g in given]  # noqa: SLF001
@@ -201,10 +201,12 @@ class Losses:
             loss.stepped = True
         self._unplaced.clear()
 
-    def _guessed(self, optimizer: Any) -> list[Loss]:
+    def _guessed(self, optimizer: Any, ids: set[int]) -> list[Loss]:
         """Return the losses of a step whose gradients came by no backward that was seen."""
         if self._unplaced:
             return list(self._unplaced)
+        if ids.isdisjoint(key for key, _ in self._parameters.members()):  # it learns inputs, through the model
+            return [loss for loss in self._waiting if not loss.stepped]
         if not self._placed and any(p.grad is not None for p in parameters_of(optimizer)):
             who = type(optimizer).__name__
             message = f"{who} steps on gradients that no watched backward has left: its loss is not recorded"
