@@ -39,7 +39,8 @@ class LossAtChance(Rule):
     items = {"guessing": EvidenceItem("Loss of guessing"), "loss": EvidenceItem("Loss")}
     is_secondary = True  # other findings say why
 
-    near: float = threshold(0.02, "of the loss of guessing, above or below it: what is learned first is more")
+    near: float = threshold(0.02, "of the loss of guessing, below it: what is learned first is more")
+    noise: float = threshold(0.1, "of the loss of guessing, above it: steps at random make answers a little worse")
     worse: float = threshold(2, "times the loss of guessing, after a loss below it: no sound training forgets so much")
     window: float = threshold(25, "losses whose mean is held against it")
     least: float = threshold(200, "losses from the first one on: hard tasks begin slowly")
@@ -80,7 +81,7 @@ class LossAtChance(Rule):
 
     def _stays(self, view: View, steps: Ints, means: Floats, guessing: float) -> Iterator[Finding]:
         size = int(self.window)
-        away = ~(np.abs(means - guessing) <= self.near * guessing)
+        away = ~((means >= (1 - self.near) * guessing) & (means <= (1 + self.noise) * guessing))
         stays = int(away.argmax()) if away.any() else len(means)
         way = math.inf
         if len(means) * size >= self.least and (means >= (1 - self.little) * max(guessing, means[0])).all():
