@@ -1,7 +1,10 @@
 """Tasks for workers: every answer at its place, failures reported with what was said, and nobody left behind."""
 
+import concurrent.futures
+import contextlib
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,9 @@ from plimsoll_lab.running import workers as product
 from plimsoll_lab.running.workers import Task, carry_out, named, workers_for
 
 # Workers are other interpreters: what they do is named, and is in the package or in the standard library.
-DIVIDED, INTERRUPTED, KILLED, PRINTED, THREADS, WAITING = (
+DIVIDED, HALVED, INTERRUPTED, KILLED, PRINTED, THREADS, WAITING = (
     f"tests.support.lab.worker_tasks:{name}"
-    for name in ("divided", "interrupted", "killed", "printed", "threads", "waiting")
+    for name in ("divided", "halved", "interrupted", "killed", "printed", "threads", "waiting")
 )
 
 
@@ -70,6 +73,43 @@ def test_a_task_that_raises_ends_the_others(tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_told() -> None:
     with pytest.raises(PlimsollError, match="expected the training last to end(?s:.)*the process has ended"):
         carry_out(KILLED, [{"name": "last"}], workers=2)
+
+
+def test_a_task_that_was_handed_to_a_dead_worker_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of the futures that have ended comes first."""
+
+    def last_first(waiting: dict[Any, int]) -> list[Any]:
+        concurrent.futures.wait(waiting)
+        return sorted(waiting, key=waiting.__getitem__, reverse=True)
+
+    monkeypatch.setattr(product, "as_completed", last_first)
+    with pytest.raises(PlimsollError, match="expected the training (first|second) to end(?s:.)*the process has ended"):
+        carry_out(KILLED, [{"name": name} for name in ("first", "second", "third")], workers=2)
+
+
+@pytest.mark.usefixtures("interpreters")
+def test_workers_that_die_before_any_task_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "_BEGIN", "raise SystemExit")
+    hired = product._hired
+
+    @contextlib.contextmanager
+    def dead(count: int) -> Iterator[Any]:
+        with hired(count) as free:
+            workers = [free.get() for _ in range(count)]
+            for worker in workers:
+                worker.process.wait()
+                free.put(worker)
+            yield free
+
+    monkeypatch.setattr(product, "_hired", dead)
+    with pytest.raises(PlimsollError, match="expected the training only to end(?s:.)*the process has ended"):
+        carry_out(KILLED, [{"name": "only"}], workers=2)
+
+
+@pytest.mark.usefixtures("interpreters")
+def test_a_worker_that_dies_within_its_answer_is_told() -> None:
+    with pytest.raises(PlimsollError, match="expected the training half to end(?s:.)*the process has ended"):
+        carry_out(HALVED, [{"name": "half"}], workers=2)
 
 
 @pytest.mark.usefixtures("interpreters")

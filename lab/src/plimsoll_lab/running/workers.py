@@ -123,8 +123,15 @@ def _elsewhere(function: str, tasks: Sequence[Task], workers: int) -> Generator[
     with ThreadPoolExecutor(workers) as threads, _hired(min(workers, len(lines))) as free:
         waiting = {threads.submit(_handed, free, line): number for number, line in enumerate(lines)}
         try:
+            unread: list[int] = []
             for answer in as_completed(waiting):
-                yield waiting[answer], _answered(tasks[waiting[answer]], answer.result())
+                number, line = waiting[answer], answer.result()
+                if line is None:
+                    unread.append(number)
+                else:
+                    yield number, _answered(tasks[number], line)
+            for number in unread:  # of workers that have died before any task
+                _answered(tasks[number], "")
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -150,21 +157,23 @@ def _hired(count: int) -> "Generator[SimpleQueue[_Worker]]":
             process.communicate()
 
 
-def _handed(free: "SimpleQueue[_Worker]", line: str) -> str:
-    """Return the next free worker's answer; an empty line where it has died."""
+# A worker that has died of one task is handed the next one before the first is known to have failed. Which of the two
+# futures comes first is by chance, and only the first task is to blame.
+def _handed(free: "SimpleQueue[_Worker]", line: str) -> str | None:
+    """Return the next free worker's answer; less than a line if it dies of the task, None if it had died before."""
     worker = free.get()
     try:
         worker.tasks.write(line + "\n")
         worker.tasks.flush()
         return worker.answers.readline()
     except (BrokenPipeError, ValueError):  # it has died, or all of them have been ended
-        return ""
+        return None
     finally:
         free.put(worker)
 
 
 def _answered(task: Task, line: str) -> Any:
-    said = json.loads(line) if line else {"failed": "the process has ended"}
+    said = json.loads(line) if line.endswith("\n") else {"failed": "the process has ended"}
     if "failed" not in said:
         return said["answer"]
     raise PlimsollError(
