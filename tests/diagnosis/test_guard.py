@@ -12,6 +12,8 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import Guard, Limits
+from plimsoll.diagnosis.guard.decisions import BackgroundChecker
+from plimsoll.diagnosis.guard.records import Look
 from plimsoll.errors import ArgumentError, GuardStop, PlimsollError
 from plimsoll.watch.hooks import torch_hooks
 from tests.support.diagnosis.guarded import (
@@ -25,7 +27,7 @@ from tests.support.diagnosis.guarded import (
     scaler_at,
     wait_for_look,
 )
-from tests.support.patience import HANG_SECONDS
+from tests.support.patience import HANG_SECONDS, wait_until
 
 ALL = ("lower_scale", "raise_scale", "to_bf16", "clamp", "skip", "rollback", "stop")
 
@@ -96,6 +98,7 @@ def test_a_look_is_left_out_while_one_is_under_way_or_would_cost_too_much(tmp_pa
     gathered: list[int] = []
     guard._checker._gather = lambda step: (gathered.append(step), going_on.wait(HANG_SECONDS), True)[2]
     train(model, optimizer, scaler, range(5))
+    wait_until(lambda: gathered)  # the thread may begin after the training
     assert gathered == [1]
     going_on.set()
     guard._checker._thread.join()
@@ -103,6 +106,24 @@ def test_a_look_is_left_out_while_one_is_under_way_or_would_cost_too_much(tmp_pa
     assert gathered == [1]  # the next is due a million times as long after the first as that has taken
     assert len(guard.looks) == 1
     watch.close()
+
+
+def test_a_look_that_ends_while_it_is_asked_for_is_taken_the_next_time(tmp_path: Path) -> None:
+    ended = Look(step=5, findings=(), newest={"": 5}, room=None)
+
+    class Ending(BackgroundChecker):
+        """Its look ends right after it was found not to have ended."""
+
+        def __getattribute__(self, name: str) -> Any:
+            found = super().__getattribute__(name)
+            if name == "_done" and found is None and waiting:
+                self._done = waiting.pop()
+            return found
+
+    waiting: list[Look] = []
+    checker = Ending(tmp_path, (), share=1.0, gather=lambda _: True, failed=lambda _: None)
+    waiting.append(ended)
+    assert [checker.take(), checker.take(), checker.take()] == [None, ended, None]
 
 
 @pytest.mark.parametrize("kind", ["plain", "scaled", "loop"])

@@ -63,7 +63,11 @@ class BackgroundChecker:
 
     def take(self) -> Look | None:
         """The look that has come to an end since the last call, if any; never waits."""
-        look, self._done = self._done, None
+        look = self._done
+        if (
+            look is not None
+        ):  # else one that ends in this moment would be overwritten; no other begins before it is taken
+            self._done = None
         return look
 
     def now(self, step: int) -> Look | None:
