@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from tests.support import cases, fast_interpreter
+from tests.support.patience import HANG_SECONDS
 from tests.support.versions import is_older
 
 pytest_plugins = ["tests.tiers", "tests.support.left_behind", "tests.support.diagnosis.recorded"]
@@ -85,10 +86,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Make Triton's interpreter faster, and keep the garbage collector from all that was imported and collected.
 
-    Each of its passes over that would take half a second.
+    Each of its passes over that would take half a second. Readers of a run that this process still writes wait for
+    what it holds, and hundreds of tests read such runs: on a busy machine two seconds are not enough for that.
     """
     if interpreter := sys.modules.get("triton.runtime.interpreter"):
         fast_interpreter.quicken(interpreter)
+    if lock := sys.modules.get("plimsoll.runs.storage.lock"):
+        lock._READ_SECONDS = HANG_SECONDS  # noqa: SLF001
     _freeze()
 
 

@@ -22,7 +22,7 @@ import plimsoll as pl
 from plimsoll.errors import ArgumentError
 from plimsoll.precision import clamp_residuals
 from plimsoll.runs import Run
-from plimsoll.runs.storage import atomic_files
+from plimsoll.runs.storage import atomic_files, lock
 from plimsoll.runs.writing import signal_deferral
 from plimsoll.watch import Watch
 from plimsoll.watch.hooks import torch_hooks
@@ -343,6 +343,7 @@ def test_a_second_signal_ends_a_close_at_once_and_the_next_close_goes_on(
     presses.join(HANG_SECONDS)
     assert hooks_of(model) == 0 and still_wrapped() == []
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.setattr(lock, "_READ_SECONDS", 0.05)  # no reader waits for such a disk
     assert list(only_run(tmp_path / "run").steps) == list(range(STEPS))  # readable as it is
     disk.go_on.set()
     watch.close()
@@ -369,7 +370,7 @@ def test_a_disk_that_hangs_holds_a_signal_up_for_a_bounded_time(
 SCRIPT = """
     import os, signal, sys, threading, torch, plimsoll as pl
     from pathlib import Path
-    from plimsoll.runs.storage import atomic_files
+    from plimsoll.runs.storage import atomic_files, lock
     from plimsoll.runs.writing import signal_deferral as deferral
     deferral.SECONDS = 300.0  # it is not time that is tried here
     model = torch.nn.Linear(4, 2)
