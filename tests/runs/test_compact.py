@@ -29,13 +29,7 @@ def many_parts(path: Path, steps: range = range(12), **arguments: object) -> Non
         writer.write(Scalars(step=step, values={"loss": float(step)}))
         writer.write(Event(step=step, kind="tick", message=f"{step}"))
         assert writer.flush()
-    die(writer)
-
-
-def die(writer: RunWriter) -> None:
-    """Ends a writer as a kill would: nothing more is written."""
-    writer._finalizer.detach()
-    writer._worker.after_fork()
+    making.die(writer)
 
 
 def content(path: Path) -> dict[str, object]:

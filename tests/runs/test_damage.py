@@ -47,7 +47,7 @@ def written(path: Path) -> Path:
         if step % 10 == 9:
             writer.write(Event(step=step, kind="note", message="ten more", details={"step": step}))
             assert writer.flush()
-    writer._worker.after_fork()
+    making.die(writer)
     return path
 
 

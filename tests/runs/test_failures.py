@@ -194,7 +194,7 @@ def test_a_folder_that_another_run_took_over_is_left_to_it(tmp_path: Path) -> No
         making.write_steps(writer, [1], 1.0)
         with pytest.warns(RuntimeWarning, match="expected no other writer"):
             assert not writer.flush()
-    writer._worker.after_fork()
+        making.die(writer)  # before the folder is free again, or it would write there
     assert sums(writer.path) == {7: 7.0}
 
 

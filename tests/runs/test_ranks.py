@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from plimsoll.runs import Event, Run, RunWriter, Scalars
-from tests.runs.test_compact import die
 from tests.support.runs import making
 
 A, B, C = (torch.tensor(values) for values in ([1.0, 2.0], [4.0, -8.0, 0.0], [float("nan"), 0.5]))
@@ -159,7 +158,7 @@ def test_a_live_rank_and_a_killed_one_are_read_as_they_are(tmp_path: Path) -> No
     for writer in writers:
         writer.write(making.batch(writer, 0, {("weights", "w"): A}, scales=np.array([2.0])))
         assert writer.flush()
-    die(writers[1])
+    making.die(writers[1])
     assert Run(tmp_path).spectrum("weights", "w", 0).sum == 3.0
     writers[0].close()
     assert not Run(tmp_path).closed

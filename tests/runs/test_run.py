@@ -16,7 +16,7 @@ import torch
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from plimsoll.runs.storage.parts import Part
-from tests.runs.test_compact import die, many_parts, parts
+from tests.runs.test_compact import many_parts, parts
 from tests.support.cases import each
 from tests.support.runs import making
 
@@ -284,7 +284,7 @@ def test_following_a_killed_writer_ends_after_the_timeout(tmp_path: Path) -> Non
     writer = RunWriter(tmp_path)
     making.write_steps(writer, [1])
     assert writer.flush()
-    die(writer)
+    making.die(writer)
     assert list(Run(tmp_path).follow(poll_seconds=0.001, timeout=0.01)) == [[1]]
 
 

@@ -13,7 +13,6 @@ import pytest
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from plimsoll.runs.storage import lock
-from tests.runs.test_compact import die
 from tests.support.runs import making
 
 HOLDER = """
@@ -61,7 +60,7 @@ def test_resume_from_replaces_what_lay_there_and_after(tmp_path: Path, compacted
         making.write_steps(writer, [7, 8], 2.0)
         writer.flush()
         if not compacted:
-            die(writer)
+            making.die(writer)
     assert sums(tmp_path) == {**dict.fromkeys(range(5), 1.0), 7: 2.0, 8: 2.0}
     with RunWriter(tmp_path) as writer:
         making.write_steps(writer, [9], 3.0)
@@ -97,7 +96,7 @@ def test_a_session_replaces_nothing_of_its_own(tmp_path: Path) -> None:
         writer.flush()
         making.write_steps(writer, [5, 9], 2.0)
         writer.flush()
-        die(writer)
+        making.die(writer)
     assert sums(tmp_path) == {**dict.fromkeys(range(8), 1.0), 5: 1.0, 8: 2.0, 9: 2.0} | {5: 2.0}
     assert "tick" in kinds(tmp_path)
 
@@ -119,7 +118,7 @@ def test_resuming_from_the_start_leaves_nothing_and_hides_nothing_new(tmp_path: 
 
 def test_flush_numbers_never_begin_anew(tmp_path: Path) -> None:
     making.written(tmp_path, range(10), 1.0)
-    die(RunWriter(tmp_path, resume_from=0))  # nothing is left, and nothing came of it
+    making.die(RunWriter(tmp_path, resume_from=0))  # nothing is left, and nothing came of it
     assert not list((tmp_path / "spectra").iterdir())
     making.written(tmp_path, [0], 2.0)
     assert sums(tmp_path) == {0: 2.0}

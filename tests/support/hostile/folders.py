@@ -48,7 +48,7 @@ def _write(path: Path, *, closed: bool, rank: int = 0, world_size: int = 1) -> N
     if closed:
         writer.close()
     else:
-        writer._worker.after_fork()  # as a kill leaves it
+        making.die(writer)
 
 
 # -- what happens to any file, by accident: either the answer stays the same or something is said to be missing

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from plimsoll.kernels import measure_into, new_bank
 from plimsoll.runs import Batch, RunWriter
+from plimsoll.runs.writing.worker import _Produce
 from plimsoll.spectrum import Source, Spectrum
+from tests.support.patience import HANG_SECONDS
 
 INF, NAN = float("inf"), float("nan")
 
@@ -47,6 +49,19 @@ def write_steps(writer: RunWriter, steps: Sequence[int], value: float = 1.0, nam
     """At each step the one number `value`, so that what is read back tells who wrote it."""
     for step in steps:
         writer.write(batch(writer, step, {("weights", name): torch.tensor([value])}))
+
+
+def die(writer: RunWriter) -> None:
+    """Ends a writer as a kill would: nothing more is written, and its thread ends.
+
+    Left alone, that would take the lock of the run again when it next looks, after 15 seconds.
+    """
+    writer._finalizer.detach()
+    worker = writer._worker
+    worker.after_fork()
+    worker._running, worker._deadline = False, None
+    worker._queue.put((_Produce(lambda: ()), 0, worker._numbers))  # wakes it
+    worker._thread.join(HANG_SECONDS)
 
 
 def written(path: Path, steps: Sequence[int], value: float = 1.0, **arguments: object) -> Path:
