@@ -4,6 +4,7 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -210,7 +211,8 @@ def test_timed_steps_leave_the_weights_and_are_of_one_loss(monkeypatch: pytest.M
     torch.manual_seed(0)
     before = [p.clone() for p in FeedForward((8, 4)).parameters()]
     ticks = iter(range(100))
-    monkeypatch.setattr("plimsoll_lab.experiments.amp.experiment.time.perf_counter", lambda: float(next(ticks)))
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))  # of this module alone: threads of others go on
+    monkeypatch.setattr("plimsoll_lab.experiments.amp.experiment.time", clock)
     found = time_steps(network, ("fp32", "amp-fp16"), rounds=2, seed=0, device="cpu", progress=Silent())
     assert all(p.equal(q) and p.dtype is q.dtype for p, q in zip(before, made[0].parameters(), strict=True))
     assert found["fp32"].seconds == found["amp-fp16"].seconds == [1.0, 1.0]  # the round that warms up is left out
