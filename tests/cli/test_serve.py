@@ -146,12 +146,20 @@ def test_a_port_in_use_is_named(folder: Path, ran: list[tuple[Any, int]]) -> Non
     assert "--port 0" in result.stderr and not ran
 
 
-def test_the_port_is_free_again_after_a_refusal(tmp_path: Path, ran: list[tuple[Any, int]]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for _ in range(2):
-        assert "expected a folder" in serve(tmp_path / "none", "--port", port).stderr
+def test_the_port_is_free_again_after_a_refusal(
+    tmp_path: Path, ran: list[tuple[Any, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked of the socket: another program may have taken the port in the next moment."""
+    listened, listening = list[socket.socket](), launch._listening
+
+    def noted(host: str, port: int) -> Any:
+        place = listening(host, port)
+        listened.append(place.listener)
+        return place
+
+    monkeypatch.setattr(launch, "_listening", noted)
+    assert "expected a folder" in serve(tmp_path / "none", "--port", 0).stderr
+    assert [listener.fileno() for listener in listened] == [-1]
 
 
 @pytest.mark.parametrize("package", ["fastapi", "uvicorn", "plotly"])

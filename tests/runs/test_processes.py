@@ -16,7 +16,7 @@ from tests.support.patience import HANG_SECONDS
 from tests.support.runs import making
 
 WRITER = """
-import sys, time
+import os, sys, time
 import numpy as np
 from plimsoll.runs import Batch, Event, RunWriter, Scalars
 from tests.support.runs import making
@@ -24,6 +24,7 @@ row = making.rows_of(making.tensors(1))
 writer = RunWriter(sys.argv[1], flush_seconds=0.02, compact_above=8)
 ids = np.array([writer.series("weights", f"w{i}", format="fp32") for i in range(5)])
 step = int(sys.argv[2])
+print(os.getpid(), flush=True)
 while True:
     writer.write(Batch(step=step, rows=row.copy(), index=np.zeros(5, np.int64), series=ids))
     writer.write(Scalars(step=step, values={"loss": float(step)}))
@@ -41,10 +42,11 @@ def killed(path: Path, first: int, after: float) -> int:
         [processes.commands() / "python", "-c", WRITER, str(path), str(first)], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        process.stdout.readline()
+        pid, _ = (int(process.stdout.readline()) for _ in range(2))
         time.sleep(after)  # the moment of the kill is what is tried
-        process.send_signal(signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         lines = [line for line in process.stdout.read().splitlines() if line.isdigit()]
+        process.wait()  # until the writer has given its lock back, too
     return int(lines[-1]) if lines else first
 
 

@@ -3,6 +3,7 @@
 Its arguments are the socket of that process, a Python to run where it cannot be asked, and those of `python`.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -28,13 +29,21 @@ def main(server: str, python: str, arguments: list[str]) -> None:
     }
     long = os.memfd_create("request")
     os.write(long, json.dumps(request).encode())
+    passed_on = (signal.SIGINT, signal.SIGTERM)
     with socket.socket(socket.AF_UNIX) as asked:
+        signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # they wait until there is somebody to pass them on to
         asked.connect(server)
         socket.send_fds(asked, [b"+"], [long, *request["places"]])
         answers = asked.makefile("r")
         pid = int(answers.readline())
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: os.kill(pid, number))
+
+        def pass_on(number: int, _: object) -> None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its exit code is on the way
+                os.kill(pid, number)
+
+        for number in passed_on:
+            signal.signal(number, pass_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
         code = int(answers.readline().split()[0])
     if code < 0:
         if code != -signal.SIGKILL:

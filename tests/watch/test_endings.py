@@ -420,6 +420,8 @@ def test_all_watches_are_closed_though_a_signal_comes_at_the_first(tmp_path: Pat
 
 TRAINING = """
 import os, signal, sys, torch
+from plimsoll.watch.hooks import torch_hooks
+torch_hooks._SIGNAL_SECONDS = 300.0  # it is not time that is tried here
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(1000):

@@ -13,6 +13,7 @@ from torch.nn import functional
 import plimsoll as pl
 from plimsoll.runs import Run
 from plimsoll.watch.steps.losses import Losses
+from tests.support.patience import HANG_SECONDS
 from tests.support.watch.recording import batches, mlp, only_run, train
 
 GAN = Callable[[nn.Module, nn.Module], tuple[list[float], list[float]]]
@@ -332,15 +333,15 @@ def test_a_backward_of_the_main_thread_that_was_asked_for_before_the_first_forwa
         """Hold the main thread between the question whose backward it is and the note that it has begun."""
         if threading.current_thread() is threading.main_thread():
             asked.set()
-            assert begun.wait(60)
+            assert begun.wait(HANG_SECONDS)
         begins(self, value, roots)
 
     def meet(_: Tensor) -> None:
         begun.set()
-        assert ended.wait(60)
+        assert ended.wait(HANG_SECONDS)
 
     def fit() -> None:
-        assert asked.wait(60)
+        assert asked.wait(HANG_SECONDS)
         loss = watched(torch.ones(2, 8)).square().mean()
         loss.register_hook(meet)
         loss.backward()
@@ -364,7 +365,7 @@ def test_a_backward_of_another_thread_that_outlasts_the_first(tmp_path: Path) ->
 
     def meet(_: Tensor) -> None:
         begun.set()
-        assert done.wait(60)
+        assert done.wait(HANG_SECONDS)
 
     def train_other() -> None:
         loss = other(torch.ones(2, 8)).square().mean()
@@ -374,7 +375,7 @@ def test_a_backward_of_another_thread_that_outlasts_the_first(tmp_path: Path) ->
     with pl.watch(watched, run=tmp_path / "run", every=1):
         thread = threading.Thread(target=train_other)
         thread.start()
-        assert begun.wait(60)
+        assert begun.wait(HANG_SECONDS)
         loss = watched(torch.ones(2, 8)).square().mean()
         loss.backward()
         done.set()

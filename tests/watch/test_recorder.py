@@ -107,6 +107,8 @@ def test_an_exception_out_of_the_block(tmp_path: Path) -> None:
 
 SCRIPT = """
     import os, signal, sys, torch, plimsoll as pl
+    from plimsoll.watch.hooks import torch_hooks
+    torch_hooks._SIGNAL_SECONDS = 300.0  # it is not time that is tried here
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pl.watch(model, optimizer, run=sys.argv[1], every=10)

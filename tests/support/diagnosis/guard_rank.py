@@ -12,8 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import plimsoll as pl
 from plimsoll.diagnosis import Guard
+from plimsoll.diagnosis.guard import guard, step_boundary
 from plimsoll.errors import GuardStop
 from tests.support.diagnosis.guarded import by_hand, net, scaler_at
+from tests.support.patience import HANG_SECONDS
+from tests.support.watch.ranks.launch import wait_for_each_other
 
 
 def train(folder: Path, ranks: str, *, by_look: bool) -> dict[str, Any]:
@@ -79,6 +82,8 @@ def stopped(folder: Path) -> dict[str, Any]:
 def main(store: str, rank: int, world: int, results: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    wait_for_each_other()
+    guard._FLUSH_SECONDS = step_boundary._PATIENCE_SECONDS = HANG_SECONDS
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     folder = results.parent
     seen: dict[str, Any] = {

@@ -8,6 +8,7 @@ import pytest
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 from plimsoll.watch.ranks import collector, store_channel
+from plimsoll.watch.shadow import data_parallel
 from tests.support import processes
 from tests.support.patience import HANG_SECONDS
 
@@ -22,6 +23,7 @@ def wait_for_each_other() -> None:
     """In a rank: waits of ranks for each other end with what they wait for, however slow the machine is."""
     store_channel.PATIENCE_SECONDS = store_channel._TAKEN_SECONDS = store_channel._SECONDS = HANG_SECONDS
     collector._HELLO_SECONDS = collector._END_SECONDS = collector._OPEN_SECONDS = HANG_SECONDS
+    data_parallel.MEETING_SECONDS = HANG_SECONDS
 
 
 def environment() -> dict[str, str]:
