@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.report.live.server import launch
 from plimsoll.runs import RunWriter, Scalars
 from tests.support import processes
-from tests.support.patience import HANG_SECONDS
+from tests.support.patience import HANG_SECONDS, wait_until
 
 
 @pytest.fixture
@@ -162,6 +163,28 @@ def test_the_port_is_free_again_after_a_refusal(
     assert [listener.fileno() for listener in listened] == [-1]
 
 
+def test_its_threads_end_before_it_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would end those that are within a function of C++ by aborting the process."""
+    from plimsoll.report.live.server import uvicorn_loop
+
+    others, listeners, loaded = set(threading.enumerate()), list[socket.socket](), list[str]()
+
+    def looked_at(page: Any, listener: socket.socket) -> None:
+        listeners.append(listener)
+        page.answers.verdicts.looked_at()
+        page.close()
+
+    def load() -> None:
+        wait_until(lambda: listeners and listeners[0].fileno() == -1)
+        loaded.append("all")
+
+    monkeypatch.setattr(uvicorn_loop, "run", looked_at)
+    monkeypatch.setattr(launch, "_load_slow_packages", load)
+    monkeypatch.setattr(launch, "_PARTING_SECONDS", HANG_SECONDS)
+    launch.serve(folder, port=0)
+    assert loaded == ["all"] and not [t for t in set(threading.enumerate()) - others if t.name.startswith("plimsoll")]
+
+
 @pytest.mark.parametrize("package", ["fastapi", "uvicorn", "plotly"])
 def test_without_the_extra_the_install_line_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, package: str
@@ -224,10 +247,9 @@ def test_two_servers_of_one_folder_answer_and_end_quietly_at_ctrl_c(
         stream = urllib.request.urlopen(f"{address}api/stream?run=a", timeout=HANG_SECONDS)
         assert stream.readline() == b"retry: 2000\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(HANG_SECONDS) == 0
         stream.read()  # ended by the server
         stream.close()
-        assert process.stdout.read() == ""
+        assert (process.wait(HANG_SECONDS), process.stdout.read()) == (0, "")
 
 
 def test_an_interrupt_while_the_server_starts_leaves_no_traceback(tmp_path: Path) -> None:

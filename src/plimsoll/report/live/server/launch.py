@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 import webbrowser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 PORT = 8642
 _SHORTEST_TOKEN = 16  # characters, where other machines can try
 _NEEDED = ("fastapi", "uvicorn", "plotly")
+_PARTING_SECONDS = 10.0  # that the end waits for what is still loaded or computed
 
 
 def serve(
@@ -64,7 +66,7 @@ def serve(
     from plimsoll.report.live.server.app import app
     from plimsoll.report.live.server.uvicorn_loop import run
 
-    place = _listening(host, port)
+    place, others = _listening(host, port), set(threading.enumerate())
     try:
         token = _token(token, place)
         made = app(folder, token, [*place.names, *allow_hosts])
@@ -79,6 +81,18 @@ def serve(
         run(made, place.listener)
     finally:
         place.listener.close()
+        _wait_for(set(threading.enumerate()) - others)
+
+
+# What a server computes is in daemon threads. Python ends such a thread when the thread next asks for the interpreter,
+# also within a function of pyarrow, and the exception that unwinds its stack aborts the whole process there.
+def _wait_for(threads: set[threading.Thread]) -> None:
+    """Wait for threads of the server that still work, some seconds at most; a second Ctrl-C does not wait."""
+    end = time.monotonic() + _PARTING_SECONDS
+    with contextlib.suppress(KeyboardInterrupt):
+        for thread in threads:
+            if thread.daemon and thread.name.startswith("plimsoll-"):
+                thread.join(max(0.0, end - time.monotonic()))
 
 
 def _load_slow_packages() -> None:
