@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import Guard, Limits
+from plimsoll.diagnosis.guard import decisions
 from plimsoll.diagnosis.guard.decisions import BackgroundChecker
 from plimsoll.diagnosis.guard.records import Look
 from plimsoll.errors import ArgumentError, GuardStop, PlimsollError
@@ -124,6 +126,15 @@ def test_a_look_that_ends_while_it_is_asked_for_is_taken_the_next_time(tmp_path:
     checker = Ending(tmp_path, (), share=1.0, gather=lambda _: True, failed=lambda _: None)
     waiting.append(ended)
     assert [checker.take(), checker.take(), checker.take()] == [None, ended, None]
+
+
+def test_the_end_of_the_process_waits_for_a_look_that_a_close_did_not_wait_for(tmp_path: Path) -> None:
+    checker = BackgroundChecker(tmp_path, (), share=1.0, gather=lambda _: True, failed=lambda _: None)
+    waits: list[float] = []
+    checker._thread = SimpleNamespace(join=waits.append)  # type: ignore[assignment]
+    checker.close()
+    decisions._end_all()
+    assert waits == [decisions._CLOSE_SECONDS, decisions._EXIT_SECONDS]
 
 
 @pytest.mark.parametrize("kind", ["plain", "scaled", "loop"])

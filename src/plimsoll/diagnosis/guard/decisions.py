@@ -1,8 +1,10 @@
 """A guard's decisions: the rules in the background, and the choice of an action."""
 
+import atexit
 import math
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +29,8 @@ from plimsoll.tensor_collections import WITH_LOSS_SCALE
 
 _RECENT = 8  # samples whose largest gradient tells how much room there is
 _CLOSE_SECONDS = 5.0
+_EXIT_SECONDS = 60.0  # that the end of the process waits for a look, which Python would end within pyarrow by aborting
+_checkers: "weakref.WeakSet[BackgroundChecker]" = weakref.WeakSet()
 
 
 class BackgroundChecker:
@@ -51,6 +55,7 @@ class BackgroundChecker:
         self._thread: threading.Thread | None = None
         self._not_before = 0.0
         self.closing = threading.Event()
+        _checkers.add(self)
 
     def ask(self, step: int) -> bool:
         """Begin a background look up to that step; return False while one runs, or if it would cost too much."""
@@ -77,11 +82,11 @@ class BackgroundChecker:
             self._done = None  # what was looked at before is older
         return self._look(step) if self._gather(step) else None
 
-    def close(self) -> None:
-        """Ends a look that is under way, at its next rest."""
+    def close(self, seconds: float = _CLOSE_SECONDS) -> None:
+        """Ends a look that is under way, at its next rest; waits so long for it."""
         self.closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_SECONDS)
+            self._thread.join(seconds)
 
     def _work(self, step: int) -> None:
         started = time.thread_time()
@@ -101,6 +106,13 @@ class BackgroundChecker:
             if cells is not None:
                 newest[collection] = int(cells.steps[-1])
         return Look(step=step, findings=tuple(findings), newest=newest, room=room(view) if findings else None)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Wait for looks that are still under way, also of guards that are closed."""
+    for checker in list(_checkers):
+        checker.close(_EXIT_SECONDS)
 
 
 def room(view: View) -> int | None:
