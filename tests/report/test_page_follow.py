@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("playwright", reason="pages are tested through playwright: p
 from plimsoll.runs import RunWriter
 from tests.support.browser import Seen, needs_browser, open_page
 from tests.support.patience import wait_until
-from tests.support.report.served import COLLAPSED, LOW, Served, at, drawn, expect, served, write_steps
+from tests.support.report.served import COLLAPSED, LOW, Served, at, drawn, expect, kept, served, write_steps
 
 pytestmark = needs_browser
 
@@ -120,9 +121,10 @@ def test_an_empty_run_fills_while_it_is_looked_at(page: Any, site: Served, folde
 
 def test_the_page_comes_back_after_its_server_did(page: Any, seen: Seen, tmp_path: Path) -> None:
     seen.expects("ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE")
-    with RunWriter(tmp_path / "run", flush_seconds=600) as writer:
+    with RunWriter(tmp_path / "run", flush_seconds=600) as writer, ExitStack() as until_the_end:
         write_steps(writer, LOW, 0, 9)
         with served(tmp_path) as first:
+            until_the_end.enter_context(kept(first.port))
             at(page, first, "#/run/run")
             expect(last_step(page)).to_have_text("0 to 9")
             expect(page.locator("#live")).to_have_text("Live")

@@ -43,9 +43,7 @@ def served(folder: Path, *, port: int = 0, poll_seconds: float = 0.3) -> Iterato
     from plimsoll.report.live.server.app import app
     from plimsoll.report.live.server.uvicorn_loop import PageServer
 
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
+    listener = _bound(port)
     listener.listen(64)
     port = listener.getsockname()[1]
     made = app(folder, hosts=(f"127.0.0.1:{port}",), poll_seconds=poll_seconds)
@@ -60,6 +58,22 @@ def served(folder: Path, *, port: int = 0, poll_seconds: float = 0.3) -> Iterato
         thread.join(HANG_SECONDS)
         listener.close()
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def kept(port: int) -> Iterator[None]:
+    """Keeps a served port from other programs, also while no server is there, until the end of the block."""
+    with _bound(port):
+        yield
+
+
+def _bound(port: int) -> socket.socket:
+    bound = socket.socket()
+    for option in ("SO_REUSEADDR", "SO_REUSEPORT"):
+        if hasattr(socket, option):
+            bound.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
+    bound.bind(("127.0.0.1", port))
+    return bound
 
 
 def write_steps(writer: RunWriter, story: Story, first: int, last: int) -> None:
