@@ -304,6 +304,38 @@ def test_a_signal_that_is_ignored_stays_ignored(
         whole(tmp_path / str(number))
 
 
+def test_parts_that_are_being_merged_when_a_signal_comes_are_waited_for(
+    tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the folder would be given back meanwhile."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _, watch = watched(tmp_path / "run")
+    worker, waited, closed = watch._session.writer._worker, threading.Event(), list[bool]()
+    watch.flush()
+
+    class Merging(threading.Thread):
+        def run(self) -> None:
+            wait_until(lambda: waited.is_set() or worker._last.done.is_set())
+            with pytest.raises(ArgumentError, match="expected no other writer"):
+                lock.Lock(tmp_path / "run", 0)
+            closed.append(Run(tmp_path / "run").closed)
+
+        def join(self, timeout: float | None = None) -> None:
+            waited.set()
+            super().join(timeout)
+
+    monkeypatch.setattr("plimsoll.runs.writing.worker._HURRIED_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(signal_deferral, "SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(lock, "_READ_SECONDS", 0.0)  # its own writer waits for this thread
+    worker._flusher._compacting = Merging()
+    worker._flusher._compacting.start()
+    raised_while_settling(signal.SIGINT, watch, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        watch.close()
+    assert closed == [False]
+    whole(tmp_path / "run")
+
+
 class Disk:
     """A disk that takes no file until it is let go."""
 

@@ -310,9 +310,13 @@ class PartFlusher:
 
     def compact_all(self) -> None:
         """Compact the remaining parts at the end."""
-        if self._compacting is not None:
-            self._compacting.join()
+        self.wait_for_compaction(None)
         self._compact_now(closing=True)
+
+    def wait_for_compaction(self, seconds: float | None) -> None:
+        """Wait for parts that are being merged, at most so many seconds. None: no limit."""
+        if self._compacting is not None:
+            self._compacting.join(seconds)
 
     def close(self, series: Sequence[Series]) -> None:
         """Write the end into the manifest, and release the folder."""

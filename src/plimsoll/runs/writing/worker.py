@@ -20,6 +20,9 @@ _OPEN_STEPS = 8  # steps whose last batch has not come; beyond this the oldest i
 # A sample larger than the queue would otherwise push out the loss with it.
 _NUMBERS_BYTES = 64 << 20  # of numbers and events that wait: room of their own, so that no spectra push them out
 _IDLE_SECONDS = 15.0  # how often the lock is renewed while nothing is written
+# For parts that are being merged when a signal has come. Else the folder would be given back meanwhile, and Python,
+# which ends the thread with itself, could abort within pyarrow.
+_HURRIED_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +287,9 @@ class Worker:
                 self._complete(step)
             self._write_all()  # before all that may take long
             self._feed.end()
-            if not signal_deferral.is_hurried():
+            if signal_deferral.is_hurried():
+                self._flusher.wait_for_compaction(_HURRIED_SECONDS)
+            else:
                 self._flusher.compact_all()
             self._feed.close()
             self._write_all()
