@@ -153,6 +153,30 @@ def test_curves_of_a_softmax_reach_its_limits() -> None:
     assert log_variance(np.array([7.0]), 150.0)[0] == pytest.approx(one.mean(), abs=bound)
 
 
+@each("mult", [60.0, 1e3, 1e9])
+def test_moments_keep_to_those_of_the_two_largest_values_as_weights_get_sharp(mult: float) -> None:
+    # Both are integrals over the gap of the two largest, whose density falls from `at_zero` with a slope of order one.
+    x = np.linspace(-9, 9, 2001)
+    for length in (2, 9):
+        density = length * (length - 1) * np.exp(-(x**2)) / (2 * math.pi) * special.ndtr(x) ** (length - 2)
+        at_zero, found = float(density.sum() * (x[1] - x[0])), moments(length, mult)
+        assert found.slope == pytest.approx(at_zero / (3 * mult), rel=3 / mult + 1e-5)
+        assert 1 - found.squares == pytest.approx(at_zero / mult, rel=3 / mult + 1e-5, abs=4e-6)
+    spread, slope, variance = softmax_curves(mult)
+    assert along(slope, 2) == pytest.approx(moments(2, mult).slope, rel=1e-3)
+    assert along(spread, 2) == pytest.approx(moments(2, mult).spread, rel=1e-3)
+    assert along(variance, 2) * 2 == pytest.approx(mult**2 * (1 - 1 / math.pi), rel=1 / mult + 1e-6)
+
+
+@each("mult", [1e3, 1e6, 2.0**32])
+def test_slopes_of_steep_functions_are_those_of_their_steps(mult: float) -> None:
+    at_zero = mult / math.sqrt(2 * math.pi)
+    assert nonlinear("tanh", mult).inputs[0] == pytest.approx((at_zero * 4 / 3) ** -0.5, rel=1e-5)
+    assert nonlinear("sigmoid", mult).inputs[0] == pytest.approx((at_zero / 6) ** -0.5, rel=1e-5)
+    for name in ("gelu", "gelu_tanh", "silu"):
+        assert nonlinear(name, mult).inputs[0] * mult == pytest.approx(math.sqrt(2), rel=3 / mult + 1e-5)
+
+
 def test_curves_of_attention_are_means_over_queries_and_rows() -> None:
     width, length = 16, 12
     lengths = np.sqrt(np.random.default_rng(2).chisquare(width, 400) / width)

@@ -206,10 +206,14 @@ Reals = NDArray[np.float64]
 # digits.
 _X = np.linspace(-12.0, 12.0, 16_001)
 _DENSITY = np.exp(-(_X**2) / 2) / math.sqrt(2 * math.pi) * (_X[1] - _X[0])
+# As many, dense around 0: there the slopes of f(m x) are no wider than 1 / m.
+_U = np.linspace(-22.0, 22.0, 16_001)
+_DENSE = 12 * np.sinh(_U) / math.sinh(22)
+_DENSE_DENSITY = np.exp(-(_DENSE**2) / 2) / math.sqrt(2 * math.pi) * 12 * np.cosh(_U) / math.sinh(22) * (_U[1] - _U[0])
 
 
 def _erf(x: Reals) -> Reals:
-    return np.array([math.erf(value) for value in x])
+    return np.vectorize(math.erf)(x)
 
 
 def _gelu(x: Reals) -> tuple[Reals, Reals]:
@@ -257,9 +261,9 @@ def nonlinear(name: str, mult: float = 1.0) -> Factors:
     """
     if name == "relu":
         return Factors(output=RELU.output / mult, inputs=(RELU.inputs[0] / mult,))
-    value, slope = _FUNCTIONS[name](mult * _X)
-    mean = float(value @ _DENSITY)
-    variance, squared = float((value - mean) ** 2 @ _DENSITY), float((mult * slope) ** 2 @ _DENSITY)
+    value, slope = _FUNCTIONS[name](mult * _DENSE)
+    mean = float(value @ _DENSE_DENSITY)
+    variance, squared = (float(terms @ _DENSE_DENSITY) for terms in ((value - mean) ** 2, (mult * slope) ** 2))
     return Factors(output=variance**-0.5, inputs=(squared**-0.5,))
 
 
@@ -284,8 +288,8 @@ def off_centre(name: str, mean: float = 0.0) -> tuple[Factors, float]:
 @functools.cache
 def gated(name: str, mult: float = 1.0) -> Factors:
     """Return the factors of ``x * f(mult * g)``: output, gradients of x and g."""
-    value, slope = _FUNCTIONS[name](mult * _X)
-    squared, steep = float(value**2 @ _DENSITY), float((mult * slope) ** 2 @ _DENSITY)
+    value, slope = _FUNCTIONS[name](mult * _DENSE)
+    squared, steep = (float(terms @ _DENSE_DENSITY) for terms in (value**2, (mult * slope) ** 2))
     return Factors(output=squared**-0.5, inputs=(squared**-0.5, steep**-0.5))
 
 
@@ -314,6 +318,8 @@ _DEGREE = 10
 _FACTORIALS = (1.0, 1.0, 1.0, 2.0, 6.0)
 _GRID = np.linspace(-10.0, 10.0, 321)
 _GRID_DENSITY = np.exp(-(_GRID**2) / 2) / math.sqrt(2 * math.pi) * (_GRID[1] - _GRID[0])
+_SHARP, _SHARPEST = 8.0, 2.0**20  # multipliers above which the integrals are taken otherwise, or extrapolated
+_BUMP = np.linspace(-42.0, 4.0, 185)  # where exp(j v - exp(v)) is no rounding error
 _LENGTHS = np.unique(np.round(np.geomspace(2, LONGEST, 33)))
 
 
@@ -332,17 +338,18 @@ def moments(length: int, mult: float) -> Moments:
     >>> round(moments(2, 1.0).squares, 4), round(moments(65536, 1.0).squares * 65536, 3)  # e for many
     (0.6368, 2.718)
     """
-    squares, cubes, pairs = (float(v[0]) for v in _integrals(np.array([float(length)]), mult))
-    return Moments(squares=squares, spread=squares - 1 / length, slope=squares - 2 * cubes + pairs)
+    squares, slope = (float(v[0]) for v in _integrals(np.array([float(length)]), mult))
+    return Moments(squares=squares, spread=squares - 1 / length, slope=slope)
 
 
 def log_variance(lengths: Reals, mult: float) -> Reals:
     """Return the variance of ``log p_i`` about its mean, at each length."""
     # The variance is `m^2 (1 - 2/n)` plus the variance of `log Z`. For an exponential variable T, `P(log T - log Z >
     # u)` is `phi_0(e^u)^n`, and log T alone has a variance of pi^2 / 6.
-    log_t = np.linspace(-10 * mult - math.log(float(lengths[-1])) - 30, 10 * mult + 5, 1200 + math.ceil(300 * mult))
+    points = 1200 + math.ceil(300 * min(mult, _SHARP))
+    log_t = np.linspace(-10 * mult - math.log(float(lengths[-1])) - 30, 10 * mult + 5, points)
     step = log_t[1] - log_t[0]
-    phi = np.exp(-np.exp(np.minimum(log_t[:, None] + mult * _GRID, 14.0))) @ _GRID_DENSITY
+    (phi,) = _phi(log_t, mult, 0)
     survival = np.exp(lengths[:, None] * np.log(np.maximum(phi, 1e-300)))
     ends = step * (survival[:, 0] + survival[:, -1]) / 2
     first = survival.sum(1) * step - ends
@@ -356,10 +363,10 @@ def softmax_curves(mult: float) -> tuple[Curve, Curve, Curve]:
     """Return the curves of `spread`, `slope` and a logarithm's variance."""
     # Towards 0 the variances are proportional to the multiplier's square, and get lost in the integrals' rounding.
     least = max(mult, 2.0**-8)
-    squares, cubes, pairs = _integrals(_LENGTHS, least)
+    squares, slope = _integrals(_LENGTHS, least)
     return (
         _fitted((squares - 1 / _LENGTHS) * (mult / least) ** 2),
-        _fitted(squares - 2 * cubes + pairs),
+        _fitted(slope),
         _fitted(log_variance(_LENGTHS, least) / _LENGTHS * (mult / least) ** 2),
     )
 
@@ -378,8 +385,7 @@ def attention_curves(mult: float, width: int, causal: bool) -> Attention:
     for length, weight in _lengths_of_normal_vectors(width):
         # The moments are those of the sum of squared weights, of the slope, and of the slope weighted by a query's
         # squared length, since long queries have sharper weights.
-        squares, cubes, pairs = _integrals(_LENGTHS, mult * length)
-        slope = squares - 2 * cubes + pairs
+        squares, slope = _integrals(_LENGTHS, mult * length)
         totals += weight * np.stack([squares, slope, slope * length**2])
     if causal:
         first = (1.0, 0.0, 0.0)  # of a row with one key
@@ -395,20 +401,35 @@ def along(curve: Curve, length: float) -> float:
     return math.e**power / length
 
 
-def _integrals(lengths: Reals, mult: float) -> tuple[Reals, Reals, Reals]:
-    """Return the means of ``sum p^2``, ``sum p^3`` and ``(sum p^2)^2``."""
-    log_t = np.linspace(-10 * mult - math.log(float(lengths[-1])) - 9, 10 * mult + 5, 40 * math.ceil(10 + 2.5 * mult))
+def _integrals(lengths: Reals, mult: float) -> tuple[Reals, Reals]:
+    """Return the means of ``sum p^2``, and of the slope: ``sum p^2 - 2 sum p^3 + (sum p^2)^2``."""
+    # Far up one probability is 1. The slope falls as 1 / mult, and gets lost in the difference.
+    at = min(mult, _SHARPEST)
+    points = 40 * math.ceil(10 + 2.5 * min(at, _SHARP))
+    log_t = np.linspace(-10 * at - math.log(float(lengths[-1])) - 9, 10 * at + 5, points)
     width = log_t[1] - log_t[0]
-    product = np.exp(np.minimum(log_t[:, None] + mult * _GRID, 14.0))  # from there on the kernel is 0; avoids overflow
-    kernel = np.exp(-product) * _GRID_DENSITY
-    # phi_j times t^j, so that neither becomes too large.
-    phi = [kernel.sum(1)] + [np.einsum("tx,tx->t", kernel, product**j) for j in (2, 3, 4)]
+    phi = _phi(log_t, at, 0, 2, 3, 4)
     log_rest = np.log(np.maximum(phi[0], 1e-300))
     n = lengths[:, None]
     others, without_pair = np.exp((n - 1) * log_rest), np.exp((n - 2) * log_rest)
     sums = [lengths * (others @ phi[j - 1]) * width / _FACTORIALS[j] for j in (2, 3, 4)]
     pairs = lengths * (lengths - 1) * (without_pair @ phi[1] ** 2) * width / _FACTORIALS[4]
-    return sums[0], sums[1], sums[2] + pairs
+    return sums[0], (sums[0] - 2 * sums[1] + sums[2] + pairs) * (at / mult)
+
+
+def _phi(log_t: Reals, mult: float, *powers: int) -> list[Reals]:
+    """Return ``phi_j(t) t^j``, where no factor becomes too large, for these j."""
+    if mult <= _SHARP:
+        product = np.exp(np.minimum(log_t[:, None] + mult * _GRID, 14.0))  # from there on the kernel is 0
+        kernel = np.exp(-product) * _GRID_DENSITY
+        return [np.einsum("tx,tx->t", kernel, product**j) for j in powers]
+    # As functions of x the kernels get steeper than the grid. Of ``v = m x + log t`` they are the same for every m, and
+    # the density is a wide one. The step `phi_0` is integrated by parts.
+    x = (_BUMP - log_t[:, None]) / mult
+    density = np.exp(-(x**2) / 2) / (math.sqrt(2 * math.pi) * mult)
+    below = (1 + _erf(x / math.sqrt(2))) / 2
+    step = _BUMP[1] - _BUMP[0]
+    return [(density if j else below) @ np.exp(max(j, 1) * _BUMP - np.exp(_BUMP)) * step for j in powers]
 
 
 def _lengths_of_normal_vectors(width: int) -> list[tuple[float, float]]:

@@ -32,8 +32,8 @@ def gelu(
     Args:
         input: Floating-point tensor.
         approximate: `"none"` or `"tanh"`, as in torch. Default: `"none"`.
-        mult: Multiplies the input first. Must be above 0. With a small one the function is nearly linear, with a large
-            one nearly a ReLU. Default: 1.
+        mult: Multiplies the input first. From 2**-32 to 2**32. With a small one the function is nearly linear, with a
+            large one nearly a ReLU. Default: 1.
         constraint: How the two factors become one. None leaves each ideal. Default: `"gmean"`.
 
     Raises:
@@ -96,7 +96,7 @@ def silu_glu(
     Args:
         input: Floating-point tensor that passes the gate.
         gate: Floating-point tensor of the same shape.
-        mult: Multiplies the gate first. Must be above 0. Default: 1.
+        mult: Multiplies the gate first. From 2**-32 to 2**32. Default: 1.
         constraint: How the three factors become one. None leaves each ideal. Default: `"gmean"`.
 
     Raises:
