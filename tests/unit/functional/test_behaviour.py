@@ -323,10 +323,29 @@ def test_other_constraints_are_refused(name: str) -> None:
 
 
 X = torch.ones(2, 4)
+IMAGE, KERNEL = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3)
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: U.gelu(X, "erf"), "gelu: expected approximate to be 'none' or 'tanh'; got approximate='erf'"),
     (lambda: U.gelu(X, mult=0.0), "gelu: expected mult to be a finite number above 0; got 0.0 (float)"),
     (lambda: U.silu(X, mult=float("inf")), "silu: expected mult to be a finite number above 0; got inf"),
+    (lambda: U.tanh(X, mult=1e300), "got 1e+300 (float). Use one from 2**-32 to 2**32; 1.0 leaves the input as it is."),
+    (lambda: U.tanh(X, mult=1e-300), "tanh: expected mult to be a finite number above 0; got 1e-300"),
+    (
+        lambda: U.conv1d(torch.ones(5), KERNEL[0]),
+        "conv1d: expected an input of 2 or 3 dimensions, and a weight of 3; got",
+    ),
+    (lambda: U.conv2d(IMAGE, torch.ones(4)), "and a weight of 4; got shapes (2, 3, 8, 8) and (4,)"),
+    (lambda: U.conv2d(IMAGE, KERNEL, groups=0), "conv2d: expected groups to be a whole number above 0; got groups=0"),
+    (lambda: U.conv2d(IMAGE, KERNEL, stride=0), "conv2d: expected stride to be one or 2 whole numbers above 0"),
+    (lambda: U.conv2d(IMAGE, KERNEL, dilation=(1, 1, 1)), "conv2d: expected dilation to be one or 2 whole numbers"),
+    (
+        lambda: U.conv2d(IMAGE, KERNEL, padding=(1, 1, 1)),
+        "conv2d: expected padding to be one number or 2; got (1, 1, 1)",
+    ),
+    (lambda: U.conv_transpose2d(IMAGE, KERNEL, groups=0), "conv_transpose2d: expected groups to be a whole number"),
+    (lambda: U.avg_pool2d(IMAGE, "a"), "avg_pool2d: expected kernel_size to be one or 2 whole numbers above 0"),
+    (lambda: U.max_pool2d(IMAGE, 2, (1, 2, 3)), "above 0; got stride=(1, 2, 3). Use 2, for example."),
+    (lambda: U.adaptive_avg_pool2d(IMAGE, (2, 2, 2)), "adaptive_avg_pool2d: expected output_size to be one or 2 whole"),
     (lambda: U.softmax(X, -1, mult=True), "softmax: expected mult to be a finite number above 0; got True (bool)"),
     (
         lambda: U.cross_entropy(X, X, mult=-1),
@@ -458,3 +477,10 @@ def test_a_multiplier_may_be_a_symbol() -> None:
     x = torch.randn(3, 5)
     for mult in (1.0, 0.5, 2.0):
         torch.testing.assert_close(compiled(x, mult), U.gelu(x, mult=mult))
+
+
+@each("pool", [U.avg_pool2d, U.max_pool2d])
+def test_an_empty_stride_of_a_pool_is_its_window_as_in_torch(pool: Callable[..., torch.Tensor]) -> None:
+    expected = pool(IMAGE, 2, constraint="to_grad_input_scale")
+    for stride in ((), []):
+        assert torch.equal(pool(IMAGE, 2, stride, constraint="to_grad_input_scale"), expected)

@@ -46,7 +46,7 @@ def softmax(
         input: Floating-point tensor.
         dim: Dimension along which the probabilities are normalized.
         dtype: Dtype of the computation and of the result, as in torch. Default: that of the input.
-        mult: Multiplies the input first. Must be above 0. A large one gives sharper weights. Default: 1.
+        mult: Multiplies the input first. From 2**-32 to 2**32. A large one gives sharper weights. Default: 1.
         constraint: How the two factors become one. None leaves each ideal. Default: `"gmean"`.
 
     Raises:
@@ -55,7 +55,7 @@ def softmax(
     """
     check_floating("softmax", input=input)
     mult = check_mult("softmax", mult)
-    length = input.shape[dim] if input.dim() else 1
+    length = input.size(dim) if input.dim() else 1
     ideal = _NO_FACTORS
     if length > 1:
         spread, slope, _ = (along(curve, length) for curve in softmax_curves(mult))
@@ -82,7 +82,7 @@ def log_softmax(
     """
     check_floating("log_softmax", input=input)
     mult = check_mult("log_softmax", mult)
-    length = input.shape[dim] if input.dim() else 1
+    length = input.size(dim) if input.dim() else 1
     ideal = _NO_FACTORS
     if length > 1:
         spread, _, variance = (along(curve, length) for curve in softmax_curves(mult))
@@ -124,7 +124,7 @@ def scaled_dot_product_attention(
         is_causal: Whether a query attends only to keys up to its own position. Default: False.
         scale: Multiplies the products of queries and keys. Not 0. Default: width ** -1/2.
         enable_gqa: Whether several heads of the query share one head of key and value. Default: False.
-        mult: Multiplies the products too. Must be above 0. Default: 1.
+        mult: Multiplies the products too. From 2**-32 to 2**32. Default: 1.
         constraint: How the four factors become one. None leaves each ideal. Default: `"gmean"`.
         factors: Custom factors of the output and the three inputs. They replace the ideal ones and the constraint.
 
@@ -138,7 +138,7 @@ def scaled_dot_product_attention(
     check_probability(operation, dropout_p)
     mult = check_mult(operation, mult)
     # A plain number under a compiler too: the width of a head never changes, and the curves below need it.
-    width = operator.index(query.shape[-1])
+    width = operator.index(query.size(-1))
     score = mult * (math.copysign(scale, scale) if scale is not None else max(width, 1) ** -0.5)
     if not 0 < abs(score) < math.inf:
         raise ArgumentError(
@@ -159,8 +159,8 @@ def scaled_dot_product_attention(
 
 
 def _attention_factors(q: Tensor, k: Tensor, v: Tensor, score: float, dropout: float, causal: bool) -> Factors:
-    width, keys, keep = operator.index(q.shape[-1]), k.shape[-2], 1 - dropout
-    rows_per_key = (q.numel() * v.shape[-1]) / (v.numel() * width) if q.numel() and v.numel() else 1.0
+    width, keys, keep = operator.index(q.shape[-1]), k.size(-2), 1 - dropout
+    rows_per_key = (q.numel() * v.size(-1)) / (v.numel() * width) if q.numel() and v.numel() else 1.0
     if keys < 2 or not width or not keep:  # a single weight is always 1, so queries and keys get no gradient
         return Factors(output=1.0, inputs=(1.0, 1.0, rows_per_key**-0.5))
     curves = attention_curves(abs(score) * math.sqrt(width), width, causal)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from types import NoneType
 from typing import Any, cast
 
 from torch import Tensor
@@ -39,7 +40,7 @@ def avg_pool1d(
         ArgumentError: The constraint is unknown.
         UnsupportedTensorError: The tensor is not floating point.
     """
-    ideal = _average(kernel_size, stride, 1)
+    ideal = _average("avg_pool1d", kernel_size, stride, 1)
     settings = (kernel_size, kernel_size if stride is None else stride, padding, ceil_mode, count_include_pad)
     return apply_checked("avg_pool1d", F.avg_pool1d, ideal, constraint, *settings, input=input)
 
@@ -65,7 +66,7 @@ def avg_pool2d(
             f"avg_pool2d: expected no divisor_override, since the result is at unit scale whatever divides; got "
             f"{divisor_override}. Leave it out."
         )
-    ideal = _average(kernel_size, stride, 2)
+    ideal = _average("avg_pool2d", kernel_size, stride, 2)
     settings = (kernel_size, stride, padding, ceil_mode, count_include_pad)
     return apply_checked("avg_pool2d", F.avg_pool2d, ideal, constraint, *settings, input=input)
 
@@ -83,9 +84,11 @@ def adaptive_avg_pool2d(
     """
     # Before anything is read from the shape, which what is no tensor does not have.
     check_floating("adaptive_avg_pool2d", input=input)
-    height, width = input.shape[-2:]
-    sizes = zip(per_dimension(output_size, 2), (height, width), strict=True)
-    rows, columns = (own if size is None else size for size, own in sizes)
+    height, width = input.size(-2), input.size(-1)
+    sizes = per_dimension(output_size, 2)
+    if len(sizes) != 2 or 0 not in sizes:  # which divides nothing
+        _check_sizes("adaptive_avg_pool2d", 2, output_size=tuple(1 if size is None else size for size in sizes))
+    rows, columns = (own if size is None else size for size, own in zip(sizes, (height, width), strict=True))
     if not rows or not columns or height % rows or width % columns:
         raise ArgumentError(
             f"adaptive_avg_pool2d: expected output_size to divide the input's {height} x {width}; got {rows} x "
@@ -115,7 +118,7 @@ def max_pool1d(
         ArgumentError: The constraint is unknown.
         UnsupportedTensorError: The tensor is not floating point.
     """
-    ideal = _maximum(kernel_size, stride, 1)
+    ideal = _maximum("max_pool1d", kernel_size, stride, 1)
     settings = (kernel_size, stride, padding, dilation, ceil_mode)
     return apply_checked("max_pool1d", F.max_pool1d, ideal, constraint, *settings, input=input)
 
@@ -131,25 +134,38 @@ def max_pool2d(
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
     """Return `torch.nn.functional.max_pool2d`, as `max_pool1d` for k an area."""
-    ideal = _maximum(kernel_size, stride, 2)
+    ideal = _maximum("max_pool2d", kernel_size, stride, 2)
     settings = (kernel_size, stride, padding, dilation, ceil_mode)
     return apply_checked("max_pool2d", F.max_pool2d, ideal, constraint, *settings, input=input)
 
 
-def _average(kernel: Sizes, stride: Sizes | None, dims: int) -> Factors:
-    window, step = _areas(kernel, stride, dims)
-    return formulas.average_pool(window, step)
+def _average(operation: str, kernel: Sizes, stride: Sizes | None, dims: int) -> Factors:
+    return formulas.average_pool(*_areas(operation, kernel, stride, dims))
 
 
-def _maximum(kernel: Sizes, stride: Sizes | None, dims: int) -> Factors:
-    window, step = _areas(kernel, stride, dims)
+def _maximum(operation: str, kernel: Sizes, stride: Sizes | None, dims: int) -> Factors:
+    window, step = _areas(operation, kernel, stride, dims)
     return formulas.maximum_pool(largest(window), step)
 
 
-def _areas(kernel: Sizes, stride: Sizes | None, dims: int) -> tuple[int, int]:
+def _areas(operation: str, kernel: Sizes, stride: Sizes | None, dims: int) -> tuple[int, int]:
     """Return the number of values in a window, and in a step (default: a window)."""
-    window = math.prod(per_dimension(kernel, dims))
-    return window, window if stride is None else math.prod(per_dimension(stride, dims))
+    # As in torch, an empty stride is the window's.
+    step = kernel if stride is None or stride in ((), []) else stride
+    _check_sizes(operation, dims, kernel_size=kernel, stride=step)
+    return math.prod(per_dimension(kernel, dims)), math.prod(per_dimension(step, dims))
+
+
+def _check_sizes(operation: str, dims: int, **sizes: Any) -> None:
+    """Raise an error unless these are whole numbers above zero, one or one for each dimension."""
+    for name, value in sizes.items():
+        each = per_dimension(value, dims)
+        # A size may be a compiler's symbol.
+        if len(each) != dims or any(isinstance(n, (str, bool, float, NoneType)) or not n > 0 for n in each):
+            many = "a whole number" if dims == 1 else f"one or {dims} whole numbers"
+            raise ArgumentError(
+                f"{operation}: expected {name} to be {many} above 0; got {name}={value!r}. Use 2, for example."
+            )
 
 
 def per_dimension(sizes: Any, dims: int) -> tuple[Any, ...]:
@@ -184,7 +200,7 @@ def conv1d(
         ArgumentError: `constraint` or `factors` is not allowed.
         UnsupportedTensorError: A tensor is not floating point.
     """
-    return _convolution("conv1d", F.conv1d, input, weight, bias, stride, padding, dilation, groups, constraint, factors)
+    return _convolution(1, F.conv1d, input, weight, bias, stride, padding, dilation, groups, constraint, factors)
 
 
 def conv2d(
@@ -203,7 +219,7 @@ def conv2d(
 
     As `conv1d`, with both dimensions of kernel and stride.
     """
-    return _convolution("conv2d", F.conv2d, input, weight, bias, stride, padding, dilation, groups, constraint, factors)
+    return _convolution(2, F.conv2d, input, weight, bias, stride, padding, dilation, groups, constraint, factors)
 
 
 def conv_transpose2d(
@@ -224,7 +240,7 @@ def conv_transpose2d(
     It is `conv2d` with its two directions exchanged. An output value sums over kernel / stride positions on average. If
     the stride does not divide the kernel's size, some values sum over more of them than others.
     """
-    check_floating("conv_transpose2d", input=input, weight=weight, bias=bias)
+    _check_convolution("conv_transpose2d", 2, input, weight, bias, groups, stride=stride, dilation=dilation)
     kernel, steps = math.prod(weight.shape[2:]), math.prod(_spread(stride, weight))
     fan_in, fan_out = weight.shape[0] // groups * kernel, weight.shape[1] * kernel
     ideal = Factors(output=root(fan_in / steps), inputs=(root(fan_out),))
@@ -236,7 +252,7 @@ def conv_transpose2d(
 
 
 def _convolution(
-    operation: str,
+    dims: int,
     function: Callable[..., Tensor],
     x: Tensor,
     weight: Tensor,
@@ -248,7 +264,12 @@ def _convolution(
     constraint: Constraint | None,
     factors: Factors | None,
 ) -> Tensor:
-    check_floating(operation, input=x, weight=weight, bias=bias)
+    operation = f"conv{dims}d"
+    _check_convolution(operation, dims, x, weight, bias, groups, stride=stride, dilation=dilation)
+    if not isinstance(padding, str) and len(per_dimension(padding, dims)) != dims:
+        raise ArgumentError(
+            f"{operation}: expected padding to be one number or {dims}; got {padding!r}. Use 0 for none."
+        )
     kernel = math.prod(weight.shape[2:])
     fan_in, fan_out = weight.shape[1] * kernel, weight.shape[0] // groups * kernel
     ideal = formulas.convolution(fan_in, fan_out, math.prod(_spread(stride, weight)))
@@ -256,6 +277,20 @@ def _convolution(
     positions = _positions(x, _output_sizes(x, weight, stride, padding, dilation))
     settings = (stride, padding, dilation, groups)
     return _convolved(function, x, weight, bias, settings, factors, positions, positions)
+
+
+def _check_convolution(
+    operation: str, dims: int, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, **sizes: Sizes
+) -> None:
+    """Raise an error for what has no factors. Torch compares the channels."""
+    check_floating(operation, input=x, weight=weight, bias=bias)
+    _check_sizes(operation, dims, **sizes)
+    _check_sizes(operation, 1, groups=groups)
+    if x.dim() not in (dims + 1, dims + 2) or weight.dim() != dims + 2:
+        raise ArgumentError(
+            f"{operation}: expected an input of {dims + 1} or {dims + 2} dimensions, and a weight of {dims + 2}; got "
+            f"shapes {tuple(x.shape)} and {tuple(weight.shape)}. Add dimensions with unsqueeze."
+        )
 
 
 # A value sums over the input channels of its group and the kernel, a gradient over the output channels and the kernel.

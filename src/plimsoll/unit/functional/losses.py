@@ -36,7 +36,7 @@ def cross_entropy(
         ignore_index: Target whose rows do not count. Default: -100.
         reduction: `"mean"`, `"sum"` or `"none"`. The gradient is the same with all three. Default: `"mean"`.
         label_smoothing: Share of a target that goes to all classes. Default: 0.
-        mult: Multiplies the logits first. Must be above 0. It is one over a temperature. Default: 1.
+        mult: Multiplies the logits first. From 2**-32 to 2**32. It is one over a temperature. Default: 1.
 
     Raises:
         ArgumentError: `reduction` or `mult` is not allowed.
@@ -153,4 +153,4 @@ def _counted(losses: Tensor, target: Tensor, weight: Tensor | None, ignored: int
 
 
 def _classes(x: Tensor) -> int:
-    return x.shape[1] if x.dim() > 1 else x.shape[0]
+    return x.shape[1] if x.dim() > 1 else x.size(0)

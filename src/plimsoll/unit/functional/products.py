@@ -245,7 +245,7 @@ def embedding(
         # Before the table is scaled: the scaled one is a view, which autograd forbids to change in place.
         with torch.no_grad():
             torch.embedding_renorm_(weight, input.contiguous(), max_norm, norm_type)
-    weight = multiplied(weight, 1.0, formulas.embedding(weight.shape[0], input.numel()))
+    weight = multiplied(weight, 1.0, formulas.embedding(weight.size(0), input.numel()))
     return F.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
 
 
@@ -259,11 +259,11 @@ def _linear(
     formula: Callable[[int, int], Factors],
 ) -> Tensor:
     check_floating(operation, input=x, weight=weight, bias=bias)
-    fan_out, fan_in = weight.shape[-2:] if weight.dim() > 1 else (1, weight.shape[-1])
+    fan_out, fan_in = weight.shape[-2:] if weight.dim() > 1 else (1, weight.size(-1))
     factors = resolve_factors(operation, constraint, factors, formula(fan_in, fan_out))
     weight_factor = factors.weight
     if weight_factor is None:
-        weight_factor = root(x.numel() // max(x.shape[-1], 1)) if x.numel() else 1.0
+        weight_factor = root(x.numel() // max(x.size(-1), 1)) if x.numel() else 1.0
     weight = multiplied(weight, 1.0, weight_factor / factors.moment)
     bias = None if bias is None else multiplied(bias, 1.0, weight_factor)
     out = F.linear(multiplied(x, 1.0, factors.inputs[0]), weight, bias)
