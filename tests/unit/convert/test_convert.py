@@ -104,6 +104,35 @@ def test_modules_and_parameters_may_have_any_name() -> None:
     torch.testing.assert_close(pl.unit.fold(converted)(x), y)
 
 
+@each("name", ["recipe", "signature", "_code", "_coverage", "_draws", "_names", "_seed", "_all_draws", "_kept"])
+def test_a_module_or_parameter_may_be_named_like_what_a_converted_model_keeps(name: str) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter(name, nn.Parameter(torch.ones(8, 8)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ getattr(self, name)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module(name, Inner())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(getattr(self, name)(x))
+
+    x = torch.randn(4, 8)
+    converted = pl.unit.convert(Outer(), x, seed=0).eval()
+    y = converted(x)
+    assert list(converted.state_dict()) == [f"{name}.{name}"] and converted.coverage == []
+    converted.reset_parameters()
+    assert torch.equal(pickle.loads(pickle.dumps(converted))(x), y)
+    folded = pl.unit.fold(converted)
+    torch.testing.assert_close(folded(x), y)
+    assert torch.equal(copy.deepcopy(folded)(x), folded(x)) and isinstance(folded.kept, list)
+
+
 def test_a_converted_model_trains(gpt: nn.Module) -> None:
     for optimizer in (lambda m: pl.unit.optim.AdamW(m, lr=0.5), lambda m: torch.optim.AdamW(m.parameters(), lr=0.05)):
         model = copy.deepcopy(gpt)

@@ -97,7 +97,8 @@ class Code:
 class Part(nn.Module):
     """Module of a converted model: the original's state, with generated code.
 
-    Its inputs and outputs are the values that cross its border in the graph, in the order of their first use.
+    Its inputs and outputs are the values that cross its border in the graph, in the order of their first use. The
+    original may have modules and parameters with the names of its own attributes. So those are set by `vars`.
     """
 
     _code: Code
@@ -149,14 +150,14 @@ class Converted(Part):
         seed: int | None,
     ) -> None:
         """Set the recipe, the signature, and the draws of all parameters."""
-        self.recipe, self.signature, self._coverage = recipe, signature, list(skipped)
-        self._all_draws, self._seed = dict(parameters), seed
+        own = {"recipe": recipe, "signature": signature, "_coverage": list(skipped), "_all_draws": dict(parameters)}
+        vars(self).update(own)
         for path, module in named_modules(self):
             _tag(module, path, parameters)
             if isinstance(module, Part):
                 inside = {name: f"{path}.{name}" if path else name for name in module._parameters}  # noqa: SLF001
-                module._draws = {name: parameters[full] for name, full in inside.items() if full in parameters}  # noqa: SLF001
-                module._names, module._seed = inside, seed  # noqa: SLF001
+                draws = {name: parameters[full] for name, full in inside.items() if full in parameters}
+                vars(module).update(_draws=draws, _names=inside, _seed=seed)
 
     @property
     def coverage(self) -> list[SkippedOperation]:
@@ -186,7 +187,7 @@ class Folded(Part):
 
     def note(self, remaining: Sequence[RemainingFactor]) -> None:
         """Set the multiplications that remain."""
-        self._kept = list(remaining)
+        vars(self).update(_kept=list(remaining))
 
     def train(self, mode: bool = True) -> Self:
         """Raise an error for training mode: the gradients' factors are gone.

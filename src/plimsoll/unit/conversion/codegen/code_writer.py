@@ -29,7 +29,7 @@ from plimsoll.unit.conversion.codegen.steps import (
     size_text,
     tensors_in,
 )
-from plimsoll.unit.conversion.converted_modules import Converted, Folded
+from plimsoll.unit.conversion.converted_modules import Converted, Folded, Part
 
 # -- tree of the calls in a recipe -------------------------------------------------------------------------------------
 
@@ -341,7 +341,8 @@ def _hidden(name: str) -> bool:
     return not name.isidentifier() or keyword.iskeyword(name) or name in _PART_NAMES
 
 
-_PART_NAMES = frozenset({*dir(Converted), *dir(Folded)})  # with those of every module
+# With those of every module, and with attributes that only instances have.
+_PART_NAMES = frozenset({name for kind in (Part, Converted, Folded) for name in (*dir(kind), *kind.__annotations__)})
 
 
 # Python functions of torch, not bindings, that take the operator's arguments as they are.
