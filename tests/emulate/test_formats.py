@@ -128,6 +128,23 @@ def test_what_is_added_with_factor_zero_is_not_read() -> None:
         assert torch.equal(torch.addmm(torch.full((3,), torch.nan), a, a, beta=0), q(a) @ q(a))
 
 
+@each(
+    ("name", "shapes"),
+    [
+        ("mm", [(2, 3, 4), (4, 5)]), ("mm", [(4,), (4, 5)]), ("bmm", [(3, 4), (4, 5)]), ("bmm", [(1, 3, 4), (2, 4, 5)]),
+        ("mv", [(3, 4), (4, 1)]), ("dot", [(3, 3), (3, 3)]), ("addmm", [(5,), (2, 3, 4), (4, 5)]),
+        ("addmm", [(7, 3, 5), (3, 4), (4, 5)]), ("baddbmm", [(5,), (3, 4), (4, 5)]), ("addr", [(3,), (2, 2), (3,)]),
+    ],
+)  # fmt: skip
+def test_shapes_that_torch_refuses_are_refused(name: str, shapes: list[tuple[int, ...]]) -> None:
+    inputs = [torch.ones(shape) for shape in shapes]
+    with pytest.raises((RuntimeError, IndexError)) as refused:
+        getattr(torch, name)(*inputs)
+    with pl.emulate(forward=W), pytest.raises(refused.type) as raised:
+        getattr(torch, name)(*inputs)
+    assert str(raised.value) == str(refused.value)
+
+
 def test_a_product_over_nothing_is_zero() -> None:
     x, w = torch.ones(2, 4, 0), torch.ones(3, 0)
     with pl.emulate(forward=W):

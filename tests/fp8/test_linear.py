@@ -125,6 +125,22 @@ def test_any_shape(kind: dict[str, Any], shape: tuple[int, ...]) -> None:
 
 
 @each("kind", KINDS, ids=str)
+@each("sizes", [(0, 4), (4, 0), (0, 0)], ids=str)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_of_no_inputs_or_no_outputs(kind: dict[str, Any], sizes: tuple[int, int]) -> None:
+    layer = fp8.Linear(*sizes, **kind)
+    with torch.no_grad():
+        layer.bias.fill_(0.5)
+    for shape in ((3, sizes[0]), (2, 3, sizes[0]), (0, sizes[0]), (sizes[0],)):
+        x = torch.ones(shape, requires_grad=True)
+        y = layer(x)
+        y.sum().backward()
+        assert y.shape == (*shape[:-1], sizes[1]) and x.grad is not None and x.grad.shape == x.shape
+        assert sizes[0] or torch.equal(y, torch.full_like(y, 0.5 * layer.fp8_recipe.factors.output))
+        assert torch.equal(layer(x.detach()), y)
+
+
+@each("kind", KINDS, ids=str)
 def test_layouts_in_memory_do_not_matter(kind: dict[str, Any]) -> None:
     x, gradient = torch.randn(64, 32), torch.randn(48, 32)
     results = []

@@ -1,6 +1,7 @@
 """`Linear`, with three products in FP8, and `cached_weights`, one cast a step."""
 
 import contextlib
+import math
 from collections.abc import Generator, Mapping
 from typing import Any, cast
 
@@ -181,7 +182,8 @@ class Linear(nn.Linear):
             if not all(acting):
                 return self._forward_in_part(input)
         dtype = _result_dtype(input, self.in_features, self.weight)
-        x = input.reshape(-1, self.in_features)
+        rows = -1 if self.in_features else math.prod(input.shape[:-1])  # of nothing, -1 might be any number
+        x = input.reshape(rows, self.in_features)
         recipe, training = self.fp8_recipe, torch.is_grad_enabled()
         first = self.fp8_first
         with torch.no_grad():

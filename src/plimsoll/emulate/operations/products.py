@@ -64,7 +64,7 @@ class Products:
         forms |= dict.fromkeys(("addmm", "baddbmm", "addmv"), self._add)
         forms |= {"addbmm": self._add_batches, "addr": self._add_outer}
         forms |= {"linear": self._linear, "bilinear": self._bilinear}
-        return {name: _rule(form) for name, form in forms.items()}
+        return {name: _rule(form, _DIMENSIONS.get(name)) for name, form in forms.items()}
 
     def matmul(self, a: Tensor, b: Tensor, roles: tuple[Role, Role] | None = None) -> Tensor:
         """Return `torch.matmul` of wide operands, rounded by the recipe.
@@ -122,18 +122,31 @@ def _role(x: Tensor) -> Role:
 
 def _sum(added: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
     product = product if alpha == 1 else alpha * product
-    if beta == 0:
-        return product.expand(typed("tuple[int, ...]", torch.broadcast_shapes(added.shape, product.shape)))
-    return product + (added if beta == 1 else beta * added)
+    added = added.expand(product.shape)  # torch does not expand the product
+    return product if beta == 0 else product + (added if beta == 1 else beta * added)
 
 
-def _rule(form: Any) -> thread_frame.Rule:
-    """Return the rule that computes `form` on FP32 tensors and rounds once."""
+# Dimensions that torch demands of the two operands. `_batched` would take others.
+_DIMENSIONS = {
+    "mm": (2, 2), "addmm": (2, 2), "bmm": (3, 3), "baddbmm": (3, 3), "addbmm": (3, 3), "mv": (2, 1), "addmv": (2, 1),
+    "dot": (1, 1), "vdot": (1, 1), "addr": (1, 1),
+}  # fmt: skip
+
+
+def _rule(form: Any, dimensions: tuple[int, int] | None) -> thread_frame.Rule:
+    """Return the rule that computes `form` on FP32 tensors and rounds once.
+
+    Where torch would refuse the operands' dimensions, it is left to torch.
+    """
 
     def rule(op: Any, args: Any, kwargs: Any) -> Any:
         dtype = common_dtype(args, kwargs)
         if dtype is None or "dtype" in op._overloadname:  # noqa: SLF001
             return NotImplemented
+        if dimensions is not None:
+            a, b = args[-2:]
+            if (a.dim(), b.dim()) != dimensions or (dimensions == (3, 3) and a.shape[0] != b.shape[0]):
+                return NotImplemented
         return narrow(form(*widen(args), **widen(kwargs)), dtype) if dtype.itemsize == 2 else form(*args, **kwargs)
 
     return rule
