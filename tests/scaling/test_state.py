@@ -1,10 +1,13 @@
 """Saving and taking up again: bit for bit with ours, both ways with GradScaler, and nothing lost with what is newer."""
 
 import copy
+import functools
 import io
 import math
+import operator
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import StateError
-from plimsoll.scaling import DynamicScaler, Hysteresis, SpectralScaler, StaticScaler
+from plimsoll.scaling import DynamicScaler, Hysteresis, LayerScaler, SpectralScaler, StaticScaler
 from plimsoll.scaling.state import SCHEMA
 from tests.support.cases import each
 from tests.support.scaling.steps import mlp, same_tensors, scales, take, weight
@@ -257,3 +260,52 @@ def test_a_broken_scale_is_healed_with_a_warning(
         scaler.load_state_dict(state)
     assert scaler.get_scale() == healed
     assert scaler.scale(torch.ones(1)).item() == healed
+
+
+def _edited(state: dict[str, Any], entry: str, value: object) -> dict[str, Any]:
+    edited = copy.deepcopy(state)
+    *path, last = entry.split(".")
+    place = functools.reduce(operator.getitem, path, edited)
+    if value is MISSING:
+        del place[last]
+    else:
+        place[last] = value
+    return edited
+
+
+MISSING = object()
+SCALERS: dict[str, Callable[[], Any]] = {
+    "dynamic": lambda: DynamicScaler("cpu"),
+    "spectral": lambda: SpectralScaler("cpu"),
+    "layer": lambda: LayerScaler(nn.Linear(4, 4), device="cpu"),
+}
+
+
+@each(
+    ("kind", "entry", "value"),
+    [
+        *(("dynamic", "growth_factor", value) for value in (-1.0, 0.0, math.nan, math.inf, 10**400, torch.ones(2))),
+        *(("dynamic", "backoff_factor", value) for value in (-1.0, 0.0, math.nan, 2.0)),
+        *(("dynamic", "growth_interval", value) for value in (-1, 0, math.inf)),
+        *(("dynamic", "_growth_tracker", value) for value in (-1, 2**31)),
+        *(("dynamic", "plimsoll.min_scale", value) for value in (-1.0, math.nan, 1e300, "2", None, [1])),
+        *(("dynamic", "plimsoll.max_scale", value) for value in (-1.0, math.inf, 2.0**-20, "x")),
+        *(("dynamic", "plimsoll.regrowth_interval", value) for value in (-1, "x", 2.5, MISSING)),
+        *(("dynamic", "plimsoll.hysteresis", value) for value in (None, {"overflows": 0}, {"kinds": 1}, MISSING)),
+        *(("dynamic", "plimsoll.memory", value) for value in (1.0, [0.0, 1.0], [0.0, "x", 0.0], [0.0, math.nan, 0.0])),
+        *(("dynamic", "plimsoll", value) for value in (None, [1], "x")),
+        ("spectral", "plimsoll.format", "fp61"), ("spectral", "plimsoll.margin", math.nan),
+        ("spectral", "plimsoll.inspect_every", 0), ("spectral", "plimsoll.memory", {}),
+        ("spectral", "plimsoll.looks.steps", MISSING), ("layer", "plimsoll.layers", 3),
+        ("layer", "plimsoll.layers.exponents", MISSING), ("layer", "plimsoll.layers.tops.model", ["x"]),
+        ("layer", "plimsoll.layers.steps", "x"),
+    ],
+)  # fmt: skip
+def test_a_state_that_was_edited_by_hand_is_refused_whole(kind: str, entry: str, value: object) -> None:
+    scaler, other = SCALERS[kind](), SCALERS[kind]()
+    scaler.scale(torch.ones(()))
+    other._init_scale, other._init_growth_tracker = 8.0, 3
+    before = scaler.state_dict()
+    with pytest.raises(StateError, match="load_state_dict: expected .*; got "):
+        scaler.load_state_dict(_edited(other.state_dict(), entry, value))
+    assert scaler.state_dict() == before

@@ -1,5 +1,6 @@
 """Dynamic loss scale, lowered on overflow and raised after clean steps."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -259,10 +260,14 @@ class DynamicScaler(LossScaler, name="dynamic"):
 
     def _load(self, extra: dict[str, Any]) -> None:
         if "memory" in extra:
-            self._regrowth_interval = extra["regrowth_interval"]
+            interval = extra["regrowth_interval"]
+            check = arguments.check_interval
+            self._regrowth_interval = None if interval is None else check("load", "regrowth_interval", interval)
             self._hysteresis = Hysteresis(**extra["hysteresis"])
         overflows, ceiling, unproven = extra.get("memory", (0.0, self._init_scale, 0.0))
         self._init_memory = (float(overflows), float(ceiling), float(unproven))
+        if not all(math.isfinite(number) and number >= 0 for number in self._init_memory):
+            raise ValueError(f"no number of memory is below 0; got {self._init_memory}")
         if self._memory is not None:
             self._memory.copy_(torch.tensor(self._init_memory, device="cpu"))
 

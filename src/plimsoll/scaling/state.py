@@ -1,5 +1,6 @@
 """State of a scaler: accessors, `state_dict` and pickling, as in GradScaler."""
 
+import math
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from plimsoll.errors import StateError
+from plimsoll.errors import ArgumentError, StateError
 from plimsoll.scaling import arguments
 from plimsoll.scaling.step import StepOutcome
 from plimsoll.version import __version__
@@ -49,7 +50,7 @@ def read_state(saved: Mapping[str, Any]) -> SavedState:
     """Return the content of a saved state of a scaler or of a GradScaler.
 
     Raises:
-        StateError: The state is empty, incomplete or of a newer schema.
+        StateError: The state is empty, incomplete or of a newer schema, or a number is one that no scaler has.
     """
     if not isinstance(saved, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise StateError(f"load_state_dict: expected the result of state_dict(); got {type(saved).__name__}.")
@@ -58,7 +59,13 @@ def read_state(saved: Mapping[str, Any]) -> SavedState:
             "load_state_dict: expected the state of a scaler; got an empty one, possibly because it was saved from a "
             "disabled scaler. Leave it out, or make this scaler with enabled=False."
         )
-    ours = dict(cast("dict[str, Any]", saved.get(OURS, {})))
+    own = saved.get(OURS, {})
+    if not isinstance(own, Mapping):
+        raise StateError(
+            f"load_state_dict: expected a mapping as entry {OURS!r}; got {own!r:.200}. Nothing was changed. Give a "
+            "result of state_dict()."
+        )
+    ours = dict(cast("Mapping[str, Any]", own))
     schema, version, kind = ours.pop("schema", SCHEMA), ours.pop("version", None), ours.pop("kind", None)
     if not isinstance(schema, int) or schema > SCHEMA:
         raise StateError(
@@ -72,7 +79,7 @@ def read_state(saved: Mapping[str, Any]) -> SavedState:
             f"{missing}. Nothing was changed. Give a result of state_dict()."
         )
     try:
-        return SavedState(
+        state = SavedState(
             scale=float(saved["scale"]),
             growth_factor=float(saved["growth_factor"]),
             backoff_factor=float(saved["backoff_factor"]),
@@ -81,12 +88,27 @@ def read_state(saved: Mapping[str, Any]) -> SavedState:
             kind=kind,
             extra=ours,
         )
-    except (TypeError, ValueError) as error:
+        # A constant scale has factors of 1. The tracker is an int32 on the device.
+        rules = 1 <= state.growth_factor < math.inf and 0 < state.backoff_factor <= 1
+        known = rules and state.growth_interval >= 1 and 0 <= state.growth_tracker < 2**31
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: of tensors of several values
+        known = False
+    if not known:
         entries = {name: saved[name] for name in _ENTRIES}
         raise StateError(
-            f"load_state_dict: expected numbers in a scaler's state; got {entries}. Nothing was changed. Give a result "
-            "of state_dict()."
-        ) from error
+            f"load_state_dict: expected numbers in a scaler's state; got {entries}. Nothing was changed. A growth "
+            "factor is at least 1, a back-off factor above 0 and at most 1, an interval at least 1. Give a result of "
+            "state_dict()."
+        )
+    return state  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def _bound(value: object) -> float:
+    """Return a bound of the scale, or raise `StateError`."""
+    try:
+        return arguments.check_scale("load_state_dict", "min_scale and max_scale", value)
+    except ArgumentError as error:
+        raise StateError(str(error)) from error
 
 
 LOSSES = 16  # number of an iteration's losses that are checked when its step is skipped
@@ -204,26 +226,44 @@ class SavedScaler(torch.amp.GradScaler):
             state_dict: The result of `state_dict`.
 
         Raises:
-            StateError: The state is empty, incomplete or of a newer schema.
+            StateError: The state is empty, incomplete, damaged or of a newer schema. Nothing is changed.
         """
         if not self._enabled:
             return
-        saved = read_state(state_dict)
+        saved, before = read_state(state_dict), self.state_dict()
         extra = dict(saved.extra)
         least, most = self._bounds_for_states
-        low, high = extra.pop("min_scale", least), extra.pop("max_scale", most)
+        low, high = (_bound(extra.pop(name, own)) for name, own in (("min_scale", least), ("max_scale", most)))
         foreign = saved.kind not in (None, type(self).__name__)
         if foreign and saved.growth_factor == 1:  # a constant scale's settings, with which no rule could move it
             own = {"growth_factor": self._growth_factor, "backoff_factor": self._backoff_factor}
             saved = replace(saved, growth_interval=self._growth_interval, growth_tracker=0, **own)
             low, high = least, most
+        if foreign:
+            extra = {}
         scale = min(max(low, saved.scale), high)  # in this order NaN becomes the lower bound
+        try:
+            arguments.check_bounds("load_state_dict", low, scale, high)
+            self._take(saved, scale, low, high)
+            self._load(extra)
+        except Exception as error:
+            self._restore(before)
+            if isinstance(error, StateError):
+                raise
+            raise StateError(
+                f"load_state_dict: expected the entries that {type(self).__name__} saves under {OURS!r}; got others "
+                f"({type(error).__name__}: {error}). Nothing was changed. Give a result of state_dict()."
+            ) from error
         if scale != saved.scale:
             self._warn(f"a scale of {saved.scale:g} is outside of {low:g} to {high:g}; it is now {scale:g}")
         if foreign:
             self._warn(f"a {saved.kind} wrote the state; only the common part of all scalers is loaded")
-            extra = {}
-        self._take(saved, scale, low, high)
+
+    def _restore(self, before: dict[str, Any]) -> None:
+        """Take this scaler's own state again, after another one proved to be damaged."""
+        saved = read_state(before)
+        extra = dict(saved.extra)
+        self._take(saved, saved.scale, extra.pop("min_scale"), extra.pop("max_scale"))
         self._load(extra)
 
     @property

@@ -175,11 +175,9 @@ class LayerExponents:
             "outputs": {name: None if s is None else s.to_dict() for name, s in zip(names, self._outputs, strict=True)},
         }
 
-    def check(self, saved: dict[str, Any] | None) -> None:
+    def check(self, saved: dict[str, Any]) -> None:
         """Raise `StateError` for the state of a model with other units."""
-        names = set(self.layers.names)
-        theirs: set[str] = names if saved is None else set(saved["exponents"])
-        differing = sorted(theirs ^ names)
+        differing = sorted(set(saved["exponents"]) ^ set(self.layers.names))
         if differing:
             more = " and more" if len(differing) > 4 else ""
             raise StateError(
@@ -192,7 +190,9 @@ class LayerExponents:
         """Load the result of `save` for a model with the same units."""
         names = self.layers.names
         self.whole = [int(saved["exponents"][name]) for name in names]
-        self.tops = [deque(saved["tops"][name], maxlen=t.maxlen) for name, t in zip(names, self.tops, strict=True)]
+        self.tops = [
+            deque(map(int, saved["tops"][name]), maxlen=t.maxlen) for name, t in zip(names, self.tops, strict=True)
+        ]
         self._outputs = [None if s is None else Spectrum.from_dict(s) for s in (saved["outputs"][n] for n in names)]
         self.layers.set_order([names.index(name) for name in saved["order"]])
 

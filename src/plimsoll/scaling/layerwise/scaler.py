@@ -25,7 +25,6 @@ from plimsoll.scaling.layerwise.scaled_modules import (
     set_gradient_dtype,
     unwrapped,
 )
-from plimsoll.scaling.state import read_state
 from plimsoll.spectrum import Spectrum
 
 _RULES = ("spectra", "zhao")
@@ -309,19 +308,10 @@ class LayerScaler(LossScaler, name="layer"):
         due = self._layers.meter.measuring
         return {"layers": {**self._choice.save(), "steps": self._steps, "clean": self._clean, "due": due}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`, or that of another scaler, without layers.
-
-        Raises:
-            StateError: The state is that of a model with other modules. Nothing has changed then.
-        """
-        if self._enabled and state_dict:
-            self._choice.check(read_state(state_dict).extra.get("layers"))
-        super().load_state_dict(state_dict)
-
     def _load(self, extra: dict[str, Any]) -> None:
         saved, self._now = extra.get("layers"), self.get_scale()
         if saved is not None:
+            self._choice.check(saved)
             self._choice.load(saved)
             self._steps, self._clean = int(saved["steps"]), int(saved["clean"])
         self._end(due=saved is None or bool(saved["due"]))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plimsoll import checks, row_layout
 from plimsoll.errors import ArgumentError, NotRecordedError
-from plimsoll.formats import FP16, Format, get_element
+from plimsoll.formats import FP16, Format
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.scaling import arguments
 from plimsoll.scaling.base import FLOOR, LossScaler
@@ -106,8 +106,7 @@ class SpectralScaler(LossScaler, name="spectral"):
         for word, value in (("init_scale", init_scale), ("min_scale", min_scale), ("max_scale", max_scale)):
             _check_power(name, word, value)
         self._format = arguments.check_format(name, "format", format)
-        remedy = "Use 0.5, or 2 if overflows are costly."
-        self._margin = checks.number(name, "margin", margin, at_least=0, at_most=MOST_MARGIN, remedy=remedy)
+        self._margin = _margin(name, margin)
         self._memory = Memory()
         self._checks = WindowChecks(arguments.check_interval(name, "inspect_every", inspect_every))
         self._banks: weakref.WeakKeyDictionary[Any, OptimizerBanks] = weakref.WeakKeyDictionary()
@@ -253,11 +252,17 @@ class SpectralScaler(LossScaler, name="spectral"):
     def _load(self, extra: dict[str, Any]) -> None:
         self._memory, self._waiting, self._plan, self._known_overflows = Memory(), deque(), None, 0
         if "memory" in extra:
-            self._format, self._margin = get_element(extra["format"], "load_state_dict"), extra["margin"]
-            self._halves, self._memory = extra["halves"], Memory.from_dict(extra["memory"])
-            self._checks = WindowChecks.from_dict(extra["inspect_every"], extra["looks"])
+            name, every = "load_state_dict", extra["inspect_every"]
+            self._format, self._margin = (
+                arguments.check_format(name, "format", extra["format"]),
+                _margin(name, extra["margin"]),
+            )
+            self._halves, self._memory = bool(extra["halves"]), Memory.from_dict(extra["memory"])
+            self._checks = WindowChecks.from_dict(
+                arguments.check_interval(name, "inspect_every", every), extra["looks"]
+            )
             self._waiting.extend(StepNumbers(list(numbers)) for numbers in extra["waiting"])
-            self._known_overflows = extra["known_overflows"]
+            self._known_overflows = int(extra["known_overflows"])
         if self._overflows is not None:
             self._overflows.fill_(self._all_overflows())
 
@@ -283,6 +288,11 @@ class SpectralScaler(LossScaler, name="spectral"):
     def set_growth_interval(self, new_interval: int) -> NoReturn:
         """Raise `ArgumentError`: the scale waits for no interval to grow."""
         _refuse("set_growth_interval", new_interval)
+
+
+def _margin(operation: str, margin: object) -> float:
+    remedy = "Use 0.5, or 2 if overflows are costly."
+    return checks.number(operation, "margin", margin, at_least=0, at_most=MOST_MARGIN, remedy=remedy)
 
 
 def _refuse(operation: str, value: object) -> NoReturn:
