@@ -79,6 +79,31 @@ def test_views_and_copies_have_rows_if_asked_only() -> None:
     assert [r.output for r in every.operations if r.operation == "chunk"] == [0, 1]
 
 
+def test_no_two_rows_have_one_key() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            same = functional.dropout(x * 2, 0.5, training=False)  # its input itself
+            return functional.dropout(same, 0.5, training=True)
+
+    rows = pl.unit.audit(Model(), torch.randn(4, 8), every=True).rows
+    assert [row.operation for row in rows] == ["input", "mul", "dropout", "dropout"]
+    assert len({row.key for row in rows}) == len(rows)
+
+
+def test_a_result_that_nothing_uses_may_be_one_of_several() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.linear(x).chunk(2)[0])
+
+    rows = pl.unit.audit(Model(), torch.randn(4, 8), every=True).rows
+    parts = [row for row in rows if row.operation == "chunk"]
+    assert [row.backward is None for row in parts] == [False, True] and parts[1].absence == "never came"
+
+
 def test_what_has_no_gradient_says_why() -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:

@@ -412,7 +412,9 @@ def _measure_gradient(observer: Observer, entry: Entry | None, x: Tensor) -> Non
         return
     entry.absence = "never came"
 
-    def came(gradient: Tensor) -> None:
+    def came(gradient: Tensor | None) -> None:
+        if gradient is None:  # of a result that nothing uses, of an operation with several
+            return
         with observer.quietly():
             entry.backward = spectrum_of(gradient)
             entry.absence = None

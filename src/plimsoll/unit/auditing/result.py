@@ -150,9 +150,9 @@ class Row(NotebookRepr):
         return f"{self.module} {self.operation}{call}{output}"
 
     @property
-    def key(self) -> tuple[str, str, str, int, int]:
-        """Key by which rows of two audits are matched."""
-        return self.kind, self.module, self.operation, self.call, self.output
+    def key(self) -> tuple[str, str, str, int, int, bool]:
+        """Key by which rows of two audits are matched. No two rows of an audit have the same."""
+        return self.kind, self.module, self.operation, self.call, self.output, self.moved
 
     @property
     def forward_std(self) -> float:
