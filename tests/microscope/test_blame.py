@@ -312,3 +312,31 @@ def test_what_cannot_be_asked_for() -> None:
     broken = pl.microscope(model, lambda: low_loss(model, x * math.nan, y), draws=3)
     with pytest.raises(pl.StateError, match="expected gradients of finite values"):
         broken.blame()
+
+
+def test_a_module_may_have_results_that_nothing_uses() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 16)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return self.linear(x).chunk(2, dim=-1)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.halves, self.head = Halves(), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.halves(x)[0])
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(16, 8)
+
+    def step() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    found = pl.microscope(model, step, draws=3).blame(budget=30)
+    assert {row.module for row in found.rows} <= {"halves.linear", "head", "halves", "model"} and found.rows

@@ -397,3 +397,18 @@ def test_batches_are_widened_with_the_model() -> None:
     found = pl.probe(model, halves, "fp16", loss=cross_entropy)
     assert found.batches == 3 and "The model was widened to FP32 first." in found.remarks
     assert all(p.dtype is torch.float16 for p in model.parameters())
+
+
+def test_an_output_that_nothing_uses_does_not_end_the_probe() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 20)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return self.linear(x).chunk(2, dim=-1)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0])[0], batch[1])
+
+    assert pl.probe(Halves(), batches(), "bf16", loss=loss).fits

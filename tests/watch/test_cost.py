@@ -132,3 +132,19 @@ def test_the_example_leaves_the_random_generator_as_it_was() -> None:
 )
 def test_the_interval_keeps_to_the_budget(extra: float, budget: float, expected: int) -> None:
     assert interval(extra, budget) == expected
+
+
+def test_the_floor_measures_no_gradient_of_what_nothing_uses(tmp_path: Path) -> None:
+    class Halves(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return x.chunk(2)
+
+    model = nn.Sequential(nn.Linear(8, 8), Halves())
+    optimizer = torch.optim.SGD(model.parameters())
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=NEVER, quiet=True):
+        steps = next(s for s in torch_hooks.listeners() if isinstance(s, Steps) and s.session.model() is model)
+        floor = cost._Floor(steps)
+        floor.attach()
+        model(torch.randn(4, 8))[0].sum().backward()
+        floor.remove()
+    assert model[0].weight.grad is not None

@@ -321,3 +321,22 @@ def test_the_place_among_other_hooks_is_kept_between_samples(tmp_path: Path) -> 
     run = Run(tmp_path / "run")
     assert run.steps == [0, 3, 6, 9]
     assert [run.spectrum("activations", "0:output", step).max for step in run.steps] == pytest.approx([expected] * 4)
+
+
+class Halves(nn.Module):
+    """Two results of one operation, of which the second has no gradient where nothing uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(x).chunk(2, dim=-1)
+
+
+def test_an_output_that_nothing_uses_has_no_gradient_and_no_event(tmp_path: Path) -> None:
+    run = watched_step(
+        Halves(), tmp_path / "run", torch.randn(4, 8), loss=lambda halves: halves[0].square().sum(), shadow_every=1
+    )
+    assert set(run.tensors["activation_gradients"]) == {"model:output.0", "linear:output"}
+    assert "model:output.1" in run.tensors["activations"] and run.events() == []

@@ -45,8 +45,9 @@ class Calls:
             if x.requires_grad and path not in self.class_axes:
                 x.register_hook(functools.partial(self._arrives, path))
 
-    def _arrives(self, path: str, gradient: Tensor) -> None:
-        axis = class_axis(gradient)
+    def _arrives(self, path: str, gradient: Tensor | None) -> None:
+        # It is None if nothing used the output, one of several of its operation.
+        axis = None if gradient is None else class_axis(gradient)
         if axis is not None:
             self.class_axes[path] = axis
 

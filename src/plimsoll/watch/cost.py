@@ -212,8 +212,8 @@ class _Floor:
             self._hooks.pop().remove()
         self._seen.clear()
 
-    def _take(self, x: Tensor) -> None:
-        if x.is_floating_point() and x.numel() and x.layout == torch.strided:
+    def _take(self, x: Tensor | None) -> None:
+        if x is not None and x.is_floating_point() and x.numel() and x.layout == torch.strided:
             torch.aminmax(x.detach())
 
     def _after_forward(self, _module: nn.Module, inputs: tuple[object, ...], output: object) -> None:

@@ -262,9 +262,12 @@ def _copied(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, Tensor) else x
 
 
-def _add(found: list[Tensor], g: Tensor) -> None:
-    found.append(g.to_dense())
+# A gradient is None if nothing used a result, one of several of its operation.
+def _add(found: list[Tensor], g: Tensor | None) -> None:
+    if g is not None:
+        found.append(g.to_dense())
 
 
-def _store(found: dict[int, Tensor], place: int, g: Tensor) -> None:
-    found[place] = g.detach()
+def _store(found: dict[int, Tensor], place: int, g: Tensor | None) -> None:
+    if g is not None:
+        found[place] = g.detach()

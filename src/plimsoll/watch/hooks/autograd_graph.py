@@ -591,7 +591,7 @@ _MADE_PLAIN = "_ToTorchTensorBackward"
 _MADE_SHARDED = "_FromTorchTensorBackward"
 _REDUCING = frozenset({_MADE_SHARDED, "RedistributeBackward"})
 
-TakeGradient = Callable[[Tensor], None]
+TakeGradient = Callable[[Tensor | None], None]
 
 
 # A module that `parallelize_module` distributed gives out the local tensor of a DTensor; the node of the autograd graph
@@ -609,14 +609,14 @@ def gradient_reader(x: Tensor, take: TakeGradient) -> TakeGradient:
     """Return a gradient hook that calls `take` as soon as the gradient can be read."""
     spec = _spec_behind(x)
     if spec is not None:
-        return lambda g: take(_sharded(g, spec))
+        return lambda g: take(None if g is None else _sharded(g, spec))
     node = x.grad_fn
     if not hasattr(x, "placements") or node is None or node.name() not in _REDUCING:
         return take
     waiting: list[bool] = []
 
-    def look(g: Tensor) -> None:
-        if _is_partial(g):
+    def look(g: Tensor | None) -> None:
+        if g is not None and _is_partial(g):
             waiting.append(True)
         else:
             take(g)

@@ -114,7 +114,12 @@ class CapturedCall:
 
     def hook(self, x: Tensor, call: Callable[[Tensor], None]) -> None:
         """Report the tensor's gradient to the shadow step."""
-        handle = cast("Any", x).register_hook(call)
+
+        def arrives(g: Tensor | None) -> None:
+            if g is not None:  # nothing used the tensor, one of several results of its operation
+                call(g)
+
+        handle = cast("Any", x).register_hook(arrives)
         if x.is_leaf:  # a leaf outlives the step, and would keep the hook
             self._handles.append(handle)
 

@@ -376,9 +376,9 @@ class Shadow:
             x.register_hook(functools.partial(self._compare_gradient, seen))
 
     @contained
-    def _compare_gradient(self, seen: CapturedForward, g: Tensor) -> None:
+    def _compare_gradient(self, seen: CapturedForward, g: Tensor | None) -> None:
         expected, divisor = seen.gradient, self.session.ranks.divisor
-        if expected is None or expected._version != seen.gradient_version:  # noqa: SLF001
+        if g is None or expected is None or expected._version != seen.gradient_version:  # noqa: SLF001
             return
         if self._comparisons.add(seen.gradient_series, expected, g, divisor=divisor, carries_scale=True):
             seen.gradient = None

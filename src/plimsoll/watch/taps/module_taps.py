@@ -327,11 +327,13 @@ class Taps:
             self._leaf_handles.append(handle)
 
     @contained_reader("activation_gradients")
-    def gradient(self, sample: Sample, names: list[str], factor: float, g: Tensor) -> None:
+    def gradient(self, sample: Sample, names: list[str], factor: float, g: Tensor | None) -> None:
         """Records an activation gradient under all the names of its tensor."""
         session = self.session
         if session.sample is not sample or not session.due.activation_gradients:
             return  # a graph that was kept beyond its step
+        if g is None:
+            return  # nothing used the tensor, one of several results of its operation
         plain = session.readable(g, "activation_gradients", names[0])
         if plain is None or not session.has_room():
             return
