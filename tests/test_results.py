@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from plimsoll.intervals import Interval
 from plimsoll.results import JsonRecord, as_data
 
@@ -40,6 +42,11 @@ def test_a_record_is_its_fields_in_their_order() -> None:
 
 def test_other_values_have_their_own_data_or_are_text() -> None:
     assert as_data([_Own(), None, Path("a"), 3]) == [{"mine": 1}, None, "a", 3]
+
+
+def test_scalars_of_numpy_are_numbers() -> None:
+    data = as_data([np.float32(1.5), np.int64(3), np.bool_(True), np.float16("inf"), np.array(2), np.array([1.0])])
+    assert data == [1.5, 3, True, "inf", 2, "[1.]"] and type(data[1]) is int and data[2] is True
 
 
 def test_what_a_manifest_holds_is_text_where_json_has_no_kind_for_it() -> None:

@@ -8,6 +8,7 @@ import itertools
 import math
 import numbers
 import operator
+import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -211,6 +212,19 @@ def _as_float(value: object) -> float | None:
 
 def _error(operation: str, rule: str, name: str, value: object, remedy: str) -> ArgumentError:
     return ArgumentError(f"{operation}: expected {rule}; got {name}={value!r:.{_MOST_SHOWN}}. {remedy}")
+
+
+def file_path(operation: str, value: object) -> Path:
+    """Return the path of a file, or raise `ArgumentError` for what is none.
+
+    >>> file_path("Plan.save", None)
+    Traceback (most recent call last):
+    plimsoll.ArgumentError: Plan.save: expected path to be the path of a file; got path=None. Use "a.txt".
+    """
+    path = os.fspath(cast("Any", value)) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or "\0" in path:
+        raise _error(operation, "path to be the path of a file", "path", value, 'Use "a.txt".')
+    return Path(path)
 
 
 def regular_file(operation: str, path: Path) -> None:

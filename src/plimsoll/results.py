@@ -52,7 +52,7 @@ def as_data(value: object, other: Callable[[object], Any] = _record_or_text) -> 
     """Return a value as JSON can hold it.
 
     Args:
-        value: Any value. NaN and infinities become their names.
+        value: Any value. NaN and infinities become their names. NumPy's scalars are numbers.
         other: Makes data of an object that JSON has no kind for. Default: of a record its fields, else the text.
 
     >>> as_data({"low": 0.5, "high": float("inf"), "window": (1, 2)})
@@ -60,6 +60,8 @@ def as_data(value: object, other: Callable[[object], Any] = _record_or_text) -> 
     """
     if value is None or isinstance(value, bool | int | str):
         return value
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:  # so that this module needs no NumPy
+        return as_data(cast("Any", value).item(), other)
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):

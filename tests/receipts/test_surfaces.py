@@ -169,12 +169,18 @@ def test_files_by_their_endings(tmp_path: Path):
         with pytest.raises(ArgumentError, match="^receipt: expected") as raised:
             FULL.save(path)
         assert said in str(raised.value)
+    for nothing in (None, 3, b"r.md", "r\0.md"):
+        with pytest.raises(ArgumentError, match="receipt: expected path to be the path of a file; got path="):
+            FULL.save(nothing)  # type: ignore[arg-type]
 
 
 def test_a_notebook_shows_the_text():
     assert pretty(FULL) == str(FULL)
     assert FULL.of_module("a") == (FULL.rows[0], FULL.rows[3], FULL.rows[4])
     assert FULL.of_module("[bc]") == FULL.rows[1:3]
+    for glob in (None, 3, ["a"]):
+        with pytest.raises(ArgumentError, match="Receipt.of_module: expected glob to be a name or a glob; got "):
+            FULL.of_module(glob)  # type: ignore[arg-type]
 
 
 def test_every_kind_is_documented_and_planted():

@@ -125,3 +125,10 @@ def test_a_scalar_is_one_code() -> None:
     assert pack(torch.tensor(-6.0), "e2m1").single_codes().item() == 0b1111
     packed = pack(torch.tensor(-6.0), "mxfp4")
     assert packed.codes.shape == () and packed.scales.tolist() == [127] and packed.nbytes == 2
+
+
+@each("fmt", ["e2m1", "e3m2", "e2m3", "e3m0", "e4m3", "fp16", "mxfp4", "nvfp4"])
+def test_a_tensor_without_values_has_codes_without_values(fmt: str) -> None:
+    packed, real = pack(torch.empty(4, 33, device="meta"), fmt), pack(torch.ones(4, 33), fmt)
+    assert packed.codes.is_meta and packed.codes.shape == real.codes.shape and packed.codes.dtype == real.codes.dtype
+    assert unpack(packed).is_meta and unpack(packed).shape == (4, 33)

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from plimsoll.errors import ArgumentError
 from plimsoll.receipts import wording
 from plimsoll.receipts.rows import ReceiptRecord, Row
 from plimsoll.results import NotebookRepr
@@ -38,7 +39,15 @@ class Receipt(ReceiptRecord, NotebookRepr):
         return wording.verdict(self)
 
     def of_module(self, glob: str) -> tuple[Row, ...]:
-        """Return the rows of the modules that match a name or glob; the root is "model"."""
+        """Return the rows of the modules that match a name or glob; the root is "model".
+
+        Raises:
+            ArgumentError: `glob` is no text.
+        """
+        if not isinstance(glob, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(
+                f"Receipt.of_module: expected glob to be a name or a glob; got {glob!r}. Use '*' for all modules."
+            )
         return tuple(row for row in self.rows if row.module is not None and wording.matches(row.module, glob))
 
     def to_dict(self) -> dict[str, object]:

@@ -177,7 +177,7 @@ def _check_element(x: Tensor, fmt: Format) -> None:
             f"pack: expected an element format of at most {_WIDEST_BITS} bits; got {fmt.name} ({fmt.bits} bits). "
             "Use cast, which returns values."
         )
-    if fmt.has_nan or not x.numel():
+    if fmt.has_nan or not x.numel() or x.is_meta:
         return
     bank = kernels.new_bank(1, device=x.device)
     kernels.measure_into([x], bank, [0])

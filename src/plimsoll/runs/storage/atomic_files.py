@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from plimsoll.checks import regular_file
+from plimsoll.checks import file_path, regular_file
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs.storage.limits import DamageError
 
@@ -120,7 +120,7 @@ def check_place(operation: str, path: str | os.PathLike[str], endings: Iterable[
     Raises an `ArgumentError` if its ending is none of `endings` (in small letters), or if the path is a folder or in
     one that does not exist.
     """
-    place = Path(path)
+    place = file_path(operation, path)
     if place.suffix.lower() not in (known := [*endings]):
         raise ArgumentError(
             f"{operation}: expected a file that ends in {', '.join(known)}; got {os.fspath(place)!r}. Choose one of "
