@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
 from plimsoll.microscope import ErrorReport, ErrorRow
+from plimsoll.spectrum import Interval
 from plimsoll.watch.steps.losses import ScaledLosses
 from tests.support.cases import each
 
@@ -540,3 +541,20 @@ def test_a_step_with_a_transform_is_compared_too() -> None:
     assert named[0] == named[1]
     with pytest.raises(pl.StateError, match=r"blame: expected a step whose modules run outside of torch\.func"):
         report.blame()
+
+
+def test_a_report_merges_an_output_with_the_input_that_it_is_and_nothing_else() -> None:
+    def row(name: str, collection: str, error: float) -> ErrorRow:
+        return ErrorRow(
+            name=name, collection=collection, relative_error=error, bias=Interval(low=0.0, high=error, estimate=0.0),
+            noise=error, snr_db=1.0, cosine=1.0, along_reference=0.0, largest_error=error, made_nonfinite=0,
+            reference_nonfinite=0, values=8,
+        )  # fmt: skip
+
+    names = [("0:output", 0.25), ("1:input", 0.25), ("2:output", 0.0), ("4:output", 0.0)]
+    rows = [*(row(name, "activations", error) for name, error in names)]
+    rows += [*(row(name, "gradients", error) for name, error in (("0.bias", 0.5), ("1.bias", 0.5), ("2.bias", 0.0)))]
+    report = ErrorReport(rows=tuple(rows), reference="fp32", draws=3, varied="batches", losses=(1.0,))
+    listed = [line.split()[0] for line in report.table().splitlines()[1:]]
+    assert listed == ["0.bias", "1.bias", "0:output", "2:output", "4:output", "2.bias"]
+    assert str(report).startswith("Errors against FP32 of 6 tensors")

@@ -199,7 +199,9 @@ def _distinct(rows: list[ErrorRow]) -> list[ErrorRow]:
     """Return the rows with each tensor once: an output is the next module's input."""
     found: dict[object, ErrorRow] = {}
     for row in rows:
-        found.setdefault((row.collection, row.values, row.relative_error, row.bias, row.largest_error), row)
+        errors = row.collection, row.values, row.relative_error, row.bias, row.largest_error
+        # Parameters are tensors of their own, and so may be all that have no error.
+        found.setdefault(errors if row.largest_error and ":" in row.name else (row.name, row.collection), row)
     return list(found.values())
 
 
