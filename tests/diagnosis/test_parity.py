@@ -447,3 +447,15 @@ def test_it_is_shown_as_text_and_as_data() -> None:
     assert len(data["history"]) == len(found.history)
     assert [name for name, _ in found.facts()][:2] == ["Difference", "Tolerance"]
     assert found.table().row_count == len(found.facts())
+
+
+def test_losses_of_any_size_are_compared() -> None:
+    rng = np.random.default_rng(0)
+    for size in (1e130, 1e-130):
+        base, candidate = ([size * (2 + rng.standard_normal(40)) for _ in range(3)] for _ in range(2))
+        found, plain = (
+            pl.parity([run / by for run in base], [run / by for run in candidate], tolerance=0.5 * size / by)
+            for by in (1, size)
+        )
+        assert found.verdict == plain.verdict
+        assert found.difference.high / size == pytest.approx(plain.difference.high, rel=1e-9)

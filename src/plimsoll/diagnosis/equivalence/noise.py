@@ -257,9 +257,9 @@ def _measured(base: Floats, candidate: Floats) -> Iterator[RunNoise]:
         return
     parts = [float(side.var(ddof=1)) / len(side) for side in (base, candidate)]
     total = sum(parts)
-    freedom = (
-        total**2 / sum(part**2 / (side - 1) for part, side in zip(parts, many, strict=True)) if total else math.inf
-    )
+    # Of shares, since squares of variances leave the range of float64.
+    squares = sum((part / total) ** 2 / (side - 1) for part, side in zip(parts, many, strict=True)) if total else 0.0
+    freedom = 1 / squares if squares else math.inf
     yield RunNoise(error=math.sqrt(total), freedom=freedom, added=2, runs=many, source="repeats")
 
 

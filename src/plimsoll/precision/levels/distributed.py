@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.precision.levels.catalogue import DTYPES, Level
+from plimsoll.rounding.casting import is_sharded
 
 
 def is_ddp(model: nn.Module) -> bool:
@@ -35,11 +36,6 @@ def process_group(model: nn.Module) -> Any:
     if any(is_sharded(p) for p in model.parameters()):
         return torch.distributed.group.WORLD
     return None
-
-
-def is_sharded(x: Tensor) -> bool:
-    """Return whether the tensor is a DTensor."""
-    return getattr(x, "device_mesh", None) is not None
 
 
 def any_rank(flag: bool, group: Any, device: torch.device) -> bool:

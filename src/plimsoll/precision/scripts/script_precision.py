@@ -21,11 +21,12 @@ from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.precision.levels.arithmetic import Arithmetic, device_of, has_tf32, tf32
 from plimsoll.precision.levels.catalogue import ALIASES, LEVELS, Level
-from plimsoll.precision.levels.distributed import is_fully_sharded, is_sharded
+from plimsoll.precision.levels.distributed import is_fully_sharded
 from plimsoll.precision.levels.fp8_layers import Layers
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.precision.scripts.transparent_scaling import TransparentScaler, patched_backward
 from plimsoll.precision.training.loop import PREPARED
+from plimsoll.rounding.casting import is_sharded
 from plimsoll.text import clause
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.hooks.autograd_graph import backward_running

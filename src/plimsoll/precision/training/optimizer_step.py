@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision.levels.distributed import is_sharded
 from plimsoll.precision.weights.base import SixteenBitOptimizer
+from plimsoll.rounding.casting import is_sharded
 from plimsoll.scaling.base import LossScaler
 from plimsoll.scaling.step import StepOutcome
 
