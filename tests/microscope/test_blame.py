@@ -340,3 +340,26 @@ def test_a_module_may_have_results_that_nothing_uses() -> None:
 
     found = pl.microscope(model, step, draws=3).blame(budget=30)
     assert {row.module for row in found.rows} <= {"halves.linear", "head", "halves", "model"} and found.rows
+
+
+def test_an_output_may_be_changed_in_place_by_the_module_around() -> None:
+    class Block(nn.Module):
+        def __init__(self, inplace: bool) -> None:
+            super().__init__()
+            self.linear, self.head, self.inplace = nn.Linear(8, 8), nn.Linear(8, 4), inplace
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(F.relu(self.linear(x), inplace=self.inplace))
+
+    found = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        model, x = Block(inplace), torch.randn(16, 8)
+
+        def step(model: nn.Module = model, x: Tensor = x) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(x).float().square().mean()
+
+        found.append(pl.microscope(model, step, draws=3).blame(budget=30))
+    out_of_place, in_place = ({(row.module, row.cast, row.direction) for row in blame.rows} for blame in found)
+    assert in_place and in_place == out_of_place

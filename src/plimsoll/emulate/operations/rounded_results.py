@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, cast as typed
 
+import torch
 from torch import Tensor
 
 from plimsoll.emulate.dispatch import operation_kernels, thread_frame
@@ -35,7 +36,11 @@ class Rounded:
             if not result.is_floating_point() or not result.numel():
                 return result
             rounded = self._recipe.anywhere(result)
-            return result.copy_(rounded) if any(result is x for x in args) else rounded
+            if not any(result is x for x in args):
+                return rounded
+            # An operation may need its result in the backward, as ReLU does. As on hardware it is the rounded one.
+            with torch.autograd._unsafe_preserve_version_counter(result):  # noqa: SLF001  (torch 2.4 and newer)
+                return result.copy_(rounded)
         if isinstance(result, tuple | list):
             return tuple(self.result(item, args) for item in typed("list[Any]", result))
         return result

@@ -1,7 +1,7 @@
 """Local errors: each unit again, from its values and gradients, and what becomes of them."""
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -92,6 +92,11 @@ class Unit:
         return {point: pairs[point] for point in self.leaves if point in pairs}, summed(of_parameters)
 
 
+def _passed(leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves as values that may be changed in place, as modules do with what they are given."""
+    return [x.clone() if is_float(x) and x.requires_grad else x for x in leaves]
+
+
 class _Play:
     """A unit while computed again: calls within it give what they gave in the step."""
 
@@ -109,9 +114,7 @@ class _Play:
             self._leaf(x, (key, "input", i), wants=i in self.record.wants_gradient)
             for i, x in enumerate(self.record.inputs)
         ]
-        # A leaf may not be changed in place, which modules do with their arguments.
-        passed = [x.clone() if is_float(x) and x.requires_grad else x for x in given]
-        found, _ = pytree.tree_flatten(self.record.run(passed))
+        found, _ = pytree.tree_flatten(self.record.run(_passed(given)))
         self.values |= {(key, "output", i): y for i, y in enumerate(found) if is_float(y)}
 
     def forward(self, name: str, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,7 +146,7 @@ class _Play:
             self._leaf(x, (child.key, "output", i), wants=i in child.given_gradient)
             for i, x in enumerate(child.outputs)
         ]
-        return pytree.tree_unflatten(found, child.output_spec)
+        return pytree.tree_unflatten(_passed(found), child.output_spec)
 
     def _leaf(self, x: Any, point: Point, *, wants: bool) -> Any:
         if not is_float(x) or point in self.leaves:
