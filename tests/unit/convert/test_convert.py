@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -478,3 +479,54 @@ def test_capture_of_a_converted_model_is_possible(gpt: nn.Module) -> None:
     """It exports: what it does is plain torch."""
     torch.export.export(copy.deepcopy(gpt).eval(), (), EXAMPLE, strict=False)
     assert capture(nn.Linear(8, 8), torch.ones(2, 8)).training
+
+
+class Calling(nn.Module):
+    """A block within a model, with a forward of a test."""
+
+    def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.shift, self.called = nn.Linear(8, 8), nn.Parameter(torch.zeros(8)), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(self, x)
+
+
+@each("name", ["add_", "sub_", "mul_"])
+def test_what_is_broadcast_into_an_operation_in_place_has_the_factors_of_the_other_form(name: str) -> None:
+    x, found = torch.randn(4, 8), []
+    for method in (name, name.removesuffix("_")):
+        model = nn.Sequential(Calling(lambda block, x, m=method: getattr(block.linear(x), m)(block.shift)))
+        converted = pl.unit.convert(model, x, seed=0)
+        with torch.no_grad():
+            converted.get_parameter("0.shift").copy_(torch.linspace(0.5, 2, 8))
+        batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+        y = converted(batch)
+        y.square().sum().backward()
+        found.append((y.detach(), *(p.grad for p in converted.parameters())))
+    for in_place, other in zip(*found, strict=True):
+        torch.testing.assert_close(in_place, other)
+
+
+def test_a_constant_of_a_module_within_is_kept() -> None:
+    def forward(block: nn.Module, x: Tensor) -> Tensor:
+        return torch.where(x > 0, block.linear(x), torch.tensor(2.0))
+
+    model = nn.Sequential(nn.Sequential(Calling(forward)), nn.Linear(8, 3))
+    converted, called = pl.unit.convert(model, torch.randn(4, 8), seed=0).eval(), []
+    x = torch.randn(6, 8)
+    handle = converted.get_submodule("0.0").register_forward_hook(lambda _module, _inputs, y: called.append(y))
+    y = converted(x)
+    handle.remove()
+    assert torch.equal(called[0][x <= 0], torch.full_like(x[x <= 0], 2.0)) and not (called[0][x > 0] == 2).any()
+    assert list(converted.state_dict()) == list(model.state_dict())
+    assert torch.equal(pickle.loads(pickle.dumps(converted))(x), y)
+    torch.testing.assert_close(pl.unit.fold(converted)(x), y)
+
+
+def test_a_size_that_depends_on_values_is_refused() -> None:
+    model = nn.Sequential(Calling(lambda block, x: block.linear(x)[x[:, 0] > 0]))
+    with pytest.raises(
+        ArgumentError, match=r"convert: expected sizes that follow from .*; got `.*`, whose result's size"
+    ):
+        pl.unit.convert(model, torch.randn(4, 8))

@@ -69,6 +69,7 @@ def capture(model: nn.Module, example: object, *, training: bool = True, operati
     with _mode(model, training), _quiet(), _no_hook_left():
         program, strict = _export(model, args, kwargs, operation)
     _check_batch(program, batch, model, operation)
+    _check_sizes(program, operation)
     return Captured(program=program, training=training, args=args, kwargs=kwargs, strict=strict, ties=_ties(model))
 
 
@@ -230,6 +231,20 @@ def _check_batch(program: torch.export.ExportedProgram, batch: int, model: nn.Mo
                 f"only {batch} rows of '{node.name}'. Write sizes from the input's shape: x.view(x.shape[0], -1)."
             )
         return
+
+
+def _check_sizes(program: torch.export.ExportedProgram, operation: str) -> None:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # after the capture, which imports it
+
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and free_unbacked_symbols(value):
+            trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
+            line = f"`{trace[-1].strip()}`" if trace else node.name
+            raise ArgumentError(
+                f"{operation}: expected sizes that follow from those of the inputs; got {line}, whose result's size "
+                "depends on values. Keep the size, for example with torch.where or a mask that multiplies."
+            )
 
 
 def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:

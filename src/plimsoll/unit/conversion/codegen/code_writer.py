@@ -232,7 +232,7 @@ class Writer:
     def _own(self, name: str) -> str:
         source = self._recipe.sources[name]
         if source.kind == "constant":
-            return source.paths[0]
+            return constant_name(source.paths[0])
         paths = [path for path in (own_path(self._call.path, tensor) for tensor in source.paths) if path is not None]
         return min(paths, key=lambda path: path.count("."))
 
@@ -396,6 +396,15 @@ def function_text(target: str) -> str:
     if own is not None and own is getattr(torch, name, None):
         return f"torch.{name}"
     return f"torch._C._nn.{name}" if hasattr(_C._nn, name) else f"torch.ops.{target}"  # noqa: SLF001
+
+
+def constant_name(path: str) -> str:
+    """Return the name of the buffer that keeps a constant, whose path begins with the module that makes it.
+
+    >>> constant_name("blocks.0.lifted_tensor_0")
+    'blocks_0_lifted_tensor_0'
+    """
+    return path.replace(".", "_")
 
 
 def constant_text(value: object) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from plimsoll.unit import nn as unit_nn
 from plimsoll.unit.changes import Factor, Scale
-from plimsoll.unit.conversion.codegen.code_writer import Call, Writer, tree_of
+from plimsoll.unit.conversion.codegen.code_writer import Call, Writer, constant_name, tree_of
 from plimsoll.unit.conversion.codegen.forward_signature import Signature, head_of, output_text
 from plimsoll.unit.conversion.codegen.steps import NORMS, Recipe, Ref, Step, name_of
 from plimsoll.unit.conversion.converted_modules import Code, Converted, Folded, Part, make, named_modules
@@ -172,7 +172,8 @@ class Builder:
                     for name in step.refs():
                         if constants.get(name) in self._constants:
                             value = self._constants[constants[name]]
-                            modules[path].register_buffer(constants[name], value.detach().clone(), persistent=False)
+                            own = constant_name(constants[name])
+                            modules[path].register_buffer(own, value.detach().clone(), persistent=False)
 
 
 def _inner_first(call: Call) -> Iterator[Call]:

@@ -130,6 +130,7 @@ class _Reader:
         kwargs = self._values(dict(node.kwargs))
         args, kwargs = _following(node, args, kwargs)
         args = _with_epsilon(node, target, args, kwargs)
+        change = self._change(node)  # before what the operation writes over has its name
         target = self._not_in_place(node, target)
         return Step(
             name=node.name,
@@ -138,7 +139,7 @@ class _Reader:
             kwargs=kwargs,
             stack=_stack(node),
             regions=regions,
-            change=self._change(node),
+            change=change,
             sizes=_sizes(node),
             size=_size(node),
             place=source_of(node),
