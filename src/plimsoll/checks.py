@@ -221,7 +221,10 @@ def file_path(operation: str, value: object) -> Path:
     Traceback (most recent call last):
     plimsoll.ArgumentError: Plan.save: expected path to be the path of a file; got path=None. Use "a.txt".
     """
-    path = os.fspath(cast("Any", value)) if isinstance(value, str | os.PathLike) else None
+    try:
+        path = cast("object", os.fspath(cast("Any", value)))
+    except TypeError:
+        path = None
     if not isinstance(path, str) or "\0" in path:
         raise _error(operation, "path to be the path of a file", "path", value, 'Use "a.txt".')
     return Path(path)

@@ -39,7 +39,7 @@ class Rounded:
             if not any(result is x for x in args):
                 return rounded
             # An operation may need its result in the backward, as ReLU does. As on hardware it is the rounded one.
-            with torch.autograd._unsafe_preserve_version_counter(result):  # noqa: SLF001  (torch 2.4 and newer)
+            with typed("Any", torch.autograd)._unsafe_preserve_version_counter(result):  # noqa: SLF001
                 return result.copy_(rounded)
         if isinstance(result, tuple | list):
             return tuple(self.result(item, args) for item in typed("list[Any]", result))
