@@ -115,6 +115,10 @@ def test_what_does_not_exist_is_refused(arguments: dict[str, str], message: str)
         made((0.0, 0.0)).ranked(**arguments)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ArgumentError, match="Audit.readings: expected kind to be .* got kind='view'"):
         made((0.0, 0.0)).total("forward", "view")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ArgumentError, match="Audit.beyond: expected binades to be a number that is finite; got"):
+        made((0.0, 0.0)).beyond("2")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ArgumentError, match="Row.reading: expected direction to be 'forward' or 'backward'; got"):
+        made((0.0, 0.0)).rows[0].reading("up")  # pyright: ignore[reportArgumentType]
 
 
 def test_data_is_json_and_an_audit_pickles() -> None:

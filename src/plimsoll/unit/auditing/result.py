@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll import display
-from plimsoll.checks import integer, one_of
+from plimsoll.checks import integer, number as finite_number, one_of
 from plimsoll.errors import ArgumentError
 from plimsoll.results import NotebookRepr, as_data
 from plimsoll.spectrum import Spectrum
@@ -165,7 +165,12 @@ class Row(NotebookRepr):
         return math.nan if self.backward is None else self.backward.std
 
     def reading(self, direction: Direction) -> Reading | None:
-        """Return one direction, or None if there is no gradient."""
+        """Return one direction, or None if there is no gradient.
+
+        Raises:
+            ArgumentError: `direction` is neither "forward" nor "backward".
+        """
+        one_of("Row.reading", "direction", direction, DIRECTIONS)
         spectrum = self.forward if direction == "forward" else self.backward
         return None if spectrum is None else Reading(row=self, direction=direction, spectrum=spectrum)
 
@@ -347,7 +352,12 @@ class Audit(NotebookRepr):
                     yield reading
 
     def beyond(self, binades: float, direction: Direction | None = None) -> tuple[Reading, ...]:
-        """Return operations' readings so many binades from unit scale, worst first."""
+        """Return operations' readings so many binades from unit scale, worst first.
+
+        Raises:
+            ArgumentError: `binades` is no number, or `direction` is no direction.
+        """
+        binades = finite_number("Audit.beyond", "binades", binades, remedy="Use 6, for example.")
         return tuple(r for r in self.ranked("scale", direction=direction) if r.spoiled or r.distance > binades)
 
     def total(self, direction: Direction, kind: Kind = "operation") -> Spectrum:
