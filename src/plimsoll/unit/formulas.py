@@ -212,6 +212,11 @@ _DENSE = 12 * np.sinh(_U) / math.sinh(22)
 _DENSE_DENSITY = np.exp(-(_DENSE**2) / 2) / math.sqrt(2 * math.pi) * 12 * np.cosh(_U) / math.sinh(22) * (_U[1] - _U[0])
 
 
+def _nodes(mult: float) -> tuple[Reals, Reals]:
+    """Return the points and weights for a function of ``m x``."""
+    return (_X, _DENSITY) if mult <= _SHARP else (_DENSE, _DENSE_DENSITY)
+
+
 def _erf(x: Reals) -> Reals:
     return np.vectorize(math.erf)(x)
 
@@ -261,9 +266,10 @@ def nonlinear(name: str, mult: float = 1.0) -> Factors:
     """
     if name == "relu":
         return Factors(output=RELU.output / mult, inputs=(RELU.inputs[0] / mult,))
-    value, slope = _FUNCTIONS[name](mult * _DENSE)
-    mean = float(value @ _DENSE_DENSITY)
-    variance, squared = (float(terms @ _DENSE_DENSITY) for terms in ((value - mean) ** 2, (mult * slope) ** 2))
+    x, density = _nodes(mult)
+    value, slope = _FUNCTIONS[name](mult * x)
+    mean = float(value @ density)
+    variance, squared = float((value - mean) ** 2 @ density), float((mult * slope) ** 2 @ density)
     return Factors(output=variance**-0.5, inputs=(squared**-0.5,))
 
 
@@ -288,8 +294,9 @@ def off_centre(name: str, mean: float = 0.0) -> tuple[Factors, float]:
 @functools.cache
 def gated(name: str, mult: float = 1.0) -> Factors:
     """Return the factors of ``x * f(mult * g)``: output, gradients of x and g."""
-    value, slope = _FUNCTIONS[name](mult * _DENSE)
-    squared, steep = (float(terms @ _DENSE_DENSITY) for terms in (value**2, (mult * slope) ** 2))
+    x, density = _nodes(mult)
+    value, slope = _FUNCTIONS[name](mult * x)
+    squared, steep = float(value**2 @ density), float((mult * slope) ** 2 @ density)
     return Factors(output=squared**-0.5, inputs=(squared**-0.5, steep**-0.5))
 
 
