@@ -332,6 +332,12 @@ class Observation:
                 entry.cache_hits += 1
 
 
+def _uncompiled(method: Any) -> Any:
+    """Return a mode's method that is never compiled, as torch itself has it from 2.10 on."""
+    own = hasattr(TorchDispatchMode, "_should_skip_dynamo")
+    return method if own else cast("Any", torch)._disable_dynamo(method)  # noqa: SLF001
+
+
 class Recorder(TorchDispatchMode):
     """Records the operations inside its context while `recording` is set."""
 
@@ -356,11 +362,6 @@ class Recorder(TorchDispatchMode):
         """Compiled code is compiled and run as without the mode."""
         return True
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Likewise, where torch has no `ignore_compile_internals` (2.9)."""
-        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
-
     def __enter__(self) -> "Recorder":
         recipe.around_sums.append(self._around_sum)
         super().__enter__()
@@ -381,6 +382,7 @@ class Recorder(TorchDispatchMode):
         if self._before is not None and (known is None or known.role != "other"):
             self._before.about_to_write(x)
 
+    @_uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._is_elsewhere() or not isinstance(func, _OPERATOR):  # operators of higher order have no schema
