@@ -50,3 +50,7 @@ def test_each_operation_of_a_sharded_tensor_counts_once(found: dict[str, dict[st
     for name in ("ddp", "tensor_parallel"):  # DTensor asks for shapes too, on tensors that are none
         assert found[name]["products"] == {"forward": 2, "backward": 4}
     assert found["tensor_parallel"]["weights"] == 4 * (16 + 2 * 16 * 16)  # this rank's half, and the whole norm
+
+
+def test_a_cast_of_a_sharded_tensor_is_the_scripts(found: dict[str, dict[str, Any]]):
+    assert found["tensor_parallel_with_a_round_trip"]["deviations"] == [["round-trip", "0", "fp32 -> bf16 -> fp32"]]

@@ -28,8 +28,12 @@ _OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple({str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("stdlib", "platstdlib")})
 INSTALLED = tuple({str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("purelib", "platlib")})
 
-# Between a dispatch mode and the code that it observes: torch keeps its compiler out of modes.
-_BETWEEN = ("utils/_python_dispatch.py", "_ops.py", "_compile.py", "_dynamo/eval_frame.py")
+# Between a dispatch mode and the code that it observes: torch keeps its compiler out of modes, and DTensor calls an
+# operation again on each rank's part of a tensor.
+_BETWEEN = (
+    "utils/_python_dispatch.py", "_ops.py", "_compile.py", "_dynamo/eval_frame.py", "distributed/tensor/_api.py",
+    "distributed/tensor/_dispatch.py",
+)  # fmt: skip
 _UNSEEN = tuple(str(Path(torch.__file__).parent / file) for file in _BETWEEN)
 
 Call = TypeVar("Call")
@@ -107,7 +111,8 @@ def _node_at(module: Any, line: int) -> fx.Node | None:
     numbers: Mapping[int, int] | None = getattr(module, "_lineno_map", None)
     if not isinstance(module, fx.GraphModule) or numbers is None:
         return None
-    number = numbers.get(line - int(getattr(module, "_prologue_start", 0)))
+    begin = module.code.partition("\ndef ")[0].count("\n") + 2  # the line that the numbers of the map count from
+    number = numbers.get(line - begin)
     return None if number is None else next(itertools.islice(module.graph.nodes, number, None), None)
 
 

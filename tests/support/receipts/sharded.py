@@ -164,5 +164,19 @@ def sharded_and_tensor_parallel() -> dict[str, Any]:
     return grouped(4, run)
 
 
+@case
+def tensor_parallel_with_a_round_trip() -> dict[str, Any]:
+    class Trip(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).bfloat16().float() * 1.5  # all of them DTensors
+
+    def run() -> dict[str, Any]:
+        model = nn.Sequential(Trip(16, 16, bias=False))
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(output_layouts=Replicate())})
+        return taken(model, "fp32")
+
+    return grouped(2, run)
+
+
 if __name__ == "__main__":
     print(json.dumps({name: CASES[name]() for name in sys.argv[1:] or CASES}))  # noqa: T201
