@@ -44,11 +44,13 @@ _CHECKPOINT = "recomputes"
 _OPTIMIZER = "steps an optimizer"
 _SHARDING = "shards parameters"
 _GRAPH = "runs a graph of torch.fx"
+_INTERPRETER = "runs such a graph node by node"
 _USER = "the user's"
 _FILES = {
     str(Path("nn", "modules", "module.py")): _CALLS,
     str(Path("autograd", "graph.py")): _ENGINE,
     str(Path("utils", "checkpoint.py")): _CHECKPOINT,
+    str(Path("fx", "interpreter.py")): _INTERPRETER,
     str(Path("distributed", "fsdp", "_fully_shard", "_fsdp_param_group.py")): _SHARDING,
 }
 
@@ -104,6 +106,9 @@ def _note(place: Place, frame: FrameType, kind: str, *, backward: bool) -> None:
         _take_sharded(place, frame.f_locals)
     elif kind is _GRAPH and place.node is None:
         place.node = _node_at(frame.f_locals.get("self"), frame.f_lineno)
+    elif kind is _INTERPRETER and place.node is None and frame.f_code.co_name == "run_node":
+        node = frame.f_locals.get("n")
+        place.node = node if isinstance(node, fx.Node) and node.stack_trace else None
 
 
 def _node_at(module: Any, line: int) -> fx.Node | None:
