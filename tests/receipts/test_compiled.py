@@ -11,6 +11,7 @@ from torch._inductor.output_code import CompiledFxGraph
 
 from plimsoll.receipts.take import receipt
 from tests.support.receipts.planted import X, Y
+from tests.support.versions import is_older
 
 
 class Trip(nn.Module):
@@ -63,8 +64,9 @@ def test_a_round_trip_that_inductor_removes(inductor):
     assert {row.accumulate for row in products} == {"fp32"}
     with inductor.patch(emulate_precision_casts=True), torch.no_grad():
         kept = receipt(model, X, declared="fp32")
-    assert all(row.rounded for row in kept.rows)
-    assert "compiled-cast" not in {d.kind for d in kept.deviations}
+    removes = is_older("2.10")  # whatever the switch says
+    assert all(row.rounded for row in kept.rows) is not removes
+    assert ("compiled-cast" in {d.kind for d in kept.deviations}) is removes
 
 
 class Normed(nn.Module):

@@ -64,7 +64,7 @@ _ALL = (
     DeviationKind("round-trip", "values are rounded to 16 bits and then computed with in FP32",
                   "Remove the cast down, or compute in 16 bits behind it."),
     DeviationKind("compiled-cast", "compiled code has removed a cast down and up again, so that nothing is rounded",
-                  "Set torch._inductor.config.emulate_precision_casts = True."),
+                  "Set torch._inductor.config.emulate_precision_casts = True. torch 2.9 removes the casts even then."),
     DeviationKind("fp8-missing", "a layer that is declared to multiply in FP8 does not",
                   "Convert the layer with plimsoll.fp8.convert, or use plimsoll.prepare."),
     DeviationKind("autocast-disabled", "a region switches autocast off, and products in it run in FP32",

@@ -4,7 +4,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, cast
 
@@ -34,8 +34,9 @@ _C = cast("Any", torch)._C  # noqa: SLF001
 _ATTENTION = "scaled_dot_product_attention"
 _CASTS = ("prims.convert_element_type", "aten._to_copy")
 # Private parts of torch, all of which are in torch 2.9 to 2.13: `CompiledFxGraph.__init__` and `__call__`
-# (output_code), the scheduler's nodes with their `origins`, and `OutputGraph.call_user_compiler` of Dynamo, which every
-# backend passes. Each use is guarded: where a part is missing, compiled code is recorded by its name.
+# (output_code), the scheduler's nodes with their `origins`, `joint_graph_passes` as compile_fx calls it, and
+# `OutputGraph.call_user_compiler` of Dynamo, which every backend passes. Where a patched one is missing, compilation
+# fails with its name. Where another part is missing, compiled code is recorded by its name.
 _CONFIGURATION = (("torch._inductor.config", "fx_graph_cache"), ("torch._functorch.config", "enable_autograd_cache"))
 
 
@@ -78,11 +79,13 @@ class CompiledCode:
         self.errors: dict[str, str] = {}  # backend -> why its compilation failed, so that code runs eagerly
         self._breaks_before: Counter[str] = Counter()
         self._autocast = False  # whether the code that is being compiled switches autocast on
+        self._removed: list[_Operation] = []  # its casts that Inductor's first passes have removed
 
     def __enter__(self) -> "CompiledCode":
         reset()
         self._breaks_before = _counted_breaks()
         self._undo.append(when_imported("torch._inductor.output_code", self._patch_inductor))
+        self._undo.append(when_imported("torch._inductor.compile_fx", self._patch_passes))
         self._undo.append(when_imported("torch._dynamo.output_graph", self._patch_dynamo))
         for module, setting in _CONFIGURATION:  # a graph from a cache has no scheduler that could be read
             self._undo.append(when_imported(module, functools.partial(self._set_off, setting)))
@@ -119,11 +122,31 @@ class CompiledCode:
         def __init__(graph_self: Any, current_callable: Any, graph: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(graph_self, current_callable, graph, *args, **kwargs)
             try:
-                self._graphs[graph_self.cache_key] = _read(graph, autocast=self._autocast)
+                made = _read(graph, autocast=self._autocast)
+                self._graphs[graph_self.cache_key] = replace(made, operations=(*made.operations, *self._removed))
+                self._removed = []
             except Exception as error:  # noqa: BLE001  (private parts of torch may have changed: the code runs on)
                 self.failures.append(f"{type(error).__name__}: {error}")
 
         return __init__
+
+    def _patch_passes(self, module: ModuleType) -> None:
+        self._replace(module, "joint_graph_passes", self._joining)
+
+    def _joining(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def joint_graph_passes(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                trips = _round_trips(graph.graph)
+            except Exception as error:  # noqa: BLE001  (as above)
+                self.failures.append(f"{type(error).__name__}: {error}")
+                trips = []
+            result = original(graph, *args, **kwargs)
+            left = set(graph.graph.nodes)
+            self._removed += [cast for node, source, cast in trips if node not in left and source in left]
+            return result
+
+        return joint_graph_passes
 
     def _calling(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -213,6 +236,7 @@ class CompiledCode:
             graphs = len(self._graphs) + len(self.failures)
             name = _backend_name(output_graph.compiler_fn)
             self._autocast = any(map(_switches_autocast_on, gm.graph.nodes))
+            self._removed = []
             try:
                 compiled = original(output_graph, gm, example_inputs)
             except Exception as error:
@@ -282,7 +306,7 @@ def _read(graph: Any, *, autocast: bool) -> _Graph:
             continue
         facts = facts_of(node.target)
         original = node.meta.get("original_aten")
-        is_cast = facts.name in _CASTS and _name_of(original) in ("aten._to_copy", "prims.convert_element_type")
+        is_cast = _is_cast(node)
         if _is_scripted(node, scripted, is_cast=is_cast):
             scripted.add(node)
         if is_cast or kind_of(facts) in MULTIPLYING:
@@ -374,12 +398,30 @@ def _is_rounded(node: Any, kernels: Iterable[set[Any]]) -> bool:
     return not any(node in kernel and user in kernel for kernel in kernels for user in up)
 
 
+# torch 2.9 removes a cast down and up again in its first passes, whatever `emulate_precision_casts` says.
+def _round_trips(graph: Any) -> list[tuple[Any, Any, _Operation]]:
+    """Return a forward's casts down and up again: the cast down, what it casts, and its operation if it is removed."""
+    trips: list[tuple[Any, Any, _Operation]] = []
+    for node in filter(_is_cast, graph.nodes):
+        after, source = _dtype(node), node.all_input_nodes[0]
+        if after is None or _dtype(source) is None or cause_of(node, place_of(node)) == "backward":
+            continue
+        if any(_is_widening(user, after) for user in node.users):
+            operation = _operation([node], facts_of(node.target), "cpu", set(), is_cast=True, rounded=False)
+            trips.append((node, source, operation))
+    return trips
+
+
 def _is_widening(node: Any, before: torch.dtype) -> bool:
     """Return whether a node is a widening cast of the program itself."""
     after = _dtype(node)
-    named = hasattr(node.target, "_schema") and facts_of(node.target).name in _CASTS
+    return _is_cast(node) and after is not None and narrower(dtype_name(before), dtype_name(after))
+
+
+def _is_cast(node: Any) -> bool:
+    """Return whether a node is a cast of the program itself."""
     asked = _name_of(node.meta.get("original_aten")) in ("aten._to_copy", "prims.convert_element_type")
-    return named and asked and after is not None and narrower(dtype_name(before), dtype_name(after))
+    return asked and hasattr(node.target, "_schema") and facts_of(node.target).name in _CASTS
 
 
 def _narrowest(node: Any) -> str:
