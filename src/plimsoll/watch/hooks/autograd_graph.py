@@ -50,6 +50,9 @@ _ATTENTIONS = 2  # behind a loss whose weights or masks are read
 _MASKED = -1e3  # that is added to a score: what is less leaves no weight
 _PAIRS = re.compile("(Sub|Rsub|Mul|Div|Add|Expand)Backward\\d")  # operations that broadcast what they are given
 
+# torch 2.9 does not show whether a hook has packed a kept tensor.
+_SHOWS_HOOKS = hasattr(cast("Any", torch)._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001
+
 # The number of the backward that runs on this thread, -1 for none. torch has it nowhere in public.
 backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
 
@@ -113,7 +116,8 @@ def kept_values(node: Any, *, packed: bool = True) -> Iterator[Kept]:
         try:
             if not packed and _is_packed(getattr(node, f"_raw{name if name[0] == '_' else f'_{name}'}", None)):
                 continue
-            value: Any = getattr(node, name)
+            with contextlib.nullcontext() if packed else _without_recomputing():
+                value: Any = getattr(node, name)
         except RuntimeError:
             continue
         for x in cast("list[Any]", value) if isinstance(value, (list, tuple)) else [value]:
@@ -127,6 +131,12 @@ def _is_packed(raw: Any) -> bool:
     """Return whether a hook has packed a kept tensor, or one of several."""
     listed = cast("list[Any]", raw) if isinstance(raw, (list, tuple)) else [raw]
     return any(getattr(each, "unpack_hook", None) is not None for each in listed)
+
+
+def _without_recomputing() -> contextlib.AbstractContextManager[None]:
+    """Context in which a checkpoint raises a RuntimeError before it computes a tensor again, where torch shows none."""
+    message = "plimsoll: not computed again"
+    return contextlib.nullcontext() if _SHOWS_HOOKS else torch.autograd.graph.disable_saved_tensors_hooks(message)
 
 
 def is_compiled(node: Any) -> bool:
@@ -372,7 +382,8 @@ def _kept(node: Any, name: str) -> Tensor | None:
     """Return what a node has kept; None where a checkpoint would have to compute it again."""
     if getattr(getattr(node, f"_raw{name}", None), "unpack_hook", None) is not None:
         return None
-    value: object = getattr(node, name, None)
+    with _without_recomputing():
+        value: object = getattr(node, name, None)
     return value.detach() if isinstance(value, Tensor) else None
 
 
