@@ -276,12 +276,14 @@ def test_other_levels_are_refused(name: str, why: str) -> None:
 
 
 def test_a_script_s_own_precision_is_kept(start: Start, said_here: list[str]) -> None:
-    model, x = Net(), torch.ones(1, 8)
+    model, compiled, x = Net(), Net(), torch.ones(1, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled.compile()
     cases: dict[str, Callable[[], object]] = {
         "torch.autocast itself": lambda: start("amp-bf16", model, optimizer),
         "GradScaler itself": lambda: start("amp-fp16", model, optimizer),
         "weights in torch.float64": lambda: start("amp-bf16", Net().double()),
+        "its own method compile": lambda: start("amp-bf16", compiled),
         "LBFGS": lambda: start("amp-fp16", model, torch.optim.LBFGS(model.parameters())),
         "parts of it are called": lambda: ScriptPrecision("tf32", said_here.append).begin(model, model.last, []),
         "never called as a module": lambda: ScriptPrecision("tf32", said_here.append).begin(model, None, []),

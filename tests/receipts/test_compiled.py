@@ -51,6 +51,8 @@ def test_a_round_trip_that_inductor_removes(inductor):
 
     found = receipt(model, step=step, declared="fp32")
     assert [dict(vars(owner)) for owner in owners] == before
+    fused = "Fused kernels compute 16-bit operations in FP32"
+    assert any(note.startswith(fused) for note in found.notes)
     removed = [d for d in found.deviations if d.kind == "compiled-cast"]
     assert len(removed) == 1
     assert {row.source_text for row in found.rows if row.source_line == removed[0].source_line} == {
@@ -64,6 +66,7 @@ def test_a_round_trip_that_inductor_removes(inductor):
     assert {row.accumulate for row in products} == {"fp32"}
     with inductor.patch(emulate_precision_casts=True), torch.no_grad():
         kept = receipt(model, X, declared="fp32")
+    assert not any(note.startswith(fused) for note in kept.notes)
     removes = is_older("2.10")  # whatever the switch says
     assert all(row.rounded for row in kept.rows) is not removes
     assert ("compiled-cast" in {d.kind for d in kept.deviations}) is removes

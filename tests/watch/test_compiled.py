@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
 from plimsoll.runs import Run
+from plimsoll.watch.hooks import torch_hooks
 from tests.support.watch.recording import batches, mlp, only_run, same, train
 
 
@@ -117,6 +118,13 @@ def test_gradient_accumulation_compiled(tmp_path: Path) -> None:
     run = only_run(tmp_path / "run")
     assert [run.spectrum("activations", "0:output", s).count for s in run.steps] == [128, 128]
     assert [run.spectrum("activation_gradients", "0:output", s).count for s in run.steps] == [128, 128]
+
+
+def test_whether_something_was_compiled_is_known() -> None:
+    torch.compiler.reset()
+    assert not torch_hooks.has_compiled()
+    torch.compile(torch.neg, backend="eager")(torch.ones(2))
+    assert torch_hooks.has_compiled()
 
 
 @pytest.mark.parametrize("how", ["function", "method", "handed over"])

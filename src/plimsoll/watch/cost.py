@@ -3,7 +3,6 @@
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.tensor_collections import NAMES
+from plimsoll.watch.hooks.torch_hooks import has_compiled
 from plimsoll.watch.steps.step_boundary import Steps
 
 EVERYTHING, FLOOR = "everything", "one aminmax of each tensor"
@@ -112,7 +112,8 @@ class CostProbe:
     # alike.
     def _next_kind(self) -> None:
         if not self._left:
-            kinds = [_IDLE, *NAMES, EVERYTHING, *([] if _compiles() else [FLOOR])]
+            # What is compiled would be compiled again with the floor's hooks.
+            kinds = [_IDLE, *NAMES, EVERYTHING, *([] if has_compiled() else [FLOOR])]
             self._left = self._order.sample(kinds, len(kinds))
         self._kind, self._is_second = self._left.pop(), False
         self._floor.remove()
@@ -177,14 +178,6 @@ def _cost(name: str, extra: Sequence[float], idle: Sequence[float], floor: float
         spread=(high - low) / 2,
         of_floor=seconds / floor if floor > 0 else None,
     )
-
-
-def _compiles() -> bool:
-    """Return True if torch.compile has compiled something in this process.
-
-    It would compile the floor's hooks again.
-    """
-    return bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
 
 
 # The floor is one `torch.aminmax` of each tensor that a sample of all collections measures, but the updates, which no

@@ -1,7 +1,6 @@
 """`watch`, which starts a watch, and `Watch`, the handle on it."""
 
 import os
-import sys
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -449,8 +448,7 @@ def _writer(
 
 def _forget_compiled(session: WatchSession) -> None:
     """Have torch.compile compile again: code compiled before has no taps."""
-    convert = sys.modules.get("torch._dynamo.convert_frame")
-    if convert is not None and getattr(convert, "FRAME_COUNTER", 1):
+    if torch_hooks.has_compiled():
         torch.compiler.reset()
         session.say("recompiled", "what was compiled before the watch began is compiled again, with its taps")
 

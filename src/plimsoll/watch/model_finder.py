@@ -284,7 +284,7 @@ class Finder:
             optimizers=tuple(dict.fromkeys(type(optimizer).__name__ for optimizer in stepping)),
             path=self._path(model, self._name(model, root), mine, shared=shared),
             missed_steps=max((self._steps[optimizer] for optimizer in mine), default=1),
-            recompiled=bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)),
+            recompiled=torch_hooks.has_compiled(),
         )
         handle = watch(model, stepping, run=result.path, resume=self._resume or None, **self._arguments)
         steps: Steps = cast("Any", handle)._steps  # noqa: SLF001  (this room's own)

@@ -28,6 +28,7 @@ from plimsoll.tracing.call_site import Place, cause_of, look, path_of, place_of
 from plimsoll.tracing.late_patches import when_imported
 from plimsoll.tracing.operation_schema import Facts, facts_of
 from plimsoll.tracing.tensors import tensors_in
+from plimsoll.watch.hooks.torch_hooks import has_compiled
 from plimsoll.watch.names import unwrapped
 
 _C = cast("Any", torch)._C  # noqa: SLF001
@@ -269,7 +270,7 @@ class CompiledCode:
 
 def reset() -> None:
     """Make all compiled code compile again at its next call."""
-    if getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0):  # resetting imports a lot
+    if has_compiled():  # resetting imports a lot
         cast("Any", torch)._dynamo.reset()  # noqa: SLF001
 
 

@@ -528,6 +528,15 @@ def _restore(owner: Any, name: str, ours: object, original: object) -> None:
         setattr(owner, name, original)
 
 
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+def has_compiled() -> bool:
+    """Return True if torch.compile has compiled something in this process, or torch does not show it any more."""
+    module = sys.modules.get("torch._dynamo.convert_frame")  # importing it takes seconds
+    return module is not None and bool(getattr(module, "FRAME_COUNTER", 1))
+
+
 # -- `torch.func` transforms -------------------------------------------------------------------------------------------
 
 # Inside `vmap`, `grad`, `vjp`, `jvp` and what is made of them every tensor is a wrapper of the transform, without data
