@@ -42,6 +42,7 @@ def test_accumulated_micro_batches_are_their_mean(name: str) -> None:
     )
     assert [o.stepped for o in outcomes] == [False, False, False, True]
     assert [o.reason for o in outcomes[:3]] == [f"accumulating: {i} of 4" for i in (1, 2, 3)]
+    assert [float(o.scale) for o in outcomes] == [256.0 if LEVELS[name].scaled else 1.0] * 4
     assert outcomes[3].grad_norm == pytest.approx(expected.grad_norm, rel=2e-2)
     assert loop.step_index == 1 and loop.loss is not None
     assert loop.loss.item() == pytest.approx(loss_of(linear(), (x, y)).item(), rel=2e-2)
