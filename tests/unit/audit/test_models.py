@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -294,6 +297,17 @@ def test_what_cannot_be_audited_is_refused() -> None:
         audit(nn.Linear(8, 4, device="meta"), x)
     with pytest.raises(UnsupportedTensorError, match="got 'weight', one that is not initialized yet. Run a batch"):
         audit(nn.LazyLinear(4), x)
+
+
+def test_sharded_parameters_are_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(8, 4)
+        model.weight = nn.Parameter(distribute_tensor(model.weight, init_device_mesh("cpu", (1,))))
+        with pytest.raises(UnsupportedTensorError, match="got 'weight', a DTensor, of which a part is elsewhere"):
+            audit(model, torch.randn(4, 8))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

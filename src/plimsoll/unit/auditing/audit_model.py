@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from plimsoll.rounding.casting import is_sharded
 from plimsoll.unit.arguments import call_arguments, described
 from plimsoll.unit.auditing.observer import Entry, Observer, spectrum_of
 from plimsoll.unit.auditing.result import Audit, Row
@@ -333,7 +334,7 @@ def _check_parameter(name: str, p: Tensor) -> None:
     elif p.is_meta:
         problem = "one on the meta device, without values"
         advice = "Materialize it with model.to_empty(device=...), and draw it."
-    elif hasattr(p, "_local_tensor"):
+    elif is_sharded(p):
         problem, advice = "a DTensor, of which a part is elsewhere", "Audit the model before it is sharded."
     else:
         return

@@ -532,4 +532,4 @@ def as_real(g: Tensor) -> Tensor:
 
 def _inner(g: Any) -> Any:
     """Return the tensor whose version shows a change: FSDP2 adds inside a DTensor."""
-    return g if type(g) is Tensor else getattr(g, "_local_tensor", g)
+    return g._local_tensor if type(g) is not Tensor and hasattr(g, "placements") else g  # noqa: SLF001
