@@ -78,14 +78,17 @@ def test_what_is_not_known_is_not_said():
     assert sum_accumulator("logcumsumexp", BF16, CPU) is None
 
 
-def test_the_switches_are_those_of_torch():
+def test_the_switches_are_those_of_torch(monkeypatch: pytest.MonkeyPatch):
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision, matmul.allow_fp16_accumulation, matmul.allow_bf16_reduced_precision_reduction
     try:
         matmul.fp32_precision, matmul.allow_fp16_accumulation = "tf32", True
         matmul.allow_bf16_reduced_precision_reduction = False
+        # Only processors that multiply in FP16 let it be set; the name must be there in any case.
+        monkeypatch.setattr(torch._C, "_get_cpu_allow_fp16_reduced_precision_reduction", lambda: True)
         now = Switches.now()
         assert (now.cuda_matmul, now.fp16_accumulation, now.bf16_reduction) == ("tf32", True, False)
+        assert now.cpu_fp16_reduction
         assert now.fp16_reduction == bool(matmul.allow_fp16_reduced_precision_reduction)
     finally:
         matmul.fp32_precision, matmul.allow_fp16_accumulation = before[:2]

@@ -375,11 +375,10 @@ class Parameters:
         return ("ours" if ours == reached else "both") if ours else "others"
 
     def are_sharded(self) -> bool:
-        """Return True if FSDP holds the parameters, or they are parts of distributed ones."""
+        """Return True if the parameters are parts of distributed ones."""
         if self.session.ranks.world == 1:
             return False
-        model = self.session.model()
-        return hasattr(model, "_fsdp_wrapped_module") or any(hasattr(p, "placements") for _, p in self.members())
+        return any(hasattr(p, "placements") for _, p in self.members())
 
     def ids_of(self, optimizer: Any) -> set[int]:
         """The identities of the parameters that an optimizer steps."""
