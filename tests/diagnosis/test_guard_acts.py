@@ -304,6 +304,24 @@ def test_what_is_to_be_saved_may_be_named(tmp_path: Path) -> None:
         assert other.weight.item() != 7.0
 
 
+def test_a_restored_module_has_the_version_that_it_was_saved_with(tmp_path: Path) -> None:
+    versions: list[object] = []
+
+    class Versioned(nn.Linear):
+        _version = 3
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest) -> None:
+            versions.append(local_metadata.get("version"))
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    model = nn.Sequential(Versioned(1, 1))
+    with pl.watch(model, run=tmp_path / "run") as watch:
+        guard = Guard(watch, ["rollback"], checkpoint={"model": model})
+        assert guard.checkpoint()
+        guard._training.keeper.restore(0)
+    assert versions == [3]
+
+
 @pytest.mark.parametrize("kind", ["hand", "scaled", "loop"])
 def test_a_step_that_is_left_out_changes_nothing(kind: str, tmp_path: Path) -> None:
     model = net()
