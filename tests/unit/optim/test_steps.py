@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import plimsoll as pl
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.unit import nn as unn
 from plimsoll.unit.optim import SGD, Adam, AdamW
+from plimsoll.unit.optim.optimizers import unhooked
 from tests.support.cases import each
 
 TORCH = {SGD: torch.optim.SGD, Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
@@ -257,3 +259,17 @@ def test_under_prepare(precision):
     moved = (weights(network).float() - start).abs()
     first, last = moved[: 64 * 16].mean(), moved[-3 - 48 : -3].mean()
     assert last / first == pytest.approx(4, rel=0.3)  # the readout's rate is four times the first layer's
+
+
+def test_a_step_without_its_hooks_calls_none() -> None:
+    weight, calls = nn.Parameter(torch.ones(1)), []
+    optimizer = torch.optim.SGD([weight], lr=1.0)  # torch wraps the step of the first one's class
+    weight.grad = torch.ones(1)
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("hook"))
+    try:
+        unhooked(torch.optim.SGD)(optimizer)
+        assert (weight.item(), calls) == (0.0, [])
+        optimizer.step()
+        assert calls == ["hook"]
+    finally:
+        handle.remove()
