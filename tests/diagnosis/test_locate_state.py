@@ -328,6 +328,13 @@ def test_settings_that_harm_no_weight_are_no_fault(name: str, value: float) -> N
     assert stepped(torch.optim.SGD, name, value) is None
 
 
+def test_a_step_without_a_backward_before_it_is_the_optimizers() -> None:
+    p = nn.Parameter(torch.full((2,), 3e38))
+    p.grad = torch.full((2,), -3e38)
+    fault = locate(torch.optim.SGD([p], lr=1.0).step)
+    assert fault is not None and fault.phase == "optimizer"
+
+
 def test_a_loss_that_breaks_before_a_bad_rate_is_used_is_named_first() -> None:
     p = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([p], lr=1e-2)
