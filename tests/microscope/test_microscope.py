@@ -18,6 +18,7 @@ from plimsoll.microscope import ErrorReport, ErrorRow
 from plimsoll.spectrum import Interval
 from plimsoll.watch.steps.losses import ScaledLosses
 from tests.support.cases import each
+from tests.support.versions import is_older
 
 CLASSES = 6
 
@@ -239,6 +240,10 @@ def test_compiled_models_are_seen_inside(kind: str) -> None:
     compared = 0
     for (collection, name), error in wanted.items():
         row = report.row(name, collection)
+        # The gradient of a bias before a norm is zero, but for rounding, which an older torch does in another order.
+        if is_older("2.13") and error > 1e6:
+            assert row.relative_error > 1e6, (collection, name)
+            continue
         # The compiler rounds at other places: of one BF16 result in a few.
         assert row.relative_error == pytest.approx(error, rel=0.15, abs=1e-4), (collection, name)
         compared += collection == "activations"
