@@ -276,3 +276,21 @@ def test_an_update_of_one_number_near_zero_is_no_jump(tmp_path: Path, size: int)
             factor["w"].sum().backward()
             optimizer.step()
     assert bool(diagnose(path, rules=["spike-forerunner"])) == (size > 1)
+
+
+def test_tries_of_one_batch_are_one_loss(tmp_path: Path) -> None:
+    """A loop that lowers its scale until a bad batch passes: one spike of the loss, though each try is a step."""
+    loss, tries = learned(200), 30
+    with RunWriter(tmp_path) as writer:
+        for step in range(200 + tries):
+            values = {
+                "loss": 500.0 if 150 <= step <= 150 + tries else float(loss[step if step < 150 else step - tries])
+            }
+            if not 150 <= step < 150 + tries:
+                values["retries"] = float(tries if step == 150 + tries else 0)
+            writer.write(Scalars(step=step, values=values))
+    view = View(Run(tmp_path))
+    steps, losses = view.losses["loss"]
+    assert len(steps) == 200 and int((losses == 500.0).sum()) == 1 and int(steps[losses.argmax()]) == 150 + tries
+    (finding,) = diagnose(view, rules=RULE)
+    assert (finding.severity, finding.since_step, finding.until_step) == ("info", 180, 180)

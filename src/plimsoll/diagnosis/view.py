@@ -135,9 +135,21 @@ class View:
 
     @cached_property
     def losses(self) -> Mapping[str, tuple[Ints, Floats]]:
-        """Losses by name: `loss`, then those of other optimizers, such as `loss:actor`."""
+        """Losses by name: `loss`, then those of other optimizers, such as `loss:actor`.
+
+        Of a batch that the loop repeated, only the loss of its last try: the others are the same loss.
+        """
         others = sorted(name for name in self.run.scalar_names if name.startswith("loss:"))
-        return {name: self.scalar(name) for name in ("loss", *others)}
+        return {name: self._of_last_tries(*self.scalar(name)) for name in ("loss", *others)}
+
+    def _of_last_tries(self, steps: Ints, loss: Floats) -> tuple[Ints, Floats]:
+        ends, retries = self.scalar("retries")  # recorded at the last try of each batch
+        if not self.repeats_batches:
+            return steps, loss
+        end = np.searchsorted(ends, steps)
+        known = np.minimum(end, len(ends) - 1)
+        repeated = (end < len(ends)) & (steps < ends[known]) & (steps >= ends[known] - retries[known])
+        return steps[~repeated], loss[~repeated]
 
     @cached_property
     def events(self) -> Sequence[Event]:
