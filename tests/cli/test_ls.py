@@ -123,6 +123,11 @@ def test_fast_judges_no_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert "last step" in head and "severity" not in head and "verdict" not in head
 
 
+def test_runs_that_are_not_judged_are_not_sorted_by_severity(folder: Path) -> None:
+    found = run(folder, "--fast", "--sort", "severity")
+    assert found.exit_code == 2 and "expected another column than severity with --fast" in found.stderr
+
+
 def test_states_say_how_a_run_ended(tmp_path: Path) -> None:
     with RunWriter(tmp_path / "broken") as writer:
         writer.write(Scalars(step=0, values={"loss": 1.0}))

@@ -14,7 +14,7 @@ import typer
 
 from plimsoll.cli import messages
 from plimsoll.cli.options import Json, Quiet, RunsFolder
-from plimsoll.errors import PlimsollError, RunError
+from plimsoll.errors import ArgumentError, PlimsollError, RunError
 from plimsoll.results import as_data
 from plimsoll.text import number
 
@@ -51,6 +51,11 @@ def ls(
     The newest run comes first, or with --sort the worst or largest. A pipe and a terminal of 130 columns or more also
     get the verdicts, a narrow one fewer columns. Exit code 0: listed. 2: there is no run.
     """
+    if fast and sort == "severity":
+        raise ArgumentError(
+            "ls: expected another column than severity with --fast, which judges no run; got --sort severity. Leave "
+            "one of the two out."
+        )
     root = Path(folder)
     if not root.is_dir():
         raise RunError(f"No such folder: {folder}. Name the folder that runs are recorded below.")
