@@ -252,10 +252,8 @@ def test_two_servers_of_one_folder_answer_and_end_quietly_at_ctrl_c(
         assert (process.wait(HANG_SECONDS), process.stdout.read()) == (0, "")
 
 
-def test_an_interrupt_while_the_server_starts_leaves_no_traceback(tmp_path: Path) -> None:
-    code = (
-        "import signal\n"
-        "from plimsoll import report\n"
+_INTERRUPTS = {
+    "as the server starts": (
         "from plimsoll.report.live.server.uvicorn_loop import PageServer\n"
         "start = PageServer.startup\n"
         "async def interrupted(server, sockets=None):\n"
@@ -263,23 +261,21 @@ def test_an_interrupt_while_the_server_starts_leaves_no_traceback(tmp_path: Path
         "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "PageServer.startup = interrupted\n"
-        "report.serve('.', port=0)\n"
-    )
-    done = processes.python("-c", code, cwd=tmp_path)
-    assert done.returncode == 0 and "Live page: http" in done.stdout and not done.stderr, done.stderr
-
-
-def test_an_interrupt_while_the_event_loop_is_made_leaves_no_traceback(tmp_path: Path) -> None:
-    """On a busy machine it comes between the line that shows the address and uvicorn's own handler."""
-    code = (
-        "import asyncio, signal\n"
-        "from plimsoll import report\n"
+    ),
+    # On a busy machine it comes between the line that shows the address and uvicorn's own handler.
+    "as the event loop is made": (
+        "import asyncio\n"
         "made = asyncio.SelectorEventLoop.__init__\n"
         "def interrupted(loop, *arguments, **keywords):\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    made(loop, *arguments, **keywords)\n"
         "asyncio.SelectorEventLoop.__init__ = interrupted\n"
-        "report.serve('.', port=0)\n"
-    )
+    ),
+}
+
+
+@pytest.mark.parametrize("when", _INTERRUPTS)
+def test_an_interrupt_at_the_start_leaves_no_traceback(when: str, tmp_path: Path) -> None:
+    code = f"import signal\nfrom plimsoll import report\n{_INTERRUPTS[when]}report.serve('.', port=0)\n"
     done = processes.python("-c", code, cwd=tmp_path)
     assert done.returncode == 0 and "Live page: http" in done.stdout and not done.stderr, done.stderr
