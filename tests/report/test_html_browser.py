@@ -11,7 +11,7 @@ import pytest
 from plimsoll.diagnosis import View, diagnose, whatif
 from plimsoll.report import html
 from plimsoll.report.page.answers import offered
-from plimsoll.runs import Run
+from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.browser import address, needs_browser, open_page
 from tests.support.diagnosis.faults import FAULTS
 from tests.support.report import hostile_run as hostile
@@ -299,3 +299,14 @@ def test_the_policy_stops_what_would_be_put_in_later(page: Any, seen: Any, file:
     assert page.evaluate("window.bad") is None and asked == "refused"
     seen.expects("Content Security Policy")
     assert any("Content Security Policy" in error for error in seen.errors)
+
+
+def test_a_run_whose_only_picture_is_its_findings_has_no_empty_section(page: Any, tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run") as writer:
+        for step in range(200):
+            writer.write(Scalars(step=step, values={"loss": 1.0 if step < 100 else 1e6}))
+    page.goto(address(html(tmp_path / "run", tmp_path / "run.html")))
+    page.wait_for_selector(DRAWN)
+    assert drawn(page) == 1 and page.locator(".finding").count() == 1
+    assert "The run in pictures" not in page.locator("h2:visible").all_inner_texts()
+    assert "Pictures" not in page.locator("#contents a").all_inner_texts()

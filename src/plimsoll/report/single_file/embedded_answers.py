@@ -352,7 +352,9 @@ def spectrograms(
 
 
 def _pictures(view: View, findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    return list(offered(view, findings))
+    """Return the drawings of the run, without curves that the page shows with a finding only."""
+    above = {finding.figure for finding in findings}
+    return [each for each in offered(view, findings) if each["section"] != "scale" or each["figure"] not in above]
 
 
 def _query(arguments: Mapping[str, Any]) -> dict[str, str]:

@@ -110,13 +110,20 @@ export class OverviewPart {
     const offered = [...this.choice.options].map((option) => option.value);
     const first = offered[Math.max(layers.findIndex((drawing) => !this.#above(drawing)), 0)] ?? "";
     this.choice.value = [asked, this.picked ? before : null].find((name) => offered.includes(name)) ?? first;
-    this.pictures.hidden = this.run.pictures.length === 0;
+    this.#hideEmpty();
     if (this.choice.value !== before) this.layers.refresh();
     const tensor = this.run.first_tensor;
     if (tensor) {
       const link = el("a", { href: to.tensor(this.page.id, tensor.collection, tensor.name) }, "Choose another tensor, or its formats");
       if (this.other.firstElementChild?.getAttribute("href") !== link.getAttribute("href")) this.other.replaceChildren(link);
     }
+  }
+
+  /** Hides the pictures of a run whose only one is above, with its finding. */
+  #hideEmpty() {
+    const curves = this.run.pictures.filter((drawing) => drawing.section === "scale");
+    const hasTensor = !isReport && this.run.first_tensor;
+    this.pictures.hidden = !this.choice.options.length && !hasTensor && curves.every((drawing) => this.#above(drawing));
   }
 
   #chooseLayers() {
@@ -184,6 +191,7 @@ export class OverviewPart {
     this.found.classList.toggle("single", this.detail.element.hidden);
     if (this.unknown) return this.detail.say("There is no such finding (any more). Choose one from the list.");
     if (!finding) return;
+    this.#hideEmpty();
     if (this.page.route.part === "finding" && this.page.route.finding !== index) {
       this.page.route.finding = index; // a more severe one came before it
       replace(withState(to.finding(this.page.id, index)));
