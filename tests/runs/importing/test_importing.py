@@ -87,8 +87,24 @@ def test_times_become_seconds_since_the_beginning(heads: tuple[str, float], tmp_
 
 
 def test_a_restart_in_a_file_replaces_what_it_repeats(tmp_path: Path) -> None:
-    run = pl.Run.from_csv(csv(tmp_path, "step,loss\n0,9\n1,8\n2,7\n3,6\n1,5\n2,4\n2,3\n"))
+    with pytest.warns(RuntimeWarning, match=r"losses\.csv: 4 of 7 values of 'loss' are left out, since a later row"):
+        run = pl.Run.from_csv(csv(tmp_path, "step,loss\n0,9\n1,8\n2,7\n3,6\n1,5\n2,4\n2,3\n"))
     assert values(run) == [(0, 9.0), (1, 5.0), (2, 3.0)]
+
+
+def test_rows_of_one_step_are_not_left_out_without_a_word(tmp_path: Path) -> None:
+    rows = "".join(f"{row // 10},{row}\n" for row in range(30))
+    with pytest.warns(RuntimeWarning, match=r"27 of 30 values of 'loss' are left out.* a column of steps"):
+        run = pl.Run.from_csv(csv(tmp_path, f"epoch,loss\n{rows}"))
+    assert values(run) == [(0, 9.0), (1, 19.0), (2, 29.0)]
+
+
+@each("order", [[3, 0, 4, 1, 2], [1, 0, 2, 3, 4], [2, 3, 4, 0, 1]])
+def test_rows_in_any_order_are_rows_of_one_run(order: list[int], tmp_path: Path) -> None:
+    rows = "".join(f"{step},{50 + step},{step / 10}\n" for step in order)
+    run = pl.Run.from_csv(csv(tmp_path, f"step,wall time,loss\n{rows}"))
+    assert values(run) == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert values(run, "elapsed_seconds") == [(step, float(step)) for step in range(5)]
 
 
 def test_a_file_with_the_newest_row_first_is_no_row_of_restarts(tmp_path: Path) -> None:

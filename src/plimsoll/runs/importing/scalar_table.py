@@ -1,8 +1,9 @@
 """Scalars that a reader collects, and the run folder that is made of them."""
 
 import math
+import warnings
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -80,9 +81,11 @@ class ScalarTable:
 
     def write(self, folder: Path, kind: str) -> None:
         """Write a run folder that holds these scalars, of which there must be any."""
-        columns = {name: column for name in self._steps if len((column := self._column(name))[0])}
+        columns = {name: column for name in self._steps if len((column := self._column(name, kind))[0])}
         if not columns:
             raise RunError(f"{self.source}: expected scalars; got none. Name the file or folder of one run.")
+        if kind == "csv":
+            self._warn_of_replaced(columns)
         part = Part(
             kind="scalars",
             rank=0,
@@ -106,11 +109,25 @@ class ScalarTable:
                 f"{self.source}: expected a folder to write the run to; got {folder} ({error}). Name another one."
             ) from error
 
-    def _column(self, name: str) -> Column:
+    def _warn_of_replaced(self, columns: Mapping[str, Column]) -> None:
+        replaced = {name: len(self._steps[name]) - len(steps) for name, (steps, _, _) in columns.items()}
+        name = max(replaced, key=lambda each: replaced[each])
+        if replaced[name]:
+            warnings.warn(
+                f"{self.source}: {replaced[name]:,} of {len(self._steps[name]):,} values of {name!r} are left out, "
+                "since a later row has the same step or an earlier one, as in a restarted run. If these are rows of "
+                "several runs, give each run a file, and if they are rows of one epoch, a column of steps.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _column(self, name: str, kind: str) -> Column:
         steps, values = np.array(self._steps[name], dtype=np.int64), np.array(self._values[name])
         seconds = np.array(self._seconds[name])
-        if len(steps) > 2 and (np.diff(steps) < 0).all():  # a table with the newest row first, and no run restarted
-            steps, values, seconds = steps[::-1], values[::-1], seconds[::-1] - seconds[-1]
+        order = np.argsort(steps, kind="stable")
+        # A table may have its rows in any order, as the newest first. Only a restarted run repeats steps.
+        if kind == "csv" and (np.diff(steps) < 0).any() and (np.diff(steps[order]) > 0).all():
+            steps, values, seconds = steps[order], values[order], seconds[order] - seconds[order[0]]
         lasting = without_replaced(steps)
         return steps[lasting], values[lasting], seconds[lasting]
 
