@@ -167,6 +167,34 @@ def items(operation: str, name: str, value: object, *, remedy: str = "Put it in 
     return list(cast("Iterable[Any]", value))
 
 
+def path(operation: str, what: str, value: object, *, remedy: str) -> Path:
+    """Return `value` as a path that a file system can hold.
+
+    Args:
+        operation: What the user called, for the message.
+        what: What the path is to name, as "a folder".
+        value: What came.
+        remedy: What to do, as a sentence.
+
+    Raises:
+        ArgumentError: `value` is no path, is empty, or has a character that no path has.
+
+    >>> path("report", "a file", "report.html", remedy="Name one.").name
+    'report.html'
+    """
+    try:
+        text: Any = os.fspath(cast("Any", value))
+        usable = isinstance(text, str) and bool(text) and b"\0" not in os.fsencode(text)
+    except (TypeError, ValueError):  # no path; or not to be written in the file system's encoding
+        usable = False
+    if not usable:
+        raise ArgumentError(
+            f"{operation}: expected the path of {what}, as a str or pathlib.Path, that is not empty and holds no NUL "
+            f"or half a surrogate pair; got {value!r:.{_MOST_SHOWN}}. {remedy}"
+        )
+    return Path(cast("Any", value))
+
+
 def initialized(operation: str, model: Any) -> None:
     """Raise if a lazy layer of a model has parameters or buffers without a size still.
 
@@ -214,24 +242,10 @@ def _error(operation: str, rule: str, name: str, value: object, remedy: str) -> 
     return ArgumentError(f"{operation}: expected {rule}; got {name}={value!r:.{_MOST_SHOWN}}. {remedy}")
 
 
-def file_path(operation: str, value: object) -> Path:
-    """Return the path of a file, or raise `ArgumentError` for what is none.
-
-    >>> file_path("Plan.save", None)
-    Traceback (most recent call last):
-    plimsoll.ArgumentError: Plan.save: expected path to be the path of a file; got path=None. Use "a.txt".
-    """
-    try:
-        path = cast("object", os.fspath(cast("Any", value)))
-    except TypeError:
-        path = None
-    if not isinstance(path, str) or "\0" in path:
-        raise _error(operation, "path to be the path of a file", "path", value, 'Use "a.txt".')
-    return Path(path)
-
-
-def regular_file(operation: str, path: Path) -> None:
-    """Raise `ArgumentError` if what is at the path of a file to write is a folder, a device or a pipe."""
-    if path.exists() and not path.is_file():
-        kind, remedy = ("a folder", "Name a file in it.") if path.is_dir() else ("a device or a pipe", "Name a file.")
-        raise ArgumentError(f"{operation}: expected the path of a file; got {path}, {kind}. {remedy}")
+def regular_file(operation: str, given: object) -> Path:
+    """Return the path of a file to write; `ArgumentError` for no path, a folder, a device or a pipe."""
+    place = path(operation, "a file", given, remedy="Name a file.")
+    if place.exists() and not place.is_file():
+        kind, remedy = ("a folder", "Name a file in it.") if place.is_dir() else ("a device or a pipe", "Name a file.")
+        raise ArgumentError(f"{operation}: expected the path of a file; got {place}, {kind}. {remedy}")
+    return place

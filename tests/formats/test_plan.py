@@ -306,3 +306,11 @@ def test_a_plan_is_written_to_toml_only(tmp_path: Path, name: str) -> None:
     with pytest.raises(ArgumentError, match=r"Plan.save: expected a path in a folder that exists"):
         FULL.save(tmp_path / "none" / "plan.toml")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_path_of_a_plan_is_refused_in_words(tmp_path):
+    for wrong in (None, 3, b"x", [], "", "a\0b"):
+        with pytest.raises(ArgumentError, match=r"Plan\.load: expected the path of a plan's file.*; got "):
+            Plan.load(wrong)
+        with pytest.raises(ArgumentError, match=r"Plan\.save: expected the path of a file.*; got "):
+            Plan(target="fp8", formats={}).save(wrong)

@@ -159,6 +159,12 @@ def test_a_path_that_cannot_be_written_is_refused(run: Path, tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
+@each("wrong", [None, 3, b"x", [], {}, "", "a\0b"])
+def test_what_is_no_path_of_a_report_is_refused_in_words(wrong: object, run: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"report: expected the path of a file.*; got .*\. Name a file\."):
+        html(run, wrong)  # pyright: ignore[reportArgumentType]
+
+
 def test_the_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with RunWriter(tmp_path / "run") as writer:
         writer.write(Scalars(step=0, values={"loss": 1.0}))

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -456,3 +457,39 @@ def test_a_collection_that_there_is_none_of_is_refused_at_once(path: Path) -> No
         with pytest.raises(ArgumentError):
             read("gradients", steps=(1, 2))
     assert list(run.spectra("nothing*")) == [] and list(run.spectra("optimizer")) == []
+
+
+@each("wrong", [None, 3, b"x", [], {}, "", "a\0b"])
+@each("reader", ["find", "of", "from_csv", "from_tensorboard", "from_wandb"])
+def test_finding_and_importing_need_a_path(reader: str, wrong: object) -> None:
+    with pytest.raises(ArgumentError, match=rf"Run\.{reader}: expected the path of .*; got .*\. Give for instance"):
+        getattr(Run, reader)(wrong)
+
+
+@each("seconds", [-1, 0, float("nan"), float("inf"), "1", None, True])
+def test_following_needs_time_between_two_looks(path: Path, seconds: object) -> None:
+    with pytest.raises(ArgumentError, match=r"Run\.follow: expected poll_seconds to be a number above 0; got"):
+        Run(path).follow(poll_seconds=seconds)  # pyright: ignore[reportArgumentType]
+
+
+@each("seconds", [-1, float("nan"), "1"])
+def test_a_timeout_is_a_number_of_seconds(path: Path, seconds: object) -> None:
+    with pytest.raises(ArgumentError, match=r"Run\.follow: expected timeout to be a number of at least 0; got"):
+        Run(path).follow(timeout=seconds)  # pyright: ignore[reportArgumentType]
+    assert list(Run(path).follow(timeout=float("inf"))) == [[0, 10, 20, 30, 40, 50]]
+
+
+@each("wrong", [3, ["gradients"], {"gradients": 1}])
+def test_a_name_is_text(path: Path, wrong: object) -> None:
+    run: Any = Run(path)
+    for reader in (run.spectra, run.errors, run.table, run.to_pandas):
+        for arguments in ({"collection": wrong}, {"name": wrong}):
+            with pytest.raises(ArgumentError, match=r"expected (collection|name) to be a name or a glob; got"):
+                reader(**arguments)
+    with pytest.raises(ArgumentError, match=r"Run\.casts: expected module to be a name or a glob; got"):
+        run.casts(wrong)
+    with pytest.raises(ArgumentError, match=r"Run\.plot: expected the name of a collection; got"):
+        run.plot(wrong)
+    for reader in (lambda: run.series(wrong, "w", "rms"), lambda: run.spectrum(wrong, "w", 0)):
+        with pytest.raises(NotRecordedError, match="expected a collection that was recorded; got"):
+            reader()

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from plimsoll.checks import file_path, regular_file
+from plimsoll import checks
 from plimsoll.errors import ArgumentError
 from plimsoll.intervals import Interval
 
@@ -66,8 +66,7 @@ def write(plan: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 def checked_path(operation: str, path: str | os.PathLike[str]) -> Path:
     """Return the path of a plan to write, or raise `ArgumentError`."""
-    target = file_path(operation, path)
-    regular_file(operation, target)
+    target = checks.regular_file(operation, path)
     if not target.parent.is_dir():
         raise ArgumentError(
             f"{operation}: expected a path in a folder that exists; got {target}. Make its folder first."
@@ -82,8 +81,9 @@ def checked_path(operation: str, path: str | os.PathLike[str]) -> Path:
 
 def read(path: str | os.PathLike[str], known: Sequence[str]) -> dict[str, Any]:
     """Return the fields of a plan's file, all of which must be `known`."""
+    place = checks.path("Plan.load", "a plan's file", path, remedy='Give for instance "plan.toml".')
     try:
-        content = tomllib.loads(file_path("Plan.load", path).read_text(encoding="utf-8"))
+        content = tomllib.loads(place.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ArgumentError(f"Plan.load: expected a TOML file; got {os.fspath(path)}. {error}.") from error
     schema = content.pop("schema", SCHEMA)

@@ -36,6 +36,10 @@ def plot(run: Source, collection: str | None = None, name: str | None = None, **
     if collection is None:
         return FIGURES["loss_and_scale"](run, **arguments)
     recorded = view_of(run, None, "Run.plot").run
+    if not isinstance(collection, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"Run.plot: expected the name of a collection; got {collection!r}. Leave it out for loss and loss scale."
+        )
     if collection in recorded.scalar_names and collection not in recorded.tensors:
         raise ArgumentError(
             f"Run.plot: expected a collection of tensors; got {collection!r}, which is a scalar. run.plot() draws "

@@ -270,7 +270,7 @@ def empty_figure(operation: str, title: str, words: str, meta: Mapping[str, Any]
 
 def series_checked(view: View, operation: str, collection: str, name: str | None = None) -> None:
     """Raise `NotRecordedError` for a collection or name that the run does not have."""
-    if collection not in view.run.tensors:
+    if not isinstance(collection, str) or collection not in view.run.tensors:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise unknown(operation, "a collection", collection, list(view.run.tensors))
     if name is not None and name not in view.run.tensors[collection]:
         raise unknown(operation, f"a name in {collection!r}", name, view.run.tensors[collection])

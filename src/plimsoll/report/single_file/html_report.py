@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from plimsoll.checks import file_path, regular_file
+from plimsoll.checks import regular_file
 from plimsoll.diagnosis import Finding, View, shown
 from plimsoll.diagnosis.estimates.usable_scales import scales
 from plimsoll.diagnosis.finding import collection_words
@@ -74,13 +74,12 @@ def html(
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
     """Return the path to write a page to; ArgumentError if no page can be written there."""
-    path = file_path("report", path)
+    path = regular_file("report", path)
     if path.suffix.lower() not in ("", *_ENDINGS):
         raise ArgumentError(
             f"report: expected a file that ends in .html, which is what a page is written in; got {path}. "
             f"Write to {path.with_suffix('.html').name}, and print that from a browser for a PDF."
         )
-    regular_file("report", path)
     if not path.parent.is_dir():
         raise ArgumentError(f"report: expected a path in a folder that exists; got {path}. Make its folder first.")
     return path

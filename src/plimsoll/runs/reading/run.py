@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll import display
+from plimsoll import checks, display
 from plimsoll.checks import integer
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, values_of
 from plimsoll.runs.importing import tracker_files
-from plimsoll.runs.importing.scalar_table import ScalarTable
 from plimsoll.runs.reading import module_casts, spectra as _spectra, statistics
 from plimsoll.runs.reading.row_selection import Steps, matching, select, unknown
 from plimsoll.runs.reading.run_folder import RunContents, RunFolder, gone_writers, runs_below
@@ -75,6 +74,7 @@ class Run:
     @staticmethod
     def find(folder: str | os.PathLike[str]) -> list[Path]:
         """Return the sorted folders of all runs in a local folder and below it."""
+        checks.path("Run.find", "a folder", folder, remedy='Give for instance "runs".')
         if is_elsewhere(folder):
             raise ArgumentError(
                 f"Run.find: expected a local folder; got {folder}. List remote storage with its own tools."
@@ -95,8 +95,9 @@ class Run:
             ArgumentError: A CSV file has no column of steps.
             MissingExtraError: The package of the tracker is missing.
         """
+        checks.path("Run.of", "a run", path, remedy='Give for instance "runs/exp1".')
         kind = tracker_files.kind_of(path)
-        return cls(path) if kind is None else cls._imported(tracker_files.read(Path(path), kind), kind, path, None)
+        return cls(path) if kind is None else cls._imported("Run.of", kind, path, None)
 
     @classmethod
     def from_csv(
@@ -119,7 +120,7 @@ class Run:
             ArgumentError: There is no such column of steps.
             RunError: The file cannot be read, or is no table of numbers.
         """
-        return cls._imported(tracker_files.read(Path(path), "csv", step=step, delimiter=delimiter), "csv", path, to)
+        return cls._imported("Run.from_csv", "csv", path, to, step=step, delimiter=delimiter)
 
     @classmethod
     def from_tensorboard(cls, path: str | os.PathLike[str], *, to: str | os.PathLike[str] | None = None) -> "Run":
@@ -133,7 +134,7 @@ class Run:
             RunError: There is no event file, or one is damaged.
             MissingExtraError: tensorboard is not installed.
         """
-        return cls._imported(tracker_files.read(Path(path), "tensorboard"), "tensorboard", path, to)
+        return cls._imported("Run.from_tensorboard", "tensorboard", path, to)
 
     @classmethod
     def from_wandb(
@@ -157,18 +158,25 @@ class Run:
             RunError: There is no .wandb file, or it is damaged.
             MissingExtraError: wandb is not installed.
         """
-        return cls._imported(tracker_files.read(Path(path), "wandb", step=step), "wandb", path, to)
+        return cls._imported("Run.from_wandb", "wandb", path, to, step=step)
 
     @classmethod
     def _imported(
-        cls, table: ScalarTable, kind: str, path: str | os.PathLike[str], to: str | os.PathLike[str] | None
+        cls,
+        operation: str,
+        kind: tracker_files.Kind,
+        path: str | os.PathLike[str],
+        to: str | os.PathLike[str] | None,
+        **options: str | None,
     ) -> "Run":
+        given = checks.path(operation, "a tracker's file", path, remedy='Give for instance "export.csv".')
+        table = tracker_files.read(given, kind, **options)
         if to is not None:
-            table.write(folder_to_write(f"Run.from_{kind}", to), kind)
+            table.write(folder_to_write(operation, to), kind)
             return cls(to)
         temporary = Path(tempfile.mkdtemp(prefix="plimsoll-"))
         try:
-            source = Path(path).resolve()
+            source = given.resolve()
             name = source.stem if kind == "csv" else source.parent.name if source.is_file() else source.name
             folder = temporary / (name or "run")
             table.write(folder, kind)
@@ -440,6 +448,7 @@ class Run:
         Args:
             module: Name or glob. Default: all.
         """
+        _check_pattern("Run.casts", "module", module)
         names = [name for name in self.scalar_names if name.startswith(module_casts.PREFIX)]
         found = module_casts.casts_of(self.events(), self._scalars(names))
         return [cast for cast in found if cast.module in matching(list({c.module for c in found}), module)]
@@ -545,7 +554,17 @@ class Run:
         Args:
             poll_seconds: Time between two looks at the folder. Default: 1.
             timeout: Seconds without new steps after which to end. A killed writer closes nothing. Default: no limit.
+
+        Raises:
+            ArgumentError: A time is no number, or is negative; or there is no time between two looks.
         """
+        remedy = "Give seconds, for example 1.0."
+        poll_seconds = checks.number("Run.follow", "poll_seconds", poll_seconds, above=0, remedy=remedy)
+        if timeout is not None and timeout != math.inf:
+            timeout = checks.number("Run.follow", "timeout", timeout, at_least=0, remedy=remedy)
+        return self._follow(poll_seconds, math.inf if timeout is None else timeout)
+
+    def _follow(self, poll_seconds: float, timeout: float) -> Iterator[list[int]]:
         new, last_news = self.steps, time.monotonic()
         while True:
             if new:
@@ -555,7 +574,7 @@ class Run:
             new = self._look()
             if new:
                 continue
-            remaining = math.inf if timeout is None else timeout - (time.monotonic() - last_news)
+            remaining = timeout - (time.monotonic() - last_news)
             if closed or remaining <= 0:
                 return
             time.sleep(min(poll_seconds, remaining))
@@ -574,6 +593,8 @@ class Run:
         return f"<Run: {self._folder.place}, {series} series, {span}, {ranks}, {state}>"
 
     def _chosen(self, operation: str, collection: str | None, name: str | None) -> list[tuple[str, list[str]]]:
+        _check_pattern(operation, "collection", collection)
+        _check_pattern(operation, "name", name)
         collections = matching(self.tensors, collection)
         is_glob = collection is not None and any(sign in collection for sign in "*?[")
         if collection is not None and not collections and not is_glob and collection not in NAMES:
@@ -581,7 +602,14 @@ class Run:
         return [(each, matching(self.tensors[each], name)) for each in collections]
 
     def _check_series(self, operation: str, collection: str, name: str) -> None:
-        if collection not in self.tensors:
+        if not isinstance(collection, str) or collection not in self.tensors:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise unknown(operation, "a collection", collection, list(self.tensors), closed=self.closed)
         if name not in self.tensors[collection]:
             raise unknown(operation, f"a name in {collection!r}", name, self.tensors[collection], closed=self.closed)
+
+
+def _check_pattern(operation: str, what: str, pattern: object) -> None:
+    if pattern is not None and not isinstance(pattern, str):
+        raise ArgumentError(
+            f"{operation}: expected {what} to be a name or a glob; got {what}={pattern!r}. Leave it out for all."
+        )

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from plimsoll.checks import file_path, regular_file
+from plimsoll.checks import regular_file
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs.storage.limits import DamageError
 
@@ -120,7 +120,7 @@ def check_place(operation: str, path: str | os.PathLike[str], endings: Iterable[
     Raises an `ArgumentError` if its ending is none of `endings` (in small letters), or if the path is a folder or in
     one that does not exist.
     """
-    place = file_path(operation, path)
+    place = regular_file(operation, path)
     if place.suffix.lower() not in (known := [*endings]):
         raise ArgumentError(
             f"{operation}: expected a file that ends in {', '.join(known)}; got {os.fspath(place)!r}. Choose one of "
@@ -130,7 +130,6 @@ def check_place(operation: str, path: str | os.PathLike[str], endings: Iterable[
         raise ArgumentError(
             f"{operation}: expected a file in a folder that exists; got {os.fspath(place)!r}. Make its folder first."
         )
-    regular_file(operation, place)
     return place
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
+from plimsoll import checks
 from plimsoll.errors import ArgumentError, MissingExtraError, PlimsollError, RunError
 from plimsoll.runs.columns.arrow import fs, pa
 from plimsoll.runs.storage import atomic_files
@@ -342,22 +343,13 @@ def folder_to_write(operation: str, path: str | os.PathLike[str]) -> Path:
 
     A URI, which would become a local folder of that name, is an error.
     """
-    try:
-        text = cast("Any", os.fspath(path))
-        usable = isinstance(text, str) and bool(text) and b"\0" not in os.fsencode(text)
-    except (TypeError, ValueError):  # no path; or not to be written in the file system's encoding
-        usable = False
-    if not usable:
-        raise ArgumentError(
-            f"{operation}: expected the path of a folder, as a str or pathlib.Path, that is not empty and holds no NUL "
-            f'or half a surrogate pair; got {path!r}. Give for instance "runs/exp1".'
-        )
+    local = checks.path(operation, "a folder", path, remedy='Give for instance "runs/exp1".')
     if is_elsewhere(path):
         raise ArgumentError(
             f"{operation}: expected a folder of this machine to write to; got the URI {without_secrets(str(path))}. "
             "Write to a folder here, and copy it there while it grows (docs/how-to/scale.md)."
         )
-    return Path(path)
+    return local
 
 
 def _of_uri(uri: str) -> StorageLocation:

@@ -83,7 +83,7 @@ def app(
         ArgumentError: There is no such folder.
         RunError: The store does not answer.
     """
-    answers = Api(os.fspath(folder))
+    answers = Api(folder)
     streams = Streams(
         answers.look, poll_seconds=answers.live.list.source.poll_seconds if poll_seconds is None else poll_seconds
     )
