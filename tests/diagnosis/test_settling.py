@@ -46,7 +46,7 @@ def test_a_size_that_has_settled_is_a_note_in_the_past_tense(tmp_path: Path) -> 
     (still,) = of_rule("distribution-drift", tmp_path / "on", lambda layer, s: 2.0 ** (0.05 * s))
     assert still.severity == "warning" and still.until_step == 195
     (over,) = of_rule("distribution-drift", tmp_path / "over", lambda layer, s: 2.0 ** (0.05 * min(s, 90)))
-    assert over.severity == "info" and "have settled" in over.meaning
+    assert over.severity == "info" and "moved during the training, and have settled" in over.meaning
     view = View(Run(tmp_path / "over"))
     assert "still" not in phrase_of(over, view, [over]).what
     assert "and still grow" in phrase_of(still, view, [still]).what

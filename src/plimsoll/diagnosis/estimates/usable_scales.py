@@ -73,6 +73,9 @@ def sentence(fmt: str, stretches: list[Stretch], scaled: bool) -> str:
     >>> one = Stretch(from_step=0, to_step=3990, window=(9, 13))
     >>> sentence("fp16", [one, Stretch(from_step=4000, to_step=9990, window=None)], True)
     'FP16 needs a scale of 2^9 to 2^13 until step 3,990, no scale works afterwards.'
+    >>> none = Stretch(from_step=0, to_step=45, window=None)
+    >>> sentence("e4m3", [none, Stretch(from_step=50, to_step=55, window=(11, 11)), none], True)
+    'E4M3 has no scale that works until step 45, one of 2^11 until step 55, none afterwards.'
     """
     name = fmt.upper()
     if not stretches:
@@ -87,8 +90,9 @@ def sentence(fmt: str, stretches: list[Stretch], scaled: bool) -> str:
         return f"No single scale works for {name}: it would have to change {len(stretches) - 1} times{tail}."
     first, *rest = stretches
     clauses = [f"{name} {_need(first, scaled)} until step {first.to_step:,}"]
-    clauses += [f"{_then(stretch)} until step {stretch.to_step:,}" for stretch in rest[:-1]]
-    return ", ".join([*clauses, f"{_then(rest[-1])} afterwards"]) + "."
+    none = "none" if first.window is None else "no scale works"
+    clauses += [f"{_then(stretch, none)} until step {stretch.to_step:,}" for stretch in rest[:-1]]
+    return ", ".join([*clauses, f"{_then(rest[-1], none)} afterwards"]) + "."
 
 
 def block_sentence(fmt: str, stretches: list[Stretch]) -> str:
@@ -123,8 +127,8 @@ def _need(stretch: Stretch, scaled: bool) -> str:
     return f"needs a scale of {scales(low, high)}"
 
 
-def _then(stretch: Stretch) -> str:
-    return "no scale works" if stretch.window is None else f"one of {scales(*stretch.window)}"
+def _then(stretch: Stretch, none: str) -> str:
+    return none if stretch.window is None else f"one of {scales(*stretch.window)}"
 
 
 def scales(low: int, high: int) -> str:

@@ -48,7 +48,8 @@ _OF_PLACE = {
     "input": "Look at the data: the batch of that step contains NaN or Inf already.",
     "loss": "Look at the loss function and its targets: a mean over no element is NaN, the log of 0 is -Inf, and in "
     "FP16 exponentials and sums beyond 65,504 are Inf.",
-    "buffers": "Keep these buffers in FP32: running statistics overflow in 16 bits.",
+    "buffers": "Keep these buffers in FP32 if they have 16 bits, where running statistics overflow. In FP32, the "
+    "values that they average are too large: look at the layers before them, and lower the learning rate.",
     "compiled": "plimsoll.locate runs compiled models eagerly, and finds the operation.",
 }
 _OF_GIVEN = {

@@ -167,7 +167,7 @@ class AttentionLogits(Rule):
                 grown_scores += _risen(cells.steps, sizes, name, self.binades, math.log2(self.score), self.confidence)
         yield from _settled_or_not(
             self, grown_scores, "activations", lambda spot, grown: {"score": spot.value, "grown_binades": grown},
-            "The scores grew while the model learned", cells,
+            "The scores grew during the training", cells,
         )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -229,7 +229,7 @@ class ActivationGrowth(Rule):
         if not on:
             yield self.finding(
                 "info", spots, evidence, until_step=until, collection="activations", actions=(),
-                meaning=f"The layer's activations grew while the model learned, {outcome(cells, spots)}.",
+                meaning=f"The layer's activations grew during the training, {outcome(cells, spots)}.",
                 advice="No action is needed. Before inference in FP16, check the binades left.",
             )  # fmt: skip
             return
@@ -325,7 +325,7 @@ class KurtosisGrowth(Rule):
                 grown_layers.append((spot, by, max(until, since), on and wide[0][3]))
         yield from _settled_or_not(
             self, grown_layers, "activations", lambda spot, grown: {"kurtosis": spot.value, "grown_binades": grown},
-            "The layer's outliers grew while the model learned", cells,
+            "The layer's outliers grew during the training", cells,
         )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:

@@ -74,7 +74,7 @@ class Drift(Rule):
                 continue
             yield self.finding(
                 "info", spots, evidence, until_step=until, collection=collection,
-                meaning=f"The layer's values moved while the model learned, "
+                meaning=f"The layer's values moved during the training, "
                 f"{'and still do' if still else outcome(cells, spots)}.",
                 advice="No action is needed.",
             )  # fmt: skip
