@@ -156,6 +156,15 @@ def test_a_difference_at_the_tolerance_is_decided_by_nothing() -> None:
     assert "neither steps nor 100 more runs" in found.remaining
 
 
+def test_noise_is_not_taken_for_a_difference_at_the_tolerance() -> None:
+    """Short falling losses, the candidate's twice as high: far from the tolerance, and nothing alone decides."""
+    rng, fall = np.random.default_rng(0), 3 * np.exp(-np.arange(200) / 50)
+    base, candidate = (factor * (0.2 + fall * np.exp(0.05 * rng.normal(size=200))) for factor in (1, 2))
+    found = judged(base, candidate, tolerance="5%")
+    assert found.verdict == "undecided" and (found.more_steps, found.more_seeds) == (None, None)
+    assert "neither steps nor 100 more runs" in found.remaining and "near the tolerance" not in found.remaining
+
+
 def test_few_steps_say_nothing_of_a_single_pair() -> None:
     found = judged(losses(0)[:20], losses(1)[:20])
     assert found.verdict == "undecided" and found.more_steps == 12

@@ -205,9 +205,7 @@ class Parity(NotebookRepr):
         ways = [f"{way} on each side" if "run" in way else way for way in ways]
         known = "It is no worse than that; whether it is better is open. " if self.is_no_worse else ""
         if not ways:
-            return (
-                f"{known}The difference lies so near the tolerance that neither steps nor 100 more runs would decide."
-            )
+            return f"{known}At the present difference neither steps nor 100 more runs on each side would decide."
         return f"{known}At the present difference about {' or '.join(ways)} would decide."
 
     def to_dict(self) -> dict[str, object]:
