@@ -183,7 +183,7 @@ def path(operation: str, what: str, value: object, *, remedy: str) -> Path:
     'report.html'
     """
     try:
-        text: Any = os.fspath(cast("Any", value))
+        text = cast("object", os.fspath(cast("os.PathLike[str]", value)))
         usable = isinstance(text, str) and bool(text) and b"\0" not in os.fsencode(text)
     except (TypeError, ValueError):  # no path; or not to be written in the file system's encoding
         usable = False

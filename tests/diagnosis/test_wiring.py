@@ -340,6 +340,23 @@ def test_each_way_to_be_idle_has_a_sentence_and_a_remedy_of_its_own(name: str, t
     assert sentences(tmp_path / name) == [IDLE[name]]
 
 
+def test_a_generator_whose_outputs_are_detached_is_not_told_to_call_zero_grad(tmp_path: Path) -> None:
+    generator, critic = seeded_mlp(), nn.Linear(4, 1)
+    optimizer = adamw(generator)
+    with pl.watch(generator, optimizer, run=tmp_path, every=2):
+        for _ in range(24):
+            optimizer.zero_grad()
+            critic(generator(torch.randn(16, 8)).detach()).mean().backward()
+            optimizer.step()
+    said = (
+        "AdamW steps, and its parameters have no gradients, since step 2; look for a detach() or no_grad() between "
+        "them and the loss"
+    )
+    assert sentences(tmp_path) == [said]
+    (found,) = diagnose(tmp_path, rules=("optimizer-idle",))
+    assert "zero_grad" not in found.advice and "the loss does not depend on it" in found.advice
+
+
 def test_erased_gradients_have_a_whole_sentence_and_a_remedy_of_their_own(tmp_path: Path) -> None:
     train(tmp_path / "run", between=lambda m, o, s: clip_by_an_infinite_norm(m))
     said = (

@@ -1,6 +1,6 @@
 """Rules of what has no effect: parameters, optimizers, weight decay and averages that move nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -124,6 +124,13 @@ class UntrainedParameters(Rule):
         return self.finding(severity, spots, evidence, until_step=max(view.last_step, event.step), **more)
 
 
+def _is_cut_off(view: View) -> bool:
+    """Return whether activations were recorded and no gradient of any, which would have been recorded too."""
+    collect, tensors = view.run.settings.get("collect"), view.run.tensors
+    asked = isinstance(collect, Mapping) and "activation_gradients" in collect
+    return asked and "activations" in tensors and "activation_gradients" not in tensors
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerIdle(Rule):
     """An optimizer that never steps, or whose steps move nothing or are undone."""
@@ -181,7 +188,10 @@ class OptimizerIdle(Rule):
         if empty is not None:
             yield self._finding(
                 view, "alarm" if weights_stay(view) else "warning", empty, _EMPTY,
-                "Call zero_grad() before the backward and not between it and the step, and look whether the loss "
+                "No gradient comes into the model: the loss does not depend on it. Look for a detach(), a no_grad() or "
+                "a number (item()) between the outputs and the loss."
+                if _is_cut_off(view)
+                else "Call zero_grad() before the backward and not between it and the step, and look whether the loss "
                 "depends on the parameters.",
             )  # fmt: skip
         undone = first_fact(view, "updates undone")
@@ -221,7 +231,9 @@ class OptimizerIdle(Rule):
             ),
             _EMPTY: (
                 f"{who} steps, and its parameters have no gradients, {context.since}",
-                "call zero_grad() before the backward",
+                "look for a detach() or no_grad() between them and the loss"
+                if _is_cut_off(context.view)
+                else "call zero_grad() before the backward",
             ),
             _UNDONE: (
                 f"the updates of {who} are undone after each step {context.since}",
