@@ -340,6 +340,21 @@ def test_gradients_that_have_always_been_zero_in_fp16_may_underflow(tmp_path: Pa
     assert "no underflow" not in said and said.endswith("scale the loss.")
 
 
+def test_a_loss_that_is_scaled_down_is_to_be_scaled_up(tmp_path: Path) -> None:
+    model = layers(nn.Linear)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0**-30)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1, quiet=True):
+        for _ in range(8):
+            with torch.autocast("cpu", torch.float16):
+                loss = F.cross_entropy(model(torch.randn(32, 8)), torch.zeros(32, dtype=torch.long))
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (finding,) = [f for f in diagnose(tmp_path / "run", rules=["dead-layer"]) if f.severity != "info"]
+    assert verdict(View(Run(tmp_path / "run")), [finding]).endswith("raise the loss scale.")
+
+
 def test_where_gradients_stop_is_named(tmp_path: Path) -> None:
     for name, model, of, stops in (
         ("in the middle", nn.Sequential(nn.Linear(8, 32), Steps(), nn.Linear(32, 4)), nothing, "1"),

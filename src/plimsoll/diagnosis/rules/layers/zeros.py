@@ -266,7 +266,7 @@ class DeadLayer(Rule):
             return Phrase(
                 what=f"all {context.tensors} of {context.place} have been zero {context.since}: they underflow, or "
                 "nothing reaches them",
-                remedy="scale the loss",
+                remedy="raise the loss scale" if len(context.view.scalar("scale")[0]) else "scale the loss",
             )
         if context.finding.severity == "info":
             until = f"until step {context.finding.until_step:,}"
