@@ -198,6 +198,9 @@ def test_without_the_extra_the_install_line_is_told(
 def test_hosts_that_are_no_names_are_refused(folder: Path, ran: list[tuple[Any, int]]) -> None:
     with pytest.raises(ArgumentError, match="serve: expected allow_hosts to be a list; got allow_hosts='box.local'"):
         launch.serve(folder, port=0, allow_hosts="box.local")
+    for wrong in ({"token": 3}, {"allow_hosts": [3]}):
+        with pytest.raises(ArgumentError, match=f"serve: expected {next(iter(wrong))} as text; got 3"):
+            launch.serve(folder, port=0, **wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ArgumentError, match="serve: expected the name or address of this machine; got host=None"):
         launch.serve(folder, port=0, host=None)  # pyright: ignore[reportArgumentType]
     assert not ran

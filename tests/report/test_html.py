@@ -165,6 +165,11 @@ def test_what_is_no_path_of_a_report_is_refused_in_words(wrong: object, run: Pat
         html(run, wrong)  # pyright: ignore[reportArgumentType]
 
 
+def test_findings_are_a_list(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="summary: expected findings to be a list; got findings=3"):
+        html(run, tmp_path / "page.html", findings=3)  # pyright: ignore[reportArgumentType]
+
+
 def test_the_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with RunWriter(tmp_path / "run") as writer:
         writer.write(Scalars(step=0, values={"loss": 1.0}))

@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from plimsoll import report
+from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from plimsoll.runs.storage.parts import Part
@@ -493,3 +495,8 @@ def test_a_name_is_text(path: Path, wrong: object) -> None:
     for reader in (lambda: run.series(wrong, "w", "rms"), lambda: run.spectrum(wrong, "w", 0)):
         with pytest.raises(NotRecordedError, match="expected a collection that was recorded; got"):
             reader()
+    for reader in (lambda: run.series("gradients", NAMES[0], wrong), lambda: report.heatmap(run, statistic=wrong)):
+        with pytest.raises(ArgumentError, match=r"expected a statistic among .*; got"):
+            reader()
+    with pytest.raises(ArgumentError, match=r"View: expected a plimsoll\.Run; got"):
+        View(wrong)  # pyright: ignore[reportArgumentType]

@@ -60,6 +60,8 @@ class View:
     """
 
     def __init__(self, run: Run, until: int | None = None) -> None:
+        if not isinstance(run, Run):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(f"View: expected a plimsoll.Run; got {run!r}. Write View(plimsoll.Run(folder)).")
         remedy = "Steps count from 0; leave it out for all that was recorded."
         until = None if until is None else integer("View", "until", until, remedy=remedy)
         if until is not None and until < 0:

@@ -112,7 +112,7 @@ def heatmap(
     `NotRecordedError` for a collection that the run does not have.
     """
     view = view_of(run, until, "heatmap")
-    if statistic not in STATISTICS:
+    if not isinstance(statistic, str) or statistic not in STATISTICS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
             f"heatmap: expected a statistic among {', '.join(STATISTICS)}; got {statistic!r}. Choose one."
         )

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from plimsoll.checks import items
 from plimsoll.diagnosis import SEVERITIES, Finding, Severity, View, diagnose
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.view import Source, view_of
@@ -87,7 +88,8 @@ def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: in
         RunError: The folder holds no run.
     """
     view = view_of(run, until, "summary")
-    ordered = leading_first(diagnose(view) if findings is None else findings, view.last_step)
+    given = diagnose(view) if findings is None else items("summary", "findings", findings)
+    ordered = leading_first(given, view.last_step)
     recorded, begun = view.run, started_at(view.run)
     return Summary(
         verdict=verdict(view, ordered),

@@ -362,7 +362,7 @@ class Run:
         """
         self._check_series("Run.series", collection, name)
         choices = {**statistics.STATISTICS, **statistics.BESIDE}
-        if statistic not in choices:
+        if not isinstance(statistic, str) or statistic not in choices:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(
                 f"Run.series: expected a statistic among {', '.join(sorted(choices))}; got {statistic!r}. Choose one."
             )

@@ -63,6 +63,8 @@ def serve(
     """
     _require()
     allow_hosts = items("serve", "allow_hosts", allow_hosts)
+    for host_name in allow_hosts:
+        _text("allow_hosts", host_name, 'Name hosts such as "example.org:8642".')
     from plimsoll.report.live.server.app import app
     from plimsoll.report.live.server.uvicorn_loop import run
 
@@ -156,9 +158,15 @@ def _words(source: "Source", address: str, place: _Place, token: str | None) -> 
     return "\n".join([*lines, "Ctrl-C ends it."])
 
 
+def _text(name: str, given: object, remedy: str) -> None:
+    if not isinstance(given, str):
+        raise ArgumentError(f"serve: expected {name} as text; got {given!r}. {remedy}")
+
+
 def _token(given: str | None, place: _Place) -> str | None:
     if given is None:
         return None if place.is_loopback else secrets.token_urlsafe(24)
+    _text("token", given, "Leave it out: one is made where it is needed.")
     if not place.is_loopback and len(given) < _SHORTEST_TOKEN:
         raise ArgumentError(
             f"serve: expected a token of at least {_SHORTEST_TOKEN} characters, since other machines can try; got "
