@@ -1,5 +1,6 @@
 """Mistakes of training loops that are known by recorded numbers, and sound loops that come near them."""
 
+import copy
 import itertools
 import tempfile
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
-from plimsoll.report.verdicts.verdict_sentence import verdict
+from plimsoll.report.verdicts.verdict_sentence import phrase_of, verdict
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.support.cases import each
 
@@ -182,6 +183,25 @@ def test_weights_that_are_put_back_to_the_first_ones_are_named(
     assert (finding.rule, finding.evidence["cause"]) == ("optimizer-idle", "weights put back")
     assert (finding.severity, finding.since_step) == ("warning", 5 * (step // 5 + 1))
     assert "overwritten" in finding.meaning
+
+
+def test_a_loss_that_rises_as_weights_are_put_back_has_their_remedy(tmp_path: Path) -> None:
+    model, path = mlp(8, 32, 32, 4), tmp_path / "run"
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    first = copy.deepcopy(model.state_dict())
+    with pl.watch(model, optimizer, run=path, every=5):
+        for step in range(240):
+            if step == 201:
+                model.load_state_dict(first)
+                optimizer.param_groups[0]["lr"] = 0.0  # so that the loss stays that of the first weights
+            x = torch.randn(64, 8)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), x[:, :4].argmax(dim=1)).backward()
+            optimizer.step()
+    (found,) = diagnose(path, rules=["loss-spike"])
+    assert found.severity == "alarm" and found.evidence["weights_as_at_step"] == 0
+    assert "older weights" in found.advice
+    assert "wrote the weights of step 0 over" in phrase_of(found, View(Run(path)), [found]).remedy
 
 
 @each("after", [nothing, drawn_again, last_layer, halfway])

@@ -1,7 +1,7 @@
 """States and updates of optimizers as rules read them, and the weight decay that is added to gradients."""
 
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ _BETA2 = 0.999  # Adam's default
 # States that are named as those that hold what a narrow weight cannot, unless the weights show otherwise.
 _EXACT = ("master", "master_param", "compensation", "kahan_comp")
 _FAR_LESS = 1e-7  # of the square of a gradient; usual betas leave 1e-2 to 1e-4 of it
+_SUMS = ("sum", "abssum", "sumsq"), ("abssum", "abssum", "sumsq")  # of weights, and what they are compared with
 TOWARD_ZERO = "toward zero"  # an update that the watch has found from changes of the weights
 # Updates that lose nothing, or nothing on average; those toward zero have a finding of their own.
 _LOSSLESS = ("masters", "stochastic", "kahan", "lossless on average", "lossless over steps", TOWARD_ZERO)
@@ -58,6 +59,51 @@ def added_decay(view: View) -> AddedDecay | None:
         size = sizes[:, mine] / sizes[:, :1]
     optimizer = str(events[0].details.get("optimizer", ""))
     return AddedDecay(optimizer=optimizer, names=names, decays=decay, steps=steps, ratio=ratio, size=size)
+
+
+class PutBack(NamedTuple):
+    """All weights are at once what they were at the first sample again."""
+
+    as_at: int  # the first sample's step
+    before: int  # the last sample at which they were others
+    step: int  # and the first at which they are not
+    moved: float  # how far they had moved, by their size
+
+    def has(self, step: int) -> bool:
+        """Return True if it may have happened at this step."""
+        return self.before < step <= self.step
+
+
+# Sums of weights that were drawn again are others, by as much as they have moved: not those of magnitudes and squares,
+# which are nearly the same.
+def weights_put_back(
+    view: View, *, moved: float = 0.02, left: float = 0.1, samples: int = 3, values: int = 16
+) -> list[PutBack]:
+    """Return when sums of the weights came back to their first values, after they had moved away from these.
+
+    Args:
+        view: The run.
+        moved: How far they must have moved, as a part of their size.
+        left: How much of that way may be left.
+        samples: How many there must be before it.
+        values: How many values a weight must have. At least two weights must.
+    """
+    cells = view.cells("weights")
+    if cells is None or len(cells.steps) <= samples:
+        return []
+    several = np.nan_to_num(cells.total_of("count")).min(axis=1) >= values
+    if np.count_nonzero(several) < 2:
+        return []
+    sums, size = (np.stack([cells.total_of(name)[several] for name in names]) for names in _SUMS)
+    with np.errstate(all="ignore"):
+        away = np.abs(sums - sums[..., :1])
+        ways = np.median(np.nan_to_num(away / size[..., :1], posinf=0.0), axis=(0, 1))
+        rests = np.median(np.nan_to_num(away[..., 1:] / away[..., :-1], nan=np.inf), axis=1).max(axis=0)
+    jumps = 1 + np.flatnonzero((ways[:-1] >= moved) & (rests <= left))
+    whole = np.nansum(cells.nonfinite, axis=0) == 0  # sums leave out what is not finite
+    jumps = jumps[(jumps >= samples) & whole[jumps] & whole[jumps - 1]]
+    first, steps = int(cells.steps[0]), cells.steps.tolist()
+    return [PutBack(first, steps[at - 1], steps[at], float(ways[at - 1])) for at in jumps.tolist()]
 
 
 def recorded_epsilon(view: View) -> float | None:

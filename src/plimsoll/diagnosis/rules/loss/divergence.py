@@ -14,6 +14,7 @@ from plimsoll.diagnosis.finding import SEVERITIES, Finding, Severity
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.tables.optimizer_states import weights_put_back
 from plimsoll.diagnosis.tables.trend import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
 from plimsoll.diagnosis.tables.wiring_facts import first_fact
 from plimsoll.diagnosis.view import View
@@ -72,6 +73,7 @@ class LossSpike(Rule):
         "began_at": EvidenceItem("Loss at the start"),
         "now": EvidenceItem("Median of the last losses"),
         "accumulated": EvidenceItem("Backwards added up in a step"),
+        "weights_as_at_step": EvidenceItem("Step whose weights came back"),
     }
 
     deviations: float = threshold(10, "median absolute deviations, as in the flight recorder")
@@ -96,6 +98,8 @@ class LossSpike(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the course of the loss, and the model's input if it grew with the loss."""
         phrase, times = self._course(context), context.number("input_times")
+        if math.isfinite(as_at := context.number("weights_as_at_step")):
+            return replace(phrase, remedy=f"look for what wrote the weights of step {as_at:,.0f} over the model's")
         if not math.isfinite(times):
             return phrase
         return replace(phrase, remedy=f"look at the batches there: the model's input is {number(times)} times as large")
@@ -180,16 +184,27 @@ class LossSpike(Rule):
         if severity == "alarm" and (micro := _accumulated(view)) > 1:
             evidence["accumulated"] = micro
             advice = f"{advice} {micro} backwards are added up in each step: divide their loss by {micro} if not done."
-        grown = None if severity == "info" else self._grown_input(view, int(steps[since]))
-        if grown is not None:
-            evidence |= {"input": grown[0], "input_times": grown[1]}
-            advice = (
-                f"Look at the batches from there on: {grown[0]} is {grown[1]:.3g} times as large as before. {advice}"
-            )
+        if severity != "info":
+            advice = self._add_cause(view, int(steps[since]), evidence, advice)
         yield self.finding(
             severity, (), evidence, since_step=int(steps[since]), until_step=int(steps[until]),
             meaning=_MEANINGS[course], advice=advice, actions=() if severity == "info" else None,
         )  # fmt: skip
+
+    def _add_cause(self, view: View, since: int, evidence: dict[str, float | int | str], advice: str) -> str:
+        """Put into the evidence what the loss rose with, if it is known; return the advice for it."""
+        back = next((back for back in weights_put_back(view) if back.has(since)), None)
+        if back is not None:
+            evidence["weights_as_at_step"] = back.as_at
+            return (
+                "Look for what has written older weights over the model's (FP32 masters that were not loaded, or a "
+                f"checkpoint): at step {back.step} they were those of step {back.as_at} again."
+            )
+        grown = self._grown_input(view, since)
+        if grown is None:
+            return advice
+        evidence |= {"input": grown[0], "input_times": grown[1]}
+        return f"Look at the batches from there on: {grown[0]} is {grown[1]:.3g} times as large as before. {advice}"
 
     def _grown_input(self, view: View, since: int) -> tuple[str, float] | None:
         """Return the model's input that rose beyond all before with the loss, and by how much; None if none did."""

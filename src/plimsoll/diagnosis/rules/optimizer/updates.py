@@ -350,10 +350,10 @@ class DecayDominates(Rule):
             "ratio": spots[0].value, "size": float(np.nanmedian(added.size[place, dominates])), "layers": len(spots),
         }  # fmt: skip
         lasts = bool(dominates[len(dominates) // 2 :].mean() >= 0.5)
-        words = {"meaning": _OF_SGD, "advice": _FOR_SGD} if added.optimizer == "SGD" else {}
+        of_sgd = added.optimizer == "SGD"
         yield self.finding(
             "warning" if lasts else "info", spots, evidence, until_step=int(added.steps[last]), collection="weights",
-            **words,
+            meaning=_OF_SGD if of_sgd else None, advice=_FOR_SGD if of_sgd else None,
         )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:

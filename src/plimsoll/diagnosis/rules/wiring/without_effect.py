@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
-
 from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
+from plimsoll.diagnosis.tables.optimizer_states import weights_put_back
 from plimsoll.diagnosis.tables.trend import exceeds_start
 from plimsoll.diagnosis.tables.wiring_facts import (
     facts,
@@ -27,7 +26,6 @@ _HIDDEN = (
     "them, and they keep their initial values."
 )
 _REGISTER = "Keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList."
-_SUMS = ("sum", "abssum", "sumsq"), ("abssum", "abssum", "sumsq")  # of weights, and what they are compared with
 _OTHERS = "it is called with other parameters"
 _INPUTS = "other tensors are learned through it"
 _FOREIGN = "its parameters are not the model's"
@@ -244,41 +242,27 @@ class OptimizerIdle(Rule):
         }.get(cause, (rate, "look at the schedule"))  # fmt: skip
         return Phrase(what=what, remedy=remedy)
 
-    # Sums of weights that were drawn again would be others, by as much as they have moved.
     def _put_back(self, view: View) -> Iterator[Finding]:
         """Yield one finding of weights that jump back to what they were at the first sample."""
-        cells = view.cells("weights")
-        if cells is None or len(cells.steps) <= self.samples:
-            return
-        several = np.nan_to_num(cells.total_of("count")).min(axis=1) >= self.values
-        sums, size = (np.concatenate([cells.total_of(name)[several] for name in names]) for names in _SUMS)
-        if np.count_nonzero(several) < 2:
-            return
-        with np.errstate(all="ignore"):
-            away = np.abs(sums - sums[:, :1])
-            moved = np.median(np.nan_to_num(away / size[:, :1], posinf=0.0), axis=0)
-            left = np.nan_to_num(away[:, 1:] / away[:, :-1], nan=np.inf)
-            # Of each kind of sum: weights that were drawn again have nearly the same magnitudes and squares.
-            left = np.median(left.reshape(len(_SUMS[0]), -1, left.shape[1]), axis=1).max(axis=0)
-        jumps = 1 + np.flatnonzero((moved[:-1] >= self.moved) & (left <= self.left))
-        whole = np.nansum(cells.nonfinite, axis=0) == 0  # sums leave out what is not finite
-        jumps = jumps[(jumps >= self.samples) & whole[jumps] & whole[jumps - 1]]
+        backs = weights_put_back(
+            view, moved=self.moved, left=self.left, samples=int(self.samples), values=int(self.values)
+        )
         steps, loss = view.scalar("loss")
         begun = [event.step for event in facts(view, "begun again")]
         notes = [
             _PUT_BACK_BY_ANOTHER
-            if any(cells.steps[at - 1] < step <= cells.steps[at] for step in begun)
+            if any(back.has(step) for step in begun)
             else _PUT_BACK_AFTER_A_RISE
-            if exceeds_start(steps, loss, *cells.steps[at - 1 : at + 1], times=self.risen)
+            if exceeds_start(steps, loss, back.before, back.step, times=self.risen)
             else ""
-            for at in jumps
+            for back in backs
         ]
-        for note, at in sorted(zip(notes, jumps.tolist(), strict=True), key=lambda each: bool(each[0]))[:1]:
-            evidence = {"cause": _PUT_BACK, "as_at_step": int(cells.steps[0]), "moved": float(moved[at - 1])}
+        for note, back in sorted(zip(notes, backs, strict=True), key=lambda each: bool(each[0]))[:1]:
+            evidence = {"cause": _PUT_BACK, "as_at_step": back.as_at, "moved": back.moved}
             yield self.finding(
-                "info" if note else "warning", (), evidence, since_step=int(cells.steps[at]),
+                "info" if note else "warning", (), evidence, since_step=back.step,
                 until_step=view.last_step, actions=(),
-                meaning=note or f"All weights are at once what they were at step {int(cells.steps[0])} again: "
+                meaning=note or f"All weights are at once what they were at step {back.as_at} again: "
                 "something has overwritten them, and what was learned until then is lost.",
                 advice="No action is needed if this was meant." if note else
                 "If the run was resumed, copy the loaded model into the FP32 master weights, or load these too. Else "
