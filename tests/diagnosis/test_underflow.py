@@ -1,5 +1,7 @@
 """Losses of small gradients that do harm, and those that no training would notice."""
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -9,6 +11,7 @@ import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report.drawing.heatmap_statistics import underflow
 from plimsoll.runs import Run
+from tests.support.cases import each
 from tests.support.diagnosis.faults import A
 from tests.support.diagnosis.stories import make_story
 
@@ -41,6 +44,27 @@ def test_the_same_share_of_values_near_the_others_is_one(tmp_path: Path) -> None
 
 def test_most_of_a_layer_is_never_a_small_loss(tmp_path: Path) -> None:
     assert found(tmp_path / "run", torch.cat([evenly(-37, -33, 412), evenly(-20, 3, 100)]))
+
+
+def since_100(loss: float) -> Callable[[int], float]:
+    return lambda step: 2.0 if step < 100 else loss
+
+
+@each(
+    ("loss", "severity"),
+    [
+        (since_100(1e-4), "warning"),
+        (since_100(1e-2), "alarm"),
+        (lambda step: 2.0 if step < 100 or step == 150 else 1e-4, "alarm"),  # there was something to learn again
+    ],
+)
+def test_a_low_scale_is_no_alarm_once_next_to_nothing_of_the_loss_is_left(
+    loss: Callable[[int], float], severity: str, tmp_path: Path
+) -> None:
+    path = Path(tempfile.mkdtemp(dir=tmp_path)) / "run"
+    sizes = make_story(scale=lambda s: 1.0, gradient_std=lambda _, s: 2.0**-14 if s < 100 else 2.0**-22, loss=loss)
+    (finding,) = diagnose(sizes.write(path), rules=["scale-low"])
+    assert (finding.severity, finding.since_step) == (severity, 100)
 
 
 # -- gradients of parameters that are zero since those of their module's output were flushed

@@ -25,6 +25,7 @@ from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Mask, Ph
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.registry import rule_of
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.tables.trend import beginning
 from plimsoll.diagnosis.view import View, log2
 from plimsoll.tensor_collections import BACKWARD, WITH_LOSS_SCALE
 from plimsoll.text import percent, power, steps
@@ -136,6 +137,7 @@ class ScaleLow(ScaleRule):
     binades: float = threshold(6, "a factor of 64: beyond what the largest gradients vary from step to step")
     lost: float = threshold(0.01, "T6: below 1 % is sound")
     grave: float = threshold(0.05, "T6: above 5 % is not")
+    learned: float = threshold(0.001, "of the first loss: where less has been left since, it is a warning")
     samples: float = threshold(3, _SAMPLES)
 
     def findings(self, view: View) -> Iterator[Finding]:
@@ -166,8 +168,17 @@ class ScaleLow(ScaleRule):
             "worst_lost": spots[0].value,
             "scale": float(view.scale_at(cells.steps[[first]])[0]),
         }
-        severity = "alarm" if spots[0].value > self.grave else "warning"
+        severe = spots[0].value > self.grave and not self._has_learned(view, since)
+        severity = "alarm" if severe else "warning"
         yield self.finding(severity, spots, evidence, until_step=int(cells.steps[last]), collection="gradients")
+
+    # With what is left to learn, gradients vanish at any scale.
+    def _has_learned(self, view: View, since: int) -> bool:
+        """Return True if next to nothing of the first loss is left from this step on."""
+        steps, loss = view.scalar("loss")
+        known = np.isfinite(loss)
+        later = loss[known & (steps >= since)]
+        return len(later) > 0 and bool(np.abs(later).max() <= self.learned * abs(beginning(loss[known])))
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the scale, since when, and the largest loss."""
