@@ -205,6 +205,15 @@ def test_an_alarm_is_a_note_once_the_loss_has_come_back(tmp_path: Path) -> None:
     assert live.since_step == after.since_step == 300
 
 
+@pytest.mark.parametrize(("batches", "severity"), [(3, "warning"), (2, "info")])
+def test_a_blow_up_is_no_note_because_the_loss_stays_only_a_little_high_after_it(
+    batches: int, severity: str, tmp_path: Path
+) -> None:
+    loss = then(learned(300), np.full(batches, 9e4), 1.0 * noise(60, 0.1), learned(100, 0.3))
+    (found,) = diagnose(recorded(tmp_path / "run", loss), rules=RULE)
+    assert (found.severity, found.evidence["course"]) == (severity, "came back late")
+
+
 def test_a_loss_that_ends_in_nan_is_not_said_to_be_low_at_the_end(tmp_path: Path) -> None:
     path = recorded(tmp_path / "run", then(learned(300), [9e6, 1e29], np.full(50, np.nan)))
     (found,) = diagnose(path, rules=RULE)

@@ -270,7 +270,7 @@ class LossSpike(Rule):
             course = "just risen" if rise.open else "came back"
             return _Judged(rise=rise, severity="warning" if severe else "info", course=course)
         if not rise.open:
-            noted = not far or rise.first < self.least  # how a run finds its feet
+            noted = not (far or self._bursts(loss, rise)) or rise.first < self.least  # how a run finds its feet
             return _Judged(rise=rise, severity="info" if noted else "warning", course="came back late")
         lost, had = rise.height - rise.usual, began - rise.usual
         forgot = had > 0.2 * abs(began) and lost >= self.learned * had
@@ -280,6 +280,11 @@ class LossSpike(Rule):
         if rise.height < began + _BLOWN_UP * unit and comes_back(loss, rise):
             return _Judged(rise=rise, severity="warning" if far else "info", course="coming back")
         return _Judged(rise=rise, severity="alarm", course="diverged")
+
+    def _bursts(self, loss: Floats, rise: Rise) -> bool:
+        """Return True if some losses on end were far above the first ones, however low the others of the rise are."""
+        far = loss[rise.first : rise.last + 1] > beginning(loss) + self.height * _unit(beginning(loss))
+        return bool(np.convolve(far, np.ones(_AT_ONCE), "valid").max(initial=0) == _AT_ONCE)
 
     def _never_learned(self, loss: Floats, found: list[Rise]) -> list[_Judged]:
         """The first blow-up, if the run has never since been better than at its beginning."""
