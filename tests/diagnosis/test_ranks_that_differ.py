@@ -1,5 +1,6 @@
 """Data-parallel ranks: one with other data or labels is named, and noise or parts of one model are not."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,6 +111,30 @@ def test_ranks_that_share_a_part_of_the_batch_are_silent(tmp_path: Path) -> None
         found(tmp_path / "run", [falling, stuck, falling], [lambda s: 1.0, lambda s: 9.0, lambda s: 1.0], place=mesh)
         == []
     )
+
+
+def with_losses(path: Path, losses: list[Callable[[int], float]], steps: int = 60) -> list[Finding]:
+    """The findings in a run of ranks with these losses."""
+    for rank, loss in enumerate(losses):
+        with RunWriter(path, rank=rank, world_size=len(losses), flush_seconds=600) as writer:
+            writer.write_manifest(ranks={"data_parallel": len(losses), "data_index": rank})
+            for step in range(steps):
+                writer.write(Scalars(step=step, values={"loss": loss(step)}))
+    return diagnose(path, rules=["rank-differs"])
+
+
+def one(step: int) -> float:
+    return falling(step, math.sin(7.3 * step))
+
+
+def test_ranks_that_all_read_the_same_batches_are_named(tmp_path: Path) -> None:
+    (finding,) = with_losses(tmp_path / "same", [one] * 3)
+    assert finding.severity == "warning" and finding.evidence == {"of": "batches", "ranks": 3}
+    assert "all 3 ranks have had the same losses" in summary(tmp_path / "same").verdict
+    assert with_losses(tmp_path / "short", [one] * 3, steps=59) == []
+    assert with_losses(tmp_path / "rounded", [one, lambda s: one(s) * (1 + (s == 30) * 2.0**-20)]) == []
+    assert with_losses(tmp_path / "constant", [lambda s: 0.5] * 2) == []
+    assert with_losses(tmp_path / "alone", [one]) == []
 
 
 def begun(path: Path, *weights: dict[str, list[float]]) -> list[Finding]:

@@ -41,7 +41,7 @@ _OF_A_KIND = (
 )
 # Events by which a watch reports that it left something out.
 _LEFT_OUT = ("failure", "not measured", "capped", "shadow", "rank lost", "folder lost", "dropped", "damaged")
-_WEIGHTS = "first weights"
+_WEIGHTS, _BATCHES = "first weights", "batches"
 _BLOCK = 5  # steps whose mean loss is judged as one
 
 
@@ -62,7 +62,10 @@ class RankDiffers(Rule):
     """Ranks that begin with different weights, or one that stays outside all others."""
 
     id = "rank-differs"
-    says = "ranks begin with different weights, or the loss or activations of one stay away from those of all others"
+    says = (
+        "ranks begin with different weights or read the same batches, or the loss or activations of one stay away from "
+        "those of all others"
+    )
     meaning = (
         "This rank gets other data or labels than the others, and its gradients pull all weights in that direction."
     )
@@ -86,7 +89,9 @@ class RankDiffers(Rule):
         parts = by_rank.parts_of(view.run)
         if not parts:
             return
-        for found in self._losses(_until(by_rank.losses(view.run, parts), view.until)):
+        losses = _until(by_rank.losses(view.run, parts), view.until)
+        yield from self._same_batches(losses)
+        for found in self._losses(losses):
             yield self._finding(found, "loss", len(set(parts.values())), ())
         layers: dict[int, list[_Apart]] = {}
         for sizes in by_rank.activation_sizes(view.run, parts):
@@ -104,6 +109,12 @@ class RankDiffers(Rule):
                 what=f"{context.number('ranks'):.0f} ranks began with different weights, seen {context.since}",
                 effect="and average gradients that fit none of their models",
                 remedy="let DistributedDataParallel send rank 0's weights",
+            )
+        if what == _BATCHES:
+            return Phrase(
+                what=f"all {context.number('ranks'):.0f} ranks have had the same losses {context.since}",
+                effect="so they read the same batches",
+                remedy="give each its own: a DistributedSampler, or a seed by rank",
             )
         have = "has" if what == "loss" else "have"
         if not math.isfinite(rank):
@@ -144,6 +155,22 @@ class RankDiffers(Rule):
             return False
         sizes = np.abs(values).max(axis=0)
         return bool(((np.max(values, axis=0) - np.min(values, axis=0)) > self.weights * sizes).mean() > 0.5)
+
+    # Rounding alone makes the losses of other batches differ, if nothing else does.
+    def _same_batches(self, losses: ByRank) -> Iterator[Finding]:
+        """Yield one finding if the losses of all ranks are the same, bit for bit."""
+        there = np.isfinite(losses.values).all(axis=0)
+        values, steps = losses.values[:, there], losses.steps[there]
+        if len(values) < 2 or len(steps) < self.blocks * _BLOCK or not (values == values[0]).all():
+            return
+        if len(np.unique(values[0])) * 2 < len(steps):  # a loss that stays may be the same for any batch
+            return
+        yield self.finding(
+            "warning", (), {"of": _BATCHES, "ranks": len(values)}, since_step=int(steps[0]), until_step=int(steps[-1]),
+            meaning=f"All {len(values)} ranks compute the same losses: they read the same batches, and do the work of "
+            "one rank.",
+            advice="Give the loader a DistributedSampler, or draw batches by a seed that depends on the rank.",
+        )  # fmt: skip
 
     def _losses(self, losses: ByRank) -> Iterator[_Apart]:
         blocks = len(losses.steps) // _BLOCK
