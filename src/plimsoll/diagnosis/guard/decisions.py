@@ -69,9 +69,8 @@ class BackgroundChecker:
     def take(self) -> Look | None:
         """The look that has come to an end since the last call, if any; never waits."""
         look = self._done
-        if (
-            look is not None
-        ):  # else one that ends in this moment would be overwritten; no other begins before it is taken
+        # Only one that was seen is taken away: another may end at this moment. None begins before it is taken.
+        if look is not None:
             self._done = None
         return look
 
