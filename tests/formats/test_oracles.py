@@ -32,10 +32,7 @@ ML_DTYPES = [
 WIDE_TOO = [fmt for fmt in ELEMENTS if fmt.bits <= 16]
 CARRIERS = [ml_dtypes.bfloat16, np.float16, np.float32]  # ml_dtypes takes float64 through float32: rounded twice
 
-each_type = pytest.mark.parametrize(("fmt", "theirs"), ML_DTYPES, ids=lambda value: getattr(value, "name", ""))
-each_format = pytest.mark.parametrize(
-    "fmt", [*WIDE_TOO, E4M3_IEEE, E4M3B11, *map(get, ("e3m4", "e5m7", "e6m9"))], ids=lambda fmt: fmt.name
-)
+FORMATS = [*WIDE_TOO, E4M3_IEEE, E4M3B11, *map(get, ("e3m4", "e5m7", "e6m9"))]
 
 
 def same(found, expected) -> None:
@@ -65,14 +62,14 @@ def as_float64(values: np.ndarray) -> np.ndarray:
         return values.astype(np.float64)
 
 
-@each_type
+@each(("fmt", "theirs"), ML_DTYPES)
 def test_ml_dtypes_decodes_every_code_alike(fmt, theirs):
     codes = np.arange(1 << fmt.bits).astype(word(fmt))
     same(fmt.decode(codes), as_float64(codes.view(theirs)))
 
 
 @each("carrier", CARRIERS, ids=lambda carrier: np.dtype(carrier).name)
-@each_type
+@pytest.mark.parametrize(("fmt", "theirs"), ML_DTYPES, ids=lambda value: getattr(value, "name", ""))
 def test_ml_dtypes_encodes_every_value_alike(fmt, theirs, carrier):
     values = inputs(fmt, carrier)
     exact = as_float64(values)
@@ -136,7 +133,7 @@ GFLOAT_MODES = {
 }
 
 
-@each_format
+@each("fmt", FORMATS)
 def test_gfloat_describes_the_format_alike(fmt):
     info = gfloat_format(fmt)
     assert (info.max, info.smallest, info.eps) == (fmt.max, fmt.smallest_subnormal, fmt.epsilon)
@@ -150,7 +147,7 @@ def dataclass_fields(info: gfloat.FormatInfo) -> dict[str, object]:
     return {name: value for name, value in vars(info).items() if name != "name"}
 
 
-@each_format
+@each("fmt", FORMATS)
 def test_gfloat_decodes_every_code_alike(fmt):
     codes = np.arange(1 << fmt.bits)
     same(fmt.decode(codes), gfloat.decode_ndarray(gfloat_format(fmt), codes))
@@ -158,7 +155,7 @@ def test_gfloat_decodes_every_code_alike(fmt):
 
 @each("saturate", [True, False])
 @each("rounding", GFLOAT_MODES)
-@each_format
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_gfloat_rounds_alike(fmt, rounding, saturate):
     if not fmt.has_nan and not saturate:
         beyond = np.array([-2 * fmt.max, 2 * fmt.max])
