@@ -1,20 +1,26 @@
 """P1: watching changes nothing, and leaves nothing behind."""
 
+import contextlib
 import copy
 import gc
 import io
 import pickle
+import re
 import signal
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
+from tests.support.cases import each
 from tests.support.versions import only_from
 from tests.support.watch.recording import batches, mlp, only_run, train
 
@@ -102,6 +108,55 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         assert not hooks, hooks
     with pytest.raises(pl.ArgumentError, match=r"Watch.flush: expected an open watch; got one of .*a that is closed"):
         w.flush()
+
+
+def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(scores, labels)
+
+
+def of_probabilities(scores: Tensor, labels: Tensor) -> Tensor:
+    return functional.nll_loss(scores.softmax(1).log(), labels)
+
+
+def masked(scores: Tensor, labels: Tensor) -> Tensor:
+    future = torch.ones(len(scores), len(scores), dtype=torch.bool).triu(1)
+    mixed = (scores @ scores.T).masked_fill(future, -1e9).softmax(1) @ scores
+    return functional.cross_entropy(mixed, labels)
+
+
+@each("loss_of", [cross_entropy, of_probabilities, masked, functional.multi_margin_loss])
+def test_a_loss_in_a_checkpoint_is_computed_as_often_as_without_a_watch(
+    loss_of: Callable[[Tensor, Tensor], Tensor], tmp_path: Path
+) -> None:
+    def run(watched: bool) -> tuple[dict[str, Tensor], list[float]]:
+        torch.manual_seed(3)
+        model = Dropping()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        losses: list[float] = []
+        with (
+            pl.watch(model, optimizer, run=tmp_path / loss_of.__name__, every=2)
+            if watched
+            else contextlib.nullcontext()
+        ):
+            for x in batches(30, 16, 8):
+                labels = (x[:, 0] > 0).long()
+                optimizer.zero_grad()
+                # Each run of the forward moves the batch norm's statistics.
+                loss = checkpoint(lambda x, y: loss_of(model(x), y), x, labels, use_reentrant=False)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return model.state_dict(), losses
+
+    (plain, losses), (state, others) = run(False), run(True)
+    assert losses == others
+    assert all(torch.equal(plain[name], state[name]) for name in plain)
+
+
+def test_kept_tensors_are_read_in_one_place_that_runs_no_checkpoint_again() -> None:
+    numbers = "dim|reduction|ignore_index|is_causal|training"
+    for file in (Path(pl.__file__).parent / "watch").rglob("*.py"):
+        assert re.findall(rf"\._saved_(?!(?:{numbers})\b)\w+", file.read_text(encoding="utf-8")) == [], file
 
 
 def test_hooks_do_not_leak_into_copies_and_checkpoints(tmp_path: Path) -> None:

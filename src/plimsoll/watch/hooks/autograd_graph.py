@@ -147,7 +147,7 @@ def is_compiled(node: Any) -> bool:
 def is_nan_before(loss: Tensor) -> bool:
     """Return whether a value kept for the loss's last operations is NaN; on a CPU."""
     nodes = itertools.islice(_nodes([loss]), _LAST)
-    kept = (kept.value.detach() for node in nodes for kept in kept_values(node))
+    kept = (kept.value.detach() for node in nodes for kept in kept_values(node, packed=False))
     return any(x.is_floating_point() and x.device.type == "cpu" and bool(torch.isnan(x).any()) for x in kept)
 
 
@@ -260,7 +260,8 @@ def classes_of(root: Tensor, scale: Tensor | None) -> tuple[int, float]:
         return 0, 1.0
     before, scores = _through_views(node.next_functions[0][0])
     with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
-        is_mean = node._saved_reduction == 1 and node._saved_weight is None  # noqa: SLF001  (likewise)
+        is_plain = not _is_packed(getattr(node, "_raw_saved_weight", None)) and _kept(node, "_saved_weight") is None
+        is_mean = is_plain and node._saved_reduction == 1  # noqa: SLF001  (likewise)
         if is_mean and len(scores) > 1 and type(before).__name__ == "LogSoftmaxBackward0":
             return int(scores[1]), divisor
     return 0, 1.0
@@ -292,7 +293,8 @@ def given_for_logarithms(root: Tensor) -> Iterator[Tensor]:
             if type(before).__name__ == "LogSoftmaxBackward0":
                 continue
             with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
-                yield cast("Any", node)._saved_self  # noqa: SLF001  (likewise)
+                if (given := _kept(node, "_saved_self")) is not None:
+                    yield given
 
 
 def targets_of(root: Tensor) -> Iterator[tuple[Tensor, int]]:
@@ -303,9 +305,9 @@ def targets_of(root: Tensor) -> Iterator[tuple[Tensor, int]]:
     for node in itertools.islice(_nodes([root]), _NEAREST):
         if type(node).__name__ == _NLL[0]:
             with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
-                loss = cast("Any", node)
-                if loss._saved_reduction:  # noqa: SLF001  (likewise)
-                    yield loss._saved_target.detach(), _signed(loss._saved_ignore_index)  # noqa: SLF001  (likewise)
+                loss, targets = cast("Any", node), _kept(node, "_saved_target")
+                if targets is not None and loss._saved_reduction:  # noqa: SLF001  (likewise)
+                    yield targets, _signed(loss._saved_ignore_index)  # noqa: SLF001  (likewise)
 
 
 def attends_to_the_past(root: Tensor) -> Tensor | None:
@@ -314,11 +316,11 @@ def attends_to_the_past(root: Tensor) -> Tensor | None:
         kind, attention = type(node).__name__, cast("Any", node)
         with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
             if kind.startswith("ScaledDotProduct"):
-                mask = attention._saved_attn_mask if hasattr(attention, "_saved_attn_mask") else None  # noqa: SLF001  (likewise)
+                mask = _kept(attention, "_saved_attn_mask")
                 if getattr(attention, "_saved_is_causal", False):
                     return torch.ones((), dtype=torch.bool)
             elif kind == "MaskedFillBackward0":
-                mask = attention._saved_mask  # noqa: SLF001  (likewise)
+                mask = _kept(attention, "_saved_mask")
             else:
                 continue
             if isinstance(mask, Tensor) and mask.dim() > 1 and mask.shape[-1] == mask.shape[-2] > 1:
@@ -452,8 +454,8 @@ def bounded_outputs(root: Tensor) -> Iterator[tuple[str, Tensor, float, float]]:
             before, _ = _through_views(cast("Any", node).next_functions[0][0])
             name, low, high = _BOUNDED.get(type(before).__name__, ("", 0.0, 0.0))
             with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
-                if name:
-                    yield name, cast("Any", node)._saved_target, low, high  # noqa: SLF001  (likewise)
+                if name and (targets := _kept(node, "_saved_target")) is not None:
+                    yield name, targets, low, high
 
 
 def spread_outputs(root: Tensor) -> int:
@@ -500,8 +502,8 @@ def rows_looked_up(root: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             while table is not None and getattr(table, "variable", None) is None:
                 table = table.next_functions[0][0] if _SAME_VALUES.fullmatch(type(table).__name__) else None
             with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
-                if table is not None:
-                    yield table.variable, cast("Any", node)._saved_indices  # noqa: SLF001  (likewise)
+                if table is not None and (indices := _kept(node, "_saved_indices")) is not None:
+                    yield table.variable, indices
 
 
 def casts_of_leaves(root: Tensor) -> Iterator[tuple[Tensor, int]]:
@@ -520,20 +522,19 @@ def values_normalised(root: Tensor) -> Iterator[tuple[Tensor, int]]:
             norm = cast("Any", node)
             weight = getattr(norm.next_functions[1][0], "variable", None)
             with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
-                x = norm._saved_input  # noqa: SLF001  (likewise)
+                shape = norm._input_metadata[0].shape  # noqa: SLF001  (likewise)
                 if weight is not None and norm._saved_training:  # noqa: SLF001  (likewise)
-                    yield weight, x.numel() // max(x.shape[1], 1)
+                    yield weight, math.prod(shape) // max(shape[1], 1)
 
 
 def _has_factor(node: object, scale: Tensor) -> bool:
     if type(node).__name__ != "MulBackward0":
         return False
-    product = cast("Any", node)
     try:  # documented in torch's autograd notes
-        factors: list[Any] = [product._saved_other, product._saved_self]  # noqa: SLF001
+        factors = [_kept(node, "_saved_other"), _kept(node, "_saved_self")]
     except RuntimeError:  # an earlier backward has freed them
         return False
-    return any(isinstance(x, Tensor) and x.data_ptr() == scale.data_ptr() for x in factors)
+    return any(x is not None and x.data_ptr() == scale.data_ptr() for x in factors)
 
 
 def _divisor(node: Any) -> float | None:
@@ -543,11 +544,13 @@ def _divisor(node: Any) -> float | None:
         return 1.0
     if kind not in ("DivBackward0", "MulBackward0") or len(node._input_metadata[0].shape):  # noqa: SLF001  (likewise)
         return None
+    if node.next_functions[-1][0] is not None:  # a divisor with a gradient of its own
+        return None
     try:
-        other: Any = node._saved_other  # noqa: SLF001  (likewise)
+        other = _kept(node, "_saved_other")
     except RuntimeError:
         return None
-    if not isinstance(other, Tensor) or other.numel() != 1 or other.device.type != "cpu" or other.requires_grad:
+    if other is None or other.numel() != 1 or other.device.type != "cpu":
         return None
     value = float(other)
     return (value if kind.startswith("Div") else 1 / value) if value > 0 else None
