@@ -185,6 +185,21 @@ def test_its_threads_end_before_it_does(folder: Path, monkeypatch: pytest.Monkey
     assert loaded == ["all"] and not [t for t in set(threading.enumerate()) - others if t.name.startswith("plimsoll")]
 
 
+def test_an_interrupt_while_a_thread_is_started_is_an_interrupt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "plimsoll-packages":
+            threading._limbo[thread] = thread  # type: ignore[attr-defined]  # as while it is being started
+            raise KeyboardInterrupt
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(threading, "_limbo", {})
+    with pytest.raises(KeyboardInterrupt):
+        launch.serve(folder, port=0)
+
+
 @pytest.mark.parametrize("package", ["fastapi", "uvicorn", "plotly"])
 def test_without_the_extra_the_install_line_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, package: str

@@ -178,6 +178,26 @@ def test_a_cross_validation_begins_again_without_a_warning(cleared: bool, drawn:
         assert any(f.meaning.endswith("another training of the same model.") for f in found)
 
 
+def test_an_optimizer_around_another_has_no_state_to_lose(tmp_path: Path) -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(optimizer.param_groups, {"lr": 1.0})
+            self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+        def step(self, closure: Any = None) -> None:
+            self.optimizer.step()
+
+    model, path = seeded_mlp(), tmp_path / "run"
+    optimizer = Around(adamw(model))
+    with pl.watch(model, optimizer, run=path, every=4):
+        for _ in range(24):
+            x = torch.randn(16, 8)
+            nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert diagnose(path, rules=["state-cleared", "optimizer-idle"]) == []
+
+
 def test_an_optimizer_without_a_state_is_not(tmp_path: Path) -> None:
     class Signs(torch.optim.Optimizer):
         def step(self, closure: Any = None) -> None:

@@ -108,7 +108,8 @@ class LossAtChance(Rule):
                 meaning="The loss was that of guessing among the classes; it has left it since.",
             )  # fmt: skip
             return
-        yield self.finding("warning", (), evidence, since_step=since, until_step=until)
+        if not _is_lost_to_rounding(view):  # which other findings say
+            yield self.finding("warning", (), evidence, since_step=since, until_step=until)
 
     def _above(self, steps: Ints, means: Floats, guessing: float) -> Iterator[Finding]:
         size, learned = int(self.window), np.logical_or.accumulate(means <= guessing)

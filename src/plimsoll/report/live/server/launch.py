@@ -93,7 +93,8 @@ def _wait_for(threads: set[threading.Thread]) -> None:
     end = time.monotonic() + _PARTING_SECONDS
     with contextlib.suppress(KeyboardInterrupt):
         for thread in threads:
-            if thread.daemon and thread.name.startswith("plimsoll-"):
+            # An interrupt may have come while one was being started: it cannot be waited for.
+            if thread.is_alive() and thread.daemon and thread.name.startswith("plimsoll-"):
                 thread.join(max(0.0, end - time.monotonic()))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.watch.names import clean
+from plimsoll.watch.parameters.optimizer_tensors import innermost
 from plimsoll.watch.steps.wiring.checks import (
     REPEATS,
     Fact,
@@ -241,7 +242,12 @@ class _Stepped:
 
 
 def _first_with_gradient(optimizer: Any) -> tuple[Tensor | None, float]:
-    """Return the first weight that has a gradient, and over how many steps an Adam's second moments go, else 0."""
+    """Return the first weight that has a gradient, and over how many steps an Adam's second moments go, else 0.
+
+    An optimizer around another, such as Lookahead's, has no state of its own, and no weight here.
+    """
+    if innermost(optimizer) is not optimizer:
+        return None, 0.0
     for group in optimizer.param_groups:
         weights: list[Tensor] = group["params"]
         for p in weights:
