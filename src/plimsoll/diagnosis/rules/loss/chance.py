@@ -39,8 +39,7 @@ class LossAtChance(Rule):
     items = {"guessing": EvidenceItem("Loss of guessing"), "loss": EvidenceItem("Loss")}
     is_secondary = True  # other findings say why
 
-    near: float = threshold(0.02, "of the loss of guessing, below it: what is learned first is more")
-    noise: float = threshold(0.1, "of the loss of guessing, above it: steps at random make answers a little worse")
+    near: float = threshold(0.02, "of the loss of guessing, above or below it: what is learned first is more")
     worse: float = threshold(2, "times the loss of guessing, after a loss below it: no sound training forgets so much")
     window: float = threshold(25, "losses whose mean is held against it")
     least: float = threshold(200, "losses from the first one on: hard tasks begin slowly")
@@ -81,7 +80,7 @@ class LossAtChance(Rule):
 
     def _stays(self, view: View, steps: Ints, means: Floats, guessing: float) -> Iterator[Finding]:
         size = int(self.window)
-        away = ~((means >= (1 - self.near) * guessing) & (means <= (1 + self.noise) * guessing))
+        away = ~(np.abs(means - guessing) <= self.near * guessing)
         stays = int(away.argmax()) if away.any() else len(means)
         way = math.inf
         if len(means) * size >= self.least and (means >= (1 - self.little) * max(guessing, means[0])).all():
@@ -108,8 +107,7 @@ class LossAtChance(Rule):
                 meaning="The loss was that of guessing among the classes; it has left it since.",
             )  # fmt: skip
             return
-        if not _is_lost_to_rounding(view):  # which other findings say
-            yield self.finding("warning", (), evidence, since_step=since, until_step=until)
+        yield self.finding("warning", (), evidence, since_step=since, until_step=until)
 
     def _above(self, steps: Ints, means: Floats, guessing: float) -> Iterator[Finding]:
         size, learned = int(self.window), np.logical_or.accumulate(means <= guessing)
