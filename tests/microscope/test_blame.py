@@ -14,6 +14,7 @@ from plimsoll.microscope.blame.result import Blame, BlameRow
 from plimsoll.spectrum import Interval
 from tests.microscope.test_microscope import CLASSES, KINDS, example, low_loss
 from tests.support.cases import each
+from tests.support.models import Halves
 
 WIDTH = 24
 
@@ -315,14 +316,6 @@ def test_what_cannot_be_asked_for() -> None:
 
 
 def test_a_module_may_have_results_that_nothing_uses() -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 16)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            return self.linear(x).chunk(2, dim=-1)
-
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -15,6 +15,7 @@ from plimsoll.formats.catalogue import BLOCKS, ELEMENTS, TARGETS
 from plimsoll.probing import forward
 from plimsoll.probing.result import Question
 from tests.support.cases import each
+from tests.support.models import Halves
 
 
 class Net(nn.Module):
@@ -400,15 +401,7 @@ def test_batches_are_widened_with_the_model() -> None:
 
 
 def test_an_output_that_nothing_uses_does_not_end_the_probe() -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(32, 20)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            return self.linear(x).chunk(2, dim=-1)
-
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return nn.functional.cross_entropy(model(batch[0])[0], batch[1])
 
-    assert pl.probe(Halves(), batches(), "bf16", loss=loss).fits
+    assert pl.probe(Halves(32, 20), batches(), "bf16", loss=loss).fits

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
 from plimsoll.runs import Run
+from tests.support.models import Halves
 from tests.support.patience import HANG_SECONDS
 from tests.support.watch.recording import batches, mlp, only_run, same, train
 
@@ -321,17 +322,6 @@ def test_the_place_among_other_hooks_is_kept_between_samples(tmp_path: Path) -> 
     run = Run(tmp_path / "run")
     assert run.steps == [0, 3, 6, 9]
     assert [run.spectrum("activations", "0:output", step).max for step in run.steps] == pytest.approx([expected] * 4)
-
-
-class Halves(nn.Module):
-    """Two results of one operation, of which the second has no gradient where nothing uses it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 16)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.linear(x).chunk(2, dim=-1)
 
 
 def test_an_output_that_nothing_uses_has_no_gradient_and_no_event(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ class DynamicScaler(LossScaler, name="dynamic"):
         overflows, ceiling, unproven = extra.get("memory", (0.0, self._init_scale, 0.0))
         self._init_memory = (float(overflows), float(ceiling), float(unproven))
         if not all(math.isfinite(number) and number >= 0 for number in self._init_memory):
-            raise ValueError(f"no number of memory is below 0; got {self._init_memory}")
+            raise ValueError(f"memory holds finite numbers of 0 or more; got {self._init_memory}")
         if self._memory is not None:
             self._memory.copy_(torch.tensor(self._init_memory, device="cpu"))
 

@@ -78,6 +78,7 @@ def read_state(saved: Mapping[str, Any]) -> SavedState:
             f"load_state_dict: expected the entries of a scaler's state; got {sorted(map(str, saved))}, without "
             f"{missing}. Nothing was changed. Give a result of state_dict()."
         )
+    state: SavedState | None = None
     try:
         state = SavedState(
             scale=float(saved["scale"]),
@@ -90,17 +91,17 @@ def read_state(saved: Mapping[str, Any]) -> SavedState:
         )
         # A constant scale has factors of 1. The tracker is an int32 on the device.
         rules = 1 <= state.growth_factor < math.inf and 0 < state.backoff_factor <= 1
-        known = rules and state.growth_interval >= 1 and 0 <= state.growth_tracker < 2**31
+        is_known = rules and state.growth_interval >= 1 and 0 <= state.growth_tracker < 2**31
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: of tensors of several values
-        known = False
-    if not known:
+        is_known = False
+    if state is None or not is_known:
         entries = {name: saved[name] for name in _ENTRIES}
         raise StateError(
             f"load_state_dict: expected numbers in a scaler's state; got {entries}. Nothing was changed. A growth "
             "factor is at least 1, a back-off factor above 0 and at most 1, an interval at least 1. Give a result of "
             "state_dict()."
         )
-    return state  # pyright: ignore[reportPossiblyUnboundVariable]
+    return state
 
 
 def _bound(value: object) -> float:

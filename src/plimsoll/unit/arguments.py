@@ -27,8 +27,8 @@ def check_mult(operation: str, mult: float) -> float:
     """Return `mult` as a number, or raise an error unless it is from 2**-32 to 2**32."""
     if isinstance(mult, bool) or not isinstance(mult, (int, float, torch.SymFloat)) or not 2**-32 <= mult <= 2**32:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
-            f"{operation}: expected mult to be a finite number above 0; got {described(mult)}. Use one from 2**-32 "
-            "to 2**32; 1.0 leaves the input as it is."
+            f"{operation}: expected mult to be a number from 2**-32 to 2**32; got {described(mult)}. Use 1.0 to leave "
+            "the input as it is."
         )
     # A compiler may hold the multiplier as a symbol. copysign makes it a number with a guard, as no symbol passes it.
     return math.copysign(mult, 1.0)

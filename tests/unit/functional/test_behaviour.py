@@ -326,10 +326,10 @@ X = torch.ones(2, 4)
 IMAGE, KERNEL = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3)
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: U.gelu(X, "erf"), "gelu: expected approximate to be 'none' or 'tanh'; got approximate='erf'"),
-    (lambda: U.gelu(X, mult=0.0), "gelu: expected mult to be a finite number above 0; got 0.0 (float)"),
-    (lambda: U.silu(X, mult=float("inf")), "silu: expected mult to be a finite number above 0; got inf"),
-    (lambda: U.tanh(X, mult=1e300), "got 1e+300 (float). Use one from 2**-32 to 2**32; 1.0 leaves the input as it is."),
-    (lambda: U.tanh(X, mult=1e-300), "tanh: expected mult to be a finite number above 0; got 1e-300"),
+    (lambda: U.gelu(X, mult=0.0), "gelu: expected mult to be a number from 2**-32 to 2**32; got 0.0 (float)"),
+    (lambda: U.silu(X, mult=float("inf")), "silu: expected mult to be a number from 2**-32 to 2**32; got inf"),
+    (lambda: U.tanh(X, mult=1e300), "tanh: expected mult to be a number from 2**-32 to 2**32; got 1e+300 (float)"),
+    (lambda: U.tanh(X, mult=1e-300), "tanh: expected mult to be a number from 2**-32 to 2**32; got 1e-300"),
     (
         lambda: U.conv1d(torch.ones(5), KERNEL[0]),
         "conv1d: expected an input of 2 or 3 dimensions, and a weight of 3; got",
@@ -346,10 +346,13 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: U.avg_pool2d(IMAGE, "a"), "avg_pool2d: expected kernel_size to be one or 2 whole numbers above 0"),
     (lambda: U.max_pool2d(IMAGE, 2, (1, 2, 3)), "above 0; got stride=(1, 2, 3). Use 2, for example."),
     (lambda: U.adaptive_avg_pool2d(IMAGE, (2, 2, 2)), "adaptive_avg_pool2d: expected output_size to be one or 2 whole"),
-    (lambda: U.softmax(X, -1, mult=True), "softmax: expected mult to be a finite number above 0; got True (bool)"),
+    (
+        lambda: U.softmax(X, -1, mult=True),
+        "softmax: expected mult to be a number from 2**-32 to 2**32; got True (bool)",
+    ),
     (
         lambda: U.cross_entropy(X, X, mult=-1),
-        "cross_entropy: expected mult to be a finite number above 0; got -1 (int)",
+        "cross_entropy: expected mult to be a number from 2**-32 to 2**32; got -1 (int)",
     ),
     (
         lambda: U.cross_entropy(X, X, reduction="avg"),

@@ -59,7 +59,7 @@ class _Apart:
 
 @dataclass(frozen=True, kw_only=True)
 class RankDiffers(Rule):
-    """Ranks that begin with different weights, or one that stays outside all others."""
+    """Ranks that begin with different weights or read the same batches, or one that stays outside all others."""
 
     id = "rank-differs"
     says = (

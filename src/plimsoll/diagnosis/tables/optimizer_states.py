@@ -76,9 +76,7 @@ class PutBack(NamedTuple):
 
 # Sums of weights that were drawn again are others, by as much as they have moved: not those of magnitudes and squares,
 # which are nearly the same.
-def weights_put_back(
-    view: View, *, moved: float = 0.02, left: float = 0.1, samples: int = 3, values: int = 16
-) -> list[PutBack]:
+def weights_put_back(view: View, *, moved: float, left: float, samples: float, values: float) -> list[PutBack]:
     """Return when sums of the weights came back to their first values, after they had moved away from these.
 
     Args:

@@ -13,8 +13,8 @@ import numpy as np
 from plimsoll.diagnosis.finding import SEVERITIES, Finding, Severity
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
+from plimsoll.diagnosis.rules.wiring.without_effect import OptimizerIdle
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
-from plimsoll.diagnosis.tables.optimizer_states import weights_put_back
 from plimsoll.diagnosis.tables.trend import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
 from plimsoll.diagnosis.tables.wiring_facts import first_fact
 from plimsoll.diagnosis.view import View
@@ -193,7 +193,7 @@ class LossSpike(Rule):
 
     def _add_cause(self, view: View, since: int, evidence: dict[str, float | int | str], advice: str) -> str:
         """Put into the evidence what the loss rose with, if it is known; return the advice for it."""
-        back = next((back for back in weights_put_back(view) if back.has(since)), None)
+        back = next((back for back, note in OptimizerIdle().put_back(view) if not note and back.has(since)), None)
         if back is not None:
             evidence["weights_as_at_step"] = back.as_at
             return (

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
-from plimsoll.diagnosis.tables.optimizer_states import weights_put_back
+from plimsoll.diagnosis.tables.optimizer_states import PutBack, weights_put_back
 from plimsoll.diagnosis.tables.trend import exceeds_start
 from plimsoll.diagnosis.tables.wiring_facts import (
     facts,
@@ -244,20 +244,7 @@ class OptimizerIdle(Rule):
 
     def _put_back(self, view: View) -> Iterator[Finding]:
         """Yield one finding of weights that jump back to what they were at the first sample."""
-        backs = weights_put_back(
-            view, moved=self.moved, left=self.left, samples=int(self.samples), values=int(self.values)
-        )
-        steps, loss = view.scalar("loss")
-        begun = [event.step for event in facts(view, "begun again")]
-        notes = [
-            _PUT_BACK_BY_ANOTHER
-            if any(back.has(step) for step in begun)
-            else _PUT_BACK_AFTER_A_RISE
-            if exceeds_start(steps, loss, back.before, back.step, times=self.risen)
-            else ""
-            for back in backs
-        ]
-        for note, back in sorted(zip(notes, backs, strict=True), key=lambda each: bool(each[0]))[:1]:
+        for back, note in sorted(self.put_back(view), key=lambda each: bool(each[1]))[:1]:
             evidence = {"cause": _PUT_BACK, "as_at_step": back.as_at, "moved": back.moved}
             yield self.finding(
                 "info" if note else "warning", (), evidence, since_step=back.step,
@@ -268,6 +255,21 @@ class OptimizerIdle(Rule):
                 "If the run was resumed, copy the loaded model into the FP32 master weights, or load these too. Else "
                 "look for a load of old weights.",
             )  # fmt: skip
+
+    def put_back(self, view: View) -> list[tuple[PutBack, str]]:
+        """Return when weights became the first ones again, each with why that is no loss, or with ""."""
+        backs = weights_put_back(view, moved=self.moved, left=self.left, samples=self.samples, values=self.values)
+        steps, loss = view.scalar("loss")
+        begun = [event.step for event in facts(view, "begun again")]
+        notes = [
+            _PUT_BACK_BY_ANOTHER
+            if any(back.has(step) for step in begun)
+            else _PUT_BACK_AFTER_A_RISE
+            if exceeds_start(steps, loss, back.before, back.step, times=self.risen)
+            else ""
+            for back in backs
+        ]
+        return list(zip(backs, notes, strict=True))
 
     def _never(self, view: View, event: Event) -> Iterator[Finding]:
         stay = weights_stay(view)

@@ -23,7 +23,7 @@ JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gr
 
 _MOST_KEPT = 256  # of a list or dict: more are data
 _FEWEST = 3  # backwards or steps by which it may be judged
-_LOOKED_AT = 20  # backwards after which a gradient is looked for, until there is one
+_LOOKED_AT = 20  # backwards: what the first ones reach is looked at
 _PATIENCE = 200  # backwards, or steps of others, after which an optimizer that has not stepped is named
 
 

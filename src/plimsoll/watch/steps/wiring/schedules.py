@@ -41,7 +41,7 @@ _ALIKE = 5  # different rates on end that are those of the start, bit for bit: n
 _LENGTHS = ("T_max", "total_steps", "total_iters")  # calls after which a schedule has come to its end
 _TIMES = 2  # that a schedule without a length has begun again in the middle of its rise
 _MUCH_DECAY = 0.01  # what is usual where it is taken from the weights; added to gradients, 1e-4 is
-_FORGOTTEN = 0.005  # of a weight, that SGD's decay takes at each step: of 200 steps ago a third is left
+_FORGOTTEN = 0.005  # of a weight, that SGD's decay takes at each step: a third of it is left after 200
 # These add decay to the gradients unless they are asked to take it from the weights. AdamW is a class of its own.
 _ADAPTIVE = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
 
