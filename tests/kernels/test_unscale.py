@@ -117,16 +117,16 @@ def test_float32_is_torchs_operator_bit_for_bit(backend, scale):
     assert_same_values(found, expected)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-10, 1024.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("scale", [1.0, 0.3, 2.0**-10, 1024.0])
+@each("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_16_bit_pattern(fast, dtype, scale):
     codes = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     x = codes.view(dtype)[:: 16 if fast == "triton" else 1]
     assert_agrees(fast, [x[x.isfinite()], x], scale)
 
 
-@pytest.mark.parametrize("finite", [True, False])
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+@each("finite", [True, False])
+@each("dtype", FLOATING, ids=str)
 def test_backends_agree(fast, dtype, finite):
     sizes, scales = ((1, 100, 4096, 4097, 10_007), (1.0, 2.0**-12, 0.3, 900.0))
     if fast == "triton":  # interpreted, and slow
@@ -220,7 +220,7 @@ def test_many_gradients_of_several_dtypes_and_rows_in_any_order(fast):
     assert_agrees(fast, gradients, 0.3, rows=[0, 1, 0, 2, 2, 2, 4, 0, 1, 3])
 
 
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+@each("dtype", FLOATING, ids=str)
 def test_on_threads(threads, dtype):
     gradients = [some_values(size, dtype) for size in (20, 100_003, 50, 7000, 30_000)]
     assert_agrees("numba", gradients, 0.3)
