@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
-from plimsoll.errors import ArgumentError, FormatError
+from plimsoll.errors import ArgumentError, FormatError, UnsupportedTensorError
 from tests.support.cases import each
 
 W, G = "e4m3", "e5m2"
@@ -431,6 +431,17 @@ def test_a_backward_inside_of_a_graph_from_outside_is_not_rounded() -> None:
 def test_arguments_that_make_no_sense_are_refused(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         pl.emulate(**keywords)
+
+
+@each("layer, shape", [(nn.Linear(4, 4), (2, 4)), (nn.Conv1d(4, 2, 3), (4, 8))], ids=str)
+def test_products_inside_of_transforms_are_refused(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    def gradient(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: layer(x).sum())(x)
+
+    with pl.emulate(forward=W):
+        for transformed in (torch.func.vmap(layer), gradient):
+            with pytest.raises(UnsupportedTensorError, match=r"emulate: .* outside of torch.func transforms"):
+                transformed(torch.randn(2, *shape))
 
 
 def test_a_format_that_does_not_exist_is_refused() -> None:

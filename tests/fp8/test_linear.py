@@ -374,6 +374,12 @@ def test_what_it_refuses() -> None:
         ({"scaling": "tensor", "margin": 33}, "expected margin to be an integer from 0 to 32; got margin=33"),
         ({"constraint": "mean"}, "expected constraint to be None, 'gmean'"),
         ({"factors": 3.0}, "expected factors to be Factors with 1 input"),
+        ({"in_features": -1}, "fp8.Linear: expected in_features to be an integer of at least 0; got in_features=-1"),
+        ({"out_features": 2.5}, "expected out_features to be an integer of at least 0; got out_features=2.5"),
     ):
         with pytest.raises(ArgumentError, match=said):
-            fp8.Linear(64, 48, **wrong)
+            fp8.Linear(**{"in_features": 64, "out_features": 48, **wrong})
+    x, layer = torch.randn(4, 64), drawn()
+    for transform in (torch.func.vmap, torch.func.jacrev, lambda f: torch.func.jvp(f, (x,), (x,))):
+        with pytest.raises(UnsupportedTensorError, match=r"fp8.Linear: .* outside of torch.func transforms"):
+            transform(layer)(x)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from plimsoll import checks
 from plimsoll.emulate.operations.products import Products
 from plimsoll.emulate.recipe import recipe as emulated
 from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
@@ -27,6 +28,7 @@ from plimsoll.fp8.casting import (
 )
 from plimsoll.fp8.products import Constants, Fp8Product, Marks, is_autocasting
 from plimsoll.fp8.recipe import NO_FACTORS, Recipe, Scaling, checked
+from plimsoll.kernels.operators.checks import refuse_transforms
 from plimsoll.kernels.operators.fp8_cast import INPUTS, keep, padded
 from plimsoll.unit import formulas
 from plimsoll.unit.formulas import Constraint, Factors, root
@@ -102,6 +104,8 @@ class Linear(nn.Linear):
         history: int = 0,
         margin: int = 0,
     ) -> None:
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            checks.integer("fp8.Linear", name, size, low=0, remedy="Give sizes as for torch.nn.Linear.")
         scaling = checked("fp8.Linear", scaling, history, margin)
         if scaling == "unit" or factors is not None:
             factors = resolve_factors("fp8.Linear", constraint, factors, formulas.linear(in_features, out_features))
@@ -181,6 +185,9 @@ class Linear(nn.Linear):
             acting = [active_casts.acts(role, FORMATS[role].name) for role in ROLES]
             if not all(acting):
                 return self._forward_in_part(input)
+            refuse_transforms(
+                "fp8.Linear", "Take gradients with backward() or torch.autograd.grad, or leave it in BF16."
+            )
         dtype = _result_dtype(input, self.in_features, self.weight)
         rows = -1 if self.in_features else math.prod(input.shape[:-1])  # of nothing, -1 might be any number
         x = input.reshape(rows, self.in_features)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plimsoll.errors import ArgumentError, StateError
-from plimsoll.watch.hooks.torch_hooks import is_transformed
+from plimsoll.kernels.operators.checks import is_transformed
 from plimsoll.watch.names import clean
 from plimsoll.watch.session import WatchSession, begin_repetition, end_repetition
 from plimsoll.watch.shadow import replay

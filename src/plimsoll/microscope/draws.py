@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plimsoll.kernels.operators.checks import is_transformed
 from plimsoll.spectrum.error_sums import BiasAndNoise, ErrorSums, split
-from plimsoll.watch.hooks.torch_hooks import is_transformed
 from plimsoll.watch.shadow.replay import RandomState, buffers_of
 from plimsoll.watch.thread_casts import active_casts
 

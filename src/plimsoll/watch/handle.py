@@ -15,13 +15,13 @@ from plimsoll import kernels
 from plimsoll.checks import initialized, integer, items
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels.device_value import DeviceValue, number, resolved
+from plimsoll.kernels.operators.checks import is_transformed
 from plimsoll.runs import RunWriter, Scalars, as_sink
 from plimsoll.runs.writing.writer import checked_step
 from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch import lifecycle
 from plimsoll.watch.companion import WatchAccess
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.torch_hooks import is_transformed
 from plimsoll.watch.lifecycle import Closing, finish
 from plimsoll.watch.names import Selection, class_of, clean, module_names, unwrapped
 from plimsoll.watch.parameters.optimizer_tensors import Parameters, innermost

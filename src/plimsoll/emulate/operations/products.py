@@ -23,6 +23,7 @@ from plimsoll.emulate.operations.fp32_operations import narrow, widen
 from plimsoll.emulate.recipe import Multiply, Recipe
 from plimsoll.formats import Role
 from plimsoll.kernels.dtypes import FLOATING
+from plimsoll.kernels.operators.checks import refuse_transforms
 
 _OF_LAYER: tuple[Role, Role] = ("activations", "weights")
 
@@ -88,6 +89,7 @@ class Products:
         return self._product(flat_a, flat_b, roles).reshape(*batch, a.shape[-2], b.shape[-1])
 
     def _product(self, a: Tensor, b: Tensor, roles: tuple[Role, Role]) -> Any:
+        _refuse_transforms()
         return typed("Any", _Product).apply(a, b, self._recipe.acting(), roles)
 
     def _matmul(self, a: Tensor, b: Tensor) -> Tensor:
@@ -113,6 +115,10 @@ class Products:
         half = typed("Any", wide).unflatten(-1, (outputs, b_size))
         y = self.matmul(half, b.unsqueeze(-1)).squeeze(-1)
         return y if bias is None else y + bias
+
+
+def _refuse_transforms() -> None:
+    refuse_transforms("emulate", "Take gradients with backward() or torch.autograd.grad, and run a batch as a loop.")
 
 
 def _role(x: Tensor) -> Role:
@@ -375,6 +381,7 @@ class Convolutions:
             stride=_each(stride, dims), padding=_each(padding, dims), dilation=_each(dilation, dims), groups=groups
         )
         wide_x, wide_w, wide_bias = widen((x, w, bias)) if dtype.itemsize == 2 else (x, w, bias)
+        _refuse_transforms()
         y = typed("Any", _Convolution).apply(
             wide_x, wide_w, places, transposed, _each(extra, dims), self._recipe.acting()
         )

@@ -1,11 +1,11 @@
 """Checks of the tensors that operations take, with remedies; layout in memory.
 
 Measuring, casting and packing take floating values in plain memory. `unscale_` takes gradients, each with memory of its
-own, all on one device.
+own, all on one device. Some operations cannot run inside of `torch.func` transforms.
 """
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING, SCALES
 
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
+
+# torch has no public name for it; all versions from 2.9 on have this one.
+_innermost: Any = cast("Any", torch)._C._functorch.peek_interpreter_stack  # noqa: SLF001
 
 
 def is_dense(x: Tensor) -> bool:
@@ -154,3 +157,21 @@ def _refuse(x: Tensor, index: int, device: torch.device) -> NoReturn:
         f"{_OPERATION}: expected all gradients on the device of found_inf, {device}; got one on {x.device}{place}. "
         "Call it once for each device."
     )
+
+
+# -- `torch.func` transforms -------------------------------------------------------------------------------------------
+
+
+def is_transformed() -> bool:
+    """Return True if the calling code runs inside a `torch.func` transform on this thread."""
+    return _innermost() is not None
+
+
+# An autograd function that keeps tensors in its context cannot run there. The error of torch asks to rewrite it.
+def refuse_transforms(operation: str, remedy: str) -> None:
+    """Raise `UnsupportedTensorError` inside a `torch.func` transform. A compiler that traces is not asked."""
+    if not torch.compiler.is_compiling() and is_transformed():
+        raise UnsupportedTensorError(
+            f"{operation}: expected a call outside of torch.func transforms; got one inside of vmap, grad, jvp or "
+            f"another. {remedy}"
+        )

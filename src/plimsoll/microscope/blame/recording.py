@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plimsoll.errors import StateError
+from plimsoll.kernels.operators.checks import is_transformed
 from plimsoll.watch.hooks.autograd_graph import backward_running
-from plimsoll.watch.hooks.torch_hooks import is_transformed
 from plimsoll.watch.shadow.replay import RandomState
 from plimsoll.watch.thread_casts import active_casts
 

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from plimsoll.errors import StateError, UnsupportedTensorError
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
+from plimsoll.kernels.operators.checks import is_transformed
 from plimsoll.scaling.layerwise.scaled_modules import Layers
-from plimsoll.watch.hooks.torch_hooks import is_transformed
 
 # -- tag on a tensor, and the function that changes its exponent -------------------------------------------------------
 

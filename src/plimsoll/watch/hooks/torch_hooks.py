@@ -35,6 +35,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from plimsoll.kernels.operators.checks import is_transformed
 from plimsoll.runs.writing import signal_deferral
 
 _SIGNAL_SECONDS = 5.0  # what the recorder may take of a dying process's time
@@ -543,15 +544,8 @@ def has_compiled() -> bool:
 # of its own, and so is every new one, also one that no code of the transform ever sees. Such a tensor is of no use once
 # the transform has returned: a bank of rows that was made there spoiled the whole sample.
 
-# torch has neither of these in public; all versions from 2.9 on have both, in these places.
-_innermost: Any = cast("Any", torch)._C._functorch.peek_interpreter_stack  # noqa: SLF001
 
-
-def is_transformed() -> bool:
-    """Return True if the calling code runs inside a `torch.func` transform on this thread."""
-    return _innermost() is not None
-
-
+# torch has it in no public place; all versions from 2.9 on have it here.
 @contextlib.contextmanager
 def outside_transforms() -> Generator[None]:
     """Context in which operations run as if no transform was around them."""

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
+from plimsoll.kernels.operators.checks import is_transformed
 from plimsoll.runs import Scalars
 from plimsoll.watch.hooks.autograd_graph import backward_running
-from plimsoll.watch.hooks.torch_hooks import is_transformed
 from plimsoll.watch.names import clean, tensors_in
 from plimsoll.watch.session import WatchSession, begin_repetition, contained, end_repetition
 from plimsoll.watch.settings import SHADOWED, Settings

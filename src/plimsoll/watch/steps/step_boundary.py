@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels.device_value import DeviceValue, number
+from plimsoll.kernels.operators.checks import is_transformed
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.hooks.autograd_graph import backward_running
-from plimsoll.watch.hooks.torch_hooks import is_transformed, outside_transforms
+from plimsoll.watch.hooks.torch_hooks import outside_transforms
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.parameters.optimizer_tensors import Parameters, has_unscaled, innermost
 from plimsoll.watch.parameters.updates import Probe

@@ -20,8 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from plimsoll import kernels, row_layout
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
+from plimsoll.kernels.operators.checks import is_transformed
 from plimsoll.kernels.operators.definitions import without_autograd
-from plimsoll.watch.hooks.torch_hooks import is_transformed
 from plimsoll.watch.names import tensors_among, tensors_in
 from plimsoll.watch.sample import Rows
 from plimsoll.watch.session import WatchSession

@@ -24,8 +24,8 @@ from torch.utils import _python_dispatch as dispatch
 
 from plimsoll import row_layout
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
+from plimsoll.kernels.operators.checks import is_transformed
 from plimsoll.watch.hooks import autograd_graph, torch_hooks
-from plimsoll.watch.hooks.torch_hooks import is_transformed
 from plimsoll.watch.names import tensors_among, tensors_in
 from plimsoll.watch.sample import Rows, Sample
 from plimsoll.watch.session import WatchSession, contained, contained_reader
