@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.diagnosis import RULES, SEVERITIES, Finding, Rule, View
+from plimsoll.diagnosis import RULES, SEVERITIES, Finding, Rule, View, diagnose
 from plimsoll.diagnosis.rules.base import short
 from plimsoll.diagnosis.rules.registry import rule_of
 from plimsoll.errors import ArgumentError, RunError
@@ -64,6 +64,19 @@ def test_sentences_as_they_are(recorded: Callable[[Story], Recorded]) -> None:
         f"Problem: no single loss scale has worked for all layers since step 100, {A} needs 2^19 or more, {B} "
         "overflows above 2^10; use a LayerScaler or BF16."
     )
+    collapsed = "scale frozen low after hard batches"
+    for name, scaler, remedy in (
+        (
+            "scale frozen low after hard batches",
+            "SpectralScaler",
+            "clip gradients, lower the learning rate or use BF16",
+        ),
+        (collapsed, "GradScaler", "use a SpectralScaler or BF16"),
+        ("layers part at 100", "LayerScaler", "use BF16"),
+    ):
+        view = View(Run(recorded(by_name[name]).path))
+        view.run.manifest["scaler"] = scaler
+        assert verdict(view, diagnose(view)).endswith(f"; {remedy}.")
     assert said("attention explodes") == (
         f"Problem: activations of {A} came within a factor of two of the format's largest value at step 170, and NaN "
         "or Inf came at step 180; run the layer in BF16 or clamp it."

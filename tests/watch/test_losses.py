@@ -309,6 +309,7 @@ def test_two_models_and_one_scaler_have_a_step_a_step(tmp_path: Path) -> None:
         run = only_run(tmp_path / name)
         assert run.scalars("loss")[0].tolist() == run.scalars("scale")[0].tolist() == [0, 1, 2, 3]
         assert set(run.scalars("scale")[1].tolist()) == {64.0}
+        assert run.manifest["scaler"] == "GradScaler"
 
 
 def test_a_scaler_that_is_off_says_nothing_of_a_step(tmp_path: Path) -> None:
@@ -317,7 +318,7 @@ def test_a_scaler_that_is_off_says_nothing_of_a_step(tmp_path: Path) -> None:
     with pl.watch(model, optimizer, run=tmp_path / "run", every=2):
         printed = train(model, optimizer, batches(3, 4, 8), torch.amp.GradScaler("cpu", enabled=False))
     run = only_run(tmp_path / "run")
-    assert losses(run) == printed and "scale" not in run.scalar_names
+    assert losses(run) == printed and "scale" not in run.scalar_names and "scaler" not in run.manifest
     assert not [event for event in run.events() if event.kind == "skip"]
 
 

@@ -163,6 +163,11 @@ class View:
         """Steps that a scaler is recorded to have skipped."""
         return frozenset(e.step for e in self.events if e.kind == "skip")
 
+    @property
+    def scaler(self) -> str:
+        """Class of the run's loss scaler. Empty without one, and in runs of versions that did not record it."""
+        return str(self.run.manifest.get("scaler", ""))
+
     @cached_property
     def repeats_batches(self) -> bool:
         """True if the loop repeats batches that overflow (`max_retries` of `prepare`): each try is a step."""

@@ -475,14 +475,14 @@ def scale_remedy(view: View, findings: Sequence[Finding]) -> Remedy | None:
         evidence = by_rule[NoSingleScale.id].evidence
         needs, overflows = (str(evidence[name]).split(" ")[0] for name in ("needs_scale", "bears_scale"))
         return Remedy(
-            action="use a LayerScaler or BF16",
+            action=_or_bf16(view.scaler, "LayerScaler"),
             reason=f"no single scale works, since {layer_name(str(evidence['smallest_layer']))} needs {needs} or more "
             f"and {layer_name(str(evidence['largest_layer']))} overflows above {overflows}",
         )
     last = max(finding.until_step for finding in by_rule.values())
     if last < _last_sample(view) and all(finding.severity == "warning" for finding in by_rule.values()):
         return Remedy(action="do nothing now", reason=f"it has been over since step {last:,}")
-    return by_scales(Scales.of(view, until=last), by_rule.get(ScaleLow.id))[1]
+    return by_scales(Scales.of(view, until=last), by_rule.get(ScaleLow.id), view.scaler)[1]
 
 
 def remedy_words(context: FindingContext) -> str:
@@ -513,13 +513,23 @@ def _against_collapse(view: View, collapse: Finding) -> Remedy:
     few = _overflowed_in(view, collapse)
     if few:
         return Remedy(
-            action="use a LayerScaler or BF16",
+            action=_or_bf16(view.scaler, "LayerScaler"),
             reason=f"only {first_of([layer_name(name) for name in few], 1)} overflowed, and all others keep their "
             "scales",
+        )
+    if view.scaler == "SpectralScaler":
+        return Remedy(
+            action="clip gradients, lower the learning rate or use BF16",
+            reason="these gradients grow faster than the SpectralScaler predicts",
         )
     soon = "it raises the scale again within few steps"
     retry = "" if view.repeats_batches else ", and a closure passed to step() retries the skipped batches"
     return Remedy(action="use a SpectralScaler or BF16", reason=f"{soon}{retry}")
+
+
+def _or_bf16(scaler: str, other: str) -> str:
+    """Return the advice to use another scaler or BF16; BF16 alone if the run's scaler is of that class."""
+    return "use BF16" if scaler == other else f"use a {other} or BF16"
 
 
 def _overflowed_in(view: View, collapse: Finding) -> list[str]:
@@ -539,8 +549,13 @@ def _overflowed_in(view: View, collapse: Finding) -> list[str]:
     return names if 0 < len(names) <= max(_FEW * tensors, 1.0) else []
 
 
-def by_scales(scales: Scales | None, low: Finding | None = None) -> tuple[str, Remedy, tuple[Action, ...]]:
-    """Return advice in words, a remedy and actions, from usable scales and the finding `scale-low`, if any."""
+def by_scales(
+    scales: Scales | None, low: Finding | None = None, scaler: str = ""
+) -> tuple[str, Remedy, tuple[Action, ...]]:
+    """Return advice in words, a remedy and actions, from usable scales and the finding `scale-low`, if any.
+
+    `scaler`: the class that the run has already, which is not advised.
+    """
     if scales is not None and scales.one_serves and scales.advised is not None:
         was = "" if low is None else f"{power(float(low.evidence['scale']))} is too low, and "
         lowest, highest = scales.advised
@@ -549,11 +564,12 @@ def by_scales(scales: Scales | None, low: Finding | None = None) -> tuple[str, R
         return "raise the scale", remedy, ("raise_scale",)
     if scales is not None and scales.each_serves:
         remedy = Remedy(
-            action="use a LayerScaler or BF16",
+            action=_or_bf16(scaler, "LayerScaler"),
             reason="no single scale works for all layers, but one for each layer does",
         )
         return "scale per layer", remedy, ("layer_scale", "to_bf16")
     if low is not None:
-        remedy = Remedy(action="raise the loss scale, or use a SpectralScaler", reason="the top of the format is empty")
+        other = "" if scaler == "SpectralScaler" else ", or use a SpectralScaler"
+        remedy = Remedy(action=f"raise the loss scale{other}", reason="the top of the format is empty")
         return "raise the scale", remedy, ("raise_scale",)
     return "change to BF16", Remedy(action="use BF16", reason="no scale works even for single layers"), ("to_bf16",)

@@ -278,7 +278,7 @@ class UnderflowRising(ScaleRule):
         return last, since, until
 
     def _with_outlook(self, found: Finding, view: View) -> Finding:
-        outlook, remedy, actions = by_scales(Scales.of(view, until=found.until_step))
+        outlook, remedy, actions = by_scales(Scales.of(view, until=found.until_step), scaler=view.scaler)
         evidence = {**found.evidence, "outlook": outlook}
         return replace(found, evidence=evidence, advice=str(remedy), actions=actions)
 
