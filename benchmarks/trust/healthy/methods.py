@@ -521,3 +521,61 @@ def exits(run: Training) -> None:
         return torch.stack([(i + 1) * each for i, each in enumerate(losses)]).sum() / sum(range(1, len(losses) + 1))
 
     run.train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), loss, 180)
+
+
+@healthy("slopes-from-losses-alone", held_back=True)
+def two_losses(run: Training) -> None:
+    """No backward at all: 6 directions a step are tried both ways, and differences of losses are the gradient."""
+    model, batch = mlp(6, 16, 4, act=nn.Tanh), batches(*clusters(6, 4, 0.4), size=64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+    run.watch(model, optimizer)
+    weights = list(model.parameters())
+    for step in range(200):
+        x, y = batch(step)
+        for p in weights:
+            p.grad = torch.zeros_like(p)
+        with torch.no_grad():
+            total = 0.0
+            for _ in range(6):
+                moves = [0.03 * torch.randn_like(p) for p in weights]
+                both = []
+                for sign in (1, -2):  # uphill, then as far downhill of where it was
+                    for p, move in zip(weights, moves, strict=True):
+                        p.add_(move, alpha=sign)
+                    with run.forward():
+                        both.append(float(F.cross_entropy(model(x).float(), y)))
+                for p, move in zip(weights, moves, strict=True):
+                    p.add_(move)
+                    p.grad.add_(move, alpha=(both[0] - both[1]) / (2 * 0.03**2 * 6))
+                total += sum(both) / 12
+        optimizer.step()
+        run.losses.append(total)
+
+
+@healthy("private-gradients", held_back=True, learns=0.6)
+def private(run: Training) -> None:
+    """Each row's gradient is cut to the length 1, and noise as long as theirs is added to the sum, for privacy."""
+    model, batch = mlp(16, 32, 10), batches(*clusters(spread=0.4), size=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = run.scaler(optimizer)
+    run.watch(model, optimizer)
+    weights = list(model.parameters())
+    for step in range(120):
+        rows, classes = batch(step)
+        sums, total = [torch.zeros_like(p) for p in weights], 0.0
+        for x, y in zip(rows.split(1), classes.split(1), strict=True):
+            optimizer.zero_grad()
+            with run.forward():
+                loss = F.cross_entropy(model(x).float(), y)
+            scaler.scale(loss).backward()
+            with torch.no_grad():
+                scale = scaler.get_scale()
+                length = torch.stack([p.grad.norm() for p in weights]).norm() / scale
+                for p, kept in zip(weights, sums, strict=True):  # What overflowed stays so: the scaler skips the step.
+                    kept.add_(p.grad / length.clamp(min=1.0))
+            total += float(loss.detach()) / 10
+        for p, kept in zip(weights, sums, strict=True):
+            p.grad.copy_((kept + 0.3 * scale * torch.randn_like(p)) / 10)
+        scaler.step(optimizer)
+        scaler.update()
+        run.losses.append(total)

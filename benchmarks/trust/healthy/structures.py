@@ -217,3 +217,32 @@ def memory(run: Training) -> None:
         return F.mse_loss(model(x), y)
 
     run.train(model, torch.optim.Adam(model.parameters(), lr=1e-2), loss, 300)
+
+
+@healthy("sparse-dictionary", held_back=True)
+def dictionary(run: Training) -> None:
+    """Values are rebuilt from the 6 largest of 256 learned features: nearly all are zero, and some are never chosen."""
+
+    class Dictionary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(32, 256), nn.Linear(256, 32)
+            with torch.no_grad():
+                self.decoder.weight.copy_(F.normalize(self.encoder.weight.T, dim=0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.encoder(x - self.decoder.bias).relu()
+            best, chosen = scores.topk(6, dim=1)
+            return self.decoder(torch.zeros_like(scores).scatter(1, chosen, best))
+
+    model, true = Dictionary(), F.normalize(torch.randn(64, 32), dim=1)
+
+    def loss(step: int) -> Tensor:
+        strength = torch.rand(64, 64) * (torch.rand(64, 64) < 0.05)
+        return F.mse_loss(model(strength @ true).float(), strength @ true) / 0.016
+
+    def unit(step: int) -> None:
+        with torch.no_grad():
+            model.decoder.weight.copy_(F.normalize(model.decoder.weight, dim=0))
+
+    run.train(model, torch.optim.Adam(model.parameters(), lr=3e-3), loss, 300, after=unit)
