@@ -189,6 +189,31 @@ def test_an_input_that_grew_as_the_loss_rose_is_named(of: str, tmp_path: Path) -
         assert "input" not in found.evidence and "input" not in found.advice + sentence
 
 
+@each("blank", [0.9, 0.2])
+def test_an_input_that_became_blank_as_the_loss_rose_is_named(blank: float, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run = tmp_path / str(blank)
+    with pl.watch(model, optimizer, run=run, every=10):
+        for step in range(200):
+            y = torch.randint(4, (64,))
+            x = torch.randn(64, 8) + 4 * torch.eye(4, 8)[y]
+            if step >= 120:
+                x, y = x * (torch.rand(64, 1) > blank), y if blank > 0.5 else torch.randint(4, (64,))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    (found,) = [f for f in diagnose(run, rules=RULE) if f.severity != "info"]
+    assert found.since_step == 120
+    said = found.advice + verdict(View(Run(run)), [found])
+    if blank > 0.5:
+        assert str(found.evidence["input"]).endswith(":input") and 0.8 < float(found.evidence["input_zeros"]) < 1
+        assert "a loader returns blanks" in said and "of the model's input are zeros" in said
+        assert "learning rate" not in said
+    else:
+        assert "input" not in found.evidence and "zeros" not in said
+
+
 def test_the_highest_loss_is_in_the_verdict_and_not_the_first_spike(tmp_path: Path) -> None:
     loss = spiked(then(learned(300, 1.0, 0.1), 3.4e16 * noise(200, 0.5)), range(196, 197), lambda n: 1.38)
     path = recorded(tmp_path / "run", loss)

@@ -219,7 +219,7 @@ def memory(run: Training) -> None:
     run.train(model, torch.optim.Adam(model.parameters(), lr=1e-2), loss, 300)
 
 
-@healthy("sparse-dictionary", held_back=True)
+@healthy("sparse-dictionary")
 def dictionary(run: Training) -> None:
     """Values are rebuilt from the 6 largest of 256 learned features: nearly all are zero, and some are never chosen."""
 

@@ -312,7 +312,9 @@ class Steps(torch_hooks.TrainingEvents):
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:
         """A scaler has scaled a loss."""
         if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
-            if scaled is not loss and self._scaled_losses.scaler() is None:  # diagnosis advises no scaler that the run has already
+            if (
+                scaled is not loss and self._scaled_losses.scaler() is None
+            ):  # diagnosis advises no scaler that the run has already
                 self.session.writer.write_manifest(scaler=type(scaler).__name__)
             self._scaled_losses.add(scaler, loss, scaled)
 

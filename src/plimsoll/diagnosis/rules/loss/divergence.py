@@ -5,7 +5,7 @@ began at, and against what it had learned by then.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -87,6 +87,7 @@ class LossSpike(Rule):
     learned: float = threshold(0.5, "of what the loss had fallen is lost")
     repeats: float = threshold(8, "spikes, of which the later half is four times as high as the earlier")
     input: float = threshold(8, "times the largest input before: three binades")
+    blank: float = threshold(0.5, "of an input's values are zero, and were not before: dropped values are fewer")
 
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding of each recorded loss."""
@@ -98,6 +99,9 @@ class LossSpike(Rule):
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the course of the loss, and the model's input if it grew with the loss."""
         phrase, times = self._course(context), context.number("input_times")
+        if math.isfinite(zeros := context.number("input_zeros")):
+            remedy = f"look at the batches there: {percent(zeros)} of the model's input are zeros"
+            return replace(phrase, remedy=remedy)
         if math.isfinite(as_at := context.number("weights_as_at_step")):
             return replace(phrase, remedy=f"look for what wrote the weights of step {as_at:,.0f} over the model's")
         if not math.isfinite(times):
@@ -200,6 +204,12 @@ class LossSpike(Rule):
                 "Look for what has written older weights over the model's (FP32 masters that were not loaded, or a "
                 f"checkpoint): at step {back.step} they were those of step {back.as_at} again."
             )
+        if (blank := self._blank_input(view, since)) is not None:
+            evidence |= {"input": blank[0], "input_zeros": blank[1]}
+            return (
+                f"Look for what makes the batches from there on: {percent(blank[1])} of {blank[0]} are zeros, as where "
+                "a loader returns blanks for what it cannot read. Then go on from a checkpoint before it."
+            )
         grown = self._grown_input(view, since)
         if grown is None:
             return advice
@@ -208,19 +218,39 @@ class LossSpike(Rule):
 
     def _grown_input(self, view: View, since: int) -> tuple[str, float] | None:
         """Return the model's input that rose beyond all before with the loss, and by how much; None if none did."""
+        times = {
+            name: float(now.max() / before.max()) if before.max() > 0 else 0.0
+            for name, before, now in self._inputs(view, since, lambda cells: cells.rms)
+        }
+        largest = max(times, key=lambda name: times[name], default="")
+        return (largest, times[largest]) if largest and times[largest] >= self.input else None
+
+    # Between the last sample before the rise and the first one after it lie steps with and without the loss's cause.
+    def _blank_input(self, view: View, since: int) -> tuple[str, float] | None:
+        """Return the model's input that became zeros as the loss rose, and the share of zeros; None if none did."""
+        for name, before, now in self._inputs(view, since, lambda cells: cells.zero_fraction):
+            if now.max() - before.max() >= self.blank:
+                return name, float(now.max())
+        return None
+
+    def _inputs(
+        self, view: View, since: int, column: Callable[[Cells], Floats]
+    ) -> Iterator[tuple[str, Floats, Floats]]:
+        """Yield the model's inputs with a column's values at the samples well before a rise, and at those near it."""
         cells, root = view.cells("activations"), view.run.manifest.get("root")
         if cells is None:
-            return None
+            return
         earlier = cells.steps < since - self.lasting
         near = ~earlier & (cells.steps <= cells.steps[cells.steps >= since].min(initial=since))
-        if np.count_nonzero(earlier) < _AT_ONCE or not near.any():
-            return None
-        largest = (0.0, "")
+        if np.count_nonzero(earlier) < _AT_ONCE:
+            return
         for place, name in enumerate(cells.names):
             if name.startswith(f"{root}:input"):
-                before, now = (np.nanmax(cells.rms[place, at], initial=0.0) for at in (earlier, near))
-                largest = max(largest, (float(now / before) if before > 0 else 0.0, name))
-        return (largest[1], largest[0]) if largest[0] >= self.input else None
+                before, now = (
+                    values[~np.isnan(values)] for values in (column(cells)[place, at] for at in (earlier, near))
+                )
+                if len(before) and len(now):
+                    yield name, before, now
 
     def rose_at(self, view: View) -> list[int]:
         """Return the steps at which rises of a loss begin that are more than a note."""
