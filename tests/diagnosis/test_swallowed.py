@@ -355,6 +355,38 @@ def test_the_updates_of_masters_are_the_weights_own(precision: str, tmp_path: Pa
     assert spectrum.zeros == int((moved == 0).sum())
 
 
+class Relative(torch.optim.Optimizer):
+    """Steps that are a share of each weight's size, as those of LARS."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and bool(p.grad.any()):
+                    p.sub_(group["lr"] * p.norm() / p.grad.norm() * p.grad)
+
+
+@each("begin", [0.0, 0.1])
+def test_a_head_of_zeros_that_steps_relative_to_weights_never_move_is_named(begin: float, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    for p in model[2].parameters():
+        p.data.copy_(begin * torch.randn(p.shape))
+    run = tmp_path / str(begin)
+    optimizer = Relative(model.parameters(), {"lr": 0.02})
+    with pl.watch(model, optimizer, run=run, every=5):
+        for _ in range(60):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+            optimizer.step()
+    found = [f for f in diagnose(run) if f.severity != "info" and f.rule != "loss-at-chance"]
+    if begin:
+        assert found == []
+    else:
+        assert [f.rule for f in found] == ["updates-swallowed"], found
+        assert "All weights of 2." in found[0].advice and "LAMB" in found[0].advice
+
+
 @pytest.mark.parametrize("broken", [0, STEPS])
 def test_weights_of_nan_are_no_updates_lost_to_rounding(broken: int, tmp_path: Path) -> None:
     torch.manual_seed(0)

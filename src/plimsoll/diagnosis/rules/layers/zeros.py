@@ -20,6 +20,7 @@ from plimsoll.diagnosis.rules.base import (
 )
 from plimsoll.diagnosis.rules.casts import CastFlushes
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
+from plimsoll.diagnosis.rules.optimizer.updates import UpdatesSwallowed
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import module_ends
 from plimsoll.diagnosis.tables.wiring_facts import (
@@ -145,6 +146,8 @@ class DeadLayer(Rule):
     # distinguished from underflow without a shadow step, and the finding says so.
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield a finding on outputs, and one on gradients where outputs are alive."""
+        if UpdatesSwallowed().moves_nothing(view):  # layers are what they began as
+            return
         zeroed, last, largest = self._zeroed_rows(view)
         if zeroed:
             yield self._squares(zeroed, last, largest)

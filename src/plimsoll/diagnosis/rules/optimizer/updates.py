@@ -1,5 +1,6 @@
 """Rules of an optimizer's updates and state: what rounding takes, and what rules an update instead of gradients."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -42,6 +43,10 @@ _DEFAULT = 1e-8  # epsilon of torch's Adam
 _UNMOVED = "These weights were the same after the step: their updates were zero, or smaller than their rounding."
 _NEVER_MOVED = "No weight has moved since the first step, although gradients and the learning rate are not zero."
 _NEAR_ZERO = "No action is needed if the learning rate is near zero."
+_RELATIVE = (
+    "All weights of {} are zero. An optimizer whose steps are a share of the weights' size (LARS, LAMB, Adafactor with "
+    "relative steps) never moves these: let them begin at small random values, or use a ratio of 1 for zero weights."
+)
 _LOOK = "Look at what the optimizer adds: a rate that is far too small, or a state that is zero in its format."
 _ROUNDED_STATE = "a state that is rounded"
 _OVER_EPSILON = "Adam divided by epsilon instead of by the size of the gradients for a while, and does not any more."
@@ -101,12 +106,19 @@ class UpdatesSwallowed(Rule):
                 spots = worst(cells, spans, shares)
                 evidence = {"worst": spots[0].name, "unmoved": spots[0].value, "layers": len(spots)}
                 severity, meaning, advice = ("alarm", None, None) if narrowed else ("info", _UNMOVED, _NEAR_ZERO)
-                if not narrowed and len(spots) == len(cells.names) and weights_stay(view):
-                    severity, meaning, advice = "warning", _NEVER_MOVED, _LOOK
+                pushed = np.count_nonzero(~np.isnan(shares).all(axis=1))  # layers that get gradients at all
+                if not narrowed and len(spots) == pushed and weights_stay(view):
+                    at_zero = [spot.name for spot in spots if not _largest_weight(view, spot.name)]
+                    severity, meaning = "warning", _NEVER_MOVED
+                    advice = _RELATIVE.format(at_zero[0]) if at_zero else _LOOK
                 yield self.finding(
                     severity, spots, evidence, until_step=last_of(cells, spans), collection="updates",
                     meaning=meaning, advice=advice, actions=None if narrowed else (),
                 )  # fmt: skip
+
+    def moves_nothing(self, view: View) -> bool:
+        """Return True if no weight has ever moved, though gradients and the learning rate are not zero."""
+        return bool(weights_stay(view)) and any(finding.severity == "warning" for finding in self.findings(view))
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the largest share of weights that a step left as they were, where, and since when."""
@@ -123,6 +135,16 @@ class UpdatesSwallowed(Rule):
             f"{context.since}",
             remedy="keep FP32 master weights or round stochastically",
         )
+
+
+def _largest_weight(view: View, name: str) -> float:
+    """Return the largest magnitude that a weight ever had; Inf if it is not recorded."""
+    cells = view.cells("weights")
+    return (
+        math.inf
+        if cells is None or name not in cells.names
+        else float(np.nanmax(cells.true_absmax[cells.names.index(name)], initial=0.0))
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
