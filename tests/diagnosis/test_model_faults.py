@@ -190,7 +190,74 @@ def test_a_parametrized_weight_is_not_computed_for_the_watch(tmp_path: Path) -> 
     assert found(tmp_path / "run", model, "symmetric-weights", steps=12) == [] and half.computed == 12
 
 
+def normed(*gains: Callable[[int], Tensor], norm: Callable[[int], nn.Module] = nn.LayerNorm) -> nn.Sequential:
+    """A network with norms whose gains begin so."""
+    model = nn.Sequential(nn.Linear(8, 32))
+    with torch.no_grad():
+        for gain in gains:
+            model.extend([norm(32), nn.ReLU(), nn.Linear(32, 32)])
+            model[-3].weight.copy_(gain(32))
+    return model.append(nn.Linear(32, 4))
+
+
+class OnePlus(nn.LayerNorm):
+    """A norm whose gain is 1 more than its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+
+
+def small(size: int) -> Tensor:
+    return 0.02 * torch.randn(size)
+
+
+def wide(change: Callable[[Tensor], object], first: Callable[[int, int], Tensor] = torch.randn) -> nn.Sequential:
+    """A network with a layer of 128 inputs and outputs, whose weights are changed after they are drawn."""
+    model = nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4))
+    with torch.no_grad():
+        model[2].weight.copy_(0.02 * first(128, 128))
+        change(model[2].weight)
+    return model
+
+
+def scattered(weight: Tensor, share: float = 1 / 400) -> Tensor:
+    return weight.masked_fill_(torch.rand(weight.shape) < share, -2.0)
+
+
+def inverse_error_function(weight: Tensor) -> Tensor:
+    drawn = torch.empty(weight.shape, dtype=torch.bfloat16).uniform_(-1, 1).erfinv_()
+    return weight.copy_(drawn.mul_(0.02 * 2**0.5).clamp_(-2, 2))
+
+
+def heavy(rows: int, columns: int) -> Tensor:
+    return torch.distributions.StudentT(1.5).sample((rows, columns))
+
+
+NORMS = ("1.weight", "4.weight")
+WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], str]] = {
+    "units": (lambda: constant(0, 2, value=0.05), ("0.weight",), "the units of layer 0 are copies"),
+    "gains": (lambda: normed(small, small), NORMS, "gains of the norms were initialised around zero"),
+    "of batch norms": (lambda: normed(torch.randn, torch.randn, norm=nn.BatchNorm1d), NORMS, "with a deviation of "),
+    "outliers": (lambda: wide(scattered), ("2.weight",), "layer 2 began with outliers of 2, "),
+    "a draw in BF16": (lambda: wide(inverse_error_function), ("2.weight",), "layer 2 began with outliers of 2, "),
+}
 DIFFERENT: dict[str, Callable[[], nn.Module]] = {
+    "gains around one": lambda: normed(*2 * [lambda size: 1 + small(size)]),
+    "gains of branches, trained from zero": lambda: normed(lambda size: 1 + small(size), small, small),
+    "gains around zero that are no draw of one size": lambda: normed(small, lambda size: 4 * small(size)),
+    "gains that have moved away from zero": lambda: normed(*2 * [lambda size: 0.02 + small(size)]),
+    "gains of zero": lambda: normed(torch.zeros, torch.zeros),
+    "one more than the weight": lambda: normed(small, small, norm=OnePlus),
+    "one norm": lambda: normed(small),
+    "an identity and noise": lambda: wide(lambda weight: weight.fill_diagonal_(1.0)),
+    "a filled row": lambda: wide(lambda weight: weight[3].fill_(1.0)),
+    "a filled column": lambda: wide(lambda weight: weight[:, 3].fill_(1.0)),
+    "four identities": lambda: wide(lambda weight: weight.add_(torch.eye(64).repeat(2, 2)).clamp_(max=1.0)),
+    "outliers of trained weights": lambda: wide(lambda weight: weight, heavy),
+    "outliers in BF16": lambda: wide(lambda weight: weight.copy_(weight.bfloat16()), heavy),
+    "outliers that were clipped": lambda: wide(lambda weight: weight.clamp_(-0.5, 0.5), heavy),
+    "sparse weights": lambda: wide(lambda weight: scattered(weight.zero_(), 0.02)),
+    "few outliers": lambda: wide(lambda weight: weight[1, :3].fill_(2.0)),
     "random": mlp,
     "a head at zero": lambda: constant(2, value=0.0),
     "a head at a constant": lambda: constant(2, value=0.1),
@@ -200,9 +267,12 @@ DIFFERENT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def test_units_that_move_as_one_are_named(tmp_path: Path) -> None:
-    (finding,) = found(tmp_path / "run", constant(0, 2, value=0.05), "symmetric-weights")
-    assert (finding.severity, finding.where) == ("warning", ("0.weight",))
+@each("name", WRONG)
+def test_units_that_move_as_one_and_wrong_draws_are_named(name: str, tmp_path: Path) -> None:
+    path, (model, where, words) = tmp_path / name.replace(" ", "-"), WRONG[name]
+    (finding,) = found(path, model(), "symmetric-weights")
+    assert (finding.severity, finding.where) == ("warning", where)
+    assert words in verdict(View(Run(path)), [finding])
 
 
 @each("name", DIFFERENT)

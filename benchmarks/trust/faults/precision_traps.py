@@ -545,7 +545,6 @@ def _truncated(weight: Tensor, dtype: torch.dtype) -> None:
     r"|(weights?|rows?)\b[^>]*(largest|far larger|hundred times|extreme|few (very )?large)",
     misleading=rf"{SIDE}|swallow|loss scale|raise the (learning )?rate",
     precision="bf16",
-    held_back=True,
 )
 def tails(run: Training, *, sound: bool = False) -> None:
     """Weights are drawn in BF16, where one uniform number in 400 is 1: these weights are 2, a hundred deviations."""

@@ -234,7 +234,6 @@ def half_of_the_line(run: Training, *, sound: bool = False) -> None:
     + r"|initiali[sz]ation|\bvanish|branch(es)?\b[^>]*(small|tiny|silent|nothing|contribut)"
     r"|(activations?|outputs?|gradients?)\b[^>]*(shrink|tiny|too small)",
     misleading=f"{SIDE}|learning rate|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def gains_by_chance(run: Training, *, sound: bool = False) -> None:
     """A loop draws all parameters from N(0, 0.02), gains of norms too: what passes a norm is fifty times too small."""

@@ -7,6 +7,8 @@ from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
 from plimsoll.diagnosis.tables.wiring_facts import facts, first_fact, listed_in
 from plimsoll.diagnosis.view import View
+from plimsoll.runs import Event
+from plimsoll.text import number, percent
 
 _NEVER_UPDATED = (
     "Batch norms in evaluation mode use running statistics that have never been updated (mean 0, variance 1): they "
@@ -17,6 +19,7 @@ _FROZEN_NORMS = (
     "These batch norms have frozen weights and are in training mode: their running statistics follow the data, and "
     "what was trained with the old ones no longer fits them."
 )
+_GAINS, _OUTLIERS = "gains drawn", "outliers drawn"  # facts of the watch, and the causes in the evidence
 _SINCE = (
     "The model was in training mode before, and is trained in evaluation mode since: dropout is off, and batch norms "
     "use the statistics of before."
@@ -87,30 +90,85 @@ class EvaluationMode(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetricWeights(Rule):
-    """Layers whose units began as copies of each other, and stay copies."""
+    """First weights that are not drawn as they should be: units that are copies, gains around zero, far outliers."""
 
     id = "symmetric-weights"
-    says = "the units of a layer have the same weights, and move as one"
+    says = (
+        "the units of a layer have the same weights, and move as one; or weights were drawn wrongly: gains of norms "
+        "around zero, or a few weights at one value far from the others"
+    )
     meaning = "The units began with equal weights and get equal gradients: the layer is as good as a single unit."
     advice = "Initialise the layer at random (nn.init.kaiming_normal_). Only its bias may begin at a constant."
     figure = "loss_and_scale"
-    items = {"first": EvidenceItem(unit="location")}
+    items = {
+        "first": EvidenceItem(unit="location"),
+        "deviation": EvidenceItem("Deviation of the gains"),
+        "value": EvidenceItem("Size of the outliers"),
+        "deviations": EvidenceItem("In deviations of the others"),
+        "share": EvidenceItem("Of the weights", "share"),
+    }
 
     layers: float = threshold(1, "the facts are exact: layers that begin at a constant otherwise differ after a step")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding, of all such layers."""
+        """Yield one finding of all layers whose units are copies, one of gains, one of outliers."""
         since = {name: event.step for event in facts(view, "equal rows") for name in listed_in(event, "parameters")}
-        if not since or len(since) < self.layers:
-            return
-        spots = [Spot(name=name, since_step=step) for name, step in since.items()]
-        evidence = {"first": spots[0].name, "layers": len(spots)}
-        until = max(view.last_step, *since.values())
-        yield self.finding("warning", spots, evidence, until_step=until, collection="weights")
+        if since and len(since) >= self.layers:
+            spots = [Spot(name=name, since_step=step) for name, step in since.items()]
+            evidence: dict[str, float | int | str] = {"first": spots[0].name, "layers": len(spots)}
+            until = max(view.last_step, *since.values())
+            yield self.finding("warning", spots, evidence, until_step=until, collection="weights")
+        for event in facts(view, _GAINS)[:1]:
+            names = listed_in(event, "parameters")
+            deviation = float(str(event.details.get("deviation", 0.0)))
+            yield self._drawn(
+                view, event, names, {"cause": _GAINS, "deviation": deviation, "layers": len(names)},
+                f"The gains of all norms began near zero, with both signs and a deviation of {number(deviation)}: they "
+                "were initialised as weights are. Norms multiply each channel by such a gain, where 1 is usual.",
+                "Let gains of norms begin at 1 and their biases at 0: leave norms, or all parameters of one "
+                "dimension, out of the loop that draws the weights.",
+            )  # fmt: skip
+        for event in facts(view, _OUTLIERS)[:1]:
+            names = listed_in(event, "parameters")
+            value, share, deviations = (
+                float(str(event.details.get(name, 0.0))) for name in ("value", "share", "deviations")
+            )
+            yield self._drawn(
+                view, event, names,
+                {"cause": _OUTLIERS, "value": value, "deviations": deviations, "share": share, "layers": len(names)},
+                f"A few of the first weights ({percent(share)}, at random places) are outliers of exactly the same "
+                f"size, {number(value)}, which is {number(deviations)} times the deviation of the others. They come "
+                "from how the weights were drawn.",
+                "Draw the weights in FP32 and cast them then: a uniform number in 16 bits is often exactly 0 or 1, of "
+                "which a logarithm or an inverse error function makes Inf. Cut the draw at two or three deviations "
+                "(a and b of trunc_normal_ are values, not deviations).",
+            )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return which layers."""
+        if context.cause == _GAINS:
+            return Phrase(
+                what="the gains of the norms were initialised around zero, with a deviation of "
+                f"{number(context.number('deviation'))}",
+                remedy="let them begin at 1",
+            )
+        if context.cause == _OUTLIERS:
+            return Phrase(
+                what=f"{context.place} began with outliers of {number(context.number('value'))}, "
+                f"{number(context.number('deviations'))} times the deviation of its other weights",
+                remedy="draw the weights in FP32",
+            )
         return Phrase(
             what=f"the units of {context.place} are copies of each other and move as one, seen {context.since}",
             remedy="initialise their weights at random",
+        )
+
+    def _drawn(
+        self, view: View, event: Event, names: list[str], evidence: dict[str, float | int | str], meaning: str,
+        advice: str,
+    ) -> Finding:  # fmt: skip
+        spots = [Spot(name=name, since_step=event.step) for name in names]
+        until = max(view.last_step, event.step)
+        return self.finding(
+            "warning", spots, evidence, until_step=until, collection="weights", meaning=meaning, advice=advice
         )

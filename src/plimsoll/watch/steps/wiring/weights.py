@@ -1,6 +1,7 @@
 """Checks of the weights that a training begins with, and of what happens to weights and state between steps.
 
 - At the first step, what each data-parallel rank begins with.
+- There too, gains of norms and outliers that come from how the weights were drawn.
 - Ten steps later, layers whose units are copies of each other, and move as one.
 - Weights that are written between two steps so that the update of the first one is undone.
 - Steps between which the state of an optimizer is lost.
@@ -11,7 +12,7 @@ thread, as soon as they are there.
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,6 +39,17 @@ _LAYERS = 256  # whose rows are compared
 _LATER = 10  # steps after the first, when they are
 _SIDE = 16  # rows, and values of each
 _NEAR = 1e-3  # of how far the weights have moved: rows that are nearer to each other move as one
+_NORMS = (
+    nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d,
+    nn.InstanceNorm2d, nn.InstanceNorm3d, getattr(nn, "RMSNorm", nn.LayerNorm),
+)  # fmt: skip
+_FORWARDS = frozenset(kind.forward for kind in _NORMS)  # of a subclass with its own, the gain may be 1 + weight
+_FEW, _ENOUGH = 16, 64  # gains of a norm, and of all norms: means of fewer say little
+_ERRORS = 4  # standard errors, by which what was drawn may differ from what was to be expected
+_CORNER = 256  # rows and columns of a weight in which outliers are looked for
+_DRAWN = 64  # weights in which they are
+_FAR, _GAP = 20, 4  # deviations of the others at which outliers lie, and times the next magnitude below them
+_LEAST, _SHARE = 8, 0.05  # how many there are, and at most which share of the weights
 _FIRST = 16  # weights of which each rank records the first values
 _LEFT = 2.0**-5  # of an update: averages with a decay of 0.97 or more leave less
 _MOST_TRAININGS = 64  # of one watch, that are recorded: one for each task would be thousands
@@ -58,13 +70,7 @@ class FirstWeights(TrainingCheck):
         if followed.steps or self._kept is not None or model is None:
             return
         self._record_rank(model)
-        # Not a module's own `weight`: a parametrized one computes it, and a spectral norm's iteration would go on.
-        modules = dict(_modules(model))
-        weights = [
-            (clean(raw), p)
-            for raw, p in model.named_parameters()
-            if raw.endswith("weight") and isinstance(modules.get(raw.removesuffix("weight").rstrip(".")), _KINDS)
-        ]
+        weights = _weights(model, lambda module: isinstance(module, _KINDS))
         some = [(name, p) for name, p in weights[:_LAYERS] if p.requires_grad and _has_rows(p)]
         self._kept = [(name, weakref.ref(p), _rows(p)) for name, p in some]
 
@@ -120,6 +126,104 @@ class FirstWeights(TrainingCheck):
             return [Fact("first weights", "what this rank begins with", {"weights": finite})] if finite else []
 
         self.facts.record_from(read, size_bytes=4000)
+
+
+class FirstDraws(TrainingCheck):
+    """How the weights were drawn with which a training begins."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._looked = False
+
+    @torch.no_grad()
+    def step_begins(self, optimizer: Any, followed: FollowedOptimizer) -> None:
+        """An optimizer's step is called; look at the first one."""
+        model = self.training.model()
+        if not followed.steps and not self._looked and model is not None:
+            self._looked = True
+            self._look_at_gains(model)
+            self._look_at_outliers(model)
+
+    # A loop over all parameters draws gains as it draws weights. Gains that begin at 0 in branches, trained since, have
+    # both signs too, but no model has all of its norms in such branches, with deviations that agree as those of one
+    # draw do.
+    def _look_at_gains(self, model: nn.Module) -> None:
+        norms = _weights(model, lambda module: type(module).forward in _FORWARDS)
+        norms = [(name, p) for name, p in norms if p.requires_grad and is_plain(p) and p.numel() >= _FEW]
+        norms = norms[:: -(-len(norms) // _LAYERS) or 1]
+        some = [p.detach().reshape(-1)[:_CORNER].float() for _, p in norms]
+        sizes = [len(x) for x in some]
+        if len(norms) < 2 or sum(sizes) < _ENOUGH or len({x.device for x in some}) > 1:
+            return
+        values = DeviceValue(torch.cat(some))
+
+        def read() -> list[Fact]:
+            deviation = _drawn_around_zero(torch.split(values.tensor(), sizes))
+            details = {"parameters": [name for name, _ in norms], "deviation": deviation}
+            return [Fact("gains drawn", "gains of norms lie around zero", details)] if deviation else []
+
+        self.facts.record_from(read, size_bytes=4 * sum(sizes))
+
+    # Outliers of trained weights differ from each other, and values lie between them and the rest. What is written into
+    # a weight on purpose (an identity, a row) has an order: as many in each row or column, or all in one.
+    def _look_at_outliers(self, model: nn.Module) -> None:
+        weights = _weights(model, lambda module: isinstance(module, (*_KINDS, nn.Embedding)))
+        weights = [(name, p) for name, p in weights if p.requires_grad and _has_rows(p)]
+        weights = weights[:: -(-len(weights) // _DRAWN) or 1]
+        for_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+        for name, p in weights:
+            corner = p.detach().flatten(1)[:_CORNER, :_CORNER].float().abs()
+            if corner.numel() >= _CORNER and corner.shape[1] > 1:
+                for_device.setdefault(p.device, []).append((name, _outliers(corner)))
+        for found in for_device.values():
+            self._record_outliers([name for name, _ in found], DeviceValue(torch.stack([x for _, x in found])))
+
+    def _record_outliers(self, names: list[str], numbers: DeviceValue) -> None:
+        def read() -> list[Fact]:
+            found: dict[str, list[float]] = {}
+            for name, row in zip(names, cast("list[list[float]]", numbers.tensor().tolist()), strict=True):
+                value, count, between, rms, of, *spread = row
+                scattered = all(few < most and 1 < most <= count / 2 for few, most in (spread[:2], spread[2:]))
+                some = _LEAST <= count <= _SHARE * of and not between
+                if some and scattered and 0 < _FAR * rms < value < math.inf:
+                    found[name] = [value, count / of, value / rms]
+            if not found:
+                return []
+            value, share, deviations = max(found.values(), key=lambda numbers: numbers[2])
+            details = {"parameters": list(found), "value": value, "share": share, "deviations": deviations}
+            return [Fact("outliers drawn", "a few weights are one value far from the others", details)]
+
+        self.facts.record_from(read)
+
+
+def _drawn_around_zero(gains: Sequence[Tensor]) -> float:
+    """Return the deviation of gains that were drawn around zero; 0 if some were not."""
+    largest, sizes = 0.0, {len(x) for x in gains}
+    for size in sizes:
+        alike = torch.stack([x for x in gains if len(x) == size])
+        deviations, together = alike.std(dim=1, correction=0), float(alike.std(correction=0))
+        around = (alike.mean(dim=1).abs() <= _ERRORS * deviations / size**0.5) & (deviations > 0)
+        around &= (deviations - together).abs() <= _ERRORS * together / (2 * size) ** 0.5
+        for signed in (alike, -alike):
+            around &= (signed > 0).sum(dim=1) >= size / 8
+        if not bool(around.all()):
+            return 0.0
+        largest = max(largest, together)
+    return largest
+
+
+def _outliers(corner: Tensor) -> Tensor:
+    """Return of a matrix of magnitudes the largest, how often and how it is spread, and what there is of the others.
+
+    The largest, its count, the count of those of other values down to a quarter of it, the root mean square of the
+    others, the number of all, and the fewest and the most of the largest in a row, then in a column.
+    """
+    top = corner.amax()
+    at = corner == top
+    between = (corner > top / _GAP) & ~at
+    rest = corner.masked_fill(at, 0.0).square().mean().sqrt()
+    spread = [count(at.sum(dim=dim)) for dim in (1, 0) for count in (torch.amin, torch.amax)]
+    return torch.stack([top, at.sum(), between.sum(), rest, torch.full_like(top, corner.numel()), *spread])
 
 
 class Overwrites(OptimizerCheck):
@@ -260,6 +364,17 @@ def _first_with_gradient(optimizer: Any) -> tuple[Tensor | None, float]:
 
 def _modules(model: nn.Module) -> "Iterable[tuple[str, nn.Module]]":
     return cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+
+
+def _weights(model: nn.Module, fits: Callable[[nn.Module], bool]) -> list[tuple[str, Tensor]]:
+    """Return the weights of the modules that fit.
+
+    Not a module's own `weight`: a parametrized one computes it, and a spectral norm's iteration would go on.
+    """
+    modules = dict(_modules(model))
+    named = [(raw, p) for raw, p in model.named_parameters() if raw.endswith("weight")]
+    owners = [(clean(raw), p, modules.get(raw.removesuffix("weight").rstrip("."))) for raw, p in named]
+    return [(name, p) for name, p, module in owners if module is not None and fits(module)]
 
 
 def _has_rows(p: Tensor) -> bool:
