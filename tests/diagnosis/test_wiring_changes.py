@@ -1,11 +1,12 @@
 """Trainings whose wiring changes on the way: frozen, replaced and cast weights, and states that are lost."""
 
+import copy
 import functools
 import math
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,81 @@ def with_states(
     return diagnose(path, rules=["state-cleared"])
 
 
-@each("made_again", [False, True])
-def test_a_state_that_is_lost_every_few_steps_is_named(made_again: bool, tmp_path: Path) -> None:
-    (finding,) = with_states(Path(tempfile.mkdtemp(dir=tmp_path)), 5, made_again=made_again)
-    assert (finding.severity, finding.since_step) == ("warning", 15)
-    assert finding.evidence == {"optimizer": "AdamW", "steps": 5}
+class Branches(nn.Module):
+    """Four equal branches, two of which add little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches, self.scales = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)]), [0.01, 0.01, 1.0, 1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale, branch in zip(self.scales, self.branches, strict=True):
+            x = x + scale * branch(x)
+        return x[:, :4]
+
+
+States = dict[int, Any]
+Load = Callable[[Branches, Any, list[States]], States | None]
+
+
+def with_loaded(path: Path, load: Load, *, watched_from: int = 0, at: int = 22, **arguments: Any) -> list[Finding]:
+    """The findings on a training into which other states are loaded, or which is watched from there on."""
+    model, kept = Branches(), list[States]()
+    optimizer = adamw(model, **arguments)
+    with ExitStack() as watched:
+        for step in range(at + 20):
+            if step == watched_from and step != at:
+                watched.enter_context(pl.watch(model, optimizer, run=path, every=4, quiet=True))
+            state = load(model, optimizer, kept) if step == at else None
+            if state is not None:
+                optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            if step == watched_from == at:
+                watched.enter_context(pl.watch(model, optimizer, run=path, every=4, quiet=True))
+            x = torch.randn(16, 8)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), x[:, 4:].argmax(dim=1)).backward()
+            optimizer.step()
+            kept.append(copy.deepcopy(optimizer.state_dict()["state"]))
+    return diagnose(path, rules=["state-cleared"])
+
+
+def reversed_order(model: Branches, optimizer: Any, kept: list[States]) -> States:
+    return {place: kept[-1][(place + 4) % 8] for place in range(8)}
+
+
+def cleared(model: Branches, optimizer: Any, kept: list[States]) -> None:
+    optimizer.state.clear()
+
+
+def really_exchanged(model: Branches, optimizer: Any, kept: list[States]) -> None:
+    model.scales.reverse()
+
+
+def a_little(model: Branches, optimizer: Any, kept: list[States]) -> States:
+    return {place: kept[-1][place ^ 2] for place in range(8)}
+
+
+@each(
+    "case",
+    [
+        {"lost_every": 5, "made_again": False},
+        {"lost_every": 5, "made_again": True},
+        {"load": reversed_order},
+        {"load": reversed_order, "watched_from": 22},
+    ],
+)
+def test_a_state_that_is_lost_every_few_steps_or_of_others_is_named(case: dict[str, Any], tmp_path: Path) -> None:
+    path, train = Path(tempfile.mkdtemp(dir=tmp_path)), with_loaded if "load" in case else with_states
+    (finding,) = train(path, **case)
+    assert finding.severity == "warning"
+    if "load" in case:
+        assert finding.since_step == (24 if case.get("watched_from", 0) == 0 else 0)
+        assert {"branches.0.weight", "branches.1.bias"} <= set(finding.where)
+        assert "have had the optimizer's states of others" in phrase_of(finding, View(Run(path)), [finding]).what
+    else:
+        assert finding.since_step == 15
+        assert finding.evidence == {"optimizer": "AdamW", "steps": 5}
 
 
 @each(
@@ -146,10 +217,19 @@ def test_a_state_that_is_lost_every_few_steps_is_named(made_again: bool, tmp_pat
         {"lost_every": 15},  # twice
         {"lost_every": 99},
         {"lost_every": 12, "betas": (0.8, 0.9), "steps": 64},  # longer than its means go back
+        {"load": lambda _, __, kept: kept[-1]},
+        {"load": lambda _, __, kept: kept[2]},  # brought back
+        {"load": lambda _, __, kept: kept[-1], "watched_from": 22},
+        {"load": a_little},  # of others that are as large
+        {"load": cleared},
+        {"load": cleared, "watched_from": 22},
+        {"load": really_exchanged},
+        {"load": really_exchanged, "betas": (0.8, 0.9)},
     ],
 )
 def test_a_state_that_lasts_is_not(case: dict[str, Any], tmp_path: Path) -> None:
-    assert with_states(Path(tempfile.mkdtemp(dir=tmp_path)), **case) == []
+    train = with_loaded if "load" in case else with_states
+    assert [str(f) for f in train(Path(tempfile.mkdtemp(dir=tmp_path)), **case)] == []
 
 
 @each("drawn", [False, True])

@@ -37,7 +37,6 @@ class Deep(nn.Module):
     r"|(resum|(re)?load)[^.>]*(state|optimizer|moments?)"
     r"|updates? [^>]*(jump|at once|grew|leap|(far|much|times) (too )?(as |larger?|more|its))",
     misleading=f"{SIDE}|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def other_order(run: Training, *, sound: bool = False) -> None:
     """New code lists the layers from last to first, and a checkpoint goes by place: Adam gets other layers' states."""

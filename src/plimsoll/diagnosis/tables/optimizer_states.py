@@ -11,6 +11,8 @@ from plimsoll.diagnosis.tables.wiring_facts import facts, groups_of, optimizer_s
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
 
+_HALF = np.log10(2)  # in decades
+_ROUNDING = 1e-3  # of a second moment: less cannot be told from what rounding leaves
 SECOND_MOMENTS = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
 _BETA2 = 0.999  # Adam's default
 # States that are named as those that hold what a narrow weight cannot, unless the weights show otherwise.
@@ -102,6 +104,88 @@ def weights_put_back(view: View, *, moved: float, left: float, samples: float, v
     jumps = jumps[(jumps >= samples) & whole[jumps] & whole[jumps - 1]]
     first, steps = int(cells.steps[0]), cells.steps.tolist()
     return [PutBack(first, steps[at - 1], steps[at], float(ways[at - 1])) for at in jumps.tolist()]
+
+
+class Exchanged(NamedTuple):
+    """Parameters that have the second moments of others from a step on."""
+
+    step: int
+    names: tuple[str, ...]
+    others: tuple[str, ...]  # of which they are, of each; () if it is known of all together only
+
+
+# A step leaves beta2 of each second moment: what falls faster was written over. A state that is cleared or brought
+# back falls too, or is what it was before. Only that of another parameter is what this one had, and was never its own.
+def exchanged_states(view: View, *, times: float, near: float, parameters: float) -> Exchanged | None:
+    """Return where second moments became those of other parameters of as many values, first.
+
+    Args:
+        view: The run.
+        times: How many times they must have grown at once, beyond their squared gradients.
+        near: How many times they may differ from what the other parameter had before.
+        parameters: How many must have grown and how many fallen.
+    """
+    states, gradients = view.cells("optimizer"), view.cells("gradients")
+    if states is None or gradients is None:
+        return None
+    named = [
+        name.removesuffix(":exp_avg_sq") for name in states.names
+    ]  # of other states it stays, and no gradient has it
+    rows = [row for row, name in enumerate(named) if name in gradients.names]
+    betas = [each.get("betas") for each in optimizer_settings(view)]
+    pairs = [cast("list[float]", pair) for pair in betas if isinstance(pair, list)]
+    decays = [float(pair[1]) for pair in pairs if len(pair) > 1]
+    steps, mine, theirs = np.intersect1d(states.steps, gradients.steps, return_indices=True)
+    if len(rows) < 2 * parameters or len(steps) < 2 or not decays or not 0 < min(decays) < 1:
+        return None
+    names = tuple(named[row] for row in rows)
+    sizes = states.total_of("count")[rows][:, mine].max(axis=1)
+    with np.errstate(all="ignore"):
+        moments = np.log10(states.mean[rows][:, mine])
+        squares = 2 * np.log10(gradients.rms[[gradients.names.index(name) for name in names]][:, theirs])
+    moments[~np.isfinite(moments)] = squares[~np.isfinite(squares)] = np.nan
+    far, close, kept = np.log10(times), np.log10(near), -np.log10(min(decays))
+    alike = (sizes[:, None] == sizes[None, :]) & ~np.eye(len(names), dtype=bool)
+    first = _exchanged_at_first(names, sizes, steps, moments, squares, far, parameters, min(decays))
+    for at in range(1, len(steps) if first is None else 1):
+        before, now, left = moments[:, at - 1], moments[:, at], kept * (steps[at] - steps[at - 1])
+        with np.errstate(all="ignore"):
+            fell = now < before - left - _HALF
+            own = np.fmax.reduce(moments[:, :at], axis=1)
+            grew = (now > own + far) & (now > squares[:, at] + 1)
+            apart = np.where(alike & fell[None, :], np.abs(now[:, None] - before[None, :]), np.inf)
+            nearest = np.nanmin(apart, axis=1)
+        if min(fell.sum(), grew.sum()) >= parameters and bool((nearest[grew] <= close + left).all()):
+            found = np.flatnonzero(grew).tolist()
+            others = tuple(names[int(np.nanargmin(apart[place]))] for place in found)
+            return Exchanged(int(steps[at]), tuple(names[place] for place in found), others)
+    return first
+
+
+# A training that begins with a state has second moments that fit its gradients, but for a common factor. Some that are
+# far too large, and others of as many values far too small, as large as the former should be, are exchanged. What the
+# first step has added is known exactly, so what is left of it is what the training began with: of a new state nothing.
+def _exchanged_at_first(
+    names: tuple[str, ...], sizes: Floats, steps: Ints, moments: Floats, squares: Floats, far: float,
+    parameters: float, beta2: float,
+) -> Exchanged | None:  # fmt: skip
+    """Return the parameters whose second moments fit the gradients of others at the first sample."""
+    begun = 1 - (1 - beta2) * 10 ** (squares[:, 0] - moments[:, 0])  # the share that is not of this step
+    with np.errstate(all="ignore"):
+        before = np.where(begun > _ROUNDING, moments[:, 0] + np.log10(begun), np.nan)
+    first, second = before - squares[:, 0], moments[:, 1] - squares[:, 1]
+    known, some, found = np.isfinite(first) & np.isfinite(second), int(parameters), list[int]()
+    for size in set(sizes[known].tolist()):
+        group = np.flatnonzero(known & (sizes == size))
+        ordered = np.sort(first[group])
+        if len(group) < 2 * some or ordered[-some] - ordered[some - 1] < 2 * far:
+            continue
+        middle = (ordered[-some] + ordered[some - 1]) / 2
+        high, low = group[first[group] > middle + far / 2], group[first[group] < middle - far / 2]
+        apart = np.ptp(np.sort(before[group]) - np.sort(squares[group, 0]))
+        if apart < far / 2 and second[high].min() - second[low].max() > far:
+            found += [*high.tolist(), *low.tolist()]
+    return Exchanged(int(steps[0]), tuple(names[place] for place in sorted(found)), ()) if found else None
 
 
 def recorded_epsilon(view: View) -> float | None:

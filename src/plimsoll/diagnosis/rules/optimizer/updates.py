@@ -25,6 +25,7 @@ from plimsoll.diagnosis.tables.optimizer_states import (
     SECOND_MOMENTS,
     TOWARD_ZERO,
     added_decay,
+    exchanged_states,
     in_other_units,
     lost_second_moments,
     recorded_epsilon,
@@ -48,6 +49,7 @@ _RELATIVE = (
     "relative steps) never moves these: let them begin at small random values, or use a ratio of 1 for zero weights."
 )
 _LOOK = "Look at what the optimizer adds: a rate that is far too small, or a state that is zero in its format."
+_EXCHANGED = "states of other parameters"
 _ROUNDED_STATE = "a state that is rounded"
 _OVER_EPSILON = "Adam divided by epsilon instead of by the size of the gradients for a while, and does not any more."
 _UNEVEN_CODES = (
@@ -391,22 +393,40 @@ class DecayDominates(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class StateCleared(Rule):
-    """An optimizer's state that is cleared, or begun again, every few steps."""
+    """An optimizer's state that is cleared, or begun again, every few steps, or that is of other parameters."""
 
     id = "state-cleared"
-    says = "the optimizer's state is cleared, or begun again by a new one, before its means are of enough steps"
+    says = (
+        "the optimizer's state is cleared, or begun again by a new one, before its means are of enough steps; or "
+        "parameters have the states of others"
+    )
     meaning = (
         "The optimizer's state is lost every few steps: Adam begins again each time, with updates of the size of the "
         "learning rate, however small the gradients are."
     )
     advice = "Make the optimizer once, before the first epoch, and do not clear its state."
     figure = "loss_and_scale"
-    items = {"steps": EvidenceItem("Steps between")}
+    items = {"steps": EvidenceItem("Steps between"), "first": EvidenceItem(unit="location")}
 
     times: float = threshold(3, "on end; methods that begin again on purpose leave thousands of steps between")
+    grown: float = threshold(100, "times a second moment grows at once, beyond all that it was; gradients explain less")
+    near: float = threshold(1.25, "times what another parameter had: a state that was loaded is the same")
+    parameters: float = threshold(2, "that grew so, and that fell faster than beta2 lets them: one may be a chance")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding of the first optimizer."""
+        """Yield one finding of the first optimizer, one of states of other parameters."""
+        exchanged = exchanged_states(view, times=self.grown, near=self.near, parameters=self.parameters)
+        if exchanged is not None:
+            names, others = exchanged.names, exchanged.others
+            which = f" ({names[0]} has those of {others[0]})" if others else ""
+            yield self.finding(
+                "warning", [Spot(name=name, since_step=exchanged.step) for name in names],
+                {"cause": _EXCHANGED, "first": names[0], "parameters": len(names)}, until_step=view.last_step,
+                meaning=f"Parameters have the second moments of others of the same size{which}. The optimizer's state "
+                "was loaded in another order, and updates are far too large for some weights, too small for others.",
+                advice="A state_dict goes by the parameters' places, not by their names. Give the optimizer its "
+                "parameters in the order in which they were saved, or match states by name, and resume again.",
+            )  # fmt: skip
         for event in facts(view, "state cleared")[:1]:
             steps, times = (int(str(event.details.get(name, 0))) for name in ("steps", "times"))
             if times < self.times:
@@ -415,7 +435,14 @@ class StateCleared(Rule):
             yield self.since_event("warning", event, view, evidence)
 
     def phrase(self, context: FindingContext) -> Phrase:
-        """Return how often the state is lost."""
+        """Return how often the state is lost, or whose states are those of others."""
+        if context.cause == _EXCHANGED:
+            return Phrase(
+                what=f"{context.place} has had the optimizer's state of another parameter {context.since}"
+                if context.is_single else
+                f"{len(context.finding.where)} parameters have had the optimizer's states of others {context.since}",
+                remedy="load the state in the order in which it was saved",
+            )  # fmt: skip
         return Phrase(
             what=f"the state of {context.text('optimizer')} is cleared every {context.number('steps'):,.0f} steps or "
             f"so, seen {context.since}",
