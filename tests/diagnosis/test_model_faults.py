@@ -233,6 +233,45 @@ def heavy(rows: int, columns: int) -> Tensor:
     return torch.distributions.StudentT(1.5).sample((rows, columns))
 
 
+class Trunk(nn.Sequential):
+    """A trunk that is frozen from the start until a step, on which it may be changed, and a head behind it."""
+
+    def __init__(self, change: Callable[["Trunk"], object] = lambda _: None, at: int = 0, layers: int = 2) -> None:
+        torch.manual_seed(0)
+        parts = [part for _ in range(layers - 1) for part in (nn.Linear(16, 16), nn.ReLU())]
+        super().__init__(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), *parts).requires_grad_(False), nn.Linear(16, 4))
+        self.change, self.at, self.calls = change, at, 0
+        if not at:
+            change(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            self.change(self)
+        return super().forward(x)
+
+    @torch.no_grad()
+    def move(self, by: float) -> None:
+        for p in self[0].parameters():
+            p.data.add_(by * p.abs().amax() * torch.randn(p.shape))
+
+
+class Beside(nn.Module):
+    """A frozen network that is computed before a trained one, on the same inputs."""
+
+    def __init__(self, width: int, copied: bool = False, out: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.target = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, out)).requires_grad_(False)
+        self.trained = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8 if out == 8 else 4))
+        if copied:
+            self.target.load_state_dict(self.trained.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = self.target(x)
+        return (self.trained(x) - target)[:, :4] if target.shape[1] == 8 else self.trained(x) + target.mean()
+
+
 NORMS = ("1.weight", "4.weight")
 WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], str]] = {
     "units": (lambda: constant(0, 2, value=0.05), ("0.weight",), "the units of layer 0 are copies"),
@@ -240,6 +279,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], str]] = {
     "of batch norms": (lambda: normed(torch.randn, torch.randn, norm=nn.BatchNorm1d), NORMS, "with a deviation of "),
     "outliers": (lambda: wide(scattered), ("2.weight",), "layer 2 began with outliers of 2, "),
     "a draw in BF16": (lambda: wide(inverse_error_function), ("2.weight",), "layer 2 began with outliers of 2, "),
+    "frozen as drawn": (Trunk, ("0.0.weight", "0.2.weight"), "2 parameters are frozen as they were drawn at random"),
 }
 DIFFERENT: dict[str, Callable[[], nn.Module]] = {
     "gains around one": lambda: normed(*2 * [lambda size: 1 + small(size)]),
@@ -258,6 +298,16 @@ DIFFERENT: dict[str, Callable[[], nn.Module]] = {
     "outliers that were clipped": lambda: wide(lambda weight: weight.clamp_(-0.5, 0.5), heavy),
     "sparse weights": lambda: wide(lambda weight: scattered(weight.zero_(), 0.02)),
     "few outliers": lambda: wide(lambda weight: weight[1, :3].fill_(2.0)),
+    "frozen after a training": lambda: Trunk(lambda trunk: trunk.move(0.1)),
+    "frozen, and loaded later": lambda: Trunk(lambda trunk: trunk.move(0.1), at=30),
+    "frozen, then trained": lambda: Trunk(lambda trunk: trunk.requires_grad_(True), at=30),
+    "frozen, one layer": lambda: Trunk(layers=1),
+    "frozen, all from another draw": lambda: Trunk(lambda t: [nn.init.kaiming_normal_(t[0][i].weight) for i in (0, 2)]),
+    "frozen, of which one was loaded": lambda: Trunk(lambda trunk: trunk[0][0].weight.mul_(2)),
+    "frozen, and nothing else": lambda: Trunk(lambda trunk: trunk[1].weight.requires_grad_(False)),
+    "frozen target": lambda: Beside(16, copied=True),
+    "frozen random target": lambda: Beside(16),
+    "frozen network of other features": lambda: Beside(16, out=12),
     "random": mlp,
     "a head at zero": lambda: constant(2, value=0.0),
     "a head at a constant": lambda: constant(2, value=0.1),
@@ -267,10 +317,19 @@ DIFFERENT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def judged(name: str) -> tuple[str, Loss, int]:
+    """The rule that judges a case, the loss, and the steps that it needs."""
+    return (
+        ("untrained-parameters", F.cross_entropy, 60)
+        if "frozen" in name
+        else ("symmetric-weights", F.cross_entropy, 16)
+    )
+
+
 @each("name", WRONG)
 def test_units_that_move_as_one_and_wrong_draws_are_named(name: str, tmp_path: Path) -> None:
     path, (model, where, words) = tmp_path / name.replace(" ", "-"), WRONG[name]
-    (finding,) = found(path, model(), "symmetric-weights")
+    (finding,) = found(path, model(), *judged(name))
     assert (finding.severity, finding.where) == ("warning", where)
     assert words in verdict(View(Run(path)), [finding])
 
@@ -278,7 +337,7 @@ def test_units_that_move_as_one_and_wrong_draws_are_named(name: str, tmp_path: P
 @each("name", DIFFERENT)
 def test_layers_that_begin_at_a_constant_may_be_sound(name: str, tmp_path: Path) -> None:
     path = tmp_path / name.replace(" ", "-")
-    assert [str(f) for f in found(path, DIFFERENT[name](), "symmetric-weights")] == []
+    assert [str(f) for f in found(path, DIFFERENT[name](), *judged(name))] == []
 
 
 # -- layers that are saturated from the start

@@ -350,11 +350,12 @@ def classified(
     steps: int = 4,
     classes: int = 4,
     scaler: Any = None,
+    lr: float = 1e-3,
     rows: Callable[[], Tensor] = lambda: torch.randn(16, 8),
 ) -> list[Finding]:
     """What the rules of losses say of a training on random labels."""
     model = seeded_mlp() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     with pl.watch(model, optimizer, run=path, every=2, quiet=True):
         for _ in range(steps):
             loss = loss_of(model(rows()), torch.randint(classes, (16,)))
@@ -470,6 +471,12 @@ def test_bytes_that_are_not_scaled_are_named_as_the_cause(
 def test_a_loss_that_stays_at_chance_is_named_and_one_that_leaves_it_is_a_note(tmp_path: Path) -> None:
     (found,) = classified(tmp_path / "random", F.cross_entropy, Far(0.1), steps=200)
     assert (found.severity, found.since_step, found.until_step) == ("warning", 0, 199)
+    behind = Far(0.1)
+    behind.inner[:4].requires_grad_(False)  # type: ignore[union-attr]
+    (found,) = classified(tmp_path / "behind frozen layers", F.cross_entropy, behind, steps=200, lr=0.3)
+    assert found.where == ("inner.0.weight", "inner.2.weight") and "strict=True" in found.advice
+    words = phrase_of(found, View(Run(tmp_path / "behind frozen layers")), [found]).what
+    assert words.endswith("over frozen layers that are as they were drawn")
     assert classified(tmp_path / "short", F.cross_entropy, Far(0.1), steps=190) == []
     leaves = make_story(
         samples=60, events=(wired("classes", 0, classes=4),), loss=lambda s: math.log(4) / max(1, s / 220)

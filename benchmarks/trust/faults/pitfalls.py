@@ -623,7 +623,6 @@ def single_row(run: Training, *, sound: bool = False) -> None:
     r"|as (it|they) (was|were) drawn|initial(i[sz]ation)?\b"
     r"|random (weights|trunk|features)|fresh weights",
     misleading=f"{NOTHING_ELSE}|in no optimizer",
-    held_back=True,
 )
 def nothing_loaded(run: Training, *, sound: bool = False) -> None:
     """Keys begin with `module.`, and `strict=False` says nothing of it: the frozen trunk is as it was drawn."""

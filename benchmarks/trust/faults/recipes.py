@@ -44,7 +44,6 @@ def no_warm_up(run: Training) -> None:
 @fault(
     "unfreezing-forgotten",
     named=rf"({NO_GRADIENT}|frozen|requires_grad).*trunk|trunk.*({NO_GRADIENT}|frozen)",
-    held_back=True,
 )
 def still_frozen(run: Training) -> None:
     """The trunk was frozen while the head was warmed up, and stays so: the optimizer holds it, it gets no gradient."""

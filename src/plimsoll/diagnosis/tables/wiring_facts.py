@@ -31,6 +31,25 @@ def listed_in(event: Event, key: str) -> list[str]:
     return [str(item) for item in cast("list[object]", listed)] if isinstance(listed, list) else []
 
 
+# What is trained lies behind such layers: it comes later in the forward, takes as many features as they put out, and is
+# no pupil of theirs, which would put out as many as they do.
+def random_trunk(view: View) -> Event | None:
+    """Return the event on frozen layers that are as torch draws them and come before all that is trained."""
+    event, outputs = first_fact(view, "frozen as drawn"), view.run.tensors.get("activations", ())
+    if event is None or first_fact(view, "thawed") is not None:
+        return None
+    order = {name.rpartition(":")[0]: place for place, name in reversed(list(enumerate(outputs))) if ":output" in name}
+    sides: list[list[tuple[int, int, int]]] = []  # by place: features in and out
+    for names, sizes in (("modules", "sizes"), ("trained", "trained_sizes")):
+        listed = cast("list[list[int]]", event.details.get(sizes) or [])
+        pairs = zip(listed_in(event, names), listed, strict=False)
+        sides.append(sorted((order[name], *size) for name, size in pairs if name in order))  # type: ignore[misc]
+    if not all(sides):
+        return None
+    last, first, head = sides[0][-1], sides[1][0], sides[1][-1]
+    return event if last[0] < first[0] and first[1] % last[2] == 0 and head[2] != last[2] else None
+
+
 def names_of(view: View, fact: str) -> set[str]:
     """Return the parameters that all events of a fact list."""
     return {name for event in facts(view, fact) for name in listed_in(event, "parameters")}

@@ -8,17 +8,18 @@ from typing import cast
 import numpy as np
 
 from plimsoll.diagnosis.estimates.format_losses import Modules
-from plimsoll.diagnosis.finding import Finding
+from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
 from plimsoll.diagnosis.rules.optimizer.updates import UpdatesSwallowed
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import Floats, Ints
-from plimsoll.diagnosis.tables.wiring_facts import first_fact
+from plimsoll.diagnosis.tables.wiring_facts import first_fact, listed_in, random_trunk
 from plimsoll.diagnosis.view import View
 from plimsoll.text import number, percent
 
 _FAR_OFF = "begins far off"  # a fact of the watch, and the cause in the evidence
 _ABOVE = "above guessing"
+_RANDOM = "frozen layers as drawn"
 _HARDLY = "weights hardly move"
 _SIGNED, _BYTE = 127, 255  # the largest bytes, with and without a sign
 _MANY = 64  # values that are all whole: no chance
@@ -107,7 +108,19 @@ class LossAtChance(Rule):
                 meaning="The loss was that of guessing among the classes; it has left it since.",
             )  # fmt: skip
             return
-        yield self.finding("warning", (), evidence, since_step=since, until_step=until)
+        trunk = random_trunk(view)
+        if trunk is None:
+            yield self.finding("warning", (), evidence, since_step=since, until_step=until)
+            return
+        names = listed_in(trunk, "modules")
+        yield self.finding(
+            "warning", [Spot(name=f"{name}.weight", since_step=since) for name in names],
+            evidence | {"cause": _RANDOM}, since_step=since, until_step=until,
+            meaning="The loss is that of guessing among the classes, and the frozen layers before all that is trained "
+            "hold the random weights that torch drew for them: no checkpoint was loaded into them.",
+            advice="Compare the keys of the checkpoint with those of the model (a prefix such as module. is usual), "
+            "and load it with strict=True, or look at what load_state_dict returns. Or unfreeze the layers.",
+        )  # fmt: skip
 
     def _above(self, steps: Ints, means: Floats, guessing: float) -> Iterator[Finding]:
         size, learned = int(self.window), np.logical_or.accumulate(means <= guessing)
@@ -159,6 +172,12 @@ class LossAtChance(Rule):
                 what=f"the loss is {loss}, where guessing costs {guessing}, and has hardly moved {context.since}",
                 effect=f"as weights have gone {percent(context.number('way'))} of their size at most",
                 remedy="raise the learning rate",
+            )
+        if context.cause == _RANDOM:
+            return Phrase(
+                what=f"the loss has stayed at {loss}, which guessing costs, {context.since}, over frozen layers that "
+                "are as they were drawn",
+                remedy="load the checkpoint with strict=True",
             )
         return Phrase(
             what=f"the loss has stayed at {loss}, which guessing costs, {context.since}",

@@ -15,12 +15,14 @@ from plimsoll.diagnosis.tables.wiring_facts import (
     groups_of,
     listed_in,
     names_of,
+    random_trunk,
     weights_stay,
 )
 from plimsoll.diagnosis.view import View
 from plimsoll.runs import Event
 
 _OUTSIDE = "in no optimizer"  # a fact of the watch, and the cause in the evidence
+_FROZEN_DRAW = "frozen as drawn"  # likewise
 _HIDDEN = (
     "These parameters are in a list or dict of Python's, which torch does not look into: model.parameters() lacks "
     "them, and they keep their initial values."
@@ -49,7 +51,10 @@ class UntrainedParameters(Rule):
     """Parameters that require gradients and are trained by nothing."""
 
     id = "untrained-parameters"
-    says = "parameters that require gradients are in no optimizer, or never get a gradient"
+    says = (
+        "parameters that require gradients are in no optimizer, or never get a gradient; or frozen layers of an "
+        "optimizer are as they were drawn"
+    )
     meaning = "These parameters keep their initial values."
     advice = "Add them to an optimizer, or set requires_grad to False."
     figure = "loss_and_scale"
@@ -67,6 +72,18 @@ class UntrainedParameters(Rule):
             if len(names) >= self.parameters:
                 more = {"meaning": _HIDDEN, "advice": _REGISTER} if any("[" in name for name in names) else {}
                 yield self._finding(view, "warning", names, event, cause=_OUTSIDE, **more)
+        trunk = random_trunk(view)
+        if trunk is not None and trunk.details.get("in_optimizer"):
+            names = listed_in(trunk, "modules")
+            yield self._finding(
+                view, "warning", [f"{name}.weight" for name in names], trunk, cause=_FROZEN_DRAW,
+                meaning="These layers are frozen (requires_grad is False), the optimizer has them all the same, and "
+                "they hold the random weights that torch drew for them: nothing was loaded into them, and what is "
+                "trained sees random features.",
+                advice="Set requires_grad to True if they were to be trained by now, or load their weights: "
+                "strict=False says nothing of keys that do not match. If random features are meant, leave these layers "
+                "out of the optimizer.",
+            )  # fmt: skip
         event = first_fact(view, "without gradient")
         if event is None or first_fact(view, "no gradients") is not None:
             return
@@ -112,6 +129,8 @@ class UntrainedParameters(Rule):
         how, remedy = "have had no gradient", "look for a detach() before the loss"
         if context.cause == _OUTSIDE:
             how, remedy = "are in no optimizer", "give them to an optimizer"
+        if context.cause == _FROZEN_DRAW:
+            how, remedy = "are frozen as they were drawn at random", "unfreeze them or load their weights"
         return Phrase(what=f"{whose} {how}, seen {context.since}", remedy=remedy)
 
     def _finding(self, view: View, severity: Any, names: Sequence[str], event: Event, **more: Any) -> Finding:

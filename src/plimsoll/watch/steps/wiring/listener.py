@@ -29,7 +29,7 @@ from plimsoll.watch.steps.wiring.loss_graph import LossGraph
 from plimsoll.watch.steps.wiring.modes import EvaluationMode, FrozenNorms, NarrowNorms
 from plimsoll.watch.steps.wiring.ownership import NeverStepped, OtherTensors, Ownership
 from plimsoll.watch.steps.wiring.schedules import Schedules
-from plimsoll.watch.steps.wiring.weights import ClearedStates, FirstDraws, FirstWeights, Overwrites
+from plimsoll.watch.steps.wiring.weights import ClearedStates, FirstDraws, FirstWeights, FrozenDraws, Overwrites
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
 _FEWEST = 3  # backwards without which nothing is judged when the watch closes
@@ -40,6 +40,7 @@ _TRAINING_CHECKS: tuple[type[TrainingCheck], ...] = (
     LossGraph,
     FirstWeights,
     FirstDraws,
+    FrozenDraws,
     Ownership,
     OtherTensors,
     NeverStepped,

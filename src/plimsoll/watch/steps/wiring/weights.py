@@ -2,6 +2,7 @@
 
 - At the first step, what each data-parallel rank begins with.
 - There too, gains of norms and outliers that come from how the weights were drawn.
+- Layers that are frozen, and hold what torch has drawn for them.
 - Ten steps later, layers whose units are copies of each other, and move as one.
 - Weights that are written between two steps so that the update of the first one is undone.
 - Steps between which the state of an optimizer is lost.
@@ -12,7 +13,7 @@ thread, as soon as they are there.
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -50,6 +51,9 @@ _CORNER = 256  # rows and columns of a weight in which outliers are looked for
 _DRAWN = 64  # weights in which they are
 _FAR, _GAP = 20, 4  # deviations of the others at which outliers lie, and times the next magnitude below them
 _LEAST, _SHARE = 8, 0.05  # how many there are, and at most which share of the weights
+_READ, _MOST_FROZEN = 2**16, 64  # values of each frozen layer, and layers, that are held against torch's draw
+_FEWEST_DRAWN = 150  # values of all of them, without which chance may look like it
+_LONG, _SHORT = 200, 50  # steps for which they must have been frozen, and with which it is judged when the watch closes
 _FIRST = 16  # weights of which each rank records the first values
 _LEFT = 2.0**-5  # of an update: averages with a decay of 0.97 or more leave less
 _MOST_TRAININGS = 64  # of one watch, that are recorded: one for each task would be thousands
@@ -224,6 +228,142 @@ def _outliers(corner: Tensor) -> Tensor:
     rest = corner.masked_fill(at, 0.0).square().mean().sqrt()
     spread = [count(at.sum(dim=dim)) for dim in (1, 0) for count in (torch.amin, torch.amax)]
     return torch.stack([top, at.sum(), between.sum(), rest, torch.full_like(top, corner.numel()), *spread])
+
+
+class FrozenDraws(TrainingCheck):
+    """Frozen layers, all of which hold what torch has drawn for them: nothing was loaded into any."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._frozen: dict[str, weakref.ref[nn.Module]] | None = None
+        self._trained: dict[str, weakref.ref[nn.Module]] = {}
+        self._first: DeviceValue | None = None  # a few values of each weight
+        self._moments: DeviceValue | None = None
+        self._judged = self._thawed = False
+
+    @torch.no_grad()
+    def step_begins(self, optimizer: Any, followed: FollowedOptimizer) -> None:
+        """An optimizer's step is called; look at the first one, and at the sampled ones for layers that thaw."""
+        model = self.training.model()
+        if self._frozen is None and model is not None:
+            layers = [(clean(raw), module) for raw, module in _modules(model) if type(module) in _KINDS]
+            trained = {name: module for name, module in layers if _weight(module).requires_grad}
+            frozen = [(name, m) for name, m in layers if not any(p.requires_grad for p in m.parameters())]
+            self._look(dict(frozen[:: -(len(frozen) // _MOST_FROZEN + 1)][::-1]), trained)
+        elif self._judged and self._frozen and not self._thawed and self.session.sample is not None:
+            self._thawed = not _are_frozen(_alive(self._frozen))
+            if self._thawed:
+                self.session.say("wiring", "frozen layers are trained now", fact="thawed")
+
+    def step_ends(self, optimizer: Any, followed: FollowedOptimizer) -> None:
+        """An optimizer's step has returned."""
+        if followed.steps == _LONG:
+            self._judge()
+
+    def closes(self) -> None:
+        """The watch closes."""
+        if self.training.steps >= _SHORT:
+            self._judge()
+
+    def _look(self, frozen: Mapping[str, nn.Module], trained: Mapping[str, nn.Module]) -> None:
+        weights = [_weight(module) for module in [*frozen.values(), *trained.values()]]
+        self._frozen = {}
+        if len(frozen) < 2 or not 0 < len(trained) <= _LAYERS:
+            return
+        if not all(map(is_plain, weights)) or len({p.device for p in weights}) > 1:
+            return
+        self._frozen = {name: weakref.ref(module) for name, module in frozen.items()}
+        self._trained = {name: weakref.ref(module) for name, module in trained.items()}
+        self._first = DeviceValue(_first_values(weights))
+        self._moments = DeviceValue(torch.stack([_as_drawn(module) for module in frozen.values()]))
+
+    # A teacher or a target network is a copy of what is trained, or follows it. Both are as drawn at first.
+    @torch.no_grad()
+    def _judge(self) -> None:
+        frozen, trained = _alive(self._frozen or {}), _alive(self._trained)
+        first, moments = self._first, self._moments
+        if self._judged or first is None or moments is None or not frozen or not trained or not _are_frozen(frozen):
+            return
+        self._judged = True
+        weights, owned = [_weight(module) for module in frozen.values()], self.training.owned()
+        shapes = [p.shape for p in weights]
+        others = [_weight(module).shape for module in trained.values()]
+        now = DeviceValue(_first_values(weights)) if all(map(is_plain, weights)) else None
+        details = {
+            "modules": list(frozen),
+            "sizes": [_sides(module) for module in frozen.values()],
+            "trained": list(trained),
+            "trained_sizes": [_sides(module) for module in trained.values()],
+            "in_optimizer": any(id(p) in owned for p in weights),
+            "optimizers": ", ".join(dict.fromkeys(each.name for each in self.training.optimizers.values())),
+        }
+
+        def read() -> list[Fact]:
+            then = first.tensor()
+            own, of_others = then[: len(shapes)], then[len(shapes) :]
+            copies = any(
+                shape == other and torch.equal(mine, theirs)
+                for shape, mine in zip(shapes, own, strict=True)
+                for other, theirs in zip(others, of_others, strict=True)
+            )
+            stays = now is not None and torch.equal(own, now.tensor())
+            if copies or not stays or not _are_drawn(cast("list[list[float]]", moments.tensor().tolist())):
+                return []
+            return [Fact("frozen as drawn", "frozen layers hold what torch has drawn for them", details)]
+
+        self.facts.record_from(read, size_bytes=4000)
+
+
+def _alive(layers: "Mapping[str, weakref.ref[nn.Module]]") -> dict[str, nn.Module]:
+    """Return the layers; none if one is gone."""
+    found = {name: ref() for name, ref in layers.items()}
+    return {} if None in found.values() else cast("dict[str, nn.Module]", found)
+
+
+def _are_frozen(layers: Mapping[str, nn.Module]) -> bool:
+    """Return True if there are layers, and no parameter of any requires gradients."""
+    return bool(layers) and not any(p.requires_grad for module in layers.values() for p in module.parameters())
+
+
+def _as_drawn(module: nn.Module) -> Tensor:
+    """Return of a layer's values over torch's bound: the largest magnitude, three moments, the count, the rounding."""
+    weight = _weight(module)
+    parts = [p.detach().reshape(-1)[:_READ].float() for p in module.parameters()]
+    x = torch.cat(parts) * float(weight[0].numel()) ** 0.5
+    numbers = [x.abs().amax(), x.mean(), x.square().mean(), x.square().square().mean()]
+    return torch.stack([*numbers, torch.full_like(x[0], len(x)), torch.full_like(x[0], torch.finfo(weight.dtype).eps)])
+
+
+# torch draws weights and biases of linear and convolutional layers evenly, up to the root of 1 over the inputs. The
+# moments of trained ones are others, and some of them lie beyond that bound.
+def _are_drawn(layers: Sequence[Sequence[float]]) -> bool:
+    """Return True if all layers are as torch draws them."""
+    for top, mean, square, fourth, count, eps in layers:
+        errors = ((mean, 0.0, 1 / 3), (square, 1 / 3, 1 / 5 - 1 / 9), (fourth, 1 / 5, 1 / 9 - 1 / 25))
+        if not 1 - 20 / count <= top <= 1 + 4 * eps:
+            return False
+        if any(abs(value - usual) > _ERRORS * (variance / count) ** 0.5 for value, usual, variance in errors):
+            return False
+    return sum(row[4] for row in layers) >= _FEWEST_DRAWN
+
+
+def _first_values(weights: Sequence[Tensor]) -> Tensor:
+    """Return the first values of each weight, padded with zeros."""
+    rows = [p.detach().reshape(-1)[:_SIDE].float() for p in weights]
+    return torch.stack([nn.functional.pad(row, (0, _SIDE - len(row))) for row in rows])
+
+
+def _weight(module: nn.Module) -> Tensor:
+    """Return the weight of a linear or convolutional layer."""
+    return cast("nn.Linear", module).weight
+
+
+def _sides(module: nn.Module) -> list[int]:
+    """Return how many features or channels come into a layer, and how many it puts out."""
+    if isinstance(module, nn.Linear):
+        return [module.in_features, module.out_features]
+    conv = cast("nn.Conv2d", module)
+    return [conv.in_channels, conv.out_channels]
 
 
 class Overwrites(OptimizerCheck):
