@@ -22,7 +22,6 @@ NAN = r"\bnan\b|non-?finite|\binf(inite|inity|inities)?\b"
     named=r"weight decay|\bdecay|regulari[sz]|penalt|unscal|overfit|(weights?|parameters?|norms?)\b[^>]*\bgr[eo]w",
     misleading=f"{SIDE}|learning rate|swallow|rounding|in no optimizer",
     precision="fp16",
-    held_back=True,
 )
 def hardly_decayed(run: Training, *, sound: bool = False) -> None:
     """A decay by hand is added to gradients that still have the loss scale, and divided by it: nothing is decayed."""

@@ -10,7 +10,7 @@ import torch
 from plimsoll.emulate.autocast import Reentrant, casting, mha_in_python
 from plimsoll.emulate.casting import OperationLists
 from plimsoll.emulate.dispatch import frame_entry, thread_frame
-from plimsoll.emulate.dispatch.thread_frame import Frame, Rule
+from plimsoll.emulate.dispatch.thread_frame import NO_LISTS, Frame, Rule
 from plimsoll.emulate.operation_counts import Counts, Operations
 from plimsoll.emulate.operations import fp32_operations
 from plimsoll.emulate.operations.fp32_operations import lstm
@@ -82,7 +82,14 @@ def _formats_now() -> Mapping[str, str]:
     return {} if frame is None else frame.formats
 
 
+def _cast_to_now() -> torch.dtype | None:
+    frame = thread_frame.current()
+    casts = frame is not None and frame.lists is not NO_LISTS and frame.casts_now()
+    return frame.low if frame is not None and casts else None
+
+
 torch_hooks.emulated.append(_formats_now)
+torch_hooks.casting.append(_cast_to_now)
 
 
 def _rules(low: torch.dtype | None, recipe: Recipe | None, selected: "str | frozenset[str]") -> dict[str, Rule]:

@@ -99,6 +99,9 @@ gradient_factor_providers: list[Callable[[Any], float]] = []
 # Callbacks that return the formats to which this thread's operations round their results, by collection.
 emulated: list[Callable[[], Mapping[str, str]]] = []
 
+# Callbacks that return the dtype to which this thread casts the operands of products, None where it does not.
+casting: list[Callable[[], torch.dtype | None]] = []
+
 _listeners: list["weakref.ref[TrainingEvents]"] = []
 _set_aside: list["weakref.ref[TrainingEvents]"] = []  # those that are not notified, see `exclusive`
 _undo: list[Callable[[], None]] = []

@@ -26,6 +26,7 @@ from plimsoll.runs import Event
 from plimsoll.text import percent
 
 _SAMPLES = "not reported from a single sample"
+_PRODUCTS = "products of gradients taken inside of autocast"
 _NO_ZERO = "first moments without a zero"
 
 
@@ -77,6 +78,15 @@ class KeptNarrow(Rule):
                 "afterwards: their largest value should be near the format's. Or send them in BF16.",
             )  # fmt: skip
         yield from self._moments(view)
+        for event in facts(view, "products flushed")[:1]:
+            of, place = event.details.get("optimizer"), event.details.get("state")
+            yield self._finding(
+                view, event, _PRODUCTS, "warning",
+                meaning=f"{of} steps inside of autocast, which takes its matrix products in FP16. In its {place}, "
+                f"{percent(_share(event))} of the sums of squared gradients are zero, although the gradients are not. "
+                "It divides by roots of them, and updates become far too large.",
+                advice="Leave autocast before the step: only the forward and the loss belong into it.",
+            )  # fmt: skip
         for event in facts(view, "loss added up")[:1]:
             fmt, terms = _format(event), int(str(event.details.get("terms", 0)))
             yield self._finding(
@@ -107,6 +117,7 @@ class KeptNarrow(Rule):
             cause = f"indices of {short(context.finding.where[0]) if context.is_single else context.place} rounded"
         cause += "" if fmt in cause else f" ({fmt})"
         remedy = "multiply them before the cast" if "gradients" in cause else "keep them in FP32"
+        remedy = "step outside of autocast" if context.cause == _PRODUCTS else remedy
         what, effect = f"{cause}, seen {context.since}", ""
         if "lost" in context.finding.evidence:
             effect = f"and {percent(context.number('lost'))} are lost"

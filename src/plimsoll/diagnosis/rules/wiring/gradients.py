@@ -27,6 +27,7 @@ _CLEARED = "cleared before each micro-batch"
 _NOT_CLIPPED = "not clipped: the norm is of no gradient"
 _PART = "scaled in part, and unscaled as a whole"
 _LEFT = "left on frozen weights, which move still"
+_DECAYED = "given weight decay while they carry the loss scale"
 _OF_SCALE = "those of a loss that depends on the loss scale"
 _DIVIDED = "divided by the number of micro-batches twice"
 _REMEDIES = {
@@ -36,6 +37,7 @@ _REMEDIES = {
     _NOT_CLIPPED: "give clip_grad_norm_ model.parameters(), after the backward",
     _PART: "scale the sum of all losses",
     _DIVIDED: "divide the loss once",
+    _DECAYED: "call scaler.unscale_(optimizer) before it is added",
     _OF_SCALE: "divide gradients by the scale before a loss is made from them",
     _LEFT: "set them to None",
     _AT_SOME: "call zero_grad() at each step",
@@ -119,6 +121,13 @@ _MISHANDLED = (
         "that the optimizer was made from is used up.",
     ),
     _Mishandled(
+        fact="decay scaled",
+        cause=_DECAYED,
+        meaning="The script adds {decay:g} times the weights to gradients that still carry the loss scale of "
+        "{scale:,.0f}. The scaler divides both by it: a weight decay of {left:.1e} is left.",
+        advice="Call scaler.unscale_(optimizer) before the decay is added, or use the optimizer's weight_decay.",
+    ),
+    _Mishandled(
         fact="sum rounded",
         cause=_ROUNDED,
         meaning="Gradients of {backwards} micro-batches are accumulated in {format}: late ones are less than half a "
@@ -137,7 +146,8 @@ class GradientsMishandled(Rule):
     says = (
         "gradients are never set to zero, or not at each step, unscaled never, twice or too early, clipped too early, "
         "not at all, erased, cleared between micro-batches, rounded away in their sum, divided by the micro-batches "
-        "twice, scaled twice or in part, left on frozen weights, or of a loss that depends on the scale"
+        "twice, scaled twice or in part, given weight decay while scaled, left on frozen weights, or of a loss that "
+        "depends on the scale"
     )
     meaning = "The optimizer gets gradients that are not those of the step's loss."
     advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."

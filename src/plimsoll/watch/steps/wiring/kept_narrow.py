@@ -2,16 +2,20 @@
 
 - Weights that something rounds to a 16-bit format, or to codes of 8 bits times a scale, after each step.
 - Gradients that are rounded between the backward and the step, so that small ones become zero.
+- Weight decay that is added to gradients while they carry the loss scale.
 - Second moments in 16 bits, whose decay rounding undoes.
 - Second moments that went through FP16, in a checkpoint, so that small ones became zero.
 - An epsilon of Adam that is zero in the FP16 of its second moments.
+- Products of gradients that an optimizer computes inside of an autocast to FP16, where they are zero.
 
-All but the last are read from a few values of a few FP32 weights, in the first steps or where a tensor was replaced.
+All but the last two are read from a few values of a few FP32 weights, in the first steps or where a tensor was
+replaced.
 """
 
+import itertools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
+from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.parameters.updates import OWN, kind_of
 from plimsoll.watch.steps.wiring.checks import (
     REPEATS,
@@ -42,6 +47,9 @@ _ZERO = 0.01  # of the second moments
 _LOOKS = 8  # at second moments that were replaced
 _COUNTS = 5 + len(SIXTEEN_BIT)  # numbers of `_rounded`
 EIGHT_BIT_CODES = "8-bit codes"  # no format: their scale is not known
+_CLEAR = 2.0**12  # times its rounding: one value then shows a factor to its fourth digit
+_SMALL_DECAY = 1e-5  # after the division by the loss scale; what is meant for a training is larger
+_MANY = 64  # values that an addition shows in: fewer may be proportional to their weights by chance
 _FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 # Bits of a significand after the first; the fewest first, since values with few digits lie on every wider grid too.
@@ -65,6 +73,7 @@ class Roundings(OptimizerCheck):
         self._gradients: Tensor | None = None
         self._of_weights: list[DeviceValue] = []  # counts of each step
         self._of_gradients: list[DeviceValue] = []
+        self._of_decay: list[DeviceValue] = []
 
     def _is_over(self) -> bool:
         """Return True once the first steps have passed."""
@@ -86,9 +95,14 @@ class Roundings(OptimizerCheck):
             self._of_weights.append(DeviceValue(torch.cat([_rounded(before, after, now).float(), largest])))
         if given is not None and passed is not None and given.shape == passed.shape:
             self._of_gradients.append(DeviceValue(_flushed(passed, given)))
+            scale = self.training.scale()
+            if scale is not None and now is not None and now.shape == given.shape:
+                kept = getattr(optimizer, "grad_scale", None) is not None  # the optimizer will divide by itself
+                self._of_decay.append(DeviceValue(_added(passed, given, now, scale, kept=kept)))
         self._before, self._after, self._gradients = now, None, None
         self._record("weights rounded", "weights are rounded to {} after each step", self._of_weights, rounding_of)
         self._record("gradients rounded", "gradients are rounded to {} before each step", self._of_gradients, flush_of)
+        self._record("decay scaled", "weight decay is added to gradients of a scaled loss", self._of_decay, decay_of)
 
     def step_ends(self, optimizer: Any) -> None:
         """The optimizer's step has returned."""
@@ -109,7 +123,7 @@ class Roundings(OptimizerCheck):
             found = judge(steps)
             if found is None:
                 return []
-            return [Fact(fact, message.format(found["format"]), {"optimizer": name, **found})]
+            return [Fact(fact, message.format(found.get("format")), {"optimizer": name, **found})]
 
         self.facts.record_from(read, once=True)
 
@@ -180,6 +194,43 @@ def flush_of(steps: Sequence[DeviceValue]) -> dict[str, str | float] | None:
         if all(c[2 + 2 * many + place] == 0 for c in counts) and formats[place].exponent_bits < _FP32_EXPONENT_BITS
     ]
     return {"format": formats[(holds or fewer)[0]].name, "lost": lost / nonzero, "certain": bool(holds)}
+
+
+def _added(passed: Tensor, given: Tensor, weights: Tensor, scale: Tensor, *, kept: bool) -> Tensor:
+    """Return the factor of the weights that was added to scaled gradients, the scale, and how many values show it.
+
+    Last how many contradict it. The value that shows it most clearly gives the factor. `kept`: the gradients still
+    carry the scale.
+    """
+    factor = scale.detach().to(passed.device, torch.float32).reshape(())
+    full = given if kept else given * factor
+    added = full - passed
+    rounding = (passed.abs() + full.abs()) * torch.finfo(torch.float32).eps
+    clear = (added.abs() / rounding).where((rounding > 0) & (weights != 0), torch.zeros_like(added))
+    best = clear.argmax()
+    decay = added[best] / weights[best]
+    shows = clear >= _FEWEST
+    off = (added - decay * weights).abs() > 4 * rounding + (decay * weights).abs() * (8 / _CLEAR)
+    return torch.stack([decay, factor, clear[best], shows.sum().float(), (shows & off).sum().float()])
+
+
+# A decay that was multiplied by the loss scale, or was added after the division, is a round number once it is divided.
+def decay_of(steps: Sequence[DeviceValue]) -> dict[str, str | float] | None:
+    """Return a decay that the loss scale has divided, what is left of it, and the scale, by name; None for others."""
+    rows = [cast("list[float]", step.tensor().tolist()) for step in steps[-REPEATS:]]
+    if not all(clear >= _CLEAR and shown >= _MANY and not off for _, _, clear, shown, off in rows):
+        return None
+    decays, left = [row[0] for row in rows], [row[0] / row[1] for row in rows]
+    decay = decays[-1]
+    alike = all(abs(each - decay) <= decay * 8 / _CLEAR for each in decays)
+    if not alike or not _is_round(decay) or any(_is_round(each) or not 0 < each <= _SMALL_DECAY for each in left):
+        return None
+    return {"decay": float(f"{decay:.2g}"), "left": left[-1], "scale": rows[-1][1]}
+
+
+def _is_round(number: float) -> bool:
+    """Return True for a number that is written with two digits."""
+    return abs(float(f"{number:.1e}") - number) <= abs(number) * 4 / _CLEAR
 
 
 class Moments(OptimizerCheck):
@@ -320,6 +371,71 @@ class LostEpsilon(OptimizerCheck):
                 epsilon=least,
                 parameters=lost,
             )
+
+
+# Shampoo and SOAP keep sums of products of a gradient with itself, of the rows and of the columns. A product of a row
+# with itself is a sum of squares: zero for a gradient that is not, if the product is taken in FP16 and is too small.
+class NarrowProducts(OptimizerCheck):
+    """States of an optimizer that are products of gradients, taken inside of an autocast to FP16."""
+
+    def __init__(self, training: Training, followed: FollowedOptimizer) -> None:
+        super().__init__(training, followed)
+        self._looks = 0  # at steps inside of an autocast
+        self._is_inside = False
+
+    def step_begins(self, optimizer: Any) -> None:
+        """The optimizer's step begins."""
+        self._is_inside = self._looks < REPEATS and _casts_to_fp16(self.followed)
+
+    def step_ends(self, optimizer: Any) -> None:
+        """The optimizer's step has returned."""
+        if not self._is_inside:
+            return
+        self._looks += 1
+        names, kind = self.training.names(), self.followed.name
+        for p, key, state, products in _of_products(optimizer):
+            own = state.diagonal().float()
+            lost = (own == 0) & (products > 0)
+            too_small = (products < _FP16_ZERO) | ~lost  # that FP16 explains
+            counts = DeviceValue(torch.stack([(products > 0).sum(), lost.sum(), too_small.all().sum()]))
+            place = f"state {key} of {names.get(id(p), 'a parameter')}"
+
+            def read(counts: DeviceValue = counts, place: str = place) -> list[Fact]:
+                some, zeros, explained = cast("list[int]", counts.tensor().tolist())
+                if some < _FEWEST or zeros < _HALF * some or not explained:
+                    return []
+                details = {"optimizer": kind, "format": "fp16", "lost": zeros / some, "state": place}
+                message = f"{kind} steps inside of an autocast to FP16, and products of gradients in {place} are zero"
+                return [Fact("products flushed", message, details)]
+
+            self.facts.record_from(read, once=True)
+
+
+def _casts_to_fp16(followed: FollowedOptimizer) -> bool:
+    """Return True if products on the device of the optimizer's weights are taken in FP16 now."""
+    device = next((p.device.type for p in living(followed.weights)), "cpu")
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device) == torch.float16
+    return any(dtype() == torch.float16 for dtype in torch_hooks.casting)
+
+
+def _of_products(optimizer: Any) -> Iterator[tuple[Tensor, str, Tensor, Tensor]]:
+    """Yield the first weights with square states of another shape, those states, and sums of squares of the gradient.
+
+    A square weight is left out: its momentum has the same shape, and rows and columns are not to be told apart.
+    """
+    given = (p for group in optimizer.param_groups for p in group["params"])
+    weights = (p for p in given if p.dim() == 2 and p.shape[0] != p.shape[1] and p.grad is not None)
+    for p in itertools.islice(weights, _LOOKS):
+        gradient = p.grad
+        state: Mapping[str, object] = optimizer.state.get(p, {})
+        if not is_plain(gradient) or gradient.dtype != torch.float32:
+            continue
+        for key, x in state.items():
+            if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[0] != x.shape[1] or not is_plain(x):
+                continue
+            if x.shape[0] in p.shape and x.device == gradient.device:
+                yield p, key, x, gradient.square().sum(1 - p.shape.index(x.shape[0]))
 
 
 def _plain_fp32(followed: FollowedOptimizer) -> list[weakref.ref[Tensor]]:

@@ -24,7 +24,7 @@ from plimsoll.watch.steps.wiring.gradients import (
     RoundedSums,
     ScaledSteps,
 )
-from plimsoll.watch.steps.wiring.kept_narrow import LostEpsilon, Moments, Roundings
+from plimsoll.watch.steps.wiring.kept_narrow import LostEpsilon, Moments, NarrowProducts, Roundings
 from plimsoll.watch.steps.wiring.loss_graph import LossGraph
 from plimsoll.watch.steps.wiring.modes import EvaluationMode, FrozenNorms, NarrowNorms
 from plimsoll.watch.steps.wiring.ownership import NeverStepped, OtherTensors, Ownership
@@ -64,6 +64,7 @@ _OPTIMIZER_CHECKS: tuple[type[OptimizerCheck], ...] = (
     Roundings,
     Moments,
     LostEpsilon,
+    NarrowProducts,
 )
 
 
