@@ -88,7 +88,6 @@ class Fused(torch.autograd.Function):
     named=either(r"gradients?|grad|slopes?|backward", FLUSHED),
     misleading=f"{SIDE}|swallow",
     precision="fp16",
-    held_back=True,
 )
 def fused(run: Training, *, sound: bool = False) -> None:
     """A fused cross entropy makes its gradient in the forward in FP16, before any loss scale: most of it is zero."""
@@ -706,7 +705,6 @@ class Shampoo(Step):
     rf"|state\b[^>]*({FLUSHED})|precondition",
     misleading=rf"{SIDE}|swallow|raise the (learning )?rate",
     precision="fp16",
-    held_back=True,
 )
 def inside(run: Training, *, sound: bool = False) -> None:
     """Shampoo steps inside of autocast: products of gradients of 1e-5 are zero in FP16, and their roots a million."""

@@ -40,6 +40,7 @@ _ONE_SCALE = "a grid that is too coarse"
 _WEIGHTS = "weights cast without a scale"
 _ZEROS = "zero_heatmap"  # of casts by hand: the rule's own figure is of values as a recorded cast holds them
 _FEW_DIGITS = "blocks of unlike values"
+_MADE_NARROW = "a gradient made in the forward"
 _GRADIENTS = "gradients through a narrow cast"
 _QUANTA = 8  # times FP16's smallest number: what a few additions make of it
 _LARGEST = (7, 8, 15, 16, 31, 63, 127, 128, 255)  # the largest whole numbers that quantised values are
@@ -209,6 +210,18 @@ class CastFlushes(ShareRule):
         yield from self._by_hand(view)
         yield from self._weights(view)
         yield from self._gradients(view)
+        event = first_fact(view, "gradient made narrow")
+        if event is not None:
+            who, lost = (event.details.get(name) for name in ("function", "lost"))
+            share = float(str(lost))
+            evidence = {"cause": _MADE_NARROW, "function": str(who), "flushed": share, "format": "fp16"}
+            yield self.since_event(
+                "warning", event, view, evidence, actions=(), figure=_ZEROS,
+                meaning=f"{who} computes its gradient in the forward and keeps it in FP16, before a loss scale has "
+                f"multiplied it: {percent(share)} of it is zero, and the rest is below FP16's smallest normal number.",
+                advice="Keep that gradient in FP32 or BF16, or multiply it by a power of two before the cast and "
+                "divide by it in the backward.",
+            )  # fmt: skip
 
     # The smallest values of an FP32 gradient are whole multiples of FP16's smallest number, which is chance in some
     # millions. Gradients elsewhere are smaller, so they were not zero before. Where the loss is scaled, the rules of
@@ -344,6 +357,12 @@ class CastFlushes(ShareRule):
                 what=f"a cast to {context.format} has made {percent(context.number('flushed'))} of the weights of "
                 f"{context.place} zero, seen {context.since}",
                 remedy="scale them by a power of two before the cast",
+            )
+        if context.cause == _MADE_NARROW:
+            return Phrase(
+                what=f"{percent(context.number('flushed'))} of the gradient that {context.text('function')} makes in "
+                f"its forward is zero in FP16, seen {context.since}",
+                remedy="keep it in FP32 or BF16",
             )
         if context.cause == _ONE_SCALE:
             return Phrase(

@@ -494,6 +494,18 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
+# A fused loss computes the gradient of its input in the forward, keeps it, and multiplies it by what comes back.
+def gradients_kept_in_fp16(root: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the functions near a loss that put out a number, and FP16 values that they keep in an input's shape."""
+    for node in itertools.islice(_nodes([root]), _NEAREST):
+        if hasattr(node, _OF_FUNCTION) and not _shape_of(node):
+            shapes = {_shape_of(maker, output) for maker, output in cast("Any", node).next_functions if maker}
+            for kept in kept_values(node, packed=False):
+                value = kept.value.detach()
+                if kept.of_function and value.dtype == torch.float16 and value.dim() and tuple(value.shape) in shapes:
+                    yield type(node).__name__.removesuffix("Backward"), value
+
+
 def rows_looked_up(root: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the tables in the graph with the indices that they were given."""
     for node in _nodes([root]):

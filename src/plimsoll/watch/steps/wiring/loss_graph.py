@@ -5,6 +5,7 @@
   scale, and losses that are added up in 16 bits.
 - Batch norms over two values, and those that evaluate by the last batch alone.
 - Indices that were rounded to 16 bits.
+- Gradients that a loss makes in its forward in FP16, before the loss scale, where they are zero.
 - Casts of weights that autocast keeps from before the last step.
 - A softmax over the rows of a batch, outputs that meet all targets, the number of classes, a first loss far off.
 - Scores where logarithms are wanted, and targets that the function before the loss cannot put out.
@@ -38,6 +39,10 @@ _HALF = 0.5
 _OTHERS = 0.2  # of the samples of one class are of another class than most: the class changes
 _LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
 _PAIR = 2  # values of which a norm leaves 1 and -1, whatever they are
+_QUANTUM = 2.0**-24  # FP16's smallest number; up to its smallest normal one values are multiples of it
+_NORMAL = 1024  # times that
+_FEW, _SOME_DIGITS = 8, 64  # times that: next to what is lost; values of at most six digits
+_LOST = 0.25  # of the gradients
 _INDICES = 32  # that a 16-bit format may hold or not
 
 
@@ -113,6 +118,8 @@ class LossGraph(TrainingCheck):
             if apart := [names[id(leaf)] for leaf in leaves if id(leaf) in names]:
                 message = f"only a part of the loss carries the loss scale: {listed(apart)} get gradients without it"
                 self.facts.record_if("part unscaled", message, self.training.loss_is_scaled(), parameters=apart)
+        for function, kept in autograd_graph.gradients_kept_in_fp16(loss):
+            self._look_at_kept_gradients(function, kept)
         for table, indices in autograd_graph.rows_looked_up(loss):
             if id(table) in names:
                 self._look_at_indices(names[id(table)], indices.detach())
@@ -146,6 +153,25 @@ class LossGraph(TrainingCheck):
         if stale:
             message = f"the forward uses casts of {listed(stale)} from before the last step: autocast has kept them"
             self.facts.record("stale casts", message, parameters=stale)
+
+    # Rows of padding are zero as a whole, and left out. Other zeros lie among multiples of FP16's smallest number.
+    def _look_at_kept_gradients(self, function: str, kept: Tensor) -> None:
+        sizes = kept.abs()[None] if kept.dim() == 1 else kept.abs().flatten(0, -2)
+        nonzero, of_rows = sizes > 0, sizes.amax(1) > 0
+        least = sizes.where(nonzero, torch.full_like(sizes, torch.inf)).amin()
+        size = torch.stack([least, sizes.amax()]).float() / _QUANTUM
+        counts = torch.stack([nonzero.sum(), of_rows.sum() * sizes.shape[1]])
+        numbers = DeviceValue(torch.cat([counts.float(), size]))
+
+        def read() -> list[Fact]:
+            left, of, lowest, highest = cast("list[float]", numbers.tensor().tolist())
+            lost, narrow = 1 - left / max(of, 1.0), lowest <= _FEW or highest <= _SOME_DIGITS
+            if left < _FEWEST or lost < _LOST or highest >= _NORMAL or not narrow:
+                return []
+            message = f"{function} makes its gradient in the forward in FP16, where most of it is zero"
+            return [Fact("gradient made narrow", message, {"function": function, "lost": lost, "largest": highest})]
+
+        self.facts.record_from(read, once=True)
 
     # Whole numbers above 256 that BF16 holds are even, above 512 multiples of four: as many as that by chance are none.
     def _look_at_indices(self, name: str, indices: Tensor) -> None:
