@@ -46,6 +46,7 @@ from plimsoll.diagnosis.tables.zero_gradients import (
 )
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import FP16
+from plimsoll.runs import Event
 from plimsoll.tensor_collections import UNDERFLOW_ORDER
 from plimsoll.text import number, percent
 
@@ -152,7 +153,8 @@ class DeadLayer(Rule):
         if zeroed:
             yield self._squares(zeroed, last, largest)
         spots, until = self.dead_outputs(view)
-        spots = [spot for spot in spots if spot.name.partition(":")[0] not in _modules_of(zeroed)]
+        known = self._known(view)
+        spots = [s for s in spots if s.name.partition(":")[0] not in _modules_of(zeroed) and s.name not in known]
         at_zero = self.at_zero(view, spots)
         if spots and (at_zero or not InputsSmall().are_small(view)):
             evidence: dict[str, float | int | str] = {
@@ -178,7 +180,8 @@ class DeadLayer(Rule):
     def _without_gradients(self, view: View, silent: _SilentGradients) -> Iterator[Finding]:
         """Yield one finding of layers whose gradients are zero in the backward too."""
         lost, few = self._lost(view, silent), int(self.samples)
-        spots = [spot for spot in silent.spots if spot not in lost]
+        known = self._known(view)
+        spots = [spot for spot in silent.spots if spot not in lost and spot.name not in known]
         if spots and silent.is_over:
             yield self.finding(
                 "info", spots, {"first": spots[0].name, "layers": len(spots)}, until_step=silent.until,
@@ -313,6 +316,60 @@ class DeadLayer(Rule):
         modules = {spot.name.rpartition(".")[0] for spot in silent.spots}
         had = lost_after_backward(view, modules, silent.spots[0].since_step, int(self.samples))
         return [spot for spot in silent.spots if spot.name.rpartition(".")[0] in had]
+
+    def _known(self, view: View) -> set[str]:
+        """Return what has a cause that another rule names."""
+        return {spot.name for spot in (*self.past_zero(view)[1], *self.unbalanced(view)[1])}
+
+    # A step of a quantiser, a scale or a width gets one gradient from all values that it scales, so the rate that suits
+    # weights throws it past zero. Biases of a single value pass zero in sound trainings. A layer that has died shows
+    # that something is wrong, and this what.
+    def past_zero(self, view: View) -> tuple[list[tuple[str, int, float, float]], list[Spot], int]:
+        """Return single numbers of layers that died, which were positive and became negative before, in order.
+
+        Each comes with the step, its first value and the negative one. Then the spots that died since, and until when.
+        """
+        cells = view.cells("weights")
+        if cells is None:
+            return [], [], 0
+        (outputs, last), silent = self.dead_outputs(view), self.silent_gradients(view)
+        if silent is not None and not silent.is_over and not silent.unknown:
+            dead, last = [*outputs, *silent.spots], max(last, silent.until)
+        else:
+            dead = outputs
+        modules = {s.name.partition(":")[0] if ":" in s.name else s.name.rpartition(".")[0] for s in dead}
+        values, counts = cells.total(cells.columns["sum"] / cells.scale), cells.total_of("count")
+        until = max((spot.since_step for spot in dead), default=0)
+        found: list[tuple[str, int, float, float]] = []
+        for place, name in enumerate(cells.names):
+            module, _, kind = name.rpartition(".")
+            seen = np.flatnonzero(np.isfinite(values[place]) & (cells.steps <= until))
+            if module not in modules or kind == "bias" or not len(seen) or np.nanmax(counts[place]) != 1:
+                continue
+            past = seen[values[place, seen] < 0]
+            if len(past) and values[place, seen[0]] > 0:
+                first, after = values[place, seen[0]], values[place, past[0]]
+                found.append((name, int(cells.steps[past[0]]), float(first), float(after)))
+        found.sort(key=lambda each: each[1])
+        return found, [spot for spot in dead if found and spot.since_step >= found[0][1]], last
+
+    # A buffer that is written at each step and stays may be a mask. Where it has a value for each of several experts,
+    # and some of these get no rows, it is most likely what should have brought rows to them.
+    def unbalanced(self, view: View) -> tuple[Event | None, list[Spot], int]:
+        """Return the fact of a 16-bit buffer that stays, parameters of experts that get no rows, and until when."""
+        events = facts(view, "buffer still")
+        silent = self.silent_gradients(view) if events else None
+        if silent is None or silent.is_over:
+            return None, [], 0
+        since = {spot.since_step for spot in silent.spots}
+        rowless = {step: without_rows(view, step, int(self.samples)) for step in since}
+        idle = [spot for spot in silent.spots if spot.name.rpartition(".")[0] in rowless[spot.since_step]]
+        for event in events:
+            owner = listed_in(event, "parameters")[0].rpartition(".")[0]
+            mine = [s for s in idle if _experts_around(view, s.name, owner) == event.details.get("values")]
+            if mine:
+                return event, mine, silent.until
+        return None, [], 0
 
     def at_zero(self, view: View, spots: list[Spot]) -> set[str]:
         """Return the modules of some outputs whose weights begin at zero and stay there."""
@@ -576,6 +633,17 @@ class StructuralZeros(Rule):
                 "through.",
                 advice="The argument of torch's dropout is the share to drop, not to keep. 0.1 to 0.5 is usual.",
             )  # fmt: skip
+
+
+def _experts_around(view: View, name: str, owner: str) -> int:
+    """Return how many numbered modules lie side by side where a parameter of a module below `owner` is."""
+    inside = f"{owner}." if owner else ""
+    parts = name.removeprefix(inside).split(".") if name.startswith(inside) else []
+    place = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
+    before = inside + "".join(f"{part}." for part in parts[:place])
+    modules = {output.partition(":")[0] for output in view.run.tensors.get("activations", ())}
+    beside = {module.removeprefix(before).partition(".")[0] for module in modules if module.startswith(before)}
+    return sum(part.isdigit() for part in beside) if place >= 0 else 0
 
 
 def _evidence_of(grown: Growth) -> dict[str, float | int | str]:

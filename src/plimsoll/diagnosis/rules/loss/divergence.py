@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from plimsoll.diagnosis.finding import SEVERITIES, Finding, Severity
+from plimsoll.diagnosis.finding import SEVERITIES, Finding, Severity, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
+from plimsoll.diagnosis.rules.layers.zeros import DeadLayer
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.wiring.without_effect import OptimizerIdle
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
@@ -25,6 +26,7 @@ _EARLY = 50  # steps within which a blow-up belongs to the beginning
 _AT_ONCE = 3  # losses on end that no single bad batch explains
 _BLOWN_UP = 100.0  # times the unit of the loss: after five such losses on end nobody need wait for more
 _FIVE = 5
+_PAST_ZERO = "a positive number that has passed zero"
 _UNLEARNED = 1000.0  # times the unit: so far the loss may climb slowly, or fall below zero, as an agent's does
 _MEANINGS = {
     "diverged": "The loss rose and has not come back: the run diverges.",
@@ -364,7 +366,10 @@ class RateTooHigh(Rule):
     """First updates as large as the weights, after which the loss hardly falls."""
 
     id = "rate-too-high"
-    says = "the first updates replace the weights, and the loss does not recover"
+    says = (
+        "the first updates replace the weights, and the loss does not recover; or a positive number is thrown past "
+        "zero, and layers die"
+    )
     meaning = "The learning rate is too high at the start: the first updates replaced the initial weights."
     advice = _TOO_HIGH
     actions = ("stop",)
@@ -374,6 +379,8 @@ class RateTooHigh(Rule):
         "moved": EvidenceItem("Of the weights' norm, moved in one step", "share"),
         "began_at": EvidenceItem("Loss at the start"),
         "now": EvidenceItem("Median of the last losses"),
+        "was": EvidenceItem("At the start"),
+        "is": EvidenceItem("After"),
     }
 
     share: float = threshold(0.3, "of the norm of all weights in one step; usual rates move 0.001 to 0.03")
@@ -385,7 +392,8 @@ class RateTooHigh(Rule):
     # Adam moves every weight by the learning rate at its first step. If that is a good part of the weights' own size,
     # the initialisation is lost. Sound trainings do not do this, or recover from it.
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding, of the whole run."""
+        """Yield one finding, of the whole run, and one of a single number that has passed zero."""
+        yield from self._past_zero(view)
         updates = view.cells("updates")
         steps, loss = view.scalar("loss")
         steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
@@ -406,12 +414,33 @@ class RateTooHigh(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return how far the first update moved the weights, and the loss since."""
+        if context.cause == _PAST_ZERO:
+            return Phrase(
+                what=f"{context.text('parameter')} has passed zero, seen {context.since}",
+                effect=f"and {context.number('layers'):.0f} layers no longer learn",
+                remedy="divide its gradient by the root of the number of values that it scales",
+            )
         began, now = number(context.number("began_at")), number(context.number("now"))
         return Phrase(
             what=f"the update {context.at} moved the weights by {percent(context.number('moved'))} of their size",
             effect=f"and the loss is {now}, after {began} at the start",
             remedy="start again with a much lower learning rate or a warm-up",
         )
+
+    def _past_zero(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of positive numbers in layers that died, which became negative before."""
+        thrown, dead, until = DeadLayer().past_zero(view)
+        if thrown:
+            name, since, before, at = thrown[0]
+            spots = [Spot(name=each, since_step=step, value=value) for each, step, _, value in thrown]
+            evidence = {"cause": _PAST_ZERO, "parameter": name, "was": before, "is": at, "layers": len(dead)}
+            yield self.finding(
+                "warning", [*spots, *dead], evidence, until_step=until,
+                meaning=f"{name} is a single number. It was {before:.3g} at the start, and {at:.3g} at step {since:,}: "
+                "its updates have thrown it past zero, and layers that depend on it put out zeros or get no gradients.",
+                advice="If it is a quantiser's step, divide its gradient by the root of the number of values times the "
+                "largest code (LSQ). Else give it a parameter group with a lower rate, or learn its logarithm.",
+            )  # fmt: skip
 
     @staticmethod
     def _squared_weights(updates: Cells) -> Floats:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
+from plimsoll.diagnosis.rules.layers.zeros import DeadLayer
 from plimsoll.diagnosis.tables.optimizer_states import PutBack, weights_put_back
 from plimsoll.diagnosis.tables.trend import exceeds_start
 from plimsoll.diagnosis.tables.wiring_facts import (
@@ -38,6 +39,7 @@ _UNDONE = "its updates are undone after each step"
 _STILL = "its learning rate is 0"
 _RAN_DOWN = "its learning rate has fallen to nearly 0"
 _PUT_BACK = "weights put back"
+_BALANCE = "a buffer that balances experts"
 _PUT_BACK_AFTER_A_RISE = (
     "All weights are the first ones again, as after a search for the rate: the loss had risen far above its start."
 )
@@ -407,7 +409,10 @@ class AverageStuck(Rule):
     """An average or counter in 16 bits whose steps are smaller than its rounding."""
 
     id = "average-stuck"
-    says = "an average of the weights or a counter, kept in a 16-bit format, moves by less than its rounding"
+    says = (
+        "an average of the weights, a counter, or a buffer that balances experts, kept in a 16-bit format, moves by "
+        "less than its rounding"
+    )
     meaning = "The average moves by less than half a unit in its last place: it stays where it was."
     advice = "Keep the average in FP32, and cast a copy where 16 bits are needed."
     figure = "loss_and_scale"
@@ -432,6 +437,7 @@ class AverageStuck(Rule):
                 meaning="The counter has reached a value at which adding one more is rounded away: it stays there.",
                 advice="Keep counters as integers (torch.long), and exclude them from casts of the model.",
             )  # fmt: skip
+        yield from self._balances(view)
         moving = names_of(view, "average moves")
         events = facts(view, "average stuck")
         since = {name: event.step for event in events for name in listed_in(event, "parameters") if name not in moving}
@@ -441,8 +447,31 @@ class AverageStuck(Rule):
         spots = [Spot(name=name, since_step=step) for name, step in since.items()]
         yield self.finding("warning", spots, evidence, until_step=max(view.last_step, *since.values()))
 
+    def _balances(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of a buffer that should balance experts and cannot move."""
+        event, idle, until = DeadLayer().unbalanced(view)
+        if event is None:
+            return
+        (name,), fmt = listed_in(event, "parameters"), str(event.details.get("format", ""))
+        layers = len({spot.name.rpartition(".")[0] for spot in idle})
+        evidence = {"cause": _BALANCE, "buffer": name, "format": fmt, "layers": layers}
+        yield self.finding(
+            "warning", [Spot(name=name, since_step=idle[0].since_step), *idle], evidence, until_step=until,
+            meaning=f"Nothing is routed to these layers. {name} is written at each step, and none of its "
+            f"{event.details.get('values')} values, one for each expert, changed in {event.details.get('writes')} "
+            "steps. If it balances the experts, what is added to it is rounded away: it is less than half the distance "
+            f"to the next number of {fmt.upper()}.",
+            advice="Keep what balances experts in FP32: leave it out of casts of the model.",
+        )  # fmt: skip
+
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the format and which averages or counters."""
+        if context.cause == _BALANCE:
+            return Phrase(
+                what=f"rounding to {context.format} keeps {context.text('buffer')} where it was, and nothing is routed "
+                f"to {context.number('layers'):.0f} layers {context.since}",
+                remedy="keep it in FP32",
+            )
         if "counters" in context.finding.evidence:
             return Phrase(
                 what=f"rounding to {context.format} has stopped the count in {context.place} {context.since}",

@@ -3,11 +3,12 @@
 A moving average takes a small part of its distance to the weights at every step. Where that part is less than half a
 unit in the last place, rounding gives back the value that it was, however far away the weights are. That shows in no
 spectrum. So a few 16-bit tensors in no optimizer are followed, each beside the trained weight that it is a copy of.
+A small buffer that is written at each step and stays as it is may be one of them, or a mask: the rules judge.
 """
 
 import itertools
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,9 @@ _DECAY = 0.9999  # the slowest that is usual
 _QUICK = 0.05  # of a batch that running statistics take at a step
 _WRITES = 64  # between two looks at running statistics
 _STILL = 0.1  # of their values may move
+_RUNNING = ("running_mean", "running_var")
+_SMALL = (2, 1024)  # values of a buffer: one for each expert, head or class
+_KEPT = 32  # writes in a row that leave a buffer as it is
 _SHARE = 0.1  # of the sample: less does not matter
 
 
@@ -43,6 +47,7 @@ class Averages(TrainingCheck):
         self._moving: set[str] = set()  # those of them that were seen to move later
         self._counters: list[_Counter] = []
         self._statistics: list[_Statistic] = []
+        self._still: list[_Still] = []
 
     def step_ends(self, optimizer: Any, followed: FollowedOptimizer) -> None:
         """An optimizer's step has returned."""
@@ -64,6 +69,7 @@ class Averages(TrainingCheck):
             self._copies = _chosen(self.session, owned)
             self._counters = _counters(self.session)
             self._statistics = _statistics(self.session)
+            self._still = _small_buffers(self.session)
             return
         if not passed:
             return
@@ -71,6 +77,10 @@ class Averages(TrainingCheck):
             self._read_counter(counter)
         for statistic in self._statistics:
             self._read_statistic(statistic)
+        self._still = [buffer for buffer in self._still if buffer.look(passed)]
+        for buffer in [buffer for buffer in self._still if buffer.writes >= _KEPT]:
+            self._still.remove(buffer)
+            self.facts.record_from(buffer.facts(), size_bytes=100, numbers=True)
         looks: dict[torch.device, list[tuple[_Copy, Tensor]]] = {}
         for copy in list(self._copies):
             counts = copy.look(passed, owned)
@@ -248,13 +258,51 @@ class _Statistic:
         return bool((eight - four).abs().sum() / 4 < (1 - _QUICK) ** 4.5 * (two - one).abs().sum())
 
 
+class _Still:
+    """A small 16-bit buffer that is written at each step, and the values that it has had since the first look."""
+
+    def __init__(self, name: str, x: Tensor) -> None:
+        self.name, self.format, self.writes = name, _FORMATS[x.dtype], 0
+        self._buffer, self._version = weakref.ref(x), x._version  # noqa: SLF001
+        self._value = x.detach().clone()
+        self._same: list[Tensor] = []  # of each look, whether no value has changed
+
+    def look(self, passed: int) -> bool:
+        """Compare its values; return False if it was not written at each of the steps that have passed."""
+        x = self._buffer()
+        if x is None or x._version - self._version < passed or x.device != self._value.device:  # noqa: SLF001
+            return False
+        self.writes, self._version = self.writes + passed, x._version  # noqa: SLF001
+        self._same.append((x.detach() == self._value).all())
+        return True
+
+    # What is added to a zero is not rounded away, however small it is.
+    def facts(self) -> Callable[[], list[Fact]]:
+        """Return a function that gives the fact, if all values are as they were and none is zero."""
+        same = DeviceValue(torch.stack([*self._same, (self._value != 0).all()]))
+        details = {"format": self.format, "values": self._value.numel(), "writes": self.writes}
+        return lambda: [_fact("buffer still", [self.name], **details)] if bool(same.tensor().all()) else []
+
+
+def _small_buffers(session: WatchSession) -> list[_Still]:
+    """Return the model's first small 16-bit buffers, but for running statistics."""
+    model = session.model()
+    named = list[tuple[str, Tensor]]() if model is None else list(model.named_buffers())
+    return [
+        _Still(clean(raw), x)
+        for raw, x in named
+        if x.dtype in _FORMATS and _SMALL[0] <= x.numel() <= _SMALL[1] and is_plain(x)
+        if raw.rpartition(".")[2] not in _RUNNING
+    ][:_FOLLOWED]
+
+
 def _statistics(session: WatchSession) -> list[_Statistic]:
     """Return the model's first running means and variances in 16 bits."""
     model = session.model()
     found: list[_Statistic] = []
     for raw, x in list[tuple[str, Tensor]]() if model is None else model.named_buffers():
         name = raw.rpartition(".")[2]
-        if x.dtype in _FORMATS and name in ("running_mean", "running_var") and is_plain(x):
+        if x.dtype in _FORMATS and name in _RUNNING and is_plain(x):
             found.append(_Statistic(clean(raw), x))
     return found[:_FOLLOWED]
 
@@ -309,6 +357,7 @@ def _shared_end(a: str, b: str) -> int:
 _MESSAGES = {
     "average stuck": "{} averages of weights in a 16-bit format do not move",
     "average moves": "{} averages of weights in a 16-bit format have moved",
+    "buffer still": "{} small buffer in a 16-bit format is written at each step and does not change",
     "counter stuck": "{} counter in a 16-bit format no longer counts",
 }
 
