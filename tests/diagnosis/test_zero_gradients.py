@@ -197,6 +197,32 @@ def in_steps_of_the_largest(model: nn.Module) -> None:
         p.grad = (p.grad / 8).round() * 8
 
 
+class Gained(nn.Linear):
+    """A layer times a positive number, of which a negative one is cut off."""
+
+    def __init__(self, into: int, out: int, first: float = 0.5) -> None:
+        super().__init__(into, out)
+        self.gain = nn.Parameter(torch.tensor(first))
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return super().forward(input) * self.gain.relu()
+
+
+def thrown(name: str) -> Callable[[nn.Module], None]:
+    """A gradient that moves a parameter by 1 at the fourth step."""
+    steps = itertools.count()
+
+    def before(model: nn.Module) -> None:
+        if next(steps) == 3:
+            model.get_parameter(name).grad.fill_(10.0)  # type: ignore[union-attr]
+
+    return before
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def train(
     path: Path,
     model: nn.Module,
@@ -253,6 +279,10 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         {"model": nn.Sequential(nn.Linear(8, 32), Halved(), nn.Linear(32, 4)), "size": 2e-5},
         ("cast-flushes", "gradients through a narrow cast"),
     ),
+    "a gain past zero": (
+        {"model": layers(Gained), "before": thrown("0.gain"), "optimizer": sgd},
+        ("rate-too-high", "a positive number that has passed zero"),
+    ),
 }  # fmt: skip
 RIGHT: dict[str, dict[str, Any]] = {
     "one factor zero": {"model": layers(lambda i, o: Adapted(i, o, drawn=True))},
@@ -265,6 +295,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "a part that hardly moves": {"model": layers(nn.Linear), "optimizer": lambda m: in_each_group(m, 1e-12, 0.1)},
     "gradients in FP16 that fit": {"model": layers(nn.Linear), "before": rounded_to(torch.float16)},
     "one cast to FP16 that fits": {"model": nn.Sequential(nn.Linear(8, 32), Halved(), nn.Linear(32, 4))},
+    "a gain that stays": {"model": layers(Gained), "optimizer": sgd},
     "a path that is taken late": {"model": nn.Sequential(nn.Linear(8, 32), Late(6), nn.Linear(32, 4))},
 }  # fmt: skip
 
