@@ -282,6 +282,8 @@ FAULTS = [
           "targets-repeat-inputs", "warning"),
     fault("targets that are padding", make_story(events=(wired("padding counted", 0, share=0.9375, token=31),)),
           "targets-repeat-inputs", "warning"),
+    fault("a mask that shows the padding alone",
+          make_story(events=(wired("padding read", 0, token=0, rows=32, hidden=265),)), "tokens-hidden", "warning"),
     fault("batches sorted by class", make_story(events=(wired("one class", 90, batches=8, of=10, classes=7),)),
           "batches-of-one-class", "warning", first=90),
     fault("a loss that stays at chance",
@@ -511,6 +513,7 @@ WORDS: Mapping[str, str] = {
     "targets-out-of-reach": r"targets out of reach of a (ReLU|tanh) before it",
     "targets-repeat-inputs": r"the model's own input tokens, at the same places|94 % of the targets are token 31"
     r"|the targets are the tokens at the next places, and attention sees them",
+    "tokens-hidden": r"a mask lets attention read token 0 alone",
     "batches-of-one-class": r"8 of 10 sampled batches had targets of one class",
     "loss-at-chance": r"has stayed at 2\.3\d*, which guessing costs|was 60 at step 0, where guessing costs 2\.3",
     "spike-forerunner": r"an update of .* was \d+ times its usual size",

@@ -359,6 +359,43 @@ def next_places_seen(root: Tensor) -> Iterator[tuple[Tensor, int, Tensor, Tensor
                             yield flat, left_out, rows, share
 
 
+# A mask of the other convention lets attention read the padding and nothing else. Of all places of all queries only
+# those of the first and the last query are read: under a causal mask, too, the last one sees all that is not hidden.
+def places_read(root: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tokens that are looked up, rows by places, and at which of these places attention reads something."""
+    behind = cast("list[Any]", list(_nodes([root])))
+    for attention in [node for node in behind if _ATTENTION.fullmatch(type(node).__name__)][:_ATTENTIONS]:
+        with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
+            read = _first_and_last_read(attention)
+            lookups = (
+                [] if read is None else [n for n in _behind([attention]) if type(n).__name__ == "EmbeddingBackward0"]
+            )
+            for lookup in lookups:
+                tokens = _kept(lookup, "_saved_indices")
+                for rows in (tokens, tokens.T) if tokens is not None and tokens.dim() == 2 else ():
+                    if (
+                        read is not None
+                        and rows.shape[1] == read.shape[1] > 1
+                        and len(read) % len(rows) == 0 < len(rows)
+                    ):
+                        yield rows, read[:: len(read) // len(rows)]  # of the first head
+
+
+def _first_and_last_read(attention: Any) -> Tensor | None:
+    """Return which places the first or the last query of each row and head reads; None where nothing says it."""
+    if "Softmax" in type(attention).__name__:
+        weights, least = _kept(attention, "_saved_result"), 0.0
+        weights = weights if _is_of_products(attention) else None
+    else:
+        weights = _kept(attention, "_saved_attn_mask")
+        weights = _kept(attention, "_saved_attn_bias") if weights is None else weights
+        least = 0.0 if weights is not None and weights.dtype == torch.bool else _MASKED
+    if weights is None or weights.dim() < 3:
+        return None
+    ends = weights[..., :: max(weights.shape[-2] - 1, 1), :] > least
+    return ends.any(dim=-2).reshape(-1, weights.shape[-1])
+
+
 def _values_of(attention: Any, behind: list[Any]) -> Any:
     """Return the operation that made the values of an attention; None if it is not found."""
     if "Softmax" not in type(attention).__name__:

@@ -19,6 +19,7 @@ from plimsoll.diagnosis.rules.base import (
     worst,
 )
 from plimsoll.diagnosis.rules.casts import CastFlushes
+from plimsoll.diagnosis.rules.loss.targets import TokensHidden
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.optimizer.updates import UpdatesSwallowed
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
@@ -129,7 +130,7 @@ class DeadLayer(Rule):
     figure = "zero_heatmap"
     explained_by = {
         Nonfinite.id: "anywhere", CastFlushes.id: "same module", UnderflowHigh.id: "same module",
-        _INPUTS_SMALL: "anywhere",
+        _INPUTS_SMALL: "anywhere", TokensHidden.id: "anywhere",
     }  # fmt: skip
     items = {
         "first": EvidenceItem(unit="location"),

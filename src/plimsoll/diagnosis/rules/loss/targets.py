@@ -1,4 +1,4 @@
-"""Rules of losses that are given what they cannot use, and of their targets.
+"""Rules of losses that are given what they cannot use, of their targets, and of tokens that do not come through.
 
 These rules read the facts of `plimsoll.watch.steps.wiring.loss_graph`, events of kind "wiring".
 """
@@ -205,6 +205,41 @@ class TargetsRepeatInputs(Rule):
             what=f"the targets are the model's own input tokens, at the same places, seen {context.since}",
             effect="so it learns to copy",
             remedy="shift the targets by one place",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensHidden(Rule):
+    """Tokens that a model is given and does not read."""
+
+    id = "tokens-hidden"
+    says = "attention reads the padding of each row, and a mask hides all other tokens"
+    meaning = (
+        "The mask has the other convention: attention reads the padding and nothing else, so the model sees no token."
+    )
+    advice = (
+        "Invert the mask: in scaled_dot_product_attention True takes part, in the key_padding_mask of "
+        "MultiheadAttention and of nn.Transformer True is left out."
+    )
+    figure = "loss_and_scale"
+    items = {"hidden": EvidenceItem("Tokens that are hidden"), "rows": EvidenceItem("Rows with padding")}
+
+    batches: float = threshold(1, "the fact is exact: of four rows or more each place is read or hidden the wrong way")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding."""
+        event = _first_of(view, "padding read", self.batches)
+        if event is not None:
+            evidence = {key: int(cast("int", event.details.get(key, 0))) for key in ("token", "rows", "hidden")}
+            yield self.since_event("warning", event, view, evidence)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return what attention reads."""
+        return Phrase(
+            what=f"a mask lets attention read token {context.number('token'):.0f} alone, the padding at the ends of "
+            f"rows, seen {context.since}",
+            effect="and hides all others",
+            remedy="invert the mask",
         )
 
 

@@ -10,6 +10,7 @@
 - A softmax over the rows of a batch, outputs that meet all targets, the number of classes, a first loss far off.
 - Scores where logarithms are wanted, and targets that the function before the loss cannot put out.
 - Targets that are the model's own input tokens, that its attention sees at the next place, or that are mostly padding.
+- Attention that reads padding alone.
 - Batches whose targets are of one class, and those of other batches of another.
 """
 
@@ -35,6 +36,7 @@ _FEWEST = 8  # of a batch that can show anything: so many of one class are no ch
 _TOKENS = 32
 _ALMOST_ALL = 0.9  # of a batch
 _SAMPLES = 10  # at least
+_ROWS = 4  # of a batch that have padding
 _HALF = 0.5
 _OTHERS = 0.2  # of the samples of one class are of another class than most: the class changes
 _LOOKS = 3  # backwards behind whose loss it is looked: the way to a loss rarely changes
@@ -259,6 +261,7 @@ class Targets:
         self._look_at_values(loss)
         self._look_at_tokens(loss)
         self._look_at_next_tokens(loss)
+        self._look_at_places_read(loss)
         classes, divisor = autograd_graph.classes_of(loss, scale)
         if classes > 1:
             # Of a loss that is multiplied by hand, as one that is scaled so, guessing costs as many times as much.
@@ -338,6 +341,36 @@ class Targets:
                 return [Fact("next seen", "the targets are the tokens at the next places, which attention sees", {})]
 
             self._facts.record_from(read, once=True)
+
+    # Padding is a run of one token at an end, and not as long in all rows. A row that is hidden as a whole says
+    # nothing, nor does one that is read as a whole, as where the scores of hidden places are finite.
+    def _look_at_places_read(self, loss: Tensor) -> None:
+        """Look whether attention reads the padding at an end of the rows, and hides all other tokens."""
+        for tokens, read in autograd_graph.places_read(loss):
+            if tokens.device != read.device:
+                continue
+            tells = (read.any(dim=1) & ~read.all(dim=1))[:, None]
+            inside, outside = read & tells, ~read & tells
+            token = torch.where(inside, tokens, -1).amax()
+            low, high = torch.where(outside, tokens, tokens.amax()).amin(), torch.where(outside, tokens, -1).amax()
+            lengths, edges = inside.sum(dim=1), inside[:, 1:].int() - inside[:, :-1].int()
+            shortest = torch.where(tells[:, 0], lengths, tokens.shape[1]).amin()
+            wrong = (((tokens == token) != inside) & tells).sum()
+            ends = torch.stack([(edges < 0).sum(), (edges > 0).sum()]).amin()  # 0: all runs are at the same end
+            numbers = DeviceValue(
+                torch.stack([token, wrong, ends, tells.sum(), outside.sum(), lengths.amax(), shortest, low, high])
+            )
+
+            def read_numbers(numbers: DeviceValue = numbers) -> list[Fact]:
+                token, wrong, ends, rows, others, longest, shortest, low, high = cast(
+                    "list[int]", numbers.tensor().tolist()
+                )
+                if wrong or ends or rows < _ROWS or others < _TOKENS or low == high or longest == shortest:
+                    return []
+                message = f"attention reads the places of token {token} at the ends of the rows, and hides all others"
+                return [Fact("padding read", message, {"token": token, "rows": rows, "hidden": others})]
+
+            self._facts.record_from(read_numbers, once=True)
 
     def _compare(self, targets: Tensor, tokens: Tensor, left_out: int, causal: Tensor | None) -> None:
         counted, same, ends = targets != left_out, targets == tokens, targets[:: len(targets) - 1]
