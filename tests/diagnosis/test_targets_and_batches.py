@@ -585,6 +585,33 @@ def test_weights_that_a_cast_has_made_zero(tmp_path: Path) -> None:
 # -- a classifier that has hardly moved
 
 
+class Pairs(nn.Module):
+    """Scores of all pairs: cosines, or products, times a factor."""
+
+    def __init__(self, factor: float | nn.Parameter, *, dim: int | None = 1) -> None:
+        super().__init__()
+        self.factor, self.dim, self.left, self.right = factor, dim, nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.left(x), self.right(x)
+        if self.dim is not None:
+            left, right = functional.normalize(left, dim=self.dim), right / right.norm(dim=self.dim, keepdim=True)
+        return left @ right.T * self.factor
+
+
+def of_pairs(path: Path, model: Pairs, *, both_ways: bool = False, rises: bool = False) -> list[Finding]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(at: int) -> None:
+        optimizer.zero_grad()
+        scores, own = model(torch.randn(64, 8)) * (at + 1.0 if rises else 1.0), torch.arange(64)
+        loss = functional.cross_entropy(scores, own)
+        (((loss + functional.cross_entropy(scores.T, own)) / 2) if both_ways else loss).backward()
+        optimizer.step()
+
+    return [f for f in watched(path, model, optimizer, step, 4) if f.rule == "loss-at-chance"]
+
+
 def at_chance(path: Path, rate: float, times: float = 1.0) -> list[Finding]:
     torch.manual_seed(0)
     model = seeded_mlp()
@@ -611,6 +638,19 @@ def test_a_loss_at_chance_says_whether_weights_have_moved(tmp_path: Path) -> Non
         assert float(found.evidence["guessing"]) == pytest.approx(times * 1.386, rel=1e-3)
     (found,) = at_chance(tmp_path / "moving", 1e-3)
     assert "cause" not in found.evidence and "labels" in found.advice
+    for both_ways in (False, True):
+        (found,) = of_pairs(tmp_path / f"cosines {both_ways}", Pairs(0.07), both_ways=both_ways)
+        assert found.evidence["factor"] == pytest.approx(0.07) and "temperature" in found.advice
+        assert float(found.evidence["lowest"]) == pytest.approx(4.021, rel=1e-3)
+    for name, model in (
+        ("divided", Pairs(1 / 0.07)),
+        ("cosines alone", Pairs(1.0)),
+        ("learned", Pairs(nn.Parameter(torch.tensor(0.07)))),
+        ("products", Pairs(0.07, dim=None)),
+        ("over the rows", Pairs(0.07, dim=0)),
+    ):
+        assert of_pairs(tmp_path / name, model) == [], name
+    assert of_pairs(tmp_path / "rises", Pairs(0.02), rises=True) == []
 
 
 def test_a_loss_times_infinity_has_no_guessing(tmp_path: Path) -> None:

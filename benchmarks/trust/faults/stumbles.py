@@ -123,7 +123,6 @@ class Pair(nn.Module):
     r"|(logits?|scores|outputs?)\b[^>]*(small|narrow|tiny|flat|close (to|together)|alike|uniform|bounded|spread)"
     r"|softmax[^>]*(flat|uniform|evenly|equal)|loss\b[^>]*(stuck|plateau|at chance|near chance|hardly|stops?)",
     misleading=f"{SIDE}|lower the (learning )?rate|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def lukewarm(run: Training, *, sound: bool = False) -> None:
     """Cosines are multiplied by a temperature of 0.07, not divided by it: the softmax over them stays uniform."""

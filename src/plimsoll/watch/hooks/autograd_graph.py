@@ -48,6 +48,7 @@ _OF_WEIGHTS = re.compile(
 )
 _ATTENTIONS = 2  # behind a loss whose weights or masks are read
 _MASKED = -1e3  # that is added to a score: what is less leaves no weight
+_NORMS = ("LinalgVectorNormBackward0", "NormBackward1")
 _PAIRS = re.compile("(Sub|Rsub|Mul|Div|Add|Expand)Backward\\d")  # operations that broadcast what they are given
 
 # torch 2.9 does not show whether a hook has packed a kept tensor.
@@ -265,6 +266,54 @@ def classes_of(root: Tensor, scale: Tensor | None) -> tuple[int, float]:
         if is_mean and len(scores) > 1 and type(before).__name__ == "LogSoftmaxBackward0":
             return int(scores[1]), divisor
     return 0, 1.0
+
+
+# A cosine is a product of rows, or of columns, that were divided by their own norms.
+def bound_of_cosines(root: Tensor) -> tuple[float, int]:
+    """Return the largest size of the scores of a cross entropy that are cosines times a constant, and its classes."""
+    for node in itertools.islice(_nodes([root]), _NEAREST):
+        before, _ = (
+            _through_views(cast("Any", node).next_functions[0][0]) if type(node).__name__ in _NLL else (None, ())
+        )
+        if type(before).__name__ != "LogSoftmaxBackward0":
+            continue
+        made, factor = cast("Any", before).next_functions[0][0], 1.0
+        while made is not None and (_SAME_VALUES.fullmatch(type(made).__name__) or _constant_of(made) is not None):
+            factor *= abs(_constant_of(made) or 1.0)
+            made = made.next_functions[0][0]
+        if type(made).__name__ in ("MmBackward0", "BmmBackward0"):
+            sides: list[Any] = [maker for maker, _ in cast("Any", made).next_functions]
+            if all(side is not None and _is_normalised(side) for side in sides):
+                return factor, _shape_of(before)[-1]
+    return 0.0, 0
+
+
+def _constant_of(node: Any) -> float | None:
+    """Return the number on a CPU that a node multiplies by; None if it does something else, or trains its factor."""
+    kind = type(node).__name__
+    if kind not in ("DivBackward0", "MulBackward0") or node.next_functions[-1][0] is not None:
+        return None
+    with contextlib.suppress(RuntimeError):  # an earlier backward has freed it
+        other = _kept(node, "_saved_other")
+        if other is not None and other.numel() == 1 and other.device.type == "cpu" and other.is_floating_point():
+            value = float(other)
+            return (value if kind.startswith("Mul") else 1 / value) if value and math.isfinite(value) else None
+    return None
+
+
+def _is_normalised(node: Any) -> bool:
+    """Return whether a node's values were divided by their own norm."""
+    while node is not None and _SAME_VALUES.fullmatch(type(node).__name__):
+        node = node.next_functions[0][0]
+    if node is None or type(node).__name__ != "DivBackward0":
+        return False
+    (values, _), (norm, _) = node.next_functions
+    while norm is not None and type(norm).__name__ in ("ExpandBackward0", "ClampMinBackward0", "CloneBackward0"):
+        norm = norm.next_functions[0][0]
+    if norm is None or type(norm).__name__ not in _NORMS or norm.next_functions[0][0] is not values:
+        return False
+    last = len(_shape_of(node)) - 1
+    return [_signed(dim) % (last + 1) for dim in norm._saved_dim] == [last]  # noqa: SLF001  (likewise)
 
 
 def error_of(root: Tensor) -> tuple[str, int]:

@@ -20,6 +20,7 @@ from plimsoll.text import number, percent
 _FAR_OFF = "begins far off"  # a fact of the watch, and the cause in the evidence
 _ABOVE = "above guessing"
 _RANDOM = "frozen layers as drawn"
+_COSINES = "cosines held small"  # likewise
 _HARDLY = "weights hardly move"
 _SIGNED, _BYTE = 127, 255  # the largest bytes, with and without a sign
 _MANY = 64  # values that are all whole: no chance
@@ -30,14 +31,18 @@ class LossAtChance(Rule):
     """A cross entropy that begins far above that of guessing, or stays where guessing is."""
 
     id = "loss-at-chance"
-    says = "a classifier's loss stays where guessing is, rises far above it, or begins there"
+    says = "a classifier's loss stays where guessing is, rises far above it, begins there, or can only be there"
     meaning = "The loss is that of guessing among the classes: what the model has learned does not help."
     advice = (
         "Check that inputs and labels still belong together (sorted or shuffled apart, off by one), and that the "
         "inputs say something of the labels; then the learning rate."
     )
     figure = "loss_and_scale"
-    items = {"guessing": EvidenceItem("Loss of guessing"), "loss": EvidenceItem("Loss")}
+    items = {
+        "guessing": EvidenceItem("Loss of guessing"),
+        "loss": EvidenceItem("Loss"),
+        "lowest": EvidenceItem("Lowest loss"),
+    }
     is_secondary = True  # other findings say why
 
     near: float = threshold(0.02, "of the loss of guessing, above or below it: what is learned first is more")
@@ -54,11 +59,13 @@ class LossAtChance(Rule):
         event = first_fact(view, "classes")
         steps, loss = view.scalar("loss")
         size = int(self.window)
+        yield from self._of_cosines(view)
         if event is not None and len(loss) >= size:
             guessing = math.log(int(cast("int", event.details["classes"])))
             guessing *= float(cast("float", event.details.get("times", 1.0)))
             means = loss[: len(loss) // size * size].reshape(-1, size).mean(axis=1)
-            yield from self._stays(view, steps, means, guessing)
+            if first_fact(view, _COSINES) is None:  # else it says why
+                yield from self._stays(view, steps, means, guessing)
             yield from self._above(steps, means, guessing)
         far = first_fact(view, _FAR_OFF)
         if far is not None:
@@ -78,6 +85,21 @@ class LossAtChance(Rule):
                 else "Scale what the model is given: divide pixels by 255, or normalise them by their mean and "
                 "deviation.",
             )  # fmt: skip
+
+    def _of_cosines(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of scores between bounds within which no loss is much below that of guessing."""
+        event = first_fact(view, _COSINES)
+        if event is None:
+            return
+        factor, lowest, classes = (float(cast("float", event.details[key])) for key in ("factor", "lowest", "classes"))
+        evidence = {"guessing": math.log(classes), "lowest": lowest, "factor": factor, "cause": _COSINES}
+        yield self.since_event(
+            "warning", event, view, evidence,
+            meaning=f"The scores are cosines times a constant of {factor:.3g}, so they lie between -{factor:.3g} and "
+            f"{factor:.3g}. The softmax over them stays nearly uniform whatever is learned: the loss cannot fall below "
+            f"{lowest:.4g}, where guessing costs {math.log(classes):.4g}.",
+            advice="Divide cosines by the temperature (0.07 is usual), do not multiply by it. Or learn the factor.",
+        )  # fmt: skip
 
     def _stays(self, view: View, steps: Ints, means: Floats, guessing: float) -> Iterator[Finding]:
         size = int(self.window)
@@ -145,6 +167,13 @@ class LossAtChance(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the loss, and that of guessing."""
+        if context.cause == _COSINES:
+            return Phrase(
+                what=f"scores are cosines times {number(context.number('factor'))}, seen {context.since}",
+                effect=f"so the loss cannot fall below {number(context.number('lowest'))}, where guessing costs "
+                f"{number(context.number('guessing'))}",
+                remedy="divide by the temperature",
+            )
         loss, guessing = (number(context.number(name)) for name in ("loss", "guessing"))
         if context.cause == _FAR_OFF:
             if context.text("input"):

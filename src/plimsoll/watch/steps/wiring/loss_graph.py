@@ -7,6 +7,7 @@
 - Indices that were rounded to 16 bits.
 - Gradients that a loss makes in its forward in FP16, before the loss scale, where they are zero.
 - Casts of weights that autocast keeps from before the last step.
+- Scores that are cosines times a small constant.
 - A softmax over the rows of a batch, outputs that meet all targets, the number of classes, a first loss far off.
 - Scores where logarithms are wanted, and targets that the function before the loss cannot put out.
 - Targets that are the model's own input tokens, that its attention sees at the next place, or that are mostly padding.
@@ -32,6 +33,7 @@ _SOME = 4096  # targets of a batch
 _ROUNDING = 1e-3  # by which a number may pass a bound
 _OUTSIDE = 0.05  # of the targets of a batch: fewer may be outliers
 _FAR = 4.0  # times the loss of guessing, with which new weights of a usual size begin
+_NO_BETTER = 0.9  # of the loss of guessing
 _FEWEST = 8  # of a batch that can show anything: so many of one class are no chance
 _TOKENS = 32
 _ALMOST_ALL = 0.9  # of a batch
@@ -199,6 +201,7 @@ class Targets:
     def __init__(self, training: Training) -> None:
         self._facts = training.facts
         self._looks = 0
+        self._factors: list[float] = []  # that hold cosines small, of each look
         self._error = ("", 0)  # of the last backward that was looked at, and its sign
         self._samples = 0
         self._classes: Counter[int] = Counter()  # of samples whose targets are nearly all of one class
@@ -262,6 +265,7 @@ class Targets:
         self._look_at_tokens(loss)
         self._look_at_next_tokens(loss)
         self._look_at_places_read(loss)
+        self._look_at_cosines(loss)
         classes, divisor = autograd_graph.classes_of(loss, scale)
         if classes > 1:
             # Of a loss that is multiplied by hand, as one that is scaled so, guessing costs as many times as much.
@@ -271,6 +275,19 @@ class Targets:
             )
             if is_first:
                 self._look_at_first_loss(loss.detach() * (divisor if scale is None else divisor / scale), classes)
+
+    # With scores from -f to f, the likeliest of C classes has a probability of 1 / (1 + (C - 1) exp(-2 f)) at most.
+    # A factor that changes from step to step may be on its way up.
+    def _look_at_cosines(self, loss: Tensor) -> None:
+        """Look whether the scores are cosines that a constant factor holds so small that nothing can be learned."""
+        factor, classes = autograd_graph.bound_of_cosines(loss)
+        self._factors.append(factor)
+        if len(self._factors) < _LOOKS or len(set(self._factors)) > 1 or not factor or classes < 2:
+            return
+        lowest = math.log1p((classes - 1) * math.exp(-2 * factor))
+        if lowest >= _NO_BETTER * math.log(classes):
+            message = f"scores are cosines times {factor:.3g}: no loss of {classes} classes is below {lowest:.4g}"
+            self._facts.record("cosines held small", message, factor=factor, lowest=lowest, classes=classes)
 
     # What is not finite shows elsewhere, and a logarithm of a probability may be above zero by a rounding.
     def _look_at_values(self, loss: Tensor) -> None:
