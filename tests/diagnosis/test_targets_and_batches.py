@@ -570,6 +570,34 @@ def in_fp8(x: Tensor, scale: float = 1.0) -> Tensor:
     return (x * scale).to(torch.float8_e4m3fn).float() / scale
 
 
+class Sent(nn.Module):
+    """What a cast, or something that comes near one, makes of values."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x)
+
+
+def sent(path: Path, change: Callable[[Tensor], Tensor], spread: float = 2.0) -> list[Finding]:
+    """A student of probabilities of 512 classes, as they arrive."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"sent": Sent(change), "student": nn.Linear(8, 512)})
+    optimizer = torch.optim.SGD(model["student"].parameters(), lr=1e-2)
+    maker = spread * torch.randn(8, 512)
+
+    def step(_: int) -> None:
+        x = torch.randn(32, 8)
+        optimizer.zero_grad()
+        given = model["sent"]((x @ maker / 8**0.5).softmax(dim=1))
+        (-(given * model["student"](x).log_softmax(dim=1)).sum(dim=1).mean()).backward()
+        optimizer.step()
+
+    return [f for f in watched(path, model, optimizer, step, 6) if f.rule == "cast-flushes"]
+
+
 def test_weights_that_a_cast_has_made_zero(tmp_path: Path) -> None:
     (found,) = cast(tmp_path / "cast", in_fp8)
     assert found.where == ("0.weight",) and found.evidence["format"] == "e4m3"
@@ -580,6 +608,18 @@ def test_weights_that_a_cast_has_made_zero(tmp_path: Path) -> None:
         ("as they are", torch.Tensor.clone),
     ):
         assert cast(tmp_path / name, change) == [], name
+    (found,) = sent(tmp_path / "sent", in_fp8)
+    assert found.where == ("sent:output",) and found.evidence["format"] == "e4m3"
+    assert float(found.evidence["flushed"]) > 0.25 and float(found.evidence["missing"]) > 0.02
+    for name, change, spread in (
+        ("sent with a scale", lambda x: in_fp8(x, 2.0**8), 2.0),
+        ("sent with a scale for each row", lambda x: in_fp8(x, 448 / x.amax(dim=1, keepdim=True)), 2.0),
+        ("the largest", lambda x: x * (x > 2.0**-10), 2.0),
+        ("where next to nothing is lost", in_fp8, 12.0),
+        ("in BF16", lambda x: x.bfloat16().float(), 2.0),
+        ("as they come", lambda x: x, 2.0),
+    ):
+        assert sent(tmp_path / name, change, spread) == [], name
 
 
 # -- a classifier that has hardly moved

@@ -173,7 +173,6 @@ class Distilled(nn.Module):
     )
     + r"|e4m3|\bfp8|float8|8[- ]bit|quanti[sz]|small (probabilities|values)\b[^>]*(lost|zero)",
     misleading="raise the loss scale|scale-low|learning rate|swallow|in no optimizer",
-    held_back=True,
 )
 def only_the_likeliest(run: Training, *, sound: bool = False) -> None:
     """Probabilities of 512 classes are sent in E4M3, where all below 2^-10 are zero: only the likeliest are left."""

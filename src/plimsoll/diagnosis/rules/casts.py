@@ -38,12 +38,14 @@ _WORKS = 0.01  # of a tensor's values that a scale that works may flush, as in `
 _CONSTANT_SCALE = "a bound that stays"
 _ONE_SCALE = "a grid that is too coarse"
 _WEIGHTS = "weights cast without a scale"
+_ACTIVATIONS = "activations cast without a scale"
 _ZEROS = "zero_heatmap"  # of casts by hand: the rule's own figure is of values as a recorded cast holds them
 _FEW_DIGITS = "blocks of unlike values"
 _MADE_NARROW = "a gradient made in the forward"
 _GRADIENTS = "gradients through a narrow cast"
 _QUANTA = 8  # times FP16's smallest number: what a few additions make of it
 _LARGEST = (7, 8, 15, 16, 31, 63, 127, 128, 255)  # the largest whole numbers that quantised values are
+_BITS = 8  # of formats in which activations are sent or kept
 _ON_GRID = 1e-3  # of a step of the grid: the smallest of a tensor's values is so near a whole number by chance in 500
 _Found = tuple[CastCells, int, int, int, float]  # cells, layer, first and last place, value
 
@@ -202,12 +204,14 @@ class CastFlushes(ShareRule):
     grave: float = threshold(0.25, "a quarter of one tensor")
     samples: float = threshold(3, _SAMPLES)
     coarse: float = threshold(0.75, "of the values that a module rounds to INT8 or INT4; normal ones lose 2 % or 22 %")
+    missing: float = threshold(0.02, "of the magnitudes' sum, where a module rounds to 8 bits: less does no harm")
     blocks: float = threshold(0.4, "of the values that it rounds to few digits; normal ones lose 9 % in MXFP4")
 
     def findings(self, view: View) -> Iterator[Finding]:
         """Yield one finding for each collection, and of casts by hand: of what modules take, weights, and gradients."""
         yield from self._of_shares(view, "flushed", lambda cast: cast.flushed)
         yield from self._by_hand(view)
+        yield from self._unscaled(view)
         yield from self._weights(view)
         yield from self._gradients(view)
         event = first_fact(view, "gradient made narrow")
@@ -283,6 +287,49 @@ class CastFlushes(ShareRule):
                 )  # fmt: skip
                 return
 
+    # What comes out has the digits of an 8-bit format, and its smallest number as the smallest value, at each sample.
+    # What came in had the same largest value, with more digits. A scale that is divided by afterwards moves both off.
+    def _unscaled(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the modules that round to an 8-bit format without a scale, where many become zero."""
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        most, least, nonzero = cells.true_absmax, -cells.highest(-cells.columns["absmin"]), cells.total(cells.nonzero)
+        sums = cells.total(cells.columns["abssum"] / cells.scale)
+        for fmt in (fmt for fmt in FLUSHING if fmt.bits == _BITS):
+            lost, gone = np.full(cells.shape, np.nan), 0.0
+            for _, into, out in module_ends(cells):
+                own = cells.format_of(cells.names[out])
+                if own == fmt.name or not _holds(own, fmt):
+                    continue
+                with np.errstate(all="ignore"):
+                    cut = (least[out] == fmt.smallest_subnormal) & (least[into] < fmt.smallest_subnormal / 2)
+                    cut &= _has_digits(most[out], fmt.mantissa_bits + 1) & (cells.finite[into] == cells.finite[out])
+                    cut &= most[out] >= fmt.smallest_normal  # else all of it is at the bottom: underflow-high
+                    cut &= np.abs(most[out] / most[into] - 1) <= 2.0 ** -(fmt.mantissa_bits + 1)
+                    missing = 1 - sums[out] / sums[into]
+                    share = np.where(cut & (missing >= self.missing), 1 - nonzero[out] / nonzero[into], 0.0)
+                known = np.flatnonzero(~np.isnan(nonzero[out]))
+                if len(known) >= self.samples and (cut & ~_has_digits(most[into], fmt.mantissa_bits + 1))[known].all():
+                    lost[out], gone = np.where(np.isnan(nonzero[out]), np.nan, share), max(gone, *missing[known])
+            spans = layer_spans(lost > self.grave, ~np.isnan(lost), self.samples)
+            if spans:
+                spots = worst(cells, spans, lost)
+                evidence = {
+                    "cause": _ACTIVATIONS, "flushed": spots[0].value, "worst": spots[0].name, "format": fmt.name,
+                    "missing": gone,
+                }  # fmt: skip
+                flushed, name = percent(spots[0].value), fmt.name.upper()
+                yield self.finding(
+                    "warning", spots, evidence, until_step=last_of(cells, spans), collection="activations", actions=(),
+                    figure=_ZEROS,
+                    meaning=f"The module rounds to {name} without a scale: {flushed} of what comes in is below half of "
+                    f"that format's smallest number and becomes zero, with up to {percent(gone)} of the sum of all "
+                    "magnitudes.",
+                    advice="Multiply by what brings the largest value of a row or tensor near the format's largest "
+                    "before the cast, and divide by it afterwards. Or send these values in BF16.",
+                )  # fmt: skip
+
     # Quantised values are whole numbers times a step, of which the largest value has 127 or so. Small values become
     # zero, and what is left sums up to nearly the same.
     def _by_hand(self, view: View) -> Iterator[Finding]:
@@ -351,6 +398,13 @@ class CastFlushes(ShareRule):
                 f"{context.since}",
                 effect="because its blocks hold values of unlike sizes",
                 remedy="look at the dimension along which blocks run",
+            )
+        if context.cause == _ACTIVATIONS:
+            return Phrase(
+                what=f"{context.place} has rounded {percent(context.number('flushed'))} of its inputs to zero in "
+                f"{context.format} {context.since}",
+                effect="for want of a scale",
+                remedy="scale them before the cast",
             )
         if context.cause == _WEIGHTS:
             return Phrase(
